@@ -1,0 +1,149 @@
+"""Descriptor fields: one number of a batch, and one rule for which captured value covers it.
+
+A user adds a field by handing `build_table` one more `Field`; dispatch does not change.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fngraph.errors import SpecError
+
+
+class Rule(Protocol):
+    """When a captured value covers a batch's value. None, as a captured value, covers any."""
+
+    def covers(self, key: Any, value: Any) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """The captured value is at least the batch's: what is missing is padding."""
+
+    def covers(self, key: Any, value: Any) -> bool:
+        return key is None or key >= value
+
+    def __str__(self) -> str:
+        return "at least"
+
+
+@dataclass(frozen=True, slots=True)
+class Equal:
+    """The captured value is the batch's own: it was baked into the graph."""
+
+    def covers(self, key: Any, value: Any) -> bool:
+        return key is None or key == value
+
+    def __str__(self) -> str:
+        return "equal"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedTo:
+    """The captured value is the next of `captured` that holds the batch's. 0 is never rounded up.
+
+    Attributes:
+        captured: the counts that have graphs, ascending.
+        overflow: what a batch above them all gets: no graph ("eager"), or the largest ("clamp").
+
+    Source: vLLM 0.33 rounds active LoRA counts so; its first dispatcher runs the overflow eagerly
+    and its second clamps.
+    """
+
+    captured: tuple[int, ...]
+    overflow: str = "eager"
+
+    def __post_init__(self) -> None:
+        if not self.captured or list(self.captured) != sorted(set(self.captured)):
+            raise SpecError(
+                f"rounded_to({self.captured}) needs ascending, distinct counts. "
+                f"Pass rounded_to({tuple(sorted(set(self.captured))) or (0,)})."
+            )
+        if self.overflow not in ("eager", "clamp"):
+            raise SpecError(
+                f'overflow={self.overflow!r} is unknown. Pass overflow="eager" or overflow="clamp".'
+            )
+
+    def round(self, value: int) -> int | None:
+        """The captured count that serves `value`; None where none does."""
+        if value == 0:
+            return 0 if self.captured[0] == 0 else None
+        at = bisect_left(self.captured, value)
+        if at < len(self.captured):
+            return self.captured[at]
+        return self.captured[-1] or None if self.overflow == "clamp" else None
+
+    def covers(self, key: Any, value: Any) -> bool:
+        return key is None or key == self.round(value)
+
+    def __str__(self) -> str:
+        return f"rounded to {', '.join(map(str, self.captured))} or {self.overflow}"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a descriptor, as data.
+
+    Attributes:
+        name: what a `BatchSpec` and its `BatchDescriptor` call it.
+        rule: when a key's value covers a batch's.
+        default: a batch's value where its spec does not say.
+        full: the values that FULL keys are captured at. None covers any.
+        piecewise: the same for PIECEWISE keys.
+    """
+
+    name: str
+    rule: Rule
+    default: Hashable = 0
+    full: tuple[Hashable, ...] = (None,)
+    piecewise: tuple[Hashable, ...] = (None,)
+
+    def covers(self, key: Any, spec: Any) -> bool:
+        """Whether the descriptor `key` covers the batch `spec` as far as this field goes."""
+        return self.rule.covers(self.captured(key), self.wanted(spec))
+
+    def captured(self, key: Any) -> Any:
+        """This field of a descriptor; None: any."""
+        return getattr(key, self.name) if self.name in BUILT_IN else dict(key.extra).get(self.name)
+
+    def wanted(self, spec: Any) -> Any:
+        """This field of a spec."""
+        if self.name in BUILT_IN:
+            return getattr(spec, self.name)
+        return dict(spec.extra).get(self.name, self.default)
+
+
+BUILT_IN = (
+    "num_tokens",
+    "num_reqs",
+    "query_len",
+    "adapters",
+    "cascade",
+    "encoder_outputs",
+)
+"""The fields that every spec has, in the order in which keys are compared."""
+
+
+def built_in_fields(adapters: tuple[int, ...] = (0,), overflow: str = "eager") -> tuple[Field, ...]:
+    """The fields of every table.
+
+    | field           | rule                   | FULL keys   | PIECEWISE keys |
+    |-----------------|------------------------|-------------|----------------|
+    | num_tokens      | at least               | the ladder  | the ladder     |
+    | num_reqs        | at least               | set         | None           |
+    | query_len       | equal                  | set or None | None           |
+    | adapters        | rounded to `adapters`  | `adapters`  | `adapters`     |
+    | cascade         | equal                  | False       | None           |
+    | encoder_outputs | equal                  | False       | None           |
+    """
+    return (
+        Field("num_tokens", AtLeast()),
+        Field("num_reqs", AtLeast()),
+        Field("query_len", Equal()),
+        Field("adapters", RoundedTo(adapters, overflow), 0, adapters, adapters),
+        Field("cascade", Equal(), False, (False,), (None,)),
+        Field("encoder_outputs", Equal(), False, (False,), (None,)),
+    )

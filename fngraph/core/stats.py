@@ -1,0 +1,122 @@
+"""Counts of what the steps ran as, per (tokens, padded tokens, mode), and why some ran eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Self
+
+from fngraph.core import text
+from fngraph.core.lookup import Dispatch
+from fngraph.core.modes import Mode
+
+
+class Row(NamedTuple):
+    """One line of the counts: steps of `num_tokens`, run as `padded` tokens in `mode`."""
+
+    num_tokens: int
+    padded: int
+    mode: Mode
+    count: int
+
+
+class Stats:
+    """What the steps ran as.
+
+    `observe` counts in place, since it runs once a step (0.3 us); everything else reads, or
+    makes a new value: `later - earlier` are the steps in between, `a + b` those of two ranks.
+
+    Attributes:
+        counts: (num_tokens, padded tokens, mode) -> steps.
+        reasons: why steps ran eagerly -> how many did.
+    """
+
+    __slots__ = ("counts", "reasons")
+
+    def __init__(
+        self,
+        counts: Mapping[tuple[int, int, Mode], int] | None = None,
+        reasons: Mapping[str, int] | None = None,
+    ) -> None:
+        self.counts = dict(counts or {})
+        self.reasons = dict(reasons or {})
+
+    def observe(self, num_tokens: int, ran: Dispatch) -> None:
+        """Counts one step of `num_tokens` true tokens that ran as `ran`."""
+        mode, key, reason = ran
+        row = (num_tokens, key[0], mode)
+        counts = self.counts
+        counts[row] = counts.get(row, 0) + 1
+        if mode is Mode.NONE:
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    @property
+    def steps(self) -> int:
+        """Steps counted."""
+        return sum(self.counts.values())
+
+    def share(self, mode: Mode | str) -> float:
+        """The share of steps that ran as this runtime mode, 0 to 1; 0 where none ran at all."""
+        mode = Mode.parse(mode)
+        ran = sum(count for (_, _, as_mode), count in self.counts.items() if as_mode is mode)
+        return ran / self.steps if self.counts else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """True tokens of all steps."""
+        return sum(num_tokens * count for (num_tokens, _, _), count in self.counts.items())
+
+    @property
+    def padding(self) -> int:
+        """Padding tokens of all steps."""
+        return sum((padded - true) * count for (true, padded, _), count in self.counts.items())
+
+    def rows(self) -> tuple[Row, ...]:
+        """The counts, most frequent first."""
+        rows = (Row(*key, count) for key, count in self.counts.items())
+        return tuple(sorted(rows, key=lambda row: (-row.count, row.num_tokens, row.padded)))
+
+    def as_text(self, modes: Mode | str | None = None, sizes: tuple[int, ...] = ()) -> str:
+        """A Markdown table by falling count, then the reasons of eager steps.
+
+        Args:
+            modes, sizes: what was configured, for the header.
+
+        Source: the columns are those of vLLM 0.33's `CUDAGraphLogging`; the reasons are ours.
+        """
+        head = [f"modes: {modes}"] if modes is not None else []
+        head += [f"sizes: {text.ranges(sizes)}"] if sizes else []
+        rows = [
+            (r.num_tokens, r.padded, r.padded - r.num_tokens, r.mode, r.count) for r in self.rows()
+        ]
+        parts = ["\n".join(head)] if head else []
+        parts.append(text.table(("tokens", "padded", "padding", "mode", "count"), rows))
+        if self.reasons:
+            why = sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
+            parts.append(text.table(("eager because", "count"), why))
+        return "\n\n".join(parts)
+
+    def copy(self) -> Self:
+        """The counts as they stand, to subtract later."""
+        return type(self)(self.counts, self.reasons)
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(_sum(self.counts, other.counts, 1), _sum(self.reasons, other.reasons, 1))
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        return Stats(_sum(self.counts, earlier.counts, -1), _sum(self.reasons, earlier.reasons, -1))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stats):
+            return NotImplemented
+        return self.counts == other.counts and self.reasons == other.reasons
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shares = (f"{m} {self.share(m):.0%}" for m in (Mode.FULL, Mode.PIECEWISE, Mode.NONE))
+        return f"Stats({text.count(self.steps, 'step')}: {', '.join(shares)})"
+
+
+def _sum(one: Mapping, other: Mapping, sign: int) -> dict:
+    both = {key: one.get(key, 0) + sign * other.get(key, 0) for key in {**one, **other}}
+    return {key: count for key, count in both.items() if count}

@@ -1,0 +1,73 @@
+"""One file per model: weights as safetensors, their config as JSON in its metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models import llama
+
+BYTES = Path(__file__).parent / "checkpoints" / "bytes.safetensors"
+
+
+class CheckpointError(ValueError):
+    """A file that is no checkpoint of ours, or whose tensors do not fit its config."""
+
+
+def save_checkpoint(path: Path, config: llama.Config, named: Mapping[str, Tensor]) -> None:
+    """Write weights by name, in the dtype that they have, with `config`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"config": json.dumps(dataclasses.asdict(config))}
+    save_file({n: w.detach().cpu().contiguous() for n, w in named.items()}, path, metadata)
+
+
+def load_checkpoint(
+    path: Path = BYTES,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[llama.Config, llama.Params]:
+    """The config and the weights of a file, stored in bfloat16 and widened to `dtype`.
+
+    Raises:
+        CheckpointError: no such file, no config in it, or tensors missing, extra or misshapen;
+            all of them are listed.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = (file.metadata() or {}).get("config")
+            named = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: {error}. Make one with: python -m models.train_bytes --out {path}"
+        ) from None
+    if described is None:
+        raise CheckpointError(
+            f"{path} has no config in its metadata, so it was not written by save_checkpoint"
+        )
+    config = llama.Config(**json.loads(described))
+    wanted, found = llama.shapes(config), {n: tuple(w.shape) for n, w in named.items()}
+    if wrong := mismatches(wanted, found):
+        raise CheckpointError(f"{path} does not fit its config:\n" + "\n".join(wrong))
+    placed = {n: w.to(device=device, dtype=dtype) for n, w in named.items()}
+    return config, llama.from_named(config, placed)
+
+
+def mismatches(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """A line for each tensor that is missing, extra or of another shape."""
+    lines = [f"  {n}: missing, expected {s}" for n, s in wanted.items() if n not in found]
+    lines += [f"  {n}: unknown, of shape {s}" for n, s in found.items() if n not in wanted]
+    return lines + [
+        f"  {n}: expected {s}, got {found[n]}"
+        for n, s in wanted.items()
+        if n in found and found[n] != s
+    ]

@@ -1,0 +1,201 @@
+"""Greedy text for many prompts at once: python -m models.generate --prompts FILE --modes ...
+
+`serve` is the whole loop; `reference` is what it has to agree with, token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+import fngraph as fg
+from models import llama
+from models.checkpoint import BYTES, load_checkpoint
+from models.schedule import State, advance, blocks_for, schedule, start, submit
+
+BLOCK_SIZE = 16
+PROMPTS = Path(__file__).parent / "prompts.txt"
+Step = Callable[[Any, llama.Batch], tuple[Tensor, Any]]  # cache, batch -> logits, cache
+
+
+class Served(NamedTuple):
+    """One step, as `serve` reports it: the state after it, its spec and its wall time."""
+
+    state: State
+    spec: fg.BatchSpec
+    seconds: float
+
+
+@torch.no_grad()
+def serve(step: Step, cache: Any, state: State, limits: fg.Limits) -> Iterator[Served]:
+    """Run until every request has its tokens, a step at a time. The cache is used up."""
+    while state.live:
+        began = time.perf_counter()
+        state, batch = schedule(state, limits)
+        logits_RV, cache = step(cache, batch)
+        state = advance(state, batch, logits_RV.argmax(-1).tolist())
+        yield Served(state, batch.spec, time.perf_counter() - began)
+
+
+@torch.no_grad()
+def reference(params: llama.Params, prompt: Sequence[int], max_new: int) -> tuple[int, ...]:
+    """The same tokens from `llama.forward` itself: one request, its own cache, no scheduler."""
+    device = params.embed.device
+    num_blocks = blocks_for(len(prompt) + max_new, BLOCK_SIZE)
+    cache = llama.init_cache(params.config, num_blocks, block_size=BLOCK_SIZE, device=device)
+    tokens, computed = list(prompt), 0
+    for _ in range(max_new):
+        batch = alone(tokens, computed, num_blocks, device)
+        logits_RV, cache = llama.forward(params, cache, batch)
+        computed = len(tokens)
+        tokens.append(int(logits_RV.argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def alone(
+    tokens: Sequence[int], computed: int, num_blocks: int, device: torch.device
+) -> llama.Batch:
+    """The batch of one request whose token i lives in slot i, from token `computed` on."""
+    new = torch.arange(computed, len(tokens))
+    batch = llama.Batch(
+        token_ids=torch.tensor(tokens[computed:]),
+        positions=new,
+        slot_mapping=new,
+        seq_lens=torch.tensor([len(tokens)], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, len(new)], dtype=torch.int32),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+        logits_indices=torch.tensor([len(new) - 1]),
+        spec=fg.BatchSpec(len(new), 1),
+    )
+    return to_device(batch, device)
+
+
+def to_device(batch: llama.Batch, device: torch.device) -> llama.Batch:
+    """The batch for a bare `llama.forward`; fngraph moves batches by itself."""
+    leaves = {n: x.to(device) for n, x in vars(batch).items() if isinstance(x, Tensor)}
+    return dataclasses.replace(batch, **leaves)
+
+
+def make_step(
+    params: llama.Params, cache: Any, limits: fg.Limits, *, modes: str, progress: bool = False,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """`llama.forward`, weights bound and graphs captured; `options` are `fg.graphify`'s."""
+    fast = fg.graphify(llama.forward, modes=modes, donate="cache", stage="batch", **options)
+    return fast.bind(params).capture(cache, limits, progress=progress)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt a line; empty lines are skipped.
+
+    Raises:
+        ValueError: none at all.
+    """
+    prompts = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt; write one a line")
+    return prompts
+
+
+def to_tokens(text: str) -> tuple[int, ...]:
+    """UTF-8 bytes."""
+    return tuple(text.encode("utf-8"))
+
+
+def to_text(tokens: Sequence[int]) -> str:
+    """What the bytes read as; a broken character shows as one replacement mark."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def plan(
+    prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int
+) -> tuple[State, fg.Limits]:
+    """A state with every prompt waiting, and limits just wide enough for each of them.
+
+    The cache has blocks for `max_reqs` of the longest, so that rows, not blocks, run out first.
+    """
+    tokens = [to_tokens(prompt) for prompt in prompts]
+    B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)
+    limits = fg.Limits(max_tokens, max_reqs, B=B)
+    state = start(num_blocks=B * max_reqs, block_size=BLOCK_SIZE)
+    for t in tokens:
+        state = submit(state, t, max_new, limits)
+    return state, limits
+
+
+def show(served: Iterator[Served], state: State, console: Console) -> Iterator[Served]:
+    """Pass steps through while the texts grow on the console, above a progress bar."""
+    columns = (
+        TextColumn("tokens"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.speed:.0f}/s"),
+    )
+    bar = Progress(*columns, console=console)
+    total = sum(request.max_new for request in state.requests)
+    task = bar.add_task("", total=total)
+    with Live(Group(texts(state), bar), console=console, refresh_per_second=8) as live:
+        for one in served:
+            bar.update(task, completed=sum(len(r.generated) for r in one.state.requests))
+            live.update(Group(texts(one.state), bar))
+            yield one
+
+
+def texts(state: State) -> Table:
+    """Every request: its prompt, then its text in bold."""
+    table = Table.grid(padding=(0, 1))
+    for request in state.requests:
+        text = Text(to_text(request.prompt)).append(to_text(request.generated), style="bold")
+        table.add_row(f"{request.id}", text)
+    return table
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command."""
+    flags = parser().parse_args(argv)
+    device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config, params = load_checkpoint(flags.checkpoint, device=device)
+    state, limits = plan(
+        read_prompts(flags.prompts),
+        flags.max_new,
+        max_tokens=flags.max_tokens,
+        max_reqs=flags.max_reqs,
+    )
+    cache = llama.init_cache(config, len(state.free), block_size=BLOCK_SIZE, device=device)
+    step = make_step(
+        params, cache, limits, modes=flags.modes, recorder=flags.recorder, progress=True
+    )
+    console = Console()
+    for _ in show(serve(step, cache, state, limits), state, console):
+        pass
+    console.print(step.stats.as_text(), markup=False)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m models.generate")
+    p.add_argument("--prompts", type=Path, default=PROMPTS, help="a file, one prompt a line")
+    p.add_argument("--modes", default="FULL_AND_PIECEWISE", help="NONE, PIECEWISE, FULL, ...")
+    p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")
+    p.add_argument("--max-tokens", type=int, default=32, help="token budget of a step")
+    p.add_argument("--max-reqs", type=int, default=8, help="requests in a step")
+    p.add_argument("--recorder", choices=["tape", "cuda"], help="default: as the device allows")
+    p.add_argument("--device", help="default: cuda where there is one")
+    p.add_argument("--checkpoint", type=Path, default=BYTES)
+    return p
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""A Llama-style decoder as pure functions: forward(params, cache, batch) -> (logits, cache).
+
+Shape letters: T query tokens, R requests, H query heads, K kv heads, D head dim, E model dim,
+F mlp hidden, V vocab, B blocks per request; N blocks in the cache, S tokens in a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import linear
+
+import fngraph as fg
+from models.layers import rms_norm, rotate, rotation, swiglu
+
+KV = tuple[Tensor, Tensor]  # one layer's (k, v), each (N, S, K, D)
+Attend = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]  # q, k, v, kv -> out_THD, kv
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes of a model. Hashable, and part of the structure of its `Params`."""
+
+    vocab_size: int  # V
+    num_layers: int
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    dim: int  # E
+    mlp_dim: int  # F
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied: bool = False  # the head is the embedding
+
+
+def tiny_bytes() -> Config:
+    """1.9 million parameters over bytes: deep and narrow reads best at this size."""
+    return Config(
+        vocab_size=256, num_layers=6, num_heads=6, num_kv_heads=2, head_dim=32, dim=192,
+        mlp_dim=352, tied=True,
+    )  # fmt: skip
+
+
+@fg.struct
+class Layer:
+    """Weights of one layer, matrices as (out, in)."""
+
+    attn_norm: Tensor  # (E,)
+    wq: Tensor  # (H*D, E)
+    wk: Tensor  # (K*D, E)
+    wv: Tensor  # (K*D, E)
+    wo: Tensor  # (E, H*D)
+    mlp_norm: Tensor  # (E,)
+    w_gate: Tensor  # (F, E)
+    w_up: Tensor  # (F, E)
+    w_down: Tensor  # (E, F)
+
+
+@fg.struct
+class Params:
+    """Weights of a model."""
+
+    embed: Tensor  # (V, E)
+    layers: tuple[Layer, ...]
+    norm: Tensor  # (E,)
+    head: Tensor | None  # (V, E); None where it is tied to embed
+    config: Config = fg.static()
+
+
+@fg.struct
+class Batch:
+    """One step's tokens, R requests of one or more tokens each, laid end to end."""
+
+    token_ids: Tensor = fg.buffer("T", "int64")
+    positions: Tensor = fg.buffer("T", "int64")
+    slot_mapping: Tensor = fg.buffer("T", "int64", pad=-1)  # -1: write nowhere
+    seq_lens: Tensor = fg.buffer("R", "int32", pad=0)  # this step's tokens included
+    query_start_loc: Tensor = fg.buffer("R + 1", "int32", pad="stride")
+    block_tables: Tensor = fg.buffer("R B", "int32", pad=0)
+    logits_indices: Tensor = fg.buffer("R", "int64", pad=0)  # the head runs on R rows, not on T
+    spec: fg.BatchSpec = fg.host()
+
+
+def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
+    """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
+
+    def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
+        return fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch)
+
+    x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, attend)
+    return logits(params, x_TE[batch.logits_indices]), cache
+
+
+def transformer(
+    params: Params, token_ids_T: Tensor, positions_T: Tensor, cache: tuple[Any, ...], attend: Attend
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Hidden states (T, E) before the last norm. `attend` says which tokens see which.
+
+    Serving attends over a paged cache, training over the other tokens of its T: the layers are
+    the same, and `cache` holds whatever one layer's `attend` keeps (None where it keeps nothing).
+    """
+    x_TE = params.embed[token_ids_T]
+    config, kept = params.config, []
+    rope = rotation(positions_T, config.head_dim, config.rope_theta, x_TE.dtype)
+    for layer, kv in zip(params.layers, cache, strict=True):
+        x_TE, kv = attention_block(config, layer, x_TE, rope, kv, attend)
+        normed_TE = rms_norm(x_TE, layer.mlp_norm, config.norm_eps)
+        x_TE = x_TE + swiglu(normed_TE, layer.w_gate, layer.w_up, layer.w_down)
+        kept.append(kv)
+    return x_TE, tuple(kept)
+
+
+def attention_block(
+    config: Config, layer: Layer, x_TE: Tensor, rope: tuple[Tensor, Tensor], kv: Any, attend: Attend
+) -> tuple[Tensor, Any]:
+    """x + attention(norm(x)), and what the layer keeps."""
+    normed_TE = rms_norm(x_TE, layer.attn_norm, config.norm_eps)
+    q_THD = rearrange(linear(normed_TE, layer.wq), "t (h d) -> t h d", d=config.head_dim)
+    k_TKD = rearrange(linear(normed_TE, layer.wk), "t (k d) -> t k d", d=config.head_dim)
+    v_TKD = rearrange(linear(normed_TE, layer.wv), "t (k d) -> t k d", d=config.head_dim)
+    out_THD, kv = attend(rotate(q_THD, rope), rotate(k_TKD, rope), v_TKD, kv)
+    return x_TE + linear(rearrange(out_THD, "t h d -> t (h d)"), layer.wo), kv
+
+
+def logits(params: Params, x_RE: Tensor) -> Tensor:
+    """The last norm and the head, (R, V)."""
+    head_VE = params.embed if params.head is None else params.head
+    return linear(rms_norm(x_RE, params.norm, params.config.norm_eps), head_VE)
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every weight by name, `layers.0.wq`, with its shape: the one list that init and files use."""
+    E, F, V, D = config.dim, config.mlp_dim, config.vocab_size, config.head_dim
+    q, kv = config.num_heads * D, config.num_kv_heads * D
+    layer = {
+        "attn_norm": (E,), "wq": (q, E), "wk": (kv, E), "wv": (kv, E), "wo": (E, q),
+        "mlp_norm": (E,), "w_gate": (F, E), "w_up": (F, E), "w_down": (E, F),
+    }  # fmt: skip
+    named = {"embed": (V, E), "norm": (E,)} | ({} if config.tied else {"head": (V, E)})
+    stacked = {f"layers.{i}.{n}": s for i in range(config.num_layers) for n, s in layer.items()}
+    return named | stacked
+
+
+def from_named(config: Config, named: Mapping[str, Tensor]) -> Params:
+    """`Params` over the tensors of `shapes(config)`."""
+    layers = (
+        Layer(**{n: named[f"layers.{i}.{n}"] for n in Layer.__annotations__})
+        for i in range(config.num_layers)
+    )
+    return Params(named["embed"], tuple(layers), named["norm"], named.get("head"), config)
+
+
+def to_named(params: Params) -> dict[str, Tensor]:
+    """The weights of `params` by the names of `shapes`."""
+    named = {"embed": params.embed, "norm": params.norm}
+    named |= {} if params.head is None else {"head": params.head}
+    for i, layer in enumerate(params.layers):
+        named |= {f"layers.{i}.{n}": getattr(layer, n) for n in Layer.__annotations__}
+    return named
+
+
+def init_params(
+    config: Config,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Params:
+    """Random weights, the same on every device: normal, 0.02 wide, less where layers add up."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape)
+        residual = name.endswith(("wo", "w_down"))
+        std = 0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02
+        return torch.randn(shape, generator=generator) * std
+
+    drawn = {name: draw(name, shape) for name, shape in shapes(config).items()}
+    return from_named(config, {n: w.to(device=device, dtype=dtype) for n, w in drawn.items()})
+
+
+def init_cache(
+    config: Config,
+    num_blocks: int,
+    *,
+    block_size: int = 16,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[KV, ...]:
+    """An empty paged cache: for each layer a pair of (num_blocks, block_size, K, D) tensors."""
+    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    zeros = lambda: torch.zeros(shape, device=device, dtype=dtype)  # noqa: E731
+    return tuple((zeros(), zeros()) for _ in range(config.num_layers))

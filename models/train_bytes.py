@@ -1,0 +1,108 @@
+"""Train the byte-level Llama on the text of `models.corpus`: python -m models.train_bytes
+
+It saves the weights and, beside them, a card that says what they are and how they came to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models import llama
+from models.checkpoint import BYTES, save_checkpoint
+from models.corpus import HELD_OUT_EVERY, corpus
+from models.train import cut, evaluate, fit
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, then save the weights and the card that says what they are."""
+    flags = parser().parse_args(argv)
+    torch.manual_seed(flags.seed)
+    torch.set_num_threads(flags.threads)
+    config = llama.tiny_bytes()
+    train, held_out = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).to(flags.device) for text in corpus()
+    )
+    looked_at = cut(held_out, flags.context)
+    named, steps, minutes = fit(config, train, looked_at, flags)
+    stored = {n: w.detach().bfloat16() for n, w in named.items()}
+    save_checkpoint(flags.out, config, stored)
+    widened = {n: w.float() for n, w in stored.items()}  # the losses are those of what is stored
+    as_many = cut(train, flags.context)[::HELD_OUT_EVERY]
+    nats = [evaluate(config, widened, text_NS, flags) for text_NS in (as_many, looked_at)]
+    passes = steps * flags.batch * flags.context / len(train)
+    command = " ".join(sys.argv[1:] if argv is None else argv)
+    facts = {
+        "config": config,
+        "parameters": f"{sum(w.numel() for w in named.values()):,}, stored in bfloat16",
+        "file": f"{flags.out.stat().st_size:,} bytes",
+        "training text": f"{len(train):,} bytes",
+        "held-out text": f"{len(held_out):,} bytes, every {HELD_OUT_EVERY}th topic or module",
+        "steps": f"{steps:,} of {flags.batch} x {flags.context} bytes, {passes:.1f} passes",
+        "time": f"{minutes:.1f} minutes on {device_name(flags.device)}",
+        "training loss": f"{nats[0]:.3f} nats a byte",
+        "held-out loss": f"{nats[1]:.3f} nats a byte",
+        "seed": flags.seed,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "command": f"`python -m models.train_bytes {command}`",
+    }
+    flags.out.with_suffix(".md").write_text(card(facts))
+    print(card(facts))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m models.train_bytes")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--steps", type=int, default=6000, help="the schedule ends here ...")
+    p.add_argument("--minutes", type=float, default=math.inf, help="... or here, if that is sooner")
+    p.add_argument("--batch", type=int, default=64, help="sequences a step")
+    p.add_argument("--context", type=int, default=512, help="bytes a sequence")
+    p.add_argument("--lr", type=float, default=3e-3)
+    p.add_argument("--weight-decay", type=float, default=0.1)
+    p.add_argument("--drop", type=float, default=0.1, help="dropout on the weight matrices")
+    p.add_argument("--looks", type=int, default=25, help="evaluations of the held-out text")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--out", type=Path, default=BYTES)
+    return p
+
+
+def card(facts: Mapping[str, Any]) -> str:
+    """The checkpoint's card, in Markdown."""
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return f"""# bytes.safetensors
+
+A byte-level Llama (`models.llama.tiny_bytes`) that gives the demo and the tests something
+legible to write. It is no use for anything else.
+
+Data: language topics, docstrings and comments of Python's own standard library, as selected by
+`models/corpus.py` (by the Python authors, PSF license). Written by `models/train_bytes.py`.
+
+| | |
+|---|---|
+{rows}
+"""
+
+
+def device_name(device: str) -> str:
+    """What the card calls it."""
+    return (
+        torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else f"{device}, {platform.machine()}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A model small enough for hundreds of steps, wild enough that its greedy text keeps changing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import llama
+
+
+@pytest.fixture(scope="session")
+def config() -> llama.Config:
+    """Three query heads a kv head, an odd head dim of pairs, an untied head."""
+    return llama.Config(
+        vocab_size=256, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=12, dim=32, mlp_dim=48
+    )
+
+
+@pytest.fixture(scope="session")
+def params(config: llama.Config) -> llama.Params:
+    """See `wide_params`."""
+    return wide_params(config)
+
+
+def wide_params(config: llama.Config, *, seed: int = 3, device: str = "cpu") -> llama.Params:
+    """Matrices ten times as wide as `init_params` makes them, norms between 0.5 and 1.5."""
+    generator = torch.Generator().manual_seed(seed)
+    named = llama.to_named(llama.init_params(config, seed=seed))
+    for name, weight in named.items():
+        vector = torch.rand(weight.shape, generator=generator) + 0.5
+        named[name] = (weight * 10 if weight.ndim == 2 else vector).to(device)
+    return llama.from_named(config, named)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    """Serving never asks for gradients."""
+    with torch.no_grad():
+        yield

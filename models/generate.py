@@ -135,8 +135,13 @@ def plan(
     return state, limits
 
 
-def show(served: Iterator[Served], state: State, console: Console) -> Iterator[Served]:
-    """Pass steps through while the texts grow on the console, above a progress bar."""
+def show(
+    served: Iterator[Served], state: State, console: Console, *, transient: bool = False
+) -> Iterator[Served]:
+    """Pass steps through while the texts grow on the console, above a progress bar.
+
+    What `transient` shows is gone at the end; off a terminal, it shows nothing.
+    """
     columns = (
         TextColumn("tokens"),
         BarColumn(),
@@ -146,7 +151,8 @@ def show(served: Iterator[Served], state: State, console: Console) -> Iterator[S
     bar = Progress(*columns, console=console)
     total = sum(request.max_new for request in state.requests)
     task = bar.add_task("", total=total)
-    with Live(Group(texts(state), bar), console=console, refresh_per_second=8) as live:
+    look = Group(texts(state), bar)
+    with Live(look, console=console, refresh_per_second=8, transient=transient) as live:
         for one in served:
             bar.update(task, completed=sum(len(r.generated) for r in one.state.requests))
             live.update(Group(texts(one.state), bar))

@@ -125,6 +125,16 @@ def test_decodes_never_wait_and_the_budget_is_used(coming, numbers):
             assert needed > len(before.free), "room for it, yet it waits"
 
 
+def test_prefill_mixed_and_decode_batches_all_occur():
+    coming = [(0, 3, 6), (0, 25, 6), (4, 9, 6)]
+    kinds = set()
+    for before, batch, _ in simulate(coming, fg.Limits(8, 2, B=11), 24):
+        rows = before.running[: batch.spec.num_reqs]
+        kinds.add((len(rows), frozenset(request.decoding for request in rows)))
+    prefill, decode, both = frozenset({False}), frozenset({True}), frozenset({True, False})
+    assert kinds >= {(2, prefill), (2, both), (2, decode), (1, decode)}
+
+
 def test_a_last_chunk_of_one_token_is_no_decode():
     limits = fg.Limits(4, 1, B=4)
     state = submit(start(4, BLOCK_SIZE), range(5), 2, limits)

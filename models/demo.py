@@ -1,0 +1,151 @@
+"""The main job on real text, in every mode, held against bare `forward`: python -m models.demo
+
+Exits with 1 where a mode writes other tokens than `llama.forward` does for one request at a time,
+or where steps that the mode should have replayed ran otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.rule import Rule
+
+import fngraph as fg
+from models import llama
+from models.checkpoint import BYTES, load_checkpoint
+from models.generate import (
+    BLOCK_SIZE,
+    PROMPTS,
+    make_step,
+    plan,
+    read_prompts,
+    reference,
+    serve,
+    show,
+    texts,
+)
+from models.schedule import State
+
+# what a mode promises, (decode batches, mixed batches); written out, since it judges fngraph's own
+MEANING = {
+    "NONE": ("NONE", "NONE"),
+    "PIECEWISE": ("PIECEWISE", "PIECEWISE"),
+    "FULL_DECODE_ONLY": ("FULL", "NONE"),
+    "FULL": ("FULL", "FULL"),
+    "FULL_AND_PIECEWISE": ("FULL", "PIECEWISE"),
+}
+SIZES = (1, 2, 4, 8, 16, 32)  # a short ladder: each size is a graph to capture
+
+
+class Run(NamedTuple):
+    """What one mode did.
+
+    Attributes:
+        modes: its name.
+        final: the state at the end.
+        expected: how many steps should have run as FULL, PIECEWISE, NONE.
+        shares: the shares of steps that did.
+        ms: the median step, scheduling and sampling included.
+    """
+
+    modes: str
+    final: State
+    expected: Counter[str]
+    shares: dict[str, float]
+    ms: float
+
+
+def expected_mode(modes: str, spec: fg.BatchSpec) -> str:
+    """How a step has to run, by the meaning of `modes` and the ladder alone."""
+    decode, mixed = MEANING[modes]
+    if spec.num_tokens > SIZES[-1]:
+        return "NONE"
+    return mixed if spec.query_len is None else decode
+
+
+def run_mode(
+    modes: str, params: llama.Params, state: State, limits: fg.Limits, recorder: str, out: Console
+) -> Run:
+    """Capture, generate everything, and report on the way."""
+    out.print(Rule(modes))
+    device = params.embed.device
+    cache = llama.init_cache(params.config, len(state.free), block_size=BLOCK_SIZE, device=device)
+    step = make_step(
+        params, cache, limits, modes=modes, sizes=SIZES, recorder=recorder, progress=out.is_terminal
+    )
+    steps = list(show(serve(step, cache, state, limits), state, out, transient=True))
+    print(step.table, step.stats.as_text(), sep="\n\n")
+    ms = median(one.seconds for one in steps) * 1e3
+    print(f"\n{ms:.2f} ms a step (median of {len(steps)})\n")
+    return Run(
+        modes=modes,
+        final=steps[-1].state,
+        expected=Counter(expected_mode(modes, one.spec) for one in steps),
+        shares={name: step.stats.share(name) for name in ("FULL", "PIECEWISE", "NONE")},
+        ms=ms,
+    )
+
+
+def verdict(run: Run, wanted: dict[int, tuple[int, ...]]) -> tuple[str, bool]:
+    """The last line of a mode, and whether all is well."""
+    got = {request.id: request.generated for request in run.final.finished}
+    wrong = [i for i, tokens in wanted.items() if got.get(i) != tokens]
+    total = run.expected.total()
+    off = [
+        f"{name} should be {run.expected[name] / total:.1%}"
+        for name, share in run.shares.items()
+        if abs(share - run.expected[name] / total) > 1e-9
+    ]
+    tokens = f"tokens differ in requests {wrong}" if wrong else "tokens equal"
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in run.shares.items())
+    tail = f"; WRONG: {', '.join(off)}" if off else ""
+    return f"{run.modes:<18}  {tokens}  {run.ms:6.2f} ms a step  {shares}{tail}", not (wrong or off)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 0 where every mode kept its word."""
+    flags = parser().parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    recorder = "cuda" if device == "cuda" else "tape"
+    out = Console(width=100 if not sys.stdout.isatty() else None)
+    _, params = load_checkpoint(flags.checkpoint, device=device)
+    prompts = read_prompts(flags.prompts)
+    state, limits = plan(prompts, flags.max_new, max_tokens=SIZES[-1], max_reqs=8)
+    print(f"{len(prompts)} prompts, {flags.max_new} tokens each, on {device} with the {recorder}")
+
+    began = time.perf_counter()
+    wanted = {
+        request.id: reference(params, request.prompt, request.max_new)
+        for request in track(state.waiting, "bare forward", console=out, transient=True)
+    }
+    print(f"bare forward, one request at a time: {time.perf_counter() - began:.1f} s\n")
+    runs = [run_mode(modes, params, state, limits, recorder, out) for modes in MEANING]
+
+    out.print(Rule("text"))
+    out.print(texts(runs[-1].final))
+    out.print(Rule("against bare forward, one request at a time"))
+    lines = [verdict(run, wanted) for run in runs]
+    print("\n".join(line for line, _ in lines))
+    return 0 if all(well for _, well in lines) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m models.demo")
+    p.add_argument("--prompts", type=Path, default=PROMPTS, help="a file, one prompt a line")
+    p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")
+    p.add_argument("--checkpoint", type=Path, default=BYTES)
+    return p
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The serving loop over bare `forward`, the reference that it is held to, and what is printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import fngraph as fg
+from models import demo, generate, llama
+from models.schedule import start, submit
+from tests.models.dense import dense_logits
+
+PROMPTS = [(5, 200, 17), tuple(range(60, 110)), (9,), tuple(range(33, 0, -1)), (128, 7, 7, 7, 90)]
+
+
+def serve_bare(params, limits, new=12, num_blocks=12):
+    """Every step of serving PROMPTS with `llama.forward` itself."""
+    state = start(num_blocks, generate.BLOCK_SIZE)
+    for i, prompt in enumerate(PROMPTS):
+        state = submit(state, prompt, new + 3 * i, limits)
+    cache = llama.init_cache(params.config, num_blocks, block_size=generate.BLOCK_SIZE)
+    step = lambda cache, batch: llama.forward(params, cache, batch)  # noqa: E731
+    return list(generate.serve(step, cache, state, limits))
+
+
+def test_reference_is_greedy_over_the_dense_model(params):
+    prompt = PROMPTS[1]
+    got = generate.reference(params, prompt, 10)
+    text = list(prompt)
+    for _ in range(10):
+        text.append(int(dense_logits(params, text)[-1].argmax()))
+    assert got == tuple(text[len(prompt) :])
+
+
+@pytest.mark.parametrize("max_tokens, max_reqs", [(3, 1), (5, 3), (16, 4), (64, 5)])
+def test_served_tokens_are_those_of_the_reference(params, max_tokens, max_reqs):
+    served = serve_bare(params, fg.Limits(max_tokens, max_reqs, B=6))
+    for request in served[-1].state.requests:
+        assert request.generated == generate.reference(params, request.prompt, request.max_new)
+
+
+def test_steps_are_chunked_to_the_budget_and_decodes_are_marked(params):
+    served = serve_bare(params, fg.Limits(16, 3, B=6))
+    assert max(one.spec.num_tokens for one in served) == 16  # the prompt of 50 comes in chunks
+    kinds = Counter(one.spec.query_len for one in served)
+    assert kinds[None] >= 4 and kinds[1] >= 20
+    assert all(one.seconds > 0 for one in served)
+
+
+def test_the_reference_text_is_varied_enough_to_tell_models_apart(params):
+    texts = [generate.reference(params, prompt, 24) for prompt in PROMPTS]
+    assert len(set().union(*texts)) >= 50
+
+
+def test_prompts_come_from_a_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("The\n\nReturn a \u201clist\u201d\n", encoding="utf-8")
+    assert generate.read_prompts(path) == ["The", "Return a \u201clist\u201d"]
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        generate.read_prompts(path)
+
+
+def test_text_and_bytes():
+    assert generate.to_text(generate.to_tokens("caf\u00e9")) == "caf\u00e9"
+    assert generate.to_text((104, 105, 0xC3)) == "hi\ufffd"
+
+
+def test_the_plan_fits_the_longest_prompt():
+    state, limits = generate.plan(["a", "b" * 40], 8, max_tokens=16, max_reqs=4)
+    assert limits == fg.Limits(16, 4, B=3)
+    assert len(state.waiting) == 2 and len(state.free) == 12
+
+
+def test_the_demo_has_prompts_of_many_lengths():
+    lengths = [len(prompt) for prompt in generate.read_prompts(generate.PROMPTS)]
+    assert len(lengths) >= 8 and len(set(lengths)) >= 8
+    assert min(lengths) <= 4 and max(lengths) >= 150
+
+
+# --- the demo's verdict -------------------------------------------------------------------------
+
+DECODE, MIXED = fg.BatchSpec(4, 4, query_len=1), fg.BatchSpec(9, 4)
+
+
+def test_what_each_mode_promises_is_what_fngraph_means_by_it():
+    assert set(demo.MEANING) == set(fg.Mode.__members__)
+    for name, (decode, mixed) in demo.MEANING.items():
+        mode = fg.Mode[name]
+        assert (str(mode.decode), str(mode.mixed)) == (decode, mixed)
+
+
+def test_the_expected_mode_of_a_step():
+    assert demo.expected_mode("FULL_AND_PIECEWISE", DECODE) == "FULL"
+    assert demo.expected_mode("FULL_AND_PIECEWISE", MIXED) == "PIECEWISE"
+    assert demo.expected_mode("FULL_DECODE_ONLY", MIXED) == "NONE"
+    assert demo.expected_mode("FULL", fg.BatchSpec(demo.SIZES[-1] + 1, 4)) == "NONE"
+
+
+@pytest.fixture(scope="module")
+def final(config):
+    from tests.models.conftest import wide_params
+
+    return serve_bare(wide_params(config), fg.Limits(16, 3, B=6))[-1].state
+
+
+def run(final, **shares: float) -> demo.Run:
+    expected = Counter({"FULL": 3, "PIECEWISE": 1})
+    return demo.Run("FULL_AND_PIECEWISE", final, expected, shares, 1.0)
+
+
+def test_the_verdict_is_good_only_when_tokens_and_shares_are(final):
+    wanted = {request.id: request.generated for request in final.finished}
+    right = {"FULL": 0.75, "PIECEWISE": 0.25, "NONE": 0.0}
+    line, well = demo.verdict(run(final, **right), wanted)
+    assert well and "tokens equal" in line and "FULL 75.0%" in line
+
+    other = {**wanted, 2: (*wanted[2][:-1], wanted[2][-1] ^ 1)}
+    line, well = demo.verdict(run(final, **right), other)
+    assert not well and "tokens differ in requests [2]" in line
+
+    line, well = demo.verdict(run(final, **right), {**wanted, 99: (1,)})
+    assert not well and "[99]" in line
+
+    eager = {"FULL": 0.75, "PIECEWISE": 0.0, "NONE": 0.25}
+    line, well = demo.verdict(run(final, **eager), wanted)
+    assert not well and "PIECEWISE should be 25.0%" in line and "NONE should be 0.0%" in line
+
+
+def test_texts_show_every_request(final):
+    shown = torch.tensor([len(row) for row in generate.texts(final).columns[1]._cells])
+    assert len(shown) == len(PROMPTS) and (shown > 0).all()

@@ -51,13 +51,32 @@ from fngraph.core.explain import explain as explain
 # stats.py: counts of what ran
 from fngraph.core.stats import Stats as Stats
 
-# struct.py, buffers.py, trees.py, program.py: batches as static buffers, op lists
+# struct.py, buffers.py: batches as static buffers
+from fngraph.core.buffers import Buffer as Buffer
+from fngraph.core.buffers import BufferPlan as BufferPlan
+from fngraph.core.buffers import Dim as Dim
+from fngraph.core.buffers import PlannedBuffer as PlannedBuffer
+from fngraph.core.buffers import buffer as buffer
+from fngraph.core.buffers import key_sizes as key_sizes
+from fngraph.core.buffers import plan_buffers as plan_buffers
+from fngraph.core.struct import buffers_of as buffers_of
+from fngraph.core.struct import host as host
+from fngraph.core.struct import host_field as host_field
+from fngraph.core.struct import static as static
+from fngraph.core.struct import struct as struct
+
+# program.py: a straight line of steps, and how a mode groups it into graphs
+from fngraph.core.program import Program as Program
+from fngraph.core.program import Step as Step
 
 __all__ = [
     "AtLeast",
     "BatchDescriptor",
     "BatchSpec",
+    "Buffer",
+    "BufferPlan",
     "Candidate",
+    "Dim",
     "Dispatch",
     "DispatchTable",
     "Equal",
@@ -67,17 +86,28 @@ __all__ = [
     "Ladders",
     "Limits",
     "Mode",
+    "PlannedBuffer",
+    "Program",
     "Resolution",
     "RoundedTo",
     "Stats",
+    "Step",
     "Support",
+    "buffer",
+    "buffers_of",
     "build_table",
     "check_sizes",
     "default_sizes",
     "dispatch",
     "dispatch_by_definition",
     "explain",
+    "host",
+    "host_field",
+    "key_sizes",
     "ladders",
+    "plan_buffers",
     "resolve",
     "runtime_modes",
+    "static",
+    "struct",
 ]

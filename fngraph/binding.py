@@ -1,0 +1,142 @@
+"""A binding: held and donated leaves at their addresses, checked at each call.
+
+It also knows how results become `forward`'s output again: each donated argument comes back as the
+very container that was passed in, since its leaves were updated in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fngraph.core import trees
+from fngraph.errors import TreeError
+from fngraph.fx.leaves import Role, TensorSpec
+from fngraph.fx.signature import Arguments
+from fngraph.graphs.addresses import addresses, check_addresses, check_aliases
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """Bound leaves.
+
+    Attributes:
+        leaves: held and donated tensors.
+        indices: the place of each among all leaves of the arguments.
+        recorded: the address of each when it was bound.
+        containers: position of a held or donated parameter to the argument that was passed.
+        spans: position to the slice of `leaves` that it fills.
+    """
+
+    args: Arguments
+    leaves: list[torch.Tensor]
+    indices: list[int]
+    paths: list[str]
+    recorded: list[int]
+    containers: Mapping[int, Any]
+    spans: Mapping[int, slice]
+
+    def check(self) -> None:
+        """Raise `AddressError` unless every leaf is where it was."""
+        check_addresses(self.leaves, self.recorded, self.paths)
+
+    def check_argument(self, position: int, value: Any) -> None:
+        """Raise unless `value` is what was bound at `position`: the same memory, leaf by leaf.
+
+        Raises:
+            TreeError: another structure.
+            AddressError: other tensors.
+        """
+        flat = flatten_as(self.args, position, value)
+        span = self.spans[position]
+        check_addresses(flat, self.recorded[span], self.paths[span])
+
+    def inputs(
+        self, staged: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Every program input in order: leaves of the arguments, then constants."""
+        slots: list[Any] = [None] * len(self.args.leaves)
+        for i, tensor in zip(self.indices, self.leaves):
+            slots[i] = tensor
+        for i, tensor in zip(self.args.of(Role.STAGED), staged):
+            slots[i] = tensor
+        return [*slots, *constants]
+
+
+def bind(args: Arguments, values: Sequence[Any]) -> Binding:
+    """Bind held and donated arguments, given in `forward`'s order.
+
+    Raises:
+        TreeError: a number, structure, shape, dtype or device that differs from the trace.
+        AliasError: a donated leaf shares its storage with another leaf.
+    """
+    positions = args.signature.positions(Role.HELD, Role.DONATED)
+    names = [args.signature.names[i] for i in positions]
+    if len(values) != len(positions):
+        raise TreeError(f"pass {len(names)} arguments {names}, got {len(values)}")
+    leaves: list[torch.Tensor] = []
+    spans = {}
+    for position, value in zip(positions, values):
+        flat = flatten_as(args, position, value)
+        spans[position] = slice(len(leaves), len(leaves) + len(flat))
+        leaves += flat
+    indices = args.of(Role.HELD, Role.DONATED)
+    paths = [args.leaves[i].path for i in indices]
+    for i, path, tensor in zip(indices, paths, leaves):
+        expected, got = args.leaves[i].spec, TensorSpec.of(tensor)
+        if got != expected:
+            raise TreeError(f"{path}: traced as {expected}, given {got}. Trace with this one")
+    donated = [args.leaves[i].role is Role.DONATED for i in indices]
+    check_aliases(leaves, donated, paths)
+    containers = dict(zip(positions, values))
+    return Binding(args, leaves, indices, paths, addresses(leaves), containers, spans)
+
+
+def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]:
+    """The leaves of an argument, which must have the structure that was traced.
+
+    Raises:
+        TreeError: listing each path that differs.
+    """
+    flat, treedef = trees.flatten(value)
+    if treedef != args.treedefs[position]:
+        name = args.signature.names[position]
+        lines = "\n".join(trees.differences(args.treedefs[position], treedef, name))
+        raise TreeError(f"{name} differs in structure from what was traced:\n{lines}")
+    return flat
+
+
+def assembler(
+    args: Arguments, out_tree: Any, returns: Mapping[int, int], containers: Mapping[int, Any]
+) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """A function from the outputs that are not donated, in order, to `forward`'s whole output."""
+    starts = {}  # first output leaf of each returned container
+    for position in args.signature.positions(Role.DONATED):
+        first = sum(t.num_leaves for t in args.treedefs[:position])
+        if args.treedefs[position].num_leaves:
+            starts[returns[first]] = containers[position]
+    whole = len(starts) == 1 and not trees.children(out_tree)
+    whole = whole or (0 in starts and len(returns) == out_tree.num_leaves and len(starts) == 1)
+    if whole and trees.flatten(starts[0])[1] == out_tree:
+        return lambda results: starts[0]
+
+    parts: list[tuple[Any, Any]] = []  # (container, structure) of each child of the output
+    start = 0
+    for child in trees.children(out_tree) or [out_tree]:
+        parts.append((starts.get(start) if child.num_leaves else None, child))
+        start += child.num_leaves
+
+    def assemble(results: Sequence[torch.Tensor]) -> Any:
+        rest = iter(results)
+        values = [
+            trees.unflatten(child, [next(rest) for _ in range(child.num_leaves)])
+            if container is None
+            else container
+            for container, child in parts
+        ]
+        return trees.unflatten_one_level(out_tree, values)
+
+    return assemble

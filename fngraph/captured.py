@@ -1,0 +1,249 @@
+"""`Captured`: bound leaves, static buffers and one replay a key; calling it is one step.
+
+    batch.spec -> dispatch -> stage -> replay -> own
+
+The one stage with state: it owns memory, and it counts what it did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fngraph.binding import Binding, assembler, bind, flatten_as
+from fngraph.core import (
+    BatchDescriptor,
+    BatchSpec,
+    Dispatch,
+    DispatchTable,
+    Explanation,
+    HostBounds,
+    Limits,
+    Mode,
+    Stats,
+    dispatch,
+    explain,
+    host_field,
+    key_sizes,
+)
+from fngraph.core.program import run
+from fngraph.errors import CaptureError, FnGraphError, TreeError
+from fngraph.fx.leaves import Role
+from fngraph.graphs.capture import Replay, capture, warm_up
+from fngraph.graphs.recorder import Recorder, make_recorder
+from fngraph.graphs.staging import (
+    StaticBuffers,
+    allocate,
+    check_leaves,
+    stage,
+    stage_padding,
+    true_sizes,
+)
+from fngraph.stages import Compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A step over bound weights and state; a mapping from descriptors to replays.
+
+    Attributes:
+        outputs: static output buffers, written by every key.
+        borrow: whether results are views of them, good until the next call.
+        assemble: results to `forward`'s whole output.
+        replays: what has been captured.
+        stats: what ran, counted.
+    """
+
+    compiled: Compiled
+    binding: Binding
+    recorder: Recorder
+    static: StaticBuffers
+    constants: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    borrow: bool
+    assemble: Callable[[Sequence[torch.Tensor]], Any]
+    replays: dict[tuple[Mode, BatchDescriptor], Replay]
+    stats: Stats
+
+    @property
+    def table(self) -> DispatchTable:
+        """The dispatch table."""
+        return self.compiled.lowered.table
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds of every step."""
+        return self.compiled.lowered.limits
+
+    def dispatch(self, spec: BatchSpec) -> Dispatch:
+        """What `spec` runs as."""
+        return dispatch(self.table, spec)
+
+    def explain(self, spec: BatchSpec) -> Explanation:
+        """Why `spec` runs as it does, and why not as anything else."""
+        return explain(self.table, spec)
+
+    def __call__(self, *args: Any) -> Any:
+        """One step: `forward` without its held arguments.
+
+        Raises:
+            SpecError: a batch beyond the limits.
+            TreeError: arguments that are not what was traced; with paths.
+            AddressError: bound leaves that moved, or other donated ones.
+        """
+        sig = self.compiled.args.signature
+        positions = sig.positions(Role.DONATED, Role.STAGED)
+        if len(args) != len(positions):
+            names = [sig.names[i] for i in positions]
+            raise TreeError(f"a step takes {len(names)} arguments {names}, got {len(args)}")
+        batch: list[torch.Tensor] = []
+        for position, value in zip(positions, args):
+            if sig.roles[position] is Role.DONATED:
+                self.binding.check_argument(position, value)
+            else:
+                batch = flatten_as(self.compiled.args, position, value)
+                spec = self._spec(sig.names[position], value)
+        self.binding.check()
+        self.limits.check(spec)
+        true = true_sizes(spec, self.limits.dims)
+        check_leaves(self.static.plan, batch, true)
+        chosen = dispatch(self.table, spec)
+        with torch.no_grad():
+            if chosen.mode is Mode.NONE:
+                results = self._run(batch, true, spec)
+            else:
+                results = self._replay(chosen, batch, true, spec)
+        self.stats.observe(spec.num_tokens, chosen)
+        return self.assemble(results)
+
+    def _spec(self, name: str, batch: Any) -> BatchSpec:
+        field = host_field(type(batch))
+        spec = getattr(batch, field) if field else None
+        if not isinstance(spec, BatchSpec):
+            raise TreeError(
+                f"{name}.{field} is {spec!r}, not a BatchSpec. Say what the batch holds: "
+                f"{field}=fg.BatchSpec(num_tokens=..., num_reqs=...)"
+            )
+        return spec
+
+    def _replay(
+        self, chosen: Dispatch, batch: Sequence[torch.Tensor], true: dict[str, int], spec: BatchSpec
+    ) -> list[torch.Tensor]:
+        key = chosen.descriptor
+        replay = self.replays.get((chosen.mode, key)) or self.capture_key(chosen.mode, key)
+        stage(self.static, batch, true, self._sizes(key), key.query_len or 0)
+        replay(true, spec.host)
+        views = self._cut(replay.outputs, true)
+        return views if self.borrow else [view.clone() for view in views]
+
+    def _run(
+        self, batch: Sequence[torch.Tensor], true: dict[str, int], spec: BatchSpec
+    ) -> list[torch.Tensor]:
+        """Eagerly, unpadded, on the batch's own tensors."""
+        pieces = self.compiled.lowered.split.pieces
+        device = self.recorder.device
+        inputs = self.binding.inputs([x.to(device) for x in batch], self.constants)
+        results = run(pieces.program, self.compiled.fns, inputs, true, spec.host)
+        return [r.clone() if old else r for r, old in zip(results, pieces.output_aliased)]
+
+    def capture_all(self, progress: bool = False) -> None:
+        """Capture every key of the table that is not yet, largest first.
+
+        Raises:
+            CaptureError: what was captured before stays.
+        """
+        keys: Iterable[Any] = [key for key in self.table if key not in self.replays]
+        if progress:
+            from fngraph.report.progress import track
+
+            keys = track(list(keys), f"capturing on {self.recorder.name}")
+        for mode, descriptor in keys:
+            self.capture_key(mode, descriptor)
+
+    def capture_key(self, mode: Mode, descriptor: BatchDescriptor) -> Replay:
+        """Capture one key on an all-padding batch, whose writes go to null slots.
+
+        Raises:
+            CaptureError: naming the key; pool and donated state are as they were.
+        """
+        sizes = self._sizes(descriptor)
+        host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
+        program, fns = self.compiled.lowered.split.program, self.compiled.fns
+        inputs = self.binding.inputs(self.static.views(sizes), self.constants)
+        with torch.no_grad(), torch.inference_mode(False):
+            stage_padding(self.static, sizes, descriptor.query_len or 0)
+            try:
+                warm_up(self.recorder, program, fns, inputs, self._written(), sizes, host)
+                replay = capture(
+                    self.recorder, program, fns, self.compiled.rows, inputs, mode, descriptor,
+                    sizes, host, tuple(self._cut(self.outputs, sizes)),
+                )  # fmt: skip
+            except FnGraphError as error:
+                raise CaptureError(f"{mode} {descriptor}: {error}") from error
+        self.replays[mode, descriptor] = replay
+        return replay
+
+    def _written(self) -> list[torch.Tensor]:
+        """Donated leaves that are written other than by primitives, whose slots are null."""
+        rows = {row.path: row for row in self.compiled.lowered.split.traced.donation.rows}
+        named = zip(self.binding.paths, self.binding.leaves)
+        return [x for path, x in named if path in rows and not rows[path].null_slots]
+
+    def _sizes(self, key: BatchDescriptor) -> dict[str, int]:
+        limits = self.limits
+        return key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
+
+    def _cut(self, outputs: Sequence[torch.Tensor], sizes: dict[str, int]) -> list[torch.Tensor]:
+        """Leading slices of outputs, along the dims that depend on T and R."""
+        dims = self.compiled.lowered.split.pieces.output_dims
+        return [out[tuple(slice(d(**sizes)) for d in ds)] for out, ds in zip(outputs, dims)]
+
+    def __getitem__(self, descriptor: BatchDescriptor) -> Replay:
+        """The replay of a captured key."""
+        for mode in (Mode.FULL, Mode.PIECEWISE):
+            if (mode, descriptor) in self.replays:
+                return self.replays[mode, descriptor]
+        distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
+        near = sorted((d for _, d in self.replays), key=distance)[:3]
+        raise KeyError(f"{descriptor} is not captured; the nearest that are: {near}")
+
+    def __iter__(self) -> Iterator[BatchDescriptor]:
+        return iter(descriptor for _, descriptor in self.replays)
+
+    def __len__(self) -> int:
+        return len(self.replays)
+
+    def __repr__(self) -> str:
+        done = f"{len(self.replays)} of {len(self.table)} keys"
+        return f"Captured({done} on {self.recorder.name}; {self.table!r})"
+
+
+def bind_and_allocate(
+    compiled: Compiled, values: Sequence[Any], recorder: str | None, outputs: str
+) -> Captured:
+    """A `Captured` with nothing captured yet: leaves bound, static buffers allocated.
+
+    Raises:
+        TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
+    """
+    if outputs not in ("own", "borrow"):
+        raise TreeError(f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views)')
+    lowered = compiled.lowered
+    binding = bind(compiled.args, values)
+    made = make_recorder(recorder, compiled.args.device)
+    static = allocate(lowered.plan, made.device)
+    pieces = lowered.split.pieces
+    buffers = tuple(
+        torch.zeros([d(**lowered.plan.sizes) for d in dims], dtype=dtype, device=made.device)
+        for dims, dtype in zip(pieces.output_dims, pieces.output_dtypes)
+    )
+    traced = lowered.split.traced
+    constants = tuple(c.to(made.device) for c in traced.constants.values())
+    assemble = assembler(traced.args, traced.out_tree, traced.returns, binding.containers)
+    return Captured(
+        compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
+        Stats(),
+    )  # fmt: skip

@@ -1,0 +1,199 @@
+"""Static buffers as data: symbolic dims, each field's pad rule, and the plan of what to allocate.
+
+    fg.buffer("R + 1", "int32", pad="stride")
+
+says that a leaf has one more row than the batch has requests, and how rows beyond them are filled.
+Dims are sums and products of ints and letters: T query tokens, R requests, and the further letters
+of `Limits` (B blocks per request, ...). A space separates dims; operators bind their neighbours.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import math
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fngraph.core.text import table
+from fngraph.errors import FieldError
+
+ITEMSIZE = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
+_OPS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+        ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dim:
+    """One dimension, such as `T`, `R + 1`, `2*T` or `64`, evaluated with `dim(T=3, R=2)`."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        self.letters  # noqa: B018  parse now, so that a bad dim fails where it is written
+
+    @property
+    def letters(self) -> frozenset[str]:
+        """The letters that this dim depends on; empty for a constant."""
+        return _parse_dim(self.text)[1]
+
+    def __call__(self, **sizes: int) -> int:
+        return _evaluate(_parse_dim(self.text)[0], sizes, self.text)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Dim({self.text!r})"
+
+
+@functools.cache
+def _parse_dim(text: str) -> tuple[ast.expr, frozenset[str]]:
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise FieldError(f"dim {text!r} is not an expression such as 'T', 'R + 1' or 64") from None
+    letters = set()
+    for node in ast.walk(body):
+        if isinstance(node, ast.Name):
+            letters.add(node.id)
+        elif isinstance(node, ast.Constant):
+            if not isinstance(node.value, int):
+                raise FieldError(f"dim {text!r} has the constant {node.value!r}; sizes are ints")
+        elif isinstance(node, ast.BinOp) and type(node.op) not in _OPS:
+            raise FieldError(f"dim {text!r} uses an operator other than + - * // %")
+        elif not isinstance(node, ast.BinOp | ast.operator | ast.expr_context):
+            raise FieldError(f"dim {text!r} may hold letters, ints and + - * // % only")
+    return body, frozenset(letters)
+
+
+def _evaluate(node: ast.expr, sizes: Mapping[str, int], text: str) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name):
+            if name not in sizes:
+                raise FieldError(
+                    f"dim {text!r} needs a size for {name!r}; known: {sorted(sizes)}. "
+                    f"Pass it in the limits: fg.Limits(..., {name}=64)"
+                )
+            return sizes[name]
+        case ast.BinOp(left=left, op=op, right=right):
+            return _OPS[type(op)](_evaluate(left, sizes, text), _evaluate(right, sizes, text))
+    raise AssertionError(ast.dump(node))
+
+
+def parse_dims(text: str) -> tuple[Dim, ...]:
+    """`"R B"` is two dims, `"R + 1"` is one.
+
+    Raises:
+        FieldError: text that is not dims.
+    """
+    tight = re.sub(r"\s*(\+|-|\*|//|%)\s*", r"\1", text.strip())
+    return tuple(Dim(re.sub(r"(\+|-|\*|//|%)", r" \1 ", part)) for part in tight.split())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    """What a staged leaf looks like and how it is padded.
+
+    Attributes:
+        dims: symbolic shape.
+        dtype: torch's dtype name, e.g. "int64".
+        pad: the number in every row beyond the batch's own, or "stride": (R + 1,) offsets that go
+            on with stride query_len in a uniform key and repeat the last one in a mixed key.
+    """
+
+    dims: tuple[Dim, ...]
+    dtype: str
+    pad: int | float | bool | str = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise FieldError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZE)}")
+        if isinstance(self.pad, str):
+            if self.pad != "stride":
+                raise FieldError(f"pad={self.pad!r}: a number, or 'stride' for query_start_loc")
+            if [d.text for d in self.dims] != ["R + 1"]:
+                raise FieldError("pad='stride' is for offsets of dims 'R + 1'")
+        moving = [d for d in self.dims[1:] if d.letters & {"T", "R"}]
+        if moving:
+            raise FieldError(
+                f"dims {self} vary in {moving[0]}, which is not the first dim; descriptors are "
+                "leading slices, so put T or R first"
+            )
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The concrete shape under sizes such as {"T": 40, "R": 40, "B": 16}."""
+        return tuple(d(**sizes) for d in self.dims)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.dims))}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedBuffer:
+    """A staged leaf at its place in the batch, with the shape that serves every key."""
+
+    path: str
+    buffer: Buffer
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the static buffer."""
+        return math.prod(self.shape) * ITEMSIZE[self.buffer.dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """Every static buffer of a function, sized for the ladder's top."""
+
+    buffers: tuple[PlannedBuffer, ...]
+    sizes: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all static buffers together."""
+        return sum(b.nbytes for b in self.buffers)
+
+    def as_text(self) -> str:
+        """One line a buffer: path, type, allocated shape, pad and bytes."""
+        rows = [[b.path, b.buffer, b.shape, b.buffer.pad, b.nbytes] for b in self.buffers]
+        return table(["leaf", "type", "allocated", "pad", "bytes"], rows)
+
+    __repr__ = as_text
+
+
+def plan_buffers(fields: Mapping[str, Buffer], top: Mapping[str, int]) -> BufferPlan:
+    """The static buffers of `fields` (path to `Buffer`) at sizes `top`, the largest of any key."""
+    planned = (PlannedBuffer(path, buf, buf.shape(top)) for path, buf in fields.items())
+    return BufferPlan(tuple(planned), dict(top))
+
+
+def buffer(dims: str, dtype: str, *, pad: int | float | bool | str = 0) -> Any:
+    """Declare a staged leaf of an `fg.struct`.
+
+    Args:
+        dims: e.g. "T", "R + 1", "R B"; see the module's first lines.
+        dtype: torch's name, e.g. "int32".
+        pad: see `Buffer`.
+
+    Raises:
+        FieldError: a bad declaration, where it is written.
+    """
+    return dataclasses.field(metadata={"fngraph": Buffer(parse_dims(dims), dtype, pad)})
+
+
+def key_sizes(
+    num_tokens: int, num_reqs: int | None, limits_reqs: int, dims: Mapping[str, int]
+) -> dict[str, int]:
+    """{"T", "R", ...} of a key; one that covers any number of requests holds all that can come."""
+    reqs = min(num_tokens, limits_reqs) if num_reqs is None else num_reqs
+    return {**dims, "T": num_tokens, "R": reqs}

@@ -1,0 +1,108 @@
+"""`fg.struct`: a frozen dataclass that is a pytree, whose fields say what role they play.
+
+| declared as        | in the tree    | meaning                                             |
+|--------------------|----------------|-----------------------------------------------------|
+| `x: Tensor`        | a child        | any tensor or subtree                               |
+| `fg.buffer(...)`   | a child        | a staged leaf with symbolic dims and a pad rule     |
+| `fg.static()`      | structure      | hashable configuration: another value, another tree |
+| `fg.host()`        | not in it      | host data such as `spec`; not readable in `forward` |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NoReturn, dataclass_transform
+
+from fngraph.core.buffers import Buffer, buffer
+from fngraph.errors import FieldError, HostFieldError, user_line
+
+NAMESPACE = "fngraph"  # of the optree registry; global registrations are seen too
+_HOST, _STATIC = "host", "static"
+
+
+def host() -> Any:
+    """Declare a host field: data for dispatch that is no leaf and that `forward` may not read."""
+    return dataclasses.field(default=None, metadata={"fngraph": _HOST})
+
+
+def static(**kwargs: Any) -> Any:
+    """Declare a static field: hashable configuration that is part of the tree's structure."""
+    return dataclasses.field(metadata={"fngraph": _STATIC}, **kwargs)
+
+
+class HiddenHostField:
+    """What a traced function finds in place of a host field: any use raises `HostFieldError`."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_name", name)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        name = object.__getattribute__(self, "_name")
+        raise HostFieldError(
+            f"{user_line()}: forward reads the host field .{name}, which a captured graph would "
+            "freeze at its value during capture. Read the counts from a staged leaf on the "
+            "device instead, e.g. batch.seq_lens or batch.query_start_loc"
+        )
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        self._refuse()
+
+    __bool__ = __iter__ = __len__ = __getitem__ = __eq__ = __int__ = __index__ = __call__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<host field .{object.__getattribute__(self, '_name')}, not readable in forward>"
+
+
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(dataclasses.field, buffer, host, static)
+)
+def struct(cls: Any) -> Any:
+    """Make `cls` a frozen dataclass and register it as a pytree.
+
+    `dataclasses.replace` makes changed copies. Static fields must be hashable.
+
+    Raises:
+        FieldError: more than one host field.
+    """
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    roles = {f.name: f.metadata.get("fngraph") for f in dataclasses.fields(cls)}
+    children = tuple(n for n, role in roles.items() if role not in (_HOST, _STATIC))
+    statics = tuple(n for n, role in roles.items() if role == _STATIC)
+    hosts = tuple(n for n, role in roles.items() if role == _HOST)
+    if len(hosts) > 1:
+        raise FieldError(f"{cls.__name__} has the host fields {hosts}; at most one is allowed")
+    cls.__fngraph_roles__ = roles
+
+    def flatten(tree: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+        get = tree.__dict__.__getitem__
+        return tuple(map(get, children)), tuple(map(get, statics)), children
+
+    def unflatten(meta: Any, leaves: Any) -> Any:
+        new: Any = object.__new__(cls)
+        new.__dict__.update(zip(children, leaves, strict=True))
+        new.__dict__.update(zip(statics, meta, strict=True))
+        new.__dict__.update({name: HiddenHostField(name) for name in hosts})
+        return new
+
+    import optree  # here, so that `import fngraph.core` stays under 50 ms
+
+    optree.register_pytree_node(
+        cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
+    )
+    return cls
+
+
+def buffers_of(cls: type) -> Mapping[str, Buffer]:
+    """The `fg.buffer` fields of a struct by name; empty for any other class."""
+    roles = getattr(cls, "__fngraph_roles__", {})
+    return {name: role for name, role in roles.items() if isinstance(role, Buffer)}
+
+
+def host_field(cls: type) -> str | None:
+    """The name of a struct's host field, or None."""
+    roles = getattr(cls, "__fngraph_roles__", {})
+    return next((name for name, role in roles.items() if role == _HOST), None)

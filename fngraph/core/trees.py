@@ -1,0 +1,65 @@
+"""Pytrees, through optree: flatten with paths a person would write, and name what differs.
+
+The one place that knows optree's calls; it is imported when first used, which keeps
+`import fngraph.core` light (optree alone takes 81 ms).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fngraph.core.struct import NAMESPACE
+
+
+@functools.lru_cache(maxsize=1)
+def _optree() -> Any:
+    import optree
+
+    return optree
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure. `None` is structure, not a leaf."""
+    return _optree().tree_flatten(tree, namespace=NAMESPACE)
+
+
+def unflatten(treedef: Any, leaves: Any) -> Any:
+    """The tree of `treedef` over `leaves`; host fields of structs come back hidden."""
+    return treedef.unflatten(leaves)
+
+
+def paths(treedef: Any, root: str) -> list[str]:
+    """How to reach each leaf from a variable called `root`: `params["layers"][0].wq`."""
+    return [accessor.codify(root) for accessor in treedef.accessors()]
+
+
+def children(treedef: Any) -> list[Any]:
+    """The structures of the direct children; a leaf has none."""
+    return list(treedef.children())
+
+
+def map_leaves(fn: Any, tree: Any) -> Any:
+    """`fn` over each leaf."""
+    return _optree().tree_map(fn, tree, namespace=NAMESPACE)
+
+
+def differences(expected: Any, got: Any, root: str) -> list[str]:
+    """Lines that name each path at which two structures differ."""
+    want, have = set(paths(expected, root)), set(paths(got, root))
+    lines = [f"  {path}: expected a leaf, got none" for path in sorted(want - have)]
+    lines += [f"  {path}: a leaf that was not there before" for path in sorted(have - want)]
+    return lines or [f"  {root}: expected {expected}, got {got}"]
+
+
+def unflatten_struct(cls: type, values: Any) -> Any:
+    """An `fg.struct` whose children are their own names: to find where each leaf sits."""
+    new: Any = object.__new__(cls)
+    new.__dict__.update({name: name for name in values})
+    return new
+
+
+def unflatten_one_level(treedef: Any, values: Any) -> Any:
+    """The outermost container of `treedef` over its direct children; a leaf is its own."""
+    level = treedef.one_level()
+    return values[0] if level is None else level.unflatten(values)

@@ -1,0 +1,113 @@
+"""One class per broken rule, each under `FnGraphError` and the builtin a caller would expect.
+
+Every message says what broke, where (a pytree path or the user's line), and how to mend it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+
+class FnGraphError(Exception):
+    """Base of every error that fngraph raises on purpose."""
+
+
+# --- pure decisions (fngraph.core) ------------------------------------------------------------
+
+
+class SpecError(FnGraphError, ValueError):
+    """A `BatchSpec` whose counts contradict one another, or one beyond `Limits`."""
+
+
+class SizesError(FnGraphError, ValueError):
+    """A ladder of capture sizes that is empty, unsorted, repeated or beyond the limits."""
+
+
+class ModesError(FnGraphError, ValueError):
+    """An unknown mode, or modes that no backend, table or `allowed=` can serve."""
+
+
+class FieldError(FnGraphError, TypeError):
+    """A `fg.struct` field declared with dims, a dtype or a pad rule that make no sense."""
+
+
+# --- arguments and their leaves -----------------------------------------------------------------
+
+
+class TreeError(FnGraphError, TypeError):
+    """Arguments whose structure, dtypes or shapes differ from those that were traced."""
+
+
+class AddressError(FnGraphError, RuntimeError):
+    """A bound leaf is no longer where it was when the graphs were captured."""
+
+
+class AliasError(FnGraphError, ValueError):
+    """A donated leaf shares its storage with another leaf."""
+
+
+class DonationError(FnGraphError, ValueError):
+    """A donated leaf that does not come back, or comes back with another shape or dtype."""
+
+
+# --- purity of the traced function --------------------------------------------------------------
+
+
+class PurityError(FnGraphError, RuntimeError):
+    """`forward` did something that a graph would freeze, drop or repeat. Base of the next ones."""
+
+
+class ClosureError(PurityError):
+    """`forward` reads a tensor that was not passed to it."""
+
+
+class HostSyncError(PurityError):
+    """`forward` needs a value on the host (`.item()`, `if tensor`, a data-dependent shape)."""
+
+
+class MutationError(PurityError):
+    """`forward` writes into an argument that was not donated."""
+
+
+class RandomError(PurityError):
+    """`forward` draws from a global random number generator."""
+
+
+class BranchError(PurityError):
+    """Python in `forward` branches on, or freezes, the number of tokens or requests."""
+
+
+class HostFieldError(PurityError):
+    """`forward` reads a host field such as `batch.spec`."""
+
+
+class OutputError(PurityError):
+    """`forward` returns something other than tensors, or an alias of what it does not own."""
+
+
+# --- primitives, capture and replay ---------------------------------------------------------------
+
+
+class BackendError(FnGraphError, LookupError):
+    """An unknown backend, or one that does not support the configuration."""
+
+
+class CaptureError(FnGraphError, RuntimeError):
+    """A graph that could not be captured. Pool and donated state are as they were before."""
+
+
+class StaleError(FnGraphError, RuntimeError):
+    """A borrowed output was used after the call that expired it."""
+
+
+def user_line(skip: tuple[str, ...] = ("torch", "fngraph", "optree", "einops", "functorch")) -> str:
+    """`file:line` of the innermost frame that is not ours, torch's or another library's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        generated = frame.f_code.co_filename.startswith(("<eval_with_key", "<string", "<frozen"))
+        if module.partition(".")[0] not in (*skip, "contextlib") and not generated:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "<no user frame>"

@@ -1,0 +1,1 @@
+"""Traced graphs: trace, purity, donation, split. Knows nothing of recorders or backends."""

@@ -1,0 +1,58 @@
+"""Hoist constants: tensors made from literals inside `forward` become inputs, made once.
+
+`torch.tensor([1., 2.], device="cuda")` is traced as a CPU tensor, a copy of it and a transfer,
+which a graph would replay from memory that may be gone. Where nothing writes into
+the copy, the chain is folded to its result; else the copy stays, and copies the constant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fngraph.fx.purity import storage_key, written
+
+aten = torch.ops.aten
+_COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,
+           aten.clone.default, aten.detach.default}  # fmt: skip
+
+
+def hoist(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Fold copies of constants in place; returns node name to value, one a get_attr node."""
+    mutated = {
+        storage_key(target.meta["val"])
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        for target in written(node.target, node.args, node.kwargs)
+    }
+    values: dict[fx.Node, torch.Tensor] = {}
+    for node in list(gm.graph.nodes):
+        if node.op == "get_attr":
+            values[node] = getattr(gm, str(node.target)).detach().clone()
+            continue
+        source = node.args[0] if node.args else None
+        if (
+            node.target in _COPIES
+            and isinstance(source, fx.Node)
+            and source in values
+            and storage_key(node.meta["val"]) not in mutated
+        ):
+            fake = node.meta["val"]
+            with gm.graph.inserting_before(node):
+                folded = gm.graph.get_attr(str(_root(source).target))
+            folded.meta = dict(node.meta)
+            values[folded] = values[source].to(fake.dtype).reshape(fake.shape)
+            node.replace_all_uses_with(folded)
+            gm.graph.erase_node(node)
+    for node in reversed(list(values)):
+        if not node.users:
+            gm.graph.erase_node(node)
+            del values[node]
+    gm.graph.lint()
+    return {node.name: value for node, value in values.items()}
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while node.op != "get_attr":
+        (node,) = node.all_input_nodes
+    return node

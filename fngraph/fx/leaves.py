@@ -1,0 +1,71 @@
+"""Leaves as the tracer sees them: a path, a role and an abstract value; never a real tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fngraph.core import Buffer
+
+
+class Role(enum.Enum):
+    """What a graphified function may do with an argument, and who owns its memory."""
+
+    HELD = "held"  # read in place, by address
+    DONATED = "donated"  # updated in place and returned
+    STAGED = "staged"  # copied into static buffers and padded at each step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype, strides and device of a tensor, without its memory. `fg.like` makes them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor | TensorSpec) -> TensorSpec:
+        """The spec of a tensor; a spec is its own."""
+        if isinstance(tensor, TensorSpec):
+            return tensor
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}[{', '.join(map(str, self.shape))}]@{self.device}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the flattened arguments.
+
+    Attributes:
+        path: how the user reaches it, e.g. `params.layers[0].wq`.
+        spec: of a held or donated leaf; None for a staged one.
+        buffer: of a staged leaf; None for the others.
+    """
+
+    path: str
+    role: Role
+    device: torch.device
+    spec: TensorSpec | None = None
+    buffer: Buffer | None = None
+
+    def fake(self, sizes: Mapping[str, Any]) -> torch.Tensor:
+        """An example of this leaf under the current (fake) mode; `sizes` may be symbolic."""
+        if self.buffer is not None:
+            shape = self.buffer.shape(sizes)
+            return torch.empty(shape, dtype=getattr(torch, self.buffer.dtype), device=self.device)
+        assert self.spec is not None
+        return torch.empty_strided(
+            self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=self.device
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.path}: {self.role.value} {self.buffer or self.spec}"

@@ -1,0 +1,233 @@
+"""`graphify`: the transform. A drop-in for `forward` that runs each batch as CUDA graphs.
+
+Called without more, it traces, splits, lowers, compiles and binds at the first call, and captures
+each key when it is first needed. `bind(...).capture(...)` does all of it ahead of time.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from fngraph.captured import Captured
+from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Mode, Stats, buffers_of, trees
+from fngraph.errors import TreeError
+from fngraph.fx.leaves import Role
+from fngraph.fx.signature import Names, arguments, signature
+from fngraph.ops.primitive import primitive
+from fngraph.stages import Options, Traced, trace_function
+
+
+class Graphified:
+    """A graphified function. Immutable but for what its first call makes; see `graphify`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: Options,
+        donate: Names,
+        stage: Names,
+        limits: Limits | None,
+        recorder: str | None,
+        outputs: str,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.options, self.limits, self.recorder, self.outputs = options, limits, recorder, outputs
+        self.signature = signature(fn, donate, stage)
+        self._captured: Captured | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`'s own signature and meaning; donated arguments are updated in place.
+
+        Raises:
+            FnGraphError: see the classes in `fngraph.errors`.
+        """
+        values = self._values(args, kwargs)
+        held = self.signature.positions(Role.HELD)
+        if self._captured is None:
+            self._captured = self._first_call(values)
+        else:
+            for position in held:
+                self._captured.binding.check_argument(position, values[position])
+        step = [v for i, v in enumerate(values) if i not in held]
+        return self._captured(*step)
+
+    def _first_call(self, values: list[Any]) -> Captured:
+        (staged,) = self.signature.positions(Role.STAGED)
+        limits = _with_dims(self.limits or Limits(), values[staged])
+        bound = [v for i, v in enumerate(values) if i != staged]
+        compiled = self.trace(*bound, batch=values[staged], limits=limits).split().lower().compile()
+        return compiled.capture(*bound, recorder=self.recorder, outputs=self.outputs, lazy=True)
+
+    def trace(self, *bound: Any, batch: Any = None, limits: Limits | None = None) -> Traced:
+        """Trace over held and donated arguments (tensors or `fg.like` specs), in order.
+
+        Args:
+            batch: an example, needed only where the staged parameter is not annotated.
+            limits: sizes of the letters other than T and R, and bounds of those two.
+
+        Raises:
+            PurityError: see its subclasses. DonationError, TreeError.
+        """
+        names = [self.signature.names[i] for i in self.signature.positions(Role.HELD, Role.DONATED)]
+        if len(bound) != len(names):
+            raise TreeError(f"trace takes {len(names)} arguments {names}, got {len(bound)}")
+        given = dict(zip(names, bound))
+        (staged,) = self.signature.positions(Role.STAGED) or (None,)
+        if staged is not None and batch is not None:
+            given[self.signature.names[staged]] = batch
+        args = arguments(self.signature, given)
+        return trace_function(args, self.options, limits or self.limits or Limits())
+
+    def bind(self, *held: Any) -> Bound:
+        """Bind the held arguments: they are flattened once, and a step no longer takes them."""
+        names = [self.signature.names[i] for i in self.signature.positions(Role.HELD)]
+        if len(held) != len(names):
+            raise TreeError(f"bind takes {len(names)} arguments {names}, got {len(held)}")
+        return Bound(self, held)
+
+    @property
+    def stats(self) -> Stats:
+        """What the calls so far ran as."""
+        return self._captured.stats if self._captured is not None else Stats()
+
+    def dispatch(self, spec: BatchSpec) -> Dispatch:
+        """What `spec` runs as; after the first call."""
+        return self._ready().dispatch(spec)
+
+    def explain(self, spec: BatchSpec) -> Explanation:
+        """Why `spec` runs as it does; after the first call."""
+        return self._ready().explain(spec)
+
+    def _ready(self) -> Captured:
+        if self._captured is None:
+            raise TreeError(
+                "nothing is known of the arguments before the first call. Call it once, or use "
+                "fast_fwd.trace(params, cache).split().lower(limits).table"
+            )
+        return self._captured
+
+    def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        if not kwargs and len(args) == len(self.signature.names):
+            return list(args)
+        bound = inspect.signature(self.signature.fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return list(bound.arguments.values())
+
+    def __repr__(self) -> str:
+        return f"graphify({self.signature!r}, modes={self.options.modes})"
+
+
+class Bound:
+    """A graphified function with its held arguments bound; `capture` makes the step."""
+
+    def __init__(self, graphified: Graphified, held: tuple[Any, ...]) -> None:
+        self.graphified, self.held = graphified, held
+
+    def capture(
+        self,
+        *donated: Any,
+        outputs: str | None = None,
+        recorder: str | None = None,
+        progress: bool = True,
+        batch: Any = None,
+    ) -> Captured:
+        """Trace, lower, compile and capture every key: `capture(cache, limits)`.
+
+        Args:
+            donated: the donated arguments in order, then `fg.Limits` (unless graphify has them).
+            outputs: "own" or "borrow"; None: as graphify was told.
+            progress: show a progress bar.
+
+        Raises:
+            FnGraphError: see the classes in `fngraph.errors`.
+        """
+        fn = self.graphified
+        limits = fn.limits
+        if donated and isinstance(donated[-1], Limits):
+            *rest, limits = donated
+            donated = tuple(rest)
+        names = [fn.signature.names[i] for i in fn.signature.positions(Role.DONATED)]
+        if len(donated) != len(names):
+            raise TreeError(
+                f"capture takes the donated arguments {names} and fg.Limits, got {len(donated)}"
+            )
+        values = dict(zip(fn.signature.positions(Role.HELD), self.held))
+        values |= dict(zip(fn.signature.positions(Role.DONATED), donated))
+        bound = [values[i] for i in sorted(values)]
+        compiled = fn.trace(*bound, batch=batch, limits=limits).split().lower().compile()
+        return compiled.capture(
+            *bound, recorder=recorder or fn.recorder, outputs=outputs or fn.outputs,
+            progress=progress,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Bound({self.graphified!r})"
+
+
+def _with_dims(limits: Limits, batch: Any) -> Limits:
+    """Limits that also bound the letters (B, ...) that only the first batch tells."""
+    leaves, _ = trees.flatten(batch)
+    dims = dict(limits.dims)
+    for leaf, buffer in zip(leaves, buffers_of(type(batch)).values()):
+        for dim, size in zip(buffer.dims, getattr(leaf, "shape", ())):
+            if dim.text.isalpha() and dim.text not in ("T", "R"):
+                dims.setdefault(dim.text, int(size))
+    return Limits(limits.max_tokens, limits.max_reqs, **dims)
+
+
+def graphify(
+    fn: Callable[..., Any] | None = None,
+    *,
+    modes: Mode | str = Mode.FULL_AND_PIECEWISE,
+    donate: Names = None,
+    stage: Names = None,
+    limits: Limits | None = None,
+    sizes: Sequence[int] | None = None,
+    query_lens: Iterable[int] = (1,),
+    backends: Mapping[str, str] | None = None,
+    recorder: str | None = None,
+    outputs: str = "own",
+) -> Any:
+    """Turn a pure function into one that runs each batch as CUDA graphs.
+
+    Args:
+        fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator.
+        modes: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
+        donate: names or positions of arguments that are updated in place and returned.
+        stage: the batch's name or position: an `fg.struct` with `fg.buffer` fields.
+        limits: bounds of every step; None: 8192 tokens, 256 requests, the rest as the first batch.
+        sizes: capture sizes in tokens; None: the default ladder.
+        query_lens: query lengths whose uniform batches get FULL keys of their own.
+        backends: primitive name to backend name, {"attention": "reference"}.
+        recorder: "cuda" or "tape"; None: by the arguments' device.
+        outputs: "own": results are yours; "borrow": views, good until the next call.
+
+    Raises:
+        ModesError, TreeError, BackendError: an option that names nothing.
+    """
+    if fn is None:
+        return functools.partial(
+            graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
+            query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
+        )  # fmt: skip
+    for name, backend in (backends or {}).items():
+        primitive(name).backend(backend)  # unknown names fail here, where they are written
+    options = Options(
+        Mode.parse(modes), None if sizes is None else tuple(sizes), tuple(query_lens),
+        dict(backends or {}),
+    )  # fmt: skip
+    return Graphified(fn, options, donate, stage, limits, recorder, outputs)
+
+
+class _Callable(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return graphify(*args, **kwargs)
+
+
+# `import fngraph.graphify` puts this module where the function of the same name is expected
+sys.modules[__name__].__class__ = _Callable

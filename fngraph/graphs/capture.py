@@ -1,0 +1,163 @@
+"""Capture one key of a program, and replay it as a flat tuple of calls.
+
+FULL records the whole program in one graph. PIECEWISE records the runs of pieces between cuts; a
+cut is then an eager call over the rows that are really there, between two replays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
+from fngraph.core.program import Program, groups, run
+from fngraph.graphs.recorder import Recorder, Recording
+from fngraph.graphs.staging import Sizes
+
+StepFn = Callable[..., tuple[Any, ...]]  # fn(sizes, host, *tensors) -> tensors
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EagerCall:
+    """A cut between two replays: its arguments live at fixed addresses, its rows vary.
+
+    Attributes:
+        tensors: static arguments, as long as the key.
+        rows: for each, its first dim in T and R, or None where it does not vary.
+    """
+
+    name: str
+    fn: StepFn
+    tensors: tuple[torch.Tensor, ...]
+    rows: tuple[Dim | None, ...]
+
+    def __call__(self, true: Sizes, host: HostBounds | None) -> None:
+        """Run on the true rows; the rest of the output stays zero, as the piece before made it."""
+        sliced = [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
+        self.fn(true, host, *sliced)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """One captured key. `graph` (or `graphs`) is there to look at.
+
+    Attributes:
+        calls: graphs to replay and eager calls, in order.
+        outputs: static output buffers, cut to the key's rows.
+    """
+
+    mode: Mode
+    descriptor: BatchDescriptor
+    calls: tuple[Recording | EagerCall, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+    @property
+    def graphs(self) -> tuple[Any, ...]:
+        """The recorded graphs: one for FULL, one a run of pieces for PIECEWISE."""
+        return tuple(c.graph for c in self.calls if not isinstance(c, EagerCall))
+
+    @property
+    def graph(self) -> Any:
+        """The only graph of a FULL key."""
+        (graph,) = self.graphs
+        return graph
+
+    def __call__(self, true: Sizes, host: HostBounds | None) -> None:
+        """Replay on what has been staged."""
+        for call in self.calls:
+            if isinstance(call, EagerCall):
+                call(true, host)
+            else:
+                call.replay()
+
+    def __repr__(self) -> str:
+        eager = sum(isinstance(c, EagerCall) for c in self.calls)
+        graphs = len(self.calls) - eager
+        return f"Replay({self.mode} {self.descriptor}: {graphs} graphs, {eager} eager calls)"
+
+
+def capture(
+    recorder: Recorder,
+    program: Program,
+    fns: Sequence[StepFn],
+    rows: Sequence[tuple[Dim | None, ...]],
+    inputs: Sequence[torch.Tensor],
+    mode: Mode,
+    descriptor: BatchDescriptor,
+    sizes: Sizes,
+    host: HostBounds,
+    outputs: tuple[torch.Tensor, ...],
+) -> Replay:
+    """Record `program` for one key on `recorder`.
+
+    Args:
+        fns: one a step.
+        rows: one a step; see `EagerCall.rows`.
+        inputs: leaves and constants at their fixed addresses, cut to the key's rows.
+        host: the key's own upper bounds, baked into FULL.
+        outputs: where the program's results are copied; shared by all keys.
+
+    Raises:
+        CaptureError: with nothing left behind in the pool.
+    """
+    slots: dict[int, torch.Tensor] = dict(enumerate(inputs))
+    calls: list[Recording | EagerCall] = []
+    last = len(program.steps) - 1
+
+    def body(indices: Sequence[int]) -> None:
+        for i in indices:
+            step = program.steps[i]
+            values = fns[i](sizes, host, *[slots[j] for j in step.reads])
+            slots.update(zip(step.writes, values))
+            for j in step.drops:
+                del slots[j]
+        if indices and indices[-1] == last:
+            deliver()
+
+    def deliver() -> None:
+        for into, j in zip(outputs, program.outputs):
+            into.copy_(slots[j])
+
+    done = False
+    for recorded, indices in groups(program, mode):
+        if recorded:
+            recording, _ = recorder.record(functools.partial(body, indices))
+            calls.append(recording)
+            done = indices[-1] == last
+            continue
+        (i,) = indices
+        step = program.steps[i]
+        tensors = tuple(recorder.unowned(slots[j]) for j in step.reads)
+        calls.append(EagerCall(step.name, fns[i], tensors, rows[i]))
+        for j in step.drops:
+            del slots[j]
+    if outputs and not done:
+        recording, _ = recorder.record(deliver)
+        calls.append(recording)
+    return Replay(mode, descriptor, tuple(calls), outputs)
+
+
+def warm_up(
+    recorder: Recorder,
+    program: Program,
+    fns: Sequence[StepFn],
+    inputs: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+    sizes: Sizes,
+    host: HostBounds,
+) -> None:
+    """Run the program once on what is staged (padding), leaving `written` as it was.
+
+    Args:
+        written: donated leaves that the program writes other than through null slots.
+    """
+    saved = [w.clone() for w in written]
+    try:
+        recorder.warm_up(lambda: run(program, fns, inputs, sizes, host))
+    finally:
+        for tensor, before in zip(written, saved):
+            tensor.copy_(before)

@@ -1,0 +1,93 @@
+"""The `cuda` recorder: `torch.cuda.CUDAGraph` on one pool and one capture stream.
+
+One stream for the life of the pool: blocks belong to the stream that they were freed on, and a new
+stream for each capture took 4.9 GB where one takes 256 MB (51 sizes of a 1B model on an H200).
+`thread_local` error mode, so that another thread's CUDA call does not end the capture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fngraph.errors import CaptureError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudaRecording:
+    """One captured graph."""
+
+    graph: torch.cuda.CUDAGraph
+
+    @property
+    def replay(self) -> Callable[[], None]:
+        """Launch it on the current stream."""
+        return self.graph.replay
+
+
+class CudaRecorder:
+    """Captures on `device` into one private pool."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise CaptureError(
+                f'recorder "cuda" cannot record on {device}; move the model to a CUDA device, '
+                'or use recorder="tape"'
+            )
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
+        with torch.cuda.device(self.device):
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream()
+
+    def warm_up(self, fn: Callable[[], Any]) -> None:
+        """Run `fn` on the capture stream, ordered after and before the caller's work."""
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                fn()
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def record(self, fn: Callable[[], Any]) -> tuple[CudaRecording, Any]:
+        """See `Recorder.record`."""
+        graph = torch.cuda.CUDAGraph()
+        failure: BaseException | None = None
+        result = None
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError("record() inside a capture; graphs do not nest")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    result = fn()
+                except BaseException as error:
+                    failure = error
+                try:
+                    graph.capture_end()
+                except RuntimeError as error:  # the capture was invalidated by what fn did
+                    failure = failure or error
+        if failure is not None:
+            traceback.clear_frames(failure.__traceback__)  # or it keeps the pool's memory alive
+            if not isinstance(failure, Exception):
+                raise failure
+            raise CaptureError(f"the capture failed: {failure}") from failure
+        return CudaRecording(graph), result
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Recorder.unowned`. The storage is built over the bare address, as torch's own
+        cudagraph trees do; it is private API, the same from torch 2.1 to 2.13."""
+        if tensor.numel() == 0:
+            return tensor
+        storage = tensor.untyped_storage()
+        bare = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())

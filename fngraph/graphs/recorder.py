@@ -1,0 +1,68 @@
+"""What a recorder is: the two implementations are `cuda` and `tape`, with one conformance suite.
+
+A recorder owns one memory pool. `record(fn)` calls `fn` once and keeps what it would do to the
+device, without doing it: buffers that `fn` writes stay as they were, and what it returns holds
+nothing until the first replay. Memory that dies inside `fn` serves later recordings of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from fngraph.errors import CaptureError
+
+
+class Recording(Protocol):
+    """What was recorded; `replay()` does it again, into the same memory."""
+
+    @property
+    def replay(self) -> Callable[[], None]: ...
+
+    @property
+    def graph(self) -> Any:
+        """The thing itself, to look at: a `torch.cuda.CUDAGraph`, or the tape's list of calls."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records functions on one device and one pool."""
+
+    name: str
+    device: torch.device
+
+    def warm_up(self, fn: Callable[[], Any]) -> None:
+        """Run `fn` for real, so that lazy set-up happens outside of a recording."""
+        ...
+
+    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+        """The recording of `fn`, and what `fn` returned.
+
+        Raises:
+            CaptureError: `fn` did what a graph cannot hold, or raised. Nothing is left behind.
+        """
+        ...
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, without keeping it: the pool may give it to a later recording."""
+        ...
+
+
+def make_recorder(name: str | None, device: torch.device) -> Recorder:
+    """The recorder called `name` for `device`; None is "cuda" on CUDA, else "tape".
+
+    Raises:
+        CaptureError: an unknown name, or one that cannot record on this device.
+    """
+    name = name or ("cuda" if device.type == "cuda" else "tape")
+    if name == "tape":
+        from fngraph.graphs.tape import TapeRecorder
+
+        return TapeRecorder(device)
+    if name == "cuda":
+        from fngraph.graphs.cuda import CudaRecorder
+
+        return CudaRecorder(device)
+    raise CaptureError(f'recorder {name!r} is unknown; there are "cuda" and "tape"')

@@ -1,0 +1,126 @@
+"""Staging: a batch's leaves go into static buffers and are padded up to the key's sizes.
+
+A static buffer is as long as the ladder's top needs; a key's view of it is a leading slice, at the
+same address for every key. Rows from the batch's own up to the key's are filled by the pad rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fngraph.core import BatchSpec, BufferPlan, PlannedBuffer
+from fngraph.errors import TreeError
+
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticBuffers:
+    """The static buffers of a plan, in its order, on one device."""
+
+    plan: BufferPlan
+    tensors: tuple[torch.Tensor, ...]
+
+    def views(self, sizes: Sizes) -> list[torch.Tensor]:
+        """Leading slices for a key's sizes {"T": ..., "R": ..., ...}."""
+        return [
+            tensor[: planned.buffer.dims[0](**sizes)]
+            for tensor, planned in zip(self.tensors, self.plan.buffers)
+        ]
+
+
+def allocate(plan: BufferPlan, device: torch.device) -> StaticBuffers:
+    """New buffers, filled with padding. Never inference tensors: graphs must be able to write."""
+    with torch.inference_mode(False):
+        tensors = tuple(
+            torch.full(b.shape, _fill(b, 0), dtype=_dtype(b), device=device) for b in plan.buffers
+        )
+    return StaticBuffers(plan, tensors)
+
+
+def check_leaves(plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> None:
+    """Raise unless each leaf has the dtype, rank and length that its field and the spec say.
+
+    Raises:
+        TreeError: naming path, expected and got.
+    """
+    for planned, leaf in zip(plan.buffers, leaves):
+        shape = planned.buffer.shape(true)
+        if not isinstance(leaf, torch.Tensor):
+            raise TreeError(
+                f"{planned.path}: expected a tensor {planned.buffer}, got {type(leaf).__name__}"
+            )
+        if leaf.dtype is not _dtype(planned):
+            raise TreeError(
+                f"{planned.path}: expected {planned.buffer}, got dtype {leaf.dtype}. "
+                f"Convert it: x.to(torch.{planned.buffer.dtype})"
+            )
+        if tuple(leaf.shape) != shape:
+            sizes = ", ".join(f"{k}={true[k]}" for k in sorted(_letters(planned)))
+            raise TreeError(
+                f"{planned.path}: expected {planned.buffer} = {list(shape)} for {sizes}, got "
+                f"{list(leaf.shape)}. T and R come from the batch's spec, other letters from "
+                "fg.Limits; make leaf and spec agree"
+            )
+
+
+def stage(
+    static: StaticBuffers, leaves: Sequence[torch.Tensor], true: Sizes, key: Sizes, query_len: int
+) -> None:
+    """Copy `leaves` in and pad them.
+
+    Args:
+        true: sizes of the batch.
+        key: sizes of the descriptor, at least as large.
+        query_len: stride of the offsets beyond the batch's own: the query length of a uniform key,
+            0 for a mixed one, whose padding requests are empty.
+    """
+    for tensor, planned, leaf in zip(static.tensors, static.plan.buffers, leaves):
+        dim = planned.buffer.dims[0]
+        rows, top = dim(**true), dim(**key)
+        tensor[:rows].copy_(leaf, non_blocking=True)
+        if rows < top:
+            pad_rows(tensor[rows:top], planned, true["T"], query_len)
+
+
+def stage_padding(static: StaticBuffers, key: Sizes, query_len: int) -> None:
+    """Fill the key's rows with padding alone: no tokens, no requests, writes to null slots."""
+    for tensor, planned in zip(static.tensors, static.plan.buffers):
+        dim = planned.buffer.dims[0]
+        rows = dim(**{**key, "T": 0, "R": 0})  # 1 for offsets: a leading 0
+        tensor[:rows].fill_(_fill(planned, 0))
+        pad_rows(tensor[rows : dim(**key)], planned, 0, query_len)
+
+
+def pad_rows(rows: torch.Tensor, planned: PlannedBuffer, num_tokens: int, query_len: int) -> None:
+    """Fill `rows`, all beyond the batch's own, by the field's pad rule."""
+    if planned.buffer.pad == "stride" and query_len:
+        n = len(rows)
+        first = num_tokens + query_len
+        ramp = torch.arange(
+            first, first + n * query_len, query_len, dtype=rows.dtype, device=rows.device
+        )
+        rows.copy_(ramp)
+    else:
+        rows.fill_(_fill(planned, num_tokens))
+
+
+def _fill(planned: PlannedBuffer, num_tokens: int) -> int | float | bool:
+    pad = planned.buffer.pad
+    return num_tokens if isinstance(pad, str) else pad
+
+
+def _dtype(planned: PlannedBuffer) -> torch.dtype:
+    return getattr(torch, planned.buffer.dtype)
+
+
+def _letters(planned: PlannedBuffer) -> set[str]:
+    return {letter for dim in planned.buffer.dims for letter in dim.letters}
+
+
+def true_sizes(spec: BatchSpec, dims: Sizes) -> dict[str, int]:
+    """{"T": tokens, "R": requests} of a batch, and the limits' further letters."""
+    return {**dims, "T": spec.num_tokens, "R": spec.num_reqs}

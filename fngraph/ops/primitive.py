@@ -1,0 +1,124 @@
+"""A primitive: one opaque op in the traced graph, with several backends, where PIECEWISE cuts.
+
+A primitive writes into tensors that it is given (its `out` and, say, a KV cache) and returns
+nothing. So its output has a fixed address in every mode, and a backend is a plain function.
+
+Words: `run` is what a backend does on the device; `support` is the largest class of batches that
+one captured graph of it may serve; `supports` says why a configuration cannot be run at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fngraph.core import HostBounds, Support
+from fngraph.errors import BackendError
+
+LIBRARY = torch.library.Library("fngraph", "FRAGMENT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to run a primitive.
+
+    Attributes:
+        name: what users write in `graphify(backends={"attention": name})`.
+        run: `run(*args, config=..., host=...)` with the primitive's own arguments; writes `out`
+            in full for the rows it is given, and may neither sync with the host nor, where
+            `support` is not NEVER, launch anything that depends on values in device memory.
+        support: configuration to the level at which its graphs can be captured.
+        supports: configuration to None, or the reason why it cannot be run.
+    """
+
+    name: str
+    run: Callable[..., None]
+    support: Callable[[Any], Support]
+    supports: Callable[[Any], str | None] = lambda config: None
+
+    def __repr__(self) -> str:
+        return f"Backend({self.name!r})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Primitive:
+    """An opaque op and the backends that can run it.
+
+    Attributes:
+        name: of the op in the `fngraph` library, and of the key in `backends=`.
+        op: the overload that appears in traced graphs.
+        configure: the op's arguments (tensors or fakes) to a hashable configuration.
+        call: `call(backend, args, config, host)` groups the flat arguments for `backend.run`.
+        backends: by name; the first one is the default.
+    """
+
+    name: str
+    op: Any
+    configure: Callable[..., Any]
+    call: Callable[[Backend, tuple[Any, ...], Any, HostBounds | None], None]
+    backends: dict[str, Backend]
+
+    def backend(self, name: str | None = None) -> Backend:
+        """The backend called `name`, or the default one.
+
+        Raises:
+            BackendError: no such backend; lists those there are and the nearest name.
+        """
+        if name is None:
+            return next(iter(self.backends.values()))
+        if name not in self.backends:
+            near = difflib.get_close_matches(name, self.backends, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise BackendError(
+                f"primitive {self.name!r} has no backend {name!r}; "
+                f"there are {', '.join(map(repr, self.backends))}.{hint}"
+            )
+        return self.backends[name]
+
+    def __repr__(self) -> str:
+        return f"Primitive({self.name!r}, backends={list(self.backends)})"
+
+
+PRIMITIVES: dict[str, Primitive] = {}  # by op name, "fngraph::attention"
+
+
+def define(
+    name: str,
+    schema: str,
+    *,
+    configure: Callable[..., Any],
+    call: Callable[[Backend, tuple[Any, ...], Any, HostBounds | None], None],
+    default: Backend,
+) -> Primitive:
+    """Make the op `fngraph::name` with `schema` (its written arguments marked) and register it.
+
+    Called outside a graphified function, the op runs `default`.
+    """
+    LIBRARY.define(f"{name}{schema} -> ()")
+    op = getattr(torch.ops.fngraph, name).default
+
+    def eager(*args: Any) -> None:
+        call(default, args, configure(*args), None)
+
+    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fngraph::{name}", lambda *args: None, lib=LIBRARY)
+    primitive = Primitive(name, op, configure, call, {default.name: default})
+    PRIMITIVES[f"fngraph::{name}"] = primitive
+    return primitive
+
+
+def primitive(name: str) -> Primitive:
+    """The primitive called `name`.
+
+    Raises:
+        BackendError: there is none of that name.
+    """
+    try:
+        return PRIMITIVES[f"fngraph::{name}"]
+    except KeyError:
+        known = sorted(p.name for p in PRIMITIVES.values())
+        raise BackendError(f"no primitive {name!r}; there are {known}") from None

@@ -1,0 +1,1 @@
+"""Pictures and progress: the only place that imports rich and matplotlib."""

@@ -1,0 +1,343 @@
+"""The stages between a function and its graphs, each an immutable value with the next verb.
+
+    Traced --split--> Split --lower--> Lowered --compile--> Compiled --capture--> Captured
+
+Every stage prints (`repr`, `as_text()`), and runs without a GPU; `Captured` does on the tape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fngraph.core import (
+    BufferPlan,
+    Dim,
+    DispatchTable,
+    Ladders,
+    Limits,
+    Mode,
+    Resolution,
+    Support,
+    build_table,
+    check_sizes,
+    default_sizes,
+    key_sizes,
+    ladders,
+    plan_buffers,
+    resolve,
+    trees,
+)
+from fngraph.core.program import Program
+from fngraph.core.text import table
+from fngraph.errors import BackendError
+from fngraph.fx.donation import DonationTable, donate
+from fngraph.fx.leaves import TensorSpec
+from fngraph.fx.signature import Arguments, Signature, match_donated
+from fngraph.fx.split import Cut, Piece, Pieces, split
+from fngraph.fx.trace import Graph, trace
+from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
+
+if TYPE_CHECKING:
+    from fngraph.captured import Captured
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `graphify` was asked for.
+
+    Attributes:
+        modes: requested; backends may lower them.
+        sizes: capture sizes in tokens; None: the default ladder.
+        query_lens: query lengths whose uniform batches get keys of their own.
+        backends: primitive name to backend name; a primitive left out takes its default.
+    """
+
+    modes: Mode
+    sizes: tuple[int, ...] | None = None
+    query_lens: tuple[int, ...] = (1,)
+    backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def like(tree: Any) -> Any:
+    """The same tree with shapes, dtypes and devices in place of memory, for `trace`."""
+    return trees.map_leaves(TensorSpec.of, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """`forward` as an fx graph, pure and with its donation settled.
+
+    Attributes:
+        donation: how each donated leaf gets its new value.
+        out_tree: structure of what `forward` returns.
+        returns: index of a donated leaf to the index of the output leaf that is its new value.
+    """
+
+    args: Arguments
+    options: Options
+    limits: Limits
+    graph: Graph
+    donation: DonationTable
+    out_tree: Any
+    returns: Mapping[int, int]
+
+    @property
+    def signature(self) -> Signature:
+        """The function and the roles of its arguments."""
+        return self.args.signature
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Tensors made from literals inside `forward`: hoisted, frozen."""
+        return self.graph.constants
+
+    def split(self) -> Split:
+        """Cut at every primitive; equal pieces become one."""
+        returned = set(self.returns.values())
+        outputs = [i for i in range(self.out_tree.num_leaves) if i not in returned]
+        return Split(self, split(self.graph, tuple(PRIMITIVES), outputs))
+
+    def as_text(self) -> str:
+        """The traced ops as Python."""
+        return self.graph.gm.code.strip()
+
+    def __repr__(self) -> str:
+        ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)
+        how = [row.how for row in self.donation.rows]
+        donated = ", ".join(f"{how.count(h)} {h}" for h in dict.fromkeys(how)) or "none"
+        return f"Traced({self.signature!r}, {ops} ops, donated: {donated})"
+
+
+def trace_function(
+    args: Arguments, options: Options, limits: Limits, reads: Sequence[str] = ()
+) -> Traced:
+    """Trace the function of `args`. See `fngraph.fx.trace` for the errors."""
+    found: dict[str, Any] = {}
+
+    def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
+        outputs, found["tree"] = trees.flatten(args.signature.fn(*args.unflatten(leaves)))
+        return outputs
+
+    graph = trace(flat_fn, args.leaves, limits, args.signature.fn, found)
+    nodes = list(graph.gm.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs)
+    donation = donate(graph, args.leaves, returns)
+    return Traced(args, options, limits, graph, donation, found["tree"], returns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Pieces of traced ops, with a primitive between one and the next."""
+
+    traced: Traced
+    pieces: Pieces
+
+    @property
+    def program(self) -> Program:
+        """The steps as data."""
+        return self.pieces.program
+
+    @property
+    def distinct(self) -> list[Piece]:
+        """Each distinct piece once; it is compiled once."""
+        return list(dict.fromkeys(p for p in self.pieces.parts if isinstance(p, Piece)))
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Calls of primitives, in order."""
+        return [p for p in self.pieces.parts if isinstance(p, Cut)]
+
+    def lower(self, limits: Limits | None = None) -> Lowered:
+        """Choose backends, resolve modes, lay out the dispatch table and the static buffers.
+
+        Raises:
+            BackendError: a backend that is unknown or does not support the configuration.
+            ModesError: modes that the backends cannot serve.
+            SizesError: capture sizes beyond the limits.
+        """
+        traced, options = self.traced, self.traced.options
+        limits = limits or traced.limits
+        traced.graph.check_limits(limits)
+        calls = tuple(_choose(cut, options.backends) for cut in self.cuts)
+        support = {
+            f"{call.primitive.name} {i} ({call.backend.name})": call.backend.support(call.config)
+            for i, call in enumerate(calls)
+        } or Support.ALWAYS
+        resolution = resolve(options.modes, support, cut="yes", query_lens=options.query_lens)
+        if options.sizes is None:
+            sizes = default_sizes(limits, options.query_lens)
+        else:
+            sizes = check_sizes(options.sizes, limits)
+        steps = ladders(sizes, options.query_lens, limits.max_reqs)
+        dispatch_table = build_table(resolution.modes, steps, limits)
+        top = key_sizes(dispatch_table.top, None, limits.max_reqs, limits.dims)
+        plan = plan_buffers(traced.args.fields, top)
+        return Lowered(self, limits, calls, resolution, steps, dispatch_table, plan)
+
+    def as_text(self) -> str:
+        """One line a step."""
+        return self.program.as_text()
+
+    def __repr__(self) -> str:
+        return (
+            f"Split({len(self.program.steps)} steps: {len(self.cuts)} cuts, "
+            f"{len(self.distinct)} distinct pieces)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrimitiveCall:
+    """A cut with the backend that will run it and the configuration that it was chosen for."""
+
+    cut: Cut
+    primitive: Primitive
+    backend: Backend
+    config: Any
+
+    def compile(self) -> Callable[..., tuple[Any, ...]]:
+        """`fn(sizes, host, *tensors) -> ()`."""
+        template = list(self.cut.template)
+        places = self.cut.places
+        call, backend, config = self.primitive.call, self.backend, self.config
+
+        def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+            args = template.copy()
+            for i, tensor in zip(places, tensors):
+                args[i] = tensor
+            call(backend, tuple(args), config, host)
+            return ()
+
+        return run
+
+
+def _choose(cut: Cut, backends: Mapping[str, str]) -> PrimitiveCall:
+    primitive = PRIMITIVES[cut.op]
+    backend = primitive.backend(backends.get(primitive.name))
+    config = primitive.configure(*cut.example)
+    reason = backend.supports(config)
+    if reason is not None:
+        raise BackendError(
+            f"backend {backend.name!r} cannot run {primitive.name} with {config}: {reason}"
+        )
+    return PrimitiveCall(cut, primitive, backend, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """Everything decided that can be without running: modes, backends, keys, buffers.
+
+    Attributes:
+        calls: the cuts with their backends.
+        resolution: the modes after the backends have had their say, with reasons.
+        table: the dispatch table.
+        plan: the static buffers.
+    """
+
+    split: Split
+    limits: Limits
+    calls: tuple[PrimitiveCall, ...]
+    resolution: Resolution
+    ladders: Ladders
+    table: DispatchTable
+    plan: BufferPlan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why anything is not as it was asked for."""
+        return self.resolution.reasons
+
+    def compile(self) -> Compiled:
+        """One callable for each distinct piece."""
+        shared: dict[int, Callable[..., tuple[Any, ...]]] = {}
+        calls = iter(self.calls)
+        fns = [
+            next(calls).compile() if isinstance(p, Cut) else shared.setdefault(id(p), _piece_fn(p))
+            for p in self.split.pieces.parts
+        ]
+        return Compiled(self, tuple(fns))
+
+    def as_text(self) -> str:
+        """Backends, modes, keys and buffers."""
+        rows = [[i, c.primitive.name, c.backend.name, c.backend.support(c.config)]
+                for i, c in enumerate(self.calls)]  # fmt: skip
+        parts = [
+            self.table.as_text(),
+            self.plan.as_text(),
+            table(["cut", "primitive", "backend", "support"], rows),
+            *self.notes,
+        ]
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return (
+            f"Lowered({self.table!r}, {len(self.plan.buffers)} static buffers of "
+            f"{self.plan.nbytes} bytes, notes: {list(self.notes) or 'none'})"
+        )
+
+
+def _piece_fn(piece: Piece) -> Callable[..., tuple[Any, ...]]:
+    forward = piece.gm.forward  # not gm(...): nn.Module.__call__ takes some 3 us a piece
+
+    def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        return forward(sizes["T"], sizes["R"], *tensors)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A callable for each step of the program. Equal pieces share theirs."""
+
+    lowered: Lowered
+    fns: tuple[Callable[..., tuple[Any, ...]], ...]
+
+    @property
+    def args(self) -> Arguments:
+        """The abstract arguments."""
+        return self.lowered.split.traced.args
+
+    @property
+    def rows(self) -> tuple[tuple[Dim | None, ...], ...]:
+        """For each step, the varying first dims of its arguments; empty for a piece."""
+        return tuple(p.rows if isinstance(p, Cut) else () for p in self.lowered.split.pieces.parts)
+
+    def capture(
+        self,
+        *bound: Any,
+        recorder: str | None = None,
+        outputs: str = "own",
+        progress: bool = False,
+        lazy: bool = False,
+    ) -> Captured:
+        """Bind the held and donated arguments (in `forward`'s order) and capture every key.
+
+        Args:
+            recorder: "cuda", "tape", or None for the one of the arguments' device.
+            outputs: "own": results are the caller's; "borrow": views, good until the next call.
+            progress: show a progress bar.
+            lazy: capture each key when it is first dispatched to, not now.
+
+        Raises:
+            AliasError: a donated leaf shares its storage with another leaf.
+            TreeError: arguments that differ from the traced ones.
+            CaptureError: a key that could not be captured.
+        """
+        from fngraph.captured import bind_and_allocate
+
+        captured = bind_and_allocate(self, bound, recorder, outputs)
+        if not lazy:
+            captured.capture_all(progress=progress)
+        return captured
+
+    def as_text(self) -> str:
+        """The code of each distinct piece."""
+        codes = [p.gm.code.strip() for p in self.lowered.split.distinct]
+        return "\n\n".join(f"# piece {i}\n{code}" for i, code in enumerate(codes))
+
+    def __repr__(self) -> str:
+        return f"Compiled({len(set(self.fns))} callables for {len(self.fns)} steps)"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -84,8 +83,10 @@ def alone(
 
 def to_device(batch: llama.Batch, device: torch.device) -> llama.Batch:
     """The batch for a bare `llama.forward`; fngraph moves batches by itself."""
-    leaves = {n: x.to(device) for n, x in vars(batch).items() if isinstance(x, Tensor)}
-    return dataclasses.replace(batch, **leaves)
+    moved: dict[str, Any] = {
+        n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()
+    }
+    return llama.Batch(**moved)
 
 
 def make_step(

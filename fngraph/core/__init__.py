@@ -48,6 +48,37 @@ from fngraph.core.explain import Candidate as Candidate
 from fngraph.core.explain import Explanation as Explanation
 from fngraph.core.explain import explain as explain
 
+# adapters.py: adapter counts to capture
+from fngraph.core.adapters import adapter_counts as adapter_counts
+
+# agree.py: ranks that must run alike
+from fngraph.core.agree import Decision as Decision
+from fngraph.core.agree import Proposal as Proposal
+from fngraph.core.agree import agree as agree
+from fngraph.core.agree import propose as propose
+from fngraph.core.agree import settle as settle
+
+# encoder.py, packing.py: encoder graphs, and items packed into them
+from fngraph.core.encoder import EncoderPlan as EncoderPlan
+from fngraph.core.encoder import Path as Path
+from fngraph.core.encoder import fit as fit
+from fngraph.core.encoder import plan_encoder as plan_encoder
+from fngraph.core.encoder import token_budgets as token_budgets
+from fngraph.core.packing import Balance as Balance
+from fngraph.core.packing import Item as Item
+from fngraph.core.packing import Packed as Packed
+from fngraph.core.packing import Run as Run
+from fngraph.core.packing import balance as balance
+from fngraph.core.packing import pack as pack
+
+# planner.py: sizes from measured traffic
+from fngraph.core.planner import plan_sizes as plan_sizes
+from fngraph.core.planner import planned_cost as planned_cost
+
+# flight.py: recorded specs, replayed offline
+from fngraph.core.flight import Flight as Flight
+from fngraph.core.flight import Replayed as Replayed
+
 # stats.py: counts of what ran
 from fngraph.core.stats import Stats as Stats
 
@@ -71,28 +102,41 @@ from fngraph.core.program import Step as Step
 
 __all__ = [
     "AtLeast",
+    "Balance",
     "BatchDescriptor",
     "BatchSpec",
     "Buffer",
     "BufferPlan",
     "Candidate",
+    "Decision",
     "Dim",
     "Dispatch",
     "DispatchTable",
+    "EncoderPlan",
     "Equal",
     "Explanation",
     "Field",
+    "Flight",
     "HostBounds",
+    "Item",
     "Ladders",
     "Limits",
     "Mode",
+    "Packed",
+    "Path",
     "PlannedBuffer",
     "Program",
+    "Proposal",
+    "Replayed",
     "Resolution",
     "RoundedTo",
+    "Run",
     "Stats",
     "Step",
     "Support",
+    "adapter_counts",
+    "agree",
+    "balance",
     "buffer",
     "buffers_of",
     "build_table",
@@ -101,13 +145,21 @@ __all__ = [
     "dispatch",
     "dispatch_by_definition",
     "explain",
+    "fit",
     "host",
     "host_field",
     "key_sizes",
     "ladders",
+    "pack",
     "plan_buffers",
+    "plan_encoder",
+    "plan_sizes",
+    "planned_cost",
+    "propose",
     "resolve",
     "runtime_modes",
+    "settle",
     "static",
     "struct",
+    "token_budgets",
 ]

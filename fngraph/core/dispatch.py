@@ -55,7 +55,7 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
     user-defined fields, and `allowed=`, take the longer way of `_scan`.
     """
     lookup = table.lookup
-    if allowed is None and (entries := lookup.rows.get(spec[2:7])) is not None:
+    if allowed is None and (entries := lookup.quick.get(spec[2:7])) is not None:
         entry: Entry = ()
         if spec[0] <= lookup.top:
             entry = entries[lookup.rung[spec[0]]]
@@ -72,7 +72,9 @@ def _scan(table: DispatchTable, spec: BatchSpec, modes: frozenset[Mode]) -> Disp
     check_fields(table, spec)
     lookup = table.lookup
     kind = lookup.classify(spec)
-    entry = lookup.scan[kind][lookup.rung[spec.num_tokens]] if spec.num_tokens <= lookup.top else ()
+    entry = (
+        lookup.classes[kind][lookup.rung[spec.num_tokens]] if spec.num_tokens <= lookup.top else ()
+    )
     barred = ", ".join(str(mode) for mode in (Mode.FULL, Mode.PIECEWISE) if mode not in modes)
     for most, answer in entry:
         if (

@@ -8,9 +8,10 @@ for a step is to compare the number of requests (and user-defined fields, where 
 from __future__ import annotations
 
 import sys
-from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from fngraph.core.fields import Field, RoundedTo
@@ -33,15 +34,21 @@ class Dispatch(NamedTuple):
     reason: str
 
 
-Answer = tuple[int, Dispatch]  # (most requests, what to run)
-Entry = tuple[Answer, ...]  # least first, FULL before PIECEWISE
-Class = tuple[int | None, int | None, bool, bool, Extra]
+Class = tuple[int | None, int | None, bool, bool, Extra]  # a spec's fields after the two counts
+Kind = tuple[Mode, int | None, int, bool | None, bool | None]  # the same of a key, and its mode
+Kinds = dict[Kind, list[BatchDescriptor]]  # largest first
+Entry = tuple[
+    tuple[int, Dispatch], ...
+]  # (most requests, answer); least first, FULL before PIECEWISE
+Order = Callable[[BatchDescriptor], tuple]
 
 ANY = sys.maxsize
 """The bound of an answer that holds as many requests as its tokens can bring."""
 
+CROWDED = "no key of its kind and size holds so many requests"
+
 ENUMERATED_ADAPTERS = 64
-"""Adapter counts up to here have a class of their own; larger ones are rounded first (0.4 us)."""
+"""Adapter counts up to here are classes of their own; larger ones are rounded first (1 us more)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +58,10 @@ class Lookup:
     Attributes:
         top: the largest token count of any key.
         rung: token count -> index into a class's entries, for 0..top.
-        rows: class -> its entries; empty where the table has user-defined fields, whose batches
-            go through `scan` instead.
-        scan: class without user-defined fields -> its entries.
-        reasons: the same class -> why a batch of it runs eagerly.
+        classes: class, user-defined fields left out -> its entries, a rung each.
+        quick: the same where the table has no user-defined fields; else empty, since an answer
+            of `classes` must then be compared with the batch.
+        reasons: class -> why a batch of it runs eagerly.
         query_lens: query lengths with keys of their own.
         adapters: the rounding of adapter counts.
         extra: user-defined fields.
@@ -62,15 +69,15 @@ class Lookup:
 
     top: int
     rung: list[int]
-    rows: dict[Class, list[Entry]]
-    scan: dict[Class, list[Entry]]
+    classes: dict[Class, list[Entry]]
+    quick: dict[Class, list[Entry]]
     reasons: dict[Class, str]
-    query_lens: frozenset[int | None]
+    query_lens: frozenset[int]
     adapters: RoundedTo
     extra: tuple[Field, ...]
 
     def classify(self, spec: BatchSpec) -> Class:
-        """The class that answers for `spec`: counts that no key tells apart fall together."""
+        """The class that answers for `spec`: values that no key tells apart fall together."""
         query_len = spec.query_len if spec.query_len in self.query_lens else None
         adapters = self.adapters.round(spec.adapters)
         return (query_len, adapters, bool(spec.cascade), bool(spec.encoder_outputs), ())
@@ -79,11 +86,11 @@ class Lookup:
 def build_lookup(
     full: Iterable[BatchDescriptor],
     piecewise: Iterable[BatchDescriptor],
-    fields: tuple[Field, ...],
-    order: Callable[[BatchDescriptor], tuple],
+    fields: Sequence[Field],
+    order: Order,
 ) -> Lookup:
     """Arranges keys, given largest first, for `dispatch`."""
-    kinds: dict[tuple, list[BatchDescriptor]] = {}
+    kinds: Kinds = {}
     for mode, keys in ((Mode.FULL, full), (Mode.PIECEWISE, piecewise)):
         for key in keys:
             kinds.setdefault((mode, *key[2:6]), []).append(key)
@@ -92,97 +99,71 @@ def build_lookup(
     for i in range(len(rungs)):
         rung += [i] * (rungs[i] + 1 - len(rung))
 
-    _, _, query, adapters, cascade, encoder, *extra = fields
-    rounding = adapters.rule
-    assert isinstance(rounding, RoundedTo)
+    @cache  # many classes are served by the same keys
+    def winners(fits: tuple[Kind, ...]) -> list[list[tuple[int, BatchDescriptor]]]:
+        return _winners([key for kind in fits for key in kinds[kind]], rungs, order)
+
+    @cache
+    def answers(mode: Mode, fits: tuple[Kind, ...], reason: str) -> list[Entry]:
+        new, of = tuple.__new__, Dispatch  # three times as fast as calling it; there are hundreds
+        return [
+            tuple([(most, new(of, (mode, key, reason))) for most, key in at])
+            for at in winners(fits)
+        ]
+
+    @cache
+    def entries(full: tuple[Kind, ...], piecewise: tuple[Kind, ...], why: str) -> list[Entry]:
+        strong = answers(Mode.FULL, full, "least FULL key")
+        weak = answers(Mode.PIECEWISE, piecewise, why)
+        crowded = answers(Mode.PIECEWISE, piecewise, CROWDED)
+        return [one + (two if one else three) for one, two, three in zip(strong, crowded, weak)]
+
     query_lens = sorted({kind[1] for kind in kinds if kind[1] is not None})
+    rounding = fields[3].rule
+    assert isinstance(rounding, RoundedTo)
     counts = range(min(rounding.captured[-1], ENUMERATED_ADAPTERS) + 1)
-    most = {*counts, *rounding.captured, None}
-    scan: dict[Class, list[Entry]] = {}
+    same = {count: rounding.round(count) for count in (*counts, *rounding.captured)}
+    classes: dict[Class, list[Entry]] = {}
     reasons: dict[Class, str] = {}
-    made: dict[tuple, tuple[list[Entry], str]] = {}
-    for count in most:
-        rounded = None if count is None else rounding.round(count)
-        for query_len in (None, *query_lens):
-            for flags in _FLAGS:
-                barred = flags != (False, False)
-                which = (query_len, rounded, barred)
-                if which not in made:
-                    fits = [
-                        kind
-                        for kind in kinds
-                        if kind[2] == rounded
-                        and query.rule.covers(kind[1], query_len)
-                        and cascade.rule.covers(kind[3], barred)
-                        and encoder.rule.covers(kind[4], barred)
-                    ]
-                    made[which] = _row(kinds, fits, rungs, order, which)
-                key = (query_len, count, *flags, ())
-                scan[key], reasons[key] = made[which]
-    return Lookup(
-        rungs[-1] if rungs else 0,
-        rung or [0],
-        {} if extra else scan,
-        scan,
-        reasons,
-        frozenset(query_lens),
-        rounding,
-        tuple(extra),
-    )
+    for query_len, rounded, *flags in product(
+        (None, *query_lens), {None, *same.values()}, (False, True), (False, True)
+    ):
+        batch = (query_len, rounded, *flags, ())
+        full, full_gap = _fitting(Mode.FULL, kinds, fields, batch)
+        piecewise, piecewise_gap = _fitting(Mode.PIECEWISE, kinds, fields, batch)
+        classes[batch] = entries(full, piecewise, full_gap or "least PIECEWISE key")
+        reasons[batch] = "; ".join(filter(None, (full_gap, piecewise_gap))) or "no key exists"
+        for count in same:
+            if same[count] == rounded:
+                alias = (query_len, count, *flags, ())
+                classes[alias], reasons[alias] = classes[batch], reasons[batch]
+    quick = {} if len(fields) > 6 else classes
+    top = rungs[-1] if rungs else 0
+    lens = frozenset(query_lens)
+    return Lookup(top, rung, classes, quick, reasons, lens, rounding, tuple(fields[6:]))
 
 
-_FLAGS = ((False, False), (False, True), (True, False), (True, True))
+def _winners(
+    keys: list[BatchDescriptor], rungs: list[int], order: Order
+) -> list[list[tuple[int, BatchDescriptor]]]:
+    """For each rung, the (most requests, key) pairs that can serve so many tokens, least first.
 
-
-def _row(
-    kinds: dict[tuple, list[BatchDescriptor]],
-    fits: list[tuple],
-    rungs: list[int],
-    order: Callable[[BatchDescriptor], tuple],
-    which: tuple[int | None, int | None, bool],
-) -> tuple[list[Entry], str]:
-    """One class's entries, a rung each, and why it runs eagerly where they are empty."""
-    why = {mode: _gap(mode, kinds, fits, which) for mode in (Mode.FULL, Mode.PIECEWISE)}
-    answers = {mode: _least(mode, kinds, fits, order, why) for mode in why}
-    entries: list[Entry] = []
-    full: Entry = ()
-    piecewise: Entry = ()
-    crowded: Entry = ()
+    A key is left out where another one of as many tokens or more, and as many requests or more,
+    comes before it. What remains is one key a rung, or two where `max_reqs` bounds the first.
+    """
+    ranked: list[tuple[tuple, int, BatchDescriptor]] = []
+    waiting = sorted(keys, key=lambda key: key.num_tokens)
+    at: list[list[tuple[int, BatchDescriptor]]] = []
     for size in reversed(rungs):
-        full = answers[Mode.FULL].get(size, full)
-        if size in answers[Mode.PIECEWISE]:
-            piecewise = answers[Mode.PIECEWISE][size]
-            crowded = tuple((most, hit._replace(reason=CROWDED)) for most, hit in piecewise)
-        entries.append(full + (crowded if full else piecewise))
-    entries.reverse()
-    gaps = [gap for gap in why.values() if gap]
-    return entries, "; ".join(gaps) or "the table has no keys"
-
-
-CROWDED = "no key of its kind and size holds so many requests"
-
-
-def _least(
-    mode: Mode,
-    kinds: dict[tuple, list[BatchDescriptor]],
-    fits: list[tuple],
-    order: Callable[[BatchDescriptor], tuple],
-    why: dict[Mode, str],
-) -> dict[int, Entry]:
-    """Rung -> the keys of that many tokens or more that can still win, least first."""
-    keys = [key for kind in fits if kind[0] is mode for key in kinds[kind]]
-    if len(fits) > 1:
-        keys.sort(key=lambda key: -key.num_tokens)
-    reason = why[Mode.FULL] if mode is Mode.PIECEWISE and why[Mode.FULL] else f"least {mode} key"
-    ranked: list[tuple] = []
-    at: dict[int, Entry] = {}
-    for key in keys:
-        most = _most_reqs(key)
-        rank = (order(key), most, key.extra, (most, Dispatch(mode, key, reason)))
-        if not any(_beats(other, rank) for other in ranked):
-            ranked = [other for other in ranked if not _beats(rank, other)]
-            insort(ranked, rank, key=lambda item: item[0])
-        at[key.num_tokens] = tuple(item[3] for item in ranked)
+        while waiting and waiting[-1].num_tokens == size:
+            key = waiting.pop()
+            new = (order(key), _most_reqs(key), key)
+            if not any(_beats(old, new) for old in ranked):
+                ranked = [old for old in ranked if not _beats(new, old)]
+                ranked.append(new)
+                ranked.sort(key=lambda item: item[0])
+        at.append([(most, key) for _, most, key in ranked])
+    at.reverse()
     return at
 
 
@@ -195,25 +176,31 @@ def _most_reqs(key: BatchDescriptor) -> int:
 
 def _beats(one: tuple, other: tuple) -> bool:
     """Whether `one` wins wherever `other` would."""
-    return one[0] <= other[0] and one[1] >= other[1] and one[2] == other[2]
+    return one[0] <= other[0] and one[1] >= other[1] and one[2].extra == other[2].extra
 
 
-def _gap(
-    mode: Mode,
-    kinds: dict[tuple, list[BatchDescriptor]],
-    fits: list[tuple],
-    which: tuple[int | None, int | None, bool],
-) -> str:
-    """Why `mode` may not serve a class, in words; empty where `mode` has no keys at all."""
-    _, adapters, barred = which
+def _fitting(
+    mode: Mode, kinds: Kinds, fields: Sequence[Field], batch: Class
+) -> tuple[tuple[Kind, ...], str]:
+    """The kinds of keys whose fields cover a class, and what limits them, in words.
+
+    The words are empty where `mode` has no keys at all.
+    """
     mine = [kind for kind in kinds if kind[0] is mode]
     if not mine:
-        return ""
-    if top := max((kinds[kind][0].num_tokens for kind in fits if kind[0] is mode), default=0):
-        return f"{mode} keys for such batches end at {top} tokens"
-    if all(kind[2] != adapters for kind in mine):
-        return f"no {mode} key is for so many adapters"
-    if barred and all(kind[3] is not None for kind in mine):
-        return f"{mode} keys take no cascade attention and no encoder outputs"
-    lengths = sorted({kind[1] for kind in mine if kind[1] is not None})
-    return f"{mode} keys are for uniform batches of query_len {' or '.join(map(str, lengths))}"
+        return (), ""
+    _, _, query_len, _, cascade, encoder_outputs, *_ = fields
+    _, adapters, *flags, _ = batch
+    fits = [kind for kind in mine if kind[2] == adapters]
+    if not fits:
+        return (), f"no {mode} key is for so many adapters"
+    for at, item, wanted in ((3, cascade, flags[0]), (4, encoder_outputs, flags[1])):
+        fits = [kind for kind in fits if item.rule.covers(kind[at], wanted)]
+        if not fits:
+            return (), f"{mode} keys take no {item.name} batches"
+    fits = [kind for kind in fits if query_len.rule.covers(kind[1], batch[0])]
+    if not fits:
+        lens = sorted({kind[1] for kind in mine if kind[1] is not None})
+        return (), f"{mode} keys are for uniform batches of query_len {' or '.join(map(str, lens))}"
+    top = max(kinds[kind][0].num_tokens for kind in fits)
+    return tuple(fits), f"{mode} keys for such batches end at {top} tokens"

@@ -12,6 +12,7 @@ from fngraph.core.sizes import Ladders, check_query_lens, default_sizes, ladders
 from fngraph.errors import ModesError
 
 DEFAULT_MODES = Mode.FULL_AND_PIECEWISE
+DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +23,14 @@ class Resolution:
         modes: the resolved modes.
         requested: the modes that were asked for.
         query_lens: query lengths of the uniform batches that run FULL; empty where none do.
-        sizes: the ladders, where limits or sizes were given and anything is captured.
+        sizes: the ladders to capture; empty where nothing is.
         reasons: one sentence for each change, in order; empty where nothing had to change.
     """
 
     modes: Mode
     requested: Mode
     query_lens: tuple[int, ...] = ()
-    sizes: Ladders | None = None
+    sizes: Ladders = Ladders()
     reasons: tuple[str, ...] = ()
 
     def as_text(self) -> str:
@@ -44,7 +45,7 @@ def resolve(
     cut: str = "yes",
     query_lens: Sequence[int] = (1,),
     *,
-    limits: Limits | None = None,
+    limits: Limits = DEFAULT_LIMITS,
     sizes: Iterable[int] | None = None,
     align: str = "uniform",
     beyond: str = "cut",
@@ -76,7 +77,7 @@ def resolve(
             decides and is named in the reasons.
         cut: whether graphs can be cut at attention: "yes"; "declined" by the user; "no".
         query_lens: tokens a request of the uniform batches that will come.
-        limits: with these, `Resolution.sizes` holds the ladders.
+        limits: bounds of every step, for the ladders.
         sizes: capture sizes; None: `default_sizes(limits, query_lens)`.
         align, beyond: how `ladders` rounds uniform sizes.
         eager: nothing is to be captured.
@@ -103,17 +104,16 @@ def resolve(
     )
     now, kept, more = _by_support(now, support, cut, tuple(query_lens))
     reasons += more
-    if now.decode is Mode.FULL and state_blocks is not None and limits is not None:
-        if limits.max_reqs > state_blocks:
-            raise ModesError(
-                f"{now} captures up to max_reqs={limits.max_reqs} requests, but there are "
-                f"{state_blocks} blocks of recurrent state. Pass Limits(max_reqs={state_blocks}), "
-                'or modes="PIECEWISE".'
-            )
-    chosen = None
-    if now is not Mode.NONE and (sizes is not None or limits is not None):
-        sizes = default_sizes(limits or Limits(), query_lens) if sizes is None else sizes
-        chosen = ladders(sizes, kept, (limits or Limits()).max_reqs, align, beyond=beyond)
+    if now.decode is Mode.FULL and state_blocks is not None and state_blocks < limits.max_reqs:
+        raise ModesError(
+            f"{now} captures up to max_reqs={limits.max_reqs} requests, but there are "
+            f"{state_blocks} blocks of recurrent state. Pass Limits(max_reqs={state_blocks}), "
+            'or modes="PIECEWISE".'
+        )
+    chosen = Ladders()
+    if now is not Mode.NONE:
+        sizes = default_sizes(limits, query_lens) if sizes is None else sizes
+        chosen = ladders(sizes, kept, limits.max_reqs, align, beyond=beyond)
     return Resolution(now, requested, kept, chosen, tuple(reasons))
 
 

@@ -98,12 +98,12 @@ class Ladders:
     """Token counts to capture, ascending, for each kind of batch.
 
     Attributes:
-        mixed: for batches of any shape.
+        mixed: for batches of any shape; empty where nothing is captured.
         by_query_len: (query_len, its sizes) pairs for uniform batches; each size is a multiple
             of its query_len, so that padding adds whole requests.
     """
 
-    mixed: Sizes
+    mixed: Sizes = ()
     by_query_len: tuple[tuple[int, Sizes], ...] = ()
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from fngraph.core import text
-from fngraph.core.fields import BUILT_IN, Field, built_in_fields
+from fngraph.core.fields import BUILT_IN, Field, RoundedTo, built_in_fields
 from fngraph.core.limits import Limits
 from fngraph.core.lookup import Lookup, build_lookup
 from fngraph.core.modes import Mode
@@ -62,6 +62,11 @@ class DispatchTable:
 
     def __len__(self) -> int:
         return len(self.piecewise) + len(self.full)
+
+    @property
+    def adapters(self) -> RoundedTo:
+        """How adapter counts are rounded: `table.adapters.round(3)`."""
+        return self.lookup.adapters
 
     @property
     def top(self) -> int:
@@ -146,7 +151,8 @@ def build_table(
     """
     modes = Mode.parse(modes)
     fields = _all_fields(tuple(adapters), tuple(fields), overflow)
-    check_sizes(ladders.mixed, limits)
+    if modes is not Mode.NONE:
+        check_sizes(ladders.mixed, limits)
     full: list[BatchDescriptor] = []
     if modes.decode is Mode.FULL and (modes.dual or own_uniform):
         for query_len, sizes in ladders.by_query_len:

@@ -1,6 +1,7 @@
 """`fngraph.core.dispatch`: chosen examples. test_dispatch_properties.py enumerates the rest."""
 
 import pytest
+
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,

@@ -1,0 +1,116 @@
+"""The flight recorder: a recorded stream of specs, replayed offline against any table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fngraph.core import text
+from fngraph.core.dispatch import Allowed, dispatch
+from fngraph.core.modes import Mode
+from fngraph.core.spec import BatchDescriptor, BatchSpec, HostBounds
+from fngraph.core.stats import Stats
+from fngraph.core.table import DispatchTable
+from fngraph.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a stream would have run as.
+
+    Attributes:
+        stats: the counts.
+        used: (mode, key) -> steps, for keys that served any.
+        unused: keys that served none: memory that this traffic does not need.
+    """
+
+    stats: Stats
+    used: dict[tuple[Mode, BatchDescriptor], int]
+    unused: tuple[tuple[Mode, BatchDescriptor], ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of steps that a graph served, 0 to 1."""
+        return 1.0 - self.stats.share(Mode.NONE) if self.stats.steps else 0.0
+
+    def as_text(self) -> str:
+        """Hit rate, padding and graphs used, then the counts."""
+        stats = self.stats
+        rows = [
+            ("steps", stats.steps),
+            ("hit rate", f"{self.hit_rate:.1%}"),
+            *((f"share {m}", f"{stats.share(m):.1%}") for m in (Mode.FULL, Mode.PIECEWISE)),
+            ("padded rows", stats.padding),
+            ("padded rows / true rows", f"{stats.padding / max(stats.tokens, 1):.1%}"),
+            ("graphs used", f"{len(self.used)} of {len(self.used) + len(self.unused)}"),
+        ]
+        return text.table(("over the whole stream", "value"), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A recorded stream of specs.
+
+    Record by appending each step's `batch.spec` to a list (or a bounded deque); make the value
+    when you want to look at it.
+    """
+
+    specs: tuple[BatchSpec, ...]
+
+    def __init__(self, specs: Iterable[BatchSpec]) -> None:
+        object.__setattr__(self, "specs", tuple(specs))
+
+    def replay(self, table: DispatchTable, allowed: Allowed = None) -> Replayed:
+        """What each step would run as under `table`. Raises as `dispatch`."""
+        stats = Stats()
+        used: dict[tuple[Mode, BatchDescriptor], int] = {}
+        for spec in self.specs:
+            ran = dispatch(table, spec, allowed)
+            stats.observe(spec.num_tokens, ran)
+            if ran.mode is not Mode.NONE:
+                used[ran[:2]] = used.get(ran[:2], 0) + 1
+        return Replayed(stats, used, tuple(key for key in table if key not in used))
+
+    def histogram(self, query_len: int | None = None) -> dict[int, int]:
+        """Tokens -> steps, of batches of this query length (None: mixed), for `plan_sizes`."""
+        counts: dict[int, int] = {}
+        for spec in self.specs:
+            if spec.query_len == query_len:
+                counts[spec.num_tokens] = counts.get(spec.num_tokens, 0) + 1
+        return counts
+
+    def dumps(self) -> str:
+        """The stream as text: a JSON list of the fields that are set, one spec a line."""
+        return "\n".join(json.dumps(_fields(spec)) for spec in self.specs)
+
+    @classmethod
+    def loads(cls, dumped: str) -> Flight:
+        """The stream that `dumps` wrote.
+
+        Raises:
+            SpecError: a line that is not a spec.
+        """
+        return cls(_spec(i, line) for i, line in enumerate(dumped.splitlines(), 1) if line.strip())
+
+    def __repr__(self) -> str:
+        return f"Flight({text.count(len(self.specs), 'step')})"
+
+
+def _fields(spec: BatchSpec) -> dict[str, object]:
+    plain = BatchSpec(spec.num_tokens, spec.num_reqs)
+    changed = {
+        name: v for name, v, d in zip(spec._fields, spec, plain) if v != d or name[:4] == "num_"
+    }
+    return changed | ({"extra": dict(spec.extra)} if spec.extra else {})
+
+
+def _spec(number: int, line: str) -> BatchSpec:
+    try:
+        fields = json.loads(line)
+        fields["host"] = HostBounds(*fields.get("host", ()))
+        return BatchSpec(**fields)
+    except (TypeError, ValueError) as error:
+        raise SpecError(
+            f"Line {number} of the flight is not a spec: {line!r} ({error})."
+        ) from error

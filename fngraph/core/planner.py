@@ -1,0 +1,199 @@
+"""`plan_sizes`: the capture sizes that fit a measured traffic best, exactly."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+from fngraph.errors import SizesError
+
+Histogram = Mapping[int, float]
+Bytes = Callable[[int], float]
+
+
+class _Problem(NamedTuple):
+    """Candidate sizes, ascending; what a step at each costs; steps that are no larger."""
+
+    sizes: tuple[int, ...]
+    costs: tuple[float, ...]
+    steps: tuple[float, ...]
+
+
+def _rows(size: int) -> float:
+    """The cost that makes a plan pad least: a step at `size` computes `size` rows."""
+    return size
+
+
+def plan_sizes(
+    histogram: Histogram | Iterable[int],
+    k: int | None = None,
+    cost: Callable[[int], float] = _rows,
+    *,
+    memory_budget: float | None = None,
+    bytes_per_size: float | Bytes | None = None,
+    candidates: Iterable[int] | None = None,
+) -> tuple[int, ...]:
+    """The ladder under which this traffic costs least in sum. The largest step is always covered.
+
+    Args:
+        histogram: step size -> how often it came; or the sizes themselves, one a step.
+        k: at most so many sizes.
+        cost: of one step that runs at a given size, in any unit; the default counts rows, so
+            that the plan pads least.
+        memory_budget: at most so many bytes, in place of `k`.
+        bytes_per_size: bytes that a captured size takes: one number, or a function of the size.
+        candidates: sizes to choose from; None: those of the histogram, which hold the optimum
+            wherever a larger size costs at least as much.
+
+    Raises:
+        SizesError: an empty histogram; neither or both of `k` and `memory_budget`; a budget
+            that holds not even one size.
+
+    >>> plan_sizes({1: 90, 2: 5, 7: 5}, k=2)
+    (1, 7)
+    """
+    if (k is None) == (memory_budget is None) or (bytes_per_size is None) != (k is not None):
+        raise SizesError(
+            "plan_sizes needs either k= or memory_budget= with bytes_per_size=. "
+            "Pass plan_sizes(histogram, k=8)."
+        )
+    problem = _problem(histogram, cost, candidates)
+    if callable(bytes_per_size):
+        return _within_bytes(problem, memory_budget, bytes_per_size)
+    what = f"k={k}" if memory_budget is None else f"memory_budget={memory_budget:g}"
+    k = int(memory_budget // bytes_per_size) if k is None else k
+    if k < 1:
+        raise SizesError(f"{what} holds not even one size. Pass more, or capture nothing.")
+    return _within_count(problem, k)
+
+
+def planned_cost(
+    histogram: Histogram | Iterable[int], sizes: Iterable[int], cost: Callable[[int], float] = _rows
+) -> float:
+    """What this traffic costs in sum on the ladder `sizes`; steps beyond it cost their own size."""
+    ladder = sorted(sizes)
+    total = 0.0
+    for size, count in _counts(histogram).items():
+        at = bisect_left(ladder, size)
+        total += count * cost(ladder[at] if at < len(ladder) else size)
+    return total
+
+
+def _counts(histogram: Histogram | Iterable[int]) -> dict[int, float]:
+    if isinstance(histogram, Mapping):
+        counts = dict(histogram)
+    else:
+        counts = {}
+        for size in histogram:
+            counts[size] = counts.get(size, 0) + 1
+    for size, count in counts.items():
+        if size < 1 or count < 0:
+            raise SizesError(
+                f"The histogram has {count} steps of {size} tokens. Sizes are positive, and "
+                "counts are not negative."
+            )
+    return {size: count for size, count in counts.items() if count}
+
+
+def _problem(
+    histogram: Histogram | Iterable[int],
+    cost: Callable[[int], float],
+    candidates: Iterable[int] | None,
+) -> _Problem:
+    counts = _counts(histogram)
+    if not counts:
+        raise SizesError("The histogram is empty. Record at least one step before planning.")
+    seen = sorted(counts)
+    below = [0, *accumulate(counts[size] for size in seen)]
+    sizes = sorted(set(seen if candidates is None else candidates))
+    if not sizes or sizes[-1] < seen[-1]:
+        raise SizesError(
+            f"No candidate holds the largest step, {seen[-1]} tokens. Add {seen[-1]} to them."
+        )
+    steps = [below[bisect_left(seen, size + 1)] for size in sizes]
+    return _Problem(tuple(sizes), tuple(map(cost, sizes)), tuple(steps))
+
+
+def _within_count(problem: _Problem, k: int) -> tuple[int, ...]:
+    """At most `k` sizes of least cost.
+
+    best[i] is the least cost of all steps up to size i where size i is the largest of j sizes:
+    the minimum over the next smaller one, l, of best[l] with j - 1 sizes + cost(i) * (steps(i) -
+    steps(l)). Since costs rise, the term satisfies the quadrangle inequality, so that the best l
+    never falls as i grows; halving the range of i narrows that of l: k * n * log(n) in all.
+    """
+    sizes, costs, steps = _rising(problem)
+    n = len(sizes)
+    best = [cost * upto for cost, upto in zip(costs, steps)]
+    choices: list[list[int | None]] = []
+    for _ in range(min(k, n) - 1):
+        fewer, best = best, list(best)
+        choice: list[int | None] = [None] * n  # None: nothing below
+        todo = [(0, n, 0, n)]
+        while todo:
+            low, high, least, most = todo.pop()
+            if low == high:
+                continue
+            i = (low + high) // 2
+            best[i] = costs[i] * steps[i]
+            for smaller in range(least, min(i, most)):
+                value = fewer[smaller] + costs[i] * (steps[i] - steps[smaller])
+                if value < best[i]:
+                    best[i], choice[i] = value, smaller
+            at = least if choice[i] is None else choice[i]
+            todo += [(low, i, least, at + 1), (i + 1, high, at, most)]
+        choices.append(choice)
+    plan = [n - 1]
+    for choice in reversed(choices):
+        smaller = choice[plan[-1]]
+        if smaller is None:
+            break
+        plan.append(smaller)
+    return tuple(sizes[i] for i in reversed(plan))
+
+
+def _rising(problem: _Problem) -> _Problem:
+    """Without sizes that cost no less than a larger one, and without a second one at the top.
+
+    Whatever uses the first might use the larger one; nothing needs the second.
+    """
+    kept: list[tuple] = []
+    for row in reversed(list(zip(*problem))):
+        if not kept or row[1] < kept[-1][1]:
+            if len(kept) == 1 and row[2] == kept[0][2]:
+                kept.pop()
+            kept.append(row)
+    return _Problem(*zip(*reversed(kept)))
+
+
+def _within_bytes(problem: _Problem, budget: float, bytes_of: Bytes) -> tuple[int, ...]:
+    """Sizes of least cost whose bytes sum to at most `budget`.
+
+    For each largest size, keeps the plans that no other beats in both bytes and cost.
+    """
+    sizes, costs, steps = problem
+    plans: list[list[tuple[float, float, tuple[int, ...]]]] = []
+    for i, size in enumerate(sizes):
+        need = bytes_of(size)
+        found = [(need, costs[i] * steps[i], (size,))]
+        for below, shorter in enumerate(plans):
+            more = costs[i] * (steps[i] - steps[below])
+            found += [(used + need, cost + more, (*plan, size)) for used, cost, plan in shorter]
+        plans.append(_unbeaten(plan for plan in found if plan[0] <= budget))
+    whole = [plan for i, found in enumerate(plans) if steps[i] == steps[-1] for plan in found]
+    if not whole:
+        raise SizesError(
+            f"memory_budget={budget:g} does not hold a size for {sizes[-1]} tokens, which takes "
+            f"{bytes_of(sizes[-1]):g} bytes. Pass more, or capture nothing."
+        )
+    return min(whole, key=lambda plan: (plan[1], plan[0]))[2]
+
+
+def _unbeaten(plans: Iterable[tuple[float, float, tuple[int, ...]]]) -> list:
+    kept: list[tuple[float, float, tuple[int, ...]]] = []
+    for plan in sorted(plans, key=lambda plan: plan[:2]):
+        if not kept or plan[1] < kept[-1][1]:
+            kept.append(plan)
+    return kept

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fngraph.errors import CaptureError
+from fngraph.errors import CaptureError, FnGraphError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class CudaRecorder:
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()
+        self._anchor = self._capture_nothing()  # holds the pool while it has no other graph
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` on the capture stream, ordered after and before the caller's work."""
@@ -56,12 +57,12 @@ class CudaRecorder:
 
     def record(self, fn: Callable[[], Any]) -> tuple[CudaRecording, Any]:
         """See `Recorder.record`."""
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("record() inside a capture; graphs do not nest")
         graph = torch.cuda.CUDAGraph()
         failure: BaseException | None = None
         result = None
         with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise CaptureError("record() inside a capture; graphs do not nest")
             torch.cuda.synchronize()
             with torch.cuda.stream(self.stream):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -71,14 +72,40 @@ class CudaRecorder:
                     failure = error
                 try:
                     graph.capture_end()
-                except RuntimeError as error:  # the capture was invalidated by what fn did
+                except RuntimeError as error:  # what fn did has invalidated the capture
                     failure = failure or error
+                    self._recover()
         if failure is not None:
             traceback.clear_frames(failure.__traceback__)  # or it keeps the pool's memory alive
             if not isinstance(failure, Exception):
                 raise failure
+            if isinstance(failure, FnGraphError):
+                raise failure
             raise CaptureError(f"the capture failed: {failure}") from failure
         return CudaRecording(graph), result
+
+    def _recover(self) -> None:
+        """Undo what a failed `capture_end` leaves behind up to torch 2.13.
+
+        The allocator goes on allocating into the pool, a reference to the pool is lost, and the
+        random generator believes that it is being captured until a capture ends well.
+        """
+        assert self.device.index is not None
+        try:
+            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+        except RuntimeError:  # a torch that has cleaned up by itself
+            return
+        torch._C._cuda_releasePool(self.device.index, self.pool)
+        self._capture_nothing()
+
+    def _capture_nothing(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            one = torch.zeros(1, device=self.device)
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            one.zero_()  # an empty graph would warn
+            graph.capture_end()
+        return graph
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Recorder.unowned`. The storage is built over the bare address, as torch's own

@@ -6,6 +6,7 @@ Every message says what broke, where (a pytree path or the user's line), and how
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import FrameType
 
 
@@ -108,6 +109,12 @@ def user_line(skip: tuple[str, ...] = ("torch", "fngraph", "optree", "einops", "
         module = frame.f_globals.get("__name__", "")
         generated = frame.f_code.co_filename.startswith(("<eval_with_key", "<string", "<frozen"))
         if module.partition(".")[0] not in (*skip, "contextlib") and not generated:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return "<no user frame>"
+
+
+def _short(filename: str) -> str:
+    """Relative to the working directory where the file is below it, as a person would write it."""
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

@@ -4,7 +4,7 @@
 
 says that a leaf has one more row than the batch has requests, and how rows beyond them are filled.
 Dims are sums and products of ints and letters: T query tokens, R requests, and the further letters
-of `Limits` (B blocks per request, ...). A space separates dims; operators bind their neighbours.
+of `Limits` (B blocks per request, ...). A space separates dims; operators bind their neighbors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import ast
 import dataclasses
 import functools
 import math
-import operator
 import re
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +25,7 @@ ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
-_OPS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-        ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}  # fmt: skip
+_OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +43,13 @@ class Dim:
         return _parse_dim(self.text)[1]
 
     def __call__(self, **sizes: int) -> int:
-        return _evaluate(_parse_dim(self.text)[0], sizes, self.text)
+        try:
+            return eval(_parse_dim(self.text)[0], {"__builtins__": {}}, sizes)  # checked code
+        except NameError as error:
+            raise FieldError(
+                f"dim {self.text!r} needs a size for {error.name!r}; known: {sorted(sizes)}. "
+                f"Pass it in the limits: fg.Limits(..., {error.name}=64)"
+            ) from None
 
     def __str__(self) -> str:
         return self.text
@@ -54,39 +59,22 @@ class Dim:
 
 
 @functools.cache
-def _parse_dim(text: str) -> tuple[ast.expr, frozenset[str]]:
+def _parse_dim(text: str) -> tuple[types.CodeType, frozenset[str]]:
+    """Compiled code and letters, once what it may hold has been checked."""
     try:
-        body = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError:
         raise FieldError(f"dim {text!r} is not an expression such as 'T', 'R + 1' or 64") from None
     letters = set()
-    for node in ast.walk(body):
+    for node in ast.walk(tree.body):
         if isinstance(node, ast.Name):
             letters.add(node.id)
         elif isinstance(node, ast.Constant):
-            if not isinstance(node.value, int):
+            if type(node.value) is not int:
                 raise FieldError(f"dim {text!r} has the constant {node.value!r}; sizes are ints")
-        elif isinstance(node, ast.BinOp) and type(node.op) not in _OPS:
-            raise FieldError(f"dim {text!r} uses an operator other than + - * // %")
-        elif not isinstance(node, ast.BinOp | ast.operator | ast.expr_context):
+        elif not isinstance(node, ast.BinOp | ast.expr_context | _OPERATORS):
             raise FieldError(f"dim {text!r} may hold letters, ints and + - * // % only")
-    return body, frozenset(letters)
-
-
-def _evaluate(node: ast.expr, sizes: Mapping[str, int], text: str) -> int:
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.Name(id=name):
-            if name not in sizes:
-                raise FieldError(
-                    f"dim {text!r} needs a size for {name!r}; known: {sorted(sizes)}. "
-                    f"Pass it in the limits: fg.Limits(..., {name}=64)"
-                )
-            return sizes[name]
-        case ast.BinOp(left=left, op=op, right=right):
-            return _OPS[type(op)](_evaluate(left, sizes, text), _evaluate(right, sizes, text))
-    raise AssertionError(ast.dump(node))
+    return compile(tree, "<string>", "eval"), frozenset(letters)
 
 
 def parse_dims(text: str) -> tuple[Dim, ...]:

@@ -15,6 +15,7 @@ import torch
 
 from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
 from fngraph.core.program import Program, groups, run
+from fngraph.core.text import count
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging import Sizes
 
@@ -76,8 +77,8 @@ class Replay:
 
     def __repr__(self) -> str:
         eager = sum(isinstance(c, EagerCall) for c in self.calls)
-        graphs = len(self.calls) - eager
-        return f"Replay({self.mode} {self.descriptor}: {graphs} graphs, {eager} eager calls)"
+        graphs = count(len(self.calls) - eager, "graph")
+        return f"Replay({self.mode} {self.descriptor}: {graphs}, {count(eager, 'eager call')})"
 
 
 def capture(

@@ -62,6 +62,8 @@ class TapeRecording:
 def _brief(arg: Any) -> str:
     if isinstance(arg, torch.Tensor):
         return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
+    if isinstance(arg, list | tuple):
+        return f"[{', '.join(map(_brief, arg))}]"
     return str(arg)
 
 

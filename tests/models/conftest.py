@@ -32,8 +32,11 @@ def wide_params(config: llama.Config, *, seed: int = 3, device: str = "cpu") -> 
     return llama.from_named(config, named)
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    """Serving never asks for gradients."""
+@pytest.fixture(autouse=True, scope="module")
+def small_and_quiet():
+    """No gradients; and one thread, as two that others keep waiting take 20 times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.no_grad():
         yield
+    torch.set_num_threads(threads)

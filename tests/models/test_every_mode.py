@@ -1,0 +1,186 @@
+"""Every mode writes what bare `forward` writes, and runs its steps as it promises.
+
+28 requests of different lengths on at most 16 rows: they join and leave, long prompts come in
+chunks, and some steps are larger than the ladder. The judges share nothing with what is judged:
+tokens come from `generate.reference` (one request at a time, no scheduler), logits from one pass
+over each finished text, and the mode of each step from the table in `models.demo`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fngraph as fg
+from models import demo, generate, llama
+from models.schedule import Request, State, advance, schedule, start, submit
+from tests.models.conftest import wide_params
+
+SIZES = (1, 2, 4, 8, 16, 32)
+LIMITS = fg.Limits(40, 16, B=6)
+BUDGETS = (18, 25, 16, 32, 21, 40, 29)  # steps of 33 to 40 tokens find no graph in any mode
+NUM_BLOCKS = 80
+WAVES = {0: 16, 33: 8, 68: 4}  # step -> requests that come
+RUNTIME_MODES = ("FULL", "PIECEWISE", "NONE")
+STEPS = {  # of this traffic that run as FULL, PIECEWISE, NONE; 5 of them are beyond the ladder
+    "NONE": (0, 0, 117),
+    "PIECEWISE": (0, 112, 5),
+    "FULL_DECODE_ONLY": (75, 0, 42),
+    "FULL": (112, 0, 5),
+    "FULL_AND_PIECEWISE": (75, 37, 5),
+}
+DEVICES = [
+    pytest.param("cpu", "tape", id="tape"),
+    pytest.param("cuda", "cuda", id="cuda", marks=pytest.mark.gpu),
+]
+
+
+def prompts() -> list[tuple[list[int], int]]:
+    """28 prompts of 1 to 47 tokens, with the 16 to 48 new ones that each is to get."""
+    generator = torch.Generator().manual_seed(11)
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
+    lengths = [1 if i in (3, 9) else draw(2, 48) for i in range(28)]
+    return [(torch.randint(256, (n,), generator=generator).tolist(), draw(16, 49)) for n in lengths]
+
+
+def drive(step: Any, cache: Any, look: Callable[[tuple[Request, ...], Any, Tensor], None]) -> State:
+    """Serve all prompts, in three waves; `look` at each step."""
+    state, coming, number = start(NUM_BLOCKS, generate.BLOCK_SIZE), prompts(), 0
+    while coming or state.live:
+        for _ in range(WAVES.get(number, 0)):
+            state = submit(state, *coming.pop(0), LIMITS)
+        budget = fg.Limits(BUDGETS[number % len(BUDGETS)], LIMITS.max_reqs, B=LIMITS["B"])
+        state, batch = schedule(state, budget)
+        logits_RV, back = step(cache, batch)
+        assert back is cache
+        look(state.running[: batch.spec.num_reqs], batch, logits_RV)
+        state = advance(state, batch, logits_RV.argmax(-1).tolist())
+        number += 1
+    return state
+
+
+class Wanted(NamedTuple):
+    """What bare `forward` says: by request, its new tokens and the logits after each token."""
+
+    params: llama.Params
+    tokens: dict[int, tuple[int, ...]]
+    logits_SV: dict[int, Tensor]
+
+
+@pytest.fixture(scope="module")
+def wanted(config):
+    """`Wanted` on a device, computed once."""
+    kept: dict[str, Wanted] = {}
+
+    def on(device: str) -> Wanted:
+        if device not in kept:
+            kept[device] = want(wide_params(config, device=device))
+        return kept[device]
+
+    return on
+
+
+@torch.no_grad()
+def want(params: llama.Params) -> Wanted:
+    """Bare `forward`, one request at a time."""
+    tokens, logits = {}, {}
+    for i, (prompt, max_new) in enumerate(prompts()):
+        tokens[i] = generate.reference(params, prompt, max_new)
+        text = [*prompt, *tokens[i]]
+        batch = generate.alone(text, 0, LIMITS["B"], params.embed.device)
+        everywhere = torch.arange(len(text), device=params.embed.device)
+        batch = llama.Batch(**{**vars(batch), "logits_indices": everywhere})
+        logits[i], _ = llama.forward(params, new_cache(params, LIMITS["B"]), batch)
+    return Wanted(params, tokens, logits)
+
+
+def new_cache(params: llama.Params, num_blocks: int) -> Any:
+    """A cache in which reading what was never written shows."""
+    cache = llama.init_cache(
+        params.config, num_blocks, block_size=generate.BLOCK_SIZE, device=params.embed.device
+    )
+    for kv in cache:
+        for x_NSKD in kv:
+            x_NSKD.fill_(torch.nan)
+    return cache
+
+
+def capture(params: llama.Params, modes: str, recorder: str, outputs: str = "own") -> Any:
+    """The step, and the cache that it is bound to."""
+    cache = new_cache(params, NUM_BLOCKS)
+    fast = fg.graphify(
+        llama.forward, modes=modes, donate="cache", stage="batch", sizes=SIZES, recorder=recorder
+    )
+    step = fast.bind(params).capture(cache, LIMITS, outputs=outputs, progress=False)
+    return step, cache
+
+
+@pytest.mark.parametrize("device, recorder", DEVICES)
+@pytest.mark.parametrize("modes", demo.MEANING)
+def test_tokens_logits_and_shares(modes, device, recorder, wanted):
+    params, tokens, logits_SV = wanted(device)
+    step, cache = capture(params, modes, recorder)
+    should, specs = Counter(), []
+
+    def look(rows: tuple[Request, ...], batch: llama.Batch, got_RV: Tensor) -> None:
+        ends = batch.seq_lens.tolist()
+        want_RV = torch.stack([logits_SV[row.id][end - 1] for row, end in zip(rows, ends)])
+        torch.testing.assert_close(got_RV, want_RV, atol=1e-5, rtol=0)
+        should[demo.expected_mode(modes, batch.spec)] += 1
+        specs.append(batch.spec)
+
+    state = drive(step, cache, look)
+    assert {request.id: request.generated for request in state.finished} == tokens
+    assert len(set().union(*tokens.values())) >= 50
+
+    assert len(specs) >= 64 and {spec.num_reqs for spec in specs} >= {1, 3, 5, 12, 15, 16}
+
+    ran = {name: round(step.stats.share(name) * len(specs)) for name in RUNTIME_MODES}
+    assert step.stats.steps == len(specs)
+    assert ran == {name: should[name] for name in RUNTIME_MODES}
+    assert ran == dict(zip(RUNTIME_MODES, STEPS[modes]))
+
+
+@pytest.mark.parametrize("device, recorder", DEVICES)
+def test_replayed_logits_come_from_fixed_addresses(device, recorder, wanted):
+    """What `stats` calls a replay is one: the borrowed outputs of a key never move."""
+    params, tokens, _ = wanted(device)
+    step, cache = capture(params, "FULL_AND_PIECEWISE", recorder, outputs="borrow")
+    addresses: dict[Any, set[int]] = {}
+    held = []  # so that an eager step's output cannot be given the same memory again
+
+    def look(rows: tuple[Request, ...], batch: llama.Batch, got_RV: Tensor) -> None:
+        mode, key, _ = step.dispatch(batch.spec)
+        if mode is not fg.Mode.NONE:
+            addresses.setdefault((mode, key), set()).add(got_RV.data_ptr())
+            held.append(got_RV)
+
+    state = drive(step, cache, look)
+    assert {mode for mode, _ in addresses} == {fg.Mode.FULL, fg.Mode.PIECEWISE}
+    assert len(addresses) >= 7
+    assert all(len(seen) == 1 for seen in addresses.values())
+    assert {request.id: request.generated for request in state.finished} == tokens
+
+
+@pytest.mark.parametrize("device, recorder", DEVICES)
+def test_a_drop_in_for_forward(device, recorder, wanted):
+    """`fast(params, cache, batch)`, nothing captured ahead; batches on the device and the host."""
+    params, tokens, _ = wanted(device)
+    cache = new_cache(params, LIMITS["B"])
+    fast = fg.graphify(llama.forward, donate="cache", stage="batch", recorder=recorder)
+    prompt, max_new = prompts()[0]
+    text, computed = list(prompt), 0
+    for i in range(max_new):
+        where = params.embed.device if i % 2 else torch.device("cpu")
+        batch = generate.alone(text, computed, LIMITS["B"], where)
+        got_RV, back = fast(params, cache, batch)
+        assert back is cache
+        computed = len(text)
+        text.append(int(got_RV.argmax()))
+    assert tuple(text[len(prompt) :]) == tokens[0]
+    assert fast.stats.steps == max_new and fast.stats.share("NONE") < 1

@@ -1,0 +1,45 @@
+"""Fixtures of all tests. Nothing here loads torch before a test asks for it: core runs without."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+
+class Kit(NamedTuple):
+    """A recorder on its device, and how to see how much of its pool is in use."""
+
+    recorder: Any
+    device: Any
+
+    @property
+    def used(self) -> int:
+        """Bytes in use: of the tape's arena, or of the CUDA device."""
+        if self.recorder.name == "tape":
+            return sum(self.recorder.arena.live.values())
+        import torch
+
+        return torch.cuda.memory_allocated(self.device)
+
+
+@pytest.fixture(params=["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
+def recorder_name(request: pytest.FixtureRequest) -> str:
+    """Each recorder in turn; "cuda" with `-m gpu` alone."""
+    return request.param
+
+
+@pytest.fixture
+def device(recorder_name: str) -> Any:
+    """The device that the recorder records on."""
+    import torch
+
+    return torch.device("cuda", 0) if recorder_name == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def kit(recorder_name: str, device: Any) -> Kit:
+    """A new recorder."""
+    from fngraph.graphs.recorder import make_recorder
+
+    return Kit(make_recorder(recorder_name, device), device)

@@ -1,0 +1,120 @@
+"""The public surface: every name resolves, says what it is, and is where it claims to be."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fngraph
+import fngraph as fg
+
+STAGES = ("Traced", "Split", "Lowered", "Compiled", "Captured")
+
+
+def in_new_python(code: str) -> str:
+    """What `code` prints in a Python that has loaded nothing of ours yet."""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+@pytest.mark.parametrize("name", fngraph.__all__)
+def test_a_public_name_resolves_and_has_a_docstring(name: str):
+    value = getattr(fngraph, name)
+    assert inspect.getdoc(value), f"fngraph.{name} has no docstring"
+    assert value.__doc__ != dict.__doc__
+    if not isinstance(value, ModuleType):
+        assert value.__module__.startswith("fngraph."), value.__module__
+
+
+@pytest.mark.parametrize("name", fngraph.core.__all__)
+def test_a_public_name_of_core_resolves_and_has_a_docstring(name: str):
+    assert inspect.getdoc(getattr(fngraph.core, name))
+
+
+def public_members(cls: type) -> dict[str, Any]:
+    """Methods and properties that `cls` itself defines, without underscore."""
+    return {
+        name: member
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(member) or isinstance(member, property | classmethod))
+    }
+
+
+@pytest.mark.parametrize("name", [*STAGES, "Limits", "Mode"])
+def test_a_class_has_docstrings_on_all_that_is_public(name: str):
+    cls = getattr(fngraph, name)
+    members = public_members(cls)
+    assert members
+    bare = [m for m, value in members.items() if not inspect.getdoc(value)]
+    assert bare == []
+
+
+@pytest.mark.parametrize("name", ["Graphified", "Bound"])
+def test_what_graphify_returns_has_docstrings_on_all_that_is_public(name: str):
+    from fngraph import graphify  # noqa: F401  the module is loaded by the function's name
+
+    cls = getattr(sys.modules["fngraph.graphify"], name)
+    assert inspect.getdoc(cls)
+    assert [m for m, value in public_members(cls).items() if not inspect.getdoc(value)] == []
+
+
+def test_every_error_has_a_builtin_base_and_a_docstring():
+    errors = [
+        e
+        for e in vars(fg.errors).values()
+        if inspect.isclass(e) and e.__module__ == "fngraph.errors"
+    ]
+    assert len(errors) > 15
+    for error in errors:
+        assert issubclass(error, fg.errors.FnGraphError) and inspect.getdoc(error)
+        builtins = [b for b in error.__mro__ if b.__module__ == "builtins"]
+        assert error is fg.errors.FnGraphError or builtins[0] not in (Exception, object)
+
+
+def test_dir_lists_what_can_be_had():
+    listed = dir(fngraph)
+    assert listed == sorted(listed) and set(fngraph.__all__) <= set(listed)
+
+
+def test_dir_loads_nothing():
+    code = "import sys, fngraph; dir(fngraph); print('torch' in sys.modules)"
+    assert in_new_python(code) == "False"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'grafify'"):
+        fngraph.grafify  # noqa: B018
+
+
+def test_star_import_gives_every_public_name():
+    code = "from fngraph import *; import fngraph; print(set(fngraph.__all__) - set(dir()))"
+    assert in_new_python(code) == "set()"
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["import fngraph.graphify", "from fngraph import graphify", "import fngraph.stages",
+     "import fngraph.captured", "fg.Captured", "fg.like"],
+)  # fmt: skip
+def test_graphify_is_callable_whatever_was_imported_before(first: str):
+    code = f"""
+import fngraph as fg
+{first}
+f = fg.graphify(lambda params, cache, batch: None, donate="cache", stage="batch")
+decorator = fg.graphify(donate=1, stage=2)
+print(type(f).__name__, type(decorator(lambda params, cache, batch: None)).__name__)
+"""
+    assert in_new_python(code) == "Graphified Graphified"
+
+
+def test_the_words_of_the_issue_are_public():
+    words = "graphify like BatchSpec BatchDescriptor Limits struct buffer host static ops dispatch"
+    assert set(words.split()) <= set(fngraph.__all__)
+    assert callable(fg.ops.attention)

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.rule import Rule
@@ -25,15 +24,16 @@ from models.checkpoint import BYTES, load_checkpoint
 from models.generate import (
     BLOCK_SIZE,
     PROMPTS,
+    ladder,
     make_step,
+    pick_device,
     plan,
     read_prompts,
     reference,
     serve,
-    show,
-    texts,
 )
-from models.schedule import State
+from models.requests import State
+from models.show import show, texts
 
 # what a mode promises, (decode batches, mixed batches); written out, since it judges fngraph's own
 MEANING = {
@@ -43,7 +43,7 @@ MEANING = {
     "FULL": ("FULL", "FULL"),
     "FULL_AND_PIECEWISE": ("FULL", "PIECEWISE"),
 }
-SIZES = (1, 2, 4, 8, 16, 32)  # a short ladder: each size is a graph to capture
+SIZES = ladder(32)
 
 
 class Run(NamedTuple):
@@ -83,7 +83,7 @@ def run_mode(
         params, cache, limits, modes=modes, sizes=SIZES, recorder=recorder, progress=out.is_terminal
     )
     steps = list(show(serve(step, cache, state, limits), state, out, transient=True))
-    print(step.table, step.stats.as_text(), sep="\n\n")
+    print(step.table.as_text(), step.stats.as_text(), sep="\n\n")
     ms = median(one.seconds for one in steps) * 1e3
     print(f"\n{ms:.2f} ms a step (median of {len(steps)})\n")
     return Run(
@@ -114,7 +114,7 @@ def verdict(run: Run, wanted: dict[int, tuple[int, ...]]) -> tuple[str, bool]:
 def main(argv: list[str] | None = None) -> int:
     """The command; 0 where every mode kept its word."""
     flags = parser().parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device()
     recorder = "cuda" if device == "cuda" else "tape"
     out = Console(width=100 if not sys.stdout.isatty() else None)
     _, params = load_checkpoint(flags.checkpoint, device=device)

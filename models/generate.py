@@ -9,32 +9,22 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 from torch import Tensor
 
 import fngraph as fg
 from models import llama
 from models.checkpoint import BYTES, load_checkpoint
-from models.schedule import State, advance, blocks_for, schedule, start, submit
+from models.requests import Served, State, blocks_for, start, submit
+from models.schedule import advance, schedule
+from models.show import show
 
 BLOCK_SIZE = 16
 PROMPTS = Path(__file__).parent / "prompts.txt"
 Step = Callable[[Any, llama.Batch], tuple[Tensor, Any]]  # cache, batch -> logits, cache
-
-
-class Served(NamedTuple):
-    """One step, as `serve` reports it: the state after it, its spec and its wall time."""
-
-    state: State
-    spec: fg.BatchSpec
-    seconds: float
 
 
 @torch.no_grad()
@@ -98,6 +88,23 @@ def make_step(
     return fast.bind(params).capture(cache, limits, progress=progress)
 
 
+def ladder(top: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and `top`: few graphs to capture, and no step beyond them."""
+    return (*(1 << i for i in range((top - 1).bit_length())), top)
+
+
+def pick_device(name: str | None = None) -> str:
+    """`name`, or cuda where there is one.
+
+    On the CPU it leaves one thread: the layers are too small to share, and where others keep
+    the cores busy two threads took 16 times as long as one.
+    """
+    device = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        torch.set_num_threads(1)
+    return device
+
+
 def read_prompts(path: Path) -> list[str]:
     """One prompt a line; empty lines are skipped.
 
@@ -113,11 +120,6 @@ def read_prompts(path: Path) -> list[str]:
 def to_tokens(text: str) -> tuple[int, ...]:
     """UTF-8 bytes."""
     return tuple(text.encode("utf-8"))
-
-
-def to_text(tokens: Sequence[int]) -> str:
-    """What the bytes read as; a broken character shows as one replacement mark."""
-    return bytes(tokens).decode("utf-8", errors="replace")
 
 
 def plan(
@@ -136,43 +138,10 @@ def plan(
     return state, limits
 
 
-def show(
-    served: Iterator[Served], state: State, console: Console, *, transient: bool = False
-) -> Iterator[Served]:
-    """Pass steps through while the texts grow on the console, above a progress bar.
-
-    What `transient` shows is gone at the end; off a terminal, it shows nothing.
-    """
-    columns = (
-        TextColumn("tokens"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.speed:.0f}/s"),
-    )
-    bar = Progress(*columns, console=console)
-    total = sum(request.max_new for request in state.requests)
-    task = bar.add_task("", total=total)
-    look = Group(texts(state), bar)
-    with Live(look, console=console, refresh_per_second=8, transient=transient) as live:
-        for one in served:
-            bar.update(task, completed=sum(len(r.generated) for r in one.state.requests))
-            live.update(Group(texts(one.state), bar))
-            yield one
-
-
-def texts(state: State) -> Table:
-    """Every request: its prompt, then its text in bold."""
-    table = Table.grid(padding=(0, 1))
-    for request in state.requests:
-        text = Text(to_text(request.prompt)).append(to_text(request.generated), style="bold")
-        table.add_row(f"{request.id}", text)
-    return table
-
-
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     flags = parser().parse_args(argv)
-    device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(flags.device)
     config, params = load_checkpoint(flags.checkpoint, device=device)
     state, limits = plan(
         read_prompts(flags.prompts),
@@ -182,12 +151,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     cache = llama.init_cache(config, len(state.free), block_size=BLOCK_SIZE, device=device)
     step = make_step(
-        params, cache, limits, modes=flags.modes, recorder=flags.recorder, progress=True
-    )
+        params, cache, limits, modes=flags.modes, recorder=flags.recorder,
+        sizes=ladder(flags.max_tokens), progress=True,
+    )  # fmt: skip
     console = Console()
     for _ in show(serve(step, cache, state, limits), state, console):
         pass
-    console.print(step.stats.as_text(), markup=False)
+    print(f"\n\n{step.stats.as_text()}")
 
 
 def parser() -> argparse.ArgumentParser:

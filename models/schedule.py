@@ -1,6 +1,5 @@
 """Continuous batching as pure functions: schedule(state) -> (state, batch), then advance(state).
 
-A state is a value: who waits, who runs, who is done, and which blocks of the cache are free.
 Requests join when a row and all the blocks that they will ever need are free, so none has to be
 thrown out half-way. Every running decode gets its token first; prefills share what is left of
 the token budget, in the order in which they came, in chunks.
@@ -23,100 +22,7 @@ import torch
 
 import fngraph as fg
 from models.llama import Batch
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """One text under way.
-
-    Attributes:
-        id: its number, in the order of submission.
-        prompt: tokens to start from, at least one.
-        max_new: tokens to generate.
-        generated: tokens so far.
-        computed: how many of `tokens` have their k and v in the cache.
-        blocks: its blocks of the cache, in order; none unless it is running.
-    """
-
-    id: int
-    prompt: tuple[int, ...]
-    max_new: int
-    generated: tuple[int, ...] = ()
-    computed: int = 0
-    blocks: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The prompt and what was generated."""
-        return self.prompt + self.generated
-
-    @property
-    def decoding(self) -> bool:
-        """Whether its prompt is in the cache, so that each step brings it one token further."""
-        return self.computed >= len(self.prompt)
-
-    @property
-    def missing(self) -> int:
-        """Tokens that the next step would have to compute to reach a new one."""
-        return len(self.prompt) + len(self.generated) - self.computed
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class State:
-    """Everything that scheduling depends on.
-
-    Attributes:
-        waiting: not started, first come first.
-        running: hold blocks; those of the step under way come first, row by row.
-        finished: done, in the order in which they ended.
-        free: blocks that nobody holds.
-        block_size: tokens a block.
-    """
-
-    waiting: tuple[Request, ...]
-    running: tuple[Request, ...]
-    finished: tuple[Request, ...]
-    free: tuple[int, ...]
-    block_size: int
-
-    @property
-    def live(self) -> bool:
-        """Whether there is work left."""
-        return bool(self.waiting or self.running)
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """All requests by number."""
-        return tuple(
-            sorted(self.waiting + self.running + self.finished, key=lambda request: request.id)
-        )
-
-
-def start(num_blocks: int, block_size: int) -> State:
-    """A state without requests, over a cache of that many free blocks."""
-    return State((), (), (), tuple(range(num_blocks)), block_size)
-
-
-def submit(state: State, prompt: Sequence[int], max_new: int, limits: fg.Limits) -> State:
-    """The state with one more request waiting.
-
-    Raises:
-        ValueError: a request that could never run, so that it would wait for ever.
-    """
-    if not prompt or max_new < 1:
-        raise ValueError(
-            f"a request needs a prompt token and max_new >= 1, got {len(prompt)} and {max_new}"
-        )
-    needed, most = blocks_for(len(prompt) + max_new, state.block_size), limits["B"]
-    total = len(state.free) + sum(len(request.blocks) for request in state.running)
-    if needed > min(most, total):
-        raise ValueError(
-            f"{len(prompt)} prompt tokens and {max_new} new ones take {needed} blocks of "
-            f"{state.block_size}, but a request may have {most} and the cache has {total}. "
-            f"Pass Limits(..., B={needed}) and a larger cache, or shorten the request"
-        )
-    request = Request(len(state.requests), tuple(prompt), max_new)
-    return dataclasses.replace(state, waiting=(*state.waiting, request))
+from models.requests import Request, State, blocks_for
 
 
 def schedule(state: State, limits: fg.Limits) -> tuple[State, Batch]:
@@ -164,8 +70,8 @@ def lay_out(rows: Sequence[tuple[Request, int]], B: int, block_size: int) -> Bat
         max_seq_len=max(span.stop for _, span in spans),
     )
     return Batch(
-        token_ids=torch.tensor([r.tokens[i] for r, span in spans for i in span]),
-        positions=torch.tensor([i for _, span in spans for i in span]),
+        token_ids=torch.tensor([token for r, s in spans for token in r.tokens[s.start : s.stop]]),
+        positions=torch.tensor([i for _, s in spans for i in s]),
         slot_mapping=torch.tensor(
             [r.blocks[i // block_size] * block_size + i % block_size for r, s in spans for i in s]
         ),
@@ -206,8 +112,3 @@ def step(request: Request, count: int, token: int) -> Request:
     return dataclasses.replace(
         request, computed=request.computed + count, generated=request.generated + new
     )
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-num_tokens // block_size)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import fngraph as fg
 from models import demo, generate, llama
-from models.schedule import Request, State, advance, schedule, start, submit
+from models.requests import Request, State, start, submit
+from models.schedule import advance, schedule
 from tests.models.conftest import wide_params
 
 SIZES = (1, 2, 4, 8, 16, 32)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
 
 import fngraph as fg
-from models import demo, generate, llama
-from models.schedule import start, submit
+from models import demo, generate, llama, show
+from models.checkpoint import save_checkpoint
+from models.requests import start, submit
+from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 
 PROMPTS = [(5, 200, 17), tuple(range(60, 110)), (9,), tuple(range(33, 0, -1)), (128, 7, 7, 7, 90)]
@@ -64,8 +65,14 @@ def test_prompts_come_from_a_file(tmp_path):
 
 
 def test_text_and_bytes():
-    assert generate.to_text(generate.to_tokens("caf\u00e9")) == "caf\u00e9"
-    assert generate.to_text((104, 105, 0xC3)) == "hi\ufffd"
+    assert show.to_text(generate.to_tokens("caf\u00e9")) == "caf\u00e9"
+    assert show.to_text((104, 105, 0xC3)) == "hi\ufffd"
+
+
+def test_ladders_end_where_they_are_told():
+    assert generate.ladder(32) == (1, 2, 4, 8, 16, 32)
+    assert generate.ladder(33) == (1, 2, 4, 8, 16, 32, 33)
+    assert generate.ladder(1) == (1,)
 
 
 def test_the_plan_fits_the_longest_prompt():
@@ -101,8 +108,6 @@ def test_the_expected_mode_of_a_step():
 
 @pytest.fixture(scope="module")
 def final(config):
-    from tests.models.conftest import wide_params
-
     return serve_bare(wide_params(config), fg.Limits(16, 3, B=6))[-1].state
 
 
@@ -129,6 +134,47 @@ def test_the_verdict_is_good_only_when_tokens_and_shares_are(final):
     assert not well and "PIECEWISE should be 25.0%" in line and "NONE should be 0.0%" in line
 
 
-def test_texts_show_every_request(final):
-    shown = torch.tensor([len(row) for row in generate.texts(final).columns[1]._cells])
-    assert len(shown) == len(PROMPTS) and (shown > 0).all()
+# --- the commands ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def words(config, tmp_path_factory) -> list[str]:
+    """Arguments that name a small model and three prompts."""
+    folder = tmp_path_factory.mktemp("model")
+    save_checkpoint(folder / "m.safetensors", config, llama.to_named(wide_params(config)))
+    (folder / "prompts.txt").write_text(f"The\nReturn a list\n{'long ' * 12}\n")
+    paths = ["--checkpoint", folder / "m.safetensors", "--prompts", folder / "prompts.txt"]
+    return [*map(str, paths), "--max-new", "6"]
+
+
+def test_the_demo_prints_all_and_exits_with_0(words, capsys):
+    assert demo.main(words) == 0
+    out = capsys.readouterr().out
+    last = out.rstrip().splitlines()[-len(demo.MEANING) :]
+    assert [line.split()[0] for line in last] == list(demo.MEANING)
+    assert all("tokens equal" in line and "ms a step" in line for line in last)
+    assert "FULL 100.0%, PIECEWISE 0.0%, NONE 0.0%" in last[3]
+    for piece in ("DispatchTable(FULL_AND_PIECEWISE", "| tokens | padded |", "2 long long"):
+        assert piece in out
+
+
+def test_the_demo_exits_with_1_when_tokens_differ(words, capsys, monkeypatch):
+    honest = demo.reference
+    monkeypatch.setattr(demo, "reference", lambda *args: (*honest(*args)[:-1], 0))
+    assert demo.main(words) == 1
+    assert "tokens differ in requests [" in capsys.readouterr().out
+
+
+def test_the_demo_exits_with_1_when_a_mode_does_not_replay(words, capsys, monkeypatch):
+    honest = demo.make_step
+    eager = {"modes": "NONE"}
+    monkeypatch.setattr(demo, "make_step", lambda *args, **o: honest(*args, **{**o, **eager}))
+    assert demo.main(words) == 1
+    assert "WRONG: FULL should be 100.0%" in capsys.readouterr().out
+
+
+def test_generate_prints_the_texts_and_what_ran(words, params, capsys):
+    generate.main([*words, "--modes", "FULL", "--max-tokens", "16", "--max-reqs", "2"])
+    out = capsys.readouterr().out
+    assert "| tokens | padded |" in out and "| NONE" not in out
+    assert "0 The" in out and "1 Return a list" in out

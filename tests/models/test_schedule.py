@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import fngraph as fg
-from models.schedule import State, advance, blocks_for, schedule, start, submit
+from models.requests import State, blocks_for, start, submit
+from models.schedule import advance, schedule
 
 BLOCK_SIZE = 4
 Arrival = tuple[int, int, int]  # step of arrival, prompt length, max_new

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from models import corpus, llama, train, train_bytes
 from models.checkpoint import load_checkpoint
-from models.schedule import Request, lay_out
+from models.requests import Request
+from models.schedule import lay_out
 
 
 @pytest.fixture

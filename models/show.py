@@ -1,0 +1,51 @@
+"""Texts as they grow, above a progress bar (rich)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from models.requests import Served, State
+
+
+def show(
+    served: Iterator[Served], state: State, console: Console, *, transient: bool = False
+) -> Iterator[Served]:
+    """Pass steps through while the texts grow on the console, above a progress bar.
+
+    What `transient` shows is gone at the end; off a terminal, it shows nothing.
+    """
+    columns = (
+        TextColumn("tokens"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.speed:.0f}/s"),
+    )
+    bar = Progress(*columns, console=console)
+    total = sum(request.max_new for request in state.requests)
+    task = bar.add_task("", total=total)
+    look = Group(texts(state), bar)
+    with Live(look, console=console, refresh_per_second=8, transient=transient) as live:
+        for one in served:
+            bar.update(task, completed=sum(len(r.generated) for r in one.state.requests))
+            live.update(Group(texts(one.state), bar))
+            yield one
+
+
+def texts(state: State) -> Table:
+    """Every request: its prompt, then its text in bold."""
+    table = Table.grid(padding=(0, 1))
+    for request in state.requests:
+        text = Text(to_text(request.prompt)).append(to_text(request.generated), style="bold")
+        table.add_row(f"{request.id}", text)
+    return table
+
+
+def to_text(tokens: Sequence[int]) -> str:
+    """What the bytes read as; a broken character shows as one replacement mark."""
+    return bytes(tokens).decode("utf-8", errors="replace")

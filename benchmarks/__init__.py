@@ -1,0 +1,1 @@
+"""Measurements: python -m benchmarks NAME. What was measured where is in benchmarks/results."""

@@ -24,7 +24,7 @@ _EXPORTS = {
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",
 }  # fmt: skip
-_MODULES = ("core", "errors", "ops", "fx", "graphs", "report", "testing")
+_MODULES = ("core", "errors", "ops", "fx", "graphs", "report")
 
 if TYPE_CHECKING:
     from fngraph import core as core, errors as errors, ops as ops

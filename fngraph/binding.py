@@ -14,9 +14,10 @@ import torch
 
 from fngraph.core import trees
 from fngraph.errors import TreeError
+from fngraph.fx.aliases import check_aliases
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.fx.signature import Arguments
-from fngraph.graphs.addresses import addresses, check_addresses, check_aliases
+from fngraph.graphs.addresses import addresses, check_addresses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +28,7 @@ class Binding:
         leaves: held and donated tensors.
         indices: the place of each among all leaves of the arguments.
         recorded: the address of each when it was bound.
-        containers: position of a held or donated parameter to the argument that was passed.
-        spans: position to the slice of `leaves` that it fills.
+        spans: position of a held or donated parameter to the slice of `leaves` that it fills.
     """
 
     args: Arguments
@@ -36,7 +36,6 @@ class Binding:
     indices: list[int]
     paths: list[str]
     recorded: list[int]
-    containers: Mapping[int, Any]
     spans: Mapping[int, slice]
 
     def check(self) -> None:
@@ -89,10 +88,8 @@ def bind(args: Arguments, values: Sequence[Any]) -> Binding:
         expected, got = args.leaves[i].spec, TensorSpec.of(tensor)
         if got != expected:
             raise TreeError(f"{path}: traced as {expected}, given {got}. Trace with this one")
-    donated = [args.leaves[i].role is Role.DONATED for i in indices]
-    check_aliases(leaves, donated, paths)
-    containers = dict(zip(positions, values))
-    return Binding(args, leaves, indices, paths, addresses(leaves), containers, spans)
+    check_aliases([args.leaves[i] for i in indices], leaves)
+    return Binding(args, leaves, indices, paths, addresses(leaves), spans)
 
 
 def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]:
@@ -109,33 +106,36 @@ def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]
     return flat
 
 
-def assembler(
-    args: Arguments, out_tree: Any, returns: Mapping[int, int], containers: Mapping[int, Any]
-) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """A function from the outputs that are not donated, in order, to `forward`'s whole output."""
-    starts = {}  # first output leaf of each returned container
+Assemble = Callable[[Sequence[torch.Tensor], Mapping[int, Any]], Any]
+
+
+def assembler(args: Arguments, out_tree: Any, returns: Mapping[int, int]) -> Assemble:
+    """A function that makes `forward`'s whole output.
+
+    It takes the outputs that are not donated, in order, and the donated containers by position.
+    """
+    positions: dict[int, int] = {}  # first output leaf of a container to its parameter
     for position in args.signature.positions(Role.DONATED):
         first = sum(t.num_leaves for t in args.treedefs[:position])
         if args.treedefs[position].num_leaves:
-            starts[returns[first]] = containers[position]
-    whole = len(starts) == 1 and not trees.children(out_tree)
-    whole = whole or (0 in starts and len(returns) == out_tree.num_leaves and len(starts) == 1)
-    if whole and trees.flatten(starts[0])[1] == out_tree:
-        return lambda results: starts[0]
+            positions[returns[first]] = position
+    whole = positions.get(0)
+    if whole is not None and args.treedefs[whole] == out_tree:
+        return lambda results, containers: containers[whole]
 
-    parts: list[tuple[Any, Any]] = []  # (container, structure) of each child of the output
+    parts: list[tuple[int | None, Any]] = []  # (parameter, structure) of each child of the output
     start = 0
     for child in trees.children(out_tree) or [out_tree]:
-        parts.append((starts.get(start) if child.num_leaves else None, child))
+        parts.append((positions.get(start) if child.num_leaves else None, child))
         start += child.num_leaves
 
-    def assemble(results: Sequence[torch.Tensor]) -> Any:
+    def assemble(results: Sequence[torch.Tensor], containers: Mapping[int, Any]) -> Any:
         rest = iter(results)
         values = [
             trees.unflatten(child, [next(rest) for _ in range(child.num_leaves)])
-            if container is None
-            else container
-            for container, child in parts
+            if position is None
+            else containers[position]
+            for position, child in parts
         ]
         return trees.unflatten_one_level(out_tree, values)
 

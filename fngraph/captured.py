@@ -8,12 +8,12 @@ The one stage with state: it owns memory, and it counts what it did.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fngraph.binding import Binding, assembler, bind, flatten_as
+from fngraph.binding import Assemble, Binding, assembler, bind, flatten_as
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
@@ -33,7 +33,7 @@ from fngraph.core.program import run
 from fngraph.errors import CaptureError, FnGraphError, TreeError
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import Replay, capture, warm_up
-from fngraph.graphs.recorder import Recorder, make_recorder
+from fngraph.graphs.recorder import Recorder, describe, make_recorder
 from fngraph.graphs.staging import (
     StaticBuffers,
     allocate,
@@ -52,7 +52,7 @@ class Captured:
     Attributes:
         outputs: static output buffers, written by every key.
         borrow: whether results are views of them, good until the next call.
-        assemble: results to `forward`'s whole output.
+        assemble: results and donated containers to `forward`'s whole output.
         replays: what has been captured.
         stats: what ran, counted.
     """
@@ -64,7 +64,7 @@ class Captured:
     constants: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     borrow: bool
-    assemble: Callable[[Sequence[torch.Tensor]], Any]
+    assemble: Assemble
     replays: dict[tuple[Mode, BatchDescriptor], Replay]
     stats: Stats
 
@@ -100,9 +100,11 @@ class Captured:
             names = [sig.names[i] for i in positions]
             raise TreeError(f"a step takes {len(names)} arguments {names}, got {len(args)}")
         batch: list[torch.Tensor] = []
+        containers = {}
         for position, value in zip(positions, args):
             if sig.roles[position] is Role.DONATED:
                 self.binding.check_argument(position, value)
+                containers[position] = value
             else:
                 batch = flatten_as(self.compiled.args, position, value)
                 spec = self._spec(sig.names[position], value)
@@ -117,7 +119,7 @@ class Captured:
             else:
                 results = self._replay(chosen, batch, true, spec)
         self.stats.observe(spec.num_tokens, chosen)
-        return self.assemble(results)
+        return self.assemble(results, containers)
 
     def _spec(self, name: str, batch: Any) -> BatchSpec:
         field = host_field(type(batch))
@@ -182,7 +184,7 @@ class Captured:
                     sizes, host, tuple(self._cut(self.outputs, sizes)),
                 )  # fmt: skip
             except FnGraphError as error:
-                raise CaptureError(f"{mode} {descriptor}: {error}") from error
+                raise CaptureError(f"{mode} {descriptor}: {describe(error)}") from error
         self.replays[mode, descriptor] = replay
         return replay
 
@@ -242,7 +244,7 @@ def bind_and_allocate(
     )
     traced = lowered.split.traced
     constants = tuple(c.to(made.device) for c in traced.constants.values())
-    assemble = assembler(traced.args, traced.out_tree, traced.returns, binding.containers)
+    assemble = assembler(traced.args, traced.out_tree, traced.returns)
     return Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
         Stats(),

@@ -34,6 +34,7 @@ from fngraph.core import (
 from fngraph.core.program import Program
 from fngraph.core.text import table
 from fngraph.errors import BackendError
+from fngraph.fx.blame import blame
 from fngraph.fx.donation import DonationTable, donate
 from fngraph.fx.leaves import TensorSpec
 from fngraph.fx.signature import Arguments, Signature, match_donated
@@ -284,7 +285,12 @@ def _piece_fn(piece: Piece) -> Callable[..., tuple[Any, ...]]:
     forward = piece.gm.forward  # not gm(...): nn.Module.__call__ takes some 3 us a piece
 
     def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        return forward(sizes["T"], sizes["R"], *tensors)
+        try:
+            return forward(sizes["T"], sizes["R"], *tensors)
+        except Exception as error:
+            if (op := blame(piece.gm, error)) is not None:
+                error.add_note(f"in {op}")
+            raise
 
     return run
 

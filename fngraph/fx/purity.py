@@ -15,7 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fngraph.errors import ClosureError, HostSyncError, MutationError, RandomError, user_line
+from fngraph.errors import (
+    ClosureError,
+    HostSyncError,
+    MutationError,
+    RandomError,
+    short_path,
+    user_line,
+)
 from fngraph.fx.leaves import Leaf, Role
 
 aten = torch.ops.aten
@@ -34,13 +41,22 @@ class PurityMode(TorchDispatchMode):
     Args:
         owners: storage key to the leaf that was passed in with that storage.
         names: `id(tensor)` to the name under which `forward` can see a real tensor.
+        env: the trace's sizes; a guard that appears during an op gets that op's line.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, owners: Mapping[int, Leaf], names: Mapping[int, str]) -> None:
+    def __init__(self, owners: Mapping[int, Leaf], names: Mapping[int, str], env: Any) -> None:
         super().__init__()
-        self.owners, self.names = owners, names
+        self.owners, self.names, self.env = owners, names, env
+        self._guard_lines: list[str | None] = []
+
+    def line_of(self, index: int, guard: Any) -> str:
+        """The user's line of `env.guards[index]`: an op's, else the Python that asked."""
+        if index < len(self._guard_lines) and (line := self._guard_lines[index]) is not None:
+            return line
+        asked = guard.sloc.framework_loc
+        return f"{short_path(asked.filename)}:{asked.lineno}" if asked else "forward"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +83,14 @@ class PurityMode(TorchDispatchMode):
         if func not in _LITERALS:
             self._check_closures(line, args, kwargs)
         self._check_writes(line, func, args, kwargs)
+        self._guard_lines += [None] * (len(self.env.guards) - len(self._guard_lines))
         result = func(*args, **kwargs)
+        self._guard_lines += [line] * (len(self.env.guards) - len(self._guard_lines))
+        if _leaves_device(func, args, result):
+            raise HostSyncError(
+                f"{line}: forward moves a tensor to the host (.cpu(), .to('cpu')), and a graph "
+                "would freeze what it finds there. Return the tensor, and move it outside"
+            )
         if torch.Tag.dynamic_output_shape in func.tags and _has_unbacked(result):
             raise HostSyncError(
                 f"{line}: the shape of {func}'s result depends on values, so the host would have "
@@ -116,6 +139,12 @@ def _draws_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     off = [given.get(k, d) == d for k, d in (("dropout_p", 0.0), ("p", 0.0), ("train", False))]
     known = [k in {a.name for a in func._schema.arguments} for k in ("dropout_p", "p", "train")]
     return any(k and o for k, o in zip(known, off))
+
+
+def _leaves_device(func: Any, args: Any, result: Any) -> bool:
+    if func is not aten._to_copy.default:
+        return False
+    return args[0].device.type != "cpu" and result.device.type == "cpu"
 
 
 def _has_unbacked(result: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import fx
 
 from fngraph.core import Buffer, buffers_of, host_field, trees
 from fngraph.errors import DonationError, TreeError
+from fngraph.fx.aliases import check_aliases
 from fngraph.fx.leaves import Leaf, Role, TensorSpec
 
 Names = str | int | Iterable[str | int] | None
@@ -100,11 +101,13 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
 
     Raises:
         TreeError: a leaf that is no tensor, several devices, or a batch that is not a struct.
+        AliasError: a donated leaf shares its storage with another one.
     """
     leaves: list[Leaf] = []
     treedefs = []
     batch_type: type | None = None
     devices: dict[torch.device, str] = {}
+    real: list[tuple[Leaf, torch.Tensor]] = []
     for name, role in zip(sig.names, sig.roles):
         if role is Role.STAGED:
             batch_type = _batch_type(sig, name, given.get(name))
@@ -116,6 +119,7 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
             flat, treedef = trees.flatten(given[name])
             found = [_leaf(p, role, x) for p, x in zip(trees.paths(treedef, name), flat)]
             devices.update({leaf.device: leaf.path for leaf in found})
+            real += [(leaf, x) for leaf, x in zip(found, flat) if isinstance(x, torch.Tensor)]
         leaves += found
         treedefs.append(treedef)
     if batch_type is None:
@@ -123,6 +127,7 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
     if len(devices) > 1:
         (a, path_a), (b, path_b) = list(devices.items())[:2]
         raise TreeError(f"{path_a} is on {a}, {path_b} on {b}; one function runs on one device")
+    check_aliases([leaf for leaf, _ in real], [tensor for _, tensor in real])
     device = next(iter(devices), torch.device("cpu"))
     placed = tuple(dataclasses.replace(leaf, device=device) for leaf in leaves)
     return Arguments(sig, tuple(treedefs), placed, batch_type, device)

@@ -8,9 +8,10 @@ above one: torch then records no guard at 0 or 1, and the graph serves N = 1 as 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -21,12 +22,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fngraph.core import Dim, Limits
 from fngraph.core.trees import paths
-from fngraph.errors import BranchError, OutputError
+from fngraph.errors import HostSyncError, OutputError, user_line
 from fngraph.fx.constants import hoist
+from fngraph.fx.guards import Guard, check_fixed
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.purity import PurityMode, storage_key, visible_tensors
 
-HINTS = {"T": 1361, "R": 709}  # primes, so that no model dim meets them by chance
+# Example sizes. Small, so that a table of some length is not clamped where Limits allow less than
+# it; primes that are no dim of a leaf, so that nothing meets them by chance.
+_PRIMES = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,48 +41,29 @@ class Graph:
         gm: its graph. Placeholders are the leaves in order; `meta["val"]` holds fakes.
         symbols: sympy symbol to letter, {s0: "T", s1: "R"}.
         constants: tensors made from literals inside the function, by node name, in order.
-        guards: what the trace assumed of T and R, as (expression, line).
+        guards: what the trace assumed of T and R.
     """
 
     gm: fx.GraphModule
     symbols: dict[Any, str]
     constants: dict[str, torch.Tensor]
-    guards: tuple[tuple[Any, str], ...]
+    guards: tuple[Guard, ...]
 
     def dim(self, size: Any) -> Dim:
         """A fake tensor's size as an expression in T and R."""
         if isinstance(size, int):
             return Dim(str(size))
-        expr = size.node.expr
-        return Dim(str(expr.xreplace({s: _letter(n) for s, n in self.symbols.items()})))
+        return Dim(str(lettered(size.node.expr, self.symbols)))
 
     def check_limits(self, limits: Limits) -> None:
-        """Raise unless every guard holds for every batch within `limits`.
-
-        Raises:
-            BranchError: with the guard and the user's line.
-        """
-        by_letter = {letter: symbol for symbol, letter in self.symbols.items()}
-        tops = {"T": limits.max_tokens, "R": limits.max_reqs}
-        grid = {k: sorted({1, 2, 3, 5, 8, HINTS[k], top // 2, top}) for k, top in tops.items()}
-        for expr, line in self.guards:
-            for t in grid["T"]:
-                for r in grid["R"]:
-                    holds = expr.subs({by_letter["T"]: t, by_letter["R"]: r})
-                    if t <= tops["T"] and r <= min(t, tops["R"]) and holds == False:  # noqa: E712
-                        text = expr.xreplace({s: _letter(n) for s, n in self.symbols.items()})
-                        raise BranchError(
-                            f"{line}: Python in forward depends on the number of tokens or "
-                            f"requests: the trace took the way where {text}, which is false for "
-                            f"T={t}, R={r}. Write the same computation for every size (masks, "
-                            "torch.where), or lower fg.Limits to sizes for which it holds"
-                        )
+        """Raise `BranchError` unless every guard holds for every batch within `limits`."""
+        for guard in self.guards:
+            guard.check(limits)
 
 
-def _letter(name: str) -> Any:
-    import sympy
-
-    return sympy.Symbol(name)
+def lettered(expr: Any, symbols: Mapping[Any, str]) -> Any:
+    """A sympy expression with T and R for torch's own symbols."""
+    return expr.xreplace({symbol: sympy.Symbol(letter) for symbol, letter in symbols.items()})
 
 
 def trace(
@@ -102,43 +87,48 @@ def trace(
     """
     env = ShapeEnv(specialize_zero_one=True, duck_shape=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
-    sizes = {letter: _symint(env, letter, hint) for letter, hint in HINTS.items()}
+    sizes = {letter: _symint(env, letter, hint) for letter, hint in _hints(leaves).items()}
     symbols = {size.node.expr: letter for letter, size in sizes.items()}
     with mode:
         fakes = [leaf.fake({**limits.dims, **sizes}) for leaf in leaves]
     owners = {storage_key(fake): leaf for fake, leaf in zip(fakes, leaves)}
 
+    purity = PurityMode(owners, visible_tensors(source), env)
+
     def traced(*flat: torch.Tensor) -> list[Any]:
-        with PurityMode(owners, visible_tensors(source)):
+        with purity:
             outputs = flat_fn(list(flat))
-        for path, value in zip(paths(found["tree"], "output"), outputs):
-            if not isinstance(value, torch.Tensor):
-                raise OutputError(
-                    f"forward returns {path} = {value!r}, a {type(value).__name__}, which a graph "
-                    "would freeze. Return tensors only; sizes are known from batch.spec outside"
-                )
+        _check_tensors(outputs, paths(found["tree"], "output"))
         return outputs
 
     with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta():
         with enable_python_dispatcher():  # else F.pad with a symbolic size crashes
-            gm = make_fx(traced)(*fakes)
+            try:
+                gm = make_fx(traced)(*fakes)
+            except RuntimeError as error:
+                if ".numpy()" in str(error):  # fakes refuse it, but do not say why
+                    raise HostSyncError(
+                        f"{user_line(error.__traceback__)}: forward takes a tensor to the host "
+                        "with .numpy(), where a graph would freeze it. Stay in torch"
+                    ) from error
+                raise
     constants = hoist(gm)
-    guards = tuple((g.expr, _guard_line(g)) for g in env.guards)
+    guards = tuple(
+        Guard(lettered(guard.expr, symbols), purity.line_of(i, guard))
+        for i, guard in enumerate(env.guards)
+    )
+    fixed = [guard.line for guard, g in zip(guards, env.guards) if g.expr.func is sympy.Eq]
+    check_fixed(env.replacements, symbols, (fixed or ["forward"])[-1])
     graph = Graph(gm, symbols, constants, guards)
-    for symbol, value in env.replacements.items():
-        if symbol in symbols:
-            line = next((ln for e, ln in guards if symbol in e.free_symbols), "forward")
-            raise BranchError(
-                f"{line}: forward fixes the number of {_NOUN[symbols[symbol]]} to {value} "
-                "(int(x.shape[0]), range(x.shape[0]), ...). Keep sizes symbolic: "
-                "torch.arange(x.shape[0], device=x.device)"
-            )
     graph.check_limits(limits)
     _check_outputs(gm, owners)
     return graph
 
 
-_NOUN = {"T": "tokens", "R": "requests"}
+def _hints(leaves: Sequence[Leaf]) -> dict[str, int]:
+    met = {size for leaf in leaves if leaf.spec is not None for size in leaf.spec.shape}
+    free = [p for p in _PRIMES if p not in met]
+    return {"T": free[1], "R": free[0]}  # different, so that T and R never share a symbol
 
 
 def _symint(env: ShapeEnv, letter: str, hint: int) -> Any:
@@ -147,10 +137,13 @@ def _symint(env: ShapeEnv, letter: str, hint: int) -> Any:
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
-def _guard_line(guard: Any) -> str:
-    """The user's line of a guard; torch keeps the whole stack beside it."""
-    loc = guard.sloc.framework_loc
-    return str(loc).strip() if loc else "forward"
+def _check_tensors(outputs: Sequence[Any], names: Sequence[str]) -> None:
+    for path, value in zip(names, outputs):
+        if not isinstance(value, torch.Tensor):
+            raise OutputError(
+                f"forward returns {path} = {value!r}, a {type(value).__name__}, which a graph "
+                "would freeze. Return tensors only; sizes are known from batch.spec outside"
+            )
 
 
 def _check_outputs(gm: fx.GraphModule, owners: dict[int, Leaf]) -> None:

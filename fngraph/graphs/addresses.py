@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fngraph.errors import AddressError, AliasError
+from fngraph.errors import AddressError
 
 _data_ptr = torch.Tensor.data_ptr
 
@@ -34,24 +34,3 @@ def check_addresses(
         ".to(), resize_). Graphs read the old memory. Write into it instead: "
         "old.copy_(new), or bind and capture again"
     )
-
-
-def check_aliases(
-    tensors: Sequence[torch.Tensor], donated: Sequence[bool], paths: Sequence[str]
-) -> None:
-    """Raise if a donated leaf shares its storage with any other leaf.
-
-    Raises:
-        AliasError: naming both paths.
-    """
-    owner: dict[int, int] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.numel() == 0:
-            continue
-        j = owner.setdefault(tensor.untyped_storage().data_ptr(), i)
-        if j != i and (donated[i] or donated[j]):
-            raise AliasError(
-                f"{paths[i]} and {paths[j]} share one storage, and "
-                f"{paths[i] if donated[i] else paths[j]} is donated, so an update of it would "
-                "change the other. Give each its own memory: x.clone()"
-            )

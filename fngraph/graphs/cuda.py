@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fngraph.errors import CaptureError, FnGraphError
+from fngraph.graphs.recorder import describe
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class CudaRecorder:
         result = None
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.stream), torch.inference_mode(False), torch.no_grad():
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     result = fn()
@@ -81,7 +82,7 @@ class CudaRecorder:
                 raise failure
             if isinstance(failure, FnGraphError):
                 raise failure
-            raise CaptureError(f"the capture failed: {failure}") from failure
+            raise CaptureError(f"the capture failed: {describe(failure)}") from failure
         return CudaRecording(graph), result
 
     def _recover(self) -> None:

@@ -50,6 +50,12 @@ class Recorder(Protocol):
         ...
 
 
+def describe(error: BaseException) -> str:
+    """An exception's first line, with the notes that say which op and line it came from."""
+    first = (str(error) or type(error).__name__).partition("\n")[0]
+    return ", ".join([first, *getattr(error, "__notes__", ())])
+
+
 def make_recorder(name: str | None, device: torch.device) -> Recorder:
     """The recorder called `name` for `device`; None is "cuda" on CUDA, else "tape".
 

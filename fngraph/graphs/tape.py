@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.errors import CaptureError, FnGraphError, user_line
 from fngraph.graphs.arena import POISON, Arena, subtract
+from fngraph.graphs.recorder import describe
 
 aten = torch.ops.aten
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -88,13 +89,14 @@ class TapeRecorder:
         self.arena.handed_out = []
         mode = _TapeMode(self.arena)
         try:
-            with torch.no_grad(), mode:
+            # inference mode would hand over ops that are not taken apart, and views that copy
+            with torch.inference_mode(False), torch.no_grad(), mode:
                 result = fn()
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # or it keeps the pool's memory alive
             if isinstance(error, FnGraphError):
                 raise
-            raise CaptureError(f"the recording failed: {error}") from error
+            raise CaptureError(f"the recording failed: {describe(error)}") from error
         fresh = self.arena.handed_out
         dead = subtract(fresh, list(self.arena.live.items()))
         for window in self.arena.windows(fresh):
@@ -142,7 +144,7 @@ class _TapeMode(TorchDispatchMode):
             self._note(_call_and_copy, (func, args, kwargs, results), {})
         else:
             op, names = out_variant
-            outs = dict(zip(names, results if isinstance(results, tuple | list) else (results,)))
+            outs = dict(zip(names, (results,) if len(names) == 1 else results))
             kept = {k: v for k, v in kwargs.items() if k in {a.name for a in op._schema.arguments}}
             self._note(op, args, {**kept, **outs})
         return results
@@ -153,7 +155,7 @@ class _TapeMode(TorchDispatchMode):
         by_alias = {
             next(iter(a.alias_info.before_set)): given.get(a.name)
             for a in func._schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write
+            if a.alias_info is not None and a.alias_info.is_write and a.alias_info.before_set
         }
         returns = func._schema.returns
         if all(r.alias_info is not None for r in returns):

@@ -10,8 +10,8 @@ from fngraph.core.modes import Mode as Mode
 from fngraph.core.modes import Support as Support
 from fngraph.core.modes import runtime_modes as runtime_modes
 
-# spec.py: what arrives, and the padded key
-from fngraph.core.spec import BatchDescriptor as BatchDescriptor
+# spec.py, descriptor.py: what arrives, and the padded key
+from fngraph.core.descriptor import BatchDescriptor as BatchDescriptor
 from fngraph.core.spec import BatchSpec as BatchSpec
 from fngraph.core.spec import HostBounds as HostBounds
 
@@ -34,9 +34,9 @@ from fngraph.core.sizes import ladders as ladders
 from fngraph.core.resolve import Resolution as Resolution
 from fngraph.core.resolve import resolve as resolve
 
-# table.py: every key
+# table.py, build.py: every key
 from fngraph.core.table import DispatchTable as DispatchTable
-from fngraph.core.table import build_table as build_table
+from fngraph.core.build import build_table as build_table
 
 # dispatch.py: the decision
 from fngraph.core.dispatch import Dispatch as Dispatch

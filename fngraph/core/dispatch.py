@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from fngraph.core.fields import BUILT_IN
-from fngraph.core.lookup import CROWDED, Dispatch, Entry
+from fngraph.core.descriptor import BatchDescriptor
+from fngraph.core.fields import BUILT_IN, Field
+from fngraph.core.lookup import CROWDED, Class, Dispatch, Entry
 from fngraph.core.modes import Mode, runtime_modes
-from fngraph.core.spec import BatchDescriptor, BatchSpec
+from fngraph.core.spec import BatchSpec
 from fngraph.core.table import DispatchTable
 from fngraph.errors import ModesError, SpecError
 
@@ -31,11 +32,11 @@ def dispatch_by_definition(
     check_fields(table, spec)
     modes = runtime_modes(allowed)
     for mode in (Mode.FULL, Mode.PIECEWISE):
-        covering = [
-            key for key in table.keys(mode) if all(item.covers(key, spec) for item in table.fields)
-        ]
-        if covering and mode in modes:
-            return mode, min(covering, key=table.order)
+        if mode in modes:
+            keys = table.keys(mode)
+            covering = [key for key in keys if all(f.covers(key, spec) for f in table.fields)]
+            if covering:
+                return mode, min(covering, key=table.order)
     if Mode.NONE not in modes:
         raise ModesError(f"{spec!r} has no key among {sorted(map(str, modes))}.")
     return Mode.NONE, spec.descriptor()
@@ -55,15 +56,21 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
     user-defined fields, and `allowed=`, take the longer way of `_scan`.
     """
     lookup = table.lookup
-    if allowed is None and (entries := lookup.quick.get(spec[2:7])) is not None:
-        entry: Entry = ()
-        if spec[0] <= lookup.top:
-            entry = entries[lookup.rung[spec[0]]]
-            for most, answer in entry:
-                if spec[1] <= most:
-                    return answer
-        reason = CROWDED if entry else lookup.reasons[spec[2:7]]
-        return Dispatch(Mode.NONE, spec.descriptor(), reason)
+    if allowed is None:
+        kind: Class = spec[2:7]
+        entries = lookup.quick.get(kind)
+        if entries is None and lookup.quick and not spec[6]:
+            kind = lookup.classify(spec)
+            entries = lookup.quick[kind]
+        if entries is not None:
+            entry: Entry = ()
+            if spec[0] <= lookup.top:
+                entry = entries[lookup.rung[spec[0]]]
+                for most, answer in entry:
+                    if spec[1] <= most:
+                        return answer
+            reason = CROWDED if entry else lookup.reasons[kind]
+            return Dispatch(Mode.NONE, spec.descriptor(), reason)
     return _scan(table, spec, runtime_modes(allowed))
 
 
@@ -75,29 +82,36 @@ def _scan(table: DispatchTable, spec: BatchSpec, modes: frozenset[Mode]) -> Disp
     entry = (
         lookup.classes[kind][lookup.rung[spec.num_tokens]] if spec.num_tokens <= lookup.top else ()
     )
-    barred = ", ".join(str(mode) for mode in (Mode.FULL, Mode.PIECEWISE) if mode not in modes)
+    barred: list[str] = []  # modes that cover it and are not allowed
+    missed: list[Dispatch] = []  # answers that do not cover it
     for most, answer in entry:
-        if (
-            answer.mode in modes
-            and spec.num_reqs <= most
-            and all(item.covers(answer.descriptor, spec) for item in lookup.extra)
-        ):
-            return answer._replace(reason=f"{barred} not allowed") if barred else answer
-    if barred:
-        reason = f"{barred} not allowed"
-    elif not entry:
-        reason = lookup.reasons[kind]
-    else:
-        keys = [answer.descriptor for _, answer in entry]
-        out = (i for i in lookup.extra if not any(i.covers(key, spec) for key in keys))
-        reason = next((f"no key covers {i.name}={i.wanted(spec)!r}" for i in out), CROWDED)
+        if spec.num_reqs > most or not all(f.covers(answer.descriptor, spec) for f in lookup.extra):
+            missed.append(answer)
+        elif answer.mode not in modes:
+            barred.append(str(answer.mode))
+        else:
+            stronger = [other for other in missed if other.mode is not answer.mode]
+            reason = _why(spec, barred, stronger, lookup.extra) or answer.reason
+            return Dispatch(answer.mode, answer.descriptor, reason)
+    reason = _why(spec, barred, missed, lookup.extra) or lookup.reasons[kind]
     if Mode.NONE not in modes:
         names = ", ".join(sorted(map(str, modes)))
         raise ModesError(
-            f"{spec!r} cannot run as {names}: {lookup.reasons[kind] if barred else reason}. "
-            'Add "NONE" to allowed=, or capture a key that covers it.'
+            f'{spec!r} cannot run as {names}: {reason}. Add "NONE" to allowed=, or capture a key '
+            "that covers it."
         )
     return Dispatch(Mode.NONE, spec.descriptor(), reason)
+
+
+def _why(spec: BatchSpec, barred: list[str], missed: list[Dispatch], extra: Sequence[Field]) -> str:
+    """Why nothing stronger: a mode was barred, or the keys at hand miss a field; else empty."""
+    if barred:
+        return f"{' and '.join(dict.fromkeys(barred))} not allowed"
+    if not missed:
+        return ""
+    keys = [answer.descriptor for answer in missed]
+    out = (field for field in extra if not any(field.covers(key, spec) for key in keys))
+    return next((f"no key covers {field.name}={field.wanted(spec)!r}" for field in out), CROWDED)
 
 
 def check_fields(table: DispatchTable, spec: BatchSpec) -> None:

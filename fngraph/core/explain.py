@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fngraph.core import text
+from fngraph.core.descriptor import BatchDescriptor
 from fngraph.core.dispatch import Allowed, dispatch
 from fngraph.core.fields import AtLeast, RoundedTo
 from fngraph.core.lookup import Dispatch
 from fngraph.core.modes import Mode, runtime_modes
-from fngraph.core.spec import BatchDescriptor, BatchSpec
+from fngraph.core.spec import BatchSpec
 from fngraph.core.table import DispatchTable
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One key that was not chosen.
 
     Attributes:
@@ -30,8 +30,7 @@ class Candidate:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """A decision with everything that was decided against. `str()` is the text.
 
     Attributes:

@@ -8,20 +8,37 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from fngraph.errors import SpecError
 
 
-class Rule(Protocol):
-    """When a captured value covers a batch's value. None, as a captured value, covers any."""
+class Rule:
+    """When a captured value covers a batch's value. Subclass it for a rule of your own.
 
-    def covers(self, key: Any, value: Any) -> bool: ...
+    None, as a captured value, covers any. Rules of one class are equal, unless they say otherwise.
+    """
+
+    __slots__ = ()
+
+    def covers(self, key: Any, value: Any) -> bool:
+        """Whether a key captured at `key` serves a batch of `value`."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
 
-@dataclass(frozen=True, slots=True)
-class AtLeast:
+class AtLeast(Rule):
     """The captured value is at least the batch's: what is missing is padding."""
+
+    __slots__ = ()
 
     def covers(self, key: Any, value: Any) -> bool:
         return key is None or key >= value
@@ -30,9 +47,10 @@ class AtLeast:
         return "at least"
 
 
-@dataclass(frozen=True, slots=True)
-class Equal:
+class Equal(Rule):
     """The captured value is the batch's own: it was baked into the graph."""
+
+    __slots__ = ()
 
     def covers(self, key: Any, value: Any) -> bool:
         return key is None or key == value
@@ -42,7 +60,7 @@ class Equal:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedTo:
+class RoundedTo(Rule):
     """The captured value is the next of `captured` that holds the batch's. 0 is never rounded up.
 
     Attributes:
@@ -83,8 +101,7 @@ class RoundedTo:
         return f"rounded to {', '.join(map(str, self.captured))} or {self.overflow}"
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """One field of a descriptor, as data.
 
     Attributes:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fngraph.core import text
+from fngraph.core.descriptor import BatchDescriptor
 from fngraph.core.dispatch import Allowed, dispatch
 from fngraph.core.modes import Mode
-from fngraph.core.spec import BatchDescriptor, BatchSpec, HostBounds
+from fngraph.core.spec import BatchSpec, HostBounds
 from fngraph.core.stats import Stats
 from fngraph.core.table import DispatchTable
 from fngraph.errors import SpecError
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(NamedTuple):
     """What a stream would have run as.
 
     Attributes:
@@ -48,18 +46,17 @@ class Replayed:
         return text.table(("over the whole stream", "value"), rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(NamedTuple):
     """A recorded stream of specs.
 
-    Record by appending each step's `batch.spec` to a list (or a bounded deque); make the value
-    when you want to look at it.
+    Record by appending each step's `batch.spec` to a list (or a bounded deque), and make a
+    `Flight(tuple(recorded))` when you want to look.
+
+    Attributes:
+        specs: one a step, in order.
     """
 
     specs: tuple[BatchSpec, ...]
-
-    def __init__(self, specs: Iterable[BatchSpec]) -> None:
-        object.__setattr__(self, "specs", tuple(specs))
 
     def replay(self, table: DispatchTable, allowed: Allowed = None) -> Replayed:
         """What each step would run as under `table`. Raises as `dispatch`."""
@@ -82,6 +79,8 @@ class Flight:
 
     def dumps(self) -> str:
         """The stream as text: a JSON list of the fields that are set, one spec a line."""
+        import json  # 2 ms that dispatch never needs
+
         return "\n".join(json.dumps(_fields(spec)) for spec in self.specs)
 
     @classmethod
@@ -91,7 +90,8 @@ class Flight:
         Raises:
             SpecError: a line that is not a spec.
         """
-        return cls(_spec(i, line) for i, line in enumerate(dumped.splitlines(), 1) if line.strip())
+        lines = enumerate(dumped.splitlines(), 1)
+        return cls(tuple(_spec(i, line) for i, line in lines if line.strip()))
 
     def __repr__(self) -> str:
         return f"Flight({text.count(len(self.specs), 'step')})"
@@ -106,6 +106,8 @@ def _fields(spec: BatchSpec) -> dict[str, object]:
 
 
 def _spec(number: int, line: str) -> BatchSpec:
+    import json
+
     try:
         fields = json.loads(line)
         fields["host"] = HostBounds(*fields.get("host", ()))

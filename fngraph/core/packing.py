@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fngraph.core.encoder import DEFAULT_PATH, EncoderPlan, fit
+from fngraph.core.encoder import DEFAULT_PATH, Budgets, EncoderPlan, fit
 from fngraph.errors import SpecError
 
 
@@ -110,10 +110,10 @@ def _item(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
     return item
 
 
-def _defer(total: int, tokens: int, budgets: Sequence[int]) -> bool:
-    """Whether one path had rather run an item apart from the batch so far."""
-    now, alone, both = (fit(count, budgets) for count in (total, tokens, total + tokens))
-    return None not in (now, alone, both) and now + alone < both and alone >= now
+def _defer(total: int, tokens: int, budgets: Budgets) -> bool:
+    """Whether one path had rather run an item apart from the batch so far; all of it fits."""
+    now, alone, both = (fit(count, budgets) or 0 for count in (total, tokens, total + tokens))
+    return now + alone < both and alone >= now
 
 
 def _runs(batch: Sequence[int], items: Sequence[Item], plan: EncoderPlan) -> Iterable[Run]:

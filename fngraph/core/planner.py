@@ -11,6 +11,7 @@ from fngraph.errors import SizesError
 
 Histogram = Mapping[int, float]
 Bytes = Callable[[int], float]
+Plan = tuple[float, float, tuple[int, ...]]  # bytes, cost, sizes
 
 
 class _Problem(NamedTuple):
@@ -54,16 +55,19 @@ def plan_sizes(
     >>> plan_sizes({1: 90, 2: 5, 7: 5}, k=2)
     (1, 7)
     """
-    if (k is None) == (memory_budget is None) or (bytes_per_size is None) != (k is not None):
+    problem = _problem(histogram, cost, candidates)
+    if k is not None and memory_budget is None and bytes_per_size is None:
+        what = f"k={k}"
+    elif k is None and memory_budget is not None and bytes_per_size is not None:
+        if callable(bytes_per_size):
+            return _within_bytes(problem, memory_budget, bytes_per_size)
+        what = f"memory_budget={memory_budget:g}"
+        k = int(memory_budget // bytes_per_size)
+    else:
         raise SizesError(
             "plan_sizes needs either k= or memory_budget= with bytes_per_size=. "
             "Pass plan_sizes(histogram, k=8)."
         )
-    problem = _problem(histogram, cost, candidates)
-    if callable(bytes_per_size):
-        return _within_bytes(problem, memory_budget, bytes_per_size)
-    what = f"k={k}" if memory_budget is None else f"memory_budget={memory_budget:g}"
-    k = int(memory_budget // bytes_per_size) if k is None else k
     if k < 1:
         raise SizesError(f"{what} holds not even one size. Pass more, or capture nothing.")
     return _within_count(problem, k)
@@ -142,15 +146,15 @@ def _within_count(problem: _Problem, k: int) -> tuple[int, ...]:
                 value = fewer[smaller] + costs[i] * (steps[i] - steps[smaller])
                 if value < best[i]:
                     best[i], choice[i] = value, smaller
-            at = least if choice[i] is None else choice[i]
+            at = choice[i] or least
             todo += [(low, i, least, at + 1), (i + 1, high, at, most)]
         choices.append(choice)
     plan = [n - 1]
     for choice in reversed(choices):
-        smaller = choice[plan[-1]]
-        if smaller is None:
+        below = choice[plan[-1]]
+        if below is None:
             break
-        plan.append(smaller)
+        plan.append(below)
     return tuple(sizes[i] for i in reversed(plan))
 
 
@@ -174,10 +178,10 @@ def _within_bytes(problem: _Problem, budget: float, bytes_of: Bytes) -> tuple[in
     For each largest size, keeps the plans that no other beats in both bytes and cost.
     """
     sizes, costs, steps = problem
-    plans: list[list[tuple[float, float, tuple[int, ...]]]] = []
+    plans: list[list[Plan]] = []
     for i, size in enumerate(sizes):
         need = bytes_of(size)
-        found = [(need, costs[i] * steps[i], (size,))]
+        found: list[Plan] = [(need, costs[i] * steps[i], (size,))]
         for below, shorter in enumerate(plans):
             more = costs[i] * (steps[i] - steps[below])
             found += [(used + need, cost + more, (*plan, size)) for used, cost, plan in shorter]
@@ -191,8 +195,8 @@ def _within_bytes(problem: _Problem, budget: float, bytes_of: Bytes) -> tuple[in
     return min(whole, key=lambda plan: (plan[1], plan[0]))[2]
 
 
-def _unbeaten(plans: Iterable[tuple[float, float, tuple[int, ...]]]) -> list:
-    kept: list[tuple[float, float, tuple[int, ...]]] = []
+def _unbeaten(plans: Iterable[Plan]) -> list[Plan]:
+    kept: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: plan[:2]):
         if not kept or plan[1] < kept[-1][1]:
             kept.append(plan)

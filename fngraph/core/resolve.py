@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fngraph.core.legacy import modes_from_flags
 from fngraph.core.limits import Limits
@@ -13,10 +13,10 @@ from fngraph.errors import ModesError
 
 DEFAULT_MODES = Mode.FULL_AND_PIECEWISE
 DEFAULT_LIMITS = Limits()
+NOTHING = Ladders()
 
 
-@dataclass(frozen=True, slots=True)
-class Resolution:
+class Resolution(NamedTuple):
     """What will be captured, and every step that led there.
 
     Attributes:
@@ -30,7 +30,7 @@ class Resolution:
     modes: Mode
     requested: Mode
     query_lens: tuple[int, ...] = ()
-    sizes: Ladders = Ladders()
+    sizes: Ladders = NOTHING
     reasons: tuple[str, ...] = ()
 
     def as_text(self) -> str:
@@ -110,7 +110,7 @@ def resolve(
             f"{state_blocks} blocks of recurrent state. Pass Limits(max_reqs={state_blocks}), "
             'or modes="PIECEWISE".'
         )
-    chosen = Ladders()
+    chosen = NOTHING
     if now is not Mode.NONE:
         sizes = default_sizes(limits, query_lens) if sizes is None else sizes
         chosen = ladders(sizes, kept, limits.max_reqs, align, beyond=beyond)
@@ -122,12 +122,15 @@ def _by_model(
 ) -> tuple[Mode, list[str]]:
     """What the kind of model and the missing cut leave of `modes`."""
     reasons: list[str] = []
-    no_cut = {Mode.PIECEWISE: Mode.NONE, Mode.FULL_AND_PIECEWISE: Mode.FULL_DECODE_ONLY}
-    declined = {Mode.PIECEWISE: Mode.NONE, Mode.FULL_AND_PIECEWISE: Mode.FULL}
+    no_cut: dict[Mode, Mode] = {
+        Mode.PIECEWISE: Mode.NONE,
+        Mode.FULL_AND_PIECEWISE: Mode.FULL_DECODE_ONLY,
+    }
+    declined: dict[Mode, Mode] = {Mode.PIECEWISE: Mode.NONE, Mode.FULL_AND_PIECEWISE: Mode.FULL}
     none = dict.fromkeys(Mode, Mode.NONE)
-    no_full = {mode: Mode.PIECEWISE for mode in Mode if mode.decode is Mode.FULL}
+    no_full: dict[Mode, Mode] = {mode: Mode.PIECEWISE for mode in Mode if mode.decode is Mode.FULL}
     decode = {mode: Mode.FULL_DECODE_ONLY for mode in Mode if mode is not Mode.NONE}
-    for applies, change, why in (
+    steps: tuple[tuple[bool, dict[Mode, Mode], str], ...] = (
         (eager, none, "eager=True"),
         (cut == "no", no_cut, "nothing can cut the graph at attention"),
         (pooling, no_full, "a pooling model has no decode batches"),
@@ -135,7 +138,8 @@ def _by_model(
         (layerwise, no_full, "something has to run between the layers"),
         (cut == "no", no_cut, "nothing can cut the graph at attention"),
         (cut == "declined", declined, "cutting at attention was declined"),
-    ):
+    )
+    for applies, change, why in steps:
         after = change.get(modes, modes) if applies else modes
         if after is not modes:
             reasons.append(f"{modes} -> {after}: {why}")

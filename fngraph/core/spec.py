@@ -1,19 +1,18 @@
-"""What arrives (`BatchSpec`), and the padded key it is served by (`BatchDescriptor`).
+"""What arrives: `BatchSpec`, the counts of one batch, checked when it is made.
 
-Both are tuples underneath: a step builds one spec and looks one key up, and a tuple is the
-cheapest thing that Python builds, compares and hashes (a frozen dataclass takes 3 times as long).
+It is a tuple underneath, like `BatchDescriptor`: a step builds one spec and looks one key up, and
+a tuple is the cheapest thing that Python builds and hashes (a frozen dataclass takes three times
+as long).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable
 from operator import index
 from typing import Any, NamedTuple, NoReturn, Self
 
+from fngraph.core.descriptor import BatchDescriptor, Extra, ExtraLike, changed, sorted_extra
 from fngraph.errors import SpecError
-
-Extra = tuple[tuple[str, Hashable], ...]
-"""User-defined fields as sorted (name, value) pairs; wherever one is taken, a mapping will do."""
 
 
 class HostBounds(NamedTuple):
@@ -74,7 +73,7 @@ class BatchSpec(_SpecTuple):
         adapters: int = 0,
         cascade: bool = False,
         encoder_outputs: bool = False,
-        extra: Extra | Mapping[str, Hashable] = (),
+        extra: ExtraLike = (),
         host: HostBounds = NO_BOUNDS,
     ) -> Self:
         if (
@@ -88,12 +87,12 @@ class BatchSpec(_SpecTuple):
         ):
             counts = (num_tokens, num_reqs, query_len, adapters, cascade, encoder_outputs)
             return tuple.__new__(cls, (*counts, (), host))
-        counts = _counts(num_tokens, num_reqs, query_len, adapters)
+        checked = _counts(num_tokens, num_reqs, query_len, adapters)
         flags = (bool(cascade), bool(encoder_outputs))
-        return tuple.__new__(cls, (*counts, *flags, sorted_extra(extra), host))
+        return tuple.__new__(cls, (*checked, *flags, sorted_extra(extra), host))
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # `_replace` comes through here too
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # for _replace too
         return cls(*iterable)
 
     def descriptor(self) -> BatchDescriptor:
@@ -102,70 +101,7 @@ class BatchSpec(_SpecTuple):
 
     def __repr__(self) -> str:
         counts = f"num_tokens={self.num_tokens}, num_reqs={self.num_reqs}"
-        return f"BatchSpec({counts}{_changed(self, 2, BatchSpec(1, 1))})"
-
-
-class _DescriptorTuple(NamedTuple):
-    num_tokens: int
-    num_reqs: int | None = None
-    query_len: int | None = None
-    adapters: int = 0
-    cascade: bool | None = None
-    encoder_outputs: bool | None = None
-    extra: Extra = ()
-
-
-class BatchDescriptor(_DescriptorTuple):
-    """The padded key of one graph. None in a field: the key covers any value of it.
-
-    | key       | num_reqs              | query_len | cascade, encoder_outputs |
-    |-----------|-----------------------|-----------|--------------------------|
-    | FULL      | set                   | set       | False                    |
-    | FULL      | min(tokens, max_reqs) | None      | False                    |
-    | PIECEWISE | None                  | None      | None                     |
-
-    `cascade` and `encoder_outputs` left out are therefore False where `num_reqs` is set, else None.
-
-    >>> BatchDescriptor(40, 40, query_len=1)
-    BatchDescriptor(40, 40, query_len=1)
-    """
-
-    __slots__ = ()
-
-    def __new__(
-        cls,
-        num_tokens: int,
-        num_reqs: int | None = None,
-        query_len: int | None = None,
-        adapters: int = 0,
-        cascade: Any = ...,
-        encoder_outputs: Any = ...,
-        extra: Extra | Mapping[str, Hashable] = (),
-    ) -> Self:
-        unsaid = None if num_reqs is None else False
-        flags = (
-            unsaid if cascade is ... else cascade,
-            unsaid if encoder_outputs is ... else encoder_outputs,
-        )
-        counts = (num_tokens, num_reqs, query_len, adapters)
-        return tuple.__new__(cls, (*counts, *flags, sorted_extra(extra)))
-
-    def __repr__(self) -> str:
-        counts = (
-            f"{self.num_tokens}" if self.num_reqs is None else f"{self.num_tokens}, {self.num_reqs}"
-        )
-        return f"BatchDescriptor({counts}{_changed(self, 2, BatchDescriptor(1, self.num_reqs))})"
-
-
-def sorted_extra(extra: Extra | Mapping[str, Hashable]) -> Extra:
-    """User-defined fields in the one order in which they are compared and hashed."""
-    return tuple(sorted(extra.items() if isinstance(extra, Mapping) else extra)) if extra else ()
-
-
-def _changed(item: tuple, start: int, plain: tuple) -> str:
-    pairs = zip(item._fields[start:], item[start:], plain[start:])  # type: ignore[attr-defined]
-    shown = ((n, dict(v) if n == "extra" else v) for n, v, default in pairs if v != default)
-    return "".join(f", {name}={value!r}" for name, value in shown)
+        return f"BatchSpec({counts}{changed(self, 2, BatchSpec(1, 1))})"
 
 
 def _counts(

@@ -16,7 +16,7 @@ class Row(NamedTuple):
     num_tokens: int
     padded: int
     mode: Mode
-    count: int
+    steps: int
 
 
 class Stats:
@@ -72,8 +72,8 @@ class Stats:
 
     def rows(self) -> tuple[Row, ...]:
         """The counts, most frequent first."""
-        rows = (Row(*key, count) for key, count in self.counts.items())
-        return tuple(sorted(rows, key=lambda row: (-row.count, row.num_tokens, row.padded)))
+        rows = (Row(*key, steps) for key, steps in self.counts.items())
+        return tuple(sorted(rows, key=lambda row: (-row.steps, row.num_tokens, row.padded)))
 
     def as_text(self, modes: Mode | str | None = None, sizes: tuple[int, ...] = ()) -> str:
         """A Markdown table by falling count, then the reasons of eager steps.
@@ -86,7 +86,7 @@ class Stats:
         head = [f"modes: {modes}"] if modes is not None else []
         head += [f"sizes: {text.ranges(sizes)}"] if sizes else []
         rows = [
-            (r.num_tokens, r.padded, r.padded - r.num_tokens, r.mode, r.count) for r in self.rows()
+            (r.num_tokens, r.padded, r.padded - r.num_tokens, r.mode, r.steps) for r in self.rows()
         ]
         parts = ["\n".join(head)] if head else []
         parts.append(text.table(("tokens", "padded", "padding", "mode", "count"), rows))

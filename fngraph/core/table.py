@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 from fngraph.core import text
-from fngraph.core.fields import BUILT_IN, Field, RoundedTo, built_in_fields
+from fngraph.core.arrange import arrange
+from fngraph.core.descriptor import BatchDescriptor
+from fngraph.core.fields import Field, RoundedTo
 from fngraph.core.limits import Limits
-from fngraph.core.lookup import Lookup, build_lookup
+from fngraph.core.lookup import Lookup
 from fngraph.core.modes import Mode
-from fngraph.core.sizes import Ladders, check_sizes
-from fngraph.core.spec import BatchDescriptor, sorted_extra
-from fngraph.errors import ModesError, SizesError, SpecError
+from fngraph.errors import ModesError
 
 Cost = Callable[[BatchDescriptor], float]
 
@@ -41,9 +40,8 @@ class DispatchTable:
     lookup: Lookup = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "lookup", build_lookup(self.full, self.piecewise, self.fields, self.order)
-        )
+        lookup = arrange(self.full, self.piecewise, self.fields, self.order)
+        object.__setattr__(self, "lookup", lookup)
 
     def keys(self, mode: Mode | str) -> tuple[BatchDescriptor, ...]:
         """The keys of one runtime mode in capture order, largest first. NONE has none."""
@@ -119,101 +117,3 @@ class DispatchTable:
 def _without_empty(header: Sequence[str], rows: list[tuple]) -> tuple[list[str], list[list]]:
     kept = [i for i in range(len(header)) if header[i] != "extra" or any(row[i] for row in rows)]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
-
-
-def build_table(
-    modes: Mode | str,
-    ladders: Ladders,
-    limits: Limits,
-    adapters: Iterable[int] = (0,),
-    fields: Iterable[Field] = (),
-    cost: Cost | None = None,
-    *,
-    overflow: str = "eager",
-    own_uniform: bool = False,
-) -> DispatchTable:
-    """Every key that `modes` captures on these ladders.
-
-    Args:
-        adapters: adapter counts that get keys, ascending; without 0, batches without adapters
-            run eagerly.
-        fields: user-defined fields; each multiplies the keys by its captured values.
-        cost: what a key costs to run; a batch goes to the cheapest key that covers it. None: the
-            one of fewest tokens.
-        overflow: what a batch with more adapters than any key gets: "eager" or "clamp".
-        own_uniform: capture uniform FULL keys in mode FULL too, because uniform batches have a
-            backend of their own.
-
-    Raises:
-        SizesError: a ladder beyond the limits. SpecError: bad adapters or fields.
-
-    Source: the kinds of keys are vLLM 0.33's (uniform FULL, mixed FULL, PIECEWISE).
-    """
-    modes = Mode.parse(modes)
-    fields = _all_fields(tuple(adapters), tuple(fields), overflow)
-    if modes is not Mode.NONE:
-        check_sizes(ladders.mixed, limits)
-    full: list[BatchDescriptor] = []
-    if modes.decode is Mode.FULL and (modes.dual or own_uniform):
-        for query_len, sizes in ladders.by_query_len:
-            full += _keys(
-                (
-                    (size, size // query_len, query_len)
-                    for size in _uniform(query_len, sizes, limits)
-                ),
-                [item.full for item in fields[3:]],
-                fields,
-            )
-    if modes.mixed is Mode.FULL:
-        mixed = ((size, min(size, limits.max_reqs), None) for size in ladders.mixed)
-        full += _keys(mixed, [item.full for item in fields[3:]], fields)
-    piecewise: list[BatchDescriptor] = []
-    if modes.mixed is Mode.PIECEWISE:
-        mixed = ((size, None, None) for size in ladders.mixed)
-        piecewise = _keys(mixed, [item.piecewise for item in fields[3:]], fields)
-    return DispatchTable(modes, _ordered(full), _ordered(piecewise), limits, fields, cost)
-
-
-def _all_fields(
-    adapters: tuple[int, ...], extra: tuple[Field, ...], overflow: str
-) -> tuple[Field, ...]:
-    names = [item.name for item in extra]
-    for name in names:
-        if name in BUILT_IN or names.count(name) > 1:
-            raise SpecError(f"Field {name!r} is declared twice. Name it otherwise.")
-    return built_in_fields(adapters, overflow) + extra
-
-
-def _uniform(query_len: int, sizes: Sequence[int], limits: Limits) -> Sequence[int]:
-    """A uniform ladder, checked: whole requests only, and no more of them than can come."""
-    if not sizes:
-        return ()
-    check_sizes(sizes, limits)
-    most = limits.max_reqs * query_len
-    odd = [size for size in sizes if size % query_len or size > most]
-    if odd:
-        rule = "is not a multiple of" if odd[0] % query_len else f"is above {limits.max_reqs} times"
-        raise SizesError(
-            f"Uniform size {odd[0]} {rule} query_len={query_len}. "
-            "Make the ladders with ladders(sizes, query_lens, limits.max_reqs)."
-        )
-    return sizes
-
-
-def _keys(
-    counts: Iterable[tuple[int, int | None, int | None]],
-    values: Sequence[tuple],
-    fields: tuple[Field, ...],
-) -> list[BatchDescriptor]:
-    names = [item.name for item in fields[6:]]
-    combos = [
-        (*combo[:3], sorted_extra([pair for pair in zip(names, combo[3:]) if pair[1] is not None]))
-        for combo in product(*values)
-    ]
-    new, cls = tuple.__new__, BatchDescriptor  # built by the thousand; the fields are checked
-    return [new(cls, count + combo) for count in counts for combo in combos]
-
-
-def _ordered(keys: list[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
-    """Capture order: largest first, so that small keys reuse the pool of large ones."""
-    return tuple(sorted(keys, key=lambda key: (-key.num_tokens, -key.adapters)))

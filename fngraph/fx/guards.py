@@ -57,7 +57,7 @@ class Guard:
 
 
 def _batches(limits: Limits, letters: set[str]) -> Iterator[tuple[int, int]]:
-    """Every value of the one letter that matters; of two, all of each with extremes of the other."""
+    """Every value of the letter that matters; of two, all of each with extremes of the other."""
     tokens, reqs = range(1, limits.max_tokens + 1), range(1, limits.max_reqs + 1)
     if "R" not in letters:
         yield from ((t, 1) for t in tokens)

@@ -89,7 +89,7 @@ def trace(
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
     sizes = {letter: _symint(env, letter, hint) for letter, hint in _hints(leaves).items()}
     symbols = {size.node.expr: letter for letter, size in sizes.items()}
-    with mode:
+    with torch.inference_mode(False), mode:
         fakes = [leaf.fake({**limits.dims, **sizes}) for leaf in leaves]
     owners = {storage_key(fake): leaf for fake, leaf in zip(fakes, leaves)}
 

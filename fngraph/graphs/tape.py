@@ -89,7 +89,6 @@ class TapeRecorder:
         self.arena.handed_out = []
         mode = _TapeMode(self.arena)
         try:
-            # inference mode would hand over ops that are not taken apart, and views that copy
             with torch.inference_mode(False), torch.no_grad(), mode:
                 result = fn()
         except Exception as error:
@@ -127,6 +126,9 @@ class _TapeMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
+        if func._can_decompose():  # inference tensors bring composite ops in one part
+            with self:
+                return func.decompose(*args, **kwargs)
         _refuse(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:  # squeeze_ and such: metadata only
             return func(*args, **kwargs)

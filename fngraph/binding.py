@@ -28,6 +28,8 @@ class Binding:
         leaves: held and donated tensors.
         indices: the place of each among all leaves of the arguments.
         recorded: the address of each when it was bound.
+        inference: whether a donated leaf is an inference tensor, which only inference mode may
+            write; results are inference tensors then too.
         spans: position of a held or donated parameter to the slice of `leaves` that it fills.
     """
 
@@ -36,6 +38,7 @@ class Binding:
     indices: list[int]
     paths: list[str]
     recorded: list[int]
+    inference: bool
     spans: Mapping[int, slice]
 
     def check(self) -> None:
@@ -89,7 +92,9 @@ def bind(args: Arguments, values: Sequence[Any]) -> Binding:
         if got != expected:
             raise TreeError(f"{path}: traced as {expected}, given {got}. Trace with this one")
     check_aliases([args.leaves[i] for i in indices], leaves)
-    return Binding(args, leaves, indices, paths, addresses(leaves), spans)
+    donated = [x for i, x in zip(indices, leaves) if args.leaves[i].role is Role.DONATED]
+    inference = any(x.is_inference() for x in donated)
+    return Binding(args, leaves, indices, paths, addresses(leaves), inference, spans)
 
 
 def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]:

@@ -113,7 +113,7 @@ class Captured:
         true = true_sizes(spec, self.limits.dims)
         check_leaves(self.static.plan, batch, true)
         chosen = dispatch(self.table, spec)
-        with torch.no_grad():
+        with torch.inference_mode(self.binding.inference), torch.no_grad():
             if chosen.mode is Mode.NONE:
                 results = self._run(batch, true, spec)
             else:
@@ -175,7 +175,7 @@ class Captured:
         host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
         program, fns = self.compiled.lowered.split.program, self.compiled.fns
         inputs = self.binding.inputs(self.static.views(sizes), self.constants)
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(self.binding.inference), torch.no_grad():
             stage_padding(self.static, sizes, descriptor.query_len or 0)
             try:
                 warm_up(self.recorder, program, fns, inputs, self._written(), sizes, host)

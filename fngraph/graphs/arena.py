@@ -38,6 +38,7 @@ class Arena:
         """Bytes that the pool holds, used or free."""
         return sum(chunk.numel() for chunk in self.chunks)
 
+    @torch.inference_mode(False)
     def empty(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -52,6 +53,7 @@ class Arena:
         block = torch.frombuffer(window, dtype=torch.uint8)  # its storage keeps `window`
         return torch.empty(0, dtype=dtype).set_(block.untyped_storage(), 0, shape, stride)
 
+    @torch.inference_mode(False)
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, without keeping its block in use. Memory that is not ours is aliased."""
         address = tensor.data_ptr()

@@ -124,21 +124,26 @@ def capture(
             into.copy_(slots[j])
 
     done = False
-    for recorded, indices in groups(program, mode):
-        if recorded:
-            recording, _ = recorder.record(functools.partial(body, indices))
+    try:
+        for recorded, indices in groups(program, mode):
+            if recorded:
+                recording, _ = recorder.record(functools.partial(body, indices))
+                calls.append(recording)
+                done = indices[-1] == last
+                continue
+            (i,) = indices
+            step = program.steps[i]
+            tensors = tuple(recorder.unowned(slots[j]) for j in step.reads)
+            calls.append(EagerCall(step.name, fns[i], tensors, rows[i]))
+            for j in step.drops:
+                del slots[j]
+        if outputs and not done:
+            recording, _ = recorder.record(deliver)
             calls.append(recording)
-            done = indices[-1] == last
-            continue
-        (i,) = indices
-        step = program.steps[i]
-        tensors = tuple(recorder.unowned(slots[j]) for j in step.reads)
-        calls.append(EagerCall(step.name, fns[i], tensors, rows[i]))
-        for j in step.drops:
-            del slots[j]
-    if outputs and not done:
-        recording, _ = recorder.record(deliver)
-        calls.append(recording)
+    except BaseException:
+        slots.clear()  # the traceback holds this frame, and would hold the pool's memory with it
+        calls.clear()
+        raise
     return Replay(mode, descriptor, tuple(calls), outputs)
 
 

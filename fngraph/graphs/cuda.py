@@ -65,7 +65,7 @@ class CudaRecorder:
         result = None
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            with torch.cuda.stream(self.stream), torch.inference_mode(False), torch.no_grad():
+            with torch.cuda.stream(self.stream), torch.no_grad():
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     result = fn()

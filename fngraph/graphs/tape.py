@@ -41,7 +41,7 @@ class TapeRecording:
     graph: tuple[Call, ...]
     dead: tuple[torch.Tensor, ...]
 
-    @torch.no_grad()
+    @torch.inference_mode()  # which may write both inference tensors and normal ones
     def replay(self) -> None:
         """Do it all again, then poison what a CUDA graph would leave as garbage."""
         for call, args, kwargs in self.graph:
@@ -89,7 +89,7 @@ class TapeRecorder:
         self.arena.handed_out = []
         mode = _TapeMode(self.arena)
         try:
-            with torch.inference_mode(False), torch.no_grad(), mode:
+            with torch.no_grad(), mode:
                 result = fn()
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # or it keeps the pool's memory alive

@@ -44,6 +44,8 @@ from fngraph.graphs.staging import (
 )
 from fngraph.stages import Compiled
 
+EXACT = BatchSpec(1, 1, query_len=1)  # stands for a batch that has exact shapes and no counts
+
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
@@ -122,6 +124,8 @@ class Captured:
         return self.assemble(results, containers)
 
     def _spec(self, name: str, batch: Any) -> BatchSpec:
+        if self.compiled.args.batch_type is None:
+            return EXACT
         field = host_field(type(batch))
         spec = getattr(batch, field) if field else None
         if not isinstance(spec, BatchSpec):

@@ -6,6 +6,7 @@ each key when it is first needed. `bind(...).capture(...)` does all of it ahead 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -23,7 +24,7 @@ from fngraph.stages import Options, Traced, trace_function
 
 
 class Graphified:
-    """A graphified function. Immutable but for what its first call makes; see `graphify`."""
+    """A graphified function. Immutable but for what its calls have captured; see `graphify`."""
 
     def __init__(
         self,
@@ -34,11 +35,13 @@ class Graphified:
         limits: Limits | None,
         recorder: str | None,
         outputs: str,
+        max_keys: int,
     ) -> None:
         functools.update_wrapper(self, fn)
         self.options, self.limits, self.recorder, self.outputs = options, limits, recorder, outputs
+        self.max_keys = max_keys
         self.signature = signature(fn, donate, stage)
-        self._captured: Captured | None = None
+        self._captured: dict[Any, Captured] = {}  # by exact shapes; one under None for a spec
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`'s own signature and meaning; donated arguments are updated in place.
@@ -48,16 +51,20 @@ class Graphified:
         """
         values = self._values(args, kwargs)
         held = self.signature.positions(Role.HELD)
-        if self._captured is None:
-            self._captured = self._first_call(values)
+        (staged,) = self.signature.positions(Role.STAGED)
+        key = _exact_shapes(values[staged])
+        step = self._captured.pop(key, None)
+        if step is None:
+            step = self._first_call(values, staged)
         else:
             for position in held:
-                self._captured.binding.check_argument(position, values[position])
-        step = [v for i, v in enumerate(values) if i not in held]
-        return self._captured(*step)
+                step.binding.check_argument(position, values[position])
+        self._captured[key] = step  # the most recently used is last
+        if len(self._captured) > self.max_keys:
+            del self._captured[next(iter(self._captured))]
+        return step(*[v for i, v in enumerate(values) if i not in held])
 
-    def _first_call(self, values: list[Any]) -> Captured:
-        (staged,) = self.signature.positions(Role.STAGED)
+    def _first_call(self, values: list[Any], staged: int) -> Captured:
         limits = _with_dims(self.limits or Limits(), values[staged])
         bound = [v for i, v in enumerate(values) if i != staged]
         compiled = self.trace(*bound, batch=values[staged], limits=limits).split().lower().compile()
@@ -81,6 +88,9 @@ class Graphified:
         if staged is not None and batch is not None:
             given[self.signature.names[staged]] = batch
         args = arguments(self.signature, given)
+        if args.batch_type is None:  # exact shapes: one key of one "token"
+            options = dataclasses.replace(self.options, sizes=(1,), query_lens=(1,))
+            return trace_function(args, options, Limits(1, 1))
         return trace_function(args, self.options, limits or self.limits or Limits())
 
     def bind(self, *held: Any) -> Bound:
@@ -93,7 +103,7 @@ class Graphified:
     @property
     def stats(self) -> Stats:
         """What the calls so far ran as."""
-        return self._captured.stats if self._captured is not None else Stats()
+        return sum((step.stats for step in self._captured.values()), Stats())
 
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as; after the first call."""
@@ -104,12 +114,12 @@ class Graphified:
         return self._ready().explain(spec)
 
     def _ready(self) -> Captured:
-        if self._captured is None:
+        if not self._captured:
             raise TreeError(
                 "nothing is known of the arguments before the first call. Call it once, or use "
                 "fast_fwd.trace(params, cache).split().lower(limits).table"
             )
-        return self._captured
+        return list(self._captured.values())[-1]
 
     def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         if not kwargs and len(args) == len(self.signature.names):
@@ -180,6 +190,14 @@ def _with_dims(limits: Limits, batch: Any) -> Limits:
     return Limits(limits.max_tokens, limits.max_reqs, **dims)
 
 
+def _exact_shapes(batch: Any) -> Any:
+    """The key of a batch without a spec: structure, shapes and dtypes. None for one with a spec."""
+    if buffers_of(type(batch)):
+        return None
+    leaves, treedef = trees.flatten(batch)
+    return treedef, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
+
+
 def graphify(
     fn: Callable[..., Any] | None = None,
     *,
@@ -192,6 +210,7 @@ def graphify(
     backends: Mapping[str, str] | None = None,
     recorder: str | None = None,
     outputs: str = "own",
+    max_keys: int = 4,
 ) -> Any:
     """Turn a pure function into one that runs each batch as CUDA graphs.
 
@@ -199,13 +218,16 @@ def graphify(
         fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator.
         modes: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
         donate: names or positions of arguments that are updated in place and returned.
-        stage: the batch's name or position: an `fg.struct` with `fg.buffer` fields.
+        stage: the batch's name or position: an `fg.struct` with `fg.buffer` fields and a spec, or
+            any tree of tensors, whose exact shapes are the key then, as in `jax.jit`.
         limits: bounds of every step; None: 8192 tokens, 256 requests, the rest as the first batch.
         sizes: capture sizes in tokens; None: the default ladder.
         query_lens: query lengths whose uniform batches get FULL keys of their own.
         backends: primitive name to backend name, {"attention": "reference"}.
         recorder: "cuda" or "tape"; None: by the arguments' device.
         outputs: "own": results are yours; "borrow": views, good until the next call.
+        max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
+            used goes first.
 
     Raises:
         ModesError, TreeError, BackendError: an option that names nothing.
@@ -214,6 +236,7 @@ def graphify(
         return functools.partial(
             graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
+            max_keys=max_keys,
         )  # fmt: skip
     for name, backend in (backends or {}).items():
         primitive(name).backend(backend)  # unknown names fail here, where they are written
@@ -221,7 +244,7 @@ def graphify(
         Mode.parse(modes), None if sizes is None else tuple(sizes), tuple(query_lens),
         dict(backends or {}),
     )  # fmt: skip
-    return Graphified(fn, options, donate, stage, limits, recorder, outputs)
+    return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys)
 
 
 class _Callable(ModuleType):

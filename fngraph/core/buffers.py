@@ -117,6 +117,10 @@ class Buffer:
                 "leading slices, so put T or R first"
             )
 
+    def rows(self, sizes: Mapping[str, int]) -> int | None:
+        """The leading dim under `sizes`; None for a scalar, which has none."""
+        return self.dims[0](**sizes) if self.dims else None
+
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The concrete shape under sizes such as {"T": 40, "R": 40, "B": 16}."""
         return tuple(d(**sizes) for d in self.dims)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.core import Buffer, buffers_of, host_field, trees
+from fngraph.core import Buffer, Dim, buffers_of, host_field, trees
 from fngraph.errors import DonationError, TreeError
 from fngraph.fx.aliases import check_aliases
 from fngraph.fx.leaves import Leaf, Role, TensorSpec
@@ -67,12 +67,16 @@ def signature(fn: Callable[..., Any], donate: Names, stage: Names) -> Signature:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Flattened abstract arguments: one structure a parameter, and all leaves in order."""
+    """Flattened abstract arguments: one structure a parameter, and all leaves in order.
+
+    Attributes:
+        batch_type: the staged struct; None where the batch has exact shapes and no spec.
+    """
 
     signature: Signature
     treedefs: tuple[Any, ...]
     leaves: tuple[Leaf, ...]
-    batch_type: type
+    batch_type: type | None
     device: torch.device
 
     @property
@@ -106,15 +110,14 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
     leaves: list[Leaf] = []
     treedefs = []
     batch_type: type | None = None
+    staged = 0
     devices: dict[torch.device, str] = {}
     real: list[tuple[Leaf, torch.Tensor]] = []
     for name, role in zip(sig.names, sig.roles):
         if role is Role.STAGED:
+            staged += 1
             batch_type = _batch_type(sig, name, given.get(name))
-            example = trees.unflatten_struct(batch_type, buffers_of(batch_type))
-            flat, treedef = trees.flatten(example)
-            found = [Leaf(p, role, torch.device("cpu"), buffer=buffers_of(batch_type)[n])
-                     for p, n in zip(trees.paths(treedef, name), flat)]  # fmt: skip
+            found, treedef = _staged(name, batch_type, given.get(name))
         else:
             flat, treedef = trees.flatten(given[name])
             found = [_leaf(p, role, x) for p, x in zip(trees.paths(treedef, name), flat)]
@@ -122,8 +125,11 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
             real += [(leaf, x) for leaf, x in zip(found, flat) if isinstance(x, torch.Tensor)]
         leaves += found
         treedefs.append(treedef)
-    if batch_type is None:
-        raise TreeError(f'no argument of {sig!r} is staged. Name the batch: stage="batch"')
+    if staged != 1:
+        raise TreeError(
+            f"{staged} arguments of {sig!r} are staged; one is, and it may be a tree of tensors: "
+            'stage="batch"'
+        )
     if len(devices) > 1:
         (a, path_a), (b, path_b) = list(devices.items())[:2]
         raise TreeError(f"{path_a} is on {a}, {path_b} on {b}; one function runs on one device")
@@ -143,19 +149,39 @@ def _leaf(path: str, role: Role, value: Any) -> Leaf:
     return Leaf(path, role, spec.device, spec)
 
 
-def _batch_type(sig: Signature, name: str, example: Any) -> type:
+def _batch_type(sig: Signature, name: str, example: Any) -> type | None:
     if example is not None:
         cls = type(example)
     else:
-        hints = typing.get_type_hints(inspect.unwrap(sig.fn))
-        cls = hints.get(name, type(None))
-    if not buffers_of(cls) or host_field(cls) is None:
-        raise TreeError(
-            f"{name} is {cls.__name__}, which does not say how its leaves are staged. Make it an "
-            "@fg.struct with fg.buffer(...) fields and `spec: fg.BatchSpec = fg.host()`, and "
-            f"annotate it, forward(..., {name}: Batch), or pass an example to trace"
-        )
-    return cls
+        cls = typing.get_type_hints(inspect.unwrap(sig.fn)).get(name, type(None))
+    if buffers_of(cls) and host_field(cls) is not None:
+        return cls
+    if example is not None and not buffers_of(cls):
+        return None  # exact shapes
+    raise TreeError(
+        f"{name} is {cls.__name__}, which does not say how its leaves are staged. Make it an "
+        "@fg.struct with fg.buffer(...) fields and `spec: fg.BatchSpec = fg.host()`, and annotate "
+        f"it, forward(..., {name}: Batch); or pass an example, whose exact shapes are the key then"
+    )
+
+
+def _staged(name: str, batch_type: type | None, example: Any) -> tuple[list[Leaf], Any]:
+    """Staged leaves, declared by the fields of a struct or by an example's exact shapes."""
+    cpu = torch.device("cpu")  # until the function's device is known
+    if batch_type is not None:
+        fields = buffers_of(batch_type)
+        names, treedef = trees.flatten(trees.unflatten_struct(batch_type, fields))
+        buffers = [fields[n] for n in names]
+    else:
+        tensors, treedef = trees.flatten(example)
+        specs = [_leaf(p, Role.STAGED, x).spec for p, x in zip(trees.paths(treedef, name), tensors)]
+        buffers = [
+            Buffer(tuple(Dim(str(n)) for n in s.shape), str(s.dtype).removeprefix("torch."))
+            for s in specs
+            if s is not None
+        ]
+    where = trees.paths(treedef, name)
+    return [Leaf(p, Role.STAGED, cpu, buffer=b) for p, b in zip(where, buffers)], treedef
 
 
 def match_donated(

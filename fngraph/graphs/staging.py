@@ -26,10 +26,8 @@ class StaticBuffers:
 
     def views(self, sizes: Sizes) -> list[torch.Tensor]:
         """Leading slices for a key's sizes {"T": ..., "R": ..., ...}."""
-        return [
-            tensor[: planned.buffer.dims[0](**sizes)]
-            for tensor, planned in zip(self.tensors, self.plan.buffers)
-        ]
+        counts = [planned.buffer.rows(sizes) for planned in self.plan.buffers]
+        return [x if n is None else x[:n] for x, n in zip(self.tensors, counts)]
 
 
 def allocate(plan: BufferPlan, device: torch.device) -> StaticBuffers:
@@ -79,8 +77,10 @@ def stage(
             0 for a mixed one, whose padding requests are empty.
     """
     for tensor, planned, leaf in zip(static.tensors, static.plan.buffers, leaves):
-        dim = planned.buffer.dims[0]
-        rows, top = dim(**true), dim(**key)
+        rows, top = planned.buffer.rows(true), planned.buffer.rows(key)
+        if rows is None or top is None:
+            tensor.copy_(leaf, non_blocking=True)
+            continue
         tensor[:rows].copy_(leaf, non_blocking=True)
         if rows < top:
             pad_rows(tensor[rows:top], planned, true["T"], query_len)
@@ -89,10 +89,10 @@ def stage(
 def stage_padding(static: StaticBuffers, key: Sizes, query_len: int) -> None:
     """Fill the key's rows with padding alone: no tokens, no requests, writes to null slots."""
     for tensor, planned in zip(static.tensors, static.plan.buffers):
-        dim = planned.buffer.dims[0]
-        rows = dim(**{**key, "T": 0, "R": 0})  # 1 for offsets: a leading 0
-        tensor[:rows].fill_(_fill(planned, 0))
-        pad_rows(tensor[rows : dim(**key)], planned, 0, query_len)
+        rows = planned.buffer.rows({**key, "T": 0, "R": 0})  # 1 for offsets: a leading 0
+        (tensor if rows is None else tensor[:rows]).fill_(_fill(planned, 0))
+        if rows is not None:
+            pad_rows(tensor[rows : planned.buffer.rows(key)], planned, 0, query_len)
 
 
 def pad_rows(rows: torch.Tensor, planned: PlannedBuffer, num_tokens: int, query_len: int) -> None:

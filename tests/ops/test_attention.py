@@ -1,0 +1,356 @@
+"""`reference` attention against one request at a time, one head at a time, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.errors import BackendError
+from fngraph.ops import PRIMITIVES, AttentionMeta, attention, primitive
+
+NAN = float("nan")
+
+
+@dataclasses.dataclass
+class Case:
+    """Arguments of one call. `rows`: (new tokens, tokens in the cache already) a request."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: AttentionMeta
+    rows: Sequence[tuple[int, int]]
+
+    def run(self, **options: Any) -> Tensor:
+        """The op's output; the caches are written."""
+        return attention(
+            self.q, self.k, self.v, (self.k_cache, self.v_cache), self.meta, **options
+        )[0]
+
+
+def case(
+    *rows: tuple[int, int],
+    heads: tuple[int, int, int] = (4, 2, 8),
+    block_size: int = 4,
+    pad_tokens: int = 0,
+    pad_reqs: int = 0,
+    query_len: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    seed: int = 0,
+) -> Case:
+    """A batch over a cache that holds each request's past, and NaN wherever nothing was written.
+
+    Args:
+        pad_tokens: tokens past the real ones, all with slot -1.
+        pad_reqs: requests past the real ones, with seq_lens 0.
+        query_len: stride of their offsets, 0 for a mixed batch.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
+    H, K, D = heads
+    B = max(-(-(n + past) // block_size) for n, past in rows) + 1
+    blocks = torch.randperm(len(rows) * B + 3, generator=generator)[: len(rows) * B].view(-1, B)
+    k_cache = torch.full((len(rows) * B + 3, block_size, K, D), NAN, dtype=dtype)
+    v_cache = k_cache.clone()
+    slots: list[int] = []
+    for r, (n, past) in enumerate(rows):
+        where = [
+            int(blocks[r, i // block_size]) * block_size + i % block_size for i in range(n + past)
+        ]
+        k_cache.view(-1, K, D)[where[:past]] = draw(past, K, D)
+        v_cache.view(-1, K, D)[where[:past]] = draw(past, K, D)
+        slots += where[past:]
+    T = len(slots)
+    starts = [0]
+    for n, _ in rows:
+        starts.append(starts[-1] + n)
+    starts += [starts[-1] + query_len * (i + 1) for i in range(pad_reqs)]
+    meta = AttentionMeta(
+        slot_mapping=torch.tensor(slots + [-1] * pad_tokens),
+        seq_lens=torch.tensor([n + past for n, past in rows] + [0] * pad_reqs, dtype=torch.int32),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        block_tables=torch.cat([blocks, torch.zeros(pad_reqs, B, dtype=torch.int64)]).int(),
+    )
+    q, k, v = (draw(T + pad_tokens, n, D) for n in (H, K, K))
+    tensors = [x.to(device) for x in (q, k, v, k_cache, v_cache)]
+    return Case(*tensors, AttentionMeta(*[x.to(device) for x in meta]), rows)
+
+
+def naive(c: Case, scale: float | None = None) -> Tensor:
+    """What attention is: float64, a loop over requests, heads and tokens. Padding rows are zero."""
+    q, k, v, k_cache, v_cache = (x.double().cpu() for x in (c.q, c.k, c.v, c.k_cache, c.v_cache))
+    # a cache of lower precision rounds what is written to it
+    k, v = (x.to(cache.dtype).double() for x, cache in ((k, c.k_cache), (v, c.v_cache)))
+    S, (H, K) = k_cache.shape[1], (q.shape[1], k.shape[1])
+    out = torch.zeros_like(q)
+    first = 0
+    for r, (n, past) in enumerate(c.rows):
+        table = c.meta.block_tables[r].tolist()
+        old = [(table[i // S], i % S) for i in range(past)]
+        keys = torch.stack([k_cache[b, s] for b, s in old] + list(k[first : first + n]))
+        values = torch.stack([v_cache[b, s] for b, s in old] + list(v[first : first + n]))
+        for i in range(n):
+            for h in range(H):
+                seen = past + i + 1
+                scores = keys[:seen, h // (H // K)] @ q[first + i, h]
+                weights = (scores * (q.shape[2] ** -0.5 if scale is None else scale)).softmax(0)
+                out[first + i, h] = weights @ values[:seen, h // (H // K)]
+        first += n
+    return out
+
+
+def check(c: Case, scale: float | None = None) -> None:
+    """Output equal to the naive one, caches written at the slots and nowhere else."""
+    want = naive(c, scale)
+    before = [x.clone() for x in (c.k_cache, c.v_cache)]
+    got = c.run(scale=scale)
+    assert got.dtype == c.q.dtype and got.shape == c.q.shape
+    tolerance = 2e-2 if c.q.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double().cpu(), want, atol=tolerance, rtol=tolerance)
+    real = sum(n for n, _ in c.rows)
+    assert got[real:].eq(0).all()  # rows that belong to no request, exactly
+    for cache, old, new in zip((c.k_cache, c.v_cache), before, (c.k, c.v)):
+        old.view(-1, *cache.shape[2:])[c.meta.slot_mapping[:real]] = new[:real].to(cache.dtype)
+        assert bits(cache).equal(bits(old))
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bytes: NaN equals NaN, and 0 is not -0."""
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> str:
+    """The device."""
+    return request.param
+
+
+BATCHES = {
+    "one token": [(1, 0)],
+    "prefill": [(7, 0)],
+    "prefill of whole blocks": [(8, 0)],
+    "ragged prefill": [(5, 0), (1, 0), (9, 0), (4, 0)],
+    "decode": [(1, 6), (1, 3), (1, 12)],
+    "decode over a block's edge": [(1, 3), (1, 4), (1, 7), (1, 8)],
+    "chunked prefill": [(3, 5), (4, 4), (2, 11)],
+    "mixed": [(1, 9), (6, 0), (1, 2), (3, 8)],
+    "verify, three tokens each": [(3, 6), (3, 1), (3, 13)],
+}
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_mix_of_requests(where, rows, dtype):
+    check(case(*rows, dtype=dtype, device=where))
+
+
+@pytest.mark.parametrize(
+    "heads", [(1, 1, 8), (4, 4, 8), (4, 1, 8), (6, 2, 8), (8, 2, 16), (6, 3, 5)]
+)
+def test_query_heads_share_kv_heads_in_order(where, heads):
+    check(case((3, 5), (1, 7), (4, 0), heads=heads, device=where))
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 16, 32])
+def test_any_block_size(where, block_size):
+    check(case((3, 5), (1, 7), (4, 0), block_size=block_size, device=where))
+
+
+@pytest.mark.parametrize("pad_reqs", [0, 1, 3])
+def test_a_mixed_batch_padded_with_empty_requests(where, pad_reqs):
+    """Offsets repeat the last one; the further tokens belong to nobody."""
+    check(case((3, 5), (1, 7), pad_tokens=4, pad_reqs=pad_reqs, device=where))
+
+
+@pytest.mark.parametrize(("query_len", "pad_reqs"), [(1, 1), (1, 5), (3, 2)])
+def test_a_uniform_batch_padded_with_requests_of_no_length(where, query_len, pad_reqs):
+    """Offsets go on with the stride: each padding request has tokens, but seq_lens 0."""
+    rows = [(query_len, 5), (query_len, 9)]
+    check(
+        case(*rows, pad_tokens=query_len * pad_reqs, pad_reqs=pad_reqs, query_len=query_len,
+             device=where)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+def test_real_rows_are_bitwise_the_same_whatever_the_padding_rows_hold(where, rows):
+    plain = case(*rows, pad_tokens=3, pad_reqs=2, device=where)
+    wild = case(*rows, pad_tokens=3, pad_reqs=2, device=where)
+    real = sum(n for n, _ in rows)
+    for x in (wild.q, wild.k, wild.v):
+        x[real:] = NAN
+    wild.meta.block_tables[len(rows) :] = 1
+    a, b = plain.run(), wild.run()
+    assert bits(a[:real]).equal(bits(b[:real])) and b[real:].eq(0).all()
+    assert bits(plain.k_cache).equal(bits(wild.k_cache))
+    assert bits(plain.v_cache).equal(bits(wild.v_cache))
+
+
+def test_unused_slots_may_hold_anything(where):
+    """The case's unwritten slots are NaN already; infinities and large numbers hurt as little."""
+    want = naive(case((3, 5), (1, 7), device=where))
+    for poison in (float("inf"), float("-inf"), 1e30):
+        c = case((3, 5), (1, 7), device=where)
+        for cache in (c.k_cache, c.v_cache):
+            cache.nan_to_num_(poison)
+        torch.testing.assert_close(c.run().double().cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_slot_minus_one_writes_nothing_slot_zero_included(where, first):
+    c = case((4, 0), device=where)
+    c.k_cache.view(-1)[:] = torch.arange(c.k_cache.numel(), device=where) + 0.25
+    c.v_cache.copy_(-c.k_cache)
+    slots = torch.tensor([-1, 5, -1, 7] if first else [5, -1, 7, -1], device=where)
+    before, c.meta = c.k_cache.clone(), c.meta._replace(slot_mapping=slots)
+    c.run()
+    changed = (c.k_cache != before).flatten(2).any(2).flatten().nonzero().flatten().tolist()
+    assert changed == [5, 7]
+    written = c.k_cache.view(-1, *c.k.shape[1:])
+    assert torch.equal(written[5], c.k[first]) and torch.equal(written[7], c.k[first + 2])
+
+
+@pytest.mark.parametrize("poison", [NAN, -0.0, 3.5])
+def test_a_batch_of_nothing_but_padding_leaves_the_cache_bitwise_alone(where, poison):
+    c = case((4, 0), device=where)
+    c.k_cache[:] = poison
+    c.v_cache[:] = poison
+    before = c.k_cache.clone()
+    c.meta = AttentionMeta(
+        slot_mapping=torch.full((4,), -1, device=where),
+        seq_lens=torch.zeros(1, dtype=torch.int32, device=where),
+        query_start_loc=torch.zeros(2, dtype=torch.int32, device=where),
+        block_tables=torch.zeros_like(c.meta.block_tables),
+    )
+    out = c.run()
+    assert bits(c.k_cache).equal(bits(before)) and bits(c.v_cache).equal(bits(before))
+    assert out.eq(0).all()
+
+
+def test_slot_zero_is_a_slot_like_any_other(where):
+    c = case((2, 0), device=where)
+    c.meta = c.meta._replace(
+        slot_mapping=torch.tensor([0, 1], device=where),
+        block_tables=torch.zeros_like(c.meta.block_tables),
+    )
+    c.run()
+    assert torch.equal(c.k_cache.view(-1, *c.k.shape[1:])[:2], c.k)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 0.3])
+def test_a_scale_of_ones_own(where, scale):
+    check(case((3, 5), (1, 7), device=where), scale=scale)
+
+
+def test_the_default_scale_is_one_over_the_root_of_head_dim(where):
+    a, b = case((3, 5), device=where), case((3, 5), device=where)
+    assert torch.equal(a.run(), b.run(scale=8**-0.5))
+
+
+def test_a_prefill_in_chunks_equals_the_prefill_in_one(where):
+    whole = case((9, 0), device=where)
+    want = whole.run()
+    parts = case((9, 0), device=where)
+    got = []
+    for a, b in ((0, 4), (4, 5), (5, 9)):
+        meta = AttentionMeta(
+            parts.meta.slot_mapping[a:b],
+            torch.tensor([b], dtype=torch.int32, device=where),
+            torch.tensor([0, b - a], dtype=torch.int32, device=where),
+            parts.meta.block_tables,
+        )
+        q, k, v = (x[a:b] for x in (parts.q, parts.k, parts.v))
+        got.append(attention(q, k, v, (parts.k_cache, parts.v_cache), meta)[0])
+    torch.testing.assert_close(torch.cat(got), want, atol=1e-6, rtol=1e-5)
+    assert bits(parts.k_cache).equal(bits(whole.k_cache))
+
+
+def test_a_token_sees_no_later_token_of_its_own_step(where):
+    a, b = case((6, 2), device=where), case((6, 2), device=where)
+    b.k[4:], b.v[4:] = 100.0, NAN
+    assert torch.equal(a.run()[:4], b.run()[:4])
+
+
+def test_a_request_sees_no_other(where):
+    a, b = case((3, 2), (3, 2), device=where), case((3, 2), (3, 2), device=where)
+    b.k[3:], b.v[3:] = 100.0, NAN
+    assert torch.equal(a.run()[:3], b.run()[:3])
+
+
+def test_a_cache_of_lower_precision_rounds_what_it_holds(where):
+    c = case((3, 5), (1, 7), device=where)
+    c.k_cache, c.v_cache = c.k_cache.bfloat16(), c.v_cache.bfloat16()
+    check(c)
+
+
+def test_the_cache_comes_back_as_it_was_passed():
+    c = case((3, 0))
+    kv = [c.k_cache, c.v_cache]
+    _, back = attention(c.q, c.k, c.v, kv, c.meta)
+    assert back is kv
+
+
+def test_meta_may_be_anything_with_the_fields():
+    c, d = case((3, 5)), case((3, 5))
+
+    class Loose:
+        slot_mapping, seq_lens, query_start_loc, block_tables = d.meta
+        other = "whatever"
+
+    d.meta = Loose  # type: ignore[assignment]
+    assert torch.equal(c.run(), d.run())
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_a_gradient_is_refused_not_silently_zero(which: str):
+    c = case((3, 5))
+    setattr(c, which, getattr(c, which).requires_grad_())
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        c.run()
+    with torch.no_grad():
+        assert c.run().isfinite().all()
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
+
+def test_the_default_backend_is_reference_and_captures_any_batch():
+    backend = primitive("attention").backend()
+    assert backend.name == "reference" and backend is primitive("attention").backend("reference")
+    assert backend.support(None) is fg.Support.ALWAYS
+    assert "fngraph::attention" in PRIMITIVES and "reference" in repr(primitive("attention"))
+
+
+def test_an_unknown_backend_lists_those_there_are_and_the_nearest():
+    with pytest.raises(
+        BackendError, match=r"'attention'.*'refrence'.*'reference'.*mean 'reference'"
+    ):
+        primitive("attention").backend("refrence")
+
+
+def test_an_unknown_primitive_lists_those_there_are():
+    with pytest.raises(BackendError, match=r"'atention'.*attention"):
+        primitive("atention")
+
+
+def test_the_op_has_an_abstract_rule():
+    """With fake tensors it returns nothing, computes nothing, and says what it writes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    c, mode = case((3, 5)), FakeTensorMode()
+    fields = {f: mode.from_tensor(getattr(c, f)) for f in ("q", "k", "v", "k_cache", "v_cache")}
+    fake = dataclasses.replace(c, **fields, meta=AttentionMeta(*map(mode.from_tensor, c.meta)))
+    with mode:
+        out = fake.run()
+    assert out.shape == (3, 4, 8) and out.fake_mode is mode
+    written = [a.name for a in PRIMITIVES["fngraph::attention"].op._schema.arguments if a.is_write]
+    assert written == ["k_cache", "v_cache", "out"]

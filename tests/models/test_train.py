@@ -64,6 +64,22 @@ def test_training_learns_and_repeats_itself(config, flags):
     assert losses[0] == losses[1]
 
 
+def test_the_average_that_did_best_is_kept(config, flags, monkeypatch):
+    data = torch.tensor(list(b"return the value of the attribute. " * 40), dtype=torch.uint8)
+    looks = []  # the average at each look; the second one is said to be the best
+
+    def judge(config, named, text_NS, flags) -> float:
+        looks.append({n: w.clone() for n, w in named.items()})
+        return [3.0, 1.0, 2.0, 2.5][len(looks) - 1]
+
+    monkeypatch.setattr(train, "evaluate", judge)
+    with torch.enable_grad():
+        best, _, _ = train.fit(config, data, train.cut(data, 24), flags)
+    assert len(looks) == flags.looks
+    assert torch.equal(best["embed"], looks[1]["embed"])
+    assert not torch.equal(best["embed"], looks[3]["embed"])
+
+
 def test_dropout_changes_the_update_and_not_the_weights_it_starts_from(config, flags):
     text_NS = torch.randint(256, (2, 25), generator=torch.Generator().manual_seed(2))
     losses = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.recorder import describe
+
+_ABANDONED: list[torch.cuda.CUDAGraph] = []  # see CudaRecorder._abandon
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,10 +75,12 @@ class CudaRecorder:
                 except BaseException as error:
                     failure = error
                 try:
-                    graph.capture_end()
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                        graph.capture_end()
                 except RuntimeError as error:  # what fn did has invalidated the capture
                     failure = failure or error
-                    self._recover()
+                    self._abandon(graph)
         if failure is not None:
             traceback.clear_frames(failure.__traceback__)  # or it keeps the pool's memory alive
             if not isinstance(failure, Exception):
@@ -85,11 +90,13 @@ class CudaRecorder:
             raise CaptureError(f"the capture failed: {describe(failure)}") from failure
         return CudaRecording(graph), result
 
-    def _recover(self) -> None:
-        """Undo what a failed `capture_end` leaves behind up to torch 2.13.
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Undo what a failed `capture_end` leaves behind up to torch 2.13, as far as one can.
 
-        The allocator goes on allocating into the pool, a reference to the pool is lost, and the
-        random generator believes that it is being captured until a capture ends well.
+        The device's allocator goes on allocating into the pool, which is ended here. So does the
+        allocator of pinned memory, which cannot be told; hence a new pool for what comes, and
+        the graph is kept, since that allocator points into it. The random generator believes
+        that it is being captured until a capture ends well, as the anchor's does.
         """
         assert self.device.index is not None
         try:
@@ -97,7 +104,9 @@ class CudaRecorder:
         except RuntimeError:  # a torch that has cleaned up by itself
             return
         torch._C._cuda_releasePool(self.device.index, self.pool)
-        self._capture_nothing()
+        _ABANDONED.append(graph)
+        self.pool = torch.cuda.graph_pool_handle()
+        self._anchor = self._capture_nothing()
 
     def _capture_nothing(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -108,7 +108,7 @@ def plan_encoder(
 
     Raises:
         SizesError: the range is empty and something must be derived from it; budgets that are
-            not ascending; more items than the smallest budget has tokens.
+            not ascending; more items than the smallest budget has tokens; negative frames.
 
     Source: vLLM 0.33, `EncoderCudaGraphManager`.
     """
@@ -137,6 +137,8 @@ def plan_encoder(
             for name, path in paths.items()
         }
     frames = items * frames_per_item if max_frames is None else max_frames
+    if frames < 0:
+        raise SizesError(f"{frames} frames a graph. Pass max_frames=0 where there is no video.")
     return EncoderPlan(chosen, path_budgets, items, frames)
 
 

@@ -112,7 +112,7 @@ def _spec(number: int, line: str) -> BatchSpec:
         fields = json.loads(line)
         fields["host"] = HostBounds(*fields.get("host", ()))
         return BatchSpec(**fields)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise SpecError(
             f"Line {number} of the flight is not a spec: {line!r} ({error})."
         ) from error

@@ -70,17 +70,16 @@ def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> 
     sums, frames = (0,) * len(ladder), 0
     for at in sorted(range(len(known)), key=lambda at: sum(known[at].tokens)):
         item = known[at]
-        joined = tuple(map(sum, zip(sums, item.tokens)))
-        fits = all(total <= budgets[-1] for total, budgets in zip(joined, ladder))
-        fits = fits and (not item.frames or frames + item.frames <= plan.max_frames)
+        joined, shown = tuple(map(sum, zip(sums, item.tokens))), frames + item.frames
         if (
             batches
-            and fits
             and len(batches[-1]) < plan.max_items
+            and shown <= plan.max_frames
+            and all(total <= budgets[-1] for total, budgets in zip(joined, ladder))
             and not any(map(_defer, sums, item.tokens, ladder))
         ):
             batches[-1].append(at)
-            sums, frames = joined, frames + item.frames
+            sums, frames = joined, shown
         else:
             batches.append([at])
             sums, frames = item.tokens, item.frames
@@ -117,10 +116,11 @@ def _defer(total: int, tokens: int, budgets: Budgets) -> bool:
 
 
 def _runs(batch: Sequence[int], items: Sequence[Item], plan: EncoderPlan) -> Iterable[Run]:
+    held = sum(items[at].frames for at in batch) <= plan.max_frames
     for i, (path, budgets) in enumerate(plan.path_budgets.items()):
         total = sum(items[at].tokens[i] for at in batch)
         if total:
-            yield Run(path, tuple(batch), fit(total, budgets))
+            yield Run(path, tuple(batch), fit(total, budgets) if held else None)
 
 
 class Balance(NamedTuple):

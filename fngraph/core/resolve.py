@@ -129,7 +129,9 @@ def _by_model(
     declined: dict[Mode, Mode] = {Mode.PIECEWISE: Mode.NONE, Mode.FULL_AND_PIECEWISE: Mode.FULL}
     none = dict.fromkeys(Mode, Mode.NONE)
     no_full: dict[Mode, Mode] = {mode: Mode.PIECEWISE for mode in Mode if mode.decode is Mode.FULL}
-    decode = {mode: Mode.FULL_DECODE_ONLY for mode in Mode if mode is not Mode.NONE}
+    decode: dict[Mode, Mode] = {
+        mode: Mode.FULL_DECODE_ONLY for mode in Mode if mode is not Mode.NONE
+    }
     steps: tuple[tuple[bool, dict[Mode, Mode], str], ...] = (
         (eager, none, "eager=True"),
         (cut == "no", no_cut, "nothing can cut the graph at attention"),

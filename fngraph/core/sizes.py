@@ -68,7 +68,7 @@ def check_sizes(sizes: Iterable[int], limits: Limits | None = None) -> Sizes:
     """
     sizes = tuple(sizes)
     if not sizes:
-        raise SizesError("The ladder is empty. Pass sizes=default_sizes(limits), or modes='NONE'.")
+        raise SizesError("The ladder is empty. Pass sizes=default_sizes(limits).")
     odd = [size for size in sizes if type(size) is not int or size < 1]
     if odd:
         raise SizesError(f"Size {odd[0]!r} is not a positive integer. Drop it from the ladder.")
@@ -145,20 +145,22 @@ def ladders(
         raise SizesError(f'beyond={beyond!r} is unknown. Pass beyond="cut" or beyond="drop".')
     if query_lens:
         check_query_lens(query_lens)
-    mixed = _shared(sizes, query_lens) if align == "all" and query_lens else sizes
+    cut, shared = beyond == "cut", align == "all" and len(query_lens) > 0
+    mixed = _shared(sizes, query_lens, cut) if shared else sizes
     uniform = []
     for query_len in query_lens:
         most = min(max_reqs, mixed[-1] // query_len) * query_len
-        rungs = {_round_up(size, query_len) for size in mixed}
-        kept = {min(size, most) for size in rungs if size <= most or beyond == "cut"} - {0}
-        uniform.append((query_len, tuple(sorted(kept))))
+        rungs = [up for size in mixed if (up := _round_up(size, query_len)) == size or not shared]
+        uniform.append((query_len, _at_most(most, rungs, cut)))
     return Ladders(mixed, tuple(uniform))
 
 
-def _shared(sizes: Sizes, query_lens: Sequence[int]) -> Sizes:
-    """Every rounding of every size that stays below the largest; else the query lengths."""
+def _shared(sizes: Sizes, query_lens: Sequence[int], cut: bool) -> Sizes:
+    """Every rounding of every size up to the largest; if there is none, the query lengths."""
     top = sizes[-1]
-    rungs = {up for q in query_lens for size in sizes if (up := _round_up(size, q)) <= top}
+    rungs: set[int] = set()
+    for q in query_lens:
+        rungs.update(_at_most(top // q * q, [_round_up(size, q) for size in sizes], cut))
     rungs = rungs or {q for q in query_lens if q <= top}
     if not rungs:
         q = min(query_lens)
@@ -166,6 +168,11 @@ def _shared(sizes: Sizes, query_lens: Sequence[int]) -> Sizes:
             f"No size up to {top} is a multiple of query_len={q}. Pass a ladder that reaches {q}."
         )
     return tuple(sorted(rungs))
+
+
+def _at_most(most: int, rungs: Iterable[int], cut: bool) -> Sizes:
+    """The rungs up to `most`, ascending; larger ones are lowered to it, or left out."""
+    return tuple(sorted({min(size, most) for size in rungs if size <= most or cut} - {0}))
 
 
 def _round_up(size: int, multiple: int) -> int:

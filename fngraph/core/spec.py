@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 from fngraph.core.descriptor import BatchDescriptor, Extra, ExtraLike, changed, sorted_extra
+from fngraph.core.text import count
 from fngraph.errors import SpecError
 
 
@@ -80,10 +81,14 @@ class BatchSpec(_SpecTuple):
             type(num_tokens) is int
             and type(num_reqs) is int
             and num_tokens >= num_reqs > 0
-            and (query_len is None or num_tokens == num_reqs * query_len)
-            and not extra
+            and (
+                query_len is None or (type(query_len) is int and num_tokens == num_reqs * query_len)
+            )
             and type(adapters) is int
             and adapters >= 0
+            and (cascade is False or cascade is True)
+            and (encoder_outputs is False or encoder_outputs is True)
+            and not extra
         ):
             counts = (num_tokens, num_reqs, query_len, adapters, cascade, encoder_outputs)
             return tuple.__new__(cls, (*counts, (), host))
@@ -112,23 +117,29 @@ def _counts(
     query_len = None if query_len is None else _whole("query_len", query_len)
     adapters = _whole("adapters", adapters)
     if num_tokens < 1:
-        _refuse(f"num_tokens={num_tokens}: a step runs at least one token", "skip empty steps")
-    if num_reqs < 1:
-        _refuse(f"num_reqs={num_reqs}: a step serves at least one request", "skip empty steps")
-    if adapters < 0:
-        _refuse(f"adapters={adapters} is negative", "pass adapters=0 for a batch without any")
-    if query_len is not None and num_tokens != num_reqs * query_len:
-        tokens = f"{num_reqs} request{'s' * (num_reqs != 1)} make {num_reqs * query_len} tokens"
         raise SpecError(
-            f"BatchSpec(query_len={query_len}) says every request has {query_len} "
-            f"token{'s' * (query_len != 1)}, so {tokens}, but num_tokens={num_tokens}. "
-            f"Pass query_len=None for a mixed batch."
+            f"BatchSpec(num_tokens={num_tokens}) is an empty step. Skip steps without tokens."
+        )
+    if num_reqs < 1:
+        raise SpecError(
+            f"BatchSpec(num_reqs={num_reqs}) serves no request. Skip steps without requests."
+        )
+    if adapters < 0:
+        raise SpecError(
+            f"BatchSpec(adapters={adapters}) is below zero. "
+            "Pass adapters=0 for a batch without any."
+        )
+    if query_len is not None and num_tokens != num_reqs * query_len:
+        raise SpecError(
+            f"BatchSpec(query_len={query_len}) says every request has {count(query_len, 'token')}, "
+            f"so {count(num_reqs, 'request')} make{'s' * (num_reqs == 1)} "
+            f"{count(num_reqs * query_len, 'token')}, but num_tokens={num_tokens}. "
+            "Pass query_len=None for a mixed batch."
         )
     if num_reqs > num_tokens:
-        _refuse(
-            f"num_reqs={num_reqs} is more than num_tokens={num_tokens}, yet every request brings "
-            "at least one token",
-            "count only the requests scheduled in this step",
+        raise SpecError(
+            f"BatchSpec(num_tokens={num_tokens}, num_reqs={num_reqs}) has more requests than "
+            "tokens, and each brings at least one. Count only the requests of this step."
         )
     return num_tokens, num_reqs, query_len, adapters
 
@@ -141,7 +152,3 @@ def _whole(name: str, value: Any) -> int:
             f"{name}={value!r} is not a host integer. Pass {name}=int(...); a tensor is read "
             "before the step, not in it."
         ) from None
-
-
-def _refuse(rule: str, fix: str) -> NoReturn:
-    raise SpecError(f"BatchSpec({rule}). Fix: {fix}.")

@@ -1,0 +1,52 @@
+"""`fngraph.core` stands alone: no torch, the names it lists, and examples that hold."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fngraph.core
+
+MODULES = [module.name for module in pkgutil.iter_modules(fngraph.core.__path__)]
+
+
+def run(code: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_core_brings_neither_torch_nor_numpy():
+    heavy = "sorted({'torch', 'numpy', 'optree', 'rich', 'matplotlib'} & set(sys.modules))"
+    assert run(f"import sys, fngraph.core; print({heavy})") == "[]"
+
+
+def test_the_test_above_would_notice(tmp_path):
+    (tmp_path / "torch.py").write_text("")
+    planted = "import sys, fngraph.core, torch; print('torch' in sys.modules)"
+    assert run(planted, PYTHONPATH=f"{tmp_path}:{Path.cwd()}") == "True"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings(module):
+    found = doctest.testmod(importlib.import_module(f"fngraph.core.{module}"))
+    assert not found.failed
+
+
+def test_all_lists_exactly_what_is_imported():
+    names = {name for name in vars(fngraph.core) if not name.startswith("_")}
+    assert set(fngraph.core.__all__) <= names
+    public = {
+        name
+        for name in names
+        if getattr(getattr(fngraph.core, name), "__module__", "").startswith("fngraph.core")
+    }
+    assert public == set(fngraph.core.__all__) - {"trees"}
+    assert list(fngraph.core.__all__) == sorted(fngraph.core.__all__)

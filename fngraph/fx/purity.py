@@ -20,7 +20,6 @@ from fngraph.errors import (
     HostSyncError,
     MutationError,
     RandomError,
-    short_path,
     user_line,
 )
 from fngraph.fx.leaves import Leaf, Role
@@ -41,22 +40,13 @@ class PurityMode(TorchDispatchMode):
     Args:
         owners: storage key to the leaf that was passed in with that storage.
         names: `id(tensor)` to the name under which `forward` can see a real tensor.
-        env: the trace's sizes; a guard that appears during an op gets that op's line.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, owners: Mapping[int, Leaf], names: Mapping[int, str], env: Any) -> None:
+    def __init__(self, owners: Mapping[int, Leaf], names: Mapping[int, str]) -> None:
         super().__init__()
-        self.owners, self.names, self.env = owners, names, env
-        self._guard_lines: list[str | None] = []
-
-    def line_of(self, index: int, guard: Any) -> str:
-        """The user's line of `env.guards[index]`: an op's, else the Python that asked."""
-        if index < len(self._guard_lines) and (line := self._guard_lines[index]) is not None:
-            return line
-        asked = guard.sloc.framework_loc
-        return f"{short_path(asked.filename)}:{asked.lineno}" if asked else "forward"
+        self.owners, self.names = owners, names
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -83,9 +73,7 @@ class PurityMode(TorchDispatchMode):
         if func not in _LITERALS:
             self._check_closures(line, args, kwargs)
         self._check_writes(line, func, args, kwargs)
-        self._guard_lines += [None] * (len(self.env.guards) - len(self._guard_lines))
         result = func(*args, **kwargs)
-        self._guard_lines += [line] * (len(self.env.guards) - len(self._guard_lines))
         if _leaves_device(func, args, result):
             raise HostSyncError(
                 f"{line}: forward moves a tensor to the host (.cpu(), .to('cpu')), and a graph "

@@ -1,36 +1,29 @@
 """Trace a function over flat leaves to an fx graph, with only T and R symbolic.
 
-The example has no data: fake tensors, made from the leaves' specs, in which T and R are symbols
-whose hints differ, so that they never share one. `specialize_zero_one` stays on and hints are
-above one: torch then records no guard at 0 or 1, and the graph serves N = 1 as well.
+The example has no data: it is made of fake tensors, from the leaves' specs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fngraph.core import Dim, Limits
 from fngraph.core.trees import paths
-from fngraph.errors import HostSyncError, OutputError, user_line
+from fngraph.errors import ClosureError, HostSyncError, OutputError, RandomError, user_line
 from fngraph.fx.constants import hoist
-from fngraph.fx.guards import Guard, check_fixed
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.purity import PurityMode, storage_key, visible_tensors
-
-# Example sizes. Small, so that a table of some length is not clamped where Limits allow less than
-# it; primes that are no dim of a leaf, so that nothing meets them by chance.
-_PRIMES = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
+from fngraph.fx.sizes import Guard, Sizes, lettered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +54,6 @@ class Graph:
             guard.check(limits)
 
 
-def lettered(expr: Any, symbols: Mapping[Any, str]) -> Any:
-    """A sympy expression with T and R for torch's own symbols."""
-    return expr.xreplace({symbol: sympy.Symbol(letter) for symbol, letter in symbols.items()})
-
-
 def trace(
     flat_fn: Callable[[list[torch.Tensor]], list[Any]],
     leaves: Sequence[Leaf],
@@ -85,24 +73,21 @@ def trace(
     Raises:
         PurityError: see its subclasses; with the user's line.
     """
-    env = ShapeEnv(specialize_zero_one=True, duck_shape=False)
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=False)
-    sizes = {letter: _symint(env, letter, hint) for letter, hint in _hints(leaves).items()}
-    symbols = {size.node.expr: letter for letter, size in sizes.items()}
+    sizes = Sizes(limits, [n for leaf in leaves if leaf.spec for n in leaf.spec.shape])
+    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=False)
     with torch.inference_mode(False), mode:
-        fakes = [leaf.fake({**limits.dims, **sizes}) for leaf in leaves]
+        fakes = [leaf.fake({**limits.dims, **sizes.letters}) for leaf in leaves]
     owners = {storage_key(fake): leaf for fake, leaf in zip(fakes, leaves)}
 
-    purity = PurityMode(owners, visible_tensors(source), env)
-
     def traced(*flat: torch.Tensor) -> list[Any]:
-        with purity:
+        with PurityMode(owners, visible_tensors(source)):
             outputs = flat_fn(list(flat))
-        _check_tensors(outputs, paths(found["tree"], "output"))
+            _check_tensors(outputs, paths(found["tree"], "output"))
         return outputs
 
     with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta():
-        with enable_python_dispatcher():  # else F.pad with a symbolic size crashes
+        with enable_python_dispatcher(), _no_python_random():
+            # the dispatcher, because F.pad with a symbolic size crashes without
             try:
                 gm = make_fx(traced)(*fakes)
             except RuntimeError as error:
@@ -112,29 +97,21 @@ def trace(
                         "with .numpy(), where a graph would freeze it. Stay in torch"
                     ) from error
                 raise
-    constants = hoist(gm)
-    guards = tuple(
-        Guard(lettered(guard.expr, symbols), purity.line_of(i, guard))
-        for i, guard in enumerate(env.guards)
-    )
-    fixed = [guard.line for guard, g in zip(guards, env.guards) if g.expr.func is sympy.Eq]
-    check_fixed(env.replacements, symbols, (fixed or ["forward"])[-1])
-    graph = Graph(gm, symbols, constants, guards)
-    graph.check_limits(limits)
+    sizes.check_fixed()
+    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(sizes.guards_asked))
     _check_outputs(gm, owners)
     return graph
 
 
-def _hints(leaves: Sequence[Leaf]) -> dict[str, int]:
-    met = {size for leaf in leaves if leaf.spec is not None for size in leaf.spec.shape}
-    free = [p for p in _PRIMES if p not in met]
-    return {"T": free[1], "R": free[0]}  # different, so that T and R never share a symbol
-
-
-def _symint(env: ShapeEnv, letter: str, hint: int) -> Any:
-    source = ConstantSource(letter)
-    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    return env.create_symintnode(symbol, hint=hint, source=source)
+@contextlib.contextmanager
+def _no_python_random() -> Iterator[None]:
+    before = random.getstate()
+    yield
+    if random.getstate() != before:
+        raise RandomError(
+            "forward draws from Python's random module, and a graph would freeze the number. "
+            "Pass it in as a tensor"
+        )
 
 
 def _check_tensors(outputs: Sequence[Any], names: Sequence[str]) -> None:
@@ -143,6 +120,11 @@ def _check_tensors(outputs: Sequence[Any], names: Sequence[str]) -> None:
             raise OutputError(
                 f"forward returns {path} = {value!r}, a {type(value).__name__}, which a graph "
                 "would freeze. Return tensors only; sizes are known from batch.spec outside"
+            )
+        if not isinstance(value, FakeTensor):
+            raise ClosureError(
+                f"forward returns {path}, {tuple(value.shape)} {value.dtype}, which was not passed "
+                "to it. Make it an argument, and return a copy of it: x.clone()"
             )
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.core import trees
+from fngraph.ops import Backend
+from fngraph.ops.primitive import define
 
 V, E, H, K, D, S, B = 11, 8, 4, 2, 2, 4, 3
 LIMITS = fg.Limits(max_tokens=16, max_reqs=4, B=B)
@@ -146,3 +148,30 @@ def assert_trees(got: Any, want: Any, **tolerance: Any) -> None:
     tolerance = tolerance or {"atol": 0, "rtol": 0}
     for a, b in zip(leaves(got), leaves(want)):
         torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
+
+
+# --- a primitive without a cache ------------------------------------------------------------------
+
+
+def _run_double(x: Tensor, out: Tensor, factor: float, *, config: Any, host: Any) -> None:
+    DOUBLE_ROWS.append(len(x))
+    out.copy_(x * factor)
+
+
+DOUBLE_ROWS: list[int] = []
+"""Rows of each call of `double`'s backend, for tests that ask what it was given."""
+
+DOUBLE = define(
+    "toy_double",
+    "(Tensor x, Tensor(a!) out, float factor)",
+    configure=lambda x, out, factor: (x.dtype, factor),
+    call=lambda backend, args, config, host: backend.run(*args, config=config, host=host),
+    default=Backend("plain", _run_double, support=lambda config: fg.Support.ALWAYS),
+)
+
+
+def double(x: Tensor, out: Tensor | None = None, factor: float = 2.0) -> Tensor:
+    """x * factor, by a primitive."""
+    out = torch.zeros_like(x) if out is None else out
+    DOUBLE.op(x, out, factor)
+    return out

@@ -1,0 +1,133 @@
+"""Dispatch, to look at: a whole table as a picture, and one decision as a rich table.
+
+The picture shows tokens by requests, coloured by what a batch there runs as; the paler the colour,
+the more of the step is padding. Below it, a strip for each query length of uniform batches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fngraph.core import BatchSpec, DispatchTable, Explanation, Mode, dispatch
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+    import rich.table
+
+COLORS = {
+    Mode.FULL: (0.12, 0.37, 0.66),
+    Mode.PIECEWISE: (0.90, 0.45, 0.10),
+    Mode.NONE: (0.55, 0.55, 0.55),
+}
+PALEST = 0.25
+"""Strength of the colour of a step that is all padding; 1 for one without any."""
+
+
+class Cell(NamedTuple):
+    """What one batch runs as, and the share of its step that is padding."""
+
+    mode: Mode
+    padding: float
+
+
+def mixed_grid(
+    table: DispatchTable, max_tokens: int, max_reqs: int, adapters: int = 0
+) -> list[list[Cell | None]]:
+    """`grid[reqs - 1][tokens - 1]`: mixed batches; None where requests outnumber tokens."""
+    return [
+        [
+            _cell(table, BatchSpec(tokens, reqs, adapters=adapters)) if reqs <= tokens else None
+            for tokens in range(1, max_tokens + 1)
+        ]
+        for reqs in range(1, max_reqs + 1)
+    ]
+
+
+def uniform_strip(
+    table: DispatchTable, query_len: int, max_tokens: int, max_reqs: int, adapters: int = 0
+) -> list[Cell | None]:
+    """`strip[tokens - 1]`: uniform batches; None where no whole number of requests makes them."""
+    return [
+        _cell(table, BatchSpec(tokens, tokens // query_len, query_len, adapters))
+        if tokens % query_len == 0 and tokens // query_len <= max_reqs
+        else None
+        for tokens in range(1, max_tokens + 1)
+    ]
+
+
+def draw_table(
+    table: DispatchTable,
+    *,
+    max_tokens: int | None = None,
+    max_reqs: int | None = None,
+    adapters: int = 0,
+) -> matplotlib.figure.Figure:
+    """The picture of `table`, without pyplot's global state. In a notebook, the last line shows it.
+
+    Args:
+        max_tokens: the right edge; None: a little beyond the largest key.
+        max_reqs: the upper edge; None: the table's limit, or the right edge if that is less.
+        adapters: of all batches shown.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    right = max_tokens or max(table.top + table.top // 8, 8)
+    upper = max_reqs or min(table.limits.max_reqs, right)
+    lengths = sorted({key.query_len for key in table.full if key.query_len is not None})
+    figure = Figure(figsize=(9, 3.6 + 0.45 * len(lengths)), layout="constrained")
+    rows = figure.subplots(
+        1 + len(lengths), sharex=True, squeeze=False, height_ratios=[8, *[1] * len(lengths)]
+    )
+    axes = [axis for (axis,) in rows]
+    _paint(axes[0], mixed_grid(table, right, upper, adapters))
+    axes[0].set(title=repr(table), ylabel="requests (mixed)")
+    for axis, query_len in zip(axes[1:], lengths):
+        strip = uniform_strip(table, query_len, right, table.limits.max_reqs, adapters)
+        _paint(axis, [[cell or _next(strip, i) for i, cell in enumerate(strip)]])
+        axis.set_yticks([])
+        axis.set_ylabel(f"{query_len} each", rotation=0, ha="right", va="center")
+    axes[-1].set_xlabel("tokens; the paler, the more padding")
+    patches = [Patch(color=color, label=str(mode)) for mode, color in COLORS.items()]
+    axes[0].legend(handles=patches, loc="upper left")
+    return figure
+
+
+def explanation_table(explanation: Explanation) -> rich.table.Table:
+    """One decision: the chosen key first, then each other key and the field that ruled it out."""
+    from rich.table import Table
+
+    mode, key, reason = explanation.chosen
+    shown = Table(title=repr(explanation.spec), title_justify="left")
+    for name in ("mode", "key", "field", "why"):
+        shown.add_column(name)
+    shown.add_row(str(mode), repr(key), "", reason, style="bold green")
+    for other in explanation.others:
+        style = "" if other.field is None else "dim"
+        shown.add_row(
+            str(other.mode), repr(other.descriptor), other.field or "", other.why, style=style
+        )
+    return shown
+
+
+def _cell(table: DispatchTable, spec: BatchSpec) -> Cell:
+    mode, key, _ = dispatch(table, spec)
+    return Cell(mode, 1 - spec.num_tokens / key.num_tokens)
+
+
+def _next(strip: list[Cell | None], at: int) -> Cell | None:
+    """Token counts between two uniform batches are drawn like the next one."""
+    return next((cell for cell in strip[at:] if cell is not None), None)
+
+
+def _paint(axis: Any, cells: list[list[Cell | None]]) -> None:
+    image = [[_rgb(cell) for cell in row] for row in cells]
+    extent = (0.5, len(cells[0]) + 0.5, 0.5, len(cells) + 0.5)
+    axis.imshow(image, origin="lower", aspect="auto", interpolation="nearest", extent=extent)
+
+
+def _rgb(cell: Cell | None) -> tuple[float, ...]:
+    if cell is None:
+        return (1.0, 1.0, 1.0)
+    strength = 1 - (1 - PALEST) * cell.padding
+    return tuple(1 - strength * (1 - part) for part in COLORS[cell.mode])

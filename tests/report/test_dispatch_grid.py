@@ -1,0 +1,66 @@
+"""`fngraph.report.dispatch_grid`: what the picture says, cell by cell, and that it is drawn."""
+
+import io
+
+import pytest
+
+from fngraph.core import BatchSpec, Limits, Mode, build_table, explain, ladders
+from fngraph.report.dispatch_grid import (
+    COLORS,
+    draw_table,
+    explanation_table,
+    mixed_grid,
+    uniform_strip,
+)
+
+TABLE = build_table("FULL_AND_PIECEWISE", ladders((2, 4), (1, 2), 3), Limits(64, 3))
+
+
+def test_mixed_cells_are_what_dispatch_says():
+    grid = mixed_grid(TABLE, max_tokens=5, max_reqs=3)
+    assert [[cell and cell.mode.name[0] for cell in row] for row in grid] == [
+        ["P", "P", "P", "P", "N"],
+        [None, "P", "P", "P", "N"],
+        [None, None, "P", "P", "N"],
+    ]
+    assert [cell.padding for cell in grid[0]] == [0.5, 0.0, 0.25, 0.0, 0.0]
+
+
+def test_uniform_cells_are_what_dispatch_says():
+    ones = uniform_strip(TABLE, 1, max_tokens=5, max_reqs=3)
+    assert [cell and cell.mode for cell in ones] == [*[Mode.FULL] * 3, None, None]
+    twos = uniform_strip(TABLE, 2, max_tokens=6, max_reqs=3, adapters=1)
+    assert [cell and cell.mode for cell in twos] == [None, Mode.NONE] * 3
+
+
+def test_picture_has_a_strip_for_each_query_length(tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = draw_table(TABLE)
+    mixed, one, two = figure.axes
+    assert mixed.get_title() == repr(TABLE)
+    assert [axis.get_ylabel() for axis in (one, two)] == ["1 each", "2 each"]
+    image = mixed.images[0].get_array()
+    assert image.shape == (3, 8, 3)
+    assert tuple(image[0, 1]) == pytest.approx(COLORS[Mode.PIECEWISE])  # 2 tokens: no padding
+    assert tuple(image[0, 7]) == pytest.approx(COLORS[Mode.NONE])
+    assert (image[0, 0] > image[0, 1]).all()  # 1 token: half padding, paler
+    assert tuple(image[2, 0]) == (1, 1, 1)  # more requests than tokens
+    assert tuple(two.images[0].get_array()[0, 0]) == pytest.approx(COLORS[Mode.FULL])
+    figure.savefig(tmp_path / "grid.png")
+
+
+def test_picture_of_nothing():
+    pytest.importorskip("matplotlib")
+    empty = build_table("NONE", ladders((1,)), Limits(64, 3))
+    assert draw_table(empty, max_tokens=4, max_reqs=2).axes[0].images[0].get_array().shape == (
+        *(2, 4, 3),
+    )
+
+
+def test_explanation_in_rich():
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(width=120, record=True, file=io.StringIO())
+    console.print(explanation_table(explain(TABLE, BatchSpec(3, 2))))
+    text = console.export_text()
+    assert "BatchSpec(num_tokens=3, num_reqs=2)" in text
+    assert "num_tokens: 2 is less than 3" in text and "PIECEWISE" in text

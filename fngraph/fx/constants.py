@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fngraph.fx.purity import storage_key, written
+from fngraph.fx.leaves import storage_key
+from fngraph.fx.purity import written
 
 aten = torch.ops.aten
 _COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,

@@ -14,8 +14,8 @@ from torch import fx
 
 from fngraph.core.text import table
 from fngraph.errors import DonationError
-from fngraph.fx.leaves import Leaf
-from fngraph.fx.purity import storage_key, written
+from fngraph.fx.leaves import Leaf, same_place, storage_key
+from fngraph.fx.purity import written
 from fngraph.fx.trace import Graph
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ def donate(graph: Graph, leaves: Sequence[Leaf], returns: Mapping[int, int]) -> 
     inputs = [n for n in nodes if n.op == "placeholder"]
     (output,) = (n for n in nodes if n.op == "output")
     results = list(output.args[0])
-    _check(leaves, inputs, results, returns)
+    _check(graph, leaves, inputs, results, returns)
 
     writers = _writers(graph.gm)
     rows, copies = [], {}
@@ -71,7 +71,7 @@ def donate(graph: Graph, leaves: Sequence[Leaf], returns: Mapping[int, int]) -> 
         old, new = inputs[k], results[out]
         lines = writers.get(storage_key(old.meta["val"]), [])
         null_slots = all(line.startswith("fngraph.") for line in lines)
-        if _same_place(old.meta["val"], new.meta["val"]):
+        if same_place(old.meta["val"], new.meta["val"]):
             how = ("in place", f"by {lines[-1]}") if lines else ("unchanged", "returned as it came")
         else:
             op = new.target if new.op == "call_function" else new.op
@@ -84,6 +84,7 @@ def donate(graph: Graph, leaves: Sequence[Leaf], returns: Mapping[int, int]) -> 
 
 
 def _check(
+    graph: Graph,
     leaves: Sequence[Leaf],
     inputs: Sequence[fx.Node],
     results: Sequence[fx.Node],
@@ -91,29 +92,19 @@ def _check(
 ) -> None:
     for k, out in returns.items():
         old, new = inputs[k].meta["val"], results[out].meta["val"]
-        if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+        want, got = _brief(graph, old), _brief(graph, new)
+        if want != got:
+            same_shape = want.partition("[")[2] == got.partition("[")[2]
+            fix = f"new.to({old.dtype})" if same_shape else "index_put or slice_scatter into it"
             raise DonationError(
-                f"the donated leaf {leaves[k].path} is {_brief(old)} but comes back as "
-                f"{_brief(new)}; its new value must fit its buffer. Return the same shape and "
-                f"dtype, e.g. new.to({str(old.dtype)!r}[6:]), or do not donate it"
-                if old.shape == new.shape
-                else f"the donated leaf {leaves[k].path} is {_brief(old)} but comes back as "
-                f"{_brief(new)}; its new value must fit its buffer. Write into the old one "
-                "(index_put, slice_scatter), or do not donate it"
+                f"the donated leaf {leaves[k].path} is {want} but comes back as {got}; its new "
+                f"value must fit its buffer. Make it fit ({fix}), or do not donate it"
             )
 
 
-def _brief(t: torch.Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}@{t.device}"
-
-
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        storage_key(a) == storage_key(b)
-        and a.storage_offset() == b.storage_offset()
-        and a.stride() == b.stride()
-        and a.shape == b.shape
-    )
+def _brief(graph: Graph, t: torch.Tensor) -> str:
+    sizes = ", ".join(graph.dim(n).text for n in t.shape)
+    return f"{str(t.dtype).removeprefix('torch.')}[{sizes}]@{t.device}"
 
 
 def _writers(gm: fx.GraphModule) -> dict[int, list[str]]:

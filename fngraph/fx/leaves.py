@@ -69,3 +69,15 @@ class Leaf:
 
     def __repr__(self) -> str:
         return f"{self.path}: {self.role.value} {self.buffer or self.spec}"
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Which storage a tensor lives in, the same for all its views."""
+    return tensor.untyped_storage()._cdata
+
+
+def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fakes are the same elements of one storage, in the same order."""
+    if storage_key(a) != storage_key(b) or a.storage_offset() != b.storage_offset():
+        return False
+    return a.shape == b.shape and a.stride() == b.stride()

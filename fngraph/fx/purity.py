@@ -6,7 +6,7 @@ for values on the host, draw from a global generator, or write what it was not g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,16 +22,11 @@ from fngraph.errors import (
     RandomError,
     user_line,
 )
-from fngraph.fx.leaves import Leaf, Role
+from fngraph.fx.leaves import Leaf, Role, storage_key
 
 aten = torch.ops.aten
 _LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor([1., 2.])
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Which storage a tensor lives in, the same for all its views."""
-    return tensor.untyped_storage()._cdata
 
 
 class PurityMode(TorchDispatchMode):
@@ -40,13 +35,19 @@ class PurityMode(TorchDispatchMode):
     Args:
         owners: storage key to the leaf that was passed in with that storage.
         names: `id(tensor)` to the name under which `forward` can see a real tensor.
+        check_sizes: called with the line after each op, to see whether it has fixed a size.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, owners: Mapping[int, Leaf], names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        owners: Mapping[int, Leaf],
+        names: Mapping[int, str],
+        check_sizes: Callable[[str], None],
+    ) -> None:
         super().__init__()
-        self.owners, self.names = owners, names
+        self.owners, self.names, self.check_sizes = owners, names, check_sizes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -74,6 +75,7 @@ class PurityMode(TorchDispatchMode):
             self._check_closures(line, args, kwargs)
         self._check_writes(line, func, args, kwargs)
         result = func(*args, **kwargs)
+        self.check_sizes(line)
         if _leaves_device(func, args, result):
             raise HostSyncError(
                 f"{line}: forward moves a tensor to the host (.cpu(), .to('cpu')), and a graph "

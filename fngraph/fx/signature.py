@@ -14,7 +14,7 @@ from torch import fx
 from fngraph.core import Buffer, Dim, buffers_of, host_field, trees
 from fngraph.errors import DonationError, TreeError
 from fngraph.fx.aliases import check_aliases
-from fngraph.fx.leaves import Leaf, Role, TensorSpec
+from fngraph.fx.leaves import Leaf, Role, TensorSpec, same_place
 
 Names = str | int | Iterable[str | int] | None
 
@@ -232,7 +232,7 @@ def _narrow(fits: list[int], olds: list[Any], outputs: Sequence[fx.Node]) -> lis
         s for s in fits
         if all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(olds, news[s]))
     ]  # fmt: skip
-    same = [s for s in alike if all(a is b for a, b in zip(olds, news[s]))]
+    same = [s for s in alike if all(same_place(a, b) for a, b in zip(olds, news[s]))]
     return same or alike
 
 

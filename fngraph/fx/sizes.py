@@ -110,11 +110,11 @@ class Sizes(ShapeEnv):
                 self.guards_asked[guard] = None
         return answer
 
-    def check_fixed(self) -> None:
-        """Raise `BranchError` if torch itself has fixed T or R (jvp and hessian do)."""
+    def check_fixed(self, line: str) -> None:
+        """Raise `BranchError` if torch itself has fixed T or R (iteration, jvp, hessian do)."""
         for symbol, value in self.replacements.items():
             if symbol in self.symbols:
-                refuse_fixed(sympy.Symbol(self.symbols[symbol]), value, "forward")
+                refuse_fixed(sympy.Symbol(self.symbols[symbol]), value, line)
 
 
 def refuse_fixed(expr: Any, value: Any, line: str) -> None:
@@ -160,4 +160,5 @@ def _asked_outside_torch() -> bool:
     if frame.f_globals.get("__name__") != "torch":
         return False
     caller = frame.f_back
-    return caller is not None and not caller.f_globals.get("__name__", "").startswith("torch.")
+    name = "" if caller is None else caller.f_globals.get("__name__", "")
+    return not name.startswith(("torch.", "fngraph.fx"))

@@ -17,6 +17,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fngraph.core import Dim
 from fngraph.core.program import Program, Step, with_drops
+from fngraph.fx.outputs import check_rows
 from fngraph.fx.trace import Graph
 
 
@@ -106,6 +107,8 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
         parts.append(part)
     program = Program(len(inputs), tuple(steps), tuple(slots[n] for n in results))
     dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
+    for node, sizes_of, i in zip(results, dims, outputs):
+        check_rows(node, sizes_of, f"output leaf {i}", graph.dim)
     dtypes = tuple(n.meta["val"].dtype for n in results)
     owned = {n.meta["val"].untyped_storage()._cdata for n in inputs}
     aliased = []

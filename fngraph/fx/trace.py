@@ -8,21 +8,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fngraph.core import Dim, Limits
 from fngraph.core.trees import paths
-from fngraph.errors import ClosureError, HostSyncError, OutputError, RandomError, user_line
+from fngraph.errors import HostSyncError, RandomError, user_line
 from fngraph.fx.constants import hoist
-from fngraph.fx.leaves import Leaf, Role
-from fngraph.fx.purity import PurityMode, storage_key, visible_tensors
+from fngraph.fx.leaves import Leaf, storage_key
+from fngraph.fx.outputs import check_owned, check_values
+from fngraph.fx.purity import PurityMode, visible_tensors
 from fngraph.fx.sizes import Guard, Sizes, lettered
 
 
@@ -80,9 +82,9 @@ def trace(
     owners = {storage_key(fake): leaf for fake, leaf in zip(fakes, leaves)}
 
     def traced(*flat: torch.Tensor) -> list[Any]:
-        with PurityMode(owners, visible_tensors(source)):
+        with PurityMode(owners, visible_tensors(source), sizes.check_fixed):
             outputs = flat_fn(list(flat))
-            _check_tensors(outputs, paths(found["tree"], "output"))
+            check_values(outputs, paths(found["tree"], "output"))
         return outputs
 
     with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta():
@@ -91,16 +93,25 @@ def trace(
             try:
                 gm = make_fx(traced)(*fakes)
             except RuntimeError as error:
-                if ".numpy()" in str(error):  # fakes refuse it, but do not say why
+                if method := _host_method(error):
                     raise HostSyncError(
                         f"{user_line(error.__traceback__)}: forward takes a tensor to the host "
-                        "with .numpy(), where a graph would freeze it. Stay in torch"
+                        f"with .{method}(), where a graph would freeze it. Stay in torch"
                     ) from error
                 raise
-    sizes.check_fixed()
+    sizes.check_fixed("forward")
     graph = Graph(gm, sizes.symbols, hoist(gm), tuple(sizes.guards_asked))
-    _check_outputs(gm, owners)
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    check_owned(output.args[0], paths(found["tree"], "output"), owners)
     return graph
+
+
+def _host_method(error: RuntimeError) -> str | None:
+    """`numpy` or `tolist`, if one of them raised: fakes fail in it, for reasons of their own."""
+    if ".numpy()" in str(error):
+        return "numpy"
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return "tolist" if "tolist" in names else None
 
 
 @contextlib.contextmanager
@@ -112,30 +123,3 @@ def _no_python_random() -> Iterator[None]:
             "forward draws from Python's random module, and a graph would freeze the number. "
             "Pass it in as a tensor"
         )
-
-
-def _check_tensors(outputs: Sequence[Any], names: Sequence[str]) -> None:
-    for path, value in zip(names, outputs):
-        if not isinstance(value, torch.Tensor):
-            raise OutputError(
-                f"forward returns {path} = {value!r}, a {type(value).__name__}, which a graph "
-                "would freeze. Return tensors only; sizes are known from batch.spec outside"
-            )
-        if not isinstance(value, FakeTensor):
-            raise ClosureError(
-                f"forward returns {path}, {tuple(value.shape)} {value.dtype}, which was not passed "
-                "to it. Make it an argument, and return a copy of it: x.clone()"
-            )
-
-
-def _check_outputs(gm: fx.GraphModule, owners: dict[int, Leaf]) -> None:
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    for node in output.args[0]:
-        value = node.meta["val"] if isinstance(node, fx.Node) else node
-        leaf = owners.get(storage_key(value)) if isinstance(value, torch.Tensor) else None
-        if leaf is not None and leaf.role is not Role.DONATED:
-            raise OutputError(
-                f"forward returns {leaf.path} itself or a view of it, which is "
-                f"{leaf.role.value}: its memory is rewritten under the caller's feet. "
-                "Return a copy: x.clone()"
-            )

@@ -6,6 +6,7 @@ cache has N blocks of S tokens, B of them a request.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ def batch(*rows: int | tuple[int, int], query_len: int | None = None, seed: int 
         block_tables=torch.arange(len(new) * B, dtype=torch.int32).view(-1, B),
         spec=fg.BatchSpec(T, len(new), query_len=query_len),
     )
+
+
+def on(batch: Batch, device: Any) -> Batch:
+    """The batch on a device; its spec stays."""
+    moved = {name: getattr(batch, name).to(device) for name in fg.core.buffers_of(Batch)}
+    return dataclasses.replace(batch, **moved)
 
 
 def decode(reqs: int, past: int = 3, seed: int = 0) -> Batch:

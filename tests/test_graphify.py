@@ -1,0 +1,715 @@
+"""`graphify` from the front: a drop-in for `forward`, in every mode, on either recorder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+from toys import FULL, NONE, PIECEWISE
+
+import fngraph as fg
+from fngraph.core import trees
+from fngraph.errors import TreeError
+from models import llama
+
+MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+class Model(NamedTuple):
+    """A toy with arguments on a device."""
+
+    fn: Any
+    params: Any
+    state: Any
+
+    def graphify(self, **options: Any) -> Any:
+        """Over the toys' limits."""
+        options = {"limits": toys.LIMITS, "sizes": toys.SIZES} | options
+        return fg.graphify(self.fn, donate=1, stage="batch", **options)
+
+
+def model(name: str, device: Any = "cpu") -> Model:
+    """ "attend", "tally" or "tally_"."""
+    fn = getattr(toys, name)
+    if name == "attend":
+        trees_of = toys.attention_params(), toys.attention_cache()
+    else:
+        trees_of = toys.tally_params(), toys.tally_state()
+    return Model(fn, *(trees.map_leaves(lambda x: x.to(device), tree) for tree in trees_of))
+
+
+def steps(device: Any = "cpu") -> list[toys.Batch]:
+    """Prefill, chunks, mixed and decode, over requests that go on; sizes on and between rungs."""
+    batches = [
+        toys.batch(3, 5), toys.batch((2, 3), (1, 5), seed=1), toys.decode(2, past=6, seed=2),
+        toys.batch(1), toys.batch((4, 0), (1, 7), 3, 1, seed=3), toys.decode(4, past=8, seed=4),
+        toys.batch(2, 1, seed=5), toys.batch(9, 7, seed=6), toys.decode(1, past=9, seed=7),
+        toys.decode(3, past=10, seed=8),
+    ]  # fmt: skip
+    return [toys.on(batch, device) for batch in batches]
+
+
+@pytest.fixture(params=["attend", "tally", "tally_"])
+def toy(request: pytest.FixtureRequest, device: Any) -> Model:
+    """Each toy, on the recorder's device."""
+    return model(request.param, device)
+
+
+# --- the same as forward --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_every_mode_equals_bare_forward(recorder_name, device, toy: Model, modes: str):
+    fast = toy.graphify(modes=modes, recorder=recorder_name)
+    for batch in steps(device):
+        want, after = toys.bare(*toy, batch)
+        got, back = fast(toy.params, toy.state, batch)
+        assert back is toy.state
+        exact = {} if toy.fn is not toys.attend and device.type == "cpu" else CLOSE
+        toys.assert_trees((got, toy.state), (want, after), **exact)
+    ran = {mode for _, _, mode in fast.stats.counts}
+    resolved = fg.Mode.parse(modes)
+    assert ran == {resolved.decode, resolved.mixed}
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_a_llama_in_every_mode_equals_bare_forward(recorder_name, device, modes: str):
+    config = llama.Config(
+        vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, dim=16, mlp_dim=24
+    )
+    params = llama.init_params(config, device=device)
+    cache = llama.init_cache(config, 4 * toys.B, block_size=toys.S, device=device)
+    fast = fg.graphify(
+        llama.forward, modes=modes, donate="cache", stage="batch", limits=toys.LIMITS,
+        sizes=toys.SIZES, recorder=recorder_name,
+    )  # fmt: skip
+    for toy_batch in steps(device):
+        batch = llama_batch(toy_batch)
+        want, after = toys.bare(llama.forward, params, cache, batch)
+        got, back = fast(params, cache, batch)
+        assert back is cache
+        toys.assert_trees((got, cache), (want, after), **CLOSE)
+    assert fast.stats.steps == len(steps())
+
+
+def llama_batch(b: toys.Batch) -> llama.Batch:
+    """The same requests, with positions, and logits for the last token of each."""
+    ends = b.query_start_loc[1:].long()
+    past = b.seq_lens - b.query_start_loc.diff()
+    owner = torch.searchsorted(
+        ends, torch.arange(b.spec.num_tokens, device=ends.device), right=True
+    )
+    positions = (
+        torch.arange(len(owner), device=ends.device) - b.query_start_loc[owner] + past[owner]
+    )
+    return llama.Batch(
+        b.token_ids, positions.long(), b.slot_mapping, b.seq_lens, b.query_start_loc,
+        b.block_tables, ends - 1, b.spec,
+    )  # fmt: skip
+
+
+def test_a_batch_may_be_on_the_host_or_on_the_device(recorder_name, device, toy: Model):
+    fast, other = toy.graphify(recorder=recorder_name), model(toy.fn.__name__, device)
+    twin = other.graphify(recorder=recorder_name)
+    for batch in steps():
+        got, _ = fast(toy.params, toy.state, batch)
+        want, _ = twin(other.params, other.state, toys.on(batch, device))
+        toys.assert_trees((got, toy.state), (want, other.state))
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_the_cache_changes_at_the_declared_slots_alone(recorder_name, device, modes: str):
+    toy = model("attend", device)
+    for leaf in toys.leaves(toy.state):
+        leaf.fill_(float("nan"))  # what a padding row would spoil, it would have to write
+    fast = toy.graphify(modes=modes, recorder=recorder_name)
+    for batch in (toys.batch(3, 2), toys.decode(3, past=0, seed=9), toys.batch((1, 3), (4, 2), 1)):
+        before = toys.clone(toy.state)
+        fast(toy.params, toy.state, batch)
+        for old, new in zip(toys.leaves(before), toys.leaves(toy.state)):
+            old, new = (x.flatten(0, 1).view(torch.int32) for x in (old, new))
+            changed = (old != new).flatten(1).any(1).nonzero().flatten().tolist()
+            assert changed == sorted(batch.slot_mapping.tolist())
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_the_donated_container_comes_back_with_its_own_memory(recorder_name, device, toy, modes):
+    fast = toy.graphify(modes=modes, recorder=recorder_name)
+    addresses = [x.data_ptr() for x in toys.leaves(toy.state)]
+    ids = [id(x) for x in toys.leaves(toy.state)]
+    for batch in steps(device):
+        _, back = fast(toy.params, toy.state, batch)
+        assert back is toy.state
+        assert [x.data_ptr() for x in toys.leaves(back)] == addresses
+        assert [id(x) for x in toys.leaves(back)] == ids
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_owned_outputs_survive_the_next_calls(recorder_name, device, toy: Model, modes: str):
+    fast = toy.graphify(modes=modes, recorder=recorder_name)
+    kept = []
+    for batch in steps(device):
+        want, _ = toys.bare(*toy, batch)
+        kept.append((fast(toy.params, toy.state, batch)[0], want))
+    spans = [got.untyped_storage().data_ptr() for got, _ in kept]
+    assert len(set(spans)) == len(spans)
+    for got, want in kept:
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+@pytest.mark.parametrize("modes", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_borrowed_outputs_are_views_that_the_next_call_overwrites(
+    recorder_name, device, toy, modes
+):
+    fast = toy.graphify(modes=modes, recorder=recorder_name, outputs="borrow")
+    batches = steps(device)
+    first, _ = fast(toy.params, toy.state, batches[0])
+    seen = first.clone()
+    want, _ = toys.bare(*toy, batches[1])
+    second, _ = fast(toy.params, toy.state, batches[1])
+    assert second.data_ptr() == first.data_ptr()  # "its own" is what one might have expected
+    torch.testing.assert_close(second, want, **CLOSE)
+    assert not torch.equal(first, seen)
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_an_owned_output_can_be_written_without_harm(recorder_name, device, toy, modes: str):
+    fast = toy.graphify(modes=modes, recorder=recorder_name)
+    for batch in steps(device):
+        want, after = toys.bare(*toy, batch)
+        got, _ = fast(toy.params, toy.state, batch)
+        torch.testing.assert_close(got, want, **CLOSE)
+        got.fill_(float("nan"))
+        toys.assert_trees(toy.state, after, **CLOSE)
+
+
+def test_weights_are_read_in_place(recorder_name, device):
+    toy = model("tally", device)
+    fast = toy.graphify(recorder=recorder_name)
+    batch = toys.on(toys.decode(2, 0), device)
+    fast(toy.params, toy.state, batch)
+    toy.params["w"].mul_(3)  # same memory: no recapture, the new numbers count
+    want, _ = toys.bare(*toy, batch)
+    assert torch.equal(fast(toy.params, toy.state, batch)[0], want)
+    assert fast.stats.steps == 2
+
+
+def test_the_batch_may_be_changed_and_dropped_after_the_call(recorder_name, device):
+    toy = model("tally", device)
+    fast = toy.graphify(recorder=recorder_name)
+    batch = toys.on(toys.decode(3, 0), device)
+    want, _ = toys.bare(*toy, batch)
+    got, _ = fast(toy.params, toy.state, batch)
+    batch.token_ids.zero_()
+    del batch
+    assert torch.equal(got, want)
+
+
+# --- lazily, and ahead of time --------------------------------------------------------------------
+
+
+def test_keys_are_captured_when_they_are_first_needed(recorder_name, device):
+    traced = []
+
+    def forward(params: Any, state: Any, batch: Any) -> Any:
+        traced.append(1)
+        return toys.tally(params, state, batch)
+
+    toy = model("tally", device)._replace(fn=forward)
+    fast = toy.graphify(recorder=recorder_name)
+    (captured, seen) = (None, [])
+    for batch in (toys.batch(3), toys.batch(3), toys.decode(3, 0), toys.batch(2, 2), toys.batch(9)):
+        fast(toy.params, toy.state, batch)
+        captured = next(iter(fast._captured.values()))
+        seen.append(len(captured))
+    assert seen == [1, 1, 2, 2, 3] and len(traced) == 1
+    assert list(captured) == [
+        fg.BatchDescriptor(4), fg.BatchDescriptor(4, 4, 1), fg.BatchDescriptor(16)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_bind_and_capture_ahead_of_time(recorder_name, device, toy: Model, modes: str):
+    fast = toy.graphify(modes=modes, limits=None, sizes=toys.SIZES, recorder=recorder_name)
+    step = fast.bind(toy.params).capture(
+        toy.state, toys.LIMITS, batch=toys.batch(1), progress=False
+    )
+    assert len(step) == len(step.table)
+    before = len(step.replays)
+    for batch in steps(device):
+        want, after = toys.bare(*toy, batch)
+        got, back = step(toy.state, batch)
+        assert back is toy.state
+        toys.assert_trees((got, toy.state), (want, after), **CLOSE)
+    assert len(step.replays) == before  # nothing was left to capture
+    assert step.stats.steps == len(steps())
+
+
+def test_a_progress_bar_is_shown_when_asked_for(capsys):
+    toy = model("tally")
+    fast = toy.graphify()
+    fast.bind(toy.params).capture(toy.state, batch=toys.batch(1))
+    assert "capturing on tape" in capsys.readouterr().out
+    fast.bind(toy.params).capture(toy.state, batch=toys.batch(1), progress=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_capture_takes_limits_or_graphifys_own():
+    toy = model("tally")
+    own = toy.graphify(limits=fg.Limits(8, 2, B=toys.B), sizes=(1, 2, 4))
+    bound = own.bind(toy.params)
+    step = bound.capture(toy.state, batch=toys.batch(1), progress=False)
+    assert step.limits == fg.Limits(8, 2, B=toys.B)
+    step = bound.capture(toy.state, toys.LIMITS, batch=toys.batch(1), progress=False)
+    assert step.limits == toys.LIMITS
+
+
+def test_outputs_can_be_chosen_at_capture():
+    toy = model("tally")
+    bound = toy.graphify().bind(toy.params)
+    for outputs, borrow in (("own", False), ("borrow", True), (None, False)):
+        step = bound.capture(toy.state, batch=toys.batch(1), outputs=outputs, progress=False)
+        a, b = step(toy.state, toys.decode(2, 0))[0], step(toy.state, toys.decode(2, 0))[0]
+        assert (a.data_ptr() == b.data_ptr()) is borrow
+
+
+def test_two_graphified_functions_do_not_disturb_one_another(recorder_name, device):
+    a, b = model("attend", device), model("attend", device)
+    one = a.graphify(modes="FULL", recorder=recorder_name)
+    two = b.graphify(modes="PIECEWISE", recorder=recorder_name)
+    for batch in steps(device):
+        want, _ = toys.bare(*a, batch)
+        for toy, fast in ((a, one), (b, two)):
+            torch.testing.assert_close(fast(toy.params, toy.state, batch)[0], want, **CLOSE)
+
+
+def test_one_compiled_function_serves_two_bindings(recorder_name, device):
+    one, two = model("tally", device), model("tally", device)
+    two.params["w"].mul_(5)
+    compiled = (
+        one.graphify().trace(one.params, one.state, batch=toys.batch(1)).split().lower().compile()
+    )
+    steps_of = [compiled.capture(m.params, m.state, recorder=recorder_name) for m in (one, two)]
+    for batch in steps(device):
+        for toy, step in zip((one, two), steps_of):
+            want, after = toys.bare(*toy, batch)
+            got, _ = step(toy.state, batch)
+            toys.assert_trees((got, toy.state), (want, after), **CLOSE)
+
+
+# --- dispatch, explain, stats ---------------------------------------------------------------------
+
+
+def test_dispatch_explain_and_stats_agree_with_what_ran():
+    toy = model("attend")
+    fast = toy.graphify()
+    for batch in steps():
+        before = fast.stats.copy()
+        fast(toy.params, toy.state, batch)
+        mode, key, _ = fast.dispatch(batch.spec)
+        ran = fast.stats - before
+        assert ran.counts == {(batch.spec.num_tokens, key.num_tokens, mode): 1}
+        assert repr(key) in fast.explain(batch.spec).as_text()
+    text = fast.stats.as_text()
+    assert "PIECEWISE" in text and "FULL" in text and fast.stats.steps == len(steps())
+
+
+def test_eager_steps_are_counted_with_their_reason():
+    toy = model("attend")
+    fast = toy.graphify(modes="FULL_DECODE_ONLY")
+    for batch in (toys.batch(3), toys.batch(2, 1), toys.decode(2, 0)):
+        fast(toy.params, toy.state, batch)
+    assert sum(fast.stats.reasons.values()) == 2 and all(fast.stats.reasons)
+    assert fast.stats.share("NONE") == pytest.approx(2 / 3)
+    small = toy.graphify(sizes=(1, 2, 4))
+    small(toy.params, toy.state, toys.batch(9, 1))
+    assert small.stats.counts == {(10, 10, NONE): 1} and len(small.stats.reasons) == 1
+
+
+def test_uniform_keys_of_several_query_lengths():
+    toy = model("attend")
+    fast = toy.graphify(query_lens=(1, 3), sizes=(1, 2, 4, 8))
+    for lens, query_len, want in (
+        ((1, 1), 1, (FULL, fg.BatchDescriptor(2, 2, 1))),
+        ((3, 3), 3, (FULL, fg.BatchDescriptor(6, 2, 3))),
+        ((3, 3), None, (PIECEWISE, fg.BatchDescriptor(8))),  # a prefill of three is no verify step
+        ((2, 2), 2, (PIECEWISE, fg.BatchDescriptor(4))),
+        ((3,), 3, (FULL, fg.BatchDescriptor(3, 1, 3))),
+    ):
+        batch = toys.batch(*lens, query_len=query_len)
+        want_out, _ = toys.bare(*toy, batch)
+        got, _ = fast(toy.params, toy.state, batch)
+        assert fast.dispatch(batch.spec)[:2] == want
+        torch.testing.assert_close(got, want_out, **CLOSE)
+
+
+def test_nothing_is_known_before_the_first_call():
+    fast = model("tally").graphify()
+    assert fast.stats.steps == 0
+    for ask in (fast.dispatch, fast.explain):
+        with pytest.raises(TreeError, match=r"first call.*trace\("):
+            ask(fg.BatchSpec(1, 1))
+
+
+# --- how it is called -----------------------------------------------------------------------------
+
+
+def test_keyword_arguments_and_defaults():
+    def forward(params: Any, state: Any, batch: Any, bias: Any = None) -> Any:
+        x, state = toys.tally(params, state, batch)
+        return (x if bias is None else x + bias), state
+
+    toy = model("tally")._replace(fn=forward)
+    batch = toys.batch(3)
+    for bias in (None, torch.ones(toys.E)):
+        fast, state = toy.graphify(), toys.tally_state()
+        want, _ = toys.bare(lambda p, s, b: forward(p, s, b, bias), toy.params, state, batch)  # noqa: B023
+        given = {} if bias is None else {"bias": bias}
+        got, back = fast(batch=batch, params=toy.params, state=state, **given)
+        assert back is state and torch.equal(got, want)
+        again, _ = fast(toy.params, state, batch=batch, **given)
+        assert again.shape == want.shape
+
+
+def test_arguments_that_do_not_fit_the_signature():
+    toy = model("tally")
+    fast = toy.graphify()
+    with pytest.raises(TypeError):
+        fast(toy.params, toy.state)
+    with pytest.raises(TypeError):
+        fast(toy.params, toy.state, toys.batch(1), 4)
+    with pytest.raises(TypeError):
+        fast(toy.params, toy.state, toys.batch(1), batches=1)
+    fast(toy.params, toy.state, toys.batch(1))
+
+
+def test_roles_by_name_or_position_and_in_any_order():
+    def forward(batch: Any, state: Any, params: Any) -> Any:
+        return toys.tally(params, state, batch)
+
+    toy = model("tally")
+    for donate, stage in ((1, 0), ("state", "batch"), (["state"], ["batch"]), ((1,), "batch")):
+        fast = fg.graphify(
+            forward, donate=donate, stage=stage, limits=toys.LIMITS, sizes=toys.SIZES
+        )
+        state = toys.tally_state()
+        want, _ = toys.bare(toys.tally, toy.params, state, toys.batch(3))
+        got, back = fast(toys.batch(3), state, toy.params)
+        assert back is state and torch.equal(got, want)
+
+
+def test_several_held_arguments_and_none_donated():
+    def forward(batch: Any, w: Any, scale: Any) -> Any:
+        return w[batch.token_ids] * scale["x"]
+
+    w, scale = torch.rand(toys.V, 2), {"x": torch.tensor(3.0)}
+    for modes in MODES:
+        fast = fg.graphify(forward, modes=modes, stage=0, limits=toys.LIMITS, sizes=toys.SIZES)
+        for batch in steps():
+            assert torch.equal(fast(batch, w, scale), w[batch.token_ids] * 3)
+
+
+def test_the_decorator_form():
+    @fg.graphify(donate="state", stage="batch", limits=toys.LIMITS, sizes=toys.SIZES, modes="FULL")
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        """One step."""
+        return toys.tally(params, state, batch)
+
+    toy = model("tally")
+    want, _ = toys.bare(*toy, toys.batch(3))
+    assert torch.equal(step(toy.params, toy.state, toys.batch(3))[0], want)
+    assert step.__name__ == "step" and step.__doc__ == "One step." and "FULL" in repr(step)
+
+
+def test_a_method_or_a_callable_object_can_be_graphified():
+    class Tally:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def step(self, params: Any, state: Any, batch: Any) -> Any:
+            x, state = toys.tally(params, state, batch)
+            return x * self.factor, state
+
+        __call__ = step
+
+    toy, tallier = model("tally"), Tally(3.0)
+    for fn in (tallier.step, tallier):
+        state = toys.tally_state()
+        want, _ = toys.bare(tallier.step, toy.params, state, toys.batch(3))
+        fast = fg.graphify(fn, donate=1, stage=2, limits=toys.LIMITS, sizes=toys.SIZES)
+        assert torch.equal(fast(toy.params, state, toys.batch(3))[0], want)
+
+
+def test_default_limits_take_further_letters_from_the_first_batch():
+    toy = model("attend")
+    fast = toy.graphify(limits=None, sizes=(4,))
+    fast(toy.params, toy.state, toys.batch(3))
+    (step,) = fast._captured.values()
+    assert step.limits == fg.Limits(8192, 256, B=toys.B)
+
+
+# --- pytrees --------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """A NamedTuple node."""
+
+    a: Any
+    b: Any
+
+
+@fg.struct
+class Weights:
+    """A struct node, with configuration in its structure."""
+
+    w: Tensor
+    bias: Tensor | None
+    scale: float = fg.static()
+
+
+TREES: dict[str, Any] = {
+    "dict": lambda: {"w": torch.rand(toys.V, 2), "none": None},
+    "list": lambda: [torch.rand(toys.V, 2), [None, ()]],
+    "tuple": lambda: (torch.rand(toys.V, 2), {}),
+    "named tuple": lambda: Pair(torch.rand(toys.V, 2), None),
+    "struct": lambda: Weights(torch.rand(toys.V, 2), None, 2.0),
+    "bare tensor": lambda: torch.rand(toys.V, 2),
+    "nested": lambda: {"z": [Pair({"w": torch.rand(toys.V, 2)}, None)], "a": ((),)},
+}
+
+
+@pytest.mark.parametrize("modes", ["NONE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("held", TREES)
+@pytest.mark.parametrize("donated", TREES)
+def test_any_tree_may_be_held_and_donated(held: str, donated: str, modes: str):
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        x = toys.leaves(p)[0][b.token_ids]
+        new = trees.map_leaves(lambda t: t + 1, s)
+        return {"x": x * toys.leaves(s)[0].sum(), "nothing": None}, new
+
+    p, s = TREES[held](), TREES[donated]()
+    fast = fg.graphify(
+        forward, modes=modes, donate="s", stage="b", limits=toys.LIMITS, sizes=toys.SIZES
+    )
+    for batch in (toys.batch(3, 2), toys.decode(2, 0)):
+        want, after = toys.bare(forward, p, s, batch)
+        got, back = fast(p, s, batch)
+        assert back is s
+        toys.assert_trees((got, s), (want, after))
+
+
+def test_static_configuration_is_part_of_the_structure():
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        return p.w[b.token_ids] * p.scale, s
+
+    w, batch = torch.rand(toys.V, 2), toys.batch(3)
+    fast = fg.graphify(forward, donate="s", stage="b", limits=toys.LIMITS, sizes=toys.SIZES)
+    got, _ = fast(Weights(w, None, 2.0), {}, batch)
+    assert torch.equal(got, w[batch.token_ids] * 2)
+    with pytest.raises(TreeError, match="p"):
+        fast(Weights(w, None, 3.0), {}, batch)  # the graphs have 2.0 baked in
+
+
+def test_like_keeps_the_tree_and_drops_the_memory():
+    like = fg.like({"a": torch.rand(3, 4).t(), "b": [None, torch.ones(2, dtype=torch.int32)]})
+    assert repr(like["a"]) == "float32[4, 3]@cpu" and like["a"].stride == (1, 4)
+    assert like["b"][0] is None and like["b"][1].dtype is torch.int32
+    assert fg.like(like) == like
+
+
+def test_stages_from_like_can_be_captured_over_real_tensors():
+    toy = model("attend")
+    compiled = (
+        toy.graphify()
+        .trace(fg.like(toy.params), fg.like(toy.state), batch=toys.batch(1))
+        .split().lower().compile()
+    )  # fmt: skip
+    step = compiled.capture(toy.params, toy.state)
+    want, _ = toys.bare(*toy, toys.batch(3, 2))
+    torch.testing.assert_close(step(toy.state, toys.batch(3, 2))[0], want, **CLOSE)
+
+
+# --- stages that print ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[Any]:
+    """Every stage of the attention toy."""
+    toy = model("attend")
+    traced = toy.graphify().trace(toy.params, toy.state, batch=toys.batch(1))
+    split = traced.split()
+    lowered = split.lower()
+    compiled = lowered.compile()
+    return [traced, split, lowered, compiled, compiled.capture(toy.params, toy.state)]
+
+
+def test_every_stage_has_a_readable_repr(stages):
+    names = ["Traced", "Split", "Lowered", "Compiled", "Captured"]
+    for stage, name in zip(stages, names, strict=True):
+        assert type(stage) is getattr(fg, name)
+        text = repr(stage)
+        assert text.startswith(f"{name}(") and len(text) < 400 and "0x" not in text
+
+
+def test_every_stage_has_a_text(stages):
+    for stage in stages[:4]:
+        assert len(stage.as_text().splitlines()) > 3 and "0x" not in stage.as_text()
+    traced, split, lowered, compiled, captured = stages
+    assert "in place" in traced.donation.as_text()
+    assert "attention" in split.as_text()
+    for word in ("FULL", "PIECEWISE", "batch.slot_mapping", "-1", "stride", "reference", "ALWAYS"):
+        assert word in lowered.as_text()
+    assert "def forward" in compiled.as_text()
+    assert "8 of 8 keys on tape" in repr(captured)
+
+
+def test_stages_are_immutable(stages):
+    for stage in stages:
+        field = dataclasses.fields(stage)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(stage, field, None)
+
+
+def test_the_same_stage_can_be_taken_on_twice(stages):
+    traced, split, lowered, _, _ = stages
+    assert traced.split().as_text() == split.as_text()
+    assert split.lower().as_text() == lowered.as_text()
+    fewer = split.lower(fg.Limits(16, 2, B=toys.B))
+    assert fewer.limits.max_reqs == 2 and fewer.table.keys("FULL")[0].num_reqs == 2
+
+
+def test_lower_says_why_modes_are_not_as_asked():
+    toy = model("attend")
+    asked = (
+        toy.graphify(modes="FULL").trace(toy.params, toy.state, batch=toys.batch(1)).split().lower()
+    )
+    assert asked.notes == () and asked.resolution.modes is FULL
+    assert len(asked.calls) == 2 and asked.calls[0].backend.name == "reference"
+
+
+def test_the_demo_line_of_the_design(stages):
+    captured = stages[-1]
+    replay = captured[fg.BatchDescriptor(4, 4, 1)]
+    assert replay.graph is not None and replay.mode is FULL
+    assert len(captured[fg.BatchDescriptor(16)].graphs) == 3
+
+
+def test_captured_is_a_mapping_of_keys(stages):
+    captured = stages[-1]
+    keys = list(captured)
+    assert len(captured) == len(keys) == 8 and all(captured[k].descriptor == k for k in keys)
+    with pytest.raises(KeyError, match="nearest") as error:
+        captured[fg.BatchDescriptor(5, 5, 1)]
+    assert "BatchDescriptor(4, 4, query_len=1)" in str(error.value)
+    assert "BatchDescriptor(5, 5, query_len=1)" in str(error.value)
+
+
+# --- grad and inference mode ----------------------------------------------------------------------
+
+AMBIENT = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+
+
+@pytest.mark.parametrize("later", AMBIENT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("first", AMBIENT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["attend", "tally_"])
+def test_the_first_call_and_later_ones_may_be_under(recorder_name, device, name, first, later):
+    toy = model(name, device)
+    fast = toy.graphify(recorder=recorder_name)
+    for i, batch in enumerate(steps(device)):
+        want, after = toys.bare(*toy, batch)
+        with (first if i < 2 else later)():
+            got, _ = fast(toy.params, toy.state, batch)
+        toys.assert_trees((got, toy.state), (want, after), **CLOSE)
+        assert not got.requires_grad
+
+
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("inference", ["params", "state", "both"])
+@pytest.mark.parametrize("name", ["attend", "tally", "tally_"])
+def test_leaves_made_in_inference_mode(recorder_name, device, name, inference: str, modes: str):
+    plain = model(name, device)
+    with torch.inference_mode():
+        inside = model(name, device)
+    toy = plain._replace(
+        params=plain.params if inference == "state" else inside.params,
+        state=plain.state if inference == "params" else inside.state,
+    )
+    fast = toy.graphify(modes=modes, recorder=recorder_name)
+    for batch in steps(device)[:4]:
+        with torch.inference_mode():
+            want, after = toys.bare(*toy, batch)
+        got, _ = fast(toy.params, toy.state, batch)
+        toys.assert_trees((got, toy.state), (want, after), **CLOSE)
+
+
+def test_weights_that_require_grad_are_read_without_one(recorder_name, device):
+    toy = model("attend", device)
+    for leaf in toys.leaves(toy.params):
+        leaf.requires_grad_()
+    fast = toy.graphify(recorder=recorder_name)
+    for batch in steps(device)[:4]:
+        want, _ = toys.bare(*toy, batch)
+        got, _ = fast(toy.params, toy.state, batch)
+        assert not got.requires_grad
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_weights_and_cache_in_bfloat16(recorder_name, device):
+    toy = model("attend", device)
+    half = lambda tree: trees.map_leaves(lambda x: x.bfloat16(), tree)  # noqa: E731
+    toy = toy._replace(params=half(toy.params), state=half(toy.state))
+    fast = toy.graphify(recorder=recorder_name)
+    for batch in steps(device):
+        want, after = toys.bare(*toy, batch)
+        got, _ = fast(toy.params, toy.state, batch)
+        toys.assert_trees((got, toy.state), (want, after), atol=3e-2, rtol=3e-2)
+
+
+# --- batches without a spec -----------------------------------------------------------------------
+
+
+def test_exact_shapes_are_the_key_of_a_batch_without_a_spec(recorder_name, device):
+    def step(params: Any, opt: Any, xy: Any) -> Any:
+        def loss_of(params: Any, x: Tensor, y: Tensor) -> Tensor:
+            return ((x @ params["w"] + params["b"] - y) ** 2).mean()
+
+        grads, loss = torch.func.grad_and_value(loss_of)(params, *xy)
+        opt = {k: 0.9 * m + grads[k] for k, m in opt.items()}
+        return {k: p - 0.1 * opt[k] for k, p in params.items()}, opt, loss
+
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *s: torch.randn(s, generator=generator).to(device)  # noqa: E731
+    params = {"w": draw(3, 2), "b": draw(2)}
+    opt = {k: torch.zeros_like(v) for k, v in params.items()}
+    fast = fg.graphify(step, donate=("params", "opt"), stage="xy", recorder=recorder_name)
+    for n in (4, 4, 7, 4, 7, 4):
+        xy = (draw(n, 3), draw(n, 2))
+        with torch.no_grad():
+            want = step(toys.clone(params), toys.clone(opt), xy)
+        got = fast(params, opt, xy)
+        assert got[0] is params and got[1] is opt
+        toys.assert_trees(got, want, **CLOSE)
+    assert fast.stats.steps == 6
+
+
+def test_at_most_max_keys_shapes_are_kept():
+    traced = []
+
+    def step(w: Any, x: Any) -> Any:
+        traced.append(tuple(x.shape))
+        return x @ w
+
+    w = torch.rand(3, 2)
+    fast = fg.graphify(step, stage="x", max_keys=2)
+    for n in (1, 2, 1, 3, 1, 2):  # 2 goes when 3 comes, since 1 was used after it
+        x = torch.rand(n, 3)
+        torch.testing.assert_close(fast(w, x), x @ w)
+    assert [shape[0] for shape in traced] == [1, 2, 3, 2]

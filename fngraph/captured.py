@@ -227,6 +227,7 @@ class Captured:
         return f"Captured({done} on {self.recorder.name}; {self.table!r})"
 
 
+@torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in
 def bind_and_allocate(
     compiled: Compiled, values: Sequence[Any], recorder: str | None, outputs: str
 ) -> Captured:

@@ -14,8 +14,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from fngraph import core
 from fngraph.captured import Captured
-from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Mode, Stats, buffers_of, trees
+from fngraph.core import (
+    BatchDescriptor,
+    BatchSpec,
+    Dispatch,
+    Explanation,
+    Field,
+    Limits,
+    Mode,
+    Stats,
+    adapter_counts,
+    buffers_of,
+    trees,
+)
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role
 from fngraph.fx.signature import Names, arguments, signature
@@ -129,7 +142,7 @@ class Graphified:
         return list(bound.arguments.values())
 
     def __repr__(self) -> str:
-        return f"graphify({self.signature!r}, modes={self.options.modes})"
+        return f"graphify({self.signature!r}, modes={self.options.modes or 'default'})"
 
 
 class Bound:
@@ -201,7 +214,7 @@ def _exact_shapes(batch: Any) -> Any:
 def graphify(
     fn: Callable[..., Any] | None = None,
     *,
-    modes: Mode | str = Mode.FULL_AND_PIECEWISE,
+    modes: Mode | str | None = None,
     donate: Names = None,
     stage: Names = None,
     limits: Limits | None = None,
@@ -211,12 +224,16 @@ def graphify(
     recorder: str | None = None,
     outputs: str = "own",
     max_keys: int = 4,
+    adapters: int = 0,
+    fields: Iterable[Field] = (),
+    cost: Callable[[BatchDescriptor], float] | None = None,
+    **resolve: Any,
 ) -> Any:
     """Turn a pure function into one that runs each batch as CUDA graphs.
 
     Args:
         fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator.
-        modes: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
+        modes: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE (the default).
         donate: names or positions of arguments that are updated in place and returned.
         stage: the batch's name or position: an `fg.struct` with `fg.buffer` fields and a spec, or
             any tree of tensors, whose exact shapes are the key then, as in `jax.jit`.
@@ -226,6 +243,11 @@ def graphify(
         backends: primitive name to backend name, {"attention": "reference"}.
         recorder: "cuda" or "tape"; None: by the arguments' device.
         outputs: "own": results are yours; "borrow": views, good until the next call.
+        adapters: most adapters (LoRA) that a batch brings; each power of two gets keys of its own.
+        fields: user-defined fields of specs and keys, with their covering rules.
+        cost: what "least" means, of a key; None: its token count.
+        resolve: what else `fg.resolve` takes: pooling=, encoder_decoder=, layerwise=,
+            state_blocks=, cut=, align=, eager=, and the old use_cudagraph= and full_cuda_graph=.
         max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
             used goes first.
 
@@ -236,14 +258,22 @@ def graphify(
         return functools.partial(
             graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
-            max_keys=max_keys,
+            max_keys=max_keys, adapters=adapters, fields=fields, cost=cost, **resolve,
         )  # fmt: skip
     for name, backend in (backends or {}).items():
         primitive(name).backend(backend)  # unknown names fail here, where they are written
+    for name in resolve.keys() - inspect.signature(core.resolve).parameters.keys():
+        raise TypeError(f"graphify() and fg.resolve() take no argument {name!r}")
     options = Options(
-        Mode.parse(modes), None if sizes is None else tuple(sizes), tuple(query_lens),
+        None if modes is None else Mode.parse(modes),
+        None if sizes is None else tuple(sizes),
+        tuple(query_lens),
         dict(backends or {}),
-    )  # fmt: skip
+        adapter_counts(adapters, powers=True),
+        tuple(fields),
+        cost,
+        resolve,
+    )
     return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys)
 
 

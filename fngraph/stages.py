@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fngraph.core import (
+    BatchDescriptor,
     BufferPlan,
     Dim,
     DispatchTable,
-    Ladders,
+    Field,
     Limits,
     Mode,
     Resolution,
     Support,
     build_table,
     check_sizes,
-    default_sizes,
     key_sizes,
-    ladders,
     plan_buffers,
     resolve,
     trees,
@@ -51,16 +50,24 @@ class Options:
     """What `graphify` was asked for.
 
     Attributes:
-        modes: requested; backends may lower them.
+        modes: requested; None: the default. Backends may lower them.
         sizes: capture sizes in tokens; None: the default ladder.
         query_lens: query lengths whose uniform batches get keys of their own.
         backends: primitive name to backend name; a primitive left out takes its default.
+        adapters: counts of active adapters that get keys of their own.
+        fields: user-defined fields of specs and keys.
+        cost: what "least" means, of a key; None: its token count.
+        resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
     """
 
-    modes: Mode
+    modes: Mode | None = None
     sizes: tuple[int, ...] | None = None
     query_lens: tuple[int, ...] = (1,)
     backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    adapters: tuple[int, ...] = (0,)
+    fields: tuple[Field, ...] = ()
+    cost: Callable[[BatchDescriptor], float] | None = None
+    resolve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def like(tree: Any) -> Any:
@@ -169,16 +176,18 @@ class Split:
             f"{call.primitive.name} {i} ({call.backend.name})": call.backend.support(call.config)
             for i, call in enumerate(calls)
         } or Support.ALWAYS
-        resolution = resolve(options.modes, support, cut="yes", query_lens=options.query_lens)
-        if options.sizes is None:
-            sizes = default_sizes(limits, options.query_lens)
-        else:
-            sizes = check_sizes(options.sizes, limits)
-        steps = ladders(sizes, options.query_lens, limits.max_reqs)
-        dispatch_table = build_table(resolution.modes, steps, limits)
+        resolution = resolve(
+            options.modes, support, query_lens=options.query_lens, limits=limits,
+            sizes=None if options.sizes is None else check_sizes(options.sizes, limits),
+            **options.resolve,
+        )  # fmt: skip
+        dispatch_table = build_table(
+            resolution.modes, resolution.sizes, limits, options.adapters, options.fields,
+            options.cost,
+        )  # fmt: skip
         top = key_sizes(dispatch_table.top, None, limits.max_reqs, limits.dims)
         plan = plan_buffers(traced.args.fields, top)
-        return Lowered(self, limits, calls, resolution, steps, dispatch_table, plan)
+        return Lowered(self, limits, calls, resolution, dispatch_table, plan)
 
     def as_text(self) -> str:
         """One line a step."""
@@ -234,7 +243,7 @@ class Lowered:
 
     Attributes:
         calls: the cuts with their backends.
-        resolution: the modes after the backends have had their say, with reasons.
+        resolution: modes and sizes after the backends have had their say, with reasons.
         table: the dispatch table.
         plan: the static buffers.
     """
@@ -243,7 +252,6 @@ class Lowered:
     limits: Limits
     calls: tuple[PrimitiveCall, ...]
     resolution: Resolution
-    ladders: Ladders
     table: DispatchTable
     plan: BufferPlan
 

@@ -18,6 +18,7 @@ _COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.
            aten.clone.default, aten.detach.default}  # fmt: skip
 
 
+@torch.inference_mode(False)
 def hoist(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Fold copies of constants in place; returns node name to value, one a get_attr node."""
     mutated = {

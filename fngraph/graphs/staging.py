@@ -31,12 +31,9 @@ class StaticBuffers:
 
 
 def allocate(plan: BufferPlan, device: torch.device) -> StaticBuffers:
-    """New buffers, filled with padding. Never inference tensors: graphs must be able to write."""
-    with torch.inference_mode(False):
-        tensors = tuple(
-            torch.full(b.shape, _fill(b, 0), dtype=_dtype(b), device=device) for b in plan.buffers
-        )
-    return StaticBuffers(plan, tensors)
+    """New buffers, filled with padding."""
+    made = (torch.full(b.shape, _fill(b, 0), dtype=_dtype(b), device=device) for b in plan.buffers)
+    return StaticBuffers(plan, tuple(made))
 
 
 def check_leaves(plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> None:

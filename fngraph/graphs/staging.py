@@ -30,6 +30,7 @@ class StaticBuffers:
         return [x if n is None else x[:n] for x, n in zip(self.tensors, counts)]
 
 
+@torch.inference_mode(False)  # graphs write them, whatever mode the caller is in
 def allocate(plan: BufferPlan, device: torch.device) -> StaticBuffers:
     """New buffers, filled with padding."""
     made = (torch.full(b.shape, _fill(b, 0), dtype=_dtype(b), device=device) for b in plan.buffers)

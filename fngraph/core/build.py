@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 
+from fngraph.core.adapters import adapter_counts
 from fngraph.core.descriptor import BatchDescriptor, sorted_extra
 from fngraph.core.fields import BUILT_IN, Field, built_in_fields
 from fngraph.core.limits import Limits
@@ -18,7 +19,7 @@ def build_table(
     modes: Mode | str,
     ladders: Ladders,
     limits: Limits,
-    adapters: Iterable[int] = (0,),
+    adapters: int | Iterable[int] = (0,),
     fields: Iterable[Field] = (),
     cost: Cost | None = None,
     *,
@@ -29,7 +30,8 @@ def build_table(
 
     Args:
         adapters: adapter counts that get keys, ascending; without 0, batches without adapters
-            run eagerly.
+            run eagerly. One number: the most that a batch uses, for
+            `adapter_counts(most, powers=True)`.
         fields: user-defined fields; each multiplies the keys by its captured values.
         cost: what a key costs to run; a batch goes to the cheapest key that covers it. None: the
             one of fewest tokens.
@@ -43,7 +45,8 @@ def build_table(
     Source: the kinds of keys are vLLM 0.33's (uniform FULL, mixed FULL, PIECEWISE).
     """
     modes = Mode.parse(modes)
-    fields = _all_fields(tuple(adapters), tuple(fields), overflow)
+    counts = adapter_counts(adapters, powers=True) if isinstance(adapters, int) else adapters
+    fields = _all_fields(tuple(counts), tuple(fields), overflow)
     if modes is not Mode.NONE:
         check_sizes(ladders.mixed, limits)
     full: list[BatchDescriptor] = []

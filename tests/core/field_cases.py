@@ -6,30 +6,8 @@ fields and spells out defaults; every rule that decides something is a function 
 
 from __future__ import annotations
 
-from fngraph.core import (
-    BatchSpec,
-    DispatchTable,
-    Limits,
-    Mode,
-    Path,
-    Proposal,
-    Resolution,
-    Support,
-    adapter_counts,
-    agree,
-    balance,
-    build_table,
-    check_sizes,
-    default_sizes,
-    dispatch,
-    fit,
-    pack,
-    plan_encoder,
-    propose,
-    resolve,
-    settle,
-    token_budgets,
-)
+from fngraph import core
+from fngraph.core import BatchSpec, Limits, Mode
 from fngraph.errors import FnGraphError
 
 
@@ -45,8 +23,7 @@ def answer(section: str, given):
 
 
 def _limits(config: dict) -> Limits:
-    tokens, reqs = config.get("max_num_batched_tokens", 8192), config.get("max_num_seqs", 256)
-    return Limits(tokens, reqs)
+    return Limits(config.get("max_num_batched_tokens", 8192), config.get("max_num_seqs", 256))
 
 
 def _query_len(config: dict) -> int:
@@ -54,10 +31,10 @@ def _query_len(config: dict) -> int:
 
 
 def _sizes(config: dict) -> tuple[int, ...]:
-    limits = _limits(config)
     if "capture_sizes" in config:
-        return check_sizes(config["capture_sizes"], limits)
-    return default_sizes(limits, (_query_len(config),), top=config.get("max_capture_size"))
+        return core.check_sizes(config["capture_sizes"], _limits(config))
+    query_lens = (_query_len(config),)
+    return core.default_sizes(_limits(config), query_lens, top=config.get("max_capture_size"))
 
 
 def _cut(config: dict) -> str:
@@ -72,18 +49,19 @@ def _cut(config: dict) -> str:
     return "yes" if attention or config.get("inductor_partition") else "declined"
 
 
-def _resolve(config: dict, second_runner: bool = False) -> Resolution:
+def _resolve(config: dict, second: bool) -> core.Resolution:
+    """`second`: as the second of the reference's two runners does."""
     stock = config.get("compile_mode") == "STOCK_TORCH_COMPILE"
-    return resolve(
+    return core.resolve(
         config.get("mode", "FULL_AND_PIECEWISE"),
-        Support[config.get("attn_support", "ALWAYS")],
+        core.Support[config.get("attn_support", "ALWAYS")],
         _cut(config),
         (_query_len(config),),
         limits=_limits(config),
         sizes=_sizes(config),
-        align="uniform" if second_runner else "all",
+        align="uniform" if second else "all",
         beyond="drop",
-        eager=config.get("enforce_eager", False) or (second_runner and stock),
+        eager=config.get("enforce_eager", False) or (second and stock),
         pooling=config.get("pooling", False),
         encoder_decoder=config.get("encoder_decoder", False),
         layerwise=config.get("kv_layerwise", False),
@@ -91,16 +69,16 @@ def _resolve(config: dict, second_runner: bool = False) -> Resolution:
     )
 
 
-def _table(config: dict, second_runner: bool = False) -> DispatchTable:
-    found = _resolve(config, second_runner)
-    lora, specialized = config.get("lora"), config.get("specialize_lora", True)
-    counts = adapter_counts(
-        lora["max_loras"] if lora else 0,
-        powers=bool(lora) and specialized and lora.get("specialize_active_lora", False),
-        without=second_runner or specialized,
+def _table(config: dict, second: bool) -> core.DispatchTable:
+    found = _resolve(config, second)
+    lora, specialized = config.get("lora") or {}, config.get("specialize_lora", True)
+    counts = core.adapter_counts(
+        lora.get("max_loras", 0),
+        powers=specialized and lora.get("specialize_active_lora", False),
+        without=second or specialized,
     )
-    overflow = "clamp" if second_runner else "eager"
-    return build_table(found.modes, found.sizes, _limits(config), counts, overflow=overflow)
+    overflow = "clamp" if second else "eager"
+    return core.build_table(found.modes, found.sizes, _limits(config), counts, overflow=overflow)
 
 
 def sizes(config):
@@ -120,12 +98,13 @@ def resolution(config):
 
 
 def v1_keys(config):
-    table = _table(config)
-    return {
-        str(mode): [[k.num_tokens, k.num_reqs, k.query_len is not None, k.adapters] for k in keys]
+    table = _table(config, second=False)
+    keys = {
+        str(mode): [[k.num_tokens, k.num_reqs, k.query_len is not None, k.adapters] for k in found]
         for mode in (Mode.PIECEWISE, Mode.FULL)
-        if (keys := table.keys(mode))
+        if (found := table.keys(mode))
     }
+    return keys
 
 
 def v1_dispatch(given):
@@ -135,23 +114,24 @@ def v1_dispatch(given):
     allowed = set(spec.get("valid_modes") or ("NONE", "PIECEWISE", "FULL"))
     allowed -= set(spec.get("invalid_modes", ()))
     batch = BatchSpec(tokens, *counts, adapters=spec.get("num_active_loras", 0))
-    mode, key, _ = dispatch(_table(config), batch, allowed)
-    eager = mode is Mode.NONE  # which says nothing but its token count there
+    mode, key, _ = core.dispatch(_table(config, second=False), batch, allowed)
+    said = key if mode is not Mode.NONE else core.BatchDescriptor(tokens)  # NONE says no more
     return [
         str(mode),
         {
-            "num_tokens": key.num_tokens,
-            "num_reqs": None if eager else key.num_reqs,
-            "uniform": not eager and key.query_len is not None,
-            "has_lora": not eager and key.adapters > 0,
-            "num_active_loras": 0 if eager else key.adapters,
+            "num_tokens": said.num_tokens,
+            "num_reqs": said.num_reqs,
+            "uniform": said.query_len is not None,
+            "has_lora": said.adapters > 0,
+            "num_active_loras": said.adapters,
         },
     ]
 
 
 def dp_v1(given):
     _, padded, modes = given
-    decisions = agree([Proposal(Mode.parse(mode), tokens) for mode, tokens in zip(modes, padded)])
+    asked = [core.Proposal(Mode.parse(mode), tokens) for mode, tokens in zip(modes, padded)]
+    decisions = core.agree(asked)
     return [str(decisions[0].mode), [decision.num_tokens for decision in decisions], False]
 
 
@@ -159,15 +139,13 @@ def dp_v1(given):
 
 
 def v2_keys(config):
-    table = _table(config, second_runner=True)
-    return {
-        str(mode): sorted(  # counts of adapters ascend there
-            ([k.num_tokens, k.num_reqs, k.query_len, k.adapters] for k in keys),
-            key=lambda key: (-key[0], key[3]),
-        )
+    table = _table(config, second=True)
+    keys = {
+        str(mode): [[k.num_tokens, k.num_reqs, k.query_len, k.adapters] for k in found]
         for mode in (Mode.FULL, Mode.PIECEWISE)
-        if (keys := table.keys(mode))
+        if (found := table.keys(mode))
     }
+    return {mode: sorted(found, key=lambda k: (-k[0], k[3])) for mode, found in keys.items()}
 
 
 def _v2_spec(spec) -> BatchSpec:
@@ -177,12 +155,11 @@ def _v2_spec(spec) -> BatchSpec:
 
 def _v2_descriptor(table, spec, ran):
     mode, key, _ = ran
-    eager = mode is Mode.NONE  # which names the rounded adapters, and no query length there
     return {
         "cg_mode": str(mode),
         "num_tokens": key.num_tokens,
         "num_reqs": key.num_reqs,
-        "uniform_token_count": None if eager else key.query_len,
+        "uniform_token_count": key.query_len if mode is not Mode.NONE else None,
         "max_query_len": None,
         "num_active_loras": table.adapters.round(spec.adapters),
         "num_ubatches": 1,
@@ -190,36 +167,30 @@ def _v2_descriptor(table, spec, ran):
 
 
 def v2_dispatch(given):
-    table, spec = _table(given["config"], second_runner=True), _v2_spec(given["spec"])
-    return _v2_descriptor(table, spec, dispatch(table, spec))
+    table, spec = _table(given["config"], second=True), _v2_spec(given["spec"])
+    return _v2_descriptor(table, spec, core.dispatch(table, spec))
 
 
 def dp_v2(given):
     config, batches = given
-    table, specs = _table(config, second_runner=True), [_v2_spec(spec) for spec in batches]
-    decisions = agree([propose(table, spec) for spec in specs])
-    ran = [settle(table, spec, decision) for spec, decision in zip(specs, decisions)]
-    across = [answer.descriptor.num_tokens for answer in ran]
-    return [
-        _v2_descriptor(table, spec, one) | {"tokens_across_dp": across}
-        for spec, one in zip(specs, ran)
-    ]
+    table, specs = _table(config, second=True), [_v2_spec(spec) for spec in batches]
+    decisions = core.agree([core.propose(table, spec) for spec in specs])
+    ran = [core.settle(table, spec, decision) for spec, decision in zip(specs, decisions)]
+    across = {"tokens_across_dp": [one.descriptor.num_tokens for one in ran]}
+    return [_v2_descriptor(table, spec, one) | across for spec, one in zip(specs, ran)]
 
 
 # --- encoders -----------------------------------------------------------------------------------
 
 
-def _encoder(config):
+def _encoder(config) -> core.EncoderPlan:
+    words = {"min_token_budget": "min_budget", "allow_zero_tokens": "allow_zero"}
     paths = {
-        name: Path(path["min_token_budget"], path.get("allow_zero_tokens", False))
+        name: core.Path(**{words[word]: value for word, value in path.items()})
         for name, path in config.get("paths", {}).items()
     }
-    return plan_encoder(
-        *config["range"],
-        budgets=config.get("budgets"),
-        max_items=config.get("max_items"),
-        paths=paths or None,
-    )
+    options = {word: config.get(word) for word in ("budgets", "max_items")}
+    return core.plan_encoder(*config["range"], **options, paths=paths or None)
 
 
 def encoder_init(config):
@@ -234,7 +205,7 @@ def encoder_init(config):
 
 
 def encoder_pack(given):
-    packed = pack(given["items"], _encoder(given["cfg"]))
+    packed = core.pack(given["items"], _encoder(given["cfg"]))
     runs = [{"path": r.path, "items": list(r.items), "budget": r.budget} for r in packed.runs]
     return {"runs": runs, "hits": packed.hits, "misses": packed.misses}
 
@@ -248,9 +219,9 @@ SECTIONS = {
     "v2_keys": v2_keys,
     "v2_dispatch": v2_dispatch,
     "dp_v2": dp_v2,
-    "budgets": lambda given: list(token_budgets(*given)),
-    "fit": lambda given: fit(*given),
+    "budgets": lambda given: list(core.token_budgets(*given)),
+    "fit": lambda given: core.fit(*given),
     "encoder_init": encoder_init,
     "encoder_pack": encoder_pack,
-    "load_balance": lambda given: [list(part) for part in balance(*given)],
+    "load_balance": lambda given: [list(part) for part in core.balance(*given)],
 }

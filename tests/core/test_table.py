@@ -70,6 +70,12 @@ def test_capture_order_is_tokens_then_adapters_falling():
     assert len(table.full) == 15 and len(table.piecewise) == 9
 
 
+def test_one_number_of_adapters_is_the_most_that_a_batch_uses():
+    table = build_table("FULL", STEPS, LIMITS, adapters=4)
+    assert table.adapters.captured == (0, 1, 2, 4, 5)
+    assert build_table("FULL", STEPS, LIMITS, adapters=0) == build_table("FULL", STEPS, LIMITS)
+
+
 def test_dual_modes_have_no_keys_of_their_own():
     table = build_table("FULL_AND_PIECEWISE", STEPS, LIMITS)
     with pytest.raises(ModesError) as info:

@@ -1,0 +1,463 @@
+"""Silent mistakes of CUDA graphs by hand, each with the value one would have expected.
+
+| mistake                                         | here                                   |
+|-------------------------------------------------|----------------------------------------|
+| a new input is not copied in: stale             | right: staged at every call            |
+| a result is overwritten by the next step        | right: outputs are owned by default    |
+| warm-up and capture run the update              | right: state is left as it was         |
+| a weight is replaced, the graph reads the old   | AddressError                           |
+| a copy of the cache is passed, the old changes  | AddressError                           |
+| tied memory is updated in place                 | AliasError                             |
+| a Python number from the batch is frozen        | HostFieldError, BranchError, TreeError |
+| a closed-over tensor is frozen                  | ClosureError                           |
+| random numbers repeat, or do not                | RandomError                            |
+| a literal that is written to keeps the change   | right: a fresh copy at each call       |
+| padding writes to slot 0, or to the last slot   | right: slot -1 writes nowhere          |
+| padding rows see, or spoil, real ones           | right: bitwise the same                |
+| a prefill of three is taken for a verify step   | right: only the spec can say uniform   |
+| a batch beyond the largest key is cut           | right: it runs eagerly, counted        |
+| a size of one is specialised                    | right: never traced at one             |
+| a model dim equals the example's T              | right: no dim of a leaf is an example  |
+| an eager step between replays sees old memory   | right: one state, one address          |
+| gradients of an opaque op are zero              | NotImplementedError                    |
+
+Frozen without a word, here as in `jax.jit`: Python globals that are numbers, `print`, the clock.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+import fngraph as fg
+from fngraph import errors
+from fngraph.core import trees
+
+MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def graphified(fn: Any, **options: Any) -> Any:
+    """`fn(p, s, b)` over the toys' limits."""
+    options = {"limits": toys.LIMITS, "sizes": toys.SIZES, "modes": "FULL"} | options
+    return fg.graphify(fn, donate="s", stage="b", **options)
+
+
+def count(p: Any, s: Any, b: Any) -> Any:
+    """How many steps there were, and the embeddings."""
+    return p["w"][b.token_ids] * 1, {"n": s["n"] + 1}
+
+
+def count_in_place(p: Any, s: Any, b: Any) -> Any:
+    s["n"].add_(1)
+    return p["w"][b.token_ids] * 1, s
+
+
+@pytest.fixture
+def params(device: Any) -> dict[str, torch.Tensor]:
+    """One embedding table."""
+    return {"w": toys.tally_params()["w"].to(device)}
+
+
+@pytest.fixture
+def state(device: Any) -> dict[str, torch.Tensor]:
+    """One number."""
+    return {"n": torch.zeros(1, device=device)}
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_a_new_batch_is_read(recorder_name, params, state):
+    fast = graphified(count, recorder=recorder_name)
+    for ids in ([1, 2], [3, 4], [5, 5]):
+        batch = dataclasses.replace(toys.batch(2), token_ids=torch.tensor(ids))
+        out, _ = fast(params, state, batch)
+        assert torch.equal(out, params["w"][ids])  # a graph that is not fed would give [1, 2]'s
+
+
+def test_a_batch_changed_in_place_is_read(recorder_name, params, state):
+    fast, batch = graphified(count, recorder=recorder_name), toys.batch(2)
+    for i in range(3):
+        batch.token_ids.fill_(i)
+        out, _ = fast(params, state, batch)
+        assert torch.equal(out, params["w"][[i, i]])
+
+
+def test_results_of_several_steps_can_be_kept(recorder_name, params, state):
+    fast = graphified(count, recorder=recorder_name)
+    outs = [fast(params, state, toys.batch(2, seed=i))[0] for i in range(4)]
+    for i, out in enumerate(outs):  # by hand, all four would be the last one
+        assert torch.equal(out, params["w"][toys.batch(2, seed=i).token_ids])
+
+
+def test_results_of_two_sizes_can_be_kept(recorder_name, params, state):
+    fast = graphified(count, recorder=recorder_name)
+    large, _ = fast(params, state, toys.batch(8))
+    small, _ = fast(params, state, toys.batch(2))
+    assert torch.equal(large, params["w"][toys.batch(8).token_ids])
+    assert torch.equal(small, params["w"][toys.batch(2).token_ids])
+
+
+@pytest.mark.parametrize("fn", [count, count_in_place])
+@pytest.mark.parametrize("modes", MODES)
+def test_each_step_counts_once(recorder_name, params, state, fn, modes: str):
+    fast = graphified(fn, modes=modes, recorder=recorder_name)
+    for i, batch in enumerate([toys.batch(3), toys.decode(2), toys.batch(3), toys.batch(9)]):
+        fast(params, state, batch)
+        assert state["n"].item() == i + 1  # warm-up and capture would make it 2 or 3 a new key
+
+
+def test_each_step_counts_once_after_a_capture_ahead(recorder_name, params, state):
+    step = graphified(count_in_place, modes="FULL_AND_PIECEWISE", recorder=recorder_name)
+    step = step.bind(params).capture(state, batch=toys.batch(1), progress=False)
+    assert state["n"].item() == 0
+    step(state, toys.decode(2))
+    assert state["n"].item() == 1
+
+
+def test_an_output_that_is_the_state_is_a_copy_of_it(recorder_name, params, state):
+    def fn(p: Any, s: Any, b: Any) -> Any:
+        s["n"].add_(1)
+        return s["n"], s
+
+    for modes in MODES:
+        state["n"].zero_()
+        fast = graphified(fn, modes=modes, recorder=recorder_name)
+        seen = [fast(params, state, toys.batch(2))[0] for _ in range(3)]
+        assert [x.item() for x in seen] == [1, 2, 3]  # bare forward would give 3, 3, 3
+
+
+def test_one_result_returned_twice(recorder_name, params, state):
+    fast = graphified(
+        lambda p, s, b: ((x := p["w"][b.token_ids] * 2, x), s), recorder=recorder_name
+    )
+    (a, b), _ = fast(params, state, toys.batch(2))
+    a.zero_()
+    assert torch.equal(b, params["w"][toys.batch(2).token_ids] * 2)
+
+
+def test_eager_steps_and_replays_share_one_state(recorder_name, params, state):
+    fast = graphified(count_in_place, modes="FULL_DECODE_ONLY", recorder=recorder_name)
+    ran = []
+    for i, batch in enumerate([toys.decode(2), toys.batch(3), toys.decode(2), toys.batch(5)]):
+        fast(params, state, batch)
+        ran.append(str(fast.dispatch(batch.spec).mode))
+        assert state["n"].item() == i + 1
+    assert ran == ["FULL", "NONE", "FULL", "NONE"]
+
+
+def test_two_functions_may_update_one_state_in_turn(recorder_name, params, state):
+    one = graphified(count, recorder=recorder_name)
+    two = graphified(count_in_place, recorder=recorder_name)
+    for i in range(4):
+        (one, two)[i % 2](params, state, toys.batch(2))
+        assert state["n"].item() == i + 1
+
+
+def test_a_weight_that_is_updated_in_place_counts(recorder_name, params, state):
+    fast = graphified(count, recorder=recorder_name)
+    fast(params, state, toys.batch(2))
+    with torch.no_grad():
+        params["w"].copy_(params["w"] * 2 + 1)
+    out, _ = fast(params, state, toys.batch(2))
+    assert torch.equal(out, params["w"][toys.batch(2).token_ids])
+
+
+@pytest.mark.parametrize("how", ["replaced", "data", "double", "deepcopied state"])
+def test_memory_that_is_replaced_is_an_error_not_the_old_value(recorder_name, device, state, how):
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.rand(toys.V, 2, device=device))
+    params = {"w": module.w}
+    fast = graphified(count, recorder=recorder_name)
+    fast(params, state, toys.batch(2))
+    if how == "replaced":
+        params["w"] = torch.rand(toys.V, 2, device=device)
+    elif how == "data":
+        params["w"].data = torch.rand(toys.V, 2, device=device)
+    elif how == "double":
+        module.double()
+        assert params["w"] is module.w  # the same object, elsewhere and of another dtype
+    else:
+        state = copy.deepcopy(state)
+    with pytest.raises((errors.AddressError, errors.TreeError), match=r"p\['w'\]|s\['n'\]"):
+        fast(params, state, toys.batch(2))
+
+
+def test_tied_memory_cannot_be_donated(recorder_name, params):
+    tied = {"a": params["w"], "b": params["w"]}
+    fast = graphified(
+        lambda p, s, b: (b.token_ids * 1, {"a": s["a"] + 1, "b": s["b"] * 2}),
+        recorder=recorder_name,
+    )
+    with pytest.raises(errors.AliasError, match="share one storage"):
+        fast({}, tied, toys.batch(2))  # a + 1 and b * 2 cannot both be kept in one memory
+
+
+def test_a_swap_is_a_swap(recorder_name, device):
+    s = {"a": torch.zeros(2, device=device), "b": torch.ones(2, device=device)}
+    fast = graphified(
+        lambda p, s, b: (b.token_ids * 1, {"a": s["b"], "b": s["a"]}), recorder=recorder_name
+    )
+    fast({}, s, toys.batch(2))
+    assert (s["a"].tolist(), s["b"].tolist()) == ([1, 1], [0, 0])  # copied in turn: both 1
+
+
+def test_a_literal_that_is_written_to_starts_afresh(recorder_name, state):
+    def fn(p: Any, s: Any, b: Any) -> Any:
+        total = torch.tensor([0.0, 0.0])
+        total.add_(1)
+        return total, s
+
+    if recorder_name == "cuda":
+        return  # a CPU literal; on CUDA it would be made with device=, which the trace hoists
+    for modes in MODES:
+        fast = graphified(fn, modes=modes)
+        for _ in range(3):
+            assert fast({}, state, toys.batch(2))[0].tolist() == [1, 1]  # not 1, 2, 3
+
+
+def test_a_literal_on_the_device_starts_afresh(recorder_name, device, state):
+    def fn(p: Any, s: Any, b: Any) -> Any:
+        total = torch.tensor([0.0, 0.0], device=b.token_ids.device)
+        total.add_(1)
+        return total * torch.tensor([2.0, 3.0], device=b.token_ids.device), s
+
+    fast = graphified(fn, recorder=recorder_name)
+    for _ in range(3):
+        assert fast({}, state, toys.batch(2))[0].tolist() == [2, 3]
+
+
+def test_weights_and_batches_with_strides(recorder_name, device, state):
+    wide = torch.rand(2, toys.V, 2, device=device)
+    params = {"w": wide.transpose(0, 2)[:, :, 1].t()}  # neither contiguous nor at offset 0
+    fast = graphified(count, recorder=recorder_name)
+    ids = torch.arange(8)[::2]
+    batch = dataclasses.replace(toys.batch(4), token_ids=ids)
+    assert torch.equal(fast(params, state, batch)[0], params["w"][ids])
+
+
+def test_the_order_of_a_dicts_keys_does_not_count(recorder_name, device, state):
+    a, b = torch.rand(toys.V, 2, device=device), torch.rand(toys.V, 2, device=device)
+    fast = graphified(
+        lambda p, s, b: (p["a"][b.token_ids] - p["b"][b.token_ids], s), recorder=recorder_name
+    )
+    want = (a - b)[toys.batch(2).token_ids]
+    assert torch.equal(fast({"a": a, "b": b}, state, toys.batch(2))[0], want)
+    assert torch.equal(fast({"b": b, "a": a}, state, toys.batch(2))[0], want)
+
+
+def test_a_none_that_becomes_a_tensor(recorder_name, params, state):
+    def fn(p: Any, s: Any, b: Any) -> Any:
+        x = p["w"][b.token_ids] * 1
+        return (x if p["bias"] is None else x + p["bias"]), s
+
+    fast = graphified(fn, recorder=recorder_name)
+    fast({**params, "bias": None}, state, toys.batch(2))
+    bias = torch.ones(toys.E, device=params["w"].device)
+    with pytest.raises(errors.TreeError, match=r"p\['bias'\]"):  # not a silent None
+        fast({**params, "bias": bias}, state, toys.batch(2))
+
+
+# --- what Python saw once -------------------------------------------------------------------------
+
+FROZEN: dict[str, tuple[Any, type]] = {
+    "batch.spec.num_tokens": (
+        lambda p, s, b: (p["w"] * b.spec.num_tokens, s),
+        errors.HostFieldError,
+    ),
+    "len(x)": (lambda p, s, b: (p["w"] * len(b.token_ids), s), errors.BranchError),
+    "if T > 4": (
+        lambda p, s, b: (p["w"] * (2 if b.token_ids.shape[0] > 4 else 1), s),
+        errors.BranchError,
+    ),
+    "if T == 1": (
+        lambda p, s, b: (p["w"] * (2 if b.token_ids.shape[0] == 1 else 1), s),
+        errors.BranchError,
+    ),
+    "if R == 1": (
+        lambda p, s, b: (p["w"] * (2 if b.seq_lens.shape[0] == 1 else 1), s),
+        errors.BranchError,
+    ),
+    "x.item()": (lambda p, s, b: (p["w"] * b.token_ids[0].item(), s), errors.HostSyncError),
+    "max(a, b)": (
+        lambda p, s, b: (p["w"] * max(b.seq_lens[0], b.seq_lens[0] + 1), s),
+        errors.HostSyncError,
+    ),
+    "a closed-over tensor": (lambda p, s, b: (p["w"] * OUTSIDE, s), errors.ClosureError),
+    "a closed-over tensor, returned": (
+        lambda p, s, b: ((p["w"] * 1, OUTSIDE), s),
+        errors.PurityError,
+    ),
+    "torch.rand": (lambda p, s, b: (p["w"] * torch.rand(()), s), errors.RandomError),
+    "dropout": (lambda p, s, b: (torch.nn.functional.dropout(p["w"]) * 1, s), errors.RandomError),
+    "a size returned": (
+        lambda p, s, b: ((p["w"] * 1, b.token_ids.shape[0]), s),
+        errors.OutputError,
+    ),
+    "the batch returned": (lambda p, s, b: ((p["w"] * 1, b.token_ids), s), errors.OutputError),
+    "a weight returned": (lambda p, s, b: (p["w"], s), errors.OutputError),
+}
+OUTSIDE = torch.ones(toys.E)
+
+
+@pytest.mark.parametrize("modes", ["NONE", "FULL"])
+@pytest.mark.parametrize("what", FROZEN)
+def test_what_a_graph_would_freeze_is_an_error(what: str, modes: str):
+    fn, error = FROZEN[what]
+    with pytest.raises(error) as caught:
+        graphified(fn, modes=modes)(toys.tally_params(), {"n": torch.zeros(1)}, toys.batch(3))
+    assert isinstance(caught.value, errors.PurityError)
+
+
+def test_a_number_among_the_arguments_is_an_error(params, state):
+    with pytest.raises(errors.TreeError, match=r"p\['scale'\]"):
+        graphified(count)({**params, "scale": 2.0}, state, toys.batch(2))
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_padding_writes_to_no_slot(recorder_name, device, modes: str):
+    """Slot 0 and the last slot (index -1) hold what they held."""
+    params, cache = toys.attention_params(1), toys.attention_cache(1)
+    params, cache = (trees.map_leaves(lambda x: x.to(device), t) for t in (params, cache))
+    fast = fg.graphify(
+        toys.attend, modes=modes, donate="cache", stage="batch", limits=toys.LIMITS, sizes=(16,),
+        recorder=recorder_name,
+    )  # fmt: skip
+    for leaf in toys.leaves(cache):
+        leaf.fill_(7)
+    fast(params, cache, toys.batch((2, 3), (1, 4)))
+    for leaf in toys.leaves(cache):
+        rows = leaf.flatten(0, 1).flatten(1)
+        assert rows[0].eq(7).all() and rows[-1].eq(7).all()
+        assert rows.ne(7).any(1).nonzero().flatten().tolist() == [3, 4, 16]
+
+
+@pytest.mark.parametrize("modes", ["PIECEWISE", "FULL"])
+def test_real_rows_do_not_see_what_padding_rows_hold(recorder_name, device, modes: str):
+    """A large batch before leaves other numbers in the rows that become padding."""
+    params, cache = toys.attention_params(2), toys.attention_cache(2)
+    params, cache = (trees.map_leaves(lambda x: x.to(device), t) for t in (params, cache))
+    fast = fg.graphify(
+        toys.attend, modes=modes, donate="cache", stage="batch", limits=toys.LIMITS, sizes=(16,),
+        recorder=recorder_name,
+    )  # fmt: skip
+    batch, outs = toys.batch((2, 3), (1, 4)), []
+    for before in (toys.batch(3), toys.batch(4, 4, 4, 4, seed=3), toys.batch(1, 9, seed=4)):
+        fast(params, cache, before)
+        for leaf in toys.leaves(cache):
+            leaf.fill_(0.5)
+        outs.append((fast(params, cache, batch)[0], toys.clone(cache)))
+    toys.assert_trees(outs[1], outs[0])
+    toys.assert_trees(outs[2], outs[0])
+
+
+def test_nan_in_what_nobody_owns_does_not_spread(recorder_name, device):
+    params, cache = toys.attention_params(2), toys.attention_cache(2)
+    params, cache = (trees.map_leaves(lambda x: x.to(device), t) for t in (params, cache))
+    for leaf in toys.leaves(cache):
+        leaf.fill_(float("nan"))
+    fast = fg.graphify(
+        toys.attend, donate="cache", stage="batch", limits=toys.LIMITS, sizes=toys.SIZES,
+        recorder=recorder_name,
+    )  # fmt: skip
+    for batch in (toys.batch(3, 2), toys.decode(2, 2), toys.batch((2, 3), (1, 3), 5)):
+        assert fast(params, cache, batch)[0].isfinite().all()
+
+
+def test_a_prefill_of_three_is_no_verify_step_of_three():
+    fast = graphified(count, modes="FULL_AND_PIECEWISE", query_lens=(1, 3))
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    prefill, verify = toys.batch(3, 3), toys.batch((3, 5), (3, 5), query_len=3)
+    fast(params, state, prefill)
+    assert fast.dispatch(prefill.spec).mode is toys.PIECEWISE  # FULL, if lengths were looked at
+    assert fast.dispatch(verify.spec).mode is toys.FULL
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_a_batch_beyond_the_largest_key_is_whole(recorder_name, params, state, modes: str):
+    fast = graphified(count, modes=modes, sizes=(1, 2, 4), recorder=recorder_name)
+    for batch in (toys.batch(4), toys.batch(5), toys.batch(13, 3), toys.decode(4)):
+        out, _ = fast(params, state, batch)
+        assert torch.equal(out, params["w"][batch.token_ids])  # not the first four rows
+    assert fast.stats.counts[5, 5, toys.NONE] == fast.stats.counts[16, 16, toys.NONE] == 1
+    assert len(fast.stats.reasons) >= 1
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_each_size_up_to_the_limits_is_whole(recorder_name, params, state, modes: str):
+    fast = graphified(count, modes=modes, sizes=(2, 5, 11), recorder=recorder_name)
+    for n in range(1, 17):
+        out, _ = fast(params, state, toys.batch(n, seed=n))
+        assert torch.equal(out, params["w"][toys.batch(n, seed=n).token_ids])
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_one_is_like_any_other(recorder_name, params, state):
+    """Traced at one, `x + row` would broadcast, `squeeze` would drop the dim, and stay so."""
+
+    def fn(p: Any, s: Any, b: Any) -> Any:
+        x = p["w"][b.token_ids]
+        return (x + x.flip(1), x.sum(1, keepdim=True) * x, x.unsqueeze(0).squeeze(0) @ x.t()), s
+
+    for first in (1, 2, 7):
+        fast = graphified(fn, modes="NONE", recorder=recorder_name)
+        for n in (first, 1, 2, 5, 1):
+            want, _ = toys.bare(fn, params, state, toys.on(toys.batch(n), params["w"].device))
+            toys.assert_trees(fast(params, state, toys.batch(n))[0], want, **CLOSE)
+
+
+@pytest.mark.parametrize("modes", ["NONE", "FULL"])
+def test_model_dims_are_never_taken_for_tokens(modes: str):
+    """Weights as long as any example could be: their dims are constants all the same."""
+    lengths = [2, 3, 5, 7, 11, 13, 16, 17, 19, 23, 29, 31, 37, 41, 43, 64, 97, 101, 709, 1361]
+
+    def fn(p: Any, s: Any, b: Any) -> Any:
+        return [w * b.token_ids.sum() for w in p["w"]], s
+
+    params = {"w": [torch.ones(n) for n in lengths]}
+    fast = graphified(fn, modes=modes)
+    batch = dataclasses.replace(toys.batch(3), token_ids=torch.tensor([1, 0, 1]))
+    outs, _ = fast(params, {"n": torch.zeros(1)}, batch)
+    assert [len(out) for out in outs] == lengths and all(out.eq(2).all() for out in outs)
+
+
+def test_t_and_r_are_never_taken_for_one_another():
+    """Both are 3 in the first batch; they are not, in the second."""
+
+    def fn(p: Any, s: Any, b: Any) -> Any:
+        return (b.token_ids * 2, b.seq_lens * 2), s
+
+    fast, state = graphified(fn), {"n": torch.zeros(1)}
+    for batch in (toys.batch(1, 1, 1), toys.batch(2, 5), toys.batch(1)):
+        (tokens, lens), _ = fast({}, state, batch)
+        assert torch.equal(tokens, batch.token_ids * 2) and torch.equal(lens, batch.seq_lens * 2)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_a_gradient_through_attention_is_refused():
+    """An opaque op without a rule gives zeros, and a warning that nobody reads."""
+    params, batch = toys.attention_params(1), toys.batch(3)
+    params["layers"][0]["qkv"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="gradient"):
+        toys.attend(params, toys.attention_cache(1), batch)
+    with torch.no_grad():
+        toys.attend(params, toys.attention_cache(1), batch)
+
+
+def test_results_carry_no_gradient_and_say_so(recorder_name, params, state):
+    params["w"].requires_grad_()
+    out, _ = graphified(count, recorder=recorder_name)(params, state, toys.batch(2))
+    assert not out.requires_grad and out.grad_fn is None

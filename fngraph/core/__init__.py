@@ -91,6 +91,7 @@ from fngraph.core.buffers import buffer as buffer
 from fngraph.core.buffers import key_sizes as key_sizes
 from fngraph.core.buffers import plan_buffers as plan_buffers
 from fngraph.core.struct import buffers_of as buffers_of
+from fngraph.core.struct import check_declared as check_declared
 from fngraph.core.struct import host as host
 from fngraph.core.struct import host_field as host_field
 from fngraph.core.struct import static as static
@@ -140,6 +141,7 @@ __all__ = [
     "buffer",
     "buffers_of",
     "build_table",
+    "check_declared",
     "check_sizes",
     "default_sizes",
     "dispatch",

@@ -91,11 +91,12 @@ def _winners(
     comes before it. What remains is one key a rung, or two where `max_reqs` bounds the first.
     """
     ranked: list[tuple[tuple, int, BatchDescriptor]] = []
-    waiting = sorted(keys, key=lambda key: key.num_tokens)
+    of_size: dict[int, list[BatchDescriptor]] = {}
+    for key in keys:
+        of_size.setdefault(key.num_tokens, []).append(key)
     at: list[list[tuple[int, BatchDescriptor]]] = []
     for size in reversed(rungs):
-        while waiting and waiting[-1].num_tokens == size:
-            key = waiting.pop()
+        for key in of_size.get(size, ()):
             new = (order(key), _most_reqs(key), key)
             if not any(_beats(old, new) for old in ranked):
                 ranked = [old for old in ranked if not _beats(new, old)]

@@ -66,11 +66,8 @@ def token_budgets(low: int, high: int) -> Budgets:
     """
     if low < 1 or high < 1:
         raise SizesError(f"token_budgets({low}, {high}): budgets are positive. Pass 1 or more.")
-    budgets = []
-    while low <= high:
-        budgets.append(low)
-        low *= 2
-    return (*budgets, high) if not budgets or budgets[-1] < high else tuple(budgets)
+    doubled = (low << i for i in range((high // low).bit_length()))
+    return tuple(sorted({*doubled, high}))
 
 
 def fit(tokens: int, budgets: Budgets) -> int | None:

@@ -121,41 +121,50 @@ def _problem(
 
 
 def _within_count(problem: _Problem, k: int) -> tuple[int, ...]:
-    """At most `k` sizes of least cost.
-
-    best[i] is the least cost of all steps up to size i where size i is the largest of j sizes:
-    the minimum over the next smaller one, l, of best[l] with j - 1 sizes + cost(i) * (steps(i) -
-    steps(l)). Since costs rise, the term satisfies the quadrangle inequality, so that the best l
-    never falls as i grows; halving the range of i narrows that of l: k * n * log(n) in all.
-    """
+    """At most `k` sizes of least cost, by adding one size at a time."""
     sizes, costs, steps = _rising(problem)
-    n = len(sizes)
     best = [cost * upto for cost, upto in zip(costs, steps)]
     choices: list[list[int | None]] = []
-    for _ in range(min(k, n) - 1):
-        fewer, best = best, list(best)
-        choice: list[int | None] = [None] * n  # None: nothing below
-        todo = [(0, n, 0, n)]
-        while todo:
-            low, high, least, most = todo.pop()
-            if low == high:
-                continue
-            i = (low + high) // 2
-            best[i] = costs[i] * steps[i]
-            for smaller in range(least, min(i, most)):
-                value = fewer[smaller] + costs[i] * (steps[i] - steps[smaller])
-                if value < best[i]:
-                    best[i], choice[i] = value, smaller
-            at = choice[i] or least
-            todo += [(low, i, least, at + 1), (i + 1, high, at, most)]
+    for _ in range(min(k, len(sizes)) - 1):
+        best, choice = _one_more(best, costs, steps)
         choices.append(choice)
-    plan = [n - 1]
+    plan = [len(sizes) - 1]
     for choice in reversed(choices):
         below = choice[plan[-1]]
         if below is None:
             break
         plan.append(below)
     return tuple(sizes[i] for i in reversed(plan))
+
+
+def _one_more(
+    fewer: list[float], costs: tuple[float, ...], steps: tuple[float, ...]
+) -> tuple[list[float], list[int | None]]:
+    """(best, choice) with one size more than `fewer` has.
+
+    best[i] is the least cost of all steps up to size i where size i is the largest taken: the
+    minimum over the next smaller one, l, of fewer[l] + cost(i) * (steps(i) - steps(l)), or with
+    none below. choice[i] is that l. Since costs rise, the term satisfies the quadrangle
+    inequality, so that the best l never falls as i grows; halving the range of i narrows that
+    of l: n * log(n) in all.
+    """
+    best = [cost * upto for cost, upto in zip(costs, steps)]
+    choice: list[int | None] = [None] * len(best)
+
+    def solve(low: int, high: int, least: int, most: int) -> None:
+        if low == high:
+            return
+        i = (low + high) // 2
+        for below in range(least, min(i, most)):
+            value = fewer[below] + costs[i] * (steps[i] - steps[below])
+            if value < best[i]:
+                best[i], choice[i] = value, below
+        at = choice[i] or least
+        solve(low, i, least, at + 1)
+        solve(i + 1, high, at, most)
+
+    solve(0, len(best), 0, len(best))
+    return best, choice
 
 
 def _rising(problem: _Problem) -> _Problem:

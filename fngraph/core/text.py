@@ -26,19 +26,27 @@ def _number(cell: str) -> bool:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers with their even runs folded: `1, 2, 4, 8..256 by 8`."""
-    rest, parts = list(numbers), []
-    while rest:
-        step = rest[1] - rest[0] if len(rest) > 1 else 0
-        run = 1
-        while run < len(rest) and rest[run] - rest[run - 1] == step:
-            run += 1
-        if run < 4:  # a fold must be shorter than what it folds
-            run = 1
-            parts.append(f"{rest[0]}")
+    runs: list[list[int]] = []
+    for number in numbers:
+        run = runs[-1] if runs else []
+        if len(run) == 1 or (run and number - run[-1] == run[-1] - run[-2]):
+            run.append(number)
+        elif 1 < len(run) < FOLDED:
+            runs.append([run.pop(), number])  # its last may start the next one
         else:
-            parts.append(f"{rest[0]}..{rest[run - 1]}" + (f" by {step}" if step != 1 else ""))
-        rest = rest[run:]
-    return ", ".join(parts)
+            runs.append([number])
+    return ", ".join(map(_folded, runs))
+
+
+FOLDED = 4
+"""Runs from this length on are folded: a fold must be shorter than what it folds."""
+
+
+def _folded(run: list[int]) -> str:
+    if len(run) < FOLDED:
+        return ", ".join(map(str, run))
+    step = run[1] - run[0]
+    return f"{run[0]}..{run[-1]}" + (f" by {step}" if step != 1 else "")
 
 
 def count(number: int, noun: str) -> str:

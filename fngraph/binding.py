@@ -17,7 +17,7 @@ from fngraph.errors import TreeError
 from fngraph.fx.aliases import check_aliases
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.fx.signature import Arguments
-from fngraph.graphs.addresses import addresses, check_addresses
+from fngraph.graphs.addresses import Places, check_places, part, places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Binding:
     Attributes:
         leaves: held and donated tensors.
         indices: the place of each among all leaves of the arguments.
-        recorded: the address of each when it was bound.
+        recorded: where the elements of each were when it was bound.
         inference: whether a donated leaf is an inference tensor, which only inference mode may
             write; results are inference tensors then too.
         spans: position of a held or donated parameter to the slice of `leaves` that it fills.
@@ -37,13 +37,13 @@ class Binding:
     leaves: list[torch.Tensor]
     indices: list[int]
     paths: list[str]
-    recorded: list[int]
+    recorded: Places
     inference: bool
     spans: Mapping[int, slice]
 
     def check(self) -> None:
         """Raise `AddressError` unless every leaf is where it was."""
-        check_addresses(self.leaves, self.recorded, self.paths)
+        check_places(self.leaves, self.recorded, self.paths)
 
     def check_argument(self, position: int, value: Any) -> None:
         """Raise unless `value` is what was bound at `position`: the same memory, leaf by leaf.
@@ -54,7 +54,7 @@ class Binding:
         """
         flat = flatten_as(self.args, position, value)
         span = self.spans[position]
-        check_addresses(flat, self.recorded[span], self.paths[span])
+        check_places(flat, part(self.recorded, span), self.paths[span])
 
     def inputs(
         self, staged: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]
@@ -94,7 +94,7 @@ def bind(args: Arguments, values: Sequence[Any]) -> Binding:
     check_aliases([args.leaves[i] for i in indices], leaves)
     donated = [x for i, x in zip(indices, leaves) if args.leaves[i].role is Role.DONATED]
     inference = any(x.is_inference() for x in donated)
-    return Binding(args, leaves, indices, paths, addresses(leaves), inference, spans)
+    return Binding(args, leaves, indices, paths, places(leaves), inference, spans)
 
 
 def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from fngraph.core import (
     key_sizes,
 )
 from fngraph.core.program import run
-from fngraph.errors import CaptureError, FnGraphError, TreeError
+from fngraph.errors import CaptureError, TreeError
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.recorder import Recorder, describe, make_recorder
@@ -187,7 +187,7 @@ class Captured:
                     self.recorder, program, fns, self.compiled.rows, inputs, mode, descriptor,
                     sizes, host, tuple(self._cut(self.outputs, sizes)),
                 )  # fmt: skip
-            except FnGraphError as error:
+            except Exception as error:  # whatever a backend or an op raises
                 raise CaptureError(f"{mode} {descriptor}: {describe(error)}") from error
         self.replays[mode, descriptor] = replay
         return replay
@@ -227,6 +227,14 @@ class Captured:
         return f"Captured({done} on {self.recorder.name}; {self.table!r})"
 
 
+def check_outputs(outputs: str) -> None:
+    """Raise `TreeError` unless `outputs` says who owns results."""
+    if outputs not in ("own", "borrow"):
+        raise TreeError(
+            f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views, good until the next call)'
+        )
+
+
 @torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in
 def bind_and_allocate(
     compiled: Compiled, values: Sequence[Any], recorder: str | None, outputs: str
@@ -236,8 +244,7 @@ def bind_and_allocate(
     Raises:
         TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
     """
-    if outputs not in ("own", "borrow"):
-        raise TreeError(f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views)')
+    check_outputs(outputs)
     lowered = compiled.lowered
     binding = bind(compiled.args, values)
     made = make_recorder(recorder, compiled.args.device)

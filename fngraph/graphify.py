@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fngraph import core
-from fngraph.captured import Captured
+from fngraph.captured import Captured, check_outputs
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
@@ -32,6 +32,7 @@ from fngraph.core import (
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role
 from fngraph.fx.signature import Names, arguments, signature
+from fngraph.graphs.recorder import check_name
 from fngraph.ops.primitive import primitive
 from fngraph.stages import Options, Traced, trace_function
 
@@ -54,6 +55,8 @@ class Graphified:
         self.options, self.limits, self.recorder, self.outputs = options, limits, recorder, outputs
         self.max_keys = max_keys
         self.signature = signature(fn, donate, stage)
+        check_outputs(outputs)
+        check_name(recorder)
         self._captured: dict[Any, Captured] = {}  # by exact shapes; one under None for a spec
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,12 +69,13 @@ class Graphified:
         held = self.signature.positions(Role.HELD)
         (staged,) = self.signature.positions(Role.STAGED)
         key = _exact_shapes(values[staged])
-        step = self._captured.pop(key, None)
+        step = self._captured.get(key)
         if step is None:
             step = self._first_call(values, staged)
         else:
             for position in held:
                 step.binding.check_argument(position, values[position])
+            del self._captured[key]
         self._captured[key] = step  # the most recently used is last
         if len(self._captured) > self.max_keys:
             del self._captured[next(iter(self._captured))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ class Kit(NamedTuple):
             return sum(self.recorder.arena.live.values())
         import torch
 
+        gc.collect()  # or another test's garbage goes in between two looks
         return torch.cuda.memory_allocated(self.device)
 
 

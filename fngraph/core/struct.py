@@ -102,6 +102,26 @@ def buffers_of(cls: type) -> Mapping[str, Buffer]:
     return {name: role for name, role in roles.items() if isinstance(role, Buffer)}
 
 
+def check_declared(cls: type, with_example: bool) -> None:
+    """Raise unless every child of a staged struct is an `fg.buffer`, and static fields are known.
+
+    Raises:
+        FieldError: naming the field.
+    """
+    roles = getattr(cls, "__fngraph_roles__", {})
+    for name, role in roles.items():
+        if role is None:
+            raise FieldError(
+                f"{cls.__name__}.{name} does not say how it is staged. Declare its dims and dtype: "
+                f'{name}: Tensor = fg.buffer("T", "int64")'
+            )
+        if role == _STATIC and not with_example:
+            raise FieldError(
+                f"{cls.__name__}.{name} is static, so the class alone does not give the batch's "
+                "structure. Pass an example: trace(..., batch=batch), capture(..., batch=batch)"
+            )
+
+
 def host_field(cls: type) -> str | None:
     """The name of a struct's host field, or None."""
     roles = getattr(cls, "__fngraph_roles__", {})

@@ -52,10 +52,14 @@ def differences(expected: Any, got: Any, root: str) -> list[str]:
     return lines or [f"  {root}: expected {expected}, got {got}"]
 
 
-def unflatten_struct(cls: type, values: Any) -> Any:
-    """An `fg.struct` whose children are their own names: to find where each leaf sits."""
+def unflatten_struct(cls: type, names: Any, example: Any) -> Any:
+    """An `fg.struct` whose children are their own names: to find where each leaf sits.
+
+    Static fields are those of `example`, where there is one.
+    """
     new: Any = object.__new__(cls)
-    new.__dict__.update({name: name for name in values})
+    new.__dict__.update(vars(example) if example is not None else {})
+    new.__dict__.update({name: name for name in names})
     return new
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.core import Buffer, Dim, buffers_of, host_field, trees
+from fngraph.core import Buffer, Dim, buffers_of, check_declared, host_field, trees
 from fngraph.errors import DonationError, TreeError
 from fngraph.fx.aliases import check_aliases
 from fngraph.fx.leaves import Leaf, Role, TensorSpec, same_place
@@ -57,6 +57,11 @@ def signature(fn: Callable[..., Any], donate: Names, stage: Names) -> Signature:
         return typing.cast(set[str], found)
 
     donated, staged = resolve("donate", donate), resolve("stage", stage)
+    if len(staged) != 1:
+        raise TreeError(
+            f"stage={stage!r} names {len(staged)} parameters of forward{names}. Name the one that "
+            'is the batch, which may be a tree of tensors: stage="batch"'
+        )
     if donated & staged:
         raise TreeError(f"{(donated & staged).pop()!r} cannot be both donated and staged")
     roles = tuple(
@@ -110,12 +115,10 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
     leaves: list[Leaf] = []
     treedefs = []
     batch_type: type | None = None
-    staged = 0
     devices: dict[torch.device, str] = {}
     real: list[tuple[Leaf, torch.Tensor]] = []
     for name, role in zip(sig.names, sig.roles):
         if role is Role.STAGED:
-            staged += 1
             batch_type = _batch_type(sig, name, given.get(name))
             found, treedef = _staged(name, batch_type, given.get(name))
         else:
@@ -125,11 +128,6 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
             real += [(leaf, x) for leaf, x in zip(found, flat) if isinstance(x, torch.Tensor)]
         leaves += found
         treedefs.append(treedef)
-    if staged != 1:
-        raise TreeError(
-            f"{staged} arguments of {sig!r} are staged; one is, and it may be a tree of tensors: "
-            'stage="batch"'
-        )
     if len(devices) > 1:
         (a, path_a), (b, path_b) = list(devices.items())[:2]
         raise TreeError(f"{path_a} is on {a}, {path_b} on {b}; one function runs on one device")
@@ -170,7 +168,8 @@ def _staged(name: str, batch_type: type | None, example: Any) -> tuple[list[Leaf
     cpu = torch.device("cpu")  # until the function's device is known
     if batch_type is not None:
         fields = buffers_of(batch_type)
-        names, treedef = trees.flatten(trees.unflatten_struct(batch_type, fields))
+        check_declared(batch_type, example is not None)
+        names, treedef = trees.flatten(trees.unflatten_struct(batch_type, fields, example))
         buffers = [fields[n] for n in names]
     else:
         tensors, treedef = trees.flatten(example)

@@ -8,26 +8,36 @@ import torch
 
 from fngraph.errors import AddressError
 
-_data_ptr = torch.Tensor.data_ptr
+Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
 
 
-def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where each tensor's data is."""
-    return list(map(_data_ptr, tensors))
+def places(tensors: Sequence[torch.Tensor]) -> Places:
+    """Where each tensor's elements are: addresses, shapes and strides.
+
+    Shapes too, since `resize_`, `t_()` and `.data = x.view(...)` change them in place.
+    """
+    return (
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.size, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+    )
 
 
-def check_addresses(
-    tensors: Sequence[torch.Tensor], recorded: Sequence[int], paths: Sequence[str]
-) -> None:
+def part(recorded: Places, span: slice) -> Places:
+    """The places of some of the tensors."""
+    return recorded[0][span], recorded[1][span], recorded[2][span]
+
+
+def check_places(tensors: Sequence[torch.Tensor], recorded: Places, paths: Sequence[str]) -> None:
     """Raise unless every tensor is where it was.
 
     Raises:
         AddressError: naming the first leaf that moved.
     """
-    now = addresses(tensors)
+    now = places(tensors)
     if now == recorded:
         return
-    moved = [path for path, a, b in zip(paths, now, recorded) if a != b]
+    moved = [path for path, a, b in zip(paths, zip(*now), zip(*recorded)) if a != b]
     more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
     raise AddressError(
         f"{moved[0]}{more} moved since the graphs were captured (a new tensor, .data =, "

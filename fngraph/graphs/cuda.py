@@ -7,16 +7,31 @@ stream for each capture took 4.9 GB where one takes 256 MB (51 sizes of a 1B mod
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.recorder import describe
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """No garbage collection meanwhile: freeing an old graph's memory would end the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
 
 _ABANDONED: list[torch.cuda.CUDAGraph] = []  # see CudaRecorder._abandon
 
@@ -68,7 +83,7 @@ class CudaRecorder:
         result = None
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            with torch.cuda.stream(self.stream), torch.no_grad():
+            with torch.cuda.stream(self.stream), torch.no_grad(), _gc_paused():
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     result = fn()

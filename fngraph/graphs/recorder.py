@@ -56,19 +56,24 @@ def describe(error: BaseException) -> str:
     return ", ".join([first, *getattr(error, "__notes__", ())])
 
 
+def check_name(name: str | None) -> None:
+    """Raise `CaptureError` unless `name` is a recorder's, or None."""
+    if name not in (None, "cuda", "tape"):
+        raise CaptureError(f'recorder={name!r} is unknown; there are "cuda" and "tape"')
+
+
 def make_recorder(name: str | None, device: torch.device) -> Recorder:
     """The recorder called `name` for `device`; None is "cuda" on CUDA, else "tape".
 
     Raises:
         CaptureError: an unknown name, or one that cannot record on this device.
     """
+    check_name(name)
     name = name or ("cuda" if device.type == "cuda" else "tape")
     if name == "tape":
         from fngraph.graphs.tape import TapeRecorder
 
         return TapeRecorder(device)
-    if name == "cuda":
-        from fngraph.graphs.cuda import CudaRecorder
+    from fngraph.graphs.cuda import CudaRecorder
 
-        return CudaRecorder(device)
-    raise CaptureError(f'recorder {name!r} is unknown; there are "cuda" and "tape"')
+    return CudaRecorder(device)

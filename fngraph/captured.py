@@ -231,7 +231,7 @@ def check_outputs(outputs: str) -> None:
     """Raise `TreeError` unless `outputs` says who owns results."""
     if outputs not in ("own", "borrow"):
         raise TreeError(
-            f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views, good until the next call)'
+            f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views, good for one call)'
         )
 
 

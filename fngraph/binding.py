@@ -15,9 +15,9 @@ import torch
 from fngraph.core import trees
 from fngraph.errors import TreeError
 from fngraph.fx.aliases import check_aliases
+from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec
-from fngraph.fx.signature import Arguments
-from fngraph.graphs.addresses import Places, check_places, part, places
+from fngraph.graphs.addresses import WRITE, Places, check_places, part, places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Binding:
         inference: whether a donated leaf is an inference tensor, which only inference mode may
             write; results are inference tensors then too.
         spans: position of a held or donated parameter to the slice of `leaves` that it fills.
+        fixes: position to what to do when another argument is passed.
     """
 
     args: Arguments
@@ -40,6 +41,10 @@ class Binding:
     recorded: Places
     inference: bool
     spans: Mapping[int, slice]
+    fixes: Mapping[int, str]
+
+    def __repr__(self) -> str:
+        return f"Binding({', '.join(map(repr, self.args.leaves))})"
 
     def check(self) -> None:
         """Raise `AddressError` unless every leaf is where it was."""
@@ -54,7 +59,7 @@ class Binding:
         """
         flat = flatten_as(self.args, position, value)
         span = self.spans[position]
-        check_places(flat, part(self.recorded, span), self.paths[span])
+        check_places(flat, part(self.recorded, span), self.paths[span], self.fixes[position])
 
     def inputs(
         self, staged: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]
@@ -68,8 +73,11 @@ class Binding:
         return [*slots, *constants]
 
 
-def bind(args: Arguments, values: Sequence[Any]) -> Binding:
+def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:
     """Bind held and donated arguments, given in `forward`'s order.
+
+    Args:
+        out_tree: structure of `forward`'s output.
 
     Raises:
         TreeError: a number, structure, shape, dtype or device that differs from the trace.
@@ -94,7 +102,22 @@ def bind(args: Arguments, values: Sequence[Any]) -> Binding:
     check_aliases([args.leaves[i] for i in indices], leaves)
     donated = [x for i, x in zip(indices, leaves) if args.leaves[i].role is Role.DONATED]
     inference = any(x.is_inference() for x in donated)
-    return Binding(args, leaves, indices, paths, places(leaves), inference, spans)
+    fixes = {position: _fix(args, position, out_tree) for position in positions}
+    return Binding(args, leaves, indices, paths, places(leaves), inference, spans, fixes)
+
+
+def _fix(args: Arguments, position: int, out_tree: Any) -> str:
+    """What a person should do who passes another argument than the one that was bound."""
+    name = args.signature.names[position]
+    if args.signature.roles[position] is Role.DONATED:
+        return f"Go on with the {name!r} that was passed first and came back, or capture again"
+    if args.treedefs[position] in (out_tree, *trees.children(out_tree)):
+        return (
+            f"{name!r} looks like what forward returns: if it is state, donate it, "
+            f"fg.graphify(..., donate={name!r}), and it is updated where it is. Else "
+            f"{WRITE[0].lower()}{WRITE[1:]}"
+        )
+    return WRITE
 
 
 def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]:
@@ -104,8 +127,11 @@ def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]
         TreeError: listing each path that differs.
     """
     flat, treedef = trees.flatten(value)
-    if treedef != args.treedefs[position]:
+    if treedef != args.treedefs[position] or not all(isinstance(x, torch.Tensor) for x in flat):
         name = args.signature.names[position]
+        for path, leaf in zip(trees.paths(treedef, name), flat):
+            if not isinstance(leaf, torch.Tensor):
+                raise TreeError(f"{path} is {type(leaf).__name__}, not a tensor")
         lines = "\n".join(trees.differences(args.treedefs[position], treedef, name))
         raise TreeError(f"{name} differs in structure from what was traced:\n{lines}")
     return flat
@@ -121,9 +147,8 @@ def assembler(args: Arguments, out_tree: Any, returns: Mapping[int, int]) -> Ass
     """
     positions: dict[int, int] = {}  # first output leaf of a container to its parameter
     for position in args.signature.positions(Role.DONATED):
-        first = sum(t.num_leaves for t in args.treedefs[:position])
         if args.treedefs[position].num_leaves:
-            positions[returns[first]] = position
+            positions[returns[args.span(position).start]] = position
     whole = positions.get(0)
     if whole is not None and args.treedefs[whole] == out_tree:
         return lambda results, containers: containers[whole]

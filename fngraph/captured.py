@@ -7,6 +7,7 @@ The one stage with state: it owns memory, and it counts what it did.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from fngraph.core import (
     key_sizes,
 )
 from fngraph.core.program import run
-from fngraph.errors import CaptureError, TreeError
+from fngraph.errors import CaptureError, SpecError, TreeError
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.recorder import Recorder, describe, make_recorder
@@ -47,7 +48,7 @@ from fngraph.stages import Compiled
 EXACT = BatchSpec(1, 1, query_len=1)  # stands for a batch that has exact shapes and no counts
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Captured:
     """A step over bound weights and state; a mapping from descriptors to replays.
 
@@ -82,13 +83,13 @@ class Captured:
 
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as."""
-        return dispatch(self.table, spec)
+        return dispatch(self.table, _checked(spec))
 
     def explain(self, spec: BatchSpec) -> Explanation:
         """Why `spec` runs as it does, and why not as anything else."""
-        return explain(self.table, spec)
+        return explain(self.table, _checked(spec))
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: `forward` without its held arguments.
 
         Raises:
@@ -98,9 +99,8 @@ class Captured:
         """
         sig = self.compiled.args.signature
         positions = sig.positions(Role.DONATED, Role.STAGED)
-        if len(args) != len(positions):
-            names = [sig.names[i] for i in positions]
-            raise TreeError(f"a step takes {len(names)} arguments {names}, got {len(args)}")
+        if kwargs or len(args) != len(positions):
+            args = tuple(sig.values(args, kwargs, Role.DONATED, Role.STAGED))
         batch: list[torch.Tensor] = []
         containers = {}
         for position, value in zip(positions, args):
@@ -115,7 +115,7 @@ class Captured:
         true = true_sizes(spec, self.limits.dims)
         check_leaves(self.static.plan, batch, true)
         chosen = dispatch(self.table, spec)
-        with torch.inference_mode(self.binding.inference), torch.no_grad():
+        with self._ambient():
             if chosen.mode is Mode.NONE:
                 results = self._run(batch, true, spec)
             else:
@@ -179,9 +179,9 @@ class Captured:
         host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
         program, fns = self.compiled.lowered.split.program, self.compiled.fns
         inputs = self.binding.inputs(self.static.views(sizes), self.constants)
-        with torch.inference_mode(self.binding.inference), torch.no_grad():
-            stage_padding(self.static, sizes, descriptor.query_len or 0)
+        with self._ambient():
             try:
+                stage_padding(self.static, sizes, descriptor.query_len or 0)
                 warm_up(self.recorder, program, fns, inputs, self._written(), sizes, host)
                 replay = capture(
                     self.recorder, program, fns, self.compiled.rows, inputs, mode, descriptor,
@@ -191,6 +191,17 @@ class Captured:
                 raise CaptureError(f"{mode} {descriptor}: {describe(error)}") from error
         self.replays[mode, descriptor] = replay
         return replay
+
+    @contextlib.contextmanager
+    def _ambient(self) -> Iterator[None]:
+        """The caller's autocast and gradients change nothing: the trace has decided dtypes."""
+        device = self.recorder.device.type
+        with torch.inference_mode(self.binding.inference), torch.no_grad():
+            if not torch.is_autocast_enabled(device):
+                yield
+                return
+            with torch.autocast(device, enabled=False):
+                yield
 
     def _written(self) -> list[torch.Tensor]:
         """Donated leaves that are written other than by primitives, whose slots are null."""
@@ -227,6 +238,12 @@ class Captured:
         return f"Captured({done} on {self.recorder.name}; {self.table!r})"
 
 
+def _checked(spec: BatchSpec) -> BatchSpec:
+    if not isinstance(spec, BatchSpec):
+        raise SpecError(f"expected a BatchSpec, got {type(spec).__name__}. Pass batch.spec")
+    return spec
+
+
 def check_outputs(outputs: str) -> None:
     """Raise `TreeError` unless `outputs` says who owns results."""
     if outputs not in ("own", "borrow"):
@@ -237,7 +254,7 @@ def check_outputs(outputs: str) -> None:
 
 @torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in
 def bind_and_allocate(
-    compiled: Compiled, values: Sequence[Any], recorder: str | None, outputs: str
+    compiled: Compiled, values: Sequence[Any], recorder: str | Recorder | None, outputs: str
 ) -> Captured:
     """A `Captured` with nothing captured yet: leaves bound, static buffers allocated.
 
@@ -246,7 +263,7 @@ def bind_and_allocate(
     """
     check_outputs(outputs)
     lowered = compiled.lowered
-    binding = bind(compiled.args, values)
+    binding = bind(compiled.args, values, lowered.split.traced.out_tree)
     made = make_recorder(recorder, compiled.args.device)
     static = allocate(lowered.plan, made.device)
     pieces = lowered.split.pieces

@@ -30,8 +30,9 @@ from fngraph.core import (
     trees,
 )
 from fngraph.errors import TreeError
+from fngraph.fx.arguments import arguments
 from fngraph.fx.leaves import Role
-from fngraph.fx.signature import Names, arguments, signature
+from fngraph.fx.signature import Names, signature
 from fngraph.graphs.recorder import check_name
 from fngraph.ops.primitive import primitive
 from fngraph.stages import Options, Traced, trace_function
@@ -58,6 +59,7 @@ class Graphified:
         check_outputs(outputs)
         check_name(recorder)
         self._captured: dict[Any, Captured] = {}  # by exact shapes; one under None for a spec
+        self._evicted = Stats()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`'s own signature and meaning; donated arguments are updated in place.
@@ -78,14 +80,17 @@ class Graphified:
             del self._captured[key]
         self._captured[key] = step  # the most recently used is last
         if len(self._captured) > self.max_keys:
-            del self._captured[next(iter(self._captured))]
+            evicted = self._captured.pop(next(iter(self._captured)))
+            self._evicted = self._evicted + evicted.stats
         return step(*[v for i, v in enumerate(values) if i not in held])
 
     def _first_call(self, values: list[Any], staged: int) -> Captured:
         limits = _with_dims(self.limits or Limits(), values[staged])
         bound = [v for i, v in enumerate(values) if i != staged]
         compiled = self.trace(*bound, batch=values[staged], limits=limits).split().lower().compile()
-        return compiled.capture(*bound, recorder=self.recorder, outputs=self.outputs, lazy=True)
+        others = list(self._captured.values())  # exact shapes share one pool
+        recorder = others[-1].recorder if others else self.recorder
+        return compiled.capture(*bound, recorder=recorder, outputs=self.outputs, lazy=True)
 
     def trace(self, *bound: Any, batch: Any = None, limits: Limits | None = None) -> Traced:
         """Trace over held and donated arguments (tensors or `fg.like` specs), in order.
@@ -101,8 +106,8 @@ class Graphified:
         if len(bound) != len(names):
             raise TreeError(f"trace takes {len(names)} arguments {names}, got {len(bound)}")
         given = dict(zip(names, bound))
-        (staged,) = self.signature.positions(Role.STAGED) or (None,)
-        if staged is not None and batch is not None:
+        (staged,) = self.signature.positions(Role.STAGED)
+        if batch is not None:
             given[self.signature.names[staged]] = batch
         args = arguments(self.signature, given)
         if args.batch_type is None:  # exact shapes: one key of one "token"
@@ -111,7 +116,11 @@ class Graphified:
         return trace_function(args, self.options, limits or self.limits or Limits())
 
     def bind(self, *held: Any) -> Bound:
-        """Bind the held arguments: they are flattened once, and a step no longer takes them."""
+        """Bind the held arguments: they are flattened once, and a step no longer takes them.
+
+        It is the tensors that are bound. One that moves is noticed at the next call; a new tensor
+        put into the container that was passed here is not seen any more.
+        """
         names = [self.signature.names[i] for i in self.signature.positions(Role.HELD)]
         if len(held) != len(names):
             raise TreeError(f"bind takes {len(names)} arguments {names}, got {len(held)}")
@@ -120,7 +129,7 @@ class Graphified:
     @property
     def stats(self) -> Stats:
         """What the calls so far ran as."""
-        return sum((step.stats for step in self._captured.values()), Stats())
+        return sum((step.stats for step in self._captured.values()), self._evicted)
 
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as; after the first call."""
@@ -141,9 +150,14 @@ class Graphified:
     def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         if not kwargs and len(args) == len(self.signature.names):
             return list(args)
-        bound = inspect.signature(self.signature.fn).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return list(bound.arguments.values())
+        defaults = {
+            name: p.default
+            for name, p in inspect.signature(self.signature.fn).parameters.items()
+            if p.default is not p.empty and name not in kwargs
+        }
+        for name in self.signature.names[: len(args)]:
+            defaults.pop(name, None)
+        return self.signature.values(args, defaults | dict(kwargs), *Role)
 
     def __repr__(self) -> str:
         return f"graphify({self.signature!r}, modes={self.options.modes or 'default'})"
@@ -234,6 +248,10 @@ def graphify(
     **resolve: Any,
 ) -> Any:
     """Turn a pure function into one that runs each batch as CUDA graphs.
+
+    `forward` must keep rows apart: a batch is padded to its key's size, so what mixes rows over T
+    or R (a mean, `x[-1]`, a sort) would mix in padding. Primitives and masks are the way across.
+    Results carry no gradients, whatever requires them: take gradients inside, `torch.func.grad`.
 
     Args:
         fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator.

@@ -30,15 +30,18 @@ from fngraph.core import (
     resolve,
     trees,
 )
-from fngraph.core.program import Program
-from fngraph.core.text import table
-from fngraph.errors import BackendError
+from fngraph.core.program import Program, Step
+from fngraph.core.text import count, table
+from fngraph.errors import BackendError, FieldError, SpecError
+from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
 from fngraph.fx.donation import DonationTable, donate
-from fngraph.fx.leaves import TensorSpec
-from fngraph.fx.signature import Arguments, Signature, match_donated
+from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.returns import match_donated
+from fngraph.fx.signature import Signature
 from fngraph.fx.split import Cut, Piece, Pieces, split
 from fngraph.fx.trace import Graph, trace
+from fngraph.graphs.recorder import Recorder
 from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
 
 if TYPE_CHECKING:
@@ -111,6 +114,7 @@ class Traced:
 
     def as_text(self) -> str:
         """The traced ops as Python."""
+        self.graph.gm.recompile()  # constants and donation have changed the graph since
         return self.graph.gm.code.strip()
 
     def __repr__(self) -> str:
@@ -127,7 +131,7 @@ def trace_function(
     found: dict[str, Any] = {}
 
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
-        outputs, found["tree"] = trees.flatten(args.signature.fn(*args.unflatten(leaves)))
+        outputs, found["tree"] = trees.flatten(args.signature.call(args.unflatten(leaves)))
         return outputs
 
     graph = trace(flat_fn, args.leaves, limits, args.signature.fn, found)
@@ -170,8 +174,14 @@ class Split:
         """
         traced, options = self.traced, self.traced.options
         limits = limits or traced.limits
+        if limits.dims != traced.limits.dims:
+            raise SpecError(
+                f"traced with {traced.limits!r}, lowered with {limits!r}: letters other than T and "
+                "R are fixed by the trace. Trace with the same: trace(..., limits=limits)"
+            )
         traced.graph.check_limits(limits)
         calls = tuple(_choose(cut, options.backends) for cut in self.cuts)
+        self._check_null_slots()
         support = {
             f"{call.primitive.name} {i} ({call.backend.name})": call.backend.support(call.config)
             for i, call in enumerate(calls)
@@ -189,14 +199,35 @@ class Split:
         plan = plan_buffers(traced.args.fields, top)
         return Lowered(self, limits, calls, resolution, dispatch_table, plan)
 
+    def _check_null_slots(self) -> None:
+        """Padding must write nowhere: the slots of each primitive are a leaf padded with -1."""
+        for step, part in zip(self.program.steps, self.pieces.parts):
+            name = PRIMITIVES[part.op].null_slots if isinstance(part, Cut) else None
+            if name is None:
+                continue
+            leaf = self._leaf_of(step, part, name)
+            if leaf is not None and (leaf.buffer is None or leaf.buffer.pad != -1):
+                raise FieldError(
+                    f"{leaf.path} says where {step.name} writes, and its padding would write too. "
+                    f"Pad it with -1, which writes nowhere: fg.buffer(..., pad=-1)"
+                )
+
+    def _leaf_of(self, step: Step, cut: Any, name: str) -> Leaf | None:
+        """The argument's leaf, if the cut reads it as it was passed to `forward`."""
+        names = [a.name for a in PRIMITIVES[cut.op].op._schema.arguments]
+        slot = step.reads[cut.places.index(names.index(name))]
+        leaves = self.traced.args.leaves
+        return leaves[slot] if slot < len(leaves) else None
+
     def as_text(self) -> str:
-        """One line a step."""
-        return self.program.as_text()
+        """One line a step, with the leaves that it reads by name; equal kinds are one piece."""
+        leaves = [leaf.path for leaf in self.traced.args.leaves] + list(self.traced.constants)
+        return self.program.as_text(dict(enumerate(leaves)))
 
     def __repr__(self) -> str:
         return (
-            f"Split({len(self.program.steps)} steps: {len(self.cuts)} cuts, "
-            f"{len(self.distinct)} distinct pieces)"
+            f"Split({count(len(self.program.steps), 'step')}: {count(len(self.cuts), 'cut')}, "
+            f"{count(len(self.distinct), 'distinct piece')})"
         )
 
 
@@ -274,12 +305,9 @@ class Lowered:
         """Backends, modes, keys and buffers."""
         rows = [[i, c.primitive.name, c.backend.name, c.backend.support(c.config)]
                 for i, c in enumerate(self.calls)]  # fmt: skip
-        parts = [
-            self.table.as_text(),
-            self.plan.as_text(),
-            table(["cut", "primitive", "backend", "support"], rows),
-            *self.notes,
-        ]
+        parts = [self.table.as_text(), self.plan.as_text()]
+        parts += [table(["cut", "primitive", "backend", "support"], rows)] if rows else []
+        parts += self.notes
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
@@ -303,7 +331,7 @@ def _piece_fn(piece: Piece) -> Callable[..., tuple[Any, ...]]:
     return run
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
     """A callable for each step of the program. Equal pieces share theirs."""
 
@@ -323,7 +351,7 @@ class Compiled:
     def capture(
         self,
         *bound: Any,
-        recorder: str | None = None,
+        recorder: str | Recorder | None = None,
         outputs: str = "own",
         progress: bool = False,
         lazy: bool = False,
@@ -331,7 +359,7 @@ class Compiled:
         """Bind the held and donated arguments (in `forward`'s order) and capture every key.
 
         Args:
-            recorder: "cuda", "tape", or None for the one of the arguments' device.
+            recorder: "cuda", "tape", None for the one of the arguments' device, or one to share.
             outputs: "own": results are the caller's; "borrow": views, good until the next call.
             progress: show a progress bar.
             lazy: capture each key when it is first dispatched to, not now.
@@ -354,4 +382,5 @@ class Compiled:
         return "\n\n".join(f"# piece {i}\n{code}" for i, code in enumerate(codes))
 
     def __repr__(self) -> str:
-        return f"Compiled({len(set(self.fns))} callables for {len(self.fns)} steps)"
+        callables, steps = count(len(set(self.fns)), "callable"), count(len(self.fns), "step")
+        return f"Compiled({callables} for {steps})"

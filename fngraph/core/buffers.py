@@ -25,7 +25,7 @@ ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
-_OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod
+_OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod | ast.Pow
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _parse_dim(text: str) -> tuple[types.CodeType, frozenset[str]]:
             if type(node.value) is not int:
                 raise FieldError(f"dim {text!r} has the constant {node.value!r}; sizes are ints")
         elif not isinstance(node, ast.BinOp | ast.expr_context | _OPERATORS):
-            raise FieldError(f"dim {text!r} may hold letters, ints and + - * // % only")
+            raise FieldError(f"dim {text!r} may hold letters, ints and + - * // % ** only")
     return compile(tree, "<string>", "eval"), frozenset(letters)
 
 

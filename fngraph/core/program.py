@@ -8,7 +8,7 @@ runs of steps one graph records, and neither knows what a step does.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fngraph.core.modes import Mode
@@ -49,9 +49,14 @@ class Program:
         """Number of distinct callables; it does not grow with depth."""
         return len({(s.cut, s.kind) for s in self.steps})
 
-    def as_text(self) -> str:
-        """One line a step."""
-        rows = [[s.name, s.kind, list(s.reads), list(s.writes)] for s in self.steps]
+    def as_text(self, names: Mapping[int, str] | None = None) -> str:
+        """One line a step; slots without a name print as %slot."""
+        named = names or {}
+
+        def show(slots: tuple[int, ...]) -> str:
+            return ", ".join(named.get(i, f"%{i}") for i in slots)
+
+        rows = [[s.name, s.kind, show(s.reads), show(s.writes)] for s in self.steps]
         return table(["step", "kind", "reads", "writes"], rows)
 
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, dataclass_transform
 
 from fngraph.core.buffers import Buffer, buffer
-from fngraph.errors import FieldError, HostFieldError, user_line
+from fngraph.core.where import user_line
+from fngraph.errors import FieldError, HostFieldError
 
 NAMESPACE = "fngraph"  # of the optree registry; global registrations are seen too
 _HOST, _STATIC = "host", "static"

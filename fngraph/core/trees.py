@@ -47,7 +47,12 @@ def map_leaves(fn: Any, tree: Any) -> Any:
 def differences(expected: Any, got: Any, root: str) -> list[str]:
     """Lines that name each path at which two structures differ."""
     want, have = set(paths(expected, root)), set(paths(got, root))
-    lines = [f"  {path}: expected a leaf, got none" for path in sorted(want - have)]
+    lines = []
+    for path in sorted(want - have):
+        inside = {p for p in have if p.startswith((f"{path}[", f"{path}."))}
+        have -= inside
+        what = f"a container of {len(inside)} leaves" if inside else "none"
+        lines.append(f"  {path}: expected a tensor, got {what}")
     lines += [f"  {path}: a leaf that was not there before" for path in sorted(have - want)]
     return lines or [f"  {root}: expected {expected}, got {got}"]
 

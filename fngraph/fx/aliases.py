@@ -18,9 +18,10 @@ def check_aliases(leaves: Sequence[Leaf], tensors: Sequence[torch.Tensor]) -> No
     """
     owner: dict[int, Leaf] = {}
     for leaf, tensor in zip(leaves, tensors):
-        if tensor.numel() == 0:
+        address = tensor.untyped_storage().data_ptr()
+        if address == 0:  # no memory: empty, or on the meta device
             continue
-        first = owner.setdefault(tensor.untyped_storage().data_ptr(), leaf)
+        first = owner.setdefault(address, leaf)
         donated = [x.path for x in (leaf, first) if x.role is Role.DONATED]
         if first is not leaf and donated:
             raise AliasError(

@@ -104,9 +104,9 @@ def _introduces(node: fx.Node, size: Dim, dim: Any) -> fx.Node | None:
 def _views_rows(node: fx.Node, dim: Any) -> bool:
     while node.target in _ROW_MAJOR:
         node = node.all_input_nodes[0]
-        leading = _leading(node, dim)
+        leading, *rest = [dim(n) for n in node.meta["val"].shape] or [None]
         if leading is not None and leading.text in ("T", "R"):
-            return True
+            return not any(size.letters for size in rest)  # rows of one length only
     return False
 
 

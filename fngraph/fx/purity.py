@@ -6,6 +6,7 @@ for values on the host, draw from a global generator, or write what it was not g
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,13 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fngraph.errors import (
-    ClosureError,
-    HostSyncError,
-    MutationError,
-    RandomError,
-    user_line,
-)
+from fngraph.core.where import user_line
+from fngraph.errors import ClosureError, HostSyncError, MutationError, OperatorError, RandomError
 from fngraph.fx.leaves import Leaf, Role, storage_key
 
 aten = torch.ops.aten
@@ -56,7 +52,10 @@ class PurityMode(TorchDispatchMode):
         line = user_line()
         fx.traceback.set_stack_trace([line])
         if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
+            raise OperatorError(
+                f"{line}: forward calls the higher-order operator {func}, whose branches a graph "
+                "cannot choose between. Compute both and pick: torch.where(condition, a, b)"
+            )
         if func in _SYNCS:
             raise HostSyncError(
                 f"{line}: forward needs a tensor's value on the host ({func}, from .item(), "
@@ -103,12 +102,20 @@ class PurityMode(TorchDispatchMode):
         for tensor in written(func, args, kwargs):
             leaf = self.owners.get(storage_key(tensor))
             if leaf is not None and leaf.role is not Role.DONATED:
-                root = leaf.path.partition(".")[0].partition("[")[0]
+                fix = "Write into a copy, x.clone()"
+                if leaf.role is Role.HELD:
+                    fix += f", or donate the argument: fg.graphify(..., donate={self._with(leaf)})"
                 raise MutationError(
                     f"{line}: forward writes into {leaf.path} ({func}), which is "
-                    f"{leaf.role.value}, not donated. Return a new tensor, or donate the "
-                    f'argument: fg.graphify(forward, donate="{root}")'
+                    f"{leaf.role.value}, not donated. {fix}"
                 )
+
+    def _with(self, leaf: Leaf) -> str:
+        """What `donate=` would be with the argument of `leaf` in it too."""
+        donated = [x for x in self.owners.values() if x.role is Role.DONATED]
+        roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))
+        quoted = [f'"{root}"' for root in roots]
+        return quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -154,7 +161,8 @@ def visible_tensors(fn: Any) -> dict[int, str]:
     for name in code.co_names:
         found[id(fn.__globals__.get(name))] = f"the global {name!r}"
     for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
-        found[id(cell.cell_contents)] = f"{name!r} from its closure"
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            found[id(cell.cell_contents)] = f"{name!r} from its closure"
     for value in fn.__defaults__ or ():
         found[id(value)] = "a default argument"
     return found

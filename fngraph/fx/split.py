@@ -17,6 +17,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fngraph.core import Dim
 from fngraph.core.program import Program, Step, with_drops
+from fngraph.errors import BranchError
+from fngraph.fx.leaves import storage_key
 from fngraph.fx.outputs import check_rows
 from fngraph.fx.trace import Graph
 
@@ -110,12 +112,12 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
     for node, sizes_of, i in zip(results, dims, outputs):
         check_rows(node, sizes_of, f"output leaf {i}", graph.dim)
     dtypes = tuple(n.meta["val"].dtype for n in results)
-    owned = {n.meta["val"].untyped_storage()._cdata for n in inputs}
+    owned = {storage_key(n.meta["val"]) for n in inputs}
     aliased = []
     for node in results:
-        key = node.meta["val"].untyped_storage()._cdata
-        aliased.append(key in owned)
-        owned.add(key)
+        storage = storage_key(node.meta["val"])
+        aliased.append(storage in owned)
+        owned.add(storage)
     return Pieces(with_drops(program), tuple(parts), dims, dtypes, tuple(aliased))
 
 
@@ -204,8 +206,7 @@ def _piece(
             return names[arg]
         expr = arg.meta["val"].node.expr
         if expr not in sizes:
-            value = sympy_interp(PythonReferenceAnalysis, env, expr)
-            sizes[expr] = value.node if isinstance(value, fx.Proxy) else value
+            sizes[expr] = _emit(expr, env, arg)
         return sizes[expr]
 
     for node in nodes:
@@ -222,6 +223,23 @@ def _piece(
     return Piece(fx.GraphModule({}, new), _structure(graph, new)), reads
 
 
+def _emit(expr: Any, env: dict[Any, fx.Proxy], asked: fx.Node) -> Any:
+    """A size as arithmetic over the piece's T and R, or as a number.
+
+    Raises:
+        BranchError: an expression that Python's operators do not make.
+    """
+    try:
+        value = sympy_interp(PythonReferenceAnalysis, env, expr)
+    except Exception as error:  # sympy's or fx's own, from deep inside
+        line = asked.meta.get("stack_trace", "forward")
+        raise BranchError(
+            f"{line}: the size {expr} is computed in floats or by a function, which a graph "
+            "cannot recompute. Compute it on the device, from a tensor, or stay with ints"
+        ) from error
+    return value.node if isinstance(value, fx.Proxy) else value
+
+
 def _structure(graph: Graph, piece: fx.Graph) -> str:
     """Text that is equal for pieces that compute the same from equal kinds of inputs."""
     index = {node: i for i, node in enumerate(piece.nodes)}
@@ -234,8 +252,8 @@ def _structure(graph: Graph, piece: fx.Graph) -> str:
     for node in piece.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            storage = storages.setdefault(value.untyped_storage()._cdata, len(storages))
-            sizes = [str(graph.dim(s)) for s in (*value.shape, *value.stride())]
+            storage = storages.setdefault(storage_key(value), len(storages))
+            sizes = [graph.text(s) for s in (*value.shape, *value.stride())]
             lines.append(f"in {sizes} {value.dtype} {value.device} storage {storage}")
         else:
             args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Brief(brief(n)))

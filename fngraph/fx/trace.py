@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fngraph.core import Dim, Limits
 from fngraph.core.trees import paths
-from fngraph.errors import HostSyncError, RandomError, user_line
+from fngraph.core.where import user_line
+from fngraph.errors import FnGraphError, HostSyncError, RandomError
 from fngraph.fx.constants import hoist
 from fngraph.fx.leaves import Leaf, storage_key
 from fngraph.fx.outputs import check_owned, check_values
@@ -44,11 +47,17 @@ class Graph:
     constants: dict[str, torch.Tensor]
     guards: tuple[Guard, ...]
 
+    def text(self, size: Any) -> str:
+        """A fake tensor's size in T and R, as sympy prints it."""
+        return str(size) if isinstance(size, int) else str(lettered(size.node.expr, self.symbols))
+
     def dim(self, size: Any) -> Dim:
-        """A fake tensor's size as an expression in T and R."""
-        if isinstance(size, int):
-            return Dim(str(size))
-        return Dim(str(lettered(size.node.expr, self.symbols)))
+        """A fake tensor's size as an expression that can be evaluated.
+
+        Raises:
+            FieldError: one that is not a sum of products of T, R and ints.
+        """
+        return Dim(self.text(size))
 
     def check_limits(self, limits: Limits) -> None:
         """Raise `BranchError` unless every guard holds for every batch within `limits`."""
@@ -92,13 +101,8 @@ def trace(
             # the dispatcher, because F.pad with a symbolic size crashes without
             try:
                 gm = make_fx(traced)(*fakes)
-            except RuntimeError as error:
-                if method := _host_method(error):
-                    raise HostSyncError(
-                        f"{user_line(error.__traceback__)}: forward takes a tensor to the host "
-                        f"with .{method}(), where a graph would freeze it. Stay in torch"
-                    ) from error
-                raise
+            except Exception as error:
+                raise _explained(error, sizes) from None
     sizes.check_fixed("forward")
     graph = Graph(gm, sizes.symbols, hoist(gm), tuple(sizes.guards_asked))
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
@@ -106,7 +110,24 @@ def trace(
     return graph
 
 
-def _host_method(error: RuntimeError) -> str | None:
+def _explained(error: Exception, sizes: Sizes) -> Exception:
+    """What to raise for an error in `forward`: our own without torch's thirty frames, any other
+    with the user's line and the names of the sizes that torch prints as symbols."""
+    line = user_line(error.__traceback__)
+    method = _host_method(error)
+    if method is not None:
+        return HostSyncError(
+            f"{line}: forward takes a tensor to the host with .{method}(), where a graph would "
+            "freeze it. Stay in torch"
+        )
+    if isinstance(error, FnGraphError):
+        return error.with_traceback(None)
+    names = ", ".join(f"{symbol} is {letter}" for symbol, letter in sizes.symbols.items())
+    error.add_note(f"while fngraph traced forward, at {line}; {names}")
+    return error
+
+
+def _host_method(error: Exception) -> str | None:
     """`numpy` or `tolist`, if one of them raised: fakes fail in it, for reasons of their own."""
     if ".numpy()" in str(error):
         return "numpy"
@@ -116,10 +137,20 @@ def _host_method(error: RuntimeError) -> str | None:
 
 @contextlib.contextmanager
 def _no_python_random() -> Iterator[None]:
-    before = random.getstate()
+    before = _random_states()
     yield
-    if random.getstate() != before:
-        raise RandomError(
-            "forward draws from Python's random module, and a graph would freeze the number. "
-            "Pass it in as a tensor"
-        )
+    for name, state in _random_states().items():
+        if state != before.get(name, state):
+            raise RandomError(
+                f"forward draws from {name}, and a graph would freeze the number. Pass it in as a "
+                "tensor"
+            )
+
+
+def _random_states() -> dict[str, Any]:
+    """Python's generator, and numpy's where somebody has loaded it."""
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"Python's random module": random.getstate()}
+    if numpy is not None:
+        states["numpy.random"] = pickle.dumps(numpy.random.get_state())
+    return states

@@ -28,11 +28,16 @@ def part(recorded: Places, span: slice) -> Places:
     return recorded[0][span], recorded[1][span], recorded[2][span]
 
 
-def check_places(tensors: Sequence[torch.Tensor], recorded: Places, paths: Sequence[str]) -> None:
+WRITE = "Write into it instead, old.copy_(new), or bind and capture again"
+
+
+def check_places(
+    tensors: Sequence[torch.Tensor], recorded: Places, paths: Sequence[str], fix: str = WRITE
+) -> None:
     """Raise unless every tensor is where it was.
 
     Raises:
-        AddressError: naming the first leaf that moved.
+        AddressError: naming the first leaf that moved, and `fix`.
     """
     now = places(tensors)
     if now == recorded:
@@ -41,6 +46,5 @@ def check_places(tensors: Sequence[torch.Tensor], recorded: Places, paths: Seque
     more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
     raise AddressError(
         f"{moved[0]}{more} moved since the graphs were captured (a new tensor, .data =, "
-        ".to(), resize_). Graphs read the old memory. Write into it instead: "
-        "old.copy_(new), or bind and capture again"
+        f".to(), resize_). Graphs use the old memory. {fix}"
     )

@@ -36,13 +36,17 @@ class EagerCall:
     tensors: tuple[torch.Tensor, ...]
     rows: tuple[Dim | None, ...]
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(list(x.shape)) for x in self.tensors)
+        return f"EagerCall({self.name}: {shapes})"
+
     def __call__(self, true: Sizes, host: HostBounds | None) -> None:
         """Run on the true rows; the rest of the output stays zero, as the piece before made it."""
         sliced = [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
         self.fn(true, host, *sliced)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Replay:
     """One captured key. `graph` (or `graphs`) is there to look at.
 

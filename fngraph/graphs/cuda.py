@@ -70,9 +70,11 @@ class CudaRecorder:
         """Run `fn` on the capture stream, ordered after and before the caller's work."""
         with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                fn()
-            torch.cuda.current_stream().wait_stream(self.stream)
+            try:
+                with torch.cuda.stream(self.stream):
+                    fn()
+            finally:  # or what undoes a failed warm-up would run before it
+                torch.cuda.current_stream().wait_stream(self.stream)
 
     def record(self, fn: Callable[[], Any]) -> tuple[CudaRecording, Any]:
         """See `Recorder.record`."""

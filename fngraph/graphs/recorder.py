@@ -8,7 +8,7 @@ nothing until the first replay. Memory that dies inside `fn` serves later record
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +27,7 @@ class Recording(Protocol):
         ...
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """Records functions on one device and one pool."""
 
@@ -56,19 +57,23 @@ def describe(error: BaseException) -> str:
     return ", ".join([first, *getattr(error, "__notes__", ())])
 
 
-def check_name(name: str | None) -> None:
-    """Raise `CaptureError` unless `name` is a recorder's, or None."""
-    if name not in (None, "cuda", "tape"):
+def check_name(name: str | Recorder | None) -> None:
+    """Raise `CaptureError` unless `name` is a recorder, the name of one, or None."""
+    if not isinstance(name, Recorder) and name not in (None, "cuda", "tape"):
         raise CaptureError(f'recorder={name!r} is unknown; there are "cuda" and "tape"')
 
 
-def make_recorder(name: str | None, device: torch.device) -> Recorder:
+def make_recorder(name: str | Recorder | None, device: torch.device) -> Recorder:
     """The recorder called `name` for `device`; None is "cuda" on CUDA, else "tape".
 
     Raises:
         CaptureError: an unknown name, or one that cannot record on this device.
     """
     check_name(name)
+    if isinstance(name, Recorder):
+        if name.device.type != device.type:
+            raise CaptureError(f"{name.name!r} records on {name.device}, arguments are on {device}")
+        return name
     name = name or ("cuda" if device.type == "cuda" else "tape")
     if name == "tape":
         from fngraph.graphs.tape import TapeRecorder

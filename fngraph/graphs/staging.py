@@ -17,7 +17,7 @@ from fngraph.errors import TreeError
 Sizes = Mapping[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StaticBuffers:
     """The static buffers of a plan, in its order, on one device."""
 
@@ -28,6 +28,9 @@ class StaticBuffers:
         """Leading slices for a key's sizes {"T": ..., "R": ..., ...}."""
         counts = [planned.buffer.rows(sizes) for planned in self.plan.buffers]
         return [x if n is None else x[:n] for x, n in zip(self.tensors, counts)]
+
+    def __repr__(self) -> str:
+        return repr(self.plan)
 
 
 @torch.inference_mode(False)  # graphs write them, whatever mode the caller is in
@@ -56,6 +59,12 @@ def check_leaves(plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> Non
             )
         if tuple(leaf.shape) != shape:
             sizes = ", ".join(f"{k}={true[k]}" for k in sorted(_letters(planned)))
+            if not sizes:
+                raise TreeError(
+                    f"{planned.path}: captured for exactly {planned.buffer}, got "
+                    f"{list(leaf.shape)}. Call the graphified function itself, which keeps a key "
+                    "for each shape"
+                )
             raise TreeError(
                 f"{planned.path}: expected {planned.buffer} = {list(shape)} for {sizes}, got "
                 f"{list(leaf.shape)}. T and R come from the batch's spec, other letters from "
@@ -77,9 +86,10 @@ def stage(
     for tensor, planned, leaf in zip(static.tensors, static.plan.buffers, leaves):
         rows, top = planned.buffer.rows(true), planned.buffer.rows(key)
         if rows is None or top is None:
-            tensor.copy_(leaf, non_blocking=True)
+            tensor.copy_(leaf, non_blocking=not leaf.is_pinned())
             continue
-        tensor[:rows].copy_(leaf, non_blocking=True)
+        # a pinned leaf may be refilled as soon as the call returns, so its copy must be done
+        tensor[:rows].copy_(leaf, non_blocking=not leaf.is_pinned())
         if rows < top:
             pad_rows(tensor[rows:top], planned, true["T"], query_len)
 

@@ -18,7 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fngraph.errors import CaptureError, FnGraphError, user_line
+from fngraph.core.where import user_line
+from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.arena import POISON, Arena, subtract
 from fngraph.graphs.recorder import describe
 

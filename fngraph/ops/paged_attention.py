@@ -68,11 +68,6 @@ def attention(
     Raises:
         NotImplementedError: a gradient would have to flow through it.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_TKD, v_TKD)):
-        raise NotImplementedError(
-            "fg.ops.attention has no gradient rule: its result would be silently constant. "
-            "Wrap inference in torch.no_grad(), or detach q, k and v"
-        )
     k_cache, v_cache = kv
     out_THD = q_THD.new_zeros(q_THD.shape)
     ATTENTION.op(
@@ -112,4 +107,5 @@ ATTENTION = define(
     configure=_configure,
     call=_call,
     default=reference.BACKEND,
+    null_slots="slot_mapping",
 )

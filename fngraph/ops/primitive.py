@@ -54,6 +54,8 @@ class Primitive:
         configure: the op's arguments (tensors or fakes) to a hashable configuration.
         call: `call(backend, args, config, host)` groups the flat arguments for `backend.run`.
         backends: by name; the first one is the default.
+        null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
+            alone, or does not say.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Primitive:
     configure: Callable[..., Any]
     call: Callable[[Backend, tuple[Any, ...], Any, HostBounds | None], None]
     backends: dict[str, Backend]
+    null_slots: str | None = None
 
     def backend(self, name: str | None = None) -> Backend:
         """The backend called `name`, or the default one.
@@ -93,10 +96,12 @@ def define(
     configure: Callable[..., Any],
     call: Callable[[Backend, tuple[Any, ...], Any, HostBounds | None], None],
     default: Backend,
+    null_slots: str | None = None,
 ) -> Primitive:
     """Make the op `fngraph::name` with `schema` (its written arguments marked) and register it.
 
-    Called outside a graphified function, the op runs `default`.
+    Called outside a graphified function, the op runs `default`. It has no gradient rule, and says
+    so where one is needed: torch's own fallback would make it silently constant.
     """
     LIBRARY.define(f"{name}{schema} -> ()")
     op = getattr(torch.ops.fngraph, name).default
@@ -104,11 +109,31 @@ def define(
     def eager(*args: Any) -> None:
         call(default, args, configure(*args), None)
 
+    def refuse_gradients(*args: Any) -> None:
+        _refuse_gradients(name, args)
+        with torch._C._AutoDispatchBelowAutograd():
+            op(*args)
+
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, refuse_gradients, "Autograd")
     torch.library.register_fake(f"fngraph::{name}", lambda *args: None, lib=LIBRARY)
-    primitive = Primitive(name, op, configure, call, {default.name: default})
+    primitive = Primitive(name, op, configure, call, {default.name: default}, null_slots)
     PRIMITIVES[f"fngraph::{name}"] = primitive
     return primitive
+
+
+def _refuse_gradients(name: str, args: tuple[Any, ...]) -> None:
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    reverse = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if reverse or any(map(_has_tangent, tensors)):
+        raise NotImplementedError(
+            f"fg.ops.{name} has no gradient rule: its result would be silently constant. Wrap "
+            "inference in torch.no_grad(), or detach what goes in"
+        )
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def primitive(name: str) -> Primitive:

@@ -1,0 +1,41 @@
+"""Where the user's own code is: the file and line that an error should point at."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+_OTHERS = ("torch", "fngraph", "optree", "einops", "functorch", "contextlib")
+
+
+def user_line(traceback: TracebackType | None = None) -> str:
+    """`file:line` of the innermost frame that is not ours, torch's or another library's.
+
+    Of the current call, or of where a traceback began.
+    """
+    for frame, line in _raised(traceback) if traceback else _calling(sys._getframe(1)):
+        module = frame.f_globals.get("__name__", "")
+        filename = frame.f_code.co_filename
+        generated = filename.startswith(("<eval_with_key", "<string", "<frozen"))
+        if module.partition(".")[0] not in _OTHERS and not generated:
+            return f"{short_path(filename)}:{line}"
+    return "<no user frame>"
+
+
+def _calling(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _raised(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    if traceback is not None:
+        yield from _raised(traceback.tb_next)
+        yield traceback.tb_frame, traceback.tb_lineno
+
+
+def short_path(filename: str) -> str:
+    """Relative to the working directory where the file is below it, as a person would write it."""
+    return filename.removeprefix(f"{Path.cwd()}/")

@@ -1,0 +1,149 @@
+"""Abstract arguments: what the tracer needs of them, made from tensors, specs or a class alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fngraph.core import Buffer, Dim, buffers_of, check_declared, host_field, trees
+from fngraph.errors import TreeError
+from fngraph.fx.aliases import check_aliases
+from fngraph.fx.leaves import Leaf, Role, TensorSpec
+from fngraph.fx.signature import Signature
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Flattened abstract arguments: one structure a parameter, and all leaves in order.
+
+    Attributes:
+        batch_type: the staged struct; None where the batch has exact shapes and no spec.
+    """
+
+    signature: Signature
+    treedefs: tuple[Any, ...]
+    leaves: tuple[Leaf, ...]
+    batch_type: type | None
+    device: torch.device
+
+    @property
+    def fields(self) -> dict[str, Buffer]:
+        """Path to declaration of each staged leaf."""
+        return {leaf.path: leaf.buffer for leaf in self.leaves if leaf.buffer is not None}
+
+    def of(self, *roles: Role) -> list[int]:
+        """Indices of the leaves that have one of `roles`."""
+        return [i for i, leaf in enumerate(self.leaves) if leaf.role in roles]
+
+    def span(self, position: int) -> slice:
+        """The leaves of one parameter."""
+        start = sum(treedef.num_leaves for treedef in self.treedefs[:position])
+        return slice(start, start + self.treedefs[position].num_leaves)
+
+    def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments, over `leaves`."""
+        return [
+            trees.unflatten(treedef, leaves[self.span(i)])
+            for i, treedef in enumerate(self.treedefs)
+        ]
+
+
+def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
+    """Abstract arguments from tensors or `fg.like` specs; the batch comes from its class alone.
+
+    Args:
+        given: held and donated arguments by name; the staged one is optional if annotated.
+
+    Raises:
+        TreeError: a leaf that is no tensor, several devices, or a batch that is not a struct.
+        AliasError: a donated leaf shares its storage with another one.
+    """
+    leaves: list[Leaf] = []
+    treedefs = []
+    batch_type: type | None = None
+    devices: dict[torch.device, str] = {}
+    batch_device = torch.device("cpu")
+    real: list[tuple[Leaf, torch.Tensor]] = []
+    for name, role in zip(sig.names, sig.roles):
+        if role is Role.STAGED:
+            batch_type = _batch_type(sig, name, given.get(name))
+            found, treedef = _staged(name, batch_type, given.get(name))
+            tensors = trees.flatten(given.get(name))[0]
+            batch_device = tensors[0].device if tensors else batch_device
+        else:
+            flat, treedef = trees.flatten(given[name])
+            found = [_leaf(p, role, x) for p, x in zip(trees.paths(treedef, name), flat)]
+            devices.update({leaf.device: leaf.path for leaf in found})
+            real += [(leaf, x) for leaf, x in zip(found, flat) if isinstance(x, torch.Tensor)]
+        leaves += found
+        treedefs.append(treedef)
+    if len(devices) > 1:
+        (a, path_a), (b, path_b) = list(devices.items())[:2]
+        raise TreeError(f"{path_a} is on {a}, {path_b} on {b}; one function runs on one device")
+    check_aliases([leaf for leaf, _ in real], [tensor for _, tensor in real])
+    device = next(iter(devices), batch_device)  # held and donated leaves decide
+    placed = tuple(dataclasses.replace(leaf, device=device) for leaf in leaves)
+    return Arguments(sig, tuple(treedefs), placed, batch_type, device)
+
+
+def _leaf(path: str, role: Role, value: Any) -> Leaf:
+    if not isinstance(value, torch.Tensor | TensorSpec):
+        raise TreeError(
+            f"{path} is {type(value).__name__}, not a tensor. Numbers that configure the model "
+            "belong in a static field (x: int = fg.static()), others in a tensor"
+        )
+    spec = TensorSpec.of(value)
+    return Leaf(path, role, spec.device, spec)
+
+
+def _batch_type(sig: Signature, name: str, example: Any) -> type | None:
+    if example is not None:
+        cls = type(example)
+    else:
+        try:
+            cls = typing.get_type_hints(inspect.unwrap(sig.fn)).get(name, type(None))
+        except NameError as error:  # a class that is local to some function
+            raise TreeError(
+                f"the annotation of {name!r} cannot be looked up ({error}). Pass an example: "
+                "trace(..., batch=batch), capture(..., batch=batch)"
+            ) from error
+    if buffers_of(cls) or host_field(cls) is not None:
+        if host_field(cls) is None:
+            raise TreeError(
+                f"{cls.__name__} has fg.buffer fields, but no spec to say how many tokens and "
+                "requests a batch has. Add `spec: fg.BatchSpec = fg.host()`"
+            )
+        return cls
+    if example is not None:
+        return None  # exact shapes
+    said = f"is annotated {cls.__name__}" if cls is not type(None) else "has no annotation"
+    raise TreeError(
+        f"forward's {name!r} {said}, which does not say how its leaves are staged. Annotate it "
+        f"with an @fg.struct of fg.buffer(...) fields, forward(..., {name}: Batch), or pass an "
+        "example: trace(..., batch=batch), capture(..., batch=batch)"
+    )
+
+
+def _staged(name: str, batch_type: type | None, example: Any) -> tuple[list[Leaf], Any]:
+    """Staged leaves, declared by the fields of a struct or by an example's exact shapes."""
+    cpu = torch.device("cpu")  # until the function's device is known
+    if batch_type is not None:
+        fields = buffers_of(batch_type)
+        check_declared(batch_type, example is not None)
+        names, treedef = trees.flatten(trees.unflatten_struct(batch_type, fields, example))
+        buffers = [fields[n] for n in names]
+    else:
+        tensors, treedef = trees.flatten(example)
+        specs = [_leaf(p, Role.STAGED, x).spec for p, x in zip(trees.paths(treedef, name), tensors)]
+        buffers = [
+            Buffer(tuple(Dim(str(n)) for n in s.shape), str(s.dtype).removeprefix("torch."))
+            for s in specs
+            if s is not None
+        ]
+    where = trees.paths(treedef, name)
+    return [Leaf(p, Role.STAGED, cpu, buffer=b) for p, b in zip(where, buffers)], treedef

@@ -487,8 +487,9 @@ TREES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("modes", ["NONE", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("held", TREES)
-@pytest.mark.parametrize("donated", TREES)
+@pytest.mark.parametrize(
+    ("held", "donated"), [*((tree, "dict") for tree in TREES), *(("dict", tree) for tree in TREES)]
+)
 def test_any_tree_may_be_held_and_donated(held: str, donated: str, modes: str):
     def forward(p: Any, s: Any, b: Any) -> Any:
         x = toys.leaves(p)[0][b.token_ids]

@@ -317,7 +317,7 @@ def writes_a_detached_alias(p: Any, s: Any, b: Any) -> Any:
      puts_into_held, writes_a_detached_alias],
 )  # fmt: skip
 def test_a_write_to_a_held_argument(forward: Forward):
-    refused(forward, MutationError, "p['w']", "held", 'donate="p"')
+    refused(forward, MutationError, "p['w']", "held", "donate=", '"p"')
 
 
 def writes_staged(p: Any, s: Any, b: Any) -> Any:
@@ -330,7 +330,7 @@ def writes_a_view_of_staged(p: Any, s: Any, b: Any) -> Any:
 
 
 def test_a_write_to_the_batch():
-    refused(writes_staged, MutationError, "b.token_ids", "staged", "new tensor")
+    refused(writes_staged, MutationError, "b.token_ids", "staged", "x.clone()")
     refused(writes_a_view_of_staged, MutationError, "b.seq_lens", "staged")
 
 
@@ -343,7 +343,7 @@ def test_attention_over_a_cache_that_was_not_donated():
 
     (cache,) = toys.attention_cache(1)
     made = fg.graphify(forward, donate="s", stage="b", limits=toys.LIMITS)
-    with pytest.raises(MutationError, match=r"cache\[0\].*held.*donate=\"cache\"") as error:
+    with pytest.raises(MutationError, match=r"cache\[0\].*held.*donate=.*\"cache\"") as error:
         made.trace(toys.tally_params(), cache, toys.tally_state(), batch=toys.batch(2))
     assert line_of(forward) in str(error.value)
 

@@ -11,6 +11,7 @@ import toys
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.core import trees
 from fngraph.errors import FnGraphError, TreeError
 
 BATCHES = {
@@ -66,23 +67,24 @@ def test_one_trace_serves_every_batch():
 
 
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
-@pytest.mark.parametrize("which", BATCHES)
-def test_outputs_are_sliced_to_the_true_rows(modes: str, which: str):
+def test_outputs_are_sliced_to_the_true_rows(modes: str):
     params, state, fast = toys.tally_params(), toys.tally_state(), graphified(shapes, modes)
-    fast(params, state, toys.batch(5, 5, 3, 3))  # leaves larger rows behind
-    got, _ = fast(params, state, BATCHES[which])
-    want, _ = toys.bare(shapes, params, state, BATCHES[which])
-    toys.assert_trees(got, want)
+    for which, batch in BATCHES.items():
+        fast(params, state, toys.batch(5, 5, 3, 3))  # leaves larger rows behind
+        got, _ = fast(params, state, batch)
+        want, _ = toys.bare(shapes, params, state, batch)
+        assert trees.flatten(got)[1] == trees.flatten(want)[1], which
+        for name in want:
+            assert torch.equal(got[name], want[name]), (which, name)
 
 
 @pytest.mark.parametrize("fn", [toys.attend, toys.tally, toys.tally_])
-@pytest.mark.parametrize("which", BATCHES)
-def test_models_from_one_trace_equal_eager(fn: Any, which: str):
+def test_models_from_one_trace_equal_eager(fn: Any):
     attention = fn is toys.attend
     params = toys.attention_params() if attention else toys.tally_params()
     state = toys.attention_cache() if attention else toys.tally_state()
     fast = fg.graphify(fn, modes="NONE", donate=1, stage=2, limits=toys.LIMITS)
-    for batch in (toys.batch(4, 2), BATCHES[which]):
+    for batch in (toys.batch(4, 2), *BATCHES.values()):
         want, after = toys.bare(fn, params, state, batch)
         got, state = fast(params, state, batch)
         toys.assert_trees(got, want)

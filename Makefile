@@ -24,6 +24,7 @@ clean:
 
 # constraints.txt pins torch's CPU build; without the pin pip takes several GB of CUDA packages
 .venv/ready: pyproject.toml constraints.txt
+	@echo "setting up .venv (torch's CPU build and the tools), a minute or two"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_readme_runs(capsys) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
@@ -24,6 +24,7 @@ def test_the_readme_runs(capsys) -> None:
     embed = names["params"]["embed"]  # type: ignore[index]
     torch.testing.assert_close(cache[:3], 2 * embed[[1, 2, 3]])
     assert not cache[3:].any()
+    assert names["loss"] < 1e-3  # type: ignore[operator]
 
 
 def test_its_links_lead_somewhere() -> None:

@@ -73,8 +73,8 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
         if role is Role.STAGED:
             batch_type = _batch_type(sig, name, given.get(name))
             found, treedef = _staged(name, batch_type, given.get(name))
-            tensors = trees.flatten(given.get(name))[0]
-            batch_device = tensors[0].device if tensors else batch_device
+            example = [x for x in trees.flatten(given.get(name))[0] if hasattr(x, "device")]
+            batch_device = example[0].device if example else batch_device
         else:
             flat, treedef = trees.flatten(given[name])
             found = [_leaf(p, role, x) for p, x in zip(trees.paths(treedef, name), flat)]

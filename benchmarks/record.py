@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "command": "python -m " + " ".join([Path(sys.argv[0]).parent.name, *sys.argv[1:]]),
+        "command": _command(),
         "date": datetime.date.today().isoformat(),
     }
     if torch.cuda.is_available():
@@ -30,6 +30,15 @@ def environment() -> dict[str, str]:
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout
         found |= {"device": torch.cuda.get_device_name(), "driver": driver.split("\n")[0]}
     return found
+
+
+def _command() -> str:
+    """What was typed, without the file that the figures go to."""
+    words = [Path(sys.argv[0]).parent.name, *sys.argv[1:]]
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return "python -m " + " ".join(words)
 
 
 def write(path: Path, figures: Any) -> None:

@@ -1,4 +1,4 @@
-"""The two exact searches behind `plan_sizes`: a count of sizes, or a sum of bytes, as the budget."""
+"""The two exact searches behind `plan_sizes`: within a count of sizes, or a sum of bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _one_more(
         solve(low, i, least, at + 1)
         solve(i + 1, high, at, most)
 
-    solve(0, len(best), 0, len(best))
+    solve(1, len(best), 0, len(best))  # nothing is below size 0
     return best, choice
 
 

@@ -65,7 +65,7 @@ class BatchDescriptor(_DescriptorTuple):
 
 def sorted_extra(extra: ExtraLike) -> Extra:
     """User-defined fields in the one order in which they are compared and hashed."""
-    return tuple(sorted(extra.items() if isinstance(extra, Mapping) else extra)) if extra else ()
+    return tuple(sorted(extra.items() if isinstance(extra, Mapping) else extra))
 
 
 def changed(item: Any, start: int, plain: tuple) -> str:

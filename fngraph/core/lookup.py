@@ -76,6 +76,4 @@ class Lookup:
         """The class that answers for `spec`: values that no key tells apart fall together."""
         _, _, query_len, count, cascade, encoder_outputs, _, _ = spec
         known = query_len if query_len in self.query_lens else None
-        counted = (known, count, False, False, ()) in self.classes
-        adapters = count if counted else self.adapters.round(count)
-        return (known, adapters, cascade, encoder_outputs, ())
+        return (known, self.adapters.round(count), cascade, encoder_outputs, ())

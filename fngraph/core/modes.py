@@ -100,13 +100,9 @@ def runtime_modes(allowed: Iterable[Mode | str] | None) -> frozenset[Mode]:
         dual = min(str(mode) for mode in modes - _ALL)
         raise ModesError(
             f"allowed= names {dual}, but one batch runs as NONE, PIECEWISE or FULL. "
-            f"Pass allowed=({', '.join(map(repr, _halves(Mode[dual])))},)."
+            f'Pass allowed=["{Mode[dual].decode}", "{Mode[dual].mixed}"].'
         )
     return modes
-
-
-def _halves(mode: Mode) -> tuple[str, str]:
-    return str(mode.decode), str(mode.mixed)
 
 
 _ALL = frozenset(RUNTIME_MODES)

@@ -52,7 +52,7 @@ def plan_sizes(
         if callable(bytes_per_size):
             return cheapest_within_bytes(problem, memory_budget, bytes_per_size)
         what = f"memory_budget={memory_budget:g}"
-        k = int(memory_budget // bytes_per_size)
+        k = int(memory_budget / bytes_per_size)
     else:
         raise SizesError(
             "plan_sizes needs either k= or memory_budget= with bytes_per_size=. "

@@ -102,6 +102,8 @@ def resolve(
     now, reasons = _by_model(
         requested, cut, eager=eager, pooling=pooling, encoder=encoder_decoder, layerwise=layerwise
     )
+    if support == {}:  # a model without attention
+        support = Support.ALWAYS
     now, kept, more = _by_support(now, support, cut, tuple(query_lens))
     reasons += more
     if now.decode is Mode.FULL and state_blocks is not None and state_blocks < limits.max_reqs:
@@ -186,8 +188,6 @@ def _lowest(support: Support | Mapping[str, Support]) -> tuple[Support, str]:
     """The level that decides, and who declares it, in words."""
     if not isinstance(support, Mapping):
         return Support(support), f"attention ({Support(support)})"
-    if not support:
-        return Support.ALWAYS, "a model without attention"
     level = min(support.values())
     names = [name for name, declared in support.items() if declared == level]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -40,23 +40,22 @@ def default_sizes(
     check_query_lens(query_lens)
     asked = min(limits.max_reqs * max(query_lens) * 2, ceiling) if top is None else top
     last = min(asked, limits.max_tokens)
-    first = range(1, 33) if dense else (1, 2, 4)
-    rungs = {*first, *range(8, 256, 8), *range(256, last + 1, 16), limits.max_tokens}
+    rungs = _grid(last) | {limits.max_tokens}
+    if dense:
+        rungs.update(range(1, 33))
     if top is None:
-        for query_len in query_lens:
-            rungs.update(query_len * reqs for reqs in _decode_reqs(limits.max_reqs, query_len))
+        reqs = _grid(limits.max_reqs) | {limits.max_reqs}
+        rungs.update(query_len * count for query_len in query_lens for count in reqs)
     sizes = tuple(sorted(size for size in rungs if size <= last))
     if not sizes:
         raise SizesError(f"top={top} leaves no size at all. Pass top=1 or more.")
     return sizes
 
 
-def _decode_reqs(max_reqs: int, query_len: int) -> set[int]:
-    """The request counts whose uniform batches get a rung of their own."""
-    if query_len == 1:
-        return {max_reqs}
-    grid = (1, 2, 4, *range(8, 256, 8), *range(256, max_reqs + 1, 16))
-    return {reqs for reqs in grid if reqs <= max_reqs} | {max_reqs}
+def _grid(last: int) -> set[int]:
+    """1, 2, 4, then every 8, from 256 on every 16, as far as `last`."""
+    small = (1, 2, 4, *range(8, 256, 8))
+    return {*(size for size in small if size <= last), *range(256, last + 1, 16)}
 
 
 def check_sizes(sizes: Iterable[int], limits: Limits | None = None) -> Sizes:

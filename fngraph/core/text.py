@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table, padded so that it also reads as plain text. Numbers align right."""
     cells = [[str(cell) for cell in row] for row in rows]
-    columns = list(zip(header, *cells)) if cells else [(name,) for name in header]
+    columns = list(zip(header, *cells))
     widths = [max(map(len, column)) for column in columns]
     right = [bool(cells) and all(map(_number, column[1:])) for column in columns]
 
@@ -31,7 +31,7 @@ def ranges(numbers: Iterable[int]) -> str:
         run = runs[-1] if runs else []
         if len(run) == 1 or (run and number - run[-1] == run[-1] - run[-2]):
             run.append(number)
-        elif 1 < len(run) < FOLDED:
+        elif run and len(run) < FOLDED:
             runs.append([run.pop(), number])  # its last may start the next one
         else:
             runs.append([number])

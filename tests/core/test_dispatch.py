@@ -1,19 +1,26 @@
 """`fngraph.core.dispatch`: chosen examples. test_dispatch_properties.py enumerates the rest."""
 
+import sys
+
 import pytest
 
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
+    Equal,
+    Field,
     Limits,
     Mode,
     build_table,
     default_sizes,
     dispatch,
+    dispatch_by_definition,
     ladders,
 )
 from fngraph.errors import ModesError, SpecError
 
+dispatch_module = sys.modules["fngraph.core.dispatch"]  # the name is the function's
+UBATCHES = Field("ubatches", Equal(), default=1, full=(1,), piecewise=(1,))
 LIMITS = Limits(max_tokens=8192, max_reqs=256)
 
 
@@ -57,6 +64,39 @@ def test_allowed_narrows_and_names_are_enough():
     assert dispatch(BOTH, spec, {Mode.NONE})[:2] == (Mode.NONE, spec.descriptor())
     with pytest.raises(ModesError, match="cannot run as FULL"):
         dispatch(BOTH, BatchSpec(37, 5), ["FULL"])
+
+
+def test_the_definition_knows_allowed_too():
+    spec = BatchSpec(37, 37, query_len=1)
+    assert dispatch_by_definition(BOTH, spec, ["PIECEWISE"])[0] is Mode.PIECEWISE
+    with pytest.raises(ModesError) as info:
+        dispatch_by_definition(BOTH, BatchSpec(37, 5), ["FULL"])
+    assert str(info.value) == ("BatchSpec(num_tokens=37, num_reqs=5) has no key among ['FULL'].")
+
+
+@pytest.mark.parametrize("extra", [{}, {"fields": [UBATCHES]}])
+def test_an_ordinary_step_never_takes_the_long_way(monkeypatch, extra):
+    """`_scan` answers the same, four times slower: only `allowed=` and a user's field need it."""
+    table = table_of("FULL_AND_PIECEWISE", (2, 8), (1, 2), adapters=(0, 4, 99), **extra)
+    specs = [
+        BatchSpec(*counts, adapters=adapters, cascade=cascade)
+        for counts in ((2, 2, 1), (2, 1), (3, 1, 3), (9, 9, 1))
+        for adapters in (0, 1, 65, 100)
+        for cascade in (False, True)
+    ]
+    found = [dispatch(table, spec) for spec in specs]
+    long_way = []
+    monkeypatch.setattr(dispatch_module, "_scan", lambda *args: long_way.append(args[1]))
+    again = [dispatch(table, spec) for spec in specs]
+    assert (again == found and not long_way) if not extra else long_way == specs
+
+
+def test_every_adapter_count_up_to_64_is_a_class_of_its_own():
+    table = table_of("FULL_DECODE_ONLY", (2,), adapters=(0, 4, 99))
+    counts = {kind[1] for kind in table.lookup.classes}
+    assert counts == {None, *range(65), 99}
+    table = table_of("FULL_DECODE_ONLY", (2,), adapters=(0, 4))
+    assert {kind[1] for kind in table.lookup.classes} == {None, *range(5)}
 
 
 def test_unknown_field_is_refused():

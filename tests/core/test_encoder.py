@@ -81,6 +81,13 @@ def test_paths_have_budgets_of_their_own():
     )
 
 
+def test_items_of_one_token():
+    plan = plan_encoder(1, 4)
+    assert plan.budgets == (1, 2, 4) and plan.max_items == 1
+    assert plan_encoder(9, 9, budgets=(1, 4), max_items=1).budgets == (1, 4)
+    assert plan.as_text().splitlines()[-1] == "| default |      3 | 1, 2, 4       |"
+
+
 def test_the_range_is_needed_only_to_derive_something():
     assert plan_encoder(272, 256, budgets=[300], max_items=8).max_items == 8
     for options in ({}, {"budgets": [300]}, {"max_items": 1}):
@@ -111,6 +118,7 @@ def test_the_range_is_needed_only_to_derive_something():
         ({"budgets": ()}, "budgets=() must ascend from 1 or more. Pass budgets=(64,)."),
         ({"budgets": (4, 2)}, "budgets=(4, 2) must ascend from 1 or more. Pass budgets=(2, 4)."),
         ({"budgets": (2, 2)}, "budgets=(2, 2) must ascend from 1 or more. Pass budgets=(2,)."),
+        ({"budgets": (2, 1)}, "budgets=(2, 1) must ascend from 1 or more. Pass budgets=(1, 2)."),
         ({"budgets": (0, 2)}, "budgets=(0, 2) must ascend from 1 or more. Pass budgets=(2,)."),
         ({"budgets": (0,)}, "budgets=(0,) must ascend from 1 or more. Pass budgets=(64,)."),
     ],

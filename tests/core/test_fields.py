@@ -38,7 +38,7 @@ def test_rules_as_a_table():
 
 def test_rules_of_one_class_are_equal_and_shown():
     assert AtLeast() == AtLeast() != Equal() and hash(AtLeast()) == hash(AtLeast())
-    assert len({AtLeast(), AtLeast(), Equal(), Equal()}) == 2
+    assert len({AtLeast(), AtLeast(), Equal(), Equal()}) == 2 and hash(AtLeast()) != hash(Equal())
     assert (repr(AtLeast()), str(AtLeast())) == ("AtLeast()", "at least")
     assert (repr(Equal()), str(Equal())) == ("Equal()", "equal")
     assert str(RoundedTo((0, 1, 4))) == "rounded to 0, 1, 4 or eager"
@@ -112,6 +112,10 @@ def test_built_in_fields():
 def test_adapter_counts(most, powers, without, counts):
     assert adapter_counts(most, powers=powers, without=without) == counts
     RoundedTo(counts)
+
+
+def test_adapter_counts_by_default():
+    assert adapter_counts(4) == (0, 5)
 
 
 def test_adapter_counts_are_not_negative():
@@ -211,6 +215,8 @@ def test_unknown_and_repeated_fields():
     with pytest.raises(SpecError) as info:
         dispatch(table_with(), BatchSpec(3, 3, extra={"other": 1}))
     assert "the table knows no user-defined field." in str(info.value)
+    with pytest.raises(SpecError, match=r"the table knows ubatches, max_query_len\."):
+        dispatch(table_with(UBATCHES, VARLEN), BatchSpec(3, 3, extra={"other": 1}))
     for twice in ((UBATCHES, UBATCHES), (Field("cascade", Equal()),)):
         with pytest.raises(SpecError, match=r"is declared twice\. Name it otherwise"):
             table_with(*twice)

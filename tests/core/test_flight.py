@@ -72,6 +72,10 @@ def test_an_empty_flight():
     assert Flight(()).dumps() == "" and Flight.loads("\n") == Flight(())
 
 
+def test_one_token():
+    assert "| 100.0% |" in Flight((BatchSpec(1, 1, 1),)).replay(table((2,))).as_text()
+
+
 def test_histogram_feeds_the_planner():
     assert FLIGHT.histogram(1) == {3: 2, 1: 1}
     assert FLIGHT.histogram() == {5: 1, 9: 1}

@@ -40,12 +40,18 @@ def test_default_sizes(limits, options, sizes):
 
 def test_more_than_256_requests_and_a_higher_ceiling():
     sizes = default_sizes(Limits(8192, 300), ceiling=1024)
-    assert sizes == (*TO_256, *range(272, 601, 16)) or sizes == tuple(
-        sorted({*TO_256, *range(272, 601, 16), 300})
-    )
-    assert 300 in sizes
-    speculating = default_sizes(Limits(8192, 300), (2,), ceiling=1024)
-    assert {512 + 32, 600, 2 * 288} <= set(speculating) and 2 * 304 not in set(speculating) - {608}
+    assert sizes == tuple(sorted({*TO_256, *range(272, 601, 16), 300}))
+    mixed, uniform = {*TO_256, *range(272, 1085, 16)}, {2 * size for size in TO_256}
+    sizes = default_sizes(Limits(8192, 271), (2,), ceiling=9999)
+    assert sizes == tuple(sorted(mixed | uniform | {2 * 271}))
+    sizes = default_sizes(Limits(8192, 288), (2,), ceiling=9999)
+    mixed = {*TO_256, *range(272, 1153, 16)}
+    assert sizes == tuple(sorted(mixed | uniform | {2 * 272, 2 * 288}))
+
+
+def test_the_ceiling_is_512():
+    assert default_sizes(Limits(513, 1000))[-1] == 512
+    assert default_sizes(Limits(8192, 1000), (3,))[-1] == 512
 
 
 def test_every_decode_batch_at_max_reqs_has_its_own_rung():

@@ -70,6 +70,19 @@ def test_capture_order_is_tokens_then_adapters_falling():
     assert len(table.full) == 15 and len(table.piecewise) == 9
 
 
+def test_order_knows_the_users_fields():
+    table = build_table("FULL", STEPS, LIMITS, fields=[Field("b", Equal()), Field("a", Equal())])
+    keys = [
+        BatchDescriptor(4, 4, extra=extra)
+        for extra in ({"b": 1, "a": 2}, {"b": 1}, {"b": 2, "a": 1}, {"a": 1}, {})
+    ]
+    assert sorted(keys[::-1], key=table.order) == keys  # b was declared first; any comes last
+
+
+def test_limits_are_kept():
+    assert build_table("FULL", STEPS, LIMITS).limits is LIMITS
+
+
 def test_one_number_of_adapters_is_the_most_that_a_batch_uses():
     table = build_table("FULL", STEPS, LIMITS, adapters=4)
     assert table.adapters.captured == (0, 1, 2, 4, 5)
@@ -226,6 +239,14 @@ def test_large_adapter_counts_are_rounded_like_small_ones(captured, overflow):
         for counts in ((4, 4, 1), (4, 2, None), (4, 2, 2), (9, 9, 1)):
             spec = BatchSpec(*counts, adapters=count)
             assert dispatch(table, spec)[:2] == dispatch_by_definition(table, spec)
+
+
+def test_reasons_of_a_table_by_hand():
+    fields = build_table("FULL", STEPS, LIMITS, adapters=(0, 1)).fields
+    full = (BatchDescriptor(4, 4, 1), BatchDescriptor(4, 4, adapters=1))
+    table = DispatchTable(Mode.FULL, full, (), LIMITS, fields)
+    answer = dispatch(table, BatchSpec(3, 2))
+    assert answer.reason == "FULL keys are for uniform batches of query_len 1"
 
 
 def test_keys_may_be_any_not_only_what_build_table_makes():

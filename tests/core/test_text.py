@@ -14,12 +14,15 @@ def test_table_aligns_numbers_right():
     )
 
 
-def test_table_columns_of_mixed_cells_align_left():
-    assert table(("x", "y"), [(1, "-"), ("1.2.3", 5), ("50%%", "")]) == (
-        "| x     | y |\n|-------|---|\n| 1     | - |\n| 1.2.3 | 5 |\n| 50%% |   |".replace(
-            "| 50%% |", "| 50%%  |"
-        )
-    )
+@pytest.mark.parametrize(
+    ("cell", "right"),
+    [("12", True), ("1.5", True), ("5.5%", True)]
+    + [(cell, False) for cell in ("1.2.3", "5%%", "-", "", "a1")],
+)
+def test_what_counts_as_a_number(cell, right):
+    lines = table(("wide header",), [(cell,), (1,)]).splitlines()
+    assert lines[1].endswith(":|") is right
+    assert lines[2] == f"| {cell.rjust(11) if right else cell.ljust(11)} |"
 
 
 def test_table_without_rows():

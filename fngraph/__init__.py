@@ -20,6 +20,7 @@ _EXPORTS = {
     "dispatch": "core", "explain": "core", "resolve": "core",
     # the transform and its stages
     "graphify": "graphify",
+    "encode": "encoder", "encoder_limits": "encoder",
     "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",

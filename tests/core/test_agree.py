@@ -62,6 +62,11 @@ def test_the_weakest_mode_and_the_largest_batch_hold(proposals, decisions):
     assert agree(proposals[::-1]) == tuple(decisions[::-1])
 
 
+def test_a_rank_may_say_no_more_than_mode_and_tokens():
+    assert Proposal(FULL, 3) == (FULL, 3, 1, None, "") and Decision(FULL, 3) == (FULL, 3, 1, None)
+    assert agree([Proposal(FULL, 3), Proposal(PIECEWISE, 8)]) == (Decision(PIECEWISE, 8),) * 2
+
+
 def test_nobody_and_different_tables():
     with pytest.raises(ModesError) as info:
         agree([])

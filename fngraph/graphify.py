@@ -17,6 +17,7 @@ from typing import Any
 from fngraph.captured import Captured
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Mode, Stats, buffers_of, trees
 from fngraph.errors import TreeError
+from fngraph.fx.donation import COPY_LIMIT
 from fngraph.fx.leaves import Role
 from fngraph.fx.signature import Names, arguments, signature
 from fngraph.ops.primitive import primitive
@@ -211,6 +212,7 @@ def graphify(
     recorder: str | None = None,
     outputs: str = "own",
     max_keys: int = 4,
+    allow_copies: bool | int | None = None,
 ) -> Any:
     """Turn a pure function into one that runs each batch as CUDA graphs.
 
@@ -228,6 +230,8 @@ def graphify(
         outputs: "own": results are yours; "borrow": views, good until the next call.
         max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
             used goes first.
+        allow_copies: whether a donated leaf may be copied where its new value cannot be made in its
+            buffer: True, False, or up to how many bytes; None: 64 MiB. See `Traced.donation`.
 
     Raises:
         ModesError, TreeError, BackendError: an option that names nothing.
@@ -236,13 +240,13 @@ def graphify(
         return functools.partial(
             graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
-            max_keys=max_keys,
+            max_keys=max_keys, allow_copies=allow_copies,
         )  # fmt: skip
     for name, backend in (backends or {}).items():
         primitive(name).backend(backend)  # unknown names fail here, where they are written
     options = Options(
         Mode.parse(modes), None if sizes is None else tuple(sizes), tuple(query_lens),
-        dict(backends or {}),
+        dict(backends or {}), COPY_LIMIT if allow_copies is None else allow_copies,
     )  # fmt: skip
     return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys)
 

@@ -35,7 +35,7 @@ from fngraph.core.program import Program
 from fngraph.core.text import table
 from fngraph.errors import BackendError
 from fngraph.fx.blame import blame
-from fngraph.fx.donation import DonationTable, donate
+from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.leaves import TensorSpec
 from fngraph.fx.signature import Arguments, Signature, match_donated
 from fngraph.fx.split import Cut, Piece, Pieces, split
@@ -55,12 +55,14 @@ class Options:
         sizes: capture sizes in tokens; None: the default ladder.
         query_lens: query lengths whose uniform batches get keys of their own.
         backends: primitive name to backend name; a primitive left out takes its default.
+        allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
     """
 
     modes: Mode
     sizes: tuple[int, ...] | None = None
     query_lens: tuple[int, ...] = (1,)
     backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    allow_copies: bool | int = COPY_LIMIT
 
 
 def like(tree: Any) -> Any:
@@ -127,7 +129,7 @@ def trace_function(
     nodes = list(graph.gm.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs)
-    donation = donate(graph, args.leaves, returns)
+    donation = donate(graph, args.leaves, returns, options.allow_copies)
     return Traced(args, options, limits, graph, donation, found["tree"], returns)
 
 

@@ -25,7 +25,7 @@ _EXPORTS = {
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",
 }  # fmt: skip
-_MODULES = ("core", "errors", "ops", "fx", "graphs", "report")
+_MODULES = ("core", "errors", "ops", "fx", "graphs", "report", "integrations")
 
 if TYPE_CHECKING:
     from fngraph import core as core, errors as errors, ops as ops

@@ -96,3 +96,10 @@ class BackendError(FnGraphError, LookupError):
 
 class CaptureError(FnGraphError, RuntimeError):
     """A graph that could not be captured. Pool and donated state are as they were before."""
+
+
+# --- other people's models -----------------------------------------------------------------------
+
+
+class ModelError(FnGraphError, ValueError):
+    """A model of another library that cannot become a step over a paged cache; says why."""

@@ -40,7 +40,10 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.loops": (TRANSFORMS, set()),
     "fngraph.testing": (TRANSFORMS | {"fngraph"}, set()),
     "fngraph.report": (TRANSFORMS | {"fngraph"}, {"rich", "matplotlib"}),
-    "fngraph.integrations": (TRANSFORMS | {"fngraph", "einops"}, {"transformers", "vllm"}),
+    "fngraph.integrations": (
+        TRANSFORMS | {"fngraph", "fngraph.integrations", "einops"},
+        {"transformers", "vllm"},
+    ),
     "fngraph": (set(), set()),  # lazy: loads nothing but what `import_module` is asked for
 }
 PICTURES = {"rich", "matplotlib"}
@@ -263,6 +266,7 @@ PLANTED = {
     "rich outside of report": ("fngraph/captured.py", LAZILY.format("import rich.progress")),
     "matplotlib in core": ("fngraph/core/table.py", LAZILY.format("import matplotlib.pyplot")),
     "rich at report's import": ("fngraph/report/progress.py", "import rich"),
+    "transformers at import": ("fngraph/integrations/transformers.py", "import transformers"),
     "a module of no layer": ("fngraph/utils.py", "x = 1"),
     "the front door is heavy": ("fngraph/__init__.py", "from fngraph.stages import like"),
     "models reach in": ("models/llama.py", "from fngraph.core import trees"),

@@ -34,7 +34,12 @@ class AttentionMeta(NamedTuple):
 
 
 class AttentionConfig(NamedTuple):
-    """What a backend may be chosen by: everything that is the same for every batch."""
+    """What a backend may be chosen by: everything that is the same for every batch.
+
+    Attributes:
+        window: tokens that a token sees at most, itself included; None: all before it.
+        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -44,10 +49,20 @@ class AttentionConfig(NamedTuple):
     cache_dtype: torch.dtype
     device: str
     scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 def attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: Any, batch: Any, *, scale: float | None = None
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    kv: Any,
+    batch: Any,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Any]:
     """Write this step's k and v to the cache, then attend causally over each request's tokens.
 
@@ -61,18 +76,25 @@ def attention(
             so it must be donated.
         batch: anything with the fields of `AttentionMeta`.
         scale: of the scores; 1 / sqrt(D) if None.
+        window: a token sees this many tokens at most, itself and those just before it; None: all
+            before it. What fell out of the window stays in the cache.
+        softcap: scores s, scaled, become softcap * tanh(s / softcap); None: they stay.
 
     Returns:
         (T, H, D) in q's dtype, zero in rows that belong to no request; and `kv` itself.
 
     Raises:
         NotImplementedError: a gradient would have to flow through it.
+        ValueError: a window or softcap that is not above zero.
     """
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and not value > 0:
+            raise ValueError(f"fg.ops.attention({name}={value}): pass a number above 0, or None")
     k_cache, v_cache = kv
     out_THD = q_THD.new_zeros(q_THD.shape)
     ATTENTION.op(
         q_THD, k_TKD, v_TKD, k_cache, v_cache, *_meta(batch), out_THD,
-        q_THD.shape[-1] ** -0.5 if scale is None else scale,
+        q_THD.shape[-1] ** -0.5 if scale is None else scale, window, softcap,
     )  # fmt: skip
     return out_THD, kv
 
@@ -84,18 +106,18 @@ def _meta(batch: Any) -> AttentionMeta:
 
 
 def _configure(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, *rest: Any) -> AttentionConfig:
-    scale = rest[-1]
+    scale, window, softcap = rest[-3:]
     return AttentionConfig(
         num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[2],
         block_size=k_cache.shape[1], dtype=q.dtype, cache_dtype=k_cache.dtype,
-        device=q.device.type, scale=scale,
+        device=q.device.type, scale=scale, window=window, softcap=softcap,
     )  # fmt: skip
 
 
 def _call(
     backend: Backend, args: tuple[Any, ...], config: AttentionConfig, host: HostBounds | None
 ) -> None:
-    q, k, v, k_cache, v_cache, slots, lens, starts, tables, out, _ = args
+    q, k, v, k_cache, v_cache, slots, lens, starts, tables, out, *_ = args
     meta = AttentionMeta(slots, lens, starts, tables)
     backend.run(q, k, v, (k_cache, v_cache), meta, out, config=config, host=host)
 
@@ -103,7 +125,8 @@ def _call(
 ATTENTION = define(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "Tensor seq_lens, Tensor query_start_loc, Tensor block_tables, Tensor(c!) out, float scale)",
+    "Tensor seq_lens, Tensor query_start_loc, Tensor block_tables, Tensor(c!) out, float scale, "
+    "int? window, float? softcap)",
     configure=_configure,
     call=_call,
     default=reference.BACKEND,

@@ -46,9 +46,13 @@ def run(
     v_TSKD = rearrange(v_cache[table_TB], "t b s k d -> t (b s) k d").float()
     key_S = torch.arange(k_TSKD.shape[1], device=q_THD.device)
     seen_TS = (key_S[None] <= position_T[:, None]) & owned_T[:, None]
+    if config.window is not None:
+        seen_TS &= key_S[None] > position_T[:, None] - config.window
 
     q_TKGD = rearrange(q_THD.float(), "t (k g) d -> t k g d", k=config.num_kv_heads)
     scores_TKGS = einsum(q_TKGD, k_TSKD, "t k g d, t s k d -> t k g s") * config.scale
+    if config.softcap is not None:
+        scores_TKGS = (scores_TKGS / config.softcap).tanh() * config.softcap
     hidden_T1GS = ~seen_TS[:, None, None]
     weights_TKGS = scores_TKGS.masked_fill(hidden_T1GS, float("-inf")).softmax(-1)
     # a row that sees nothing is NaN now, and unseen slots may hold NaN: both count as zero

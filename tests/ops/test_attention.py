@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import BackendError
-from fngraph.ops import PRIMITIVES, AttentionMeta, attention, primitive
+from fngraph.ops import PRIMITIVES, AttentionMeta, Backend, attention, primitive
 
 NAN = float("nan")
 
@@ -85,7 +85,9 @@ def case(
     return Case(*tensors, AttentionMeta(*[x.to(device) for x in meta]), rows)
 
 
-def naive(c: Case, scale: float | None = None) -> Tensor:
+def naive(
+    c: Case, scale: float | None = None, window: int | None = None, softcap: float | None = None
+) -> Tensor:
     """What attention is: float64, a loop over requests, heads and tokens. Padding rows are zero."""
     q, k, v, k_cache, v_cache = (x.double().cpu() for x in (c.q, c.k, c.v, c.k_cache, c.v_cache))
     # a cache of lower precision rounds what is written to it
@@ -100,19 +102,21 @@ def naive(c: Case, scale: float | None = None) -> Tensor:
         values = torch.stack([v_cache[b, s] for b, s in old] + list(v[first : first + n]))
         for i in range(n):
             for h in range(H):
-                seen = past + i + 1
-                scores = keys[:seen, h // (H // K)] @ q[first + i, h]
-                weights = (scores * (q.shape[2] ** -0.5 if scale is None else scale)).softmax(0)
-                out[first + i, h] = weights @ values[:seen, h // (H // K)]
+                seen = slice(max(0, past + i + 1 - (window or 10**9)), past + i + 1)
+                scores = keys[seen, h // (H // K)] @ q[first + i, h]
+                scores *= q.shape[2] ** -0.5 if scale is None else scale
+                if softcap is not None:
+                    scores = softcap * (scores / softcap).tanh()
+                out[first + i, h] = scores.softmax(0) @ values[seen, h // (H // K)]
         first += n
     return out
 
 
-def check(c: Case, scale: float | None = None) -> None:
+def check(c: Case, **options: Any) -> None:
     """Output equal to the naive one, caches written at the slots and nowhere else."""
-    want = naive(c, scale)
+    want = naive(c, **options)
     before = [x.clone() for x in (c.k_cache, c.v_cache)]
-    got = c.run(scale=scale)
+    got = c.run(**options)
     assert got.dtype == c.q.dtype and got.shape == c.q.shape
     tolerance = 2e-2 if c.q.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got.double().cpu(), want, atol=tolerance, rtol=tolerance)
@@ -254,6 +258,76 @@ def test_a_scale_of_ones_own(where, scale):
 def test_the_default_scale_is_one_over_the_root_of_head_dim(where):
     a, b = case((3, 5), device=where), case((3, 5), device=where)
     assert torch.equal(a.run(), b.run(scale=8**-0.5))
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 100])
+def test_a_window_hides_what_is_further_back(where, rows, window):
+    check(case(*rows, pad_tokens=2, pad_reqs=1, device=where), window=window)
+
+
+def test_what_is_outside_of_the_window_may_be_overwritten_with_anything(where):
+    c = case((1, 9), (2, 7), device=where)
+    want = naive(c, window=3)
+    for r, (_, past) in enumerate(c.rows):
+        for i in range(past - 2):  # the oldest token that the first new one sees is past - 2
+            block = int(c.meta.block_tables[r, i // 4])
+            c.k_cache[block, i % 4], c.v_cache[block, i % 4] = NAN, float("inf")
+    torch.testing.assert_close(c.run(window=3).double().cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
+def test_a_softcap_bounds_the_scores(where, softcap):
+    check(case((3, 5), (1, 7), (4, 0), device=where), softcap=softcap)
+
+
+def test_scale_window_and_softcap_together(where):
+    check(
+        case((3, 5), (1, 7), (9, 0), heads=(6, 2, 8), device=where),
+        scale=0.7, window=4, softcap=2.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [{"window": 0}, {"window": -1}, {"softcap": 0.0}])
+def test_a_window_or_softcap_that_hides_everything_is_refused(option):
+    with pytest.raises(ValueError, match="above 0, or None"):
+        case((3, 5)).run(**option)
+
+
+@fg.struct
+class Batch:
+    """One attention's whole input."""
+
+    x: Tensor = fg.buffer("T 2 8", "float32")
+    slot_mapping: Tensor = fg.buffer("T", "int64", pad=-1)
+    seq_lens: Tensor = fg.buffer("R", "int32")
+    query_start_loc: Tensor = fg.buffer("R + 1", "int32", pad="stride")
+    block_tables: Tensor = fg.buffer("R B", "int32")
+    spec: fg.BatchSpec = fg.host()
+
+
+def test_a_backend_sees_window_and_softcap_in_its_configuration(monkeypatch):
+    """So it can refuse them, by `supports`, before anything runs."""
+    attend = primitive("attention")
+    plain = Backend(
+        "plain", attend.backend().run, lambda config: fg.Support.ALWAYS,
+        lambda config: None if config.window is None else "it has no sliding window",
+    )  # fmt: skip
+    monkeypatch.setitem(attend.backends, "plain", plain)
+
+    def lowered(**options: Any) -> Any:
+        def forward(params: Any, cache: Any, batch: Batch) -> Any:
+            return attention(batch.x, batch.x, batch.x, cache, batch, **options)
+
+        fast = fg.graphify(forward, donate="cache", stage="batch", backends={"attention": "plain"})
+        cache = (torch.zeros(4, 4, 2, 8), torch.zeros(4, 4, 2, 8))
+        traced = fast.trace({}, cache, limits=fg.Limits(16, 4, B=2))
+        return traced.split().lower()
+
+    (call,) = lowered(softcap=3.0).calls
+    assert (call.config.window, call.config.softcap) == (None, 3.0)
+    with pytest.raises(BackendError, match=r"'plain' cannot run attention .*no sliding window"):
+        lowered(window=3)
 
 
 def test_a_prefill_in_chunks_equals_the_prefill_in_one(where):

@@ -1,0 +1,133 @@
+"""A transformers causal LM as a pure function: forward(params, cache, batch) -> (logits, cache).
+
+Shape letters: T query tokens, R requests, B blocks per request, V vocab; K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+import fngraph as fg
+from fngraph.errors import FnGraphError, ModelError
+from fngraph.integrations.hf_attention import NAME, Attending, Layer, routed
+from fngraph.integrations.hf_fixed import Fixed, fixing
+
+KV = tuple[Tensor, Tensor]  # one layer's (k, v), each (num_blocks, block_size, K, D)
+Forward = Callable[[dict[str, Tensor], tuple[KV, ...], "Batch"], tuple[Tensor, tuple[KV, ...]]]
+
+
+@fg.struct
+class Batch:
+    """One step's tokens, R requests of one or more tokens each, laid end to end."""
+
+    token_ids: Tensor = fg.buffer("T", "int64")
+    positions: Tensor = fg.buffer("T", "int64")
+    slot_mapping: Tensor = fg.buffer("T", "int64", pad=-1)
+    seq_lens: Tensor = fg.buffer("R", "int32", pad=0)
+    query_start_loc: Tensor = fg.buffer("R + 1", "int32", pad="stride")
+    block_tables: Tensor = fg.buffer("R B", "int32", pad=0)
+    logits_indices: Tensor = fg.buffer("R", "int64", pad=0)
+    spec: fg.BatchSpec = fg.host()
+
+
+def params_of(model: Any, ropes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Parameters and buffers by name, a tied one once, in place; `ropes` as they are unscaled."""
+    held = {n: p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())}
+    for path, rope in ropes.items():
+        held.pop(f"{path}.original_inv_freq", None)  # at times the very tensor that inv_freq is
+        held[f"{path}.inv_freq"] = rope.original_inv_freq
+    return held
+
+
+def pure_forward(model: Any, longest: int, fixed: Fixed) -> Forward:
+    """`model` without its memory: the logits (R, V) of rows `logits_indices`, and the cache."""
+
+    def forward(
+        params: dict[str, Tensor], cache: tuple[KV, ...], batch: Batch
+    ) -> tuple[Tensor, tuple[KV, ...]]:
+        with routed(model), fixing(model, fixed):
+            return call(model, params, batch, Attending(batch, cache, longest)), cache
+
+    return forward
+
+
+def call(model: Any, params: dict[str, Tensor], batch: Any, attending: Attending) -> Tensor:
+    """The logits (R, V). One row of T tokens; which belong together, only attention knows."""
+    kwargs = {
+        "input_ids": batch.token_ids[None],
+        "position_ids": batch.positions[None],
+        # nothing is padding; without it the positions would be searched for packed sequences
+        "attention_mask": torch.ones_like(batch.token_ids)[None],
+        "use_cache": False,
+        "logits_to_keep": batch.logits_indices,
+        NAME: attending,
+    }
+    return functional_call(model, params, (), kwargs).logits[0]
+
+
+def attention_layers(
+    model: Any, params: dict[str, Tensor], limits: fg.Limits, longest: int, fixed: Fixed
+) -> list[Layer]:
+    """Every attention call of one forward in order, from a run on fake tensors.
+
+    Raises:
+        PurityError: what a graph cannot hold, with the line in the model's file.
+        ModelError: layers that do not attend through transformers' interface.
+    """
+
+    def dry(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        with routed(model), fixing(model, fixed):
+            return call(model, params, batch, noted)
+
+    noted = Attending(None, None, longest)
+    try:
+        with FakeTensorMode() as mode, torch.no_grad():
+            fakes: dict[str, Tensor] = {n: mode.from_tensor(p) for n, p in params.items()}
+            dry(fakes, _example(next(iter(fakes.values())).device))
+    except FnGraphError:
+        raise
+    except Exception as error:
+        _trace(fg.graphify(dry, stage="batch"), params, limits)
+        raise ModelError(f"{type(model).__name__} cannot be traced: {error}") from error
+    expected, found = model.config.get_text_config().num_hidden_layers, len(noted.modules)
+    if found < expected:
+        raise ModelError(
+            f"{type(model).__name__} has {expected} layers, and {found} of them "
+            "attend through transformers' AttentionInterface. The others have a state that a paged "
+            "cache does not hold (Mamba, convolution, linear attention), or attention of their own"
+        )
+    return noted.layers
+
+
+def _trace(dry: Any, params: dict[str, Tensor], limits: fg.Limits) -> None:
+    """Raise what fngraph says of a function that fails on fake tensors, if it says anything."""
+    try:
+        dry.trace(params, limits=limits)
+    except FnGraphError:
+        raise
+    except Exception:
+        return
+
+
+def _example(device: torch.device) -> Any:
+    shapes = {"token_ids": 5, "positions": 5, "logits_indices": 2}
+    values = {n: torch.zeros(k, dtype=torch.int64, device=device) for n, k in shapes.items()}
+    return type("Example", (), values)
+
+
+def init_cache(
+    layers: Sequence[Layer], num_blocks: int, block_size: int, device: torch.device
+) -> tuple[KV, ...]:
+    """An empty paged cache."""
+
+    def zeros(layer: Layer) -> Tensor:
+        shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+        return torch.zeros(shape, dtype=layer.dtype, device=device)
+
+    return tuple((zeros(layer), zeros(layer)) for layer in layers)

@@ -1,0 +1,444 @@
+"""Models of transformers as they are, held to transformers' own `generate`, in every mode.
+
+The judge is the model itself with its `eager` attention: one call of `generate` over all prompts,
+padded on the left, and one pass over each finished text for the logits. (Not `sdpa`, which is
+transformers' default and leaves out Gemma 2's soft cap.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.errors import BackendError, HostSyncError, ModelError, SpecError
+from fngraph.ops import Backend, primitive
+
+pytest.importorskip("transformers")
+
+from fngraph.integrations.hf_attention import Attending, Mask, attend, window_of
+from fngraph.integrations.transformers import GraphifiedModel, graphify_model
+from tests.integrations.architectures import EVERY_MODE, FURTHER, VOCAB, WINDOW, make
+
+SIZES = (1, 2, 4, 8, 12)
+LIMITS = fg.Limits(12, 6, B=6)
+BLOCK_SIZE = 16
+NEW = 48
+DECODE_STEPS, MIXED_STEPS = 47, 15  # of every run: nothing ends a text early
+MODES = {  # what a mode promises, (decode batches, mixed batches)
+    "NONE": ("NONE", "NONE"),
+    "PIECEWISE": ("PIECEWISE", "PIECEWISE"),
+    "FULL_DECODE_ONLY": ("FULL", "NONE"),
+    "FULL": ("FULL", "FULL"),
+    "FULL_AND_PIECEWISE": ("FULL", "PIECEWISE"),
+}
+DEVICES = [
+    pytest.param("cpu", "tape", id="tape"),
+    pytest.param("cuda", "cuda", id="cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Two that others keep waiting take 20 times as long as one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def prompts() -> list[list[int]]:
+    """Six prompts of 1 to 45 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = (45, 1, 7, 19, 33, 28)
+    return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+class Wanted(NamedTuple):
+    """A model and what it says itself: new tokens by prompt, logits after each token."""
+
+    model: Any
+    tokens: list[list[int]]
+    logits_SV: list[Tensor]
+
+
+@torch.no_grad()
+def want(model: Any) -> Wanted:
+    """Everything that the model says with its own attention."""
+    device, before = model.device, model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    longest = max(map(len, prompts()))
+    padding = [longest - len(p) for p in prompts()]
+    ids = torch.tensor([[0] * n + p for n, p in zip(padding, prompts())], device=device)
+    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding], device=device)
+    texts = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, use_cache=True
+    )
+    tokens = texts[:, longest:].tolist()
+    whole = [torch.tensor([p + t], device=device) for p, t in zip(prompts(), tokens)]
+    logits = [model(text).logits[0] for text in whole]
+    model.set_attn_implementation(before)
+    return Wanted(model, tokens, logits)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """`Wanted` by architecture and device, computed once."""
+    kept: dict[tuple[str, str], Wanted] = {}
+
+    def of(name: str, device: str) -> Wanted:
+        if (name, device) not in kept:
+            kept[name, device] = want(make(name, device=device))
+        return kept[name, device]
+
+    return of
+
+
+def graphify(model: Any, **options: Any) -> GraphifiedModel:
+    """The model under test, its cache full of NaN, so that reading unwritten slots shows."""
+    defaults: dict[str, Any] = {"sizes": SIZES, "block_size": BLOCK_SIZE, "lazy": True}
+    if model.device.type == "cpu":
+        defaults["recorder"] = "tape"
+    fast = graphify_model(model, LIMITS, **defaults | options)
+    for kv in fast.cache:
+        for x in kv:
+            x.fill_(torch.nan)
+    return fast
+
+
+def hold(fast: GraphifiedModel, right: Wanted, modes: str) -> Counter[str]:
+    """Serve the prompts; tokens, logits and the mode of each step must be right."""
+    should: Counter[str] = Counter()
+    top = fast.step.table.top
+    for served in fast.serve(prompts(), NEW):
+        ends = [row.request.computed + row.num_new for row in served.rows]
+        logits = [right.logits_SV[row.request.id][end - 1] for row, end in zip(served.rows, ends)]
+        torch.testing.assert_close(served.logits_RV, torch.stack(logits), atol=1e-4, rtol=0)
+        spec = served.batch.spec
+        decode, mixed = MODES[modes]
+        name = decode if spec.query_len == 1 else mixed
+        should["NONE" if spec.num_tokens > top else name] += 1
+    done = sorted(served.state.finished, key=lambda request: request.id)
+    assert [list(request.tokens[request.prompt_len :]) for request in done] == right.tokens
+    steps = fast.step.stats.steps
+    ran = {
+        name: round(fast.step.stats.share(name) * steps) for name in ("FULL", "PIECEWISE", "NONE")
+    }
+    assert steps == should.total() and ran == {name: should[name] for name in ran}
+    return should
+
+
+@pytest.mark.parametrize("device, recorder", DEVICES)
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("name", EVERY_MODE)
+def test_tokens_logits_and_shares(name, modes, device, recorder, wanted):
+    right = wanted(name, device)
+    fast = graphify(right.model, modes=modes, recorder=recorder, check=modes == "NONE")
+    assert fast.support.modes is fg.Mode[modes] and not fast.support.notes
+    ran = hold(fast, right, modes)
+    assert len(set().union(*right.tokens)) >= 50
+    decode, mixed = MODES[modes]
+    assert ran == Counter({decode: DECODE_STEPS}) + Counter({mixed: MIXED_STEPS})
+
+
+@pytest.mark.parametrize("device, recorder", DEVICES)
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_architectures(name, device, recorder, wanted):
+    right = wanted(name, device)
+    hold(graphify(right.model, recorder=recorder), right, "FULL_AND_PIECEWISE")
+    assert len(set().union(*right.tokens)) >= 50
+
+
+def test_steps_beyond_the_ladder_run_eagerly(wanted):
+    right = wanted("Mistral", "cpu")
+    ran = hold(graphify(right.model, sizes=(1, 2, 4, 8)), right, "FULL_AND_PIECEWISE")
+    assert ran["FULL"] == DECODE_STEPS and ran["NONE"] >= 5
+
+
+# --- the value ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """A Llama."""
+    return make("Llama")
+
+
+def test_generate_gives_what_generate_gives(wanted):
+    right = wanted("Llama", "cpu")
+    fast = graphify(right.model)
+    assert fast.generate(prompts(), NEW) == right.tokens
+    assert fast.generate(prompts()[::-1], NEW) == right.tokens[::-1]  # over used blocks
+    assert fast.generate([], NEW) == []
+
+
+def test_generate_ends_texts_where_the_model_does():
+    model = make("Llama")
+    plain = graphify(model).generate(prompts(), NEW)
+    stops = [plain[0][10], plain[1][20]]
+    model.generation_config.eos_token_id = stops
+    want = [next((t[: i + 1] for i, x in enumerate(t) if x in stops), t) for t in plain]
+    fast = graphify(model)
+    assert fast.stop == set(stops) and len(want[0]) <= 11 and len(want[1]) <= 21
+    assert fast.generate(prompts(), NEW) == want
+    assert fast.generate(prompts(), NEW, stop=()) == plain
+
+
+def test_every_key_is_captured_ahead_unless_lazy(llama):
+    fast = graphify(llama, lazy=False, sizes=(1, 2))
+    assert len(fast.step) == len(list(fast.step.table)) == 4
+    assert len(graphify(llama, sizes=(1, 2)).step) == 0
+
+
+def test_weights_are_held_where_they_are(llama):
+    fast = graphify(llama)
+    own = dict(llama.named_parameters())
+    assert all(fast.params[n].data_ptr() == p.data_ptr() for n, p in own.items())
+
+
+def test_the_model_stays_as_it_is(wanted):
+    model = wanted("Qwen3Moe", "cpu").model
+    before = model.config.to_dict(), model.config._attn_implementation
+    experts = model.get_experts_implementation()
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    graphify(model).generate(prompts()[1:2], 3)
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
+    assert model.get_experts_implementation() == experts
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+
+
+@torch.no_grad()
+def test_forward_is_a_function_of_its_arguments(llama):
+    """Called bare, with the cache and the weights that it is given."""
+    fast = graphify(llama)
+    *_, last = fast.serve(prompts()[:1], 4)
+    twice = [
+        fast.forward(fast.params, tuple((k.clone(), v.clone()) for k, v in fast.cache), last.batch)
+        for _ in range(2)
+    ]
+    assert torch.equal(twice[0][0], twice[1][0])
+    torch.testing.assert_close(twice[0][0], last.logits_RV, atol=1e-5, rtol=0)
+    zeros = {n: torch.zeros_like(p) for n, p in fast.params.items()}
+    assert fast.forward(zeros, fast.cache, last.batch)[0].eq(0).all()
+
+
+def test_prompts_that_could_never_run_are_refused(llama):
+    fast = graphify(llama)
+    with pytest.raises(SpecError, match=r"takes 7 blocks of 16, and 6 are there.*B=7"):
+        fast.generate([[1] * 60], NEW)
+    with pytest.raises(SpecError, match="prompt 1 has 0 tokens"):
+        fast.generate([[1], []], NEW)
+    with pytest.raises(SpecError, match=r"Limits\(..., B=...\)"):
+        graphify_model(llama, fg.Limits(16, 4))
+
+
+# --- support --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch):
+    """Adds a backend of the reference's own `run` to the primitive, for the test."""
+    attend = primitive("attention")
+
+    def add(name: str, level: fg.Support, refuses: str = "") -> None:
+        def supports(config: Any) -> str | None:
+            return f"it has no {refuses}" if refuses and getattr(config, refuses) else None
+
+        new = Backend(name, attend.backend().run, lambda config: level, supports)
+        monkeypatch.setitem(attend.backends, name, new)
+
+    return add
+
+
+def test_support_says_what_each_layer_asks_for_and_who_refuses(backends, wanted):
+    backends("plain", fg.Support.ALWAYS, refuses="window")
+    fast = graphify(wanted("Gemma2", "cpu").model)
+    first, second = fast.support.rows
+    assert first.layer == "model.layers.0.self_attn" and second.layer.endswith("1.self_attn")
+    assert first.reason == f"window {WINDOW}; softcap 2.0; not plain: it has no window"
+    assert second.reason == "softcap 2.0"
+    assert (first.backend, first.level) == ("reference", fg.Support.ALWAYS)
+    lines = repr(fast.support).splitlines()
+    assert lines[0].split("|")[1:5] == [s for s in lines[0].split("|")[1:5] if s.strip()]
+    assert "model.layers.0.self_attn" in lines[2] and lines[-1] == "FULL_AND_PIECEWISE"
+
+
+def test_a_backend_that_one_layer_cannot_have_is_refused(backends, wanted):
+    backends("plain", fg.Support.ALWAYS, refuses="window")
+    with pytest.raises(BackendError, match=r"'plain' cannot run attention .*it has no window"):
+        graphify(wanted("Gemma2", "cpu").model, backends={"attention": "plain"})
+
+
+def test_modes_come_down_to_what_the_backend_can_capture(backends, wanted):
+    backends("decode", fg.Support.UNIFORM_SINGLE_TOKEN_DECODE)
+    right = wanted("Llama", "cpu")
+    fast = graphify(right.model, modes="FULL", backends={"attention": "decode"})
+    assert fast.support.modes is fg.Mode.FULL_AND_PIECEWISE and "decode" in fast.support.notes[0]
+    assert {row.level for row in fast.support.rows} == {fg.Support.UNIFORM_SINGLE_TOKEN_DECODE}
+    hold(fast, right, "FULL_AND_PIECEWISE")
+
+
+# --- what cannot work says so, before any capture -------------------------------------------------
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0,
+    "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "recurrent layers": ("Jamba", {}, "layers of another kind .*linear_attention"),
+    "linear attention": ("Qwen3Next", {}, "layers of another kind .*linear_attention"),
+    "a recurrent model": ("Mamba", {}, "no causal LM .* that takes position_ids"),
+    "Mamba beside attention": ("FalconH1", {}, "layers of another kind .*hybrid"),
+    "chunked attention": ("Llama4Text", {}, "layers of another kind .*chunked_attention"),
+    "alibi": ("Bloom", {}, "no causal LM"),
+    "attention of its own": ("GPTJ", {}, "does not go through .*AttentionInterface"),
+    "keyword arguments dropped": ("StableLm", {}, "not given the keyword arguments"),
+    "attention sinks": ("GptOss", {}, "attention with s_aux"),
+    "both directions": ("Gemma3Text", {"use_bidirectional_attention": True}, "both directions"),
+    "a mask used as a tensor": ("Doge", {}, "cannot be traced: 'Mask' object"),
+    "dynamic RoPE": (
+        "Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
+        r"rotary_emb rescales \(rope_type='dynamic'\).* more than 64 tokens.* allow 96 tokens",
+    ),
+    "long RoPE": (
+        "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+        r"rotary_emb rescales \(rope_type='longrope'\).* more than 64 tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_cannot_become_a_step_says_why(what: str):
+    name, options, message = REFUSED[what]
+    with pytest.raises(ModelError, match=message):
+        graphify(make(name, **options))
+
+
+@pytest.mark.parametrize("name, options", [("Qwen3Moe", {"experts": "eager"}), ("JetMoe", {})])
+def test_experts_that_wait_for_the_routing_name_the_line(name, options):
+    """Qwen3-MoE's own loop over the experts that were hit; JetMoE has nothing else."""
+    with pytest.raises(HostSyncError, match=rf"modeling_{name.lower()[:3]}\w+\.py:\d+"):
+        graphify(make(name), **options)
+
+
+def test_experts_that_the_device_cannot_run_are_refused(wanted):
+    with pytest.raises(ModelError, match=r"Qwen3MoeForCausalLM cannot be traced: .*BF16"):
+        graphify(wanted("Qwen3Moe", "cpu").model, experts="grouped_mm")
+
+
+def test_a_model_in_training_mode_is_refused():
+    with pytest.raises(ModelError, match=r"training mode.*model\.eval\(\)"):
+        graphify(make("Llama").train())
+
+
+def test_something_that_is_no_causal_lm_is_refused():
+    with pytest.raises(ModelError, match="Linear is no causal LM of transformers"):
+        graphify_model(torch.nn.Linear(2, 2), LIMITS)
+
+
+class Mixing(torch.nn.Module):
+    """An MLP that also looks at the token before."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(1, T, E) to the same."""
+        return self.mlp(x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+class Deaf(torch.nn.Module):
+    """A rotary embedding that counts tokens itself."""
+
+    def __init__(self, rope: torch.nn.Module) -> None:
+        super().__init__()
+        self.rope = rope
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        """Whatever the positions, from 0 on."""
+        return self.rope(x, torch.arange(x.shape[1], device=x.device)[None])
+
+
+@pytest.mark.parametrize("what", ["tokens mixed", "positions ignored"])
+def test_a_model_whose_requests_would_change_one_another_is_refused(what: str):
+    """No trace can tell, so two requests are tried; the footgun is the text without the check."""
+    model = make("Llama")
+    if what == "tokens mixed":
+        model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+    else:
+        model.model.rotary_emb = Deaf(model.model.rotary_emb)
+    with pytest.raises(ModelError, match=r"beside another one than alone \(relative error"):
+        graphify(model)
+    right = want(model) if what == "tokens mixed" else None
+    texts = graphify(model, check=False).generate(prompts(), NEW)
+    assert right is None or texts != right.tokens  # one would have expected the same
+
+
+# --- RoPE that depends on the batch is fixed where the limits make it constant --------------------
+
+
+def test_rope_that_rescales_beyond_the_limits_only_is_fixed():
+    """Equal to the model itself; also after the model has switched over to its long factors."""
+    options = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96}
+    model = make("Phi3", **options)
+    right = want(model)
+    hold(graphify(model), right, "FULL_AND_PIECEWISE")
+    with torch.no_grad():
+        model(torch.ones(1, 120, dtype=torch.int64))
+    assert model.model.rotary_emb.inv_freq.ne(model.model.rotary_emb.original_inv_freq).all()
+    hold(graphify(model), right, "FULL_AND_PIECEWISE")
+    assert model.model.rotary_emb.rope_type == "longrope"
+
+
+def test_dynamic_rope_below_its_length_is_fixed():
+    right = want(make("Llama", rope_parameters=DYNAMIC))
+    hold(graphify(right.model), right, "FULL_AND_PIECEWISE")
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def rules() -> dict[str, tuple[Any, Any]]:
+    """Rules of transformers with the window that each is, over requests of 64 tokens."""
+    from transformers import masking_utils as m
+
+    zeros = torch.zeros(1, dtype=torch.int64)
+    last = lambda b, h, q, k: k == q  # noqa: E731
+    return {
+        "causal": (m.causal_mask_function, None),
+        "window of 1": (m.sliding_window_causal_mask_function(1), 1),
+        "window of 24": (m.sliding_window_causal_mask_function(24), 24),
+        "window of 63": (m.sliding_window_causal_mask_function(63), 63),
+        "window of all": (m.sliding_window_causal_mask_function(64), None),
+        "window beyond": (m.sliding_window_causal_mask_function(4096), None),
+        "both": (m.and_masks(m.causal_mask_function, m.sliding_window_overlay(7)), 7),
+        "causal or itself": (m.or_masks(m.causal_mask_function, last), None),
+        "all": (m.bidirectional_mask_function, ModelError),
+        "a window ahead": (m.sliding_window_bidirectional_mask_function(5), ModelError),
+        "chunks": (m.chunked_causal_mask_function(8, zeros), ModelError),
+        "chunks of half": (m.chunked_causal_mask_function(32, zeros), ModelError),
+        "padding": (m.padding_mask_function(torch.ones(1, 5, dtype=torch.bool)), ModelError),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", rules())
+def test_the_window_is_read_off_the_rule(name: str):
+    rule, expected = rules()[name]
+    if expected is ModelError:
+        with pytest.raises(ModelError, match="mask of Attention"):
+            window_of(Mask(rule), 64, "Attention")
+    else:
+        assert window_of(Mask(rule), 64, "Attention") == expected
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(1, 1, 4, 4)])
+def test_a_mask_of_the_models_own_is_refused(mask: Any):
+    module, x = torch.nn.Module(), torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ModelError, match="Module makes its own attention mask"):
+        attend(module, x, x, x, mask, fngraph=Attending(None, None, 64))

@@ -31,6 +31,7 @@ from fngraph.core import (
 )
 from fngraph.errors import TreeError
 from fngraph.fx.arguments import arguments
+from fngraph.fx.donation import COPY_LIMIT
 from fngraph.fx.leaves import Role
 from fngraph.fx.signature import Names, signature
 from fngraph.graphs.recorder import check_name
@@ -245,6 +246,7 @@ def graphify(
     adapters: int = 0,
     fields: Iterable[Field] = (),
     cost: Callable[[BatchDescriptor], float] | None = None,
+    allow_copies: bool | int | None = None,
     **resolve: Any,
 ) -> Any:
     """Turn a pure function into one that runs each batch as CUDA graphs.
@@ -272,6 +274,8 @@ def graphify(
             state_blocks=, cut=, align=, eager=, and the old use_cudagraph= and full_cuda_graph=.
         max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
             used goes first.
+        allow_copies: whether a donated leaf may be copied where its new value cannot be made in its
+            buffer: True, False, or up to how many bytes; None: 64 MiB. See `Traced.donation`.
 
     Raises:
         ModesError, TreeError, BackendError: an option that names nothing.
@@ -280,7 +284,8 @@ def graphify(
         return functools.partial(
             graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
-            max_keys=max_keys, adapters=adapters, fields=fields, cost=cost, **resolve,
+            max_keys=max_keys, adapters=adapters, fields=fields, cost=cost,
+            allow_copies=allow_copies, **resolve,
         )  # fmt: skip
     for name, backend in (backends or {}).items():
         primitive(name).backend(backend)  # unknown names fail here, where they are written
@@ -295,6 +300,7 @@ def graphify(
         tuple(fields),
         cost,
         resolve,
+        COPY_LIMIT if allow_copies is None else allow_copies,
     )
     return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys)
 

@@ -35,7 +35,7 @@ from fngraph.core.text import count, table
 from fngraph.errors import BackendError, FieldError, SpecError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
-from fngraph.fx.donation import DonationTable, donate
+from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.returns import match_donated
 from fngraph.fx.signature import Signature
@@ -61,6 +61,7 @@ class Options:
         fields: user-defined fields of specs and keys.
         cost: what "least" means, of a key; None: its token count.
         resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
+        allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
     """
 
     modes: Mode | None = None
@@ -71,6 +72,7 @@ class Options:
     fields: tuple[Field, ...] = ()
     cost: Callable[[BatchDescriptor], float] | None = None
     resolve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    allow_copies: bool | int = COPY_LIMIT
 
 
 def like(tree: Any) -> Any:
@@ -138,7 +140,7 @@ def trace_function(
     nodes = list(graph.gm.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs)
-    donation = donate(graph, args.leaves, returns)
+    donation = donate(graph, args.leaves, returns, options.allow_copies)
     return Traced(args, options, limits, graph, donation, found["tree"], returns)
 
 

@@ -1,7 +1,8 @@
 """Donation: leaf k's new value ends up in leaf k's own buffer.
 
-A leaf that was updated in place and comes back costs nothing. Any other new value is copied into
-the buffer at the end, after everything that still reads the old one. `Donation` says which and why.
+A leaf that was updated in place and comes back costs nothing. A functional update is rewritten to
+happen in the buffer where it can (`inplace`). Any other new value is copied into the buffer at the
+end, after everything that still reads the old one. `Donation` says which and why.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from fngraph.core.text import table
+from fngraph.core.text import count, table
 from fngraph.errors import DonationError
+from fngraph.fx.copies import append_copies
+from fngraph.fx.inplace import settle
 from fngraph.fx.leaves import Leaf, same_place, storage_key
+from fngraph.fx.liveness import Memory
 from fngraph.fx.purity import written
 from fngraph.fx.trace import Graph
-
-aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Donation:
 
     Attributes:
         how: "in place", "unchanged" or "copied".
-        reason: which op writes it, and the user's line.
+        reason: which op writes it, and the user's line; for a copy, what forced it.
         null_slots: only primitives write it, so a batch of nothing but padding leaves it as it is.
     """
 
@@ -50,37 +52,83 @@ class DonationTable:
     __repr__ = as_text
 
 
-def donate(graph: Graph, leaves: Sequence[Leaf], returns: Mapping[int, int]) -> DonationTable:
-    """Add the final copies to `graph` (in place) and say how each donated leaf is updated.
+COPY_LIMIT = 64 << 20
+"""Bytes of the largest leaf that is copied without a word: under 30 us of an H200's bandwidth, and
+less than the cache of one layer of a model that serves, which is what a copy must not double."""
+
+
+def donate(
+    graph: Graph,
+    leaves: Sequence[Leaf],
+    returns: Mapping[int, int],
+    allow_copies: bool | int = COPY_LIMIT,
+) -> DonationTable:
+    """Put each donated leaf's new value into its buffer, in `graph`, and say how.
 
     Args:
         returns: index of a donated leaf to the index of the output that is its new value.
+        allow_copies: how many bytes a leaf may have that must be copied; or False, True.
 
     Raises:
-        DonationError: an output has another shape or dtype than its leaf; with paths.
+        DonationError: an output has another shape or dtype than its leaf, or a leaf must be copied
+            that is too large for it; with paths.
     """
     nodes = graph.gm.graph.nodes
     inputs = [n for n in nodes if n.op == "placeholder"]
     (output,) = (n for n in nodes if n.op == "output")
-    results = list(output.args[0])
-    _check(graph, leaves, inputs, results, returns)
+    _check(graph, leaves, inputs, output.args[0], returns)
+
+    memory = Memory(graph.gm.graph)
+    copied: dict[int, str] = {}
+    for k, out in returns.items():
+        new = output.args[0][out]
+        if not same_place(inputs[k].meta["val"], new.meta["val"]):
+            origin = _origin(new, inputs, leaves)  # before the graph is changed
+            if (why := settle(new, inputs[k], memory)) is not None:
+                copied[k] = f"{origin}; {why}"
 
     writers = _writers(graph.gm)
-    rows, copies = [], {}
-    for k, out in returns.items():
-        old, new = inputs[k], results[out]
-        lines = writers.get(storage_key(old.meta["val"]), [])
-        null_slots = all(line.startswith("fngraph.") for line in lines)
-        if same_place(old.meta["val"], new.meta["val"]):
-            how = ("in place", f"by {lines[-1]}") if lines else ("unchanged", "returned as it came")
-        else:
-            op = new.target if new.op == "call_function" else new.op
-            how = ("copied", f"{op} makes a new tensor ({new.meta.get('stack_trace', 'forward')})")
-            copies[k] = out
-            null_slots = False
+    rows = []
+    for k in returns:
+        lines = writers.get(storage_key(inputs[k].meta["val"]), [])
+        null_slots = k not in copied and all(line.startswith("fngraph.") for line in lines)
+        how = ("in place", f"by {lines[-1]}") if lines else ("unchanged", "returned as it came")
+        how = ("copied", copied[k]) if k in copied else how
         rows.append(Donation(leaves[k].path, *how, null_slots))
-    _append_copies(graph.gm, inputs, output, results, copies, set(returns.values()))
+    _refuse_copies(leaves, copied, allow_copies)
+    copies = {k: returns[k] for k in copied}
+    append_copies(graph.gm, inputs, output, copies, set(returns.values()))
     return DonationTable(tuple(rows))
+
+
+def _origin(new: fx.Node, inputs: Sequence[fx.Node], leaves: Sequence[Leaf]) -> str:
+    if new in inputs:
+        return f"it is {leaves[inputs.index(new)].path}"
+    where = new.meta.get("stack_trace", "forward")
+    return f"{new.target if new.op == 'call_function' else 'a constant'} makes it ({where})"
+
+
+def _refuse_copies(
+    leaves: Sequence[Leaf], copied: Mapping[int, str], allow_copies: bool | int
+) -> None:
+    if allow_copies is True:
+        return
+    limit = -1 if allow_copies is False else allow_copies
+    large = {leaves[k]: why for k, why in copied.items() if leaves[k].nbytes > limit}
+    if large:
+        lines = [f"{leaf.path}, {_size(leaf.nbytes)}: {why}" for leaf, why in large.items()]
+        raise DonationError(
+            f"a copy at each step would be needed for {count(len(large), 'large donated leaf')}, "
+            f"{_size(sum(leaf.nbytes for leaf in large))} of memory more:\n"
+            + "\n".join(lines)
+            + "\nRead the old value before the new one is made, and make it with index_put, "
+            "slice_scatter, where, arithmetic; or allow the copy: fg.graphify(..., "
+            "allow_copies=True)"
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} bytes"
 
 
 def _check(
@@ -117,34 +165,3 @@ def _writers(gm: fx.GraphModule) -> dict[int, list[str]]:
                 key = storage_key(target.meta["val"])
                 found.setdefault(key, []).append(f"{node.target} ({where})")
     return found
-
-
-def _append_copies(
-    gm: fx.GraphModule,
-    inputs: Sequence[fx.Node],
-    output: fx.Node,
-    results: list[fx.Node],
-    copies: Mapping[int, int],
-    returned: set[int],
-) -> None:
-    """Clone what still reads an old value, copy the new ones in, return the buffers themselves."""
-    overwritten = {storage_key(inputs[k].meta["val"]) for k in copies}
-
-    def cloned(node: fx.Node) -> fx.Node:
-        if storage_key(node.meta["val"]) not in overwritten:
-            return node
-        clone = gm.graph.call_function(aten.clone.default, (node,))
-        clone.meta["val"] = torch.empty_like(node.meta["val"])
-        return clone
-
-    with gm.graph.inserting_before(output):
-        for out, node in enumerate(results):
-            if out not in returned:
-                results[out] = cloned(node)
-        sources = {k: cloned(results[out]) for k, out in copies.items()}
-        for k, out in copies.items():
-            copy = gm.graph.call_function(aten.copy_.default, (inputs[k], sources[k]))
-            copy.meta["val"] = inputs[k].meta["val"]
-            results[out] = inputs[k]
-    output.args = (results,)
-    gm.graph.lint()

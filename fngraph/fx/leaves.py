@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,11 @@ class Leaf:
     device: torch.device
     spec: TensorSpec | None = None
     buffer: Buffer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of a held or donated leaf; 0 for a staged one."""
+        return 0 if self.spec is None else math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
     def fake(self, sizes: Mapping[str, Any]) -> torch.Tensor:
         """An example of this leaf under the current (fake) mode; `sizes` may be symbolic."""

@@ -1,0 +1,82 @@
+"""In-place forms of functional ops, read off their schemas; there is no table of ops.
+
+foo(x, ...)             ->  foo_(x, ...)                same overload, same arguments
+foo(..., x, ...)        ->  foo(..., x, ..., out=x)     where foo is pointwise
+foo_scatter(x, v, ...)  ->  foo(x, ...).copy_(v)        foo is the view of the same name
+foo(...)                ->  foo(..., out=x)             where no argument lives in x
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+Op = torch._ops.OpOverload
+_OPTIONS = {"dtype", "layout", "device", "pin_memory"}  # which an out= argument answers
+
+
+def _arguments(op: Op) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+
+
+def is_functional(op: Any) -> bool:
+    """Whether `op` is one of torch's own that returns one new tensor and writes nothing."""
+    if not isinstance(op, Op) or op.namespace != "aten" or op._schema.is_mutable:
+        return False
+    returns = op._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
+
+
+@functools.cache
+def in_place(op: Op) -> Op | None:
+    """`foo_` of `foo`: writes into its first argument, and nothing else."""
+    twin = getattr(getattr(aten, op.overloadpacket.__name__ + "_", None), op._overloadname, None)
+    if twin is None or torch.Tag.inplace_view in twin.tags or _arguments(twin) != _arguments(op):
+        return None
+    written = [a.alias_info is not None and a.alias_info.is_write for a in twin._schema.arguments]
+    return twin if written[0] and not any(written[1:]) else None
+
+
+@functools.cache
+def scattered_view(op: Op) -> Op | None:
+    """`slice` of `slice_scatter`: the view into which the second argument is copied."""
+    name = op.overloadpacket.__name__
+    # as_strided counts from the start of a storage, which is another one in a buffer
+    if not name.endswith("_scatter") or name == "as_strided_scatter":
+        return None
+    packet = getattr(aten, name.removesuffix("_scatter"), None)
+    want = [a for a in _arguments(op) if a[0] != "src"]
+    views = [getattr(packet, o) for o in packet.overloads()] if packet else []
+    return next((v for v in views if _arguments(v) == want and not v._schema.is_mutable), None)
+
+
+@functools.cache
+def out_form(op: Op) -> tuple[Op, str] | None:
+    """The overload of `op` that takes out=, and what it calls that argument."""
+    want = _arguments(op)
+    fewer = [a for a in want if a[0] not in _OPTIONS]
+    found = {}
+    for name in op.overloadpacket.overloads():
+        twin = getattr(op.overloadpacket, name)
+        outs = [a.name for a in twin._schema.arguments if a.is_out]
+        if len(outs) == len(twin._schema.returns) == 1:
+            found[tuple(_arguments(twin))] = twin, outs[0]
+    return found.get(tuple(want)) or found.get(tuple(fewer))
+
+
+def is_pointwise(op: Any) -> bool:
+    """Whether element i of the result depends on elements i alone, so that it may go over them."""
+    return torch.Tag.pointwise in op.tags
+
+
+def reads_nothing(op: Any) -> bool:
+    """Whether an op asks its tensors for their shapes and no more (zeros_like, new_zeros)."""
+    name = op.overloadpacket.__name__
+    return is_functional(op) and (name.endswith("_like") or name.startswith("new_"))
+
+
+COPIES = (aten.clone.default, aten._to_copy.default)
+"""Ops that return what they were given, in memory of its own; what no schema says."""

@@ -96,7 +96,8 @@ def _can_start(node: fx.Node) -> bool:
     fresh = not any(key in keys(a) for a in node.all_input_nodes for key in keys(node))
     if not fresh or not twins.is_functional(node.target):
         return False
-    return node.target in twins.COPIES or twins.out_form(node.target) is not None  # type: ignore[arg-type]
+    op: Any = node.target
+    return op in twins.COPIES or bool(twins.out_form(op) or twins.fill_form(op))
 
 
 def _listed(links: Any) -> tuple[Hop, ...]:

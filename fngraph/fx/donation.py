@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from fngraph.core.text import count, table
+from fngraph.core.text import table
 from fngraph.errors import DonationError
 from fngraph.fx.copies import append_copies
 from fngraph.fx.inplace import settle
@@ -52,6 +52,7 @@ class DonationTable:
     __repr__ = as_text
 
 
+_NAMED = 3  # ops that one row of the table names at most
 COPY_LIMIT = 64 << 20
 """Bytes of the largest leaf that is copied without a word: under 30 us of an H200's bandwidth, and
 less than the cache of one layer of a model that serves, which is what a copy must not double."""
@@ -92,7 +93,8 @@ def donate(
     for k in returns:
         lines = writers.get(storage_key(inputs[k].meta["val"]), [])
         null_slots = k not in copied and all(line.startswith("fngraph.") for line in lines)
-        how = ("in place", f"by {lines[-1]}") if lines else ("unchanged", "returned as it came")
+        names = ", ".join(list(dict.fromkeys(lines))[:_NAMED])
+        how = ("in place", f"by {names}") if lines else ("unchanged", "returned as it came")
         how = ("copied", copied[k]) if k in copied else how
         rows.append(Donation(leaves[k].path, *how, null_slots))
     _refuse_copies(leaves, copied, allow_copies)
@@ -117,13 +119,12 @@ def _refuse_copies(
     large = {leaves[k]: why for k, why in copied.items() if leaves[k].nbytes > limit}
     if large:
         lines = [f"{leaf.path}, {_size(leaf.nbytes)}: {why}" for leaf, why in large.items()]
+        which = "1 large donated leaf" if len(large) == 1 else f"{len(large)} large donated leaves"
         raise DonationError(
-            f"a copy at each step would be needed for {count(len(large), 'large donated leaf')}, "
-            f"{_size(sum(leaf.nbytes for leaf in large))} of memory more:\n"
-            + "\n".join(lines)
-            + "\nRead the old value before the new one is made, and make it with index_put, "
-            "slice_scatter, where, arithmetic; or allow the copy: fg.graphify(..., "
-            "allow_copies=True)"
+            f"{which}, {_size(sum(leaf.nbytes for leaf in large))}, would be copied at each step, "
+            "which takes as much memory again:\n" + "\n".join(lines) + "\nRead the old value "
+            "before the new one is made, and make it with index_put, slice_scatter, where or "
+            "arithmetic; or allow the copy: fg.graphify(..., allow_copies=True)"
         )
 
 

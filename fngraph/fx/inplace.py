@@ -59,7 +59,7 @@ def misfit(chain: Sequence[Hop], buffer: fx.Node, memory: Memory) -> str | None:
         if hop.how == "alias" and hop.operand is not None and not mutates(hop.node):
             try:
                 last = rerun(hop.node, {hop.operand: here})
-            except RuntimeError:
+            except (RuntimeError, ValueError):  # as fakes raise for views that cannot be
                 return f"{hop} cannot view the buffer, which is laid out otherwise"
         place[hop.node] = last
     if not same_place(last, buffer.meta["val"]):
@@ -79,6 +79,8 @@ def _lies_otherwise(
     if here is None or not distinct_elements(here):
         return f"{hop} makes other elements than the buffer has"
     if not same_strides(here, hop.node.meta["val"]):
+        if hop.how != "scatter" and not twins.rounds_alike(hop.node.target):
+            return f"{hop} makes another layout than the buffer's"
         ours = {hop.node for hop in chain}
         readers = {use.node for use in memory.uses(keys(hop.node)[0]) if use.time < math.inf}
         if not ours.issuperset([*members, *readers]):  # these might round another way

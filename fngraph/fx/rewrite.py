@@ -80,6 +80,10 @@ def _form(hop: Hop, into: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]
         return twins.scattered_view(op), (into,), rest
     if op in twins.COPIES:
         return aten.copy_.default, (into, args[0]), {}
+    if (fill := twins.fill_form(op)) is not None:
+        value = bound(hop.node).get("fill_value")
+        shape = list(into.meta["val"].shape)
+        return fill, (shape,) if value is None else (shape, value), {"out": into}
     twin, name = twins.out_form(op)  # type: ignore[misc]
     taken = {a.name for a in twin._schema.arguments}
     return twin, args, {**{k: v for k, v in kwargs.items() if k in taken}, name: into}

@@ -62,7 +62,8 @@ def out_form(op: Op) -> tuple[Op, str] | None:
     for name in op.overloadpacket.overloads():
         twin = getattr(op.overloadpacket, name)
         outs = [a.name for a in twin._schema.arguments if a.is_out]
-        if len(outs) == len(twin._schema.returns) == 1:
+        generated = torch.Tag.generated in twin.tags  # makes a tensor and copies it
+        if len(outs) == len(twin._schema.returns) == 1 and not generated:
             found[tuple(_arguments(twin))] = twin, outs[0]
     return found.get(tuple(want)) or found.get(tuple(fewer))
 
@@ -74,9 +75,31 @@ def is_pointwise(op: Any) -> bool:
 
 def reads_nothing(op: Any) -> bool:
     """Whether an op asks its tensors for their shapes and no more (zeros_like, new_zeros)."""
+    return is_functional(op) and _constant(op) is not None
+
+
+@functools.cache
+def fill_form(op: Op) -> Op | None:
+    """`zeros` of `zeros_like` and `new_zeros`, with out=."""
+    twin = getattr(getattr(aten, _constant(op) or "", None), "out", None)
+    known = {"size", "fill_value", "memory_format"}
+    return twin if twin and known.issuperset(n for n, _ in _arguments(twin)) else None
+
+
+def _constant(op: Op) -> str | None:
     name = op.overloadpacket.__name__
-    return is_functional(op) and (name.endswith("_like") or name.startswith("new_"))
+    like, new = name.endswith("_like"), name.startswith("new_")
+    return name.removesuffix("_like").removeprefix("new_") if like or new else None
 
 
+def rounds_alike(op: Any) -> bool:
+    """Whether an op gives the same bits in any layout. Sums do not: mm picks a kernel by strides."""
+    return is_pointwise(op) or op in MOVES or op in COPIES or reads_nothing(op)
+
+
+MOVES = (aten.index_put.default, aten.index_copy.default, aten.index_fill.int_Scalar,
+         aten.index_fill.int_Tensor, aten.scatter.src, aten.scatter.value, aten.tril.default,
+         aten.triu.default, aten.masked_scatter.default, aten.copy.default)  # fmt: skip
+"""Ops that put values where an index says and compute none; what no schema says."""
 COPIES = (aten.clone.default, aten._to_copy.default)
 """Ops that return what they were given, in memory of its own; what no schema says."""

@@ -1,0 +1,868 @@
+"""In place: functional updates of a donated leaf happen in its buffer, and only where they may."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+import donated
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.errors import DonationError
+from fngraph.fx import twins
+from fngraph.fx.donation import donate
+from fngraph.fx.leaves import storage_key
+
+N, M = 6, 4
+
+
+def state() -> dict[str, Tensor]:
+    """Vectors a, b, c; a matrix m and its like in bfloat16, h; counts n; a mask q; a column z."""
+    return {
+        "a": torch.arange(N) * 0.37 + 0.5, "b": torch.arange(N) * 2.1, "c": torch.arange(N) - 3.3,
+        "m": torch.arange(N * M).view(N, M) / 7, "h": torch.arange(N * M).view(N, M).bfloat16() / 7,
+        "n": torch.arange(N), "q": torch.arange(N) % 3 == 0, "z": torch.arange(N)[:, None] * 1.3,
+    }  # fmt: skip
+
+
+def rows(b: Any) -> Tensor:
+    """A row of `m` for each token of the batch, -1 where it is padding."""
+    return torch.where(b.slot_mapping >= 0, b.token_ids % N, N - 1)
+
+
+def total(b: Any) -> Tensor:
+    """A number that depends on the batch's real tokens alone."""
+    return torch.where(b.slot_mapping >= 0, b.token_ids, 0).sum()
+
+
+CASES: dict[str, tuple[Any, dict[str, str]]] = {}
+
+
+def case(**how: str) -> Any:
+    """Register a function, with what its table should say; leaves not named are unchanged."""
+
+    def register(fn: Any) -> Any:
+        how_all = {name: how.get(name, "unchanged").replace("_", " ") for name in state()}
+        CASES[fn.__name__] = (fn, how_all)
+        return fn
+
+    return register
+
+
+IN, COPIED = "in place", "copied"
+
+# --- one op that has a form in place --------------------------------------------------------------
+
+
+@case(m=IN)
+def index_put(s: Any, b: Any) -> Any:
+    m = s["m"].index_put((torch.arange(2),), total(b) + torch.ones(2, M))
+    return m.sum(), {**s, "m": m}
+
+
+@case(m=IN)
+def index_put_of_the_old_rows(s: Any, b: Any) -> Any:
+    old = s["m"][[0, 2]]
+    return old, {**s, "m": s["m"].index_put((torch.tensor([1, 3]),), old * total(b))}
+
+
+@case(m=IN)
+def index_put_with_a_mask(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].index_put((s["q"],), total(b) * 1.0)}
+
+
+@case(n=IN)
+def index_add(s: Any, b: Any) -> Any:
+    n = s["n"].index_add(0, rows(b), (b.slot_mapping >= 0).long())
+    return n * 2, {**s, "n": n}
+
+
+@case(m=IN)
+def index_copy(s: Any, b: Any) -> Any:
+    m = s["m"].index_copy(0, torch.tensor([4, 1]), total(b) * torch.ones(2, M))
+    return m[1], {**s, "m": m}
+
+
+@case(m=IN, a=IN)
+def scatters(s: Any, b: Any) -> Any:
+    index = (torch.arange(N) * 5 % N)[:, None].expand(N, M)
+    m = s["m"].scatter(0, index, s["m"] * 3).scatter_add(1, index % M, s["m"] + total(b))
+    a = s["a"].scatter_reduce(0, torch.tensor([1, 1, 2]), s["b"][:3], "amax")
+    return total(b), {**s, "a": a, "m": torch.scatter(m, 0, torch.zeros(1, 1).long(), 5.0)}
+
+
+@case(m=IN)
+def slice_scatter(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].slice_scatter(s["m"][:2] * total(b), 0, 2, 6, 2)}
+
+
+@case(m=IN)
+def select_and_diagonal_scatter(s: Any, b: Any) -> Any:
+    m = s["m"].select_scatter(total(b) * torch.ones(N), 1, 2)
+    return m * 1, {**s, "m": torch.diagonal_scatter(m, total(b) * torch.ones(M - 1), 1)}
+
+
+@case(m=IN)
+def one_row_copied_to_another(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].select_scatter(s["m"][4], 0, 1)}
+
+
+@case(a=IN, b=IN, c=IN)
+def where(s: Any, b: Any) -> Any:
+    a = torch.where(s["q"], s["a"], total(b))
+    bb = torch.where(s["q"], total(b) * 1.0, s["b"])
+    return a * 1, {**s, "a": a, "b": bb, "c": torch.where(s["c"] > 0, s["c"], -s["c"])}
+
+
+@case(a=IN, b=IN)
+def decays(s: Any, b: Any) -> Any:
+    return total(b), {**s, "a": s["a"] * 0.9 + total(b), "b": s["b"] - 0.1 * s["c"]}
+
+
+@case(a=IN, b=IN, c=IN)
+def in_the_second_operand(s: Any, b: Any) -> Any:
+    g = torch.ones(N) * total(b)
+    return total(b), {**s, "a": g + 0.9 * s["a"], "b": g - s["b"], "c": 2.0 ** s["c"]}
+
+
+@case(a=IN, b=IN, c=IN)
+def lerp_addcmul_addcdiv(s: Any, b: Any) -> Any:
+    g = torch.ones(N) * total(b)
+    return total(b), {
+        **s, "a": torch.lerp(s["a"], g, 0.1), "b": torch.addcmul(g, s["b"], s["b"], value=0.5),
+        "c": torch.addcdiv(s["c"], g, g + 1),
+    }  # fmt: skip
+
+
+@case(a=IN, n=IN, q=IN, h=IN)
+def clamp_and_masks(s: Any, b: Any) -> Any:
+    return total(b), {
+        **s, "a": s["a"].clamp(0.6, 2).masked_fill(s["q"], 7), "q": ~s["q"] | (s["n"] > 2),
+        "n": (s["n"] + total(b)) % 5, "h": torch.relu(s["h"] - 1.0),
+    }  # fmt: skip
+
+
+@case(m=IN)
+def matrix_products_added(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": torch.addmm(s["m"], s["z"], torch.ones(1, M) * total(b))}
+
+
+@case(m=IN)
+def triangle(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": (s["m"] + total(b)).tril()}
+
+
+@case(a=IN)
+def squared(s: Any, b: Any) -> Any:
+    return s["a"].sum(), {**s, "a": s["a"] * s["a"]}
+
+
+@case(a=IN)
+def twice_what_it_was(s: Any, b: Any) -> Any:
+    return total(b), {**s, "a": s["a"] * 0.5 + s["a"] * total(b)}
+
+
+# --- chains and views -----------------------------------------------------------------------------
+
+
+@case(m=IN)
+def updated_twice(s: Any, b: Any) -> Any:
+    m = s["m"].index_put((torch.tensor([0]),), total(b) * 1.0)
+    seen = m.sum()
+    m = m.index_put((torch.tensor([1]),), seen)
+    return m.mean(), {**s, "m": m}
+
+
+@case(a=IN)
+def updated_twenty_times(s: Any, b: Any) -> Any:
+    a = s["a"]
+    for i in range(20):
+        a = torch.tanh(a * 1.1 + i)
+    return a.sum(), {**s, "a": a}
+
+
+@case(m=IN)
+def through_a_flat_view(s: Any, b: Any) -> Any:
+    flat = s["m"].view(-1).index_add(0, torch.tensor([3, 7]), torch.ones(2))
+    return flat[3] * 1, {**s, "m": flat.view(N, M)}
+
+
+@case(m=IN)
+def through_a_transpose(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].t().index_copy(0, torch.tensor([1]), s["a"][None]).t()}
+
+
+@case(m=IN)
+def through_more_dims(s: Any, b: Any) -> Any:
+    m = s["m"].unflatten(1, (2, 2)).permute(1, 0, 2)[None]
+    m = m.select_scatter(m[:, 0] * 2, 1, 1)
+    return m.sum(), {**s, "m": m[0].permute(1, 0, 2).flatten(1)}
+
+
+@case(m=IN)
+def cloned_and_then_assigned(s: Any, b: Any) -> Any:
+    m = s["m"].clone()
+    m[1:3] = total(b)
+    m[:, 0] += s["a"]
+    return m * 1, {**s, "m": m}
+
+
+@case(m=IN)
+def cloned_and_read_before_the_assignment(s: Any, b: Any) -> Any:
+    m = s["m"].clone()
+    before = s["m"].sum() + s["m"][0].sum()
+    m.mul_(total(b)).add_(1)
+    return before, {**s, "m": m}
+
+
+@case()
+def cloned_and_returned(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].clone(), "a": s["a"].to(torch.float32, copy=True)}
+
+
+@case(a=IN)
+def made_and_then_written(s: Any, b: Any) -> Any:
+    a = s["a"] + 1
+    a[2:].mul_(total(b))
+    return a * 1, {**s, "a": a}
+
+
+@case(a=IN)
+def written_and_then_made(s: Any, b: Any) -> Any:
+    s["a"].add_(total(b))
+    a = s["a"] * 2
+    return a * 1, {**s, "a": a}
+
+
+@case(a=IN, b=IN)
+def both_sides_of_a_primitive(s: Any, b: Any) -> Any:
+    a = s["a"] + 1
+    doubled = toys.double(a)
+    return doubled, {**s, "a": a * total(b), "b": s["b"] + doubled}
+
+
+@case(a=IN)
+def into_a_primitive_that_writes_it(s: Any, b: Any) -> Any:
+    a = s["a"] * total(b)
+    toys.double(s["b"], a)
+    return a + 1, {**s, "a": a}
+
+
+@case(a=IN)
+def a_primitive_makes_it(s: Any, b: Any) -> Any:
+    return total(b), {**s, "a": toys.double(s["b"] + s["a"])}
+
+
+@case(a=IN)
+def an_output_is_the_new_value(s: Any, b: Any) -> Any:
+    a = s["a"] + total(b)
+    return (a, a[1:], a.view(2, 3).t()), {**s, "a": a}
+
+
+@case(a=IN, b=IN)
+def each_reads_the_other_in_a_good_order(s: Any, b: Any) -> Any:
+    b_ = s["b"] + s["a"]
+    return total(b), {**s, "a": s["a"] * 2 + b_, "b": b_}
+
+
+# --- made of nothing that is in the buffer --------------------------------------------------------
+
+
+@case(a=IN, m=IN, n=IN, z=IN)
+def overwritten(s: Any, b: Any) -> Any:
+    return total(b), {
+        **s, "a": torch.tanh(s["b"]), "m": s["z"] @ s["z"][:M].t(), "n": s["n"].new_ones(N) * 3,
+        "z": torch.full((N, 1), 2.0),
+    }  # fmt: skip
+
+
+@case(a=IN, b=IN, n=IN)
+def reset(s: Any, b: Any) -> Any:
+    return s["a"].sum(), {
+        **s, "a": torch.zeros_like(s["a"]), "b": torch.zeros(N), "n": torch.arange(N),
+    }  # fmt: skip
+
+
+@case(z=IN)
+def recurrent(s: Any, b: Any) -> Any:
+    w = torch.full((N, N), 0.1)
+    z = torch.tanh(w @ s["z"] + s["a"][:, None])
+    return z * 1, {**s, "z": z}
+
+
+@case(z=IN)
+def in_another_shape(s: Any, b: Any) -> Any:
+    return total(b), {**s, "z": (torch.full((2, N), 0.1) @ torch.ones(N, 3)).view(N, 1)}
+
+
+@case(a=IN, h=IN)
+def from_another_dtype(s: Any, b: Any) -> Any:
+    return total(b), {**s, "a": (s["n"] * 2).float(), "h": (s["h"].float() * 1.01).bfloat16()}
+
+
+# --- which need a copy ----------------------------------------------------------------------------
+
+
+@case(a=COPIED)
+def rolled(s: Any, b: Any) -> Any:
+    return total(b), {**s, "a": s["a"].roll(1)}
+
+
+@case(m=COPIED)
+def shifted_within(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].slice_scatter(s["m"][:-1], 0, 1)}
+
+
+@case(m=COPIED)
+def ring_by_cat(s: Any, b: Any) -> Any:
+    return s["m"] * 1, {**s, "m": torch.cat([s["m"][2:], total(b) * torch.ones(2, M)])}
+
+
+@case(a=COPIED, b=COPIED)
+def swapped(s: Any, b: Any) -> Any:
+    return total(b), {**s, "a": s["b"], "b": s["a"]}
+
+
+@case(a=COPIED, b=IN)
+def swapped_and_changed(s: Any, b: Any) -> Any:
+    return total(b), {**s, "a": s["b"] + 1, "b": s["a"] + 2}
+
+
+@case(a=COPIED, b=COPIED, c=IN)
+def shifted_along(s: Any, b: Any) -> Any:
+    return total(b), {**s, "a": s["b"], "b": s["c"] * 1.0, "c": torch.ones(N) * total(b)}
+
+
+@case(a=COPIED)
+def the_old_value_is_returned(s: Any, b: Any) -> Any:
+    return s["a"], {**s, "a": s["a"] * total(b)}
+
+
+@case(m=COPIED)
+def a_view_of_the_old_value_is_returned(s: Any, b: Any) -> Any:
+    return s["m"].t()[1], {**s, "m": s["m"].index_put((torch.tensor([1]),), total(b) * 1.0)}
+
+
+@case(a=COPIED)
+def the_old_value_is_read_later(s: Any, b: Any) -> Any:
+    a = s["a"] * total(b)
+    return s["a"].sum(), {**s, "a": a}
+
+
+@case(m=COPIED)
+def a_view_of_the_old_value_is_read_later(s: Any, b: Any) -> Any:
+    row = s["m"].view(-1)[3:9]
+    m = s["m"].index_put((torch.tensor([1]),), total(b) * 1.0)
+    return row * 2, {**s, "m": m}
+
+
+@case(a=COPIED)
+def two_outputs_need_the_old_value(s: Any, b: Any) -> Any:
+    a = s["a"] + 1
+    return (s["a"] + a, s["a"] - a), {**s, "a": a}
+
+
+@case(a=COPIED)
+def a_middle_value_is_returned(s: Any, b: Any) -> Any:
+    first = s["a"].index_put((torch.tensor([0]),), total(b) * 1.0)
+    return first, {**s, "a": first.index_put((torch.tensor([1]),), total(b) * 2.0)}
+
+
+@case(a=IN)
+def a_middle_value_is_returned_and_the_last_made_apart(s: Any, b: Any) -> Any:
+    first = s["a"] * 2
+    return first, {**s, "a": first + total(b)}
+
+
+@case(m=COPIED)
+def rows_less_their_first(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"] - s["m"][:1]}
+
+
+@case(m=COPIED)
+def adds_its_own_rows(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].index_add(0, torch.arange(N).flip(0), s["m"])}
+
+
+@case(n=COPIED)
+def indexed_by_itself(s: Any, b: Any) -> Any:
+    return total(b), {**s, "n": s["n"].index_put((s["n"],), 5 - s["n"])}
+
+
+@case(m=COPIED)
+def put_from_itself(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].index_copy(0, torch.tensor([0, 1]), s["m"][1:3])}
+
+
+@case(m=COPIED)
+def times_its_transpose(s: Any, b: Any) -> Any:
+    square = s["m"][:M] * s["m"][:M].t()
+    return total(b), {**s, "m": torch.cat([square, s["m"][M:]])}
+
+
+@case(m=COPIED)
+def softmax_and_sort(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["m"].softmax(-1).sort(descending=True).values}
+
+
+@case(m=IN)
+def stacked_rows(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": torch.stack([row * i for i, row in enumerate(s["m"].unbind())])}
+
+
+@case(m=COPIED)
+def strided_by_hand(s: Any, b: Any) -> Any:
+    m = s["m"] * 2
+    return m.as_strided((3,), (2,), 1) + 1, {**s, "m": m}
+
+
+@case(m=COPIED)
+def scattered_by_strides(s: Any, b: Any) -> Any:
+    new = torch.as_strided_scatter(s["m"], torch.zeros(3), (3,), (2,), 1)
+    return total(b), {**s, "m": new}
+
+
+@case(a=COPIED)
+def clone_is_written_and_the_old_value_read(s: Any, b: Any) -> Any:
+    a = s["a"].clone()
+    a.mul_(total(b))
+    return s["a"].sum(), {**s, "a": a}
+
+
+@case(a=COPIED)
+def clone_kept_and_the_leaf_written(s: Any, b: Any) -> Any:
+    old = s["a"].clone()
+    s["a"].mul_(total(b))
+    return s["a"] * 1, {**s, "a": old}
+
+
+@case(a=COPIED)
+def clone_written_from_the_old_value(s: Any, b: Any) -> Any:
+    a = s["a"].clone()
+    a[1:] = s["a"][:-1]
+    return total(b), {**s, "a": a}
+
+
+@case(a=IN, b=COPIED)
+def two_leaves_of_one_new_value(s: Any, b: Any) -> Any:
+    new = s["a"] + s["b"]
+    return total(b), {**s, "a": new, "b": new}
+
+
+@case(m=COPIED)
+def expanded(s: Any, b: Any) -> Any:
+    return total(b), {**s, "m": s["z"].expand(N, M)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_table_says_how(name: str):
+    fn, how = CASES[name]
+    assert donated.how(fn, state()) == how
+
+
+@pytest.mark.parametrize("modes", donated.MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_the_function_and_buffers_stay(name: str, modes: str):
+    donated.check(CASES[name][0], state(), modes)
+
+
+# --- what the table says --------------------------------------------------------------------------
+
+
+def reasons(fn: Any, s: Any = None, **options: Any) -> dict[str, str]:
+    """Leaf to why."""
+    rows = donated.traced(fn, state() if s is None else s, **options).donation.rows
+    return {row.path[3:-2]: row.reason for row in rows}
+
+
+def test_every_op_that_writes_a_leaf_is_named_with_its_line():
+    def fn(s: Any, b: Any) -> Any:
+        m = s["m"].index_put((torch.tensor([0]),), total(b) * 1.0)
+        return total(b), {**s, "m": m * 2}
+
+    why = reasons(fn)["m"]
+    assert why.startswith("by aten.index_put_.default (") and "aten.mul_.Tensor (" in why
+    assert why.count("test_inplace.py:") == 2
+    assert reasons(fn)["a"] == "returned as it came"
+
+
+@pytest.mark.parametrize(
+    ("name", "leaf", "words"),
+    [
+        ("the_old_value_is_returned", "a", ["aten.mul.Tensor", "forward returns the old value"]),
+        ("the_old_value_is_read_later", "a", ["aten.sum", "reads the old value after", "mul"]),
+        ("rows_less_their_first", "m", ["aten.sub.Tensor", "still reads the old value"]),
+        ("shifted_within", "m", ["slice_scatter", "still reads the old value"]),
+        ("rolled", "a", ["aten.roll.default", "no form that works in place"]),
+        ("swapped", "a", ["it is s['b']"]),
+        ("clone_kept_and_the_leaf_written", "a", ["mul_", "writes the old value after", "clone"]),
+        ("expanded", "m", ["expand"]),
+        ("strided_by_hand", "m", ["counting from the start of its storage"]),
+    ],
+)
+def test_a_copy_says_what_forced_it(name: str, leaf: str, words: list[str]):
+    why = reasons(CASES[name][0])[leaf]
+    assert [w for w in words if w not in why] == [], why
+
+
+def test_leaves_that_torch_ops_write_are_saved_around_the_warm_up():
+    def fn(s: Any, b: Any) -> Any:
+        toys.double(s["a"], s["b"])
+        written_after = s["c"] * 2
+        toys.double(s["a"], written_after)
+        return total(b), {**s, "c": written_after, "m": s["m"] * 2, "z": s["z"].flip(0)}
+
+    rows = donated.traced(fn, state()).donation.rows
+    assert {r.path[3:-2]: r.null_slots for r in rows} == {
+        "a": True, "b": True, "c": False, "m": False, "h": True, "n": True, "q": True, "z": False,
+    }  # fmt: skip
+    s = state()
+    s["b"].zero_()  # the primitive has no null slots, unlike attention
+    before = toys.clone(s)
+    captured = (
+        donated.graphified(fn, "FULL_AND_PIECEWISE")
+        .bind({})
+        .capture(s, progress=False, batch=toys.batch(2))
+    )
+    assert len(captured) == len(captured.table)
+    assert all(torch.equal(s[k], before[k]) for k in ("c", "m", "z"))
+
+
+# --- copies of large leaves -----------------------------------------------------------------------
+
+MIB = 2**18  # float32 elements
+
+
+def big(**mib: int) -> Any:
+    """Specs of leaves so many MiB large."""
+    return fg.like({name: torch.empty(n * MIB, device="meta") for name, n in mib.items()})
+
+
+def specs(**mib: int) -> Any:
+    """As `big`, on the CPU, without the memory."""
+    return {k: dataclasses.replace(v, device=torch.device("cpu")) for k, v in big(**mib).items()}
+
+
+def roll_all(s: Any, b: Any) -> Any:
+    return total(b), {name: x.roll(1) for name, x in s.items()}
+
+
+def test_a_large_leaf_that_would_be_copied_is_an_error():
+    with pytest.raises(DonationError) as error:
+        donated.traced(roll_all, specs(k=65, small=1, v=128))
+    text = str(error.value)
+    assert "2 large donated leaves, 193.0 MiB" in text
+    assert "s['k'], 65.0 MiB: aten.roll.default makes it (" in text and "s['v'], 128.0 MiB" in text
+    assert "small" not in text and "test_inplace.py:" in text and "allow_copies=True" in text
+
+
+def test_the_limit_is_64_mib():
+    assert donated.how(roll_all, specs(k=64)) == {"k": "copied"}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "size", "ok"),
+    [
+        (True, 1000, True), (False, 1, False), (2**20, 1, True), (2**20 - 1, 1, False),
+        (0, 1, False), (None, 64, True), (None, 65, False),
+    ],
+)  # fmt: skip
+def test_copies_are_allowed_by_choice(allowed: Any, size: int, ok: bool):
+    if ok:
+        assert donated.how(roll_all, specs(k=size), allow_copies=allowed) == {"k": "copied"}
+    else:
+        with pytest.raises(DonationError, match="allow_copies"):
+            donated.how(roll_all, specs(k=size), allow_copies=allowed)
+
+
+def test_a_large_leaf_updated_in_place_is_no_error():
+    def fn(s: Any, b: Any) -> Any:
+        return total(b), {"k": s["k"].index_put((b.token_ids,), total(b) * 1.0)}
+
+    assert donated.how(fn, specs(k=1000), allow_copies=False) == {"k": "in place"}
+
+
+def test_the_decorator_takes_the_option():
+    @fg.graphify(donate="s", stage="x", allow_copies=False)
+    def step(s: Any, x: Any) -> Any:
+        return x * 1, s.flip(0)
+
+    with pytest.raises(DonationError, match="24 bytes"):
+        step(torch.zeros(6), torch.ones(2))
+
+
+def test_nothing_as_large_as_the_leaf_is_made():
+    """A chain of updates in place takes no memory but the buffer's."""
+
+    def fn(s: Any, b: Any) -> Any:
+        k = s["k"].view(-1, 64).index_put((b.token_ids,), total(b) * 1.0)
+        k = (k * 0.5 + total(b)).clamp(-1, 1)
+        return k[b.token_ids], {"k": k.view(-1)}
+
+    graph = donated.traced(fn, specs(k=8)).graph.gm.graph
+    (leaf,) = (
+        n.meta["val"]
+        for n in graph.nodes
+        if n.op == "placeholder" and n.meta["val"].numel() == 8 * MIB
+    )
+    made = [
+        n for n in graph.nodes
+        if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].numel() == leaf.numel()
+        and storage_key(n.meta["val"]) != storage_key(leaf)
+    ]  # fmt: skip
+    assert made == []
+
+
+# --- odd leaves -----------------------------------------------------------------------------------
+
+ODD = {
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "rows with gaps": torch.arange(24.0).view(4, 6)[:, :3],
+    "every other element": torch.arange(24.0).view(4, 6)[:, ::2],
+    "not at the start": torch.arange(24.0)[12:].view(4, 3),
+    "permuted": torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+    "no elements": torch.zeros(0, 3),
+    "no dims": torch.tensor(2.5),
+    "one element": torch.ones(1, 1, 1),
+    "complex": torch.complex(torch.arange(12.0), torch.ones(12)).view(4, 3),
+    "half": torch.arange(12.0).half().view(4, 3),
+}
+UPDATES = {
+    "scaled": lambda x, t: x * 0.5 + t,
+    "second operand": lambda x, t: t + 0.5 * x,
+    "flattened": lambda x, t: x.reshape(-1).mul(2).reshape(x.shape),
+    "one row": lambda x, t: x.index_fill(0, torch.tensor([0]), 3.0) if x.numel() > 1 else x + 1,
+    "cloned": lambda x, t: x.clone().mul_(3).add_(t),
+    "flipped": lambda x, t: x.flip(0) if x.dim() else x.neg(),
+    "overwritten": lambda x, t: torch.ones(x.shape, dtype=x.dtype) * 2,
+}
+
+
+@pytest.mark.parametrize("modes", ["NONE", "FULL"])
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("leaf", ODD)
+def test_odd_leaves(leaf: str, update: str, modes: str):
+    def fn(s: Any, b: Any) -> Any:
+        new = UPDATES[update](s["x"], total(b).to(s["x"].dtype))
+        return new.sum(), {"x": new}
+
+    fast, s = donated.graphified(fn, modes), {"x": ODD[leaf].clone()}
+    s["x"] = torch.empty_strided(ODD[leaf].shape, ODD[leaf].stride(), dtype=ODD[leaf].dtype)
+    s["x"].copy_(ODD[leaf])
+    want = {"x": ODD[leaf]}
+    for batch in (toys.batch(3, 2), toys.decode(2, 0)):
+        out, want = fn({"x": laid_out_as(s["x"], want["x"])}, batch)
+        got, _ = fast({}, s, batch)
+        toys.assert_trees((got, s), (out, want))
+
+
+def laid_out_as(x: Tensor, values: Tensor) -> Tensor:
+    """`values` in the strides of `x`, since sums round by layout."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(values)
+
+
+def test_a_leaf_whose_elements_share_memory_is_left_alone():
+    s = {"x": torch.zeros(3).expand(2, 3)}
+    assert donated.how(lambda s, b: (total(b), {"x": s["x"] + 1}), s) == {"x": "copied"}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def functional_attend(params: Any, cache: Any, batch: toys.Batch) -> Any:
+    """`toys.attend`, whose cache is written by index_put before attention reads it."""
+    x_TE, kept = params["embed"][batch.token_ids], []
+    for layer, kv in zip(params["layers"], cache):
+        qkv = (x_TE @ layer["qkv"]).unflatten(-1, (toys.H + 2 * toys.K, toys.D))
+        q_THD, k_TKD, v_TKD = qkv.split([toys.H, toys.K, toys.K], dim=1)
+        spare = kv[0].shape[0] * toys.S - 1  # padding's slot, which no request has
+        slots_T = torch.where(batch.slot_mapping < 0, spare, batch.slot_mapping)
+        kv = tuple(
+            old.flatten(0, 1).index_put((slots_T,), new).view(old.shape)
+            for old, new in zip(kv, (k_TKD, v_TKD))
+        )
+        out_THD, kv = fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch)
+        x_TE = x_TE + torch.tanh(out_THD.flatten(1) @ layer["out"])
+        kept.append(kv)
+    return x_TE @ params["head"], tuple(kept)
+
+
+def cached(layers: int, modes: str = "FULL") -> Any:
+    """`functional_attend`, its weights and an empty cache."""
+    fast = fg.graphify(
+        functional_attend, modes=modes, donate="cache", stage="batch", limits=toys.LIMITS,
+        sizes=toys.SIZES,
+    )  # fmt: skip
+    return fast, toys.attention_params(layers), toys.attention_cache(layers, blocks=5 * toys.B)
+
+
+@pytest.mark.parametrize("modes", donated.MODES)
+def test_a_functional_cache_serves_as_one_written_in_place(modes: str):
+    fast, params, cache = cached(2, modes)
+    at = [x.data_ptr() for x in toys.leaves(cache)]
+    other = toys.clone(cache)
+    for batch in (toys.batch(5, 3), toys.decode(2, 5), toys.batch((2, 6), (1, 6), 4)):
+        want, other = toys.attend(params, other, batch)
+        got, cache = fast(params, cache, batch)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(toys.leaves(cache), toys.leaves(other)):
+            torch.testing.assert_close(a[:-1], b[:-1])
+    assert [x.data_ptr() for x in toys.leaves(cache)] == at
+
+
+def test_layers_with_a_functional_cache_share_their_pieces():
+    distinct = []
+    for layers in (2, 4, 9):
+        fast, params, cache = cached(layers)
+        traced = fast.trace(params, cache)
+        assert {row.how for row in traced.donation.rows} == {"in place"}
+        distinct.append(len(traced.split().distinct))
+    assert len(set(distinct)) == 1 and distinct[0] <= 4
+
+
+def test_24_layers_are_settled_within_half_a_second(monkeypatch: pytest.MonkeyPatch):
+    took = []
+
+    def timed(*args: Any) -> Any:
+        start = time.perf_counter()
+        table = donate(*args)
+        took.append(time.perf_counter() - start)
+        return table
+
+    monkeypatch.setattr("fngraph.stages.donate", timed)
+    fast, params, cache = cached(24)
+    rows = fast.trace(params, cache).donation.rows
+    assert len(rows) == 48 and {row.how for row in rows} == {"in place"}
+    assert took[0] < 0.5
+
+
+def adamw(params: Any, opt: Any, grads: Any, lr: float = 0.01) -> Any:
+    """One step, as a textbook writes it."""
+    t = opt["t"] + 1
+    m = {k: 0.9 * opt["m"][k] + 0.1 * g for k, g in grads.items()}
+    v = {k: 0.999 * opt["v"][k] + 0.001 * g * g for k, g in grads.items()}
+    new = {}
+    for k, p in params.items():
+        step = (m[k] / (1 - 0.9**t)) / ((v[k] / (1 - 0.999**t)).sqrt() + 1e-8)
+        new[k] = p * (1 - lr * 0.1) - lr * step
+    return new, {"m": m, "v": v, "t": t}
+
+
+def mlp_loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    hidden = torch.relu(x @ params["w0"] + params["b0"])
+    return ((hidden @ params["w1"] + params["b1"] - y) ** 2).mean()
+
+
+def train_step(params: Any, opt: Any, xy: Any) -> Any:
+    grads, loss = torch.func.grad_and_value(mlp_loss)(params, *xy)
+    return *adamw(params, opt, grads), loss
+
+
+def test_adamw_over_an_mlp_is_in_place_in_every_leaf():
+    torch.manual_seed(0)
+    params = {"w0": torch.randn(5, 8), "b0": torch.zeros(8), "w1": torch.randn(8, 2)}
+    params["b1"] = torch.zeros(2)
+    zeros = {k: torch.zeros_like(p) for k, p in params.items()}
+    opt = {"m": zeros, "v": toys.clone(zeros), "t": torch.zeros(())}
+    fast = fg.graphify(train_step, modes="FULL", donate=("params", "opt"), stage="xy")
+    want = toys.clone((params, opt))
+    for step in range(5):
+        xy = (torch.randn(6, 5), torch.randn(6, 2))
+        *want, want_loss = train_step(*want, xy)
+        *_, loss = fast(params, opt, xy)
+        toys.assert_trees((params, opt), tuple(want))
+        assert torch.equal(loss, want_loss), step
+    rows = fast.trace(params, opt, batch=xy).donation.rows
+    assert len(rows) == 13 and {row.how for row in rows} == {"in place"}, rows
+
+
+def test_updates_under_vmap_and_grad():
+    def fn(s: Any, b: Any) -> Any:
+        m = torch.func.vmap(lambda row, x: row * 0.5 + x)(s["m"], s["a"])
+        z = s["z"] - 0.1 * torch.func.grad(lambda z: (z**2).sum() * total(b))(s["z"])
+        return total(b), {**s, "m": m, "z": z}
+
+    how = donated.how(fn, state())
+    assert how["m"] == how["z"] == "in place"
+    for modes in donated.MODES:
+        donated.check(fn, state(), modes)
+
+
+# --- forms read off schemas -----------------------------------------------------------------------
+
+
+def example(kind: str, dtype: torch.dtype) -> Any:
+    """An argument for a schema's type; None of the odd ones."""
+    if kind == "Tensor":
+        x = torch.randn(9, 7)
+        return {torch.float32: x, torch.int64: (x * 3).long(), torch.bool: x > 0}[dtype]
+    return {"number": 2, "Scalar": 2, "float": 0.5, "int": 1, "bool": False}[kind]
+
+
+def calls() -> Any:
+    """(op, arguments, keyword arguments) for each op that has a form in place and is callable."""
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if space != "aten" or packet.startswith("__") or not twins.is_functional(op):
+            continue
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            continue
+        if not (twins.in_place(op) or (twins.is_pointwise(op) and twins.out_form(op))):
+            continue
+        needed = [a for a in op._schema.arguments if not a.has_default_value()]
+        for dtype in (torch.float32, torch.int64, torch.bool):
+            with contextlib.suppress(KeyError, RuntimeError, IndexError, TypeError, ValueError):
+                args = [example(str(a.type), dtype) for a in needed if not a.kwarg_only]
+                kwargs = {a.name: example(str(a.type), dtype) for a in needed if a.kwarg_only}
+                yield op, args, kwargs, op(*toys.clone(args), **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_form_in_place_gives_the_bits_of_the_functional_one():
+    torch.manual_seed(0)
+    forms = 0
+    for op, args, kwargs, want in calls():
+        for i, x in enumerate(args):
+            if not isinstance(x, Tensor) or (x.dtype, x.shape) != (want.dtype, want.shape):
+                continue
+            if twins.in_place(op) and i == 0:
+                given = toys.clone(args)
+                twins.in_place(op)(*given, **kwargs)
+                torch.testing.assert_close(given[0], want, atol=0, rtol=0, equal_nan=True, msg=op)
+                forms += 1
+            if twins.is_pointwise(op) and twins.out_form(op) and op not in twins.COPIES:
+                given, (form, out) = toys.clone(args), twins.out_form(op)
+                form(*given, **kwargs, **{out: given[i]})
+                torch.testing.assert_close(given[i], want, atol=0, rtol=0, equal_nan=True, msg=op)
+                forms += 1
+    assert forms > 400
+
+
+def test_forms_are_found_by_schema_alone():
+    aten = torch.ops.aten
+    assert twins.in_place(aten.index_put.default) is aten.index_put_.default
+    assert twins.in_place(aten.add.Tensor) is aten.add_.Tensor
+    assert twins.in_place(aten.pow.Scalar) is None  # 2**x, whose twin would be x**2
+    assert twins.in_place(aten.transpose.int) is None  # changes a shape, not a value
+    assert twins.in_place(aten.roll.default) is None
+    assert twins.scattered_view(aten.slice_scatter.default) is aten.slice.Tensor
+    assert twins.scattered_view(aten.select_scatter.default) is aten.select.int
+    assert twins.scattered_view(aten.diagonal_scatter.default) is aten.diagonal.default
+    assert twins.scattered_view(aten.as_strided_scatter.default) is None
+    assert twins.scattered_view(aten.scatter.src) is None
+    assert twins.out_form(aten.where.self) == (aten.where.self_out, "out")
+    assert twins.out_form(aten.mm.default) == (aten.mm.out, "out")
+    assert twins.out_form(aten.arange.default) == (aten.arange.out, "out")
+    assert twins.out_form(aten.index_put.default) is None  # generated: makes a tensor all the same
+    assert twins.fill_form(aten.zeros_like.default) is aten.zeros.out
+    assert twins.fill_form(aten.new_full.default) is aten.full.out
+    assert twins.fill_form(aten.new_empty_strided.default) is None
+    assert not twins.is_functional(torch.ops.fngraph.attention.default)

@@ -71,25 +71,24 @@ def _alike(a: Any, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
-def chains(new: fx.Node, buffer: fx.Node) -> Iterator[tuple[Hop, ...]]:
-    """Chains that lead to `new`; those from the buffer's old value come first."""
+def chains(new: fx.Node, buffer: fx.Node, from_nothing: bool) -> Iterator[tuple[Hop, ...]]:
+    """Chains that lead to `new` from the buffer's old value, or else from nothing in the buffer."""
     (home,) = keys(buffer)
-    for from_nothing in (False, True):
-        visits: Counter[fx.Node] = Counter()
-        pending: list[tuple[fx.Node, Any]] = [(new, ())]  # a chain is a linked list of hops
-        while pending:
-            node, rest = pending.pop()
-            visits[node] += 1
-            if home in keys(node):
-                if not from_nothing:
-                    yield _listed(rest)
-                continue
-            if visits[node] > _VISITS:
-                continue
-            if from_nothing and _can_start(node):
-                yield _listed((Hop(node, "start", None), rest))
-            for hop in reversed(list(hops(node))):
-                pending.append((hop.operand, (hop, rest)))  # type: ignore[arg-type]
+    visits: Counter[fx.Node] = Counter()
+    pending: list[tuple[fx.Node, Any]] = [(new, ())]  # a chain is a linked list of hops
+    while pending:
+        node, rest = pending.pop()
+        visits[node] += 1
+        if home in keys(node):
+            if not from_nothing:
+                yield _listed(rest)
+            continue
+        if visits[node] > _VISITS:
+            continue
+        if from_nothing and _can_start(node):
+            yield _listed((Hop(node, "start", None), rest))
+        for hop in reversed(list(hops(node))):
+            pending.append((hop.operand, (hop, rest)))  # type: ignore[arg-type]
 
 
 def _can_start(node: fx.Node) -> bool:

@@ -74,6 +74,7 @@ def donate(
         DonationError: an output has another shape or dtype than its leaf, or a leaf must be copied
             that is too large for it; with paths.
     """
+    _drop_dead(graph.gm.graph)
     nodes = graph.gm.graph.nodes
     inputs = [n for n in nodes if n.op == "placeholder"]
     (output,) = (n for n in nodes if n.op == "output")
@@ -101,6 +102,15 @@ def donate(
     copies = {k: returns[k] for k in copied}
     append_copies(graph.gm, inputs, output, copies, set(returns.values()))
     return DonationTable(tuple(rows))
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Erase ops whose results nobody reads, which would seem to need an old value."""
+    for node in reversed(graph.nodes):
+        op = node.target
+        if isinstance(op, torch._ops.OpOverload) and not node.users and op._schema.returns:
+            if not op._schema.is_mutable:
+                graph.erase_node(node)
 
 
 def _origin(new: fx.Node, inputs: Sequence[fx.Node], leaves: Sequence[Leaf]) -> str:

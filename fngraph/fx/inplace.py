@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain as joined, islice
 
 import torch
 from torch import fx
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from fngraph.fx import twins
 from fngraph.fx.chains import Hop, chains
-from fngraph.fx.leaves import same_place
-from fngraph.fx.liveness import Memory, distinct_elements, keys, overlap, same_strides
+from fngraph.fx.leaves import same_place, same_strides
+from fngraph.fx.liveness import Memory, distinct_elements, keys, overlap
 from fngraph.fx.rewrite import mutates, rerun, rewrite, scatter_region, view_as
 
-_TRIES = 16  # chains looked at for one leaf; the first or second will do in all but odd programs
+_TRIES = 16  # chains of a kind for one leaf; the first or second will do in all but odd programs
 
 
 def settle(new: fx.Node, buffer: fx.Node, memory: Memory) -> str | None:
@@ -31,7 +31,8 @@ def settle(new: fx.Node, buffer: fx.Node, memory: Memory) -> str | None:
     if keys(new) == keys(buffer):
         return "it is not the buffer's elements in the buffer's order"
     why = None
-    for chain in islice(chains(new, buffer), _TRIES):
+    ways = (islice(chains(new, buffer, from_nothing=x), _TRIES) for x in (False, True))
+    for chain in joined.from_iterable(ways):
         obstacle = misfit(chain, buffer, memory) or still_needed(chain, buffer, memory)
         if obstacle is None:
             rewrite(chain, buffer, memory)

@@ -126,8 +126,3 @@ def distinct_elements(t: torch.Tensor) -> bool:
             return False
         reach += (n - 1) * stride
     return True
-
-
-def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are laid out alike; a dim of one has no stride."""
-    return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride()))

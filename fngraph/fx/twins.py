@@ -93,7 +93,7 @@ def _constant(op: Op) -> str | None:
 
 
 def rounds_alike(op: Any) -> bool:
-    """Whether an op gives the same bits in any layout. Sums do not: mm picks a kernel by strides."""
+    """Whether an op gives the same bits in any layout; mm picks a kernel by strides."""
     return is_pointwise(op) or op in MOVES or op in COPIES or reads_nothing(op)
 
 

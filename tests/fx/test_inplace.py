@@ -306,6 +306,18 @@ def from_another_dtype(s: Any, b: Any) -> Any:
     return total(b), {**s, "a": (s["n"] * 2).float(), "h": (s["h"].float() * 1.01).bfloat16()}
 
 
+@case(a=IN)
+def read_later_by_an_op_that_nobody_reads(s: Any, b: Any) -> Any:
+    a = s["a"] + 1
+    s["a"].exp().sum()
+    return total(b), {**s, "a": a}
+
+
+@case(z=IN)
+def a_dim_of_one_that_came_and_went(s: Any, b: Any) -> Any:
+    return total(b), {**s, "z": (s["z"].t() * 2).t()}
+
+
 # --- which need a copy ----------------------------------------------------------------------------
 
 
@@ -639,6 +651,7 @@ UPDATES = {
     "flattened": lambda x, t: x.reshape(-1).mul(2).reshape(x.shape),
     "one row": lambda x, t: x.index_fill(0, torch.tensor([0]), 3.0) if x.numel() > 1 else x + 1,
     "cloned": lambda x, t: x.clone().mul_(3).add_(t),
+    "conjugated": lambda x, t: x.conj() if x.is_complex() else -x,
     "flipped": lambda x, t: x.flip(0) if x.dim() else x.neg(),
     "overwritten": lambda x, t: torch.ones(x.shape, dtype=x.dtype) * 2,
 }

@@ -593,6 +593,12 @@ def test_copies_are_allowed_by_choice(allowed: Any, size: int, ok: bool):
             donated.how(roll_all, specs(k=size), allow_copies=allowed)
 
 
+@pytest.mark.parametrize("allowed", [-1, "yes", 0.5])
+def test_allow_copies_is_a_choice_or_a_number_of_bytes(allowed: Any):
+    with pytest.raises(DonationError, match="a number of bytes"):
+        donated.graphified(roll_all, allow_copies=allowed)
+
+
 def test_a_large_leaf_updated_in_place_is_no_error():
     def fn(s: Any, b: Any) -> Any:
         return total(b), {"k": s["k"].index_put((b.token_ids,), total(b) * 1.0)}

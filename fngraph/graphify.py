@@ -29,7 +29,7 @@ from fngraph.core import (
     buffers_of,
     trees,
 )
-from fngraph.errors import TreeError
+from fngraph.errors import DonationError, TreeError
 from fngraph.fx.arguments import arguments
 from fngraph.fx.donation import COPY_LIMIT
 from fngraph.fx.leaves import Role
@@ -278,7 +278,7 @@ def graphify(
             buffer: True, False, or up to how many bytes; None: 64 MiB. See `Traced.donation`.
 
     Raises:
-        ModesError, TreeError, BackendError: an option that names nothing.
+        ModesError, TreeError, BackendError, DonationError: an option that names nothing.
     """
     if fn is None:
         return functools.partial(
@@ -291,6 +291,8 @@ def graphify(
         primitive(name).backend(backend)  # unknown names fail here, where they are written
     for name in resolve.keys() - inspect.signature(core.resolve).parameters.keys():
         raise TypeError(f"graphify() and fg.resolve() take no argument {name!r}")
+    if not isinstance(allow_copies, int | None) or (allow_copies or 0) < 0:
+        raise DonationError(f"allow_copies={allow_copies!r}: True, False or a number of bytes")
     options = Options(
         None if modes is None else Mode.parse(modes),
         None if sizes is None else tuple(sizes),

@@ -13,12 +13,12 @@ ExtraLike = Mapping[str, Hashable] | Iterable[tuple[str, Hashable]]
 
 class _DescriptorTuple(NamedTuple):
     num_tokens: int
-    num_reqs: int | None = None
-    query_len: int | None = None
-    adapters: int = 0
-    cascade: bool | None = None
-    encoder_outputs: bool | None = None
-    extra: Extra = ()
+    num_reqs: int | None
+    query_len: int | None
+    adapters: int
+    cascade: bool | None
+    encoder_outputs: bool | None
+    extra: Extra
 
 
 class BatchDescriptor(_DescriptorTuple):

@@ -12,8 +12,6 @@ from fngraph.core.spec import BatchSpec
 from fngraph.core.table import DispatchTable
 from fngraph.errors import ModesError, SpecError
 
-__all__ = ["Dispatch", "dispatch", "dispatch_by_definition"]
-
 Allowed = Iterable[Mode | str] | None
 
 

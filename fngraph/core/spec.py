@@ -34,12 +34,12 @@ NO_BOUNDS = HostBounds()
 class _SpecTuple(NamedTuple):
     num_tokens: int
     num_reqs: int
-    query_len: int | None = None
-    adapters: int = 0
-    cascade: bool = False
-    encoder_outputs: bool = False
-    extra: Extra = ()
-    host: HostBounds = NO_BOUNDS
+    query_len: int | None
+    adapters: int
+    cascade: bool
+    encoder_outputs: bool
+    extra: Extra
+    host: HostBounds
 
 
 class BatchSpec(_SpecTuple):

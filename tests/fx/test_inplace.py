@@ -593,6 +593,12 @@ def test_copies_are_allowed_by_choice(allowed: Any, size: int, ok: bool):
             donated.how(roll_all, specs(k=size), allow_copies=allowed)
 
 
+@pytest.mark.parametrize("allowed", [-1, "yes", 0.5])
+def test_allow_copies_is_a_choice_or_a_number_of_bytes(allowed: Any):
+    with pytest.raises(DonationError, match="a number of bytes"):
+        donated.graphified(roll_all, allow_copies=allowed)
+
+
 def test_a_large_leaf_updated_in_place_is_no_error():
     def fn(s: Any, b: Any) -> Any:
         return total(b), {"k": s["k"].index_put((b.token_ids,), total(b) * 1.0)}
@@ -673,6 +679,28 @@ def test_odd_leaves(leaf: str, update: str, modes: str):
         out, want = fn({"x": laid_out_as(s["x"], want["x"])}, batch)
         got, _ = fast({}, s, batch)
         toys.assert_trees((got, s), (out, want))
+
+
+@pytest.mark.parametrize(
+    ("update", "how"),
+    [
+        (lambda x, t: (t * 1, x * 0.5 + t), "in place"),
+        (lambda x, t: (t * 1, x.index_fill(0, torch.tensor([0]), 3.0)), "in place"),
+        (lambda x, t: (lambda new: (new.sum(), new))(x * 0.5), "copied"),
+        (lambda x, t: (t * 1, torch.softmax(x * 0.5, 0)), "copied"),
+        (lambda x, t: (t * 1, torch.addmm(x, torch.ones(4, 2), torch.ones(2, 3))), "copied"),
+    ],
+    ids=["scaled", "filled", "scaled and summed", "softmax", "addmm"],
+)
+def test_rows_with_gaps_are_where_ops_may_round_another_way(update: Any, how: str):
+    """The functional result has no gaps; what is computed in another layout may differ in bits."""
+    s = {"x": ODD["rows with gaps"]}
+
+    def fn(s: Any, b: Any) -> Any:
+        out, new = update(s["x"], total(b))
+        return out, {"x": new}
+
+    assert donated.how(fn, s) == {"x": how}
 
 
 def laid_out_as(x: Tensor, values: Tensor) -> Tensor:

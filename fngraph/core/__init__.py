@@ -23,6 +23,7 @@ from fngraph.core.fields import AtLeast as AtLeast
 from fngraph.core.fields import Equal as Equal
 from fngraph.core.fields import Field as Field
 from fngraph.core.fields import RoundedTo as RoundedTo
+from fngraph.core.fields import Rule as Rule
 
 # sizes.py: capture sizes and ladders
 from fngraph.core.sizes import Ladders as Ladders
@@ -131,6 +132,7 @@ __all__ = [
     "Replayed",
     "Resolution",
     "RoundedTo",
+    "Rule",
     "Run",
     "Stats",
     "Step",

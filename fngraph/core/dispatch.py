@@ -75,23 +75,22 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
 def _scan(table: DispatchTable, spec: BatchSpec, modes: frozenset[Mode]) -> Dispatch:
     """The answer for any spec and table; user-defined fields are compared key by key."""
     check_fields(table, spec)
-    lookup = table.lookup
+    lookup, num_tokens, extra = table.lookup, spec.num_tokens, table.lookup.extra
     kind = lookup.classify(spec)
-    entry = (
-        lookup.classes[kind][lookup.rung[spec.num_tokens]] if spec.num_tokens <= lookup.top else ()
-    )
+    entry = lookup.classes[kind][lookup.rung[num_tokens]] if num_tokens <= lookup.top else ()
     barred: list[str] = []  # modes that cover it and are not allowed
     missed: list[Dispatch] = []  # answers that do not cover it
     for most, answer in entry:
-        if spec.num_reqs > most or not all(f.covers(answer.descriptor, spec) for f in lookup.extra):
+        key = answer.descriptor
+        if spec.num_reqs > most or (extra and not all(item.covers(key, spec) for item in extra)):
             missed.append(answer)
         elif answer.mode not in modes:
             barred.append(str(answer.mode))
         else:
             stronger = [other for other in missed if other.mode is not answer.mode]
-            reason = _why(spec, barred, stronger, lookup.extra) or answer.reason
-            return Dispatch(answer.mode, answer.descriptor, reason)
-    reason = _why(spec, barred, missed, lookup.extra) or lookup.reasons[kind]
+            why = _why(spec, barred, stronger, extra)
+            return answer._replace(reason=why) if why else answer
+    reason = _why(spec, barred, missed, extra) or lookup.reasons[kind]
     if Mode.NONE not in modes:
         names = ", ".join(sorted(map(str, modes)))
         raise ModesError(
@@ -114,8 +113,8 @@ def _why(spec: BatchSpec, barred: list[str], missed: list[Dispatch], extra: Sequ
 
 def check_fields(table: DispatchTable, spec: BatchSpec) -> None:
     """Raises SpecError where `spec` has a user-defined field that `table` does not know."""
-    known = [item.name for item in table.fields[len(BUILT_IN) :]]
     for name, value in spec.extra:
+        known = [item.name for item in table.fields[len(BUILT_IN) :]]
         if name not in known:
             raise SpecError(
                 f"BatchSpec(extra={{{name!r}: {value!r}}}): the table knows "

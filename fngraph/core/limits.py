@@ -31,6 +31,12 @@ class Limits:
                 raise SpecError(
                     f"Limits({name}={bound!r}) is not a positive integer. Pass {name}=1 or more."
                 )
+        for name in dims:
+            if len(name) != 1 or not name.isupper():
+                raise SpecError(
+                    f"Limits({name}={dims[name]}): {name!r} is no shape letter. Pass max_tokens=, "
+                    "max_reqs=, and single capitals such as B=512."
+                )
         if clash := {"T", "R"} & dims.keys():
             letter = min(clash)
             raise SpecError(

@@ -1,6 +1,7 @@
 """`fngraph.core.limits`: bounds by letter, and specs beyond them."""
 
 import pickle
+import re
 
 import pytest
 
@@ -74,3 +75,11 @@ def test_check_names_the_limit():
         "BatchSpec(num_tokens=8, num_reqs=5) is beyond Limits(max_reqs=4). "
         "Schedule fewer requests, or pass Limits(max_reqs=5)."
     )
+
+
+@pytest.mark.parametrize("name", ["max_token", "b", "BB"])
+def test_a_letter_that_is_none(name):
+    """A misspelled bound must not pass for a shape letter and leave the real one at its default."""
+    message = f"Limits({name}=4): {name!r} is no shape letter. Pass max_tokens=, max_reqs=, and"
+    with pytest.raises(SpecError, match=re.escape(message)):
+        Limits(64, 8, **{name: 4})

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import test_encoder
+import test_encode
 import torch
 
 import fngraph as fg
@@ -48,8 +48,8 @@ def through_agreement() -> None:
 
 def through_the_encoder() -> None:
     plan = core.plan_encoder(8, 64)
-    given = test_encoder.images(8, 30)
-    encode(test_encoder.step_for(plan), plan, given, [8, 30], test_encoder.collate, ranks=1)
+    given = test_encode.images(8, 30)
+    encode(test_encode.step_for(plan), plan, given, [8, 30], test_encode.collate, ranks=1)
 
 
 def executed(run: Callable[[], None]) -> set[CodeType]:

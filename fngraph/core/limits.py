@@ -8,7 +8,7 @@ from fngraph.core.spec import BatchSpec
 from fngraph.errors import SpecError
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of every step, eager ones too. Frozen and hashable.
 

@@ -83,7 +83,7 @@ def test_paths_have_budgets_of_their_own():
 
 def test_items_of_one_token():
     plan = plan_encoder(1, 4)
-    assert plan.budgets == (1, 2, 4) and plan.max_items == 1
+    assert plan.budgets == (1, 2, 4) and plan.max_items == 1 and plan.num_graphs == 3
     assert plan_encoder(9, 9, budgets=(1, 4), max_items=1).budgets == (1, 4)
     assert plan.as_text().splitlines()[-1] == "| default |      3 | 1, 2, 4       |"
 

@@ -80,6 +80,10 @@ def test_overflow_is_eager_or_clamp():
     )
 
 
+def test_a_field_by_default_is_captured_once_for_any_value():
+    assert Field("x", Equal()) == ("x", Equal(), 0, (None,), (None,))
+
+
 def test_built_in_fields():
     fields = built_in_fields((0, 2), "clamp")
     assert tuple(field.name for field in fields) == BUILT_IN == BatchSpec._fields[:6]

@@ -189,6 +189,20 @@ def test_tables_are_values():
         one.modes = Mode.NONE
 
 
+def test_values_take_no_other_attributes():
+    table = build_table("FULL", STEPS, LIMITS)
+    for value in (
+        table,
+        table.lookup,
+        table.adapters,
+        LIMITS,
+        STEPS,
+        BatchSpec(1, 1),
+        table.full[0],
+    ):
+        assert not hasattr(value, "__dict__"), type(value)
+
+
 def test_plan_hash_tells_tables_apart_that_decide_differently():
     def table(modes="FULL_AND_PIECEWISE", sizes=(1, 4, 8), limits=LIMITS, **options):
         return build_table(modes, ladders(sizes, (1,), 6), limits, **options)

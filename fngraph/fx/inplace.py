@@ -26,8 +26,6 @@ _TRIES = 16  # chains of a kind for one leaf; the first or second will do in all
 
 def settle(new: fx.Node, buffer: fx.Node, memory: Memory) -> str | None:
     """Rewrite the graph so that `new` is computed in `buffer`; or say why it cannot be."""
-    if not distinct_elements(buffer.meta["val"]):
-        return "elements of the buffer share memory"
     if keys(new) == keys(buffer):
         return "it is not the buffer's elements in the buffer's order"
     why = None

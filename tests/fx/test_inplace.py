@@ -318,6 +318,11 @@ def a_dim_of_one_that_came_and_went(s: Any, b: Any) -> Any:
     return total(b), {**s, "z": (s["z"].t() * 2).t()}
 
 
+@case(n=IN)
+def through_a_wider_dtype(s: Any, b: Any) -> Any:
+    return total(b), {**s, "n": (s["n"].float() * 1.5 + 1).long()}
+
+
 # --- which need a copy ----------------------------------------------------------------------------
 
 
@@ -416,6 +421,11 @@ def put_from_itself(s: Any, b: Any) -> Any:
 def times_its_transpose(s: Any, b: Any) -> Any:
     square = s["m"][:M] * s["m"][:M].t()
     return total(b), {**s, "m": torch.cat([square, s["m"][M:]])}
+
+
+@case(z=COPIED)
+def through_a_wider_shape(s: Any, b: Any) -> Any:
+    return total(b), {**s, "z": (s["z"] + s["m"])[:, :1]}
 
 
 @case(m=COPIED)
@@ -892,7 +902,7 @@ def test_forms_are_found_by_schema_alone():
     assert twins.in_place(aten.index_put.default) is aten.index_put_.default
     assert twins.in_place(aten.add.Tensor) is aten.add_.Tensor
     assert twins.in_place(aten.pow.Scalar) is None  # 2**x, whose twin would be x**2
-    assert twins.in_place(aten.transpose.int) is None  # changes a shape, not a value
+    assert twins.in_place(aten.unsqueeze.default) is None  # changes a shape, not a value
     assert twins.in_place(aten.roll.default) is None
     assert twins.scattered_view(aten.slice_scatter.default) is aten.slice.Tensor
     assert twins.scattered_view(aten.select_scatter.default) is aten.select.int

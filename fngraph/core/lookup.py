@@ -43,11 +43,8 @@ ANY = sys.maxsize
 
 CROWDED = "no key of its kind and size holds so many requests"
 
-ENUMERATED_ADAPTERS = 64
-"""Adapter counts up to here are classes of their own; larger ones are rounded first (1 us more)."""
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """Answers by class and token count.
 

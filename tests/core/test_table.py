@@ -185,8 +185,14 @@ def test_tables_are_values():
     two = build_table("full_and_piecewise", STEPS, Limits(64, 6), adapters=[0, 1])
     assert one == two == pickle.loads(pickle.dumps(one)) and hash(one) == hash(two)
     assert one.plan_hash == two.plan_hash == pickle.loads(pickle.dumps(one)).plan_hash
-    with pytest.raises(AttributeError):
-        one.modes = Mode.NONE
+    for value, name in (
+        (one, "modes"),
+        (one.lookup, "top"),
+        (STEPS, "mixed"),
+        (one.adapters, "captured"),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(value, name, None)
 
 
 def test_values_take_no_other_attributes():

@@ -161,6 +161,6 @@ def built_in_fields(adapters: tuple[int, ...] = (0,), overflow: str = "eager") -
         Field("num_reqs", AtLeast()),
         Field("query_len", Equal()),
         Field("adapters", RoundedTo(adapters, overflow), 0, adapters, adapters),
-        Field("cascade", Equal(), default=False, full=(False,)),
-        Field("encoder_outputs", Equal(), default=False, full=(False,)),
+        Field("cascade", Equal(), full=(False,)),
+        Field("encoder_outputs", Equal(), full=(False,)),
     )

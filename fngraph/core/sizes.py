@@ -42,7 +42,7 @@ def default_sizes(
     last = min(asked, limits.max_tokens)
     rungs = _grid(last) | {limits.max_tokens}
     if dense:
-        rungs.update(range(1, 33))
+        rungs.update(range(3, 33))
     if top is None:
         reqs = _grid(limits.max_reqs) | {limits.max_reqs}
         rungs.update(query_len * count for query_len in query_lens for count in reqs)

@@ -174,6 +174,16 @@ def test_bounds_as_a_field():
     assert answer == (Mode.PIECEWISE, BatchDescriptor(4), "no key covers max_query_len=5")
 
 
+def test_the_least_captured_value_wins_in_whatever_order_it_was_declared():
+    bound = Field("bound", AtLeast(), full=(4, 2, 8), piecewise=(4, 2))
+    table = table_with(bound)
+    for wanted, full, piecewise in ((1, 2, 2), (3, 4, 4), (5, 8, None)):
+        spec = BatchSpec(3, 3, 1, extra={"bound": wanted})
+        assert dispatch(table, spec).descriptor.extra == (("bound", full),)
+        mixed = dispatch(table, spec._replace(query_len=None)).descriptor
+        assert mixed.extra == (("bound", piecewise or wanted),)
+
+
 def test_reasons_name_the_users_field():
     answer = dispatch(table_with(UBATCHES), BatchSpec(3, 3, 1, extra={"ubatches": 3}))
     assert answer.reason == "no key covers ubatches=3"

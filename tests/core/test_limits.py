@@ -39,6 +39,20 @@ def test_frozen_hashable_and_shown():
             "Limits(max_reqs=-1) is not a positive integer. Pass max_reqs=1 or more.",
         ),
         ({"B": 2.0}, "Limits(B=2.0) is not a positive integer. Pass B=1 or more."),
+        (
+            {"max_token": 5},
+            (
+                "Limits(max_token=5): 'max_token' is no shape letter. Pass max_tokens=, max_reqs=, "
+                "and single capitals such as B=512."
+            ),
+        ),
+        (
+            {"b": 5},
+            (
+                "Limits(b=5): 'b' is no shape letter. Pass max_tokens=, max_reqs=, and "
+                "single capitals such as B=512."
+            ),
+        ),
         ({"T": 5}, "Limits(T=5) bounds T twice. Pass max_tokens=5."),
         ({"R": 5}, "Limits(R=5) bounds R twice. Pass max_reqs=5."),
     ],

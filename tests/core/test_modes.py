@@ -55,6 +55,9 @@ def test_runtime_modes():
     assert runtime_modes(None) == frozenset(RUNTIME_MODES)
     assert runtime_modes(["full", Mode.NONE]) == {Mode.FULL, Mode.NONE}
     assert runtime_modes("none") == runtime_modes(Mode.NONE) == {Mode.NONE}
+    ready = frozenset({Mode.FULL, Mode.NONE})
+    assert runtime_modes(ready) is ready  # a scheduler's constant is not looked through again
+    assert runtime_modes(frozenset({"full"})) == {Mode.FULL}
 
 
 def test_allowed_must_name_a_runtime_mode():

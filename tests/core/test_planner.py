@@ -112,6 +112,7 @@ def test_small_plans_by_hand():
     assert plan_sizes({1: 90, 2: 5, 7: 5}, 3) == plan_sizes({1: 90, 2: 5, 7: 5}, 9) == (1, 2, 7)
     assert plan_sizes([1, 1, 1, 2, 7], 2) == plan_sizes({1: 3, 2: 1, 7: 1, 9: 0}, 2) == (2, 7)
     assert plan_sizes({3: 1}, 1, candidates=(4, 8)) == (4,)
+    assert plan_sizes({4: 1}, 2, candidates=(1, 4)) == (4,)  # nothing would run at 1
     assert plan_sizes({3: 1, 1: 1}, 5, candidates=(2, 4, 8)) == (2, 4)
     flat = plan_sizes({1: 5, 63: 5, 64: 5}, 3, cost=lambda size: -(-size // 64))
     assert flat == (64,)  # one tile costs the same at any size up to 64

@@ -38,6 +38,7 @@ from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.returns import match_donated
+from fngraph.fx.rows.check import check_rows
 from fngraph.fx.signature import Signature
 from fngraph.fx.split import Cut, Piece, Pieces, split
 from fngraph.fx.trace import Graph, trace
@@ -140,6 +141,8 @@ def trace_function(
     nodes = list(graph.gm.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs)
+    paths = trees.paths(found["tree"], "output")
+    check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text)
     donation = donate(graph, args.leaves, returns, options.allow_copies)
     return Traced(args, options, limits, graph, donation, found["tree"], returns)
 

@@ -42,6 +42,20 @@ def check_rows(
     Raises:
         RowsError: naming the first op that lets padding in, with its line.
     """
+    with torch.device("cpu"):
+        states = _run(gm, leaves, constants, text)
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    for path, result in zip(paths, output.args[0]):
+        if isinstance(mixed := states[result], Mixed):
+            raise RowsError(_message(mixed, path))
+
+
+def _run(
+    gm: fx.GraphModule,
+    leaves: Sequence[Leaf],
+    constants: Mapping[str, torch.Tensor],
+    text: Callable[[Any], str],
+) -> dict[fx.Node, Rows | Mixed]:
     states: dict[fx.Node, Rows | Mixed] = {}
     inputs = iter(leaves)
     for node in gm.graph.nodes:
@@ -53,10 +67,7 @@ def check_rows(
             states[node] = state = _result(node, states, text)
             for target in _written(node):
                 _rewrite(target, state, states)
-        else:
-            for path, result in zip(paths, node.args[0]):
-                if isinstance(mixed := states[result], Mixed):
-                    raise RowsError(_message(mixed, path))
+    return states
 
 
 def _leaf(leaf: Leaf) -> Rows:

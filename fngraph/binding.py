@@ -18,6 +18,7 @@ from fngraph.fx.aliases import check_aliases
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.graphs.addresses import WRITE, Places, check_places, part, places
+from fngraph.graphs.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Binding:
             write; results are inference tensors then too.
         spans: position of a held or donated parameter to the slice of `leaves` that it fills.
         fixes: position to what to do when another argument is passed.
+        containers: position to the argument that was bound there.
+        watch: over the leaves.
     """
 
     args: Arguments
@@ -42,13 +45,17 @@ class Binding:
     inference: bool
     spans: Mapping[int, slice]
     fixes: Mapping[int, str]
+    containers: Mapping[int, Any]
+    watch: Watch
 
     def __repr__(self) -> str:
         return f"Binding({', '.join(map(repr, self.args.leaves))})"
 
     def check(self) -> None:
         """Raise `AddressError` unless every leaf is where it was."""
-        check_places(self.leaves, self.recorded, self.paths)
+        if self.watch.moved():
+            check_places(self.leaves, self.recorded, self.paths)
+            self.watch.reset()
 
     def check_argument(self, position: int, value: Any) -> None:
         """Raise unless `value` is what was bound at `position`: the same memory, leaf by leaf.
@@ -103,7 +110,11 @@ def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:
     donated = [x for i, x in zip(indices, leaves) if args.leaves[i].role is Role.DONATED]
     inference = any(x.is_inference() for x in donated)
     fixes = {position: _fix(args, position, out_tree) for position in positions}
-    return Binding(args, leaves, indices, paths, places(leaves), inference, spans, fixes)
+    containers = dict(zip(positions, values))
+    return Binding(
+        args, leaves, indices, paths, places(leaves), inference, spans, fixes, containers,
+        Watch(leaves),
+    )  # fmt: skip
 
 
 def _fix(args: Arguments, position: int, out_tree: Any) -> str:

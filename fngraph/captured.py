@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fngraph.binding import Assemble, Binding, assembler, bind, flatten_as
+from fngraph.binding import Assemble, Binding, assembler, bind
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
@@ -34,17 +34,17 @@ from fngraph.core import (
 from fngraph.core.program import run
 from fngraph.errors import AmbientError, CaptureError, SpecError, TreeError
 from fngraph.fx.ambient import Ambient, check_modes, read
-from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.recorder import Recorder, describe, make_recorder
+from fngraph.graphs.ring import Ring, make_ring
 from fngraph.graphs.staging import (
     StaticBuffers,
     allocate,
     check_leaves,
-    stage,
-    stage_padding,
     true_sizes,
 )
+from fngraph.graphs.unpack import unpacker
+from fngraph.ready import CALLED, MOST_READY, Entry, Ready, make_entry, make_ready
 from fngraph.stages import Compiled
 
 EXACT = BatchSpec(1, 1, query_len=1)  # stands for a batch that has exact shapes and no counts
@@ -73,6 +73,9 @@ class Captured:
     assemble: Assemble
     replays: dict[tuple[Mode, BatchDescriptor], Replay]
     stats: Stats
+    entry: Entry
+    ring: Ring
+    ready: dict[tuple[Any, ...], Ready]
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
 
     @property
@@ -137,31 +140,46 @@ class Captured:
         return dataclasses.replace(made, stats=self.stats, siblings=self.siblings)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sig = self.compiled.args.signature
-        positions = sig.positions(Role.DONATED, Role.STAGED)
-        if kwargs or len(args) != len(positions):
-            args = tuple(sig.values(args, kwargs, Role.DONATED, Role.STAGED))
-        batch: list[torch.Tensor] = []
+        entry = self.entry
+        if kwargs or len(args) != entry.count:
+            args = tuple(self.compiled.args.signature.values(args, kwargs, *CALLED))
         containers = {}
-        for position, value in zip(positions, args):
-            if sig.roles[position] is Role.DONATED:
+        for at, position, bound in entry.donated:
+            value = args[at]
+            if value is not bound:
                 self.binding.check_argument(position, value)
-                containers[position] = value
-            else:
-                batch = flatten_as(self.compiled.args, position, value)
-                spec = self._spec(sig.names[position], value)
+            containers[position] = value
+        value = args[entry.staged_at]
+        batch = entry.leaves(value)
+        spec = self._spec(entry.staged_name, value)
         self.binding.check()
-        self.limits.check(spec)
-        true = true_sizes(spec, self.limits.dims)
-        check_leaves(self.static.plan, batch, true)
-        chosen = dispatch(self.table, spec)
-        with self._ambient():
-            if chosen.mode is Mode.NONE:
-                results = self._run(batch, true, spec)
-            else:
-                results = self._replay(chosen, batch, true, spec)
+        counts = spec[:7]
+        ready = self.ready.get(counts)
+        if ready is None:
+            ready = self._prepare(spec)
+        shapes = [getattr(x, "shape", None) for x in batch]
+        if shapes != ready.shapes or [x.dtype for x in batch] != entry.dtypes:
+            check_leaves(self.static.plan, batch, ready.true)
+        chosen = ready.chosen
+        if chosen.mode is Mode.NONE:
+            with self._ambient():
+                results = self._run(batch, ready.true, spec)
+        else:
+            results = self._replay(ready, batch, spec)
         self.stats.observe(spec.num_tokens, chosen)
         return self.assemble(results, containers)
+
+    def _prepare(self, spec: BatchSpec) -> Ready:
+        """All that the counts of a batch decide, kept for the next one that has the same."""
+        self.limits.check(spec)
+        chosen = dispatch(self.table, spec)
+        true = true_sizes(spec, self.limits.dims)
+        with self._ambient():
+            ready = make_ready(self.static.plan, chosen, true, self.outputs, self._cut)
+        if len(self.ready) >= MOST_READY:
+            self.ready.clear()
+        self.ready[spec[:7]] = ready
+        return ready
 
     def _spec(self, name: str, batch: Any) -> BatchSpec:
         if self.compiled.args.batch_type is None:
@@ -175,15 +193,23 @@ class Captured:
             )
         return spec
 
-    def _replay(
-        self, chosen: Dispatch, batch: Sequence[torch.Tensor], true: dict[str, int], spec: BatchSpec
-    ) -> list[torch.Tensor]:
-        key = chosen.descriptor
-        replay = self.replays.get((chosen.mode, key)) or self.capture_key(chosen.mode, key)
-        stage(self.static, batch, true, self._sizes(key), key.query_len or 0)
-        replay(true, spec.host)
-        views = self._cut(replay.outputs, true)
-        return views if self.borrow else [view.clone() for view in views]
+    def _replay(self, ready: Ready, batch: Sequence[torch.Tensor], spec: BatchSpec) -> Any:
+        mode, key, _ = ready.chosen
+        replay = self.replays.get((mode, key)) or self.capture_key(mode, key)
+        self.ring.put(ready.words, batch)
+        try:
+            if mode is Mode.FULL:
+                replay(ready.true, spec.host)
+            else:
+                with self._ambient():
+                    replay(ready.true, spec.host)
+        except BaseException:
+            self.ring.resume()
+            raise
+        if self.borrow:
+            return list(ready.views)
+        with self._ambient():
+            return [view.clone() for view in ready.views]
 
     def _run(
         self, batch: Sequence[torch.Tensor], true: dict[str, int], spec: BatchSpec
@@ -221,11 +247,13 @@ class Captured:
         inputs = self.binding.inputs(self.static.views(sizes), self.constants)
         with self._ambient():
             try:
-                stage_padding(self.static, sizes, descriptor.query_len or 0)
+                first = unpacker(self.static, self.ring, sizes)
+                self.ring.put_padding(self.static.plan, descriptor.query_len or 0)
+                self.recorder.warm_up(first)
                 warm_up(self.recorder, program, fns, inputs, self._written(), sizes, host)
                 replay = capture(
                     self.recorder, program, fns, self.compiled.rows, inputs, mode, descriptor,
-                    sizes, host, tuple(self._cut(self.outputs, sizes)),
+                    sizes, host, tuple(self._cut(self.outputs, sizes)), first,
                 )  # fmt: skip
             except Exception as error:  # whatever a backend or an op raises
                 raise CaptureError(f"{mode} {descriptor}: {describe(error)}") from error
@@ -316,5 +344,6 @@ def bind_and_allocate(
     assemble = assembler(traced.args, traced.out_tree, traced.returns)
     return Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
-        Stats(),
+        Stats(), make_entry(compiled.args, binding, lowered.plan),
+        make_ring(lowered.plan, made.device), {},
     )  # fmt: skip

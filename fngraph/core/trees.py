@@ -57,6 +57,13 @@ def differences(expected: Any, got: Any, root: str) -> list[str]:
     return lines or [f"  {root}: expected {expected}, got {got}"]
 
 
+def is_frozen(tree: Any) -> bool:
+    """Whether no leaf of a tree can be replaced: tuples and structs, all the way down."""
+    if isinstance(tree, tuple) or hasattr(type(tree), "__fngraph_roles__"):
+        return all(map(is_frozen, tree if isinstance(tree, tuple) else vars(tree).values()))
+    return not isinstance(tree, dict | list) and not children(flatten(tree)[1])
+
+
 def unflatten_struct(cls: type, names: Any, example: Any) -> Any:
     """An `fg.struct` whose children are their own names: to find where each leaf sits.
 

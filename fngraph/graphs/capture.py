@@ -96,6 +96,7 @@ def capture(
     sizes: Sizes,
     host: HostBounds,
     outputs: tuple[torch.Tensor, ...],
+    first: Callable[[], None],
 ) -> Replay:
     """Record `program` for one key on `recorder`.
 
@@ -105,6 +106,7 @@ def capture(
         inputs: leaves and constants at their fixed addresses, cut to the key's rows.
         host: the key's own upper bounds, baked into FULL.
         outputs: where the program's results are copied; shared by all keys.
+        first: the node that takes the batch in.
 
     Raises:
         CaptureError: with nothing left behind in the pool.
@@ -114,6 +116,8 @@ def capture(
     last = len(program.steps) - 1
 
     def body(indices: Sequence[int]) -> None:
+        if not calls:
+            first()
         for i in indices:
             step = program.steps[i]
             values = fns[i](sizes, host, *[slots[j] for j in step.reads])
@@ -135,15 +139,18 @@ def capture(
                 calls.append(recording)
                 done = indices[-1] == last
                 continue
+            if not calls:
+                calls.append(recorder.record(first)[0])
             (i,) = indices
             step = program.steps[i]
             tensors = tuple(recorder.unowned(slots[j]) for j in step.reads)
             calls.append(EagerCall(step.name, fns[i], tensors, rows[i]))
             for j in step.drops:
                 del slots[j]
+        if not calls:
+            calls.append(recorder.record(first)[0])
         if outputs and not done:
-            recording, _ = recorder.record(deliver)
-            calls.append(recording)
+            calls.append(recorder.record(deliver)[0])
     except BaseException:
         slots.clear()  # the traceback holds this frame, and would hold the pool's memory with it
         calls.clear()

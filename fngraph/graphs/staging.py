@@ -1,7 +1,7 @@
-"""Staging: a batch's leaves go into static buffers and are padded up to the key's sizes.
+"""Static buffers: what graphs read in place of a batch's own leaves.
 
-A static buffer is as long as the ladder's top needs; a key's view of it is a leading slice, at the
-same address for every key. Rows from the batch's own up to the key's are filled by the pad rule.
+A buffer is as long as the ladder's top needs; a key's view of it is a leading slice, at the same
+address for every key. `unpack` fills it, and pads the rows beyond the batch's own.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class StaticBuffers:
 
 @torch.inference_mode(False)  # graphs write them, whatever mode the caller is in
 def allocate(plan: BufferPlan, device: torch.device) -> StaticBuffers:
-    """New buffers, filled with padding."""
-    made = (torch.full(b.shape, _fill(b, 0), dtype=_dtype(b), device=device) for b in plan.buffers)
+    """New buffers, of zeros."""
+    made = (torch.zeros(b.shape, dtype=_dtype(b), device=device) for b in plan.buffers)
     return StaticBuffers(plan, tuple(made))
 
 
@@ -70,55 +70,6 @@ def check_leaves(plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> Non
                 f"{list(leaf.shape)}. T and R come from the batch's spec, other letters from "
                 "fg.Limits; make leaf and spec agree"
             )
-
-
-def stage(
-    static: StaticBuffers, leaves: Sequence[torch.Tensor], true: Sizes, key: Sizes, query_len: int
-) -> None:
-    """Copy `leaves` in and pad them.
-
-    Args:
-        true: sizes of the batch.
-        key: sizes of the descriptor, at least as large.
-        query_len: stride of the offsets beyond the batch's own: the query length of a uniform key,
-            0 for a mixed one, whose padding requests are empty.
-    """
-    for tensor, planned, leaf in zip(static.tensors, static.plan.buffers, leaves):
-        rows, top = planned.buffer.rows(true), planned.buffer.rows(key)
-        if rows is None or top is None:
-            tensor.copy_(leaf, non_blocking=not leaf.is_pinned())
-            continue
-        # a pinned leaf may be refilled as soon as the call returns, so its copy must be done
-        tensor[:rows].copy_(leaf, non_blocking=not leaf.is_pinned())
-        if rows < top:
-            pad_rows(tensor[rows:top], planned, true["T"], query_len)
-
-
-def stage_padding(static: StaticBuffers, key: Sizes, query_len: int) -> None:
-    """Fill the key's rows with padding alone: no tokens, no requests, writes to null slots."""
-    for tensor, planned in zip(static.tensors, static.plan.buffers):
-        rows = planned.buffer.rows({**key, "T": 0, "R": 0})  # 1 for offsets: a leading 0
-        (tensor if rows is None else tensor[:rows]).fill_(_fill(planned, 0))
-        if rows is not None:
-            pad_rows(tensor[rows : planned.buffer.rows(key)], planned, 0, query_len)
-
-
-def pad_rows(rows: torch.Tensor, planned: PlannedBuffer, num_tokens: int, query_len: int) -> None:
-    """Fill `rows`, all beyond the batch's own, by the field's pad rule."""
-    if planned.buffer.pad == "stride" and query_len:
-        n = len(rows)
-        first = num_tokens + query_len
-        ramp = torch.arange(
-            first, first + n * query_len, query_len, dtype=rows.dtype, device=rows.device
-        )
-        rows.copy_(ramp)
-    else:
-        rows.fill_(_fill(planned, num_tokens))
-
-
-def _fill(planned: PlannedBuffer, num_tokens: int) -> int | float | bool:
-    pad = planned.buffer.pad
-    return num_tokens if isinstance(pad, str) else pad
 
 
 def _dtype(planned: PlannedBuffer) -> torch.dtype:

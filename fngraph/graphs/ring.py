@@ -1,0 +1,119 @@
+"""The ring: pinned host memory in which the next steps' batches wait for their graphs.
+
+Each slot has the words that `unpack` reads and room for one batch's leaves. The host fills a slot
+while earlier steps still run; one that the device has not yet read is waited for. Nothing is
+allocated in a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import struct
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fngraph.core import BufferPlan
+
+SLOTS = 4
+HEADER = 2  # words before those of the leaves: tokens of the batch, stride of padding offsets
+
+
+@dataclasses.dataclass(eq=False)
+class Ring:
+    """Slots of one function's batches. `taken` counts the steps that were handed to the device.
+
+    Attributes:
+        words: (slots, words) int64, pinned on CUDA: what `unpack` reads.
+        rooms: for each slot, buffers shaped as the plan's, pinned on CUDA.
+        state: the device's own count of steps, and what `unpack` keeps with it.
+        told: the device's count as the device last told the host.
+    """
+
+    words: torch.Tensor
+    rooms: tuple[tuple[torch.Tensor, ...], ...]
+    state: torch.Tensor
+    told: torch.Tensor
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        raw = (ctypes.c_char * (self.words.numel() * 8)).from_address(self.words.data_ptr())
+        self._memory = memoryview(raw).cast("B")
+        self._read = ctypes.c_int64.from_address(self.told.data_ptr())
+        self._struct = struct.Struct(f"<{self.words.shape[1]}q")
+        self._device = self.state.get_device()
+        self._addresses = [[room.data_ptr() for room in rooms] for rooms in self.rooms]
+        self._kept: list[torch.Tensor] = []  # copies that the step in flight reads
+
+    def wait(self) -> int:
+        """The next slot, once the device has read what was last in it."""
+        while self.taken - self._read.value >= SLOTS:
+            time.sleep(0)
+        return self.taken % SLOTS
+
+    def put(self, words: Sequence[int], batch: Sequence[torch.Tensor]) -> None:
+        """Hand a batch to the step that must follow: the device's count and ours go together.
+
+        A leaf on the device is read where it is; one in host memory is copied into the slot, so
+        that it may be refilled as soon as the call returns, unless it is the slot's own room.
+
+        Args:
+            words: tokens, stride, then address (to be filled in here) and bytes of each leaf.
+        """
+        slot = self.wait()
+        filled = list(words)
+        kept = []
+        for i, leaf in enumerate(batch):
+            if not leaf.is_contiguous():
+                leaf = leaf.contiguous()
+                kept.append(leaf)
+            address = leaf.data_ptr()
+            where = leaf.get_device()
+            if where != self._device or where < 0:
+                if where >= 0:  # another device's
+                    leaf = leaf.cpu()
+                    address = leaf.data_ptr()
+                room = self._addresses[slot][i]
+                if address != room:
+                    ctypes.memmove(room, address, filled[HEADER + 2 * i + 1])
+                    address = room
+            filled[HEADER + 2 * i] = address
+        self._kept = kept
+        self._write(slot, filled)
+
+    def put_padding(self, plan: BufferPlan, query_len: int) -> None:
+        """Hand over a batch of no tokens: all of a key is padding, whose offsets begin at 0."""
+        slot = self.wait()
+        words = [0, query_len]
+        for planned, room, address in zip(plan.buffers, self.rooms[slot], self._addresses[slot]):
+            ramp = planned.buffer.pad == "stride"
+            if ramp:
+                room.zero_()
+            words += [address, room.itemsize if ramp else 0]
+        self._write(slot, words)
+
+    def _write(self, slot: int, words: Sequence[int]) -> None:
+        self._struct.pack_into(self._memory, slot * self._struct.size, *words)
+        self.taken += 1
+
+    def resume(self) -> None:
+        """After a step that failed: go on from the device's count, whether it has read or not."""
+        self.taken = int(self.state[0])
+
+
+@torch.inference_mode(False)
+def make_ring(plan: BufferPlan, device: torch.device) -> Ring:
+    """A new ring for batches of `plan`."""
+    pinned = device.type == "cuda"
+    words = HEADER + 2 * len(plan.buffers)
+    made = functools.partial(torch.zeros, device="cpu", pin_memory=pinned)
+    told = made(8, dtype=torch.int64)
+    rooms = tuple(
+        tuple(made(b.shape, dtype=getattr(torch, b.buffer.dtype)) for b in plan.buffers)
+        for _ in range(SLOTS)
+    )
+    state = torch.tensor([0, 0, told.data_ptr()], dtype=torch.int64, device="cpu").to(device)
+    return Ring(made((SLOTS, words), dtype=torch.int64), rooms, state, told)

@@ -1,0 +1,103 @@
+"""Have any of these tensors moved? One gather over the words in which torch keeps where they are.
+
+`data_ptr()` of each of 178 leaves takes 12 us, as long as all the rest of a step; reading the same
+words of all of them at once takes 1.4 us (H200's host). Where torch keeps them is found by looking
+for known values in a tensor of our own; if they are not found, `data_ptr()` it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_WORDS = 40  # of a TensorImpl, as far as is looked
+
+
+class Watch:
+    """Where tensors were when it was made. Holds them, since it reads their memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self._storages = [x.untyped_storage() for x in tensors]  # or their words could be freed
+        self._addresses = sorted({a for x in tensors for a in _addresses(x)})
+        found = layout()
+        self._gather = None
+        if found is not None and all(x.dim() <= 5 for x in tensors) and self._addresses:
+            low = min(self._addresses)
+            span = max(self._addresses) - low + 8
+            raw = (ctypes.c_int64 * (span // 8)).from_address(low)
+            words = np.ctypeslib.as_array(raw)
+            places = np.array([(a - low) // 8 for a in self._addresses])
+            self._out = np.empty(len(places), np.int64)
+            self._gather = functools.partial(words.take, places, out=self._out, mode="clip")
+        self.reset()
+
+    def reset(self) -> None:
+        """Take the present places as the right ones."""
+        self._seen = self._now()
+
+    def moved(self) -> bool:
+        """Whether a word has changed. A false alarm is possible (memory that was only resized and
+        put back); a move that goes unseen is not."""
+        return self._now() != self._seen
+
+    def _now(self) -> object:
+        if self._gather is None:
+            return [(x.data_ptr(), x.shape, x.stride()) for x in self.tensors]
+        self._gather()
+        return self._out.tobytes()
+
+
+def _addresses(x: torch.Tensor) -> list[int]:
+    """Of the words that say where the elements of `x` are."""
+    found = layout()
+    if found is None:
+        return []
+    impl, storage = x._cdata, x.untyped_storage()._cdata
+    offsets = [found.storage, found.offset, *found.sizes[: x.dim()], *found.strides[: x.dim()]]
+    return [impl + 8 * i for i in offsets] + [storage + 8 * found.data]
+
+
+class _Layout:
+    """Indices of words: of a tensor's storage, offset, sizes and strides; of a storage's data."""
+
+    def __init__(self, storage: int, offset: int, sizes: range, strides: range, data: int) -> None:
+        self.storage, self.offset, self.sizes, self.strides = storage, offset, sizes, strides
+        self.data = data
+
+
+@functools.cache
+def layout() -> _Layout | None:
+    """Found in two tensors with telling numbers; None where this torch keeps them otherwise."""
+    base = torch.empty(1 << 21, dtype=torch.uint8)
+    found = set()
+    for size, stride, offset in (
+        ((1013, 1019), (1031, 3), 1039),
+        ((1021, 1033), (1049, 5), 1051),
+    ):
+        probe = base.as_strided(size, stride, offset)
+        words = _words(probe._cdata, _WORDS)
+        held = _words(probe.untyped_storage()._cdata, 12)
+        spots = [
+            [i for i, word in enumerate(words) if word == value]
+            for value in (probe.untyped_storage()._cdata, offset, size[0], stride[0])
+        ]
+        data = [i for i, word in enumerate(held) if word == base.data_ptr()]
+        if any(len(spot) != 1 for spot in spots) or not data:
+            return None
+        (storage,), (at,), (first,), (step,) = spots
+        if words[first + 1] != size[1] or words[step + 1] != stride[1]:
+            return None
+        found.add((storage, at, first, step, data[0]))
+    if len(found) != 1:
+        return None
+    storage, at, first, step, data_at = found.pop()
+    return _Layout(storage, at, range(first, first + 5), range(step, step + 5), data_at)
+
+
+def _words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))

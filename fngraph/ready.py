@@ -1,0 +1,109 @@
+"""What a call looks up instead of working it out: once a function, and once a batch's counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fngraph.binding import Binding, flatten_as
+from fngraph.core import BufferPlan, Dispatch, Mode, buffers_of
+from fngraph.core.trees import is_frozen
+from fngraph.fx.arguments import Arguments
+from fngraph.fx.leaves import Role
+from fngraph.graphs.unpack import bytes_of
+
+CALLED = (Role.DONATED, Role.STAGED)  # what a step takes
+MOST_READY = 4096  # counts that are kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """How a call's arguments are read.
+
+    Attributes:
+        count: of the arguments.
+        donated: for each donated one its place in the call, its parameter, and the container that
+            may be taken without a look at its leaves, since it cannot change; else a stand-in.
+        leaves: from a batch to its leaves.
+        dtypes: of the leaves.
+    """
+
+    count: int
+    donated: tuple[tuple[int, int, Any], ...]
+    staged_at: int
+    staged_name: str
+    leaves: Callable[[Any], Sequence[torch.Tensor]]
+    dtypes: list[torch.dtype]
+
+
+def make_entry(args: Arguments, binding: Binding, plan: BufferPlan) -> Entry:
+    """The entry of a bound function."""
+    sig = args.signature
+    positions = sig.positions(*CALLED)
+    (staged,) = sig.positions(Role.STAGED)
+    fixed = {i: x if is_frozen(x) else _NEVER for i, x in binding.containers.items()}
+    donated = tuple((at, i, fixed[i]) for at, i in enumerate(positions) if i != staged)
+    dtypes = [getattr(torch, b.buffer.dtype) for b in plan.buffers]
+    return Entry(
+        len(positions), donated, positions.index(staged), sig.names[staged],
+        _reader(args, staged), dtypes,
+    )  # fmt: skip
+
+
+_NEVER = object()
+
+
+def _reader(args: Arguments, position: int) -> Callable[[Any], Sequence[torch.Tensor]]:
+    """A flat struct's leaves are its fields; any other batch is flattened."""
+    cls = args.batch_type
+    names = list(buffers_of(cls)) if cls is not None else []
+    roles = getattr(cls, "__fngraph_roles__", {})
+    flat = len(names) == len(roles) - 1 and len(names) > 1  # all but the spec
+    get = operator.attrgetter(*names) if flat else None
+
+    def leaves(batch: Any) -> Sequence[torch.Tensor]:
+        if get is not None and type(batch) is cls:
+            found = get(batch)
+            if not any(x is None for x in found):
+                return found  # type: ignore[no-any-return]
+        return flatten_as(args, position, batch)
+
+    return leaves
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """What a batch's counts decide.
+
+    Attributes:
+        true: sizes of the batch.
+        shapes: of its leaves.
+        words: of its slot in the ring; addresses are filled in.
+        views: the outputs, cut to the true sizes.
+    """
+
+    chosen: Dispatch
+    true: dict[str, int]
+    shapes: list[tuple[int, ...]]
+    words: list[int]
+    views: list[torch.Tensor]
+
+
+def make_ready(
+    plan: BufferPlan,
+    chosen: Dispatch,
+    true: dict[str, int],
+    outputs: Sequence[torch.Tensor],
+    cut: Callable[[Sequence[torch.Tensor], dict[str, int]], list[torch.Tensor]],
+) -> Ready:
+    """For a batch of sizes `true` that runs as `chosen`."""
+    words = [true["T"], chosen.descriptor.query_len or 0]
+    for planned in plan.buffers:
+        words += [0, bytes_of(planned, true)]
+    shapes = [planned.buffer.shape(true) for planned in plan.buffers]
+    views = [] if chosen.mode is Mode.NONE else cut(outputs, true)
+    return Ready(chosen, true, shapes, words, views)

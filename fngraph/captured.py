@@ -8,9 +8,10 @@ The one stage with state: it owns memory, and it counts what it did.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,7 +28,6 @@ from fngraph.core import (
     Stats,
     dispatch,
     explain,
-    host_field,
     key_sizes,
     trees,
 )
@@ -151,23 +151,46 @@ class Captured:
             containers[position] = value
         value = args[entry.staged_at]
         batch = entry.leaves(value)
-        spec = self._spec(entry.staged_name, value)
+        spec = EXACT if entry.spec_field is None else getattr(value, entry.spec_field, None)
+        if type(spec) is not BatchSpec:
+            self._refuse_spec(spec)
         self.binding.check()
-        counts = spec[:7]
-        ready = self.ready.get(counts)
+        ready = self.ready.get(spec[:7])
         if ready is None:
             ready = self._prepare(spec)
         shapes = [getattr(x, "shape", None) for x in batch]
         if shapes != ready.shapes or [x.dtype for x in batch] != entry.dtypes:
             check_leaves(self.static.plan, batch, ready.true)
         chosen = ready.chosen
-        if chosen.mode is Mode.NONE:
-            with self._ambient():
-                results = self._run(batch, ready.true, spec)
+        if self._is_settled():
+            results = self._results(ready, batch, spec)
         else:
-            results = self._replay(ready, batch, spec)
-        self.stats.observe(spec.num_tokens, chosen)
+            with self._ambient():
+                results = self._results(ready, batch, spec)
+        self.stats.observe(spec[0], chosen)
         return self.assemble(results, containers)
+
+    def host_batch(self, spec: BatchSpec) -> Any:
+        """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
+
+        Its contents are whatever was last in the slot. It is good for one step, the next one.
+
+        Raises:
+            TreeError: a function without a spec, whose batches have exact shapes.
+        """
+        field = self.entry.spec_field
+        if field is None:
+            raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
+        ready = self.ready.get(spec[:7]) or self._prepare(spec)
+        slot = self.ring.wait()
+        batch = ready.slots.get(slot)
+        if batch is None:
+            rooms = zip(self.ring.rooms[slot], ready.shapes)
+            leaves = [room[: shape[0]] if shape else room for room, shape in rooms]
+            batch = ready.slots[slot] = self.compiled.args.batch_over(leaves)
+        filled = copy.copy(batch)
+        filled.__dict__[field] = spec
+        return filled
 
     def _prepare(self, spec: BatchSpec) -> Ready:
         """All that the counts of a batch decide, kept for the next one that has the same."""
@@ -181,35 +204,38 @@ class Captured:
         self.ready[spec[:7]] = ready
         return ready
 
-    def _spec(self, name: str, batch: Any) -> BatchSpec:
-        if self.compiled.args.batch_type is None:
-            return EXACT
-        field = host_field(type(batch))
-        spec = getattr(batch, field) if field else None
-        if not isinstance(spec, BatchSpec):
-            raise TreeError(
-                f"{name}.{field} is {spec!r}, not a BatchSpec. Say what the batch holds: "
-                f"{field}=fg.BatchSpec(num_tokens=..., num_reqs=...)"
-            )
-        return spec
+    def _refuse_spec(self, spec: object) -> NoReturn:
+        field = self.entry.spec_field
+        raise TreeError(
+            f"{self.compiled.args.batch_name}.{field} is {spec!r}, not a BatchSpec. Say what the "
+            f"batch holds: {field}=fg.BatchSpec(num_tokens=..., num_reqs=...)"
+        )
 
-    def _replay(self, ready: Ready, batch: Sequence[torch.Tensor], spec: BatchSpec) -> Any:
+    def _results(
+        self, ready: Ready, batch: Sequence[torch.Tensor], spec: BatchSpec
+    ) -> Sequence[torch.Tensor]:
         mode, key, _ = ready.chosen
-        replay = self.replays.get((mode, key)) or self.capture_key(mode, key)
+        if mode is Mode.NONE:
+            return self._run(batch, ready.true, spec)
+        replay = ready.replay
+        if replay is None:
+            replay = self.replays.get((mode, key)) or self.capture_key(mode, key)
+            ready.replay = replay
         self.ring.put(ready.words, batch)
         try:
-            if mode is Mode.FULL:
-                replay(ready.true, spec.host)
-            else:
-                with self._ambient():
-                    replay(ready.true, spec.host)
+            replay(ready.true, spec.host)
         except BaseException:
             self.ring.resume()
             raise
-        if self.borrow:
-            return list(ready.views)
-        with self._ambient():
-            return [view.clone() for view in ready.views]
+        return ready.views if self.borrow else [view.clone() for view in ready.views]
+
+    def _is_settled(self) -> bool:
+        """Whether the caller's own state is the one that steps run under."""
+        return not (
+            torch.is_grad_enabled()
+            or torch.is_inference_mode_enabled() is not self.binding.inference
+            or torch.is_autocast_enabled(self.recorder.device.type)
+        )
 
     def _run(
         self, batch: Sequence[torch.Tensor], true: dict[str, int], spec: BatchSpec
@@ -249,7 +275,7 @@ class Captured:
             try:
                 first = unpacker(self.static, self.ring, sizes)
                 self.ring.put_padding(self.static.plan, descriptor.query_len or 0)
-                self.recorder.warm_up(first)
+                first()
                 warm_up(self.recorder, program, fns, inputs, self._written(), sizes, host)
                 replay = capture(
                     self.recorder, program, fns, self.compiled.rows, inputs, mode, descriptor,

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from fngraph.binding import Binding, flatten_as
-from fngraph.core import BufferPlan, Dispatch, Mode, buffers_of
+from fngraph.core import BufferPlan, Dispatch, Mode, buffers_of, host_field
 from fngraph.core.trees import is_frozen
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
+from fngraph.graphs.capture import Replay
 from fngraph.graphs.unpack import bytes_of
 
 CALLED = (Role.DONATED, Role.STAGED)  # what a step takes
@@ -29,13 +30,14 @@ class Entry:
         donated: for each donated one its place in the call, its parameter, and the container that
             may be taken without a look at its leaves, since it cannot change; else a stand-in.
         leaves: from a batch to its leaves.
+        spec_field: the batch's field with its spec; None for a batch of exact shapes.
         dtypes: of the leaves.
     """
 
     count: int
     donated: tuple[tuple[int, int, Any], ...]
     staged_at: int
-    staged_name: str
+    spec_field: str | None
     leaves: Callable[[Any], Sequence[torch.Tensor]]
     dtypes: list[torch.dtype]
 
@@ -49,7 +51,8 @@ def make_entry(args: Arguments, binding: Binding, plan: BufferPlan) -> Entry:
     donated = tuple((at, i, fixed[i]) for at, i in enumerate(positions) if i != staged)
     dtypes = [getattr(torch, b.buffer.dtype) for b in plan.buffers]
     return Entry(
-        len(positions), donated, positions.index(staged), sig.names[staged],
+        len(positions), donated, positions.index(staged),
+        None if args.batch_type is None else host_field(args.batch_type),
         _reader(args, staged), dtypes,
     )  # fmt: skip
 
@@ -75,15 +78,17 @@ def _reader(args: Arguments, position: int) -> Callable[[Any], Sequence[torch.Te
     return leaves
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Ready:
     """What a batch's counts decide.
 
     Attributes:
+        replay: of the key, once it is captured.
         true: sizes of the batch.
         shapes: of its leaves.
         words: of its slot in the ring; addresses are filled in.
         views: the outputs, cut to the true sizes.
+        slots: batches over the ring's slots, as `host_batch` hands them out.
     """
 
     chosen: Dispatch
@@ -91,6 +96,8 @@ class Ready:
     shapes: list[tuple[int, ...]]
     words: list[int]
     views: list[torch.Tensor]
+    replay: Replay | None = None
+    slots: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 def make_ready(

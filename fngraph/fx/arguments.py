@@ -32,9 +32,20 @@ class Arguments:
     device: torch.device
 
     @property
+    def batch_name(self) -> str:
+        """The staged parameter's."""
+        return next(
+            n for n, role in zip(self.signature.names, self.signature.roles) if role is Role.STAGED
+        )
+
+    @property
     def fields(self) -> dict[str, Buffer]:
         """Path to declaration of each staged leaf."""
         return {leaf.path: leaf.buffer for leaf in self.leaves if leaf.buffer is not None}
+
+    def batch_over(self, leaves: Sequence[Any]) -> Any:
+        """The staged argument, over its leaves."""
+        return trees.unflatten(self.treedefs[self.signature.names.index(self.batch_name)], leaves)
 
     def of(self, *roles: Role) -> list[int]:
         """Indices of the leaves that have one of `roles`."""

@@ -53,12 +53,14 @@ class Replay:
     Attributes:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
+        first: the node that takes a batch in; it holds memory that the graph reads.
     """
 
     mode: Mode
     descriptor: BatchDescriptor
     calls: tuple[Recording | EagerCall, ...]
     outputs: tuple[torch.Tensor, ...]
+    first: Callable[[], None]
 
     @property
     def graphs(self) -> tuple[Any, ...]:
@@ -155,7 +157,7 @@ def capture(
         slots.clear()  # the traceback holds this frame, and would hold the pool's memory with it
         calls.clear()
         raise
-    return Replay(mode, descriptor, tuple(calls), outputs)
+    return Replay(mode, descriptor, tuple(calls), outputs, first)
 
 
 def warm_up(

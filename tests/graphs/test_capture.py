@@ -126,7 +126,7 @@ class Hand:
         sizes = {"T": T, "R": 1}
         return capture(
             self.kit.recorder, self.program, self.fns, self.rows, inputs, mode,
-            BatchDescriptor(T), sizes, HOST, (self.out[:T],),
+            BatchDescriptor(T), sizes, HOST, (self.out[:T],), lambda: None,
         )  # fmt: skip
 
     def step(self, replay: Any, x: list[float], host: Any = None) -> list[float]:

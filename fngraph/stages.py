@@ -108,6 +108,15 @@ class Traced:
         """Tensors made from literals inside `forward`: hoisted, frozen."""
         return self.graph.constants
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why anything is not as it was asked for: primitives that are no cuts."""
+        return tuple(
+            f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
+            "its plain torch ops are captured, there is no cut, and no backend is asked"
+            for name, line in self.graph.inlined
+        )
+
     def split(self) -> Split:
         """Cut at every primitive; equal pieces become one."""
         returned = set(self.returns.values())
@@ -123,7 +132,8 @@ class Traced:
         ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)
         how = [row.how for row in self.donation.rows]
         donated = ", ".join(f"{how.count(h)} {h}" for h in dict.fromkeys(how)) or "none"
-        return f"Traced({self.signature!r}, {ops} ops, donated: {donated})"
+        inlined = "".join(f", {name} inlined at {line}" for name, line in self.graph.inlined)
+        return f"Traced({self.signature!r}, {ops} ops, donated: {donated}{inlined})"
 
 
 def trace_function(
@@ -291,7 +301,7 @@ class Lowered:
     @property
     def notes(self) -> tuple[str, ...]:
         """Why anything is not as it was asked for."""
-        return self.resolution.reasons
+        return self.resolution.reasons + self.split.traced.notes
 
     def compile(self) -> Compiled:
         """One callable for each distinct piece."""

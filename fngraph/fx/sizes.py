@@ -11,10 +11,11 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 from torch._dynamo.source import ConstantSource
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fngraph.core import Limits
@@ -116,9 +117,11 @@ class Sizes(ShapeEnv):
         return answer
 
     def check_fixed(self, line: str) -> None:
-        """Raise `BranchError` if torch itself has fixed T or R (iteration, jvp, hessian do)."""
+        """Raise `BranchError` if torch itself has fixed T or R (iteration does, and some jvps)."""
         for symbol, value in self.replacements.items():
             if symbol in self.symbols:
+                if forward_ad._current_level >= 0:
+                    refuse_forward_mode(line)
                 refuse_fixed(sympy.Symbol(self.symbols[symbol]), value, line)
 
 
@@ -132,6 +135,20 @@ def refuse_fixed(expr: Any, value: Any, line: str) -> None:
     raise BranchError(
         f"{line}: forward fixes the number of {nouns} at {expr} = {value} (int(x.shape[0]), "
         "range(x.shape[0]), ...). Keep sizes symbolic: torch.arange(x.shape[0], device=x.device)"
+    )
+
+
+def refuse_forward_mode(line: str) -> NoReturn:
+    """Raise because torch's derivative of an op in forward mode fixes the sizes that it sees.
+
+    Raises:
+        BranchError: always.
+    """
+    raise BranchError(
+        f"{line}: torch's forward-mode derivative (torch.func.jvp, jacfwd, hessian) of an op here "
+        "fixes the number of tokens or requests. Take it in reverse mode: torch.func.jacrev for "
+        "jacfwd, and for jvp(f, (x,), (t,)): pull = torch.func.vjp(f, x)[1]; "
+        "torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(f(x)))[1](t)[0]"
     )
 
 

@@ -71,6 +71,10 @@ def attention(
 
     Query heads share kv heads in order: head h reads kv head `h // (H // K)`.
 
+    Where a gradient or a `torch.func` transform goes through it, it runs in torch ops in place of
+    the primitive: a new `kv` comes back, through which gradients flow from one step to the next.
+    The cache that was passed gets the values alone; and none under `vmap`, if samples share it.
+
     Args:
         q_THD: (T, H, D) queries.
         k_TKD: (T, K, D) new keys.
@@ -87,7 +91,7 @@ def attention(
         (T, H, D) in q's dtype, zero in rows that belong to no request; and `kv` itself.
 
     Raises:
-        NotImplementedError: a gradient would have to flow through it.
+        TransformError: `vmap` over another dim of the cache than its first.
         ValueError: a window or softcap that is not above zero.
     """
     for name, value in (("window", window), ("softcap", softcap)):

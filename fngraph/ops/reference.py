@@ -44,7 +44,7 @@ def attend(q_THD: Tensor, kv: tuple[Tensor, Tensor], meta: Any, config: Any) -> 
     R = meta.seq_lens.shape[0]
     starts = meta.query_start_loc.long()
     token_T = torch.arange(q_THD.shape[0], device=q_THD.device)
-    owner_T = torch.searchsorted(starts, token_T, right=True) - 1
+    owner_T = (token_T[:, None] >= starts[1:]).sum(1)
     owned_T = owner_T < R  # tokens past the last offset are padding
     owner_T = owner_T.clamp(max=R - 1)
     len_T = meta.seq_lens.long()[owner_T]

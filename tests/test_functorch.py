@@ -1,4 +1,4 @@
-"""`torch.func` inside a graphified function: the same as bare, in every mode, with nothing frozen."""
+"""`torch.func` inside a graphified function: the same as bare, in every mode; nothing is frozen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(fn: Any, params: Any, cache: Any, modes: str, recorder: str, device: A
     for batch in steps(device):
         want, after = fn(params, toys.clone(cache), batch)
         got, back = fast(params, cache, batch)
-        assert back is cache
+        assert back is cache or not toys.leaves(cache)
         toys.assert_trees(got, want, **CLOSE)
         toys.assert_trees(cache, after, **CLOSE)
     resolved = fg.Mode.parse(modes)
@@ -141,8 +141,10 @@ def test_a_tangent_of_zero_stays_so_next_to_infinity(recorder_name, device):
     """0 * inf would be NaN: masked scores over a temperature, say."""
 
     def forward(p: Any, c: Any, b: Any) -> Any:
+        first_5 = torch.arange(5, device=p["w1"].device) == 0
+
         def masked(w1: Tensor) -> Tensor:
-            scores = (p["embed"][b.token_ids] @ w1).masked_fill(p["w1"][0] > 0, float("-inf"))
+            scores = (p["embed"][b.token_ids] @ w1).masked_fill(first_5, float("-inf"))
             return (scores * p["w2"][0, 0].abs() / 0.7).softmax(-1)
 
         return jvp(masked, (p["w1"],), (torch.ones_like(p["w1"]),)), c
@@ -209,10 +211,17 @@ def over_heads(p: Any, c: Any, b: Any) -> Any:
 
 
 def over_samples(p: Any, c: Any, b: Any) -> Any:
-    """Per-sample gradients, each sample a scaled embedding, with a cache of its own for a call."""
+    """Per-sample gradients of projections; each sample has a cache of its own for a call."""
     scales = torch.tensor([0.5, 1.0, 2.0], device=p["embed"].device)
-    scaled = lambda e, s: loss_of({**p, "embed": e * s}, c, b)[0]  # noqa: E731
-    return vmap(grad(scaled), in_dims=(None, 0))(p["embed"], scales), c
+    weights = p["layers"][0]["qkv"].split([toys.H * toys.D, toys.K * toys.D, toys.K * toys.D], 1)
+
+    def loss(weights: Any, scale: Tensor) -> Tensor:
+        x_TE = p["embed"][b.token_ids] * scale
+        qkv = [(x_TE @ w).unflatten(-1, (-1, toys.D)) for w in weights]
+        return torch.where((b.slot_mapping >= 0)[:, None, None],
+                           fg.ops.attention(*qkv, c[0], b)[0], 0).square().sum()  # fmt: skip
+
+    return vmap(grad(loss), in_dims=(None, 0))(weights, scales), c
 
 
 THROUGH_ATTENTION = [closed_over, as_aux, passed_in, by_autograd, in_forward_mode, over_heads,
@@ -222,13 +231,12 @@ THROUGH_ATTENTION = [closed_over, as_aux, passed_in, by_autograd, in_forward_mod
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("fn", THROUGH_ATTENTION, ids=lambda fn: fn.__name__)
 def test_transforms_through_attention(recorder_name, device, fn: Any, modes: str):
-    params, cache = toys.attention_params(), toys.attention_cache()
+    params, cache = toys.attention_params(1, **DOUBLE), toys.attention_cache(1, **DOUBLE)
     step = check(fn, params, cache, modes, recorder_name, device)
     traced = step.compiled.lowered.split.traced
     assert "attention inlined at" in repr(traced)
     assert any("attention is inlined" in note for note in step.compiled.lowered.notes)
-    if "vmap" not in (fn.__doc__ or "") and "Per-sample" not in (fn.__doc__ or ""):
-        assert {row.how for row in traced.donation.rows} == {"in place"}
+    assert "copied" not in {row.how for row in traced.donation.rows}
 
 
 def dense_loss(p: Any, b: toys.Batch) -> Tensor:
@@ -249,8 +257,11 @@ def dense_loss(p: Any, b: toys.Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("modes", [None, "NONE", "PIECEWISE", "FULL"])
-@pytest.mark.parametrize("fn", [closed_over, as_aux, by_autograd], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    ("fn", "modes"),
+    [(closed_over, None), (as_aux, "FULL"), (by_autograd, "PIECEWISE")],
+    ids=["bare", "FULL", "PIECEWISE"],
+)
 def test_gradients_are_those_of_dense_attention_by_hand(fn: Any, modes: str | None, dtype: Any):
     params, cache = toys.attention_params(dtype=dtype), toys.attention_cache(dtype=dtype)
     exact = {"atol": 1e-10, "rtol": 1e-10} if dtype is torch.float64 else CLOSE
@@ -334,8 +345,34 @@ def test_a_forward_mode_derivative_that_fixes_the_tokens_names_the_way_round(op:
         pull = vjp(f, x)[1]
         return vjp(lambda u: pull(u)[0], torch.zeros_like(f(x)))[1](x)[0], c
 
-    with pytest.raises(BranchError, match=r"test_functorch.py:\d+: .*jvp.*torch.func.vjp\(lambda"):
+    with pytest.raises(
+        BranchError, match=r"test_functorch.py:\d+: .*jvp(.|\n)*torch.func.vjp\(lambda"
+    ):
         check(forward, mlp_params(), {}, "FULL", "tape", "cpu")
     check(way_round, mlp_params(), {}, "FULL", "tape", "cpu")
     batch = toys.batch(3)
     toys.assert_trees(way_round(mlp_params(), {}, batch), forward(mlp_params(), {}, batch), **CLOSE)
+
+
+def test_a_batching_rule_that_fixes_the_tokens_names_the_way_round():
+    """And both ways round give what bare vmap gives."""
+
+    def each(p: Any, token_ids: Tensor, over: Any) -> Any:
+        x = p["embed"][token_ids]
+        return over(lambda scale: torch.cat([x * scale, x], 1))(p["w1"][0])
+
+    def loop(f: Any) -> Any:
+        return lambda scales: torch.stack([f(scale) for scale in scales])
+
+    def forward(p: Any, c: Any, b: Any) -> Any:
+        return each(p, b.token_ids, vmap), c
+
+    with pytest.raises(BranchError, match=r"test_functorch.py:\d+: .*vmap.*torch.stack\(\["):
+        check(forward, mlp_params(), {}, "FULL", "tape", "cpu")
+    looped = lambda p, c, b: (each(p, b.token_ids, loop).movedim(0, 1), c)  # noqa: E731
+    check(looped, mlp_params(), {}, "FULL", "tape", "cpu")
+    exact = fg.graphify(lambda p, b: each(p, b["token_ids"], vmap), stage="b")
+    for batch in (toys.batch(3), toys.batch(4, 2)):
+        got = exact(mlp_params(), {"token_ids": batch.token_ids})
+        torch.testing.assert_close(got, each(mlp_params(), batch.token_ids, vmap))
+    assert exact.stats.share("FULL") == 1

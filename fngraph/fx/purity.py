@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from fngraph.core.where import user_line
 from fngraph.errors import ClosureError, HostSyncError, MutationError, OperatorError, RandomError
 from fngraph.fx.leaves import Leaf, Role, storage_key
-from fngraph.fx.sizes import refuse_forward_mode
+from fngraph.fx.sizes import refuse_transform
 
 aten = torch.ops.aten
 _LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor([1., 2.])
@@ -72,7 +72,7 @@ class PurityMode(TorchDispatchMode):
                 "or derive them from a key: hash the positions with integer arithmetic"
             )
         if func is aten.size.default and not isinstance(args[0], FakeTensor):
-            refuse_forward_mode(line)  # asked of a tensor with a tangent, in C++
+            refuse_transform(line)  # asked of a tensor with a tangent, in C++
         if func not in _LITERALS:
             self._check_closures(line, args, kwargs)
         self._check_writes(line, func, args, kwargs)

@@ -11,7 +11,8 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any
 
 import sympy
 from torch._dynamo.source import ConstantSource
@@ -120,8 +121,7 @@ class Sizes(ShapeEnv):
         """Raise `BranchError` if torch itself has fixed T or R (iteration does, and some jvps)."""
         for symbol, value in self.replacements.items():
             if symbol in self.symbols:
-                if forward_ad._current_level >= 0:
-                    refuse_forward_mode(line)
+                refuse_transform(line)
                 refuse_fixed(sympy.Symbol(self.symbols[symbol]), value, line)
 
 
@@ -138,18 +138,29 @@ def refuse_fixed(expr: Any, value: Any, line: str) -> None:
     )
 
 
-def refuse_forward_mode(line: str) -> NoReturn:
-    """Raise because torch's derivative of an op in forward mode fixes the sizes that it sees.
+def refuse_transform(line: str) -> None:
+    """Raise if it is within jvp or vmap that a size became a number: torch's rules do that.
 
     Raises:
-        BranchError: always.
+        BranchError: inside of one of them.
     """
-    raise BranchError(
-        f"{line}: torch's forward-mode derivative (torch.func.jvp, jacfwd, hessian) of an op here "
-        "fixes the number of tokens or requests. Take it in reverse mode: torch.func.jacrev for "
-        "jacfwd, and for jvp(f, (x,), (t,)): pull = torch.func.vjp(f, x)[1]; "
-        "torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(f(x)))[1](t)[0]"
-    )
+    if forward_ad._current_level >= 0:
+        raise BranchError(
+            f"{line}: torch's forward-mode derivative (torch.func.jvp, jacfwd, hessian) of an op "
+            "here fixes the number of tokens or requests. Take it in reverse mode: "
+            "torch.func.jacrev for jacfwd, and for jvp(f, (x,), (t,)): pull = torch.func.vjp(f, "
+            "x)[1]; torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(f(x)))[1](t)[0]"
+        )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_flat_vmap":
+        frame = frame.f_back
+    if frame is not None:
+        raise BranchError(
+            f"{line}: torch's batching rule (torch.func.vmap, jacrev) of an op here fixes the "
+            "number of tokens or requests. Loop over the samples if they are few, "
+            "torch.stack([f(x) for x in xs]); or stage a plain tuple or dict of tensors in place "
+            "of an fg.struct: its exact shapes are the key then, and no size is symbolic"
+        )
 
 
 def lettered(expr: Any, symbols: Mapping[Any, str]) -> Any:

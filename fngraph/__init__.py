@@ -21,6 +21,7 @@ _EXPORTS = {
     # the transform and its stages
     "graphify": "graphify",
     "encode": "encoder", "encoder_limits": "encoder",
+    "from_module": "fx.modules",
     "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",

@@ -254,6 +254,7 @@ def graphify(
     `forward` must keep rows apart: a batch is padded to its key's size, so what mixes rows over T
     or R (a mean, `x[-1]`, a sort) would mix in padding. Primitives and masks are the way across.
     Results carry no gradients, whatever requires them: take gradients inside, `torch.func.grad`.
+    What it calls under `torch.compile` is traced as the function that was compiled.
 
     Args:
         fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator.

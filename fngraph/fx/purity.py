@@ -69,7 +69,8 @@ class PurityMode(TorchDispatchMode):
             raise RandomError(
                 f"{line}: forward draws from a global random number generator ({func}), which a "
                 "graph would not repeat as eager does. Pass the numbers in as an argument, "
-                "or derive them from a key: hash the positions with integer arithmetic"
+                "or derive them from a key: hash the positions with integer arithmetic. Dropout in "
+                "a module is switched off with module.eval()"
             )
         if func is aten.size.default and not isinstance(args[0], FakeTensor):
             refuse_transform(line)  # asked of a tensor with a tangent, in C++

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -100,7 +101,9 @@ def trace(
             check_values(outputs, paths(found["tree"], "output"))
         return outputs
 
-    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta():
+    # what is under torch.compile is traced as the function that it was made from
+    nested = dynamo_config.patch(error_on_nested_fx_trace=False)
+    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), nested:
         with enable_python_dispatcher(), symbolic_zeros(), _no_python_random():
             # the dispatcher, because F.pad with a symbolic size crashes without
             try:

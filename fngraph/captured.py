@@ -31,7 +31,8 @@ from fngraph.core import (
     key_sizes,
 )
 from fngraph.core.program import run
-from fngraph.errors import CaptureError, SpecError, TreeError
+from fngraph.core.where import user_line
+from fngraph.errors import CaptureError, SpecError, TransformError, TreeError
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.recorder import Recorder, describe, make_recorder
@@ -96,7 +97,9 @@ class Captured:
             SpecError: a batch beyond the limits.
             TreeError: arguments that are not what was traced; with paths.
             AddressError: bound leaves that moved, or other donated ones.
+            TransformError: within a `torch.func` transform.
         """
+        check_no_transform()
         sig = self.compiled.args.signature
         positions = sig.positions(Role.DONATED, Role.STAGED)
         if kwargs or len(args) != len(positions):
@@ -236,6 +239,20 @@ class Captured:
     def __repr__(self) -> str:
         done = f"{len(self.replays)} of {len(self.table)} keys"
         return f"Captured({done} on {self.recorder.name}; {self.table!r})"
+
+
+def check_no_transform() -> None:
+    """Raise if a `torch.func` transform goes over a whole step: it would see constants.
+
+    Raises:
+        TransformError: always then.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise TransformError(
+            f"{user_line()}: a torch.func transform goes over a graphified function, whose results "
+            "are constants to it. Put the transform inside: fg.graphify(torch.func.vmap(f)), or "
+            "call torch.func.grad(f) in the function that is graphified"
+        )
 
 
 def _checked(spec: BatchSpec) -> BatchSpec:

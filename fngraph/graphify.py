@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fngraph import core
-from fngraph.captured import Captured, check_outputs
+from fngraph.captured import Captured, check_no_transform, check_outputs
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
@@ -33,6 +33,7 @@ from fngraph.errors import DonationError, TreeError
 from fngraph.fx.arguments import arguments
 from fngraph.fx.donation import COPY_LIMIT
 from fngraph.fx.leaves import Role
+from fngraph.fx.purity import is_tracing
 from fngraph.fx.signature import Names, signature
 from fngraph.graphs.recorder import check_name
 from fngraph.ops.primitive import primitive
@@ -65,9 +66,14 @@ class Graphified:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`'s own signature and meaning; donated arguments are updated in place.
 
+        Inside of another graphified function it is `forward` itself, and traced as a part of it.
+
         Raises:
             FnGraphError: see the classes in `fngraph.errors`.
         """
+        if is_tracing():
+            return self.signature.fn(*args, **kwargs)
+        check_no_transform()
         values = self._values(args, kwargs)
         held = self.signature.positions(Role.HELD)
         (staged,) = self.signature.positions(Role.STAGED)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from fngraph.core.where import user_line
@@ -120,6 +120,13 @@ class PurityMode(TorchDispatchMode):
         roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))
         quoted = [f'"{root}"' for root in roots]
         return quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced right now."""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        isinstance(mode, PurityMode) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:

@@ -27,7 +27,7 @@ def symbolic_zeros() -> Iterator[None]:
         yield
     finally:
         for op in _KERNELS:
-            del op.py_kernels[DispatchKey.ZeroTensor]
+            op.py_kernels.pop(DispatchKey.ZeroTensor, None)
             op._dispatch_cache.clear()
 
 

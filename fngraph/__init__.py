@@ -22,6 +22,7 @@ _EXPORTS = {
     "graphify": "graphify",
     "encode": "encoder", "encoder_limits": "encoder",
     "from_module": "fx.modules",
+    "trust_rows": "fx.rows.check",
     "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",

@@ -29,10 +29,12 @@ from fngraph.core import (
     explain,
     host_field,
     key_sizes,
+    trees,
 )
 from fngraph.core.program import run
 from fngraph.core.where import user_line
-from fngraph.errors import CaptureError, SpecError, TransformError, TreeError
+from fngraph.errors import AmbientError, CaptureError, SpecError, TransformError, TreeError
+from fngraph.fx.ambient import Ambient, check_modes, read
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.recorder import Recorder, describe, make_recorder
@@ -58,6 +60,7 @@ class Captured:
         borrow: whether results are views of them, good until the next call.
         assemble: results and donated containers to `forward`'s whole output.
         replays: what has been captured.
+        siblings: the step for each ambient state that calls have come under; itself for its own.
         stats: what ran, counted.
     """
 
@@ -71,6 +74,7 @@ class Captured:
     assemble: Assemble
     replays: dict[tuple[Mode, BatchDescriptor], Replay]
     stats: Stats
+    siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
 
     @property
     def table(self) -> DispatchTable:
@@ -97,9 +101,45 @@ class Captured:
             SpecError: a batch beyond the limits.
             TreeError: arguments that are not what was traced; with paths.
             AddressError: bound leaves that moved, or other donated ones.
+            AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
             TransformError: within a `torch.func` transform.
         """
         check_no_transform()
+        return self.under_ambient()._step(args, kwargs)
+
+    def under_ambient(self) -> Captured:
+        """The step for the ambient state of now: traced and captured again, where that matters.
+
+        Raises:
+            AmbientError: it does matter, and `on_ambient="error"` was asked for.
+        """
+        check_modes()
+        ambient = read(self.recorder.device.type)
+        step = self.siblings.get(ambient)
+        if step is None:
+            step = self.siblings[ambient] = self._sibling(ambient)
+        return step
+
+    def _sibling(self, ambient: Ambient) -> Captured:
+        lowered = self.compiled.lowered
+        traced = lowered.split.traced
+        again = traced if ambient == traced.ambient else traced.again()
+        if again is traced:
+            return self
+        if traced.options.on_ambient == "error":
+            raise AmbientError(
+                f"ambient state is not the trace's: {traced.ambient.changes(ambient)}, and forward "
+                "computes something else under it. Call under the same state, or "
+                'fg.graphify(..., on_ambient="recapture")'
+            )
+        compiled = again.split().lower(lowered.limits).compile()
+        treedefs, leaves = self.compiled.args.treedefs, self.binding.leaves
+        values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in self.binding.spans.items()]
+        outputs = "borrow" if self.borrow else "own"
+        made = bind_and_allocate(compiled, values, self.recorder, outputs)
+        return dataclasses.replace(made, stats=self.stats, siblings=self.siblings)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sig = self.compiled.args.signature
         positions = sig.positions(Role.DONATED, Role.STAGED)
         if kwargs or len(args) != len(positions):

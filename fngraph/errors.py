@@ -75,6 +75,15 @@ class BranchError(PurityError):
     """Python in `forward` branches on, or freezes, the number of tokens or requests."""
 
 
+class RowsError(PurityError):
+    """`forward` mixes rows over T or R, so that padding would reach true rows."""
+
+
+class AmbientError(PurityError):
+    """Ambient state of torch (autocast, default dtype, ...) that differs from the trace's, or that
+    `forward` changes."""
+
+
 class HostFieldError(PurityError):
     """`forward` reads a host field such as `batch.spec`."""
 

@@ -253,12 +253,13 @@ def graphify(
     fields: Iterable[Field] = (),
     cost: Callable[[BatchDescriptor], float] | None = None,
     allow_copies: bool | int | None = None,
+    on_ambient: str = "recapture",
     **resolve: Any,
 ) -> Any:
     """Turn a pure function into one that runs each batch as CUDA graphs.
 
-    `forward` must keep rows apart: a batch is padded to its key's size, so what mixes rows over T
-    or R (a mean, `x[-1]`, a sort) would mix in padding. Primitives and masks are the way across.
+    A batch is padded to its key's size, so what mixes rows over T or R (a mean, `x[-1]`, a sort)
+    is an error, unless primitives or masks keep padding out (`RowsError`, `fg.trust_rows`).
     Results carry no gradients, whatever requires them: take gradients inside, `torch.func.grad`.
     What it calls under `torch.compile` is traced as the function that was compiled.
 
@@ -283,6 +284,9 @@ def graphify(
             used goes first.
         allow_copies: whether a donated leaf may be copied where its new value cannot be made in its
             buffer: True, False, or up to how many bytes; None: 64 MiB. See `Traced.donation`.
+        on_ambient: of a call under other autocast, default dtype, grad or inference mode, matmul
+            precision, determinism, ... than the trace. Where forward computes the same under it,
+            nothing happens; else "recapture", or "error", which raises `AmbientError`.
 
     Raises:
         ModesError, TreeError, BackendError, DonationError: an option that names nothing.
@@ -292,12 +296,14 @@ def graphify(
             graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
             max_keys=max_keys, adapters=adapters, fields=fields, cost=cost,
-            allow_copies=allow_copies, **resolve,
+            allow_copies=allow_copies, on_ambient=on_ambient, **resolve,
         )  # fmt: skip
     for name, backend in (backends or {}).items():
         primitive(name).backend(backend)  # unknown names fail here, where they are written
     for name in resolve.keys() - inspect.signature(core.resolve).parameters.keys():
         raise TypeError(f"graphify() and fg.resolve() take no argument {name!r}")
+    if on_ambient not in ("recapture", "error"):
+        raise TypeError(f'on_ambient={on_ambient!r}: "recapture" or "error"')
     if not isinstance(allow_copies, int | None) or (allow_copies or 0) < 0:
         raise DonationError(f"allow_copies={allow_copies!r}: True, False or a number of bytes")
     options = Options(
@@ -310,6 +316,7 @@ def graphify(
         cost,
         resolve,
         COPY_LIMIT if allow_copies is None else allow_copies,
+        on_ambient,
     )
     return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys)
 

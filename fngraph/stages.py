@@ -33,11 +33,14 @@ from fngraph.core import (
 from fngraph.core.program import Program, Step
 from fngraph.core.text import count, table
 from fngraph.errors import BackendError, FieldError, SpecError
+from fngraph.fx.ambient import Ambient, check_modes, read, unchanged
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
+from fngraph.fx.dtypes import pin
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.returns import match_donated
+from fngraph.fx.rows.check import check_rows
 from fngraph.fx.signature import Signature
 from fngraph.fx.split import Cut, Piece, Pieces, split
 from fngraph.fx.trace import Graph, trace
@@ -62,6 +65,7 @@ class Options:
         cost: what "least" means, of a key; None: its token count.
         resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
         allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
+        on_ambient: "recapture" or "error", for calls under other ambient state.
     """
 
     modes: Mode | None = None
@@ -73,6 +77,7 @@ class Options:
     cost: Callable[[BatchDescriptor], float] | None = None
     resolve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     allow_copies: bool | int = COPY_LIMIT
+    on_ambient: str = "recapture"
 
 
 def like(tree: Any) -> Any:
@@ -88,6 +93,7 @@ class Traced:
         donation: how each donated leaf gets its new value.
         out_tree: structure of what `forward` returns.
         returns: index of a donated leaf to the index of the output leaf that is its new value.
+        ambient: the state of torch that it was traced under.
     """
 
     args: Arguments
@@ -97,6 +103,13 @@ class Traced:
     donation: DonationTable
     out_tree: Any
     returns: Mapping[int, int]
+    ambient: Ambient
+
+    def again(self) -> Traced:
+        """The same function traced under the ambient state of now: itself, if that is all one."""
+        traced = trace_function(self.args, self.options, self.limits)
+        alike = traced.graph.same_as(self.graph) and traced.out_tree == self.out_tree
+        return self if alike and traced.ambient.kernels == self.ambient.kernels else traced
 
     @property
     def signature(self) -> Signature:
@@ -141,17 +154,24 @@ def trace_function(
 ) -> Traced:
     """Trace the function of `args`. See `fngraph.fx.trace` for the errors."""
     found: dict[str, Any] = {}
+    check_modes()
+    ambient = read(args.device.type)
 
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
-        outputs, found["tree"] = trees.flatten(args.signature.call(args.unflatten(leaves)))
+        with torch.set_grad_enabled(ambient.grad), unchanged(args.device.type):
+            result = args.signature.call(args.unflatten(leaves))
+        outputs, found["tree"] = trees.flatten(result)
         return outputs
 
     graph = trace(flat_fn, args.leaves, limits, args.signature.fn, found)
+    pin(graph.gm, ambient.default_dtype)
     nodes = list(graph.gm.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs)
+    paths = trees.paths(found["tree"], "output")
+    check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text)
     donation = donate(graph, args.leaves, returns, options.allow_copies)
-    return Traced(args, options, limits, graph, donation, found["tree"], returns)
+    return Traced(args, options, limits, graph, donation, found["tree"], returns, ambient)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +403,7 @@ class Compiled:
         """
         from fngraph.captured import bind_and_allocate
 
-        captured = bind_and_allocate(self, bound, recorder, outputs)
+        captured = bind_and_allocate(self, bound, recorder, outputs).under_ambient()
         if not lazy:
             captured.capture_all(progress=progress)
         return captured

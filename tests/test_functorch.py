@@ -216,8 +216,8 @@ def over_samples(p: Any, c: Any, b: Any) -> Any:
     weights = p["layers"][0]["qkv"].split([toys.H * toys.D, toys.K * toys.D, toys.K * toys.D], 1)
 
     def loss(weights: Any, scale: Tensor) -> Tensor:
-        x_TE = p["embed"][b.token_ids] * scale
-        qkv = [(x_TE @ w).unflatten(-1, (-1, toys.D)) for w in weights]
+        x_TE = p["embed"][b.token_ids]
+        qkv = [(x_TE @ (w * scale)).unflatten(-1, (-1, toys.D)) for w in weights]
         return torch.where((b.slot_mapping >= 0)[:, None, None],
                            fg.ops.attention(*qkv, c[0], b)[0], 0).square().sum()  # fmt: skip
 

@@ -97,11 +97,13 @@ class Buffer:
         dtype: torch's dtype name, e.g. "int64".
         pad: the number in every row beyond the batch's own, or "stride": (R + 1,) offsets that go
             on with stride query_len in a uniform key and repeat the last one in a mixed key.
+        pad_given: whether the declaration says it; a row that padding writes to must be said.
     """
 
     dims: tuple[Dim, ...]
     dtype: str
     pad: int | float | bool | str = 0
+    pad_given: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -170,18 +172,19 @@ def plan_buffers(fields: Mapping[str, Buffer], top: Mapping[str, int]) -> Buffer
     return BufferPlan(tuple(planned), dict(top))
 
 
-def buffer(dims: str, dtype: str, *, pad: int | float | bool | str = 0) -> Any:
+def buffer(dims: str, dtype: str, *, pad: int | float | bool | str | None = None) -> Any:
     """Declare a staged leaf of an `fg.struct`.
 
     Args:
         dims: e.g. "T", "R + 1", "R B"; see the module's first lines.
         dtype: torch's name, e.g. "int32".
-        pad: see `Buffer`.
+        pad: see `Buffer`; left out: 0.
 
     Raises:
         FieldError: a bad declaration, where it is written.
     """
-    return dataclasses.field(metadata={"fngraph": Buffer(parse_dims(dims), dtype, pad)})
+    declared = Buffer(parse_dims(dims), dtype, 0 if pad is None else pad, pad is not None)
+    return dataclasses.field(metadata={"fngraph": declared})
 
 
 def key_sizes(

@@ -64,10 +64,31 @@ class Graph:
         """
         return Dim(self.text(size))
 
+    def same_as(self, other: Graph) -> bool:
+        """Whether two traces compute the same: ops, arguments, dtypes, constants and guards."""
+        return _signature(self) == _signature(other) and all(
+            torch.equal(a, b) and a.dtype == b.dtype
+            for a, b in zip(self.constants.values(), other.constants.values())
+        )
+
     def check_limits(self, limits: Limits) -> None:
         """Raise `BranchError` unless every guard holds for every batch within `limits`."""
         for guard in self.guards:
             guard.check(limits)
+
+
+def _signature(graph: Graph) -> list[Any]:
+    names = {node: i for i, node in enumerate(graph.gm.graph.nodes)}
+
+    def plain(x: Any) -> Any:
+        return fx.node.map_arg(x, lambda node: f"%{names[node]}")
+
+    values = [
+        (node.op, str(node.target) if node.op == "call_function" else "", str(plain(node.args)),
+         str(plain(dict(node.kwargs))), str(getattr(node.meta.get("val"), "dtype", "")))
+        for node in names
+    ]  # fmt: skip
+    return [values, graph.guards, len(graph.constants)]
 
 
 def trace(

@@ -17,7 +17,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import TransformError
 from fngraph.ops import reference
 from fngraph.ops.primitive import Backend, define
-from fngraph.ops.transforms import inlined, is_transformed
+from fngraph.ops.transforms import Entry, inlined, is_transformed
 
 
 class AttentionMeta(NamedTuple):
@@ -109,11 +109,12 @@ def attention(
 
 def _inline(tensors: tuple[Tensor, ...], kv: Any, config: AttentionConfig) -> tuple[Tensor, Any]:
     """The same in torch ops. The cache gets the values, and what comes back the gradients too."""
-    q_THD, k_TKD, v_TKD, k_cache, v_cache, *rest = tensors
-    meta = AttentionMeta(*rest)
+    meta = AttentionMeta(*tensors[5:])
+    for cache, new_TKD in zip(tensors[3:5], tensors[1:3]):
+        _Write.apply(cache, new_TKD, meta.slot_mapping)
+    q_THD, k_TKD, v_TKD, k_cache, v_cache = Entry.apply("attention", *tensors[:5])
     new = []
     for cache, new_TKD in ((k_cache, k_TKD), (v_cache, v_TKD)):
-        _Write.apply(cache, new_TKD, meta.slot_mapping)
         new.append(reference.put(cache, new_TKD, meta.slot_mapping))
     out_THD = reference.attend(q_THD, (new[0], new[1]), meta, config)
     return out_THD, trees.unflatten(trees.flatten(kv)[1], new)

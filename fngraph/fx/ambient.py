@@ -1,0 +1,123 @@
+"""Ambient state of torch that changes what a function computes: part of what a trace is for.
+
+Autocast, the default dtype and function modes change the traced ops; matmul precision, determinism
+and the choice of attention kernels change what a graph has recorded. It is read at each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from fngraph.errors import AmbientError
+
+
+class Ambient(NamedTuple):
+    """The state of one moment; equal ones make equal traces and equal graphs.
+
+    Attributes:
+        autocast: its dtype for the function's device; None where it is off.
+        kernels: switches that choose among kernels of one op.
+        modes: torch-function modes that are active, the default device among them.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: torch.dtype | None
+    default_dtype: torch.dtype
+    kernels: tuple[Any, ...]
+    modes: tuple[Any, ...]
+
+    def changes(self, other: Ambient) -> str:
+        """`default_dtype: torch.float32, now torch.float64`."""
+        old, new = (*self, *self.kernels), (*other, *other.kernels)
+        pairs = zip((*self._fields, *_KERNELS), old, new)
+        changed = [(name, a, b) for name, a, b in pairs if a != b and name != "kernels"]
+        return "; ".join(f"{name}: {a}, now {b}" for name, a, b in changed)
+
+
+def read(device: str) -> Ambient:
+    """The state now, for a function on this type of device."""
+    on = device != "meta" and torch.is_autocast_enabled(device)  # which meta does not know
+    autocast = torch.get_autocast_dtype(device) if on else None
+    modes = torch._C._len_torch_function_stack() and tuple(
+        ("device", mode.device) if isinstance(mode, DeviceContext) else mode
+        for mode in _get_current_function_mode_stack()
+    )
+    return Ambient(
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast,
+        torch.get_default_dtype(), _kernels(), modes or (),
+    )  # fmt: skip
+
+
+_SWITCHES = {
+    name.removeprefix("_get_"): getattr(torch._C, name)
+    for name in (
+        "_get_deterministic_algorithms", "_get_cudnn_deterministic", "_get_cudnn_benchmark",
+        "_get_cudnn_enabled", "_get_cudnn_allow_tf32", "_get_flash_sdp_enabled",
+        "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+    )
+}  # fmt: skip
+_KERNELS = ("float32 matmul precision", "float32 matmul precision on the CPU", *_SWITCHES)
+
+
+def _kernels() -> tuple[Any, ...]:
+    precision = torch._C._get_fp32_precision_getter  # also answers where torch's two APIs are mixed
+    matmul = precision("cuda", "matmul"), precision("mkldnn", "matmul")
+    return (*matmul, *[switch() for switch in _SWITCHES.values()])
+
+
+def check_modes() -> None:
+    """Raise `AmbientError` if a dispatch mode is active, which a replay would go past."""
+    if torch._C._len_torch_dispatch_stack():
+        names = ", ".join(type(mode).__name__ for mode in _get_current_dispatch_mode_stack())
+        raise AmbientError(
+            f"the dispatch mode {names} is active, and a graph replays without it. Call forward "
+            "itself under the mode, or graphify a forward that does what the mode does"
+        )
+
+
+@contextlib.contextmanager
+def unchanged(device: str) -> Iterator[None]:
+    """Refuse a body that leaves other state behind than it found; all is put back.
+
+    Raises:
+        AmbientError: naming what has changed.
+    """
+    before, seed = read(device), torch.initial_seed()
+    deterministic, precision = torch.are_deterministic_algorithms_enabled(), _matmul_precision()
+    after, reseeded = before, False
+    try:
+        yield
+    finally:
+        after, reseeded = read(device), torch.initial_seed() != seed
+        torch.set_grad_enabled(before.grad)
+        torch.set_default_dtype(before.default_dtype)
+        if device != "meta":
+            torch.set_autocast_enabled(device, before.autocast is not None)
+        torch.use_deterministic_algorithms(deterministic)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        if after.modes != before.modes:
+            torch.set_default_device(next((m[1] for m in before.modes if type(m) is tuple), None))
+    if after != before or reseeded:
+        what = before.changes(after) or "the seed of torch's generator"
+        raise AmbientError(
+            f"forward changes state outside of it ({what}), which a graph would not do again. "
+            "Change it around the call, or for a part: with torch.autocast(...):"
+        )
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set through the newer switches
+        return None

@@ -1,0 +1,1 @@
+"""Padding and true rows: what `forward` may mix, and what it may not."""

@@ -1,0 +1,145 @@
+"""Does padding stay out of the true rows? An abstract run of the graph that says so, or why not.
+
+A batch runs as a key of more tokens and requests, so dims in T and R are longer than true. A value
+*keeps its rows* if its leading slice of the true shape is what bare `forward` computes. Staged
+leaves do; each op's rule (`table`) says whether its result does when its arguments do. A sum over T
+does if padding adds nothing, so what is known of padding goes along.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fngraph.errors import RowsError
+from fngraph.fx.leaves import Leaf, storage_key
+from fngraph.fx.purity import written
+from fngraph.fx.rows.indices import WINDOW
+from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor, moving_dims
+from fngraph.fx.rows.table import rule
+
+_TRUSTED = "fngraph.trust_rows"
+
+
+def check_rows(
+    gm: fx.GraphModule,
+    leaves: Sequence[Leaf],
+    constants: Mapping[str, torch.Tensor],
+    paths: Sequence[str],
+    text: Callable[[Any], str],
+) -> None:
+    """Raise unless every output keeps its rows.
+
+    Args:
+        paths: of the outputs.
+        text: a size in T and R.
+
+    Raises:
+        RowsError: naming the first op that lets padding in, with its line.
+    """
+    with torch.device("cpu"):
+        states = _run(gm, leaves, constants, text)
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    for path, result in zip(paths, output.args[0]):
+        if isinstance(mixed := states[result], Mixed):
+            raise RowsError(_message(mixed, path))
+
+
+def _run(
+    gm: fx.GraphModule,
+    leaves: Sequence[Leaf],
+    constants: Mapping[str, torch.Tensor],
+    text: Callable[[Any], str],
+) -> dict[fx.Node, Rows | Mixed]:
+    states: dict[fx.Node, Rows | Mixed] = {}
+    inputs = iter(leaves)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            states[node] = _leaf(next(inputs))
+        elif node.op == "get_attr":
+            states[node] = Rows(value=constants[node.name].cpu())
+        elif node.op == "call_function":
+            states[node] = state = _result(node, states, text)
+            for target in _written(node):
+                _rewrite(target, state, states)
+    return states
+
+
+def _leaf(leaf: Leaf) -> Rows:
+    if leaf.buffer is None or leaf.buffer.pad == "stride":
+        return Rows({} if leaf.buffer is None else {0: RISING})
+    pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
+    names_a_row = leaf.buffer.pad_given and leaf.buffer.pad >= 0
+    return Rows({0: pad}, unsaid=None if names_a_row else leaf.path)
+
+
+def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
+    if node.meta.get("custom", {}).get("inlined") and is_tensor(node):
+        return Rows({dim: torch.tensor(0) for dim in moving_dims(node)})  # a primitive's own ops
+    read = [] if _reads_shape_alone(node) else map(states.get, node.all_input_nodes)
+    mixed = next((s for s in read if isinstance(s, Mixed)), None)
+    if mixed is not None and not node.meta.get("custom", {}).get(_TRUSTED):
+        return mixed
+    if node.target is operator.getitem:  # one of several results
+        return states[node.args[0]]  # type: ignore[no-any-return,index]
+    if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+        return Rows()
+    if mixed is not None:
+        return Rows()
+    call = Call(node, _by_name(node), states, text)
+    try:
+        if any(states[target].window for target in _written(node)):
+            raise Mixes(WINDOW.format(call.name))
+        return rule(call)
+    except Mixes as error:
+        return Mixed(node, str(error))
+
+
+def _reads_shape_alone(node: fx.Node) -> bool:
+    return str(getattr(node.target, "_opname", "")).endswith("_like")
+
+
+def _by_name(node: fx.Node) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for i, spec in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        given = node.args[i] if i < len(node.args) else spec.default_value
+        named[spec.name] = node.kwargs.get(spec.name, given)
+    return named
+
+
+def _written(node: fx.Node) -> Iterable[fx.Node]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    return written(node.target, node.args, node.kwargs)
+
+
+def _rewrite(target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any]) -> None:
+    """After a write: every view of the memory has padding in it, or padding that is not known."""
+    place = storage_key(target.meta["val"])
+    for node, known in states.items():
+        if node is not target and is_tensor(node) and storage_key(node.meta["val"]) == place:
+            forget = isinstance(known, Rows) and known.fills
+            states[node] = state if isinstance(state, Mixed) else (
+                dataclasses.replace(known, fills={}, value=None) if forget else known
+            )  # fmt: skip
+    states[target] = state
+
+
+def _message(mixed: Mixed, path: str) -> str:
+    line = mixed.node.meta.get("stack_trace", "forward")
+    return f"{line}: forward {mixed.why}. It reaches {path}"
+
+
+def trust_rows(x: torch.Tensor) -> torch.Tensor:
+    """Say of `x` that each of its true rows depends on true rows alone, whatever padding holds.
+
+    For what no rule can see, such as rows sorted by expert and put back in order. Nothing checks
+    it: where it is not so, results are wrong with padding.
+    """
+    with fx.traceback.annotate({_TRUSTED: True}):
+        return x.view_as(x)

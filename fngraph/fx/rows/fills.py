@@ -1,0 +1,151 @@
+"""What padding holds after a pointwise op: the op itself, run on what it held before.
+
+    valid = batch.slot >= 0          # padded with -1: False in padding
+    torch.where(valid, x, 0)         # so this is 0 there, whatever x is
+
+Exact where every operand's padding is known, or where one of them decides alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fngraph.fx.rows.state import (
+    Call,
+    Fill,
+    Mixes,
+    Rows,
+    is_moving,
+    is_tensor,
+    moving_dims,
+    operands,
+)
+
+_LARGEST = 1 << 16  # elements of a constant that is worth computing
+_COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"}
+
+
+def pointwise(call: Call) -> Rows:
+    """An op that computes each element from the same element of its operands."""
+    numbers = [x for x in call.args.values() if is_moving(x)]
+    if numbers:
+        raise Mixes(
+            f"computes with {call.text(numbers[0].meta['val'])}, which in a key is the padded "
+            f"number of rows ({call.name}). Count the true ones: (batch.slot >= 0).sum(), of a "
+            "leaf padded with -1"
+        )
+    unsaid = next((u for x in _deciding(call) if (u := call.rows(x).unsaid)), None)
+    if not is_tensor(call.node):
+        return Rows(unsaid=unsaid)
+    moving = moving_dims(call.node)
+    if not moving:
+        return Rows(value=constant(call), unsaid=unsaid)
+    fills = {dim: fill for dim in moving if (fill := _fill(call, dim)) is not None}
+    return Rows(fills, unsaid=unsaid)
+
+
+def _deciding(call: Call) -> list[Any]:
+    """The operands that padding comes from: of a choice that is known, the chosen one."""
+    args = call.args
+    pairs = {"where": ("condition", "self", "other"), "masked_fill": ("mask", "value", "self")}
+    if call.name in pairs:
+        mask, yes, no = (args[name] for name in pairs[call.name])
+        fills = [call.rows(mask).fills.get(d) for d in moving_dims(mask)]
+        for number, chosen in ((1, yes), (0, no)):
+            if fills and all(is_all(fill, number) for fill in fills):
+                return [chosen] if is_tensor(chosen) else []
+    return operands(call.node)
+
+
+def constant(call: Call) -> torch.Tensor | None:
+    """The result of an op on constants, if it is small."""
+    if call.node.meta["val"].numel() > _LARGEST:
+        return None
+    values = {x: call.rows(x).value for x in operands(call.node)}
+    return run(call, values) if all(v is not None for v in values.values()) else None
+
+
+def _fill(call: Call, dim: int) -> Fill | None:
+    rank = call.node.meta["val"].dim()
+    known: dict[Any, Fill | None] = {}
+    for x in operands(call.node):
+        at = dim - rank + x.meta["val"].dim()
+        state = call.rows(x)
+        known[x] = state.fills.get(at) if at in moving_dims(x) else state.value
+    marks = [fill for fill in known.values() if isinstance(fill, str)]
+    if marks:
+        plain = call.name in _COPIES or (call.name in ("add", "sub") and len(known) == 1)
+        known = {x: None if isinstance(f, str) else f for x, f in known.items()}
+        return marks[0] if plain else _decided(call, known)
+    if all(fill is not None for fill in known.values()):
+        return run(call, known)
+    return _decided(call, known)
+
+
+def run(call: Call, values: dict[Any, Any]) -> torch.Tensor | None:
+    """The op on CPU values in place of its operands; None where it does not take them."""
+
+    def value(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return [value(y) for y in x]
+        return values[x] if is_tensor(x) else x
+
+    target: Any = call.node.target
+    if target._schema.is_mutable:
+        functional = getattr(torch.ops.aten, call.name, None)
+        target = getattr(functional, target._overloadname, None)
+    given = {name: value(x) for name, x in call.args.items()}
+    if given.get("device") is not None:
+        given["device"] = torch.device("cpu")
+    given.pop("pin_memory", None)
+    order = [a.name for a in target._schema.arguments if not a.kwarg_only] if target else []
+    named = {a.name for a in target._schema.arguments} if target else set()
+    try:
+        result = target(*[given.pop(name) for name in order],
+                        **{k: v for k, v in given.items() if k in named})  # fmt: skip
+    except (RuntimeError, TypeError, IndexError, KeyError, NotImplementedError):
+        return None
+    return result if isinstance(result, torch.Tensor) and result.numel() <= _LARGEST else None
+
+
+def is_all(fill: Fill | None, number: float) -> bool:
+    """Whether padding holds one number alone."""
+    return isinstance(fill, torch.Tensor) and bool((fill == number).all())
+
+
+def _decided(call: Call, known: dict[Any, Any]) -> Fill | None:
+    """Where one operand's padding settles it. 0 * x is 0: a NaN in padding would not be silent."""
+    args, name = call.args, call.name
+    dtype = call.node.meta["val"].dtype
+
+    def of(x: Any) -> Fill | None:
+        return known.get(x) if is_tensor(x) else call.rows(x).value
+
+    def among(number: float) -> bool:
+        return any(is_all(of(x), number) for x in (args.get("self"), args.get("other")))
+
+    if name == "where":
+        return _chosen(of(args["condition"]), of(args["self"]), of(args["other"]), dtype)
+    if name == "masked_fill":
+        return _chosen(of(args["mask"]), of(args["value"]), of(args["self"]), dtype)
+    if name in ("copy", "fill"):  # what was there before does not matter
+        source = of(args["src"] if name == "copy" else args["value"])
+        return source.to(dtype) if isinstance(source, torch.Tensor) else source
+    if name.endswith("_backward") and is_all(of(args.get("grad_output")), 0):
+        return torch.zeros((), dtype=dtype)
+    if (name == "mul" and among(0)) or (name == "div" and is_all(of(args["self"]), 0)):
+        return torch.zeros((), dtype=dtype)
+    if name in ("bitwise_and", "logical_and") and among(0):
+        return torch.zeros((), dtype=dtype)
+    if name in ("bitwise_or", "logical_or") and dtype is torch.bool and among(1):
+        return torch.ones((), dtype=dtype)
+    return None
+
+
+def _chosen(mask: Fill | None, yes: Fill | None, no: Fill | None, dtype: Any) -> Fill | None:
+    for number, fill in ((1, yes), (0, no)):
+        if is_all(mask, number):
+            return fill.to(dtype) if isinstance(fill, torch.Tensor) else fill
+    return None

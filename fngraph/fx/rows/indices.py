@@ -1,0 +1,136 @@
+"""Rows through indices: gathers read true rows alone, and writes must send padding to a row for it.
+
+    slot: Tensor = fg.buffer("T", "int64", pad=0)       # said: row 0 is kept for padding
+    cache.index_put((batch.slot,), k)
+
+A pad left out is 0 too, but then row 0 may be somebody's. A write whose padded rows add nothing, or
+whose index follows the target's own rows, harms nobody.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fngraph.fx.rows.fills import is_all
+from fngraph.fx.rows.state import (
+    BEYOND,
+    RISING,
+    Call,
+    Mixes,
+    Rows,
+    is_moving,
+    is_tensor,
+    moving_dims,
+)
+
+WINDOW = (
+    "writes as many rows as a key has, padding included ({}), into memory that has more. Write by "
+    "index, with a row for padding: x.index_put((batch.slot,), rows)"
+)
+
+
+def read(call: Call) -> Rows:
+    """index, gather, embedding: a true index finds a true row, unless it counts from the end."""
+    args = call.args
+    source = args.get("self", args.get("weight"))
+    indices = args.get("indices", args.get("index"))
+    for d, index in enumerate(indices if isinstance(indices, list | tuple) else [indices]):
+        if is_tensor(index) and moving_dims(source) and _counts_back(call, index):
+            raise Mixes(
+                f"indexes {call.dim(source, d)} rows from their end, where a key has padding. Pass "
+                "the indices in: x[batch.logits_indices]"
+            )
+    return Rows()
+
+
+def _counts_back(call: Call, index: Any) -> bool:
+    value, name = call.rows(index).value, getattr(index.target, "_opname", "")
+    return name in ("neg", "rsub") or (value is not None and bool((value < 0).any()))
+
+
+def search(call: Call) -> Rows:
+    """searchsorted, bucketize: boundaries in R, such as query_start_loc, must go on rising."""
+    sequence = call.args.get("sorted_sequence", call.args.get("boundaries"))
+    last = sequence.meta["val"].dim() - 1
+    if last in moving_dims(sequence) and call.rows(sequence).fills.get(last) != RISING:
+        raise Mixes(
+            f"searches {call.dim(sequence, last)} boundaries, and a key has padding among them. "
+            'Use offsets padded with pad="stride", which never fall'
+        )
+    return Rows()
+
+
+def write(call: Call) -> Rows:
+    """index_put, scatter, index_add, ...: where do the padded rows go?"""
+    args, target = call.args, call.args["self"]
+    rank = target.meta["val"].dim()
+    if "dim" in args:
+        places = {args["dim"] % rank if rank else 0: args["index"]}
+    else:
+        places = {d: x for d, x in enumerate(args["indices"]) if x is not None}
+    values = next((args[n] for n in ("values", "src", "source", "value") if n in args), None)
+    if not any(moving_dims(x) for x in (*places.values(), values) if is_tensor(x)):
+        return Rows(unsaid=None)
+    if _adds_nothing(call, values) or any(_harmless(call, target, d, x) for d, x in places.items()):
+        return Rows()
+    said = next((u for x in places.values() if (u := call.rows(x).unsaid)), None)
+    if said is not None:
+        raise Mixes(
+            f"writes the rows of padding too ({call.name}), where the pad of {said} says, and that "
+            "names no row kept for padding. Keep one, row 0 say, and declare "
+            "fg.buffer(..., pad=0), or torch.where(batch.slot >= 0, index, last)"
+        )
+    raise Mixes(
+        f"writes the rows of padding too ({call.name}), and where is not known. Send them to a row "
+        "kept for them, torch.where(batch.slot >= 0, index, len(x) - 1), slot padded with -1; -1 "
+        "itself would be the last row"
+    )
+
+
+def _adds_nothing(call: Call, values: Any) -> bool:
+    adds = call.name in ("index_add", "scatter_add") or call.args.get("accumulate") is True
+    adds = adds or (call.name == "scatter_reduce" and call.args.get("reduce") == "sum")
+    if not adds or not is_tensor(values):
+        return False
+    moving = moving_dims(values)
+    return bool(moving) and all(is_all(call.rows(values).fills.get(d), 0) for d in moving)
+
+
+def _harmless(call: Call, target: Any, dim: int, index: Any) -> bool:
+    """Whether the padded rows of one index write among themselves, or to a row that was said."""
+    moving, state = moving_dims(index), call.rows(index)
+    if index.meta["val"].dtype is torch.bool:  # a mask over the target's own rows
+        return True
+    if "dim" in call.args and call.name.startswith("scatter"):  # other dims follow the target's
+        own = set(moving) <= set(moving_dims(target)) - {dim}
+        if own:
+            return True
+    elif not moving:
+        return False
+    fills = [state.fills.get(d) for d in moving]
+    if dim in moving_dims(target):
+        size = call.dim(target, dim)
+        rows = all(isinstance(f, str) and f == BEYOND for f in fills)
+        return rows and all(call.dim(index, d) == size for d in moving)
+    size = target.meta["val"].shape[dim]
+    return state.unsaid is None and all(
+        isinstance(f, torch.Tensor) and bool(((f >= 0) & (f < size)).all()) for f in fills
+    )
+
+
+def window(call: Call) -> Rows:
+    """slice_scatter, select_scatter: T rows written into more memory take padding along."""
+    target, source = call.args["self"], call.args["src"]
+    dim = (call.args.get("dim") or 0) % target.meta["val"].dim()
+    start: Any = call.args.get("start", call.args.get("index")) or 0
+    moves = dim in moving_dims(target)
+    if is_moving(start) or (moves and start < 0):
+        raise Mixes(f"writes rows counted from the end of {call.dim(target, dim)} ({call.name})")
+    if not moves and call.name == "slice_scatter" and dim in moving_dims(source):
+        raise Mixes(WINDOW.format(call.name))
+    end: Any = call.args.get("end")
+    if moves and is_moving(end) and call.text(end.meta["val"]) != call.dim(target, dim):
+        raise Mixes(WINDOW.format(call.name))
+    return Rows()

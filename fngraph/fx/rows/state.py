@@ -1,0 +1,103 @@
+"""What is known of a traced value's rows, and one op with what is known of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+RISING = "rising"  # padding that never falls below the last true value: query_start_loc
+BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
+Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A value that keeps its rows.
+
+    Attributes:
+        fills: by dim in T or R, what lies beyond the true rows of it, at true rows of the other
+            ones; a dim left out: unknown.
+        value: of a constant.
+        unsaid: a staged leaf whose pad names no row (left out, or -1), if the fills are its.
+        window: a slice of T or R rows out of memory that has more: fit for reading alone.
+    """
+
+    fills: Mapping[int, Fill] = dataclasses.field(default_factory=dict)
+    value: torch.Tensor | None = None
+    unsaid: str | None = None
+    window: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A value with padding in its true rows, and the op that brought it there."""
+
+    node: fx.Node
+    why: str
+
+
+class Mixes(Exception):
+    """Raised by a rule: padding would get into true rows. The text goes on after 'forward'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One op: its arguments by their names in the schema, and what is known of them."""
+
+    node: fx.Node
+    args: Mapping[str, Any]
+    states: Mapping[fx.Node, Any]
+    text: Callable[[Any], str]  # a size in T and R
+
+    @property
+    def name(self) -> str:
+        """`sum` for aten.sum.dim_IntList and for aten.sum_."""
+        return str(self.node.target._schema.name).partition("::")[2].removesuffix("_")  # type: ignore[union-attr]
+
+    def rows(self, x: Any) -> Rows:
+        """What is known of an argument; of a number, its value."""
+        if isinstance(x, fx.Node):
+            return self.states[x]  # type: ignore[no-any-return]
+        return Rows(value=torch.tensor(x)) if isinstance(x, bool | int | float) else Rows()
+
+    def fill(self, x: fx.Node, dim: int) -> torch.Tensor | None:
+        """What padding along `dim` of `x` holds, if known, in the shape of one row of it."""
+        known = self.rows(x).fills.get(dim)
+        if not isinstance(known, torch.Tensor):
+            return None
+        moving = moving_dims(x)
+        shape = [1 if i in moving else int(n) for i, n in enumerate(x.meta["val"].shape)]
+        return known.expand(shape)
+
+    def dim(self, x: fx.Node, i: int) -> str:
+        """The size of a dim as a person writes it."""
+        return self.text(x.meta["val"].shape[i])
+
+
+def is_moving(size: Any) -> bool:
+    """Whether a number depends on T or R."""
+    if isinstance(size, fx.Node):
+        size = size.meta.get("val")
+    return isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) and bool(
+        size.node.expr.free_symbols
+    )
+
+
+def moving_dims(x: fx.Node) -> list[int]:
+    """The dims of a tensor that are longer in a key than in its batch."""
+    return [i for i, n in enumerate(x.meta["val"].shape) if is_moving(n)]
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether an argument is a node of a tensor."""
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the arguments, those in lists too."""
+    return [x for x in tree_leaves((node.args, dict(node.kwargs))) if is_tensor(x)]

@@ -1,0 +1,141 @@
+"""Rows through ops along a dim: sums, softmax, orders.
+
+Along T or R a sum is right if padding holds zeros, a maximum if it holds -inf, a running sum
+always, a mean never: it divides by the padded count.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+
+from fngraph.fx.rows.fills import constant, is_all, run
+from fngraph.fx.rows.state import Call, Mixes, Rows, is_tensor, moving_dims
+
+NEUTRAL = {
+    "sum": 0, "nansum": 0, "prod": 1, "any": 0, "all": 1, "count_nonzero": 0, "norm": 0,
+    "linalg_vector_norm": 0, "amax": -math.inf, "max": -math.inf, "argmax": -math.inf,
+    "logsumexp": -math.inf, "_softmax": -math.inf, "_log_softmax": -math.inf,
+    "_safe_softmax": -math.inf, "softmax": -math.inf, "amin": math.inf, "min": math.inf,
+    "argmin": math.inf,
+}  # fmt: skip
+SMALL = -1e4  # a masked score: its exponential is 0 beside any other
+
+
+def reduction(call: Call) -> Rows:
+    """An op over some dims, or over all."""
+    x = call.args["self"]
+    moving, over = moving_dims(x), _dims(call)
+    across = [d for d in moving if d in over]
+    for d in across:
+        if len(across) > 1 or not _adds_nothing(call, x, call.rows(x).fills.get(d)):
+            refuse(call, x, d, NEUTRAL[call.name])
+    if not moving:
+        return Rows(value=constant(call)) if is_tensor(call.node) else Rows()
+    if not is_tensor(call.node) or across:
+        softmax = call.name in ("_softmax", "_safe_softmax", "softmax")  # of padding it makes zeros
+        return Rows({d: torch.zeros(()) for d in across} if softmax else {})
+    fills = {}
+    for d, out in zip(moving, moving_dims(call.node)):
+        fill = call.fill(x, d)
+        seen = run(call, {x: fill}) if fill is not None else None
+        if seen is not None and seen.dim() == call.node.meta["val"].dim():
+            fills[out] = seen
+    return Rows(fills, unsaid=call.rows(x).unsaid)
+
+
+def _adds_nothing(call: Call, x: Any, fill: Any) -> bool:
+    neutral = NEUTRAL[call.name]
+    if is_all(fill, _limit(neutral, x.meta["val"].dtype)):
+        return True
+    if call.name.endswith("softmax"):
+        return isinstance(fill, torch.Tensor) and bool((fill <= SMALL).all())
+    positive = getattr(x.target, "_opname", "") in ("abs", "square", "exp", "sigmoid", "relu")
+    return call.name in ("amax", "max") and positive and is_all(fill, 0)
+
+
+def _limit(neutral: float, dtype: torch.dtype) -> float:
+    """-inf as the dtype's least number, where it has no infinity."""
+    if math.isfinite(neutral) or dtype.is_floating_point:
+        return neutral
+    if dtype is torch.bool:
+        return float(neutral > 0)
+    return torch.iinfo(dtype).max if neutral > 0 else torch.iinfo(dtype).min
+
+
+def refuse(call: Call, x: Any, dim: int, neutral: float) -> NoReturn:
+    number = _limit(neutral, x.meta["val"].dtype)
+    masked = f"float('{number}')" if math.isinf(number) else str(int(number))
+    if abs(number) > 1 and math.isfinite(number):
+        masked = f"torch.iinfo(x.dtype).{'min' if number < 0 else 'max'}"
+    raise Mixes(
+        f"takes {call.name.strip('_')} over {call.dim(x, dim)}, and a key has rows of padding "
+        "there. Mask them: valid = batch.slot >= 0, of a leaf padded with -1; "
+        f"torch.where(valid[:, None], x, {masked})"
+    )
+
+
+def _dims(call: Call) -> list[int]:
+    rank = call.args["self"].meta["val"].dim()
+    dims = call.args.get("dim")
+    if dims is None or dims == []:
+        return list(range(rank))
+    return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])] if rank else []
+
+
+def order(call: Call) -> Rows:
+    """sort, topk: right if padding comes last."""
+    x, args = call.args["self"], call.args
+    last = -math.inf if args.get("descending", args.get("largest")) else math.inf
+    for d in set(moving_dims(x)) & set(_dims(call)):
+        if not is_all(call.rows(x).fills.get(d), _limit(last, x.meta["val"].dtype)):
+            return never(call)
+    return Rows()
+
+
+def never(call: Call) -> Rows:
+    """mean, std, flip, ...: along T or R they mix whatever padding holds."""
+    x = call.args["self"]
+    over = call.args.get("dims", None)
+    over = _dims(call) if over is None else [d % x.meta["val"].dim() for d in over]
+    for d in set(moving_dims(x)) & set(over):
+        fix = (
+            "Divide the sum of the true rows by their number: valid = batch.slot >= 0; "
+            "torch.where(valid[:, None], x, 0).sum(0) / valid.sum()"
+            if call.name in ("mean", "var", "std", "var_mean")
+            else "Return the rows, and do it outside; or say that it is undone: fg.trust_rows(x)"
+        )
+        raise Mixes(
+            f"takes {call.name} over {call.dim(x, d)}, and a key has rows of padding there. {fix}"
+        )
+    plain = is_tensor(call.node) and not moving_dims(call.node)
+    return Rows(value=constant(call)) if plain else Rows()
+
+
+def running(call: Call) -> Rows:
+    """cumsum and its kind: a row sees none behind it."""
+    return Rows()
+
+
+def lower(call: Call) -> Rows:
+    """tril: of rows by rows, what lies beyond a true row is 0."""
+    x = call.args["self"]
+    rank = x.meta["val"].dim()
+    square = rank > 1 and call.dim(x, rank - 2) == call.dim(x, rank - 1)
+    if square and rank - 1 in moving_dims(x) and call.args["diagonal"] <= 0:
+        return Rows({rank - 1: torch.zeros((), dtype=x.meta["val"].dtype)})
+    return Rows()
+
+
+def cross_entropy(call: Call) -> Rows:
+    """nll_loss: of each row, or of those whose target in padding is ignore_index."""
+    target, reduced = call.args["target"], call.args["reduction"] != 0
+    ignored = is_all(call.rows(target).fills.get(0), call.args["ignore_index"])
+    if reduced and moving_dims(target) and not ignored:
+        raise Mixes(
+            f"takes the loss over {call.dim(target, 0)}, and a key has rows of padding there. Let "
+            "it ignore them: target = torch.where(batch.slot >= 0, target, -100)"
+        )
+    return Rows()

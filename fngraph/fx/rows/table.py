@@ -1,0 +1,80 @@
+"""Which rule an op goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fngraph.fx.rows import indices, made, products, sums, views
+from fngraph.fx.rows.fills import pointwise
+from fngraph.fx.rows.state import Call, Mixes, Rows, is_moving, moving_dims, operands
+
+
+def rule(call: Call) -> Rows:
+    """The rule of the op. One that is not known keeps rows if it sees none of T and R."""
+    known = _RULES.get(call.name) if _namespace(call) == "aten" else None
+    if known is not None:
+        return known(call)
+    if _namespace(call) == "fngraph":  # primitives take care of padding themselves
+        return Rows()
+    tags = call.node.target.tags  # type: ignore[union-attr]
+    if torch.Tag.pointwise in tags:
+        return pointwise(call)
+    if not any(moving_dims(x) for x in operands(call.node)) and not _counts(call):
+        return Rows()
+    raise Mixes(
+        f"calls {call.node.target}, of which it is not known whether it keeps rows apart. If row i "
+        "of its result depends on row i alone, say so: fg.trust_rows(result)"
+    )
+
+
+def _namespace(call: Call) -> str:
+    return str(call.node.target.namespace)  # type: ignore[union-attr]
+
+
+def _counts(call: Call) -> bool:
+    return any(is_moving(x) for x in call.args.values())
+
+
+_RULES: dict[str, Callable[[Call], Rows]] = {
+    name: fn
+    for fn, names in {
+        pointwise: """_to_copy copy fill zero floor_divide isin polar complex scalar_tensor
+            masked_fill clone where""",
+        views.in_order: """unsqueeze squeeze expand alias detach lift_fresh lift_fresh_copy
+            contiguous view_as_real view_as_complex real imag _conj resolve_conj resolve_neg""",
+        views.permute: "permute t transpose numpy_T",
+        views.reshape: "view _unsafe_view reshape _reshape_alias",
+        views.cut: "slice select narrow",
+        made.parts: "split split_with_sizes unbind chunk",
+        made.join: "cat stack",
+        made.embedded: "slice_backward select_backward",
+        made.diagonal: "diagonal",
+        made.pad: "constant_pad_nd",
+        made.filled: """zeros ones full empty arange zeros_like ones_like full_like empty_like
+            new_zeros new_ones new_full new_empty empty_strided new_empty_strided eye""",
+        made.repeat: "repeat",
+        sums.reduction: " ".join(sums.NEUTRAL),
+        sums.order: "sort argsort topk",
+        sums.never: """mean var std var_mean std_mean median nanmedian mode kthvalue flip roll msort
+            unfold renorm""",
+        sums.running: "cumsum cumprod cummax cummin logcumsumexp triu repeat_interleave",
+        sums.lower: "tril",
+        sums.cross_entropy: "nll_loss_forward",
+        products.product: "mm bmm addmm baddbmm mv addmv dot matmul linear",
+        products.norm: """native_layer_norm _fused_rms_norm native_group_norm native_batch_norm
+            _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
+            _native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update""",
+        products.convolution: "convolution",
+        products.scaled_dot_product: """_scaled_dot_product_flash_attention
+            _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+            _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable""",
+        indices.read: "index _unsafe_index index_select gather embedding",
+        indices.search: "searchsorted bucketize",
+        indices.write: """index_put _unsafe_index_put index_add index_copy index_fill index_reduce
+            scatter scatter_add scatter_reduce""",
+        indices.window: "slice_scatter select_scatter",
+    }.items()
+    for name in names.split()
+}

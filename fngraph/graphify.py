@@ -79,6 +79,8 @@ class Graphified:
         (staged,) = self.signature.positions(Role.STAGED)
         key = _exact_shapes(values[staged])
         step = self._captured.get(key)
+        if step is None and trees.register_dataclasses(values):
+            key = _exact_shapes(values[staged])
         if step is None:
             step = self._first_call(values, staged)
         else:
@@ -112,6 +114,7 @@ class Graphified:
         names = [self.signature.names[i] for i in self.signature.positions(Role.HELD, Role.DONATED)]
         if len(bound) != len(names):
             raise TreeError(f"trace takes {len(names)} arguments {names}, got {len(bound)}")
+        trees.register_dataclasses((bound, batch))
         given = dict(zip(names, bound))
         (staged,) = self.signature.positions(Role.STAGED)
         if batch is not None:

@@ -82,6 +82,7 @@ class Options:
 
 def like(tree: Any) -> Any:
     """The same tree with shapes, dtypes and devices in place of memory, for `trace`."""
+    trees.register_dataclasses(tree)
     return trees.map_leaves(TensorSpec.of, tree)
 
 
@@ -160,6 +161,7 @@ def trace_function(
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
         with torch.set_grad_enabled(ambient.grad), unchanged(args.device.type):
             result = args.signature.call(args.unflatten(leaves))
+        trees.register_dataclasses(result)
         outputs, found["tree"] = trees.flatten(result)
         return outputs
 

@@ -228,8 +228,12 @@ THROUGH_ATTENTION = [closed_over, as_aux, passed_in, by_autograd, in_forward_mod
                      over_samples]  # fmt: skip
 
 
-@pytest.mark.parametrize("modes", MODES)
-@pytest.mark.parametrize("fn", THROUGH_ATTENTION, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    ("fn", "modes"),
+    [(as_aux, modes) for modes in MODES]
+    + [(fn, modes) for fn in THROUGH_ATTENTION if fn is not as_aux for modes in MODES[1:3]],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_transforms_through_attention(recorder_name, device, fn: Any, modes: str):
     params, cache = toys.attention_params(1, **DOUBLE), toys.attention_cache(1, **DOUBLE)
     step = check(fn, params, cache, modes, recorder_name, device)
@@ -295,6 +299,17 @@ def test_a_transform_beside_attention_leaves_it_a_cut(recorder_name, device):
     params, cache = toys.attention_params(), toys.attention_cache()
     step = check(forward, params, cache, "FULL_AND_PIECEWISE", recorder_name, device)
     assert len(step.compiled.lowered.calls) == 2 and step.compiled.lowered.notes == ()
+
+
+def test_an_inlined_attention_does_not_excuse_padding_elsewhere():
+    """What goes into attention and comes out keeps rows; a loss over all rows does not."""
+
+    def forward(p: Any, c: Any, b: Any) -> Any:
+        return grad(lambda p: toys.attend(p, c, b)[0].square().sum())(p), c
+
+    fast = fg.graphify(forward, donate="c", stage="b", limits=toys.LIMITS, sizes=toys.SIZES)
+    with pytest.raises(fg.errors.RowsError, match=r"output\[0\]"):
+        fast(toys.attention_params(1), toys.attention_cache(1), toys.batch(2))
 
 
 def test_a_held_cache_is_not_written_by_an_inlined_attention_either():

@@ -74,7 +74,7 @@ def _leaf(leaf: Leaf) -> Rows:
     if leaf.buffer is None or leaf.buffer.pad == "stride":
         return Rows({} if leaf.buffer is None else {0: RISING})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
-    names_a_row = leaf.buffer.pad_given and leaf.buffer.pad >= 0
+    names_a_row = leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0
     return Rows({0: pad}, unsaid=None if names_a_row else leaf.path)
 
 

@@ -79,8 +79,8 @@ def _leaf(leaf: Leaf) -> Rows:
 
 
 def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
-    if node.meta.get("custom", {}).get("inlined") and is_tensor(node):
-        return Rows({dim: torch.tensor(0) for dim in moving_dims(node)})  # a primitive's own ops
+    if _is_inlined(node) and is_tensor(node):
+        return _inlined(node, states)
     read = [] if _reads_shape_alone(node) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
     if mixed is not None and not node.meta.get("custom", {}).get(_TRUSTED):
@@ -98,6 +98,29 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | M
         return rule(call)
     except Mixes as error:
         return Mixed(node, str(error))
+
+
+def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Rows | Mixed:
+    """An op of a primitive's plain form: it takes care of padding, if what goes in keeps its rows.
+
+    The ops of its gradient are not marked, but for the first ones and the last.
+    """
+    pending, seen = list(node.all_input_nodes), set()
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        at_end = "inlined_end" in node.meta["custom"]
+        if at_end and source.op == "call_function" and not _is_inlined(source):
+            pending += source.all_input_nodes
+        elif isinstance(states[source], Mixed):
+            return states[source]  # type: ignore[no-any-return]
+    return Rows({dim: torch.tensor(0) for dim in moving_dims(node)})
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    return any(mark in node.meta.get("custom", {}) for mark in ("inlined", "inlined_end"))
 
 
 def _reads_shape_alone(node: fx.Node) -> bool:

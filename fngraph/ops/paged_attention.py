@@ -116,8 +116,7 @@ def _inline(tensors: tuple[Tensor, ...], kv: Any, config: AttentionConfig) -> tu
     new = []
     for cache, new_TKD in ((k_cache, k_TKD), (v_cache, v_TKD)):
         new.append(reference.put(cache, new_TKD, meta.slot_mapping))
-    out_THD = reference.attend(q_THD, (new[0], new[1]), meta, config)
-    out_THD, *new = leave("attention", out_THD, *new)
+    out_THD = leave("attention", reference.attend(q_THD, (new[0], new[1]), meta, config))
     return out_THD, trees.unflatten(trees.flatten(kv)[1], new)
 
 

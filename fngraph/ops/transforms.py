@@ -42,7 +42,8 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def forward(name: str, mark: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.view_as(x) for x in tensors)
+        # results are no views, so that they may be written in place
+        return tuple(x.clone() if mark == "inlined" else x.view_as(x) for x in tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -66,6 +67,6 @@ def enter(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _Border.apply(name, "inlined_end", *tensors)  # type: ignore[no-any-return]
 
 
-def leave(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results, on the way out. Their gradients come in: they are marked as its own."""
-    return _Border.apply(name, "inlined", *tensors)  # type: ignore[no-any-return]
+def leave(name: str, result: torch.Tensor) -> torch.Tensor:
+    """The result, on the way out. Its gradients come in: they are marked as its own."""
+    return _Border.apply(name, "inlined", result)[0]  # type: ignore[no-any-return]

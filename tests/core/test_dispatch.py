@@ -1,4 +1,4 @@
-"""`fngraph.core.dispatch`: chosen examples. test_dispatch_properties.py enumerates the rest."""
+"""`fngraph.core.dispatch` and `lookup`: examples; test_dispatch_properties.py has the laws."""
 
 import sys
 from itertools import product

@@ -104,6 +104,11 @@ def test_run_lets_go_of_a_dropped_value_before_the_next_step():
     assert seen == [0, 1, 1]
 
 
+def test_a_step_drops_nothing_unless_told_to():
+    program = Program(1, (Step("a", False, 0, (0,), (1,)),), (0, 1))
+    assert run(program, [lambda value: (value,)], ["zero"]) == ["zero", "zero"]
+
+
 def test_run_refuses_to_read_what_was_dropped():
     early = Program(1, (step("a", (0,), (1,), drops=(0,)),), (0,))
     with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""`fngraph.core.dispatch` and `lookup`: examples; test_dispatch_properties.py has the laws."""
+"""`fngraph.core.dispatch`, `lookup`, `arrange`: examples; laws: test_dispatch_properties.py."""
 
 import sys
 from itertools import product

@@ -7,6 +7,7 @@ import pytest
 
 from fngraph.core import Buffer, Dim, buffer, key_sizes, plan_buffers
 from fngraph.core.buffers import ITEMSIZE, parse_dims
+from fngraph.core.where import short_path, user_line
 from fngraph.errors import FieldError
 
 
@@ -83,6 +84,12 @@ def test_a_dim_holds_nothing_but_arithmetic(text):
 
 def test_no_builtin_is_in_reach_of_a_dim():
     assert refused(Dim("open")).startswith("dim 'open' needs a size for 'open'; known: []")
+
+
+def test_a_dim_that_fails_points_at_the_users_line():
+    with pytest.raises(ZeroDivisionError) as info:
+        Dim("T // R")(T=1, R=0)
+    assert user_line(info.tb).startswith(f"{short_path(__file__)}:")
 
 
 @pytest.mark.parametrize(

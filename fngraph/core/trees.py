@@ -12,7 +12,7 @@ from typing import Any
 from fngraph.core.struct import NAMESPACE
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _optree() -> Any:
     import optree
 

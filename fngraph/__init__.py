@@ -21,7 +21,7 @@ _EXPORTS = {
     # the transform and its stages
     "graphify": "graphify",
     "encode": "encoder", "encoder_limits": "encoder",
-    "like": "stages",
+    "block": "fx.block", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",
 }  # fmt: skip

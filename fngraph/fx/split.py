@@ -95,8 +95,10 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
         else:
             writes = [n for n in nodes if n in needed]
             piece, reads = _piece(graph, nodes, writes)
-            part = shared.setdefault(piece.key, piece)
-            name, key = "piece", piece.key
+            name, key = "piece", _structure(graph, piece)
+            if key not in shared:
+                shared[key] = Piece(fx.GraphModule({}, piece), key)
+            part = shared[key]
         for node in writes:
             slots[node] = len(slots)
         index = sum(s.name.startswith(name + " ") for s in steps)
@@ -184,8 +186,8 @@ def _cut(graph: Graph, node: fx.Node) -> Cut:
 
 def _piece(
     graph: Graph, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]
-) -> tuple[Piece, list[fx.Node]]:
-    """The piece as a graph of its own, and the outer nodes that it reads, in argument order."""
+) -> tuple[fx.Graph, list[fx.Node]]:
+    """A piece as a graph of its own, and the outer nodes that it reads, in argument order."""
     inside = set(nodes)
     reads = list(
         dict.fromkeys(
@@ -220,7 +222,7 @@ def _piece(
         names[node] = copy
     new.output(tuple(names[n] for n in writes))
     new.lint()
-    return Piece(fx.GraphModule({}, new), _structure(graph, new)), reads
+    return new, reads
 
 
 def _emit(expr: Any, env: dict[Any, fx.Proxy], asked: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""A stamp: the graph nodes that a call of a body left, to be left again for a call that is alike."""
+"""A stamp: the graph nodes that one call of a body left, to be left again for one that is alike."""
 
 from __future__ import annotations
 

@@ -217,12 +217,13 @@ def test_layers_of_two_kinds_are_traced_once_each():
         torch.rand(8, 8).t(),
         torch.rand(8, 8).double(),
         torch.rand(8, 16)[:, ::2],
+        torch.randint(3, (8, 8), dtype=torch.int32),
         torch.rand(8, 8),
     ]
     given = {"embed": torch.rand(toys.V, 8), "w": kinds + kinds}
     old = state(len(given["w"]))
     model = stack(body, of=lambda i, x, p, s, b: (x, p["w"][i], s[i]))
-    check(model, 4, given, old)
+    check(model, 5, given, old)
 
 
 def test_layers_that_share_a_leaf():
@@ -487,13 +488,15 @@ def test_ambient_state_is_seen():
                     x, _ = layer(x, p["w"][2], s[1])
                 finally:
                     torch.set_default_dtype(torch.float32)
-                with torch.no_grad():
+                with torch.set_grad_enabled(not torch.is_grad_enabled()):
                     x, _ = layer(x, p["w"][3], s[3])
+                with torch.device("cpu"):  # a function mode of torch's, another one each time
+                    x, _ = layer(x, p["w"][4], s[4])
             return x, s
 
         return forward
 
-    check(model, 4 if not torch.is_grad_enabled() else 5)
+    check(model, 5 + 2)
 
 
 def test_a_function_mode_of_the_users():
@@ -526,6 +529,41 @@ def test_a_function_mode_of_the_users():
     check(model, L)
 
 
+@fg.struct
+class Scaled:
+    """A tensor, and a number that is part of its structure."""
+
+    w: Tensor
+    by: Any = fg.static()
+
+
+def test_static_fields_are_seen():
+    """1 and 1.0 are equal, and make a difference: of whole numbers, one makes floats."""
+
+    def body(x: Tensor, scaled: Scaled) -> Any:
+        RUNS.append("")
+        return x + (torch.arange(toys.E) * scaled.by / 2 + scaled.w), scaled.w * 1
+
+    model = stack(body, of=lambda i, x, p, s, b: (x, Scaled(p["b"][i], (1, 1.0, 2, 1, 1.0)[i])))
+
+    def forward_of(mark: Any) -> Any:
+        forward = model(mark)
+        return lambda p, s, b: (forward(p, s, b), s)
+
+    check(forward_of, 3)
+
+
+def test_a_literal_that_is_passed_on_is_looked_at():
+    """Its values are known to a trace, which may go another way for them."""
+
+    def body(x: Tensor, lit: Tensor, s: Tensor) -> Any:
+        RUNS.append("")
+        return x * (3 if torch.allclose(lit, torch.tensor([2.0])) else 1) + lit, s
+
+    model = stack(body, of=lambda i, x, p, s, b: (x, torch.tensor([float(i)]), s[i]))
+    check(model, L)
+
+
 # --- transforms -----------------------------------------------------------------------------------
 
 
@@ -549,11 +587,12 @@ def test_inside_a_transform_the_body_is_traced_each_time():
             grads = torch.func.grad(loss)(p["w"][:3])  # three times
             rows = torch.func.vmap(body)(p["embed"][None], p["w"][0][None])[0]  # once
             slope = torch.func.jvp(loss, (p["w"][:2],), (p["w"][2:4],))[1]  # twice
-            return (x + 1, grads, rows + slope), s
+            inside = torch.func.vmap(lambda row: row + body(p["embed"], p["w"][1]))  # once
+            return (x + 1, grads, rows + slope, inside(p["embed"])), s
 
         return forward
 
-    check(model, 7)
+    check(model, 8)
 
 
 def test_recorded_gradients():
@@ -573,13 +612,13 @@ def test_recorded_gradients():
         def forward(p: Any, s: Any, b: Any) -> Any:
             with torch.enable_grad():
                 first, second = makes(p["w"][0]), makes(p["w"][1])
-                x = body(body(p["embed"], first), second)
+                x = body(body(body(p["embed"], p["w"][2]), first), second)
                 grads = torch.autograd.grad((x**2).sum(), [first, second])
             return [grad * 1 for grad in grads], s
 
         return forward
 
-    check(model, 4)
+    check(model, 5)
 
 
 # --- errors and guards ----------------------------------------------------------------------------

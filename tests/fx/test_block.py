@@ -257,10 +257,25 @@ def test_arguments_in_another_place():
             (s[2], s[2]),
             (s[0][:2], s[0][:2]),
             (s[4][:2], s[4][:2]),  # which are views of the next argument
+            (s[5], s[5].view(s[5].shape)),
+            (s[6].view(s[6].shape), s[6]),
         ]
         return x, *pairs[i], s[i]
 
-    check(stack(body, of=arguments), 4)
+    check(stack(body, of=arguments), 6, params(), state(7))
+
+
+def test_views_that_begin_elsewhere():
+    def body(x: Tensor, part: Tensor) -> Any:
+        RUNS.append("")
+        part.view(-1).add_(1)
+        return x + part.sum(), part
+
+    def model(mark: Any) -> Any:
+        forward = stack(body, of=lambda i, x, p, s, b: (x, s[i][i % 2 :][:2]))(mark)
+        return lambda p, s, b: (forward(p, s, b)[0], s)
+
+    check(model, 2)
 
 
 def test_views_and_inputs_come_back():
@@ -440,6 +455,12 @@ def test_a_body_that_changes_its_arguments_is_traced_each_time():
             return x * 2 + w
 
         @mark
+        def swaps(x: Tensor, pair: list[Tensor]) -> Tensor:
+            RUNS.append("")
+            pair.reverse()
+            return x + pair[0]
+
+        @mark
         def reshapes(x: Tensor) -> Tensor:
             RUNS.append("")
             x.unsqueeze_(0)
@@ -459,12 +480,14 @@ def test_a_body_that_changes_its_arguments_is_traced_each_time():
                 x = appends(x, kept, {})
                 seen = {"x": p["embed"]}
                 x = renames(x, p["b"][i], seen) + seen["x"]
+                pair = [p["b"][0], p["b"][1]]
+                x = swaps(x, pair) * pair[0]
                 x = counts(reshapes(x * 1))
             return (x + sum(kept), kept), s
 
         return forward
 
-    check(model, 4 * L)
+    check(model, 5 * L)
 
 
 def test_ambient_state_is_seen():
@@ -564,6 +587,53 @@ def test_a_literal_that_is_passed_on_is_looked_at():
     check(model, L)
 
 
+def test_a_literal_that_comes_back():
+    """The caller may ask for its values, which a copy of the nodes would not know."""
+
+    def model(mark: Any) -> Any:
+        @mark
+        def body(x: Tensor) -> Any:
+            RUNS.append("")
+            return x * 2, torch.tensor([2.0])
+
+        def forward(p: Any, s: Any, b: Any) -> Any:
+            x = p["embed"][b.token_ids]
+            for _ in range(L):
+                x, two = body(x)
+                x = x + (1 if torch.allclose(two, torch.tensor([2.0])) else 0)
+            return x, s
+
+        return forward
+
+    check(model, L)
+
+
+HANDED_OVER: list[Tensor] = []
+
+
+def test_tensors_that_arrive_behind_the_arguments():
+    """Globals are not looked at, but a tensor that is no argument shows in the graph."""
+
+    def body(x: Tensor) -> Tensor:
+        RUNS.append("")
+        return x + HANDED_OVER[-1]
+
+    def model(mark: Any) -> Any:
+        layer = mark(body)
+
+        def forward(p: Any, s: Any, b: Any) -> Any:
+            x = p["embed"][b.token_ids]
+            for i in range(L):
+                HANDED_OVER.append(p["b"][i])
+                x = layer(x)
+            HANDED_OVER.clear()
+            return x, s
+
+        return forward
+
+    check(model, L)
+
+
 # --- transforms -----------------------------------------------------------------------------------
 
 
@@ -612,7 +682,7 @@ def test_recorded_gradients():
         def forward(p: Any, s: Any, b: Any) -> Any:
             with torch.enable_grad():
                 first, second = makes(p["w"][0]), makes(p["w"][1])
-                x = body(body(body(p["embed"], p["w"][2]), first), second)
+                x = body(body(body(p["embed"] * 1, p["w"][2].clone()), first), second)
                 grads = torch.autograd.grad((x**2).sum(), [first, second])
             return [grad * 1 for grad in grads], s
 

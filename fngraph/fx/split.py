@@ -208,7 +208,8 @@ def _piece(
             return names[arg]
         expr = arg.meta["val"].node.expr
         if expr not in sizes:
-            sizes[expr] = _emit(expr, env, arg)
+            where = node.meta.get("stack_trace", "forward")
+            sizes[expr] = _emit(expr, env, f"{where}: the size {graph.text(arg.meta['val'])}")
         return sizes[expr]
 
     for node in nodes:
@@ -225,7 +226,7 @@ def _piece(
     return new, reads
 
 
-def _emit(expr: Any, env: dict[Any, fx.Proxy], asked: fx.Node) -> Any:
+def _emit(expr: Any, env: dict[Any, fx.Proxy], what: str) -> Any:
     """A size as arithmetic over the piece's T and R, or as a number.
 
     Raises:
@@ -234,10 +235,9 @@ def _emit(expr: Any, env: dict[Any, fx.Proxy], asked: fx.Node) -> Any:
     try:
         value = sympy_interp(PythonReferenceAnalysis, env, expr)
     except Exception as error:  # sympy's or fx's own, from deep inside
-        line = asked.meta.get("stack_trace", "forward")
         raise BranchError(
-            f"{line}: the size {expr} is computed in floats or by a function, which a graph "
-            "cannot recompute. Compute it on the device, from a tensor, or stay with ints"
+            f"{what} is computed in floats or by a function, which a graph cannot recompute. "
+            "Compute it on the device, from a tensor, or stay with ints"
         ) from error
     return value.node if isinstance(value, fx.Proxy) else value
 

@@ -608,6 +608,38 @@ def test_a_literal_that_comes_back():
     check(model, L)
 
 
+class Box:
+    """An object that is no tree, and is not equal to another."""
+
+    value: Any = None
+
+
+def test_what_comes_back_with_a_state_is_made_each_time():
+    def model(mark: Any) -> Any:
+        @mark
+        def boxed(x: Tensor) -> Any:
+            RUNS.append("")
+            box = Box()
+            box.value = x * 2
+            return box
+
+        @mark
+        def in_a_set(x: Tensor) -> Any:
+            RUNS.append("")
+            return x * 2, {1}
+
+        def forward(p: Any, s: Any, b: Any) -> Any:
+            x = p["embed"][b.token_ids]
+            for _ in range(L):
+                x, found = in_a_set(boxed(x).value)
+                found.add(2)
+            return x, s
+
+        return forward
+
+    check(model, 2 * L)
+
+
 HANDED_OVER: list[Tensor] = []
 
 

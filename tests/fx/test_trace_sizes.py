@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import fngraph as fg
+from fngraph.errors import BranchError
 from models import llama
 
 LIMITS = fg.Limits(max_tokens=32, max_reqs=16, B=toys.B)
@@ -195,6 +197,52 @@ def test_one_trace_runs_every_size(modes: str, first: tuple[int, int]):
                 got[name], want[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )
     assert calls == ["traced"]
+
+
+# --- sizes as numbers -----------------------------------------------------------------------------
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {  # which a graph would freeze
+    "torch.tensor of an int": lambda x: x + torch.tensor(x.shape[0]),
+    "torch.tensor of a float": lambda x: x + torch.tensor([x.shape[0] * 1.0]),
+    "new_tensor": lambda x: x + x.new_tensor([x.shape[0] / 3]),
+    "as_tensor": lambda x: x + torch.as_tensor(x.shape[0] / 3),
+    "eps": lambda x: F.layer_norm(x, (toys.E,), eps=x.shape[0] * 1e-5),
+    "scale": lambda x: F.scaled_dot_product_attention(x, x, x, scale=1 / x.shape[0]),
+    "math": lambda x: x * math.sqrt(x.shape[0]),
+    "a Python list": lambda x: x * list(range(100))[x.shape[0]],
+}
+
+
+def hidden_forward(fn: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """`fn` of the hidden states."""
+    return lambda p, s, b: (fn(p["embed"][b.token_ids]), s)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_size_that_becomes_a_number_is_refused(name: str):
+    made = fg.graphify(hidden_forward(NUMBERS[name]), donate="s", stage="b", limits=LIMITS)
+    with pytest.raises(BranchError, match=r"test_trace_sizes\.py:\d+: .*fixes the num"):
+        made.trace(weights(), {}, batch=toys.batch(2))
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        lambda T: torch.sym_int(torch.sym_sqrt(T)),
+        lambda T: math.ceil(T / 2),
+        lambda T: math.floor(T**0.5),
+    ],
+    ids=["root", "half", "power"],
+)
+def test_a_size_by_way_of_a_float_is_refused_with_the_line(size: Any):
+    """A piece makes its sizes anew, with Python's operators on ints."""
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        return p["w"].new_zeros(size(b.token_ids.shape[0])).sum(), s
+
+    made = fg.graphify(forward, donate="s", stage="b", limits=LIMITS)
+    with pytest.raises(BranchError, match=r"test_trace_sizes\.py:\d+: .*\bT\b.*computed in floats"):
+        made.trace(weights(), {}, batch=toys.batch(2)).split()
 
 
 # --- the model ------------------------------------------------------------------------------------

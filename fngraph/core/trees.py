@@ -19,9 +19,9 @@ def _optree() -> Any:
     return optree
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure. `None` is structure, not a leaf."""
-    return _optree().tree_flatten(tree, namespace=NAMESPACE)
+def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], Any]:
+    """Leaves and structure. `None` is structure, not a leaf; what `is_leaf` accepts is one."""
+    return _optree().tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def unflatten(treedef: Any, leaves: Any) -> Any:

@@ -21,6 +21,7 @@ _EXPORTS = {
     # the transform and its stages
     "graphify": "graphify",
     "encode": "encoder", "encoder_limits": "encoder",
+    "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
     "like": "stages",
     "block": "fx.block", "like": "stages",

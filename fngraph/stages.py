@@ -82,6 +82,7 @@ class Options:
 
 def like(tree: Any) -> Any:
     """The same tree with shapes, dtypes and devices in place of memory, for `trace`."""
+    trees.register_dataclasses(tree)
     return trees.map_leaves(TensorSpec.of, tree)
 
 
@@ -121,6 +122,15 @@ class Traced:
         """Tensors made from literals inside `forward`: hoisted, frozen."""
         return self.graph.constants
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why anything is not as it was asked for: primitives that are no cuts."""
+        return tuple(
+            f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
+            "its plain torch ops are captured, there is no cut, and no backend is asked"
+            for name, line in self.graph.inlined
+        )
+
     def split(self) -> Split:
         """Cut at every primitive; equal pieces become one."""
         returned = set(self.returns.values())
@@ -136,7 +146,8 @@ class Traced:
         ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)
         how = [row.how for row in self.donation.rows]
         donated = ", ".join(f"{how.count(h)} {h}" for h in dict.fromkeys(how)) or "none"
-        return f"Traced({self.signature!r}, {ops} ops, donated: {donated})"
+        inlined = "".join(f", {name} inlined at {line}" for name, line in self.graph.inlined)
+        return f"Traced({self.signature!r}, {ops} ops, donated: {donated}{inlined})"
 
 
 def trace_function(
@@ -150,6 +161,7 @@ def trace_function(
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
         with torch.set_grad_enabled(ambient.grad), unchanged(args.device.type):
             result = args.signature.call(args.unflatten(leaves))
+        trees.register_dataclasses(result)
         outputs, found["tree"] = trees.flatten(result)
         return outputs
 
@@ -311,7 +323,7 @@ class Lowered:
     @property
     def notes(self) -> tuple[str, ...]:
         """Why anything is not as it was asked for."""
-        return self.resolution.reasons
+        return self.resolution.reasons + self.split.traced.notes
 
     def compile(self) -> Compiled:
         """One callable for each distinct piece."""

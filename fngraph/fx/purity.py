@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from fngraph.core.where import user_line
 from fngraph.errors import ClosureError, HostSyncError, MutationError, OperatorError, RandomError
 from fngraph.fx.leaves import Leaf, Role, storage_key
+from fngraph.fx.sizes import refuse_transform
 
 aten = torch.ops.aten
 _LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor([1., 2.])
@@ -69,8 +70,11 @@ class PurityMode(TorchDispatchMode):
             raise RandomError(
                 f"{line}: forward draws from a global random number generator ({func}), which a "
                 "graph would not repeat as eager does. Pass the numbers in as an argument, "
-                "or derive them from a key: hash the positions with integer arithmetic"
+                "or derive them from a key: hash the positions with integer arithmetic. Dropout in "
+                "a module is switched off with module.eval()"
             )
+        if func is aten.size.default and not isinstance(args[0], FakeTensor):
+            refuse_transform(line)  # asked of a tensor with a tangent, in C++
         if func not in _LITERALS:
             self._check_closures(line, args, kwargs)
         self._check_writes(line, func, args, kwargs)
@@ -117,6 +121,13 @@ class PurityMode(TorchDispatchMode):
         roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))
         quoted = [f'"{root}"' for root in roots]
         return quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced right now."""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        isinstance(mode, PurityMode) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:

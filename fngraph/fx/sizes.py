@@ -11,10 +11,12 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import sympy
 from torch._dynamo.source import ConstantSource
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fngraph.core import Limits
@@ -118,9 +120,10 @@ class Sizes(ShapeEnv):
         return answer
 
     def check_fixed(self, line: str) -> None:
-        """Raise `BranchError` if torch itself has fixed T or R (iteration, jvp, hessian do)."""
+        """Raise `BranchError` if torch itself has fixed T or R (iteration does, and some jvps)."""
         for symbol, value in self.replacements.items():
             if symbol in self.symbols:
+                refuse_transform(line)
                 refuse_fixed(sympy.Symbol(self.symbols[symbol]), value, line)
 
 
@@ -137,6 +140,31 @@ def refuse_fixed(expr: Any, value: Any, line: str) -> None:
         "torch.arange(x.shape[0], device=x.device); where a formula needs the count, take it from "
         "the device: batch.query_start_loc[-1]"
     )
+
+
+def refuse_transform(line: str) -> None:
+    """Raise if it is within jvp or vmap that a size became a number: torch's rules do that.
+
+    Raises:
+        BranchError: inside of one of them.
+    """
+    if forward_ad._current_level >= 0:
+        raise BranchError(
+            f"{line}: torch's forward-mode derivative (torch.func.jvp, jacfwd, hessian) of an op "
+            "here fixes the number of tokens or requests. Take it in reverse mode: "
+            "torch.func.jacrev for jacfwd, and for jvp(f, (x,), (t,)): pull = torch.func.vjp(f, "
+            "x)[1]; torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(f(x)))[1](t)[0]"
+        )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_flat_vmap":
+        frame = frame.f_back
+    if frame is not None:
+        raise BranchError(
+            f"{line}: torch's batching rule (torch.func.vmap, jacrev) of an op here fixes the "
+            "number of tokens or requests. Loop over the samples if they are few, "
+            "torch.stack([f(x) for x in xs]); or stage a plain tuple or dict of tensors in place "
+            "of an fg.struct: its exact shapes are the key then, and no size is symbolic"
+        )
 
 
 def lettered(expr: Any, symbols: Mapping[Any, str]) -> Any:

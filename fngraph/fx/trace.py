@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -29,6 +30,7 @@ from fngraph.fx.leaves import Leaf, storage_key
 from fngraph.fx.outputs import check_owned, check_values
 from fngraph.fx.purity import PurityMode, visible_tensors
 from fngraph.fx.sizes import Guard, Sizes, lettered
+from fngraph.fx.tangents import symbolic_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +42,15 @@ class Graph:
         symbols: sympy symbol to letter, {s0: "T", s1: "R"}.
         constants: tensors made from literals inside the function, by node name, in order.
         guards: what the trace assumed of T and R.
+        inlined: (name, user's line) of each primitive that a gradient or a transform went through,
+            so that its plain ops are in the graph; see `fngraph.ops.transforms`.
     """
 
     gm: fx.GraphModule
     symbols: dict[Any, str]
     constants: dict[str, torch.Tensor]
     guards: tuple[Guard, ...]
+    inlined: tuple[tuple[str, str], ...]
 
     def text(self, size: Any) -> str:
         """A fake tensor's size in T and R, as sympy prints it."""
@@ -117,18 +122,26 @@ def trace(
             check_values(outputs, paths(found["tree"], "output"))
         return outputs
 
-    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta():
-        with enable_python_dispatcher(), _no_python_random():
+    # what is under torch.compile is traced as the function that it was made from
+    nested = dynamo_config.patch(error_on_nested_fx_trace=False)
+    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), nested:
+        with enable_python_dispatcher(), symbolic_zeros(), _no_python_random():
             # the dispatcher, because F.pad with a symbolic size crashes without
             try:
                 gm = make_fx(traced)(*fakes)
             except Exception as error:
                 raise _explained(error, sizes) from None
     sizes.check_fixed("forward")
-    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(sizes.guards_asked))
+    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(sizes.guards_asked), _inlined(gm))
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     check_owned(output.args[0], paths(found["tree"], "output"), owners)
     return graph
+
+
+def _inlined(gm: fx.GraphModule) -> tuple[tuple[str, str], ...]:
+    metas = [node.meta for node in gm.graph.nodes]
+    marked = [(meta.get("custom", {}).get("inlined"), meta.get("stack_trace")) for meta in metas]
+    return tuple(dict.fromkeys((name, line) for name, line in marked if name and line))
 
 
 def _explained(error: Exception, sizes: Sizes) -> Exception:

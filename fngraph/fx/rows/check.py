@@ -20,7 +20,7 @@ from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, storage_key
 from fngraph.fx.purity import written
 from fngraph.fx.rows.indices import WINDOW
-from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor
+from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor, moving_dims
 from fngraph.fx.rows.table import rule
 
 _TRUSTED = "fngraph.trust_rows"
@@ -74,11 +74,13 @@ def _leaf(leaf: Leaf) -> Rows:
     if leaf.buffer is None or leaf.buffer.pad == "stride":
         return Rows({} if leaf.buffer is None else {0: RISING})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
-    names_a_row = leaf.buffer.pad_given and bool(pad >= 0)
+    names_a_row = leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0
     return Rows({0: pad}, unsaid=None if names_a_row else leaf.path)
 
 
 def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
+    if node.meta.get("custom", {}).get("inlined") and is_tensor(node):
+        return Rows({dim: torch.tensor(0) for dim in moving_dims(node)})  # a primitive's own ops
     read = [] if _reads_shape_alone(node) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
     if mixed is not None and not node.meta.get("custom", {}).get(_TRUSTED):

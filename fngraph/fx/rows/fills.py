@@ -133,6 +133,8 @@ def _decided(call: Call, known: dict[Any, Any]) -> Fill | None:
     if name in ("copy", "fill"):  # what was there before does not matter
         source = of(args["src"] if name == "copy" else args["value"])
         return source.to(dtype) if isinstance(source, torch.Tensor) else source
+    if name.endswith("_backward") and is_all(of(args.get("grad_output")), 0):
+        return torch.zeros((), dtype=dtype)
     if (name == "mul" and among(0)) or (name == "div" and is_all(of(args["self"]), 0)):
         return torch.zeros((), dtype=dtype)
     if name in ("bitwise_and", "logical_and") and among(0):

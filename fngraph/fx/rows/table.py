@@ -49,6 +49,8 @@ _RULES: dict[str, Callable[[Call], Rows]] = {
         views.cut: "slice select narrow",
         made.parts: "split split_with_sizes unbind chunk",
         made.join: "cat stack",
+        made.embedded: "slice_backward select_backward",
+        made.diagonal: "diagonal",
         made.pad: "constant_pad_nd",
         made.filled: """zeros ones full empty arange zeros_like ones_like full_like empty_like
             new_zeros new_ones new_full new_empty empty_strided new_empty_strided eye""",

@@ -19,7 +19,6 @@ from fngraph.core import Dim
 from fngraph.core.program import Program, Step, with_drops
 from fngraph.errors import BranchError
 from fngraph.fx.leaves import storage_key
-from fngraph.fx.outputs import check_rows
 from fngraph.fx.trace import Graph
 
 
@@ -111,8 +110,6 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
         parts.append(part)
     program = Program(len(inputs), tuple(steps), tuple(slots[n] for n in results))
     dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
-    for node, sizes_of, i in zip(results, dims, outputs):
-        check_rows(node, sizes_of, f"output leaf {i}", graph.dim)
     dtypes = tuple(n.meta["val"].dtype for n in results)
     owned = {storage_key(n.meta["val"]) for n in inputs}
     aliased = []

@@ -162,16 +162,14 @@ def cut(call: Call) -> Rows:
             f"takes a slice that begins at {call.text(start.meta['val'])}, which in a key is the "
             "padded number of rows. Slice by an index tensor: x[indices]"
         )
-    if call.name != "select" and dim in moving_dims(
-        call.node
-    ):  # the first T elements of memory that has more
-        return Rows(window=True)
+    if call.name != "select" and dim in moving_dims(call.node):
+        return Rows(window=True)  # the first T elements of memory that has more
     return carried(call, x, dict(zip(kept, moving_dims(call.node))))
 
 
 def ends_early(call: Call, x: Any, dim: int) -> bool:
     """Whether a slice along T or R leaves off true rows, as x[:-1] and x[:R] do."""
-    end = call.args.get("end")
+    end: Any = call.args.get("end")
     if call.name == "narrow":
         end = call.args["length"]
     if is_moving(end):

@@ -325,7 +325,9 @@ def bind_and_allocate(
     static = allocate(lowered.plan, made.device)
     pieces = lowered.split.pieces
     buffers = tuple(
-        torch.zeros([d(**lowered.plan.sizes) for d in dims], dtype=dtype, device=made.device)
+        torch.zeros(
+            [max(d(**lowered.plan.sizes), 0) for d in dims], dtype=dtype, device=made.device
+        )
         for dims, dtype in zip(pieces.output_dims, pieces.output_dtypes)
     )
     traced = lowered.split.traced

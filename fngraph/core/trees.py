@@ -13,16 +13,16 @@ from typing import Any
 from fngraph.core.struct import NAMESPACE
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _optree() -> Any:
     import optree
 
     return optree
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure. `None` is structure, not a leaf."""
-    return _optree().tree_flatten(tree, namespace=NAMESPACE)
+def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], Any]:
+    """Leaves and structure. `None` is structure, not a leaf; what `is_leaf` accepts is one."""
+    return _optree().tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def register_dataclasses(tree: Any) -> bool:

@@ -45,6 +45,7 @@ class PurityMode(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.owners, self.names, self.check_sizes = owners, names, check_sizes
+        self.blocks: dict[Any, Any] = {}  # key of a call to what it left; see `fngraph.fx.block`
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -107,10 +107,12 @@ class Sizes(ShapeEnv):
             BranchError: the user's Python asks something that not every batch answers alike.
         """
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if getattr(orig_expr, "free_symbols", None) and _asked_outside_torch():
+        # whoever asks for a float, the graph keeps the number: torch.tensor(x.shape[0] / 2)
+        fixed = isinstance(answer, float | sympy.Float)
+        if getattr(orig_expr, "free_symbols", None) and (fixed or _asked_outside_torch()):
             expr = lettered(orig_expr, self.symbols)
             if not isinstance(answer, bool | sympy.logic.boolalg.BooleanAtom):
-                refuse_fixed(expr, answer, user_line())
+                refuse_fixed(expr, float(answer) if fixed else answer, user_line())
             guard = Guard(expr if answer else sympy.Not(expr), user_line())
             if guard not in self.guards_asked:
                 guard.check(self.limits)
@@ -134,7 +136,9 @@ def refuse_fixed(expr: Any, value: Any, line: str) -> None:
     nouns = " and ".join(_NOUNS.get(s.name, s.name) for s in expr.free_symbols)
     raise BranchError(
         f"{line}: forward fixes the number of {nouns} at {expr} = {value} (int(x.shape[0]), "
-        "range(x.shape[0]), ...). Keep sizes symbolic: torch.arange(x.shape[0], device=x.device)"
+        "range(x.shape[0]), torch.tensor(x.shape[0] / 2), ...). Keep sizes symbolic: "
+        "torch.arange(x.shape[0], device=x.device); where a formula needs the count, take it from "
+        "the device: batch.query_start_loc[-1]"
     )
 
 

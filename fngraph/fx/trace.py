@@ -26,6 +26,7 @@ from fngraph.core.trees import paths
 from fngraph.core.where import user_line
 from fngraph.errors import FnGraphError, HostSyncError, RandomError
 from fngraph.fx.constants import hoist
+from fngraph.fx.implied import implied
 from fngraph.fx.leaves import Leaf, storage_key
 from fngraph.fx.outputs import check_owned, check_values
 from fngraph.fx.purity import PurityMode, visible_tensors
@@ -132,7 +133,9 @@ def trace(
             except Exception as error:
                 raise _explained(error, sizes) from None
     sizes.check_fixed("forward")
-    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(sizes.guards_asked), _inlined(gm))
+    guards = dict.fromkeys((*sizes.guards_asked, *implied(gm, sizes.symbols)))
+    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(guards), _inlined(gm))
+    graph.check_limits(limits)
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     check_owned(output.args[0], paths(found["tree"], "output"), owners)
     return graph

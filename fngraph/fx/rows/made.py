@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fngraph.fx.rows.fills import constant, is_all
+from fngraph.fx.rows.fills import constant, is_all, refuse_counts
 from fngraph.fx.rows.state import (
     BEYOND,
     Call,
@@ -32,11 +32,12 @@ def parts(call: Call) -> Rows:
     sizes = call.args.get("split_sizes") or ()
     if dim in moving_dims(x) and (not sizes or any(map(is_moving, sizes[:-1]))):
         raise Mixes(f"splits {call.dim(x, dim)} into parts that begin where padding decides")
-    if not call.name.startswith("split"):
-        return Rows()
-    known = call.rows(x).fills.items()
-    one = {d: f for d, f in known if isinstance(f, torch.Tensor) and f.numel() == 1}
-    return Rows({d: f.reshape(()) for d, f in one.items()})
+    if dim not in moving_dims(x):
+        refuse_counts(call)
+    state = call.rows(x)
+    one = {d: f for d, f in state.fills.items() if isinstance(f, torch.Tensor) and f.numel() == 1}
+    fills = {d: f.reshape(()) for d, f in one.items() if call.name.startswith("split")}
+    return Rows(fills, said=state.said, unsaid=state.unsaid, window=state.window)
 
 
 def join(call: Call) -> Rows:
@@ -89,8 +90,8 @@ def pad(call: Call) -> Rows:
     rank = x.meta["val"].dim()
     for k in range(len(amounts) // 2):
         before, behind = amounts[2 * k], amounts[2 * k + 1]
-        fixed = not is_moving(before) and not is_moving(behind) and behind <= 0
-        if rank - 1 - k in moving_dims(x) and not fixed:
+        moves = rank - 1 - k in moving_dims(x)
+        if is_moving(before) or (moves and (is_moving(behind) or behind > 0)):
             raise Mixes(
                 f"pads {call.dim(x, rank - 1 - k)} rows at their end, where a key has padding of "
                 "its own already. Pad in front, or outside forward"

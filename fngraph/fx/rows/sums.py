@@ -56,6 +56,8 @@ def _adds_nothing(call: Call, x: Any, fill: Any) -> bool:
     neutral = NEUTRAL[call.name]
     if "norm" in call.name and not (call.args.get("ord", call.args.get("p")) or 0) >= 0:
         return False  # of the least elements
+    if x.meta["val"].dtype is torch.bool and ("softmax" in call.name or "exp" in call.name):
+        return False  # of False it takes exp(0)
     if is_all(fill, _limit(neutral, x.meta["val"].dtype)):
         return True
     if call.name.endswith("softmax"):
@@ -109,7 +111,7 @@ def never(call: Call) -> Rows:
     over = call.args.get("dims", None)
     if over is None or (over == [] and call.name == "roll"):  # rolls all elements
         over = _dims(call)
-    over = [d % x.meta["val"].dim() for d in over]
+    over = [d % max(x.meta["val"].dim(), 1) for d in over]
     for d in set(moving_dims(x)) & set(over):
         fix = (
             "Divide the sum of the true rows by their number: valid = batch.slot >= 0; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +105,7 @@ def padded(b: Batch) -> list[Tensor]:
 
 
 def verdict(steps: Any) -> str:
-    """How a program fares: "invalid", "refused", "equal", "loud" (NaN, an error), or what differs."""
+    """How a program fares: invalid, refused, equal, loud (NaN, an error), or what differs."""
     fn, p = forward(steps), params()
     try:
         wants = [fn(p, {}, batch(*sizes))[0] for sizes in BATCHES]

@@ -99,8 +99,10 @@ def order(call: Call) -> Rows:
     """sort, topk: right if padding comes last."""
     x, args = call.args["self"], call.args
     last = -math.inf if args.get("descending", args.get("largest")) else math.inf
+    dtype = x.meta["val"].dtype
+    tied = dtype is torch.bool and not args.get("stable")  # padding might come among true rows
     for d in set(moving_dims(x)) & set(_dims(call)):
-        if not is_all(call.rows(x).fills.get(d), _limit(last, x.meta["val"].dtype)):
+        if tied or not is_all(call.rows(x).fills.get(d), _limit(last, dtype)):
             return never(call)
     return Rows()
 

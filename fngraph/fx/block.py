@@ -16,7 +16,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fngraph.fx.calls import call_of
+from fngraph.fx.call_keys import call_of
 from fngraph.fx.purity import PurityMode
 from fngraph.fx.stamp import stamp_of
 

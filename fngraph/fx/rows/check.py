@@ -62,6 +62,7 @@ def _run(
     text: Callable[[Any], str],
 ) -> dict[fx.Node, Rows | Mixed]:
     states: dict[fx.Node, Rows | Mixed] = {}
+    views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = iter(leaves)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -73,8 +74,10 @@ def _run(
         else:
             break
         states[node] = state = _bounded(node, states)
+        if is_tensor(node):
+            views.setdefault(storage_key(node.meta["val"]), []).append(node)
         for target in _written(node):
-            _rewrite(target, state, states)
+            _rewrite(target, state, states, views[storage_key(target.meta["val"])])
     return states
 
 
@@ -172,11 +175,13 @@ def _written(node: fx.Node) -> Iterable[fx.Node]:
     return written(node.target, node.args, node.kwargs)
 
 
-def _rewrite(target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any]) -> None:
+def _rewrite(
+    target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any], views: Iterable[fx.Node]
+) -> None:
     """After a write: every view of the memory has padding in it, or padding that is not known."""
-    place = storage_key(target.meta["val"])
-    for node, known in states.items():
-        if node is not target and is_tensor(node) and storage_key(node.meta["val"]) == place:
+    for node in views:
+        if node is not target:
+            known = states[node]
             forget = isinstance(known, Rows) and known.fills
             states[node] = state if isinstance(state, Mixed) else (
                 dataclasses.replace(known, fills={}, value=None) if forget else known

@@ -20,7 +20,7 @@ E = toys.E
 LIMITS = fg.Limits(max_tokens=24, max_reqs=6)
 BATCHES = ((7, 3, None), (5, 4, None), (3, 2, None), (4, 2, 2), (9, 3, 3))  # T, R, query_len
 KEYS = {None: (16, 6), 2: (12, 6), 3: (18, 6)}
-PROGRAMS = 400
+PROGRAMS = 150
 INVALID = (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError)
 
 
@@ -30,7 +30,7 @@ class Batch:
 
     ids: Tensor = fg.buffer("T", "int64")
     slot: Tensor = fg.buffer("T", "int64", pad=-1)
-    place: Tensor = fg.buffer("T", "int64", pad=0)
+    place: Tensor = fg.buffer("T", "int64")
     x: Tensor = fg.buffer(f"T {E}", "float32")
     lens: Tensor = fg.buffer("R", "int64", pad=0)
     starts: Tensor = fg.buffer("R + 1", "int64", pad="stride")

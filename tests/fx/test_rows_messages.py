@@ -53,8 +53,8 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     "count": (
         lambda x, p, b: x / T_of(b),
         (
-            "computes with T, which in a key is the padded number of rows (div). Count the true ones: "
-            "(batch.slot >= 0).sum(), of a leaf padded with -1"
+            "computes with T, which in a key is the padded number of rows (div). Count the true "
+            "ones: (batch.slot >= 0).sum(), of a leaf padded with -1"
         ),
         lambda x, p, b: x / (b.slot_mapping >= 0).sum(),
     ),
@@ -94,8 +94,8 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     "unknown": (
         lambda x, p, b: torch.cdist(x, x),
         (
-            "of which it is not known whether it keeps rows apart. If row i of its result depends on "
-            "row i alone, say so: fg.trust_rows(result)"
+            "of which it is not known whether it keeps rows apart. If row i of its result depends "
+            "on row i alone, say so: fg.trust_rows(result)"
         ),
         lambda x, p, b: fg.trust_rows(torch.cdist(x, x)),
     ),

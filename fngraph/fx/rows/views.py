@@ -173,7 +173,7 @@ def cut(call: Call) -> Rows:
 
 def ends_early(call: Call, x: Any, dim: int) -> bool:
     """Whether a slice along T or R leaves off true rows, as x[:-1] and x[:R] do."""
-    end = call.args.get("end")
+    end: Any = call.args.get("end")
     if call.name == "narrow":
         end = call.args["length"]
     if is_moving(end):

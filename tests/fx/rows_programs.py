@@ -99,6 +99,8 @@ def shape(r: random.Random, x: Tensor) -> Op:
 
 def mask(r: random.Random, x: Tensor, m: Tensor) -> Op:
     n, d = r.choice([0.0, 1.0, -INF, INF, 2.0]), r.randrange(x.dim() or 1)
+    if not x.dtype.is_floating_point:
+        n = -1  # not a row that it would be right to write to
 
     def spread(x: Tensor, m: Tensor) -> Tensor:
         return m.view(*[1] * d, -1, *[1] * (x.dim() - d - 1))
@@ -135,7 +137,7 @@ OPS: list[tuple[int, Op]] = [
         lambda x, d, k: torch.linalg.vector_norm(x, -INF, d), lambda x, d, k: x.narrow(d, 0, 1),
         lambda x, d, k: x.count_nonzero(d), lambda x, d, k: x.split([1, x.shape[d] - 1], d)[1],
         lambda x, d, k: torch.linalg.vector_norm(x, 1, d), lambda x, d, k: x.renorm(2, d, 1.0),
-        lambda x, d, k: F.glu(x, d), lambda x, d, k: x.argsort(d), lambda x, d, k: x.median(d)[0],
+        lambda x, d, k: F.glu(x, d), lambda x, d, k: x.argsort(d),
     )],
     (1, plain(torch.sum, torch.argmax, torch.amax, lambda x: x.t(), lambda x: x.mT, torch.tril,
               lambda x: x.triu(), lambda x: x.roll(1), lambda x: x.diagonal(), torch.trace,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import toys
 from rows_programs import OPS
@@ -20,7 +21,7 @@ E = toys.E
 LIMITS = fg.Limits(max_tokens=24, max_reqs=6)
 BATCHES = ((7, 3, None), (5, 4, None), (3, 2, None), (4, 2, 2), (9, 3, 3))  # T, R, query_len
 KEYS = {None: (16, 6), 2: (12, 6), 3: (18, 6)}
-PROGRAMS = 400
+PROGRAMS = 150
 INVALID = (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError)
 
 
@@ -30,7 +31,7 @@ class Batch:
 
     ids: Tensor = fg.buffer("T", "int64")
     slot: Tensor = fg.buffer("T", "int64", pad=-1)
-    place: Tensor = fg.buffer("T", "int64", pad=0)
+    place: Tensor = fg.buffer("T", "int64")
     x: Tensor = fg.buffer(f"T {E}", "float32")
     lens: Tensor = fg.buffer("R", "int64", pad=0)
     starts: Tensor = fg.buffer("R + 1", "int64", pad="stride")
@@ -135,6 +136,7 @@ def verdict(steps: Any) -> str:
     return "equal"
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of odd programs
 def test_accepted_programs_keep_their_true_rows() -> None:
     """And both verdicts are common, so that neither is won by default."""
     r, seen = random.Random(0), []

@@ -22,6 +22,7 @@ _EXPORTS = {
     "graphify": "graphify",
     "encode": "encoder", "encoder_limits": "encoder",
     "trust_rows": "fx.rows.check",
+    "check": "check",
     "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",

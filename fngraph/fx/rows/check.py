@@ -18,12 +18,12 @@ from torch import fx
 
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, storage_key
-from fngraph.fx.purity import written
 from fngraph.fx.rows.indices import WINDOW
 from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor
 from fngraph.fx.rows.table import rule
+from fngraph.fx.schemas import written
 
-_TRUSTED = "fngraph.trust_rows"
+TRUSTED = "fngraph.trust_rows"
 
 
 def check_rows(
@@ -32,8 +32,9 @@ def check_rows(
     constants: Mapping[str, torch.Tensor],
     paths: Sequence[str],
     text: Callable[[Any], str],
+    refuse: Callable[[RowsError], None],
 ) -> None:
-    """Raise unless every output keeps its rows.
+    """Refuse outputs that do not keep their rows; each culprit once.
 
     Args:
         paths: of the outputs.
@@ -45,9 +46,11 @@ def check_rows(
     with torch.device("cpu"):
         states = _run(gm, leaves, constants, text)
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    known = set()
     for path, result in zip(paths, output.args[0]):
-        if isinstance(mixed := states[result], Mixed):
-            raise RowsError(_message(mixed, path))
+        if isinstance(mixed := states[result], Mixed) and mixed.node not in known:
+            known.add(mixed.node)
+            refuse(RowsError(_message(mixed, path)))
 
 
 def _run(
@@ -81,7 +84,8 @@ def _leaf(leaf: Leaf) -> Rows:
 def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
     read = [] if _reads_shape_alone(node) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
-    if mixed is not None and not node.meta.get("custom", {}).get(_TRUSTED):
+    trusted = node.meta.get("custom", {}).get(TRUSTED)
+    if mixed is not None and not trusted:
         return mixed
     if node.target is operator.getitem:  # one of several results
         return states[node.args[0]]  # type: ignore[no-any-return,index]
@@ -95,7 +99,7 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | M
             raise Mixes(WINDOW.format(call.name))
         return rule(call)
     except Mixes as error:
-        return Mixed(node, str(error))
+        return Rows() if trusted else Mixed(node, str(error))
 
 
 def _reads_shape_alone(node: fx.Node) -> bool:
@@ -139,5 +143,5 @@ def trust_rows(x: torch.Tensor) -> torch.Tensor:
     For what no rule can see, such as rows sorted by expert and put back in order. Nothing checks
     it: where it is not so, results are wrong with padding.
     """
-    with fx.traceback.annotate({_TRUSTED: True}):
+    with fx.traceback.annotate({TRUSTED: True}):
         return x.view_as(x)

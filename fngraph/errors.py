@@ -107,6 +107,10 @@ class BackendError(FnGraphError, LookupError):
     """An unknown backend, or one that does not support the configuration."""
 
 
+class TransformError(FnGraphError, NotImplementedError):
+    """A gradient or a `torch.func` transform through a primitive that has no rule for it."""
+
+
 class CaptureError(FnGraphError, RuntimeError):
     """A graph that could not be captured. Pool and donated state are as they were before."""
 

@@ -83,6 +83,7 @@ class Options:
 
 def like(tree: Any) -> Any:
     """The same tree with shapes, dtypes and devices in place of memory, for `trace`."""
+    trees.register_dataclasses(tree)
     return trees.map_leaves(TensorSpec.of, tree)
 
 
@@ -122,6 +123,15 @@ class Traced:
         """Tensors made from literals inside `forward`: hoisted, frozen."""
         return self.graph.constants
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why anything is not as it was asked for: primitives that are no cuts."""
+        return tuple(
+            f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
+            "its plain torch ops are captured, there is no cut, and no backend is asked"
+            for name, line in self.graph.inlined
+        )
+
     def split(self) -> Split:
         """Cut at every primitive; equal pieces become one."""
         returned = set(self.returns.values())
@@ -137,7 +147,8 @@ class Traced:
         ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)
         how = [row.how for row in self.donation.rows]
         donated = ", ".join(f"{how.count(h)} {h}" for h in dict.fromkeys(how)) or "none"
-        return f"Traced({self.signature!r}, {ops} ops, donated: {donated})"
+        inlined = "".join(f", {name} inlined at {line}" for name, line in self.graph.inlined)
+        return f"Traced({self.signature!r}, {ops} ops, donated: {donated}{inlined})"
 
 
 def trace_function(
@@ -158,7 +169,9 @@ def trace_function(
             raise refuse.errors[-1]
         with refuse.catching():
             args.check_held(values, leaves)
-        outputs, found["tree"] = trees.flatten(found.pop("result"))
+        result = found.pop("result")
+        trees.register_dataclasses(result)
+        outputs, found["tree"] = trees.flatten(result)
         return outputs
 
     graph = trace(flat_fn, args.leaves, limits, found, refuse)
@@ -320,7 +333,7 @@ class Lowered:
     @property
     def notes(self) -> tuple[str, ...]:
         """Why anything is not as it was asked for."""
-        return self.resolution.reasons
+        return self.resolution.reasons + self.split.traced.notes
 
     def compile(self) -> Compiled:
         """One callable for each distinct piece."""

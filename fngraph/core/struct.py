@@ -126,8 +126,8 @@ def struct(cls: Any) -> Any:
 
     def unflatten(meta: Any, leaves: Any) -> Any:
         new: Any = object.__new__(cls)
-        new.__dict__.update(zip(children, leaves, strict=True))
-        new.__dict__.update(zip(statics, meta, strict=True))
+        new.__dict__.update(zip(children, leaves))
+        new.__dict__.update(zip(statics, meta))
         new.__dict__.update({name: HiddenHostField(name) for name in hosts})
         return new
 

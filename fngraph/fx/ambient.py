@@ -44,7 +44,8 @@ class Ambient(NamedTuple):
 
 def read(device: str) -> Ambient:
     """The state now, for a function on this type of device."""
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    on = device != "meta" and torch.is_autocast_enabled(device)  # which meta does not know
+    autocast = torch.get_autocast_dtype(device) if on else None
     modes = torch._C._len_torch_function_stack() and tuple(
         ("device", mode.device) if isinstance(mode, DeviceContext) else mode
         for mode in _get_current_function_mode_stack()
@@ -100,7 +101,8 @@ def unchanged(device: str) -> Iterator[None]:
         after, reseeded = read(device), torch.initial_seed() != seed
         torch.set_grad_enabled(before.grad)
         torch.set_default_dtype(before.default_dtype)
-        torch.set_autocast_enabled(device, before.autocast is not None)
+        if device != "meta":
+            torch.set_autocast_enabled(device, before.autocast is not None)
         torch.use_deterministic_algorithms(deterministic)
         if precision is not None:
             torch.set_float32_matmul_precision(precision)

@@ -14,6 +14,7 @@ from fngraph.core import Buffer, Dim, buffers_of, check_declared, host_field, tr
 from fngraph.core.struct import hide_host_field
 from fngraph.errors import MutationError, TreeError
 from fngraph.fx.aliases import check_aliases
+from fngraph.fx.kinds import check_kind
 from fngraph.fx.leaves import Leaf, Role, TensorSpec
 from fngraph.fx.signature import Signature
 
@@ -83,7 +84,8 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
         given: held and donated arguments by name; the staged one is optional if annotated.
 
     Raises:
-        TreeError: a leaf that is no tensor, several devices, or a batch that is not a struct.
+        TreeError: a leaf that is no dense tensor, several devices, or a batch that is not a
+            struct.
         AliasError: a donated leaf shares its storage with another one.
     """
     leaves: list[Leaf] = []
@@ -120,6 +122,8 @@ def _leaf(path: str, role: Role, value: Any) -> Leaf:
             f"{path} is {type(value).__name__}, not a tensor. Numbers that configure the model "
             "belong in a static field (x: int = fg.static()), others in a tensor"
         )
+    if isinstance(value, torch.Tensor):
+        check_kind(path, value)
     spec = TensorSpec.of(value)
     return Leaf(path, role, spec.device, spec)
 

@@ -1,187 +1,182 @@
-"""What the user's code calls of torch, before torch runs it: values, text and memory on the host.
+"""What a call of a function can see, as a key: calls with equal keys leave the same in a trace.
 
-`.numpy()`, `str(x)`, `.data = y` reach no op that a dispatch mode could see, or fail there with an
-error that names no tensor of the user's.
+Tensors count by what a trace knows of them; other arguments, defaults and closed-over values by
+their own equality, type and text (1 is not 1.0). What has a state that no key shows (a module, an
+object that is equal to itself alone) makes a call unlike any other.
 """
 
 from __future__ import annotations
 
-import sys
+import dataclasses
+import functools
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.overrides import _get_current_function_mode_stack
 
-from fngraph.core.where import user_line
-from fngraph.errors import BranchError, HostSyncError, MutationError, PurityError
-from fngraph.fx import standins
-from fngraph.fx.leaks import Made
+from fngraph.core import trees
 from fngraph.fx.leaves import Leaf, storage_key
-from fngraph.fx.outside import MAKERS, array_from_outside, foreign, memory
-from fngraph.fx.refusals import Refusals
 
-_VALUES = {"numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__", "share_memory_",
-           "pin_memory", "storage", "_typed_storage"}  # fmt: skip
-_TOLIST = FakeTensor.tolist.__code__
-_TEXTS = {"__repr__", "__str__", "__format__"}
-_MEMORY = {"data_ptr", "untyped_storage", "_version", "nbytes", "is_set_to", "const_data_ptr"}
+SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
+_WITHOUT_STATE = (
+    type, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.EllipsisType, torch.dtype, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
-class CallsMode(TorchFunctionMode):
-    """Refuses calls that take a tensor to the host; knows the name of the call that runs.
+class _Unlike(Exception):
+    """The call depends on something that cannot be compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a function inside a trace.
 
     Attributes:
-        name: of torch's function that the user's code is in, such as "__getitem__"; else "".
+        key: equal for calls that are alike.
+        tensors: the tensors that it sees, in order.
+        nodes: the graph node of each.
     """
 
-    def __init__(self, owners: Mapping[int, Leaf], refuse: Refusals, made: Made) -> None:
-        super().__init__()
-        self.owners, self.refuse, self.made = owners, refuse, made
-        self.name = ""
+    key: tuple[Any, ...]
+    tensors: tuple[FakeTensor, ...]
+    nodes: tuple[fx.Node, ...]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = _name(func)
-        frame = sys._getframe(1)  # fakes have a `tolist` of their own, which no mode sees
-        if frame.f_code is _TOLIST and name == "dim" and not _literal(args[0]):
-            self.values("tolist", args)
-            return 1
-        if name == "unbind" and getattr(frame.f_back, "f_code", None) is _TOLIST:
-            return tuple(standins.array(args[0])) if not _literal(args[0]) else func(*args)
-        check = _CHECKS.get(name)
-        if check is not None and (check is CallsMode.values or not _asked_by_torch()):
-            done, result = check(self, name, args)
-            if done:
-                return result
-        before, self.name = self.name, name
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self.name = before
-        if name in ("shape", "size"):
-            self.made.note(result, user_line())
-        return result
+    def is_same(self, other: Call | None) -> bool:
+        """Whether both see the very same tensors, and the rest alike."""
+        if other is None or self.key != other.key:
+            return False
+        return all(a is b for a, b in zip(self.tensors, other.tensors))
 
-    def values(self, name: str, args: Any) -> tuple[bool, Any]:
-        """A tensor's values on the host; those of a literal are known."""
-        x = args[0]
-        if _literal(x) and name in ("numpy", "__array__"):
-            with _disable_current_modes():
-                return True, x.constant.numpy()
-        if not isinstance(x, FakeTensor):
-            self.refuse(foreign(user_line(), x, self.owners))
+
+def call_of(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    owners: Mapping[int, Leaf],
+    tracer: Any,
+) -> Call | None:
+    """What `fn(*args, **kwargs)` sees; None if that cannot be said.
+
+    Args:
+        owners: storage key to the leaf that was passed to the traced function with that storage.
+        tracer: torch's, which knows the node of each tensor.
+    """
+    seen = _Seen(owners, tracer)
+    try:
+        seen.ambient()
+        with torch._C.DisableTorchFunction():  # or each x.shape goes through torch's own modes
+            seen.add((fn, args, dict(kwargs)))
+        key = tuple(seen.parts)
+        hash(key)
+    except (_Unlike, TypeError):  # TypeError: unhashable
+        return None
+    return Call(key, tuple(seen.tensors), tuple(seen.nodes))
+
+
+class _Seen:
+    """Collects the parts of a key."""
+
+    def __init__(self, owners: Mapping[int, Leaf], tracer: Any) -> None:
+        self.owners, self.tracer = owners, tracer
+        self.parts: list[Any] = []
+        self.tensors: list[FakeTensor] = []
+        self.nodes: list[fx.Node] = []
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, thing: Any) -> int:
+        """The same for the same thing, in order of appearance."""
+        return self.numbers.setdefault(thing, len(self.numbers))
+
+    def ambient(self) -> None:
+        """What torch's own state has to say. Transforms see what no node shows."""
+        modes = _get_current_function_mode_stack()
+        foreign = any(not type(m).__module__.startswith(("torch.", "fngraph.fx.")) for m in modes)
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if foreign or transformed or forward_ad._current_level >= 0:
+            raise _Unlike
+        for device in ("cpu", "cuda"):
+            self.parts += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+        self.parts += [
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(), *modes,
+        ]  # fmt: skip
+
+    def add(self, tree: Any) -> None:
+        """A tree: its structure and each of its leaves."""
+        leaves, treedef = trees.flatten(tree, is_leaf=_is_dict)
+        self.parts += [treedef, str(treedef)]  # text, because 1 == 1.0 in a static field
+        for leaf in leaves:
+            self.leaf(leaf)
+
+    def leaf(self, x: Any) -> None:
+        """Whatever is no tree. A dict comes here too, because a treedef forgets its order."""
+        kind = type(x)
+        if isinstance(x, torch.Tensor):
+            self.tensor(x)
+        elif isinstance(x, SIZES):
+            self.parts += [kind, x.node.expr]
+        elif isinstance(x, dict):
+            self.parts += [kind, tuple(x)]
+            self.add(tuple(x.values()))
+        elif isinstance(x, types.FunctionType):
+            self.function(x)
+        elif isinstance(x, functools.partial):
+            self.add((kind, x.func, x.args, x.keywords))
+        elif isinstance(x, types.MethodType):
+            self.add((kind, x.__func__, x.__self__))
+        elif has_state(x):
+            raise _Unlike
         else:
-            self.refuse(
-                HostSyncError(
-                    f"{user_line()}: forward takes a tensor to the host with .{name}(), where a "
-                    "graph would freeze it. Stay in torch: x.clone(), torch.where(condition, a, b)"
-                )
-            )
-        array = standins.array(x)
-        return name in (
-            "numpy",
-            "__array__",
-            "tolist",
-        ), array.tolist() if name == "tolist" else array
+            self.parts += [kind, x, repr(x)]
 
-    def text(self, name: str, args: Any) -> tuple[bool, Any]:
-        """A tensor as text."""
-        self.refuse(
-            HostSyncError(
-                f"{user_line()}: forward turns a tensor into text (str, f-string, print), which "
-                "while tracing has no values in it and which a graph would not do again. Return "
-                "the tensor, and print it outside"
-            )
-        )
-        return True, "tensor"
+    def function(self, fn: types.FunctionType) -> None:
+        """By what it would do: code, defaults and closure. Its globals are what they are."""
+        if ("function", id(fn)) in self.numbers:  # it may close over itself
+            self.parts.append(self.number(("function", id(fn))))
+            return
+        self.number(("function", id(fn)))
+        self.parts += [fn.__code__, id(fn.__globals__)]
+        self.add((fn.__defaults__, fn.__kwdefaults__))
+        for cell in fn.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # still empty
+                self.parts.append("empty")
+            else:
+                self.add(value)
 
-    def behind(self, name: str, args: Any) -> tuple[bool, Any]:
-        """Addresses, storages, version counters."""
-        x = args[0]
-        if not isinstance(x, FakeTensor):
-            self.refuse(foreign(user_line(), x, self.owners))
-        else:
-            self.refuse(memory(user_line(), name, self.owners.get(storage_key(x))))
-        return False, None
-
-    def rebind(self, name: str, args: Any) -> tuple[bool, Any]:
-        """`x.data = y`."""
-        x = args[0]
-        leaf = self.owners.get(storage_key(x)) if isinstance(x, FakeTensor) else None
-        self.refuse(rebound(user_line(), ".data =", leaf.path if leaf else "a tensor"))
-        return True, None
-
-    def copy(self, name: str, args: Any) -> tuple[bool, Any]:
-        """`copy.deepcopy(x)`: a clone."""
-        x, memo = args
-        memo[id(x)] = copied = x.clone()
-        return True, copied
-
-    def make(self, name: str, args: Any) -> tuple[bool, Any]:
-        """`torch.tensor(data)`: of numbers, and not of what is no number yet."""
-        data, line = args[-1] if name == "new_tensor" else args[0], user_line()
-        parts = [data] if isinstance(data, torch.Tensor) else tree_leaves(data)
-        error: PurityError | None = None
-        if any(isinstance(x, torch.SymBool | torch.SymFloat) for x in parts):
-            error = BranchError(
-                f"{line}: forward makes a literal of a number that depends on T or R, which a "
-                "graph would freeze. Compare and count on the device: torch.arange(x.shape[0]) > 3"
-            )
-        elif not isinstance(data, torch.Tensor) and any(torch.is_tensor(x) for x in parts):
-            error = HostSyncError(
-                f"{line}: forward makes a literal of tensors' values (torch.{name}), for which the "
-                "host would have to wait. Put the tensors together: torch.stack([a, b])"
-            )
-        else:
-            error = next((e for x in parts if (e := array_from_outside(line, x))), None)
-        if error is None:
-            return False, None
-        self.refuse(error)
-        return True, torch.ones(len(parts)) if len(parts) > 1 else torch.ones(())
+    def tensor(self, x: torch.Tensor) -> None:
+        """What a trace knows of a tensor, and which others are the same or share its memory."""
+        slot = get_proxy_slot(x, self.tracer, None)
+        if type(x) is not FakeTensor or slot is None or slot.constant is not None:
+            raise _Unlike
+        if x.requires_grad or x.is_conj() or x.is_neg() or x.layout is not torch.strided:
+            raise _Unlike
+        node, storage = slot.proxy.node, storage_key(x)
+        owner = self.owners.get(storage)
+        sizes = (*x.shape, *x.stride(), x.storage_offset(), x.untyped_storage().nbytes())
+        self.parts += [
+            x.dtype, x.device, x.dim(), owner and owner.role,
+            *(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes),
+            self.number(id(x)), self.number(node), self.number(("storage", storage)),
+        ]  # fmt: skip
+        self.tensors.append(x)
+        self.nodes.append(node)
 
 
-def rebound(line: str, how: str, path: str) -> MutationError:
-    """The error about giving a tensor other memory or another shape."""
-    return MutationError(
-        f"{line}: forward gives {path} other memory ({how}), which a graph cannot do again. Write "
-        "into it, x.copy_(new), where it is donated; or return the new value: return out, new"
-    )
+def has_state(x: Any) -> bool:
+    """Whether an object may change without a change of what it is equal to."""
+    if isinstance(x, types.BuiltinFunctionType):
+        return not isinstance(x.__self__, types.ModuleType | None)
+    return type(x).__hash__ is object.__hash__ and not isinstance(x, _WITHOUT_STATE)
 
 
-_CHECKS: dict[str, Any] = (
-    dict.fromkeys(_VALUES, CallsMode.values)
-    | dict.fromkeys(_TEXTS, CallsMode.text)
-    | dict.fromkeys(_MEMORY, CallsMode.behind)
-    | dict.fromkeys(MAKERS, CallsMode.make)
-    | {"data=": CallsMode.rebind, "__deepcopy__": CallsMode.copy}
-)
-
-
-def _name(func: Any) -> str:
-    """`relu`, `shape` for its getter, `data=` for its setter."""
-    name: str = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        owner = getattr(func, "__self__", None)
-        return getattr(owner, "__name__", "") + ("=" if name == "__set__" else "")
-    return name
-
-
-def _asked_by_torch() -> bool:
-    """Whether torch's own Python, or ours, made the call."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(
-        ("torch.overrides", "torch._tensor")
-    ):
-        frame = frame.f_back  # type: ignore[assignment]
-    module = "" if frame is None else frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] in ("torch", "fngraph")
-
-
-def _literal(x: Any) -> bool:
-    return getattr(x, "constant", None) is not None
+def _is_dict(x: Any) -> bool:
+    return isinstance(x, dict)

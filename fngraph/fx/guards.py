@@ -77,5 +77,7 @@ def fixed(expr: Any, value: Any, line: str) -> BranchError:
     nouns = " and ".join(NOUNS.get(s.name, s.name) for s in expr.free_symbols)
     return BranchError(
         f"{line}: forward fixes the number of {nouns} at {expr} = {value} (int(x.shape[0]), "
-        "range(x.shape[0]), ...). Keep sizes symbolic: torch.arange(x.shape[0], device=x.device)"
+        "range(x.shape[0]), torch.tensor(x.shape[0] / 2), ...). Keep sizes symbolic: "
+        "torch.arange(x.shape[0], device=x.device); where a formula needs the count, take it from "
+        "the device: batch.query_start_loc[-1]"
     )

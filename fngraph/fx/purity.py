@@ -19,20 +19,20 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.fx.traceback import annotate
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.core.where import user_line
 from fngraph.errors import HostSyncError, MutationError, OperatorError, RandomError
 from fngraph.fx import standins
-from fngraph.fx.calls import CallsMode, rebound
+from fngraph.fx.api import CallsMode, rebound
 from fngraph.fx.leaks import Made
 from fngraph.fx.leaves import Leaf, Role, storage_key
 from fngraph.fx.outside import foreign, literal_from_outside
 from fngraph.fx.refusals import Refusals
-from fngraph.fx.rows.check import TRUSTED
+from fngraph.fx.rows.check import REFUSED
 from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape, written
-from fngraph.fx.sizes import Sizes
+from fngraph.fx.sizes import Sizes, by_transform
 
 aten = torch.ops.aten
 _LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor([1., 2.])
@@ -63,6 +63,7 @@ class PurityMode(TorchDispatchMode):
         super().__init__()
         self.owners, self.sizes, self.refuse = owners, sizes, refuse
         self.calls, self.made = calls, made
+        self.blocks: dict[Any, Any] = {}  # key of a call to what it left; see `fngraph.fx.block`
         self._standins: dict[int, tuple[Any, Any]] = {}
 
     def __enter__(self) -> Any:
@@ -87,10 +88,13 @@ class PurityMode(TorchDispatchMode):
                 )
             )
             return func(*args, **kwargs)
+        tangent = func is aten.size.default and not isinstance(args[0], FakeTensor)
+        if tangent and (error := by_transform(line)) is not None:  # asked in C++
+            self.refuse(error)
         if func in _LITERALS:
-            error = literal_from_outside(line, args[0], self.calls.name)
-            if error is not None:
-                self.refuse(error)
+            array = literal_from_outside(line, args[0], self.calls.name)
+            if array is not None:
+                self.refuse(array)
         else:
             args, kwargs = self._given(line, args, kwargs)
         if func in _SYNCS and not all(_literal(x) for x in args):
@@ -101,14 +105,14 @@ class PurityMode(TorchDispatchMode):
                 RandomError(
                     f"{line}: forward draws from a global random number generator ({func}), which "
                     "a graph would not repeat as eager does. Pass the numbers in as an argument, "
-                    "or derive them from a key: hash the positions with integer arithmetic"
+                    "or derive them from a key: hash the positions with integer arithmetic. "
+                    "Dropout in a module is switched off with module.eval()"
                 )
             )
         self._check_writes(line, func, args, kwargs)
-        self.sizes.check_rank(line, func, args)
         refused = len(self.refuse.errors) > known  # of its rows nothing more is asked
         try:
-            with annotate({TRUSTED: True}) if refused else contextlib.nullcontext():
+            with annotate({REFUSED: True}) if refused else contextlib.nullcontext():
                 result = func(*args, **kwargs)
         except UnsupportedOperatorException:
             self.refuse(_unsupported(line, func, "which no trace can see into"))
@@ -186,6 +190,13 @@ class PurityMode(TorchDispatchMode):
         roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))
         quoted = [f'"{root}"' for root in roots]
         return quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced right now."""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        isinstance(mode, PurityMode) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def _literal(x: Any) -> bool:

@@ -11,11 +11,13 @@ import builtins
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
+from torch.autograd import forward_ad
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -24,8 +26,6 @@ from fngraph.core.where import is_user, user_line
 from fngraph.errors import BranchError
 from fngraph.fx.guards import NOUNS, Guard, fixed
 from fngraph.fx.refusals import Refusals
-
-aten = torch.ops.aten
 
 _CLAMPS = {"_compute_slice_index"}  # torch's own, but x[:n] is as long as the answer
 
@@ -64,7 +64,11 @@ class Sizes(ShapeEnv):
             self.refuse(fixed(expr, value, user_line()))
             return value  # torch would replace the symbol for good
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if asked:
+        if known and isinstance(answer, float | sympy.Float) and orig_expr.free_symbols:
+            # whoever asks for a float, the graph keeps the number: torch.tensor(x.shape[0] / 2)
+            expr = lettered(orig_expr, self.symbols)
+            self.refuse(fixed(expr, float(answer), user_line()))
+        elif asked:
             expr = lettered(orig_expr, self.symbols)
             self.ask(expr if answer else sympy.Not(expr), user_line())
         return answer
@@ -73,7 +77,7 @@ class Sizes(ShapeEnv):
         """Torch's own; where the trace is to go on, T and R stay symbols."""
         if self.refuse.go_on and a in self.symbols:
             letter, value = sympy.Symbol(self.symbols[a]), lettered(tgt, self.symbols)
-            self.refuse(fixed(letter, value, user_line()))
+            self.refuse(by_transform(user_line()) or fixed(letter, value, user_line()))
         else:
             super()._set_replacement(a, tgt, msg)
 
@@ -95,27 +99,12 @@ class Sizes(ShapeEnv):
             self.guards_asked[guard] = None
 
     def check_fixed(self, line: str) -> None:
-        """Refuse it if torch itself has fixed T or R (iteration, jvp, hessian do)."""
+        """Refuse it if torch itself has fixed T or R (iteration does, and some jvps)."""
         for symbol, value in self.replacements.items():
             if symbol in self.symbols and symbol not in self._fixed:
                 self._fixed.add(symbol)
-                self.refuse(fixed(sympy.Symbol(self.symbols[symbol]), value, line))
-
-    def check_rank(self, line: str, func: Any, args: Any) -> None:
-        """Refuse `x.squeeze(0)` and `x[3]` where dim 0 is T, which some batch makes too short."""
-        if func not in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.select.int):
-            return
-        shape = args[0].shape
-        dims = range(len(shape)) if len(args) == 1 else args[1]
-        for dim in [dims] if isinstance(dims, int) else dims:
-            size = shape[dim] if shape else 1
-            if isinstance(size, int) or not size.node.expr.free_symbols <= self.symbols.keys():
-                continue
-            expr = lettered(size.node.expr, self.symbols)
-            if func is not aten.select.int:
-                self.ask(sympy.Ne(expr, 1), line)
-            elif isinstance(args[2], int):
-                self.ask(expr > args[2] if args[2] >= 0 else expr >= -args[2], line)
+                letter = sympy.Symbol(self.symbols[symbol])
+                self.refuse(by_transform(line) or fixed(letter, value, line))
 
     def spell(self, text: str) -> str:
         """`text` with T and R for the names that torch has for them."""
@@ -155,6 +144,28 @@ class _Node(SymNode):
 
 
 _TEXT = {"str", "__str__", "__repr__", "_graph_repr", "__hash__", "is_nested_int"}
+
+
+def by_transform(line: str) -> BranchError | None:
+    """The error if it is within jvp or vmap that a size became a number: torch's rules do that."""
+    if forward_ad._current_level >= 0:
+        return BranchError(
+            f"{line}: torch's forward-mode derivative (torch.func.jvp, jacfwd, hessian) of an op "
+            "here fixes the number of tokens or requests. Take it in reverse mode: "
+            "torch.func.jacrev for jacfwd, and for jvp(f, (x,), (t,)): pull = torch.func.vjp(f, "
+            "x)[1]; torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(f(x)))[1](t)[0]"
+        )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_flat_vmap":
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return BranchError(
+        f"{line}: torch's batching rule (torch.func.vmap, jacrev) of an op here fixes the "
+        "number of tokens or requests. Loop over the samples if they are few, "
+        "torch.stack([f(x) for x in xs]); or stage a plain tuple or dict of tensors in place "
+        "of an fg.struct: its exact shapes are the key then, and no size is symbolic"
+    )
 
 
 def lettered(expr: Any, symbols: Mapping[Any, str]) -> Any:

@@ -16,22 +16,25 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fngraph.core import Dim, Limits
 from fngraph.core.trees import paths
 from fngraph.errors import RandomError
-from fngraph.fx.calls import CallsMode, rebound
+from fngraph.fx.api import CallsMode, rebound
 from fngraph.fx.constants import hoist
 from fngraph.fx.failures import explained
 from fngraph.fx.guards import Guard
+from fngraph.fx.implied import implied
 from fngraph.fx.leaks import Made
 from fngraph.fx.leaves import Leaf, place, storage_key
 from fngraph.fx.outputs import check_dims, check_owned, check_values
 from fngraph.fx.purity import PurityMode
 from fngraph.fx.refusals import Refusals
 from fngraph.fx.sizes import Sizes, lettered
+from fngraph.fx.tangents import symbolic_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +46,15 @@ class Graph:
         symbols: sympy symbol to letter, {s0: "T", s1: "R"}.
         constants: tensors made from literals inside the function, by node name, in order.
         guards: what the trace assumed of T and R.
+        inlined: (name, user's line) of each primitive that a gradient or a transform went through,
+            so that its plain ops are in the graph; see `fngraph.ops.transforms`.
     """
 
     gm: fx.GraphModule
     symbols: dict[Any, str]
     constants: dict[str, torch.Tensor]
     guards: tuple[Guard, ...]
+    inlined: tuple[tuple[str, str], ...]
 
     def text(self, size: Any) -> str:
         """A fake tensor's size in T and R, as sympy prints it."""
@@ -125,8 +131,10 @@ def trace(
                 refuse(rebound("forward", ".data =, set_, resize_", leaf.path))
         return check_values(outputs, paths(found["tree"], "output"), refuse)
 
-    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta():
-        with enable_python_dispatcher(), _no_python_random(refuse):
+    # what is under torch.compile is traced as the function that it was made from
+    nested = dynamo_config.patch(error_on_nested_fx_trace=False)
+    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), nested:
+        with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
             # the dispatcher, because F.pad with a symbolic size crashes without
             try:
                 gm = make_fx(traced)(*fakes)
@@ -137,12 +145,23 @@ def trace(
     sizes.check_fixed("forward")
     del fakes
     made.check(refuse)
-    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(sizes.guards_asked))
+    silent = dict.fromkeys(implied(gm, sizes.symbols))
+    for guard in silent:
+        with refuse.catching():
+            guard.check(limits)
+    guards = dict.fromkeys((*sizes.guards_asked, *silent))
+    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(guards), _inlined(gm))
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     names = paths(found["tree"], "output")
     check_owned(output.args[0], names, owners, refuse)
     check_dims(output.args[0], names, graph.dim, refuse)
     return graph
+
+
+def _inlined(gm: fx.GraphModule) -> tuple[tuple[str, str], ...]:
+    metas = [node.meta for node in gm.graph.nodes]
+    marked = [(meta.get("custom", {}).get("inlined"), meta.get("stack_trace")) for meta in metas]
+    return tuple(dict.fromkeys((name, line) for name, line in marked if name and line))
 
 
 @contextlib.contextmanager

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import sympy
+from torch.autograd import forward_ad
 
 from fngraph.core import Limits
 from fngraph.errors import BranchError
@@ -80,4 +83,26 @@ def fixed(expr: Any, value: Any, line: str) -> BranchError:
         "range(x.shape[0]), torch.tensor(x.shape[0] / 2), ...). Keep sizes symbolic: "
         "torch.arange(x.shape[0], device=x.device); where a formula needs the count, take it from "
         "the device: batch.query_start_loc[-1]"
+    )
+
+
+def by_transform(line: str) -> BranchError | None:
+    """The error if it is within jvp or vmap that a size became a number: torch's rules do that."""
+    if forward_ad._current_level >= 0:
+        return BranchError(
+            f"{line}: torch's forward-mode derivative (torch.func.jvp, jacfwd, hessian) of an op "
+            "here fixes the number of tokens or requests. Take it in reverse mode: "
+            "torch.func.jacrev for jacfwd, and for jvp(f, (x,), (t,)): pull = torch.func.vjp(f, "
+            "x)[1]; torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(f(x)))[1](t)[0]"
+        )
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_flat_vmap":
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return BranchError(
+        f"{line}: torch's batching rule (torch.func.vmap, jacrev) of an op here fixes the "
+        "number of tokens or requests. Loop over the samples if they are few, "
+        "torch.stack([f(x) for x in xs]); or stage a plain tuple or dict of tensors in place "
+        "of an fg.struct: its exact shapes are the key then, and no size is symbolic"
     )

@@ -23,21 +23,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.core.where import user_line
-from fngraph.errors import HostSyncError, MutationError, OperatorError, RandomError
+from fngraph.errors import HostSyncError, OperatorError, RandomError
 from fngraph.fx import standins
-from fngraph.fx.api import CallsMode, rebound
+from fngraph.fx.api import CallsMode
+from fngraph.fx.guards import by_transform
 from fngraph.fx.leaks import Made
-from fngraph.fx.leaves import Leaf, Role, storage_key
+from fngraph.fx.leaves import Leaf
 from fngraph.fx.outside import foreign, literal_from_outside
 from fngraph.fx.refusals import Refusals
 from fngraph.fx.rows.check import REFUSED
-from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape, written
-from fngraph.fx.sizes import Sizes, by_transform
+from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
+from fngraph.fx.sizes import Sizes
+from fngraph.fx.writes import sync_error, unsupported, write_errors
 
 aten = torch.ops.aten
 _LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor([1., 2.])
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
-_REBINDS = ("set_", "resize_", "resize_as_")
 
 
 class PurityMode(TorchDispatchMode):
@@ -89,8 +90,8 @@ class PurityMode(TorchDispatchMode):
             )
             return func(*args, **kwargs)
         tangent = func is aten.size.default and not isinstance(args[0], FakeTensor)
-        if tangent and (error := by_transform(line)) is not None:  # asked in C++
-            self.refuse(error)
+        if tangent and (rule := by_transform(line)) is not None:  # asked in C++
+            self.refuse(rule)
         if func in _LITERALS:
             array = literal_from_outside(line, args[0], self.calls.name)
             if array is not None:
@@ -98,7 +99,7 @@ class PurityMode(TorchDispatchMode):
         else:
             args, kwargs = self._given(line, args, kwargs)
         if func in _SYNCS and not all(_literal(x) for x in args):
-            self.refuse(_sync(line, func, self.calls.name))
+            self.refuse(sync_error(line, func, self.calls.name))
             return standins.scalar(args[0]) if func is aten._local_scalar_dense.default else True
         if draws(func, args, kwargs):
             self.refuse(
@@ -109,16 +110,17 @@ class PurityMode(TorchDispatchMode):
                     "Dropout in a module is switched off with module.eval()"
                 )
             )
-        self._check_writes(line, func, args, kwargs)
+        for error in write_errors(line, func, args, kwargs, self.owners):
+            self.refuse(error)
         refused = len(self.refuse.errors) > known  # of its rows nothing more is asked
         try:
             with annotate({REFUSED: True}) if refused else contextlib.nullcontext():
                 result = func(*args, **kwargs)
         except UnsupportedOperatorException:
-            self.refuse(_unsupported(line, func, "which no trace can see into"))
+            self.refuse(unsupported(line, func, "which no trace can see into"))
             raise
         except DataDependentOutputException:
-            self.refuse(_sync(line, func, self.calls.name))
+            self.refuse(sync_error(line, func, self.calls.name))
             return True
         self.sizes.check_fixed(line)
         result = self._check_result(line, func, args, result)
@@ -129,7 +131,7 @@ class PurityMode(TorchDispatchMode):
         tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         quantized = func._schema.name.startswith("aten::quantize")  # which fakes do not show
         if quantized or not all(is_plain(x) for x in tensors):
-            self.refuse(_unsupported(line, func, "whose result has no plain memory"))
+            self.refuse(unsupported(line, func, "whose result has no plain memory"))
         if leaves_device(func, args, result):
             self.refuse(
                 HostSyncError(
@@ -165,32 +167,6 @@ class PurityMode(TorchDispatchMode):
             return not has_proxy_slot(x, self.tracer)
         return isinstance(x, torch.Tensor | torch.UntypedStorage)
 
-    def _check_writes(self, line: str, func: Any, args: Any, kwargs: Any) -> None:
-        for tensor in written(func, args, kwargs):
-            leaf = self.owners.get(storage_key(tensor))
-            if leaf is None:
-                continue
-            if leaf.role is Role.DONATED:
-                if func._schema.name.partition("::")[2] in _REBINDS:
-                    self.refuse(rebound(line, func, leaf.path))
-            else:
-                fix = "Write into a copy, x.clone()"
-                if leaf.role is Role.HELD:
-                    fix += f", or donate the argument: fg.graphify(..., donate={self._with(leaf)})"
-                self.refuse(
-                    MutationError(
-                        f"{line}: forward writes into {leaf.path} ({func}), which is "
-                        f"{leaf.role.value}, not donated. {fix}"
-                    )
-                )
-
-    def _with(self, leaf: Leaf) -> str:
-        """What `donate=` would be with the argument of `leaf` in it too."""
-        donated = [x for x in self.owners.values() if x.role is Role.DONATED]
-        roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))
-        quoted = [f'"{root}"' for root in roots]
-        return quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
-
 
 def is_tracing() -> bool:
     """Whether a function is being traced right now."""
@@ -201,26 +177,3 @@ def is_tracing() -> bool:
 
 def _literal(x: Any) -> bool:
     return getattr(x, "constant", None) is not None
-
-
-_FIXES = {
-    "__getitem__": "An element: x.index_select(0, i[None]); a part: torch.where(mask, x, 0)",
-    "__setitem__": "Write with a tensor of one dim: x.index_put((i[None],), value)",
-    "full": "Fill on the device: value.expand(3)",
-    "allclose": "Compare on the device: torch.isclose(a, b)",
-}
-
-
-def _sync(line: str, func: Any, call: str) -> HostSyncError:
-    fix = _FIXES.get(call, "Keep the choice on the device: torch.where(condition, a, b)")
-    return HostSyncError(
-        f"{line}: forward needs a tensor's value on the host ({func}, from .item(), int(), "
-        f"if tensor, ...); a graph would freeze it. {fix}"
-    )
-
-
-def _unsupported(line: str, func: Any, why: str) -> OperatorError:
-    return OperatorError(
-        f"{line}: forward calls {func}, {why}, so that a graph cannot hold it. Call it outside of "
-        "forward, or write it with ops on plain (strided) tensors"
-    )

@@ -11,20 +11,18 @@ import builtins
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
-from torch.autograd import forward_ad
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fngraph.core import Limits
 from fngraph.core.where import is_user, user_line
 from fngraph.errors import BranchError
-from fngraph.fx.guards import NOUNS, Guard, fixed
+from fngraph.fx.guards import NOUNS, Guard, by_transform, fixed
 from fngraph.fx.refusals import Refusals
 
 _CLAMPS = {"_compute_slice_index"}  # torch's own, but x[:n] is as long as the answer
@@ -144,28 +142,6 @@ class _Node(SymNode):
 
 
 _TEXT = {"str", "__str__", "__repr__", "_graph_repr", "__hash__", "is_nested_int"}
-
-
-def by_transform(line: str) -> BranchError | None:
-    """The error if it is within jvp or vmap that a size became a number: torch's rules do that."""
-    if forward_ad._current_level >= 0:
-        return BranchError(
-            f"{line}: torch's forward-mode derivative (torch.func.jvp, jacfwd, hessian) of an op "
-            "here fixes the number of tokens or requests. Take it in reverse mode: "
-            "torch.func.jacrev for jacfwd, and for jvp(f, (x,), (t,)): pull = torch.func.vjp(f, "
-            "x)[1]; torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(f(x)))[1](t)[0]"
-        )
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_flat_vmap":
-        frame = frame.f_back
-    if frame is None:
-        return None
-    return BranchError(
-        f"{line}: torch's batching rule (torch.func.vmap, jacrev) of an op here fixes the "
-        "number of tokens or requests. Loop over the samples if they are few, "
-        "torch.stack([f(x) for x in xs]); or stage a plain tuple or dict of tensors in place "
-        "of an fg.struct: its exact shapes are the key then, and no size is symbolic"
-    )
 
 
 def lettered(expr: Any, symbols: Mapping[Any, str]) -> Any:

@@ -23,6 +23,7 @@ _EXPORTS = {
     "encode": "encoder", "encoder_limits": "encoder",
     "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
+    "check": "check",
     "block": "fx.block", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",

@@ -67,6 +67,10 @@ class MutationError(PurityError):
     """`forward` writes into an argument that was not donated."""
 
 
+class LeakError(PurityError):
+    """`forward` keeps a tensor that it made, or was given, beyond the call."""
+
+
 class RandomError(PurityError):
     """`forward` draws from a global random number generator."""
 

@@ -34,6 +34,7 @@ from fngraph.fx.arguments import arguments
 from fngraph.fx.donation import COPY_LIMIT
 from fngraph.fx.leaves import Role
 from fngraph.fx.purity import is_tracing
+from fngraph.fx.refusals import Refusals
 from fngraph.fx.signature import Names, signature
 from fngraph.graphs.recorder import check_name
 from fngraph.ops.primitive import primitive
@@ -119,11 +120,22 @@ class Graphified:
         (staged,) = self.signature.positions(Role.STAGED)
         if batch is not None:
             given[self.signature.names[staged]] = batch
+        return self._trace(given, limits or self.limits or Limits(), Refusals())
+
+    def trace_call(self, args: Sequence[Any], refuse: Refusals) -> Traced:
+        """Trace over all arguments of a call; what is refused goes to `refuse`."""
+        values = self._values(tuple(args), {})
+        trees.register_dataclasses(values)
+        (staged,) = self.signature.positions(Role.STAGED)
+        limits = _with_dims(self.limits or Limits(), values[staged])
+        return self._trace(dict(zip(self.signature.names, values)), limits, refuse)
+
+    def _trace(self, given: Mapping[str, Any], limits: Limits, refuse: Refusals) -> Traced:
         args = arguments(self.signature, given)
         if args.batch_type is None:  # exact shapes: one key of one "token"
             options = dataclasses.replace(self.options, sizes=(1,), query_lens=(1,))
-            return trace_function(args, options, Limits(1, 1))
-        return trace_function(args, self.options, limits or self.limits or Limits())
+            return trace_function(args, options, Limits(1, 1), refuse)
+        return trace_function(args, self.options, limits, refuse)
 
     def bind(self, *held: Any) -> Bound:
         """Bind the held arguments: they are flattened once, and a step no longer takes them.

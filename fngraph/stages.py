@@ -8,7 +8,7 @@ Every stage prints (`repr`, `as_text()`), and runs without a GPU; `Captured` doe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.dtypes import pin
 from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.refusals import Refusals
 from fngraph.fx.returns import match_donated
 from fngraph.fx.rows.check import check_rows
 from fngraph.fx.signature import Signature
@@ -151,28 +152,37 @@ class Traced:
 
 
 def trace_function(
-    args: Arguments, options: Options, limits: Limits, reads: Sequence[str] = ()
+    args: Arguments, options: Options, limits: Limits, refuse: Refusals | None = None
 ) -> Traced:
-    """Trace the function of `args`. See `fngraph.fx.trace` for the errors."""
+    """Trace the function of `args`. See `fngraph.fx.trace` for the errors, kept in `refuse`."""
     found: dict[str, Any] = {}
+    refuse = refuse or Refusals()
     check_modes()
     ambient = read(args.device.type)
 
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
-        with torch.set_grad_enabled(ambient.grad), unchanged(args.device.type):
-            result = args.signature.call(args.unflatten(leaves))
+        values = args.unflatten(leaves, refuse)
+        with torch.set_grad_enabled(ambient.grad):
+            with refuse.catching(), unchanged(args.device.type):
+                found["result"] = args.signature.call(values)
+        if "result" not in found:
+            raise refuse.errors[-1]
+        with refuse.catching():
+            args.check_held(values, leaves)
+        result = found.pop("result")
         trees.register_dataclasses(result)
         outputs, found["tree"] = trees.flatten(result)
         return outputs
 
-    graph = trace(flat_fn, args.leaves, limits, args.signature.fn, found)
-    pin(graph.gm, ambient.default_dtype)
+    graph = trace(flat_fn, args.leaves, limits, found, refuse)
+    with refuse.catching():
+        pin(graph.gm, ambient.default_dtype)
     nodes = list(graph.gm.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
-    returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs)
+    returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
-    check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text)
-    donation = donate(graph, args.leaves, returns, options.allow_copies)
+    check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text, refuse)
+    donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
     return Traced(args, options, limits, graph, donation, found["tree"], returns, ambient)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-_OTHERS = ("torch", "fngraph", "optree", "einops", "functorch", "contextlib")
+_OTHERS = {"torch", "fngraph", "optree", "einops", "functorch", "numpy", *sys.stdlib_module_names}
 
 
 def user_line(traceback: TracebackType | None = None) -> str:
@@ -16,12 +16,15 @@ def user_line(traceback: TracebackType | None = None) -> str:
     Of the current call, or of where a traceback began.
     """
     for frame, line in _raised(traceback) if traceback else _calling(sys._getframe(1)):
-        module = frame.f_globals.get("__name__", "")
-        filename = frame.f_code.co_filename
-        generated = filename.startswith(("<eval_with_key", "<string", "<frozen"))
-        if module.partition(".")[0] not in _OTHERS and not generated:
-            return f"{short_path(filename)}:{line}"
+        if is_user(frame):
+            return f"{short_path(frame.f_code.co_filename)}:{line}"
     return "<no user frame>"
+
+
+def is_user(frame: FrameType) -> bool:
+    """Whether a frame runs code that is not ours, torch's, Python's or generated."""
+    generated = frame.f_code.co_filename.startswith(("<eval_with_key", "<string", "<frozen"))
+    return not generated and frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS
 
 
 def _calling(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:

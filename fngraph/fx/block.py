@@ -16,6 +16,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from fngraph.core import trees
+from fngraph.core.where import user_line
 from fngraph.fx.call_keys import call_of
 from fngraph.fx.purity import PurityMode
 from fngraph.fx.stamp import stamp_of
@@ -67,4 +69,8 @@ def _trace_or_stamp(mode: PurityMode, fn: Any, args: Any, kwargs: Any) -> Any:
         mode.blocks[call.key] = stamp_of(call, after, nodes, out, tracer)
         return out
     stamp = mode.blocks[call.key]
-    return fn(*args, **kwargs) if stamp is None else stamp.again(call, tracer)
+    if stamp is None:
+        return fn(*args, **kwargs)
+    out = stamp.again(call, tracer)
+    mode.made.note(trees.flatten(out)[0], user_line())
+    return out

@@ -97,7 +97,7 @@ class _Seen:
     def ambient(self) -> None:
         """What torch's own state has to say. Transforms see what no node shows."""
         modes = _get_current_function_mode_stack()
-        foreign = any(not type(m).__module__.startswith("torch.") for m in modes)
+        foreign = any(not type(m).__module__.startswith(("torch.", "fngraph.fx.")) for m in modes)
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if foreign or transformed or forward_ad._current_level >= 0:
             raise _Unlike

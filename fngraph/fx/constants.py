@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fngraph.fx.leaves import storage_key
-from fngraph.fx.purity import written
+from fngraph.fx.schemas import written
 
 aten = torch.ops.aten
 _COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,

@@ -12,7 +12,8 @@ import sympy
 import torch
 from torch import fx
 
-from fngraph.fx.sizes import Guard, lettered
+from fngraph.fx.guards import Guard
+from fngraph.fx.sizes import lettered
 
 _SQUEEZES = {"aten::squeeze", "aten::squeeze_"}
 

@@ -93,6 +93,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor is, for comparison with the same tensor later."""
+    shape = tuple(map(str, (*tensor.shape, *tensor.stride(), tensor.untyped_storage().nbytes())))
+    return storage_key(tensor), shape, tensor.storage_offset()
+
+
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fakes are the same elements of one storage, in the same order, read alike."""
     if storage_key(a) != storage_key(b) or a.storage_offset() != b.storage_offset():

@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, storage_key
-from fngraph.fx.purity import written
 from fngraph.fx.rows.bounds import after_first, grows, lowest
 from fngraph.fx.rows.indices import WINDOW
 from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor, moving_dims
 from fngraph.fx.rows.table import rule
+from fngraph.fx.schemas import written
 
 _TRUSTED = "fngraph.trust_rows"
+REFUSED = "fngraph.refused"  # of such an op nothing more is asked
 
 
 def check_rows(
@@ -34,8 +35,9 @@ def check_rows(
     constants: Mapping[str, torch.Tensor],
     paths: Sequence[str],
     text: Callable[[Any], str],
+    refuse: Callable[[RowsError], None],
 ) -> None:
-    """Raise unless every output keeps its rows; take out what `trust_rows` has left.
+    """Refuse outputs that do not keep their rows, each culprit once; take out `trust_rows`.
 
     Args:
         paths: of the outputs.
@@ -47,9 +49,11 @@ def check_rows(
     with torch.device("cpu"):
         states = _run(gm, leaves, constants, text)
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    known = set()
     for path, result in zip(paths, output.args[0]):
-        if isinstance(mixed := states[result], Mixed):
-            raise RowsError(_message(mixed, path))
+        if isinstance(mixed := states[result], Mixed) and mixed.node not in known:
+            known.add(mixed.node)
+            refuse(RowsError(_message(mixed, path)))
     for node in filter(_is_trusted, gm.graph.nodes):
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
@@ -121,7 +125,7 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | M
         _check_sizes(call)
         return rule(call)
     except Mixes as error:
-        return Mixed(node, str(error))
+        return Rows() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))
 
 
 def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Rows | Mixed:

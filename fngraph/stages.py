@@ -163,7 +163,7 @@ def trace_function(
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
         values = args.unflatten(leaves, refuse)
         with torch.set_grad_enabled(ambient.grad):
-            with refuse.catching(), unchanged(args.device.type):
+            with refuse.catching(), unchanged(args.device.type, args.signature.fn):
                 found["result"] = args.signature.call(values)
         if "result" not in found:
             raise refuse.errors[-1]

@@ -21,8 +21,10 @@ _EXPORTS = {
     # the transform and its stages
     "graphify": "graphify",
     "encode": "encoder", "encoder_limits": "encoder",
+    "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
-    "like": "stages",
+    "check": "check",
+    "block": "fx.block", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "captured",
 }  # fmt: skip

@@ -16,6 +16,7 @@ from fngraph.core import trees
 from fngraph.errors import TreeError
 from fngraph.fx.aliases import check_aliases
 from fngraph.fx.arguments import Arguments
+from fngraph.fx.kinds import check_memory
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.graphs.addresses import WRITE, Places, check_places, part, places
 from fngraph.graphs.watch import Watch
@@ -88,7 +89,7 @@ def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:
 
     Raises:
         TreeError: a number, structure, shape, dtype or device that differs from the trace.
-        AliasError: a donated leaf shares its storage with another leaf.
+        AliasError: a donated leaf shares its storage with another leaf, or memory with itself.
     """
     positions = args.signature.positions(Role.HELD, Role.DONATED)
     names = [args.signature.names[i] for i in positions]
@@ -103,6 +104,7 @@ def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:
     indices = args.of(Role.HELD, Role.DONATED)
     paths = [args.leaves[i].path for i in indices]
     for i, path, tensor in zip(indices, paths, leaves):
+        check_memory(path, tensor, args.leaves[i].role is Role.DONATED)
         expected, got = args.leaves[i].spec, TensorSpec.of(tensor)
         if got != expected:
             raise TreeError(f"{path}: traced as {expected}, given {got}. Trace with this one")

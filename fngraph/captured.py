@@ -32,7 +32,8 @@ from fngraph.core import (
     trees,
 )
 from fngraph.core.program import run
-from fngraph.errors import AmbientError, CaptureError, SpecError, TreeError
+from fngraph.core.where import user_line
+from fngraph.errors import AmbientError, CaptureError, SpecError, TransformError, TreeError
 from fngraph.fx.ambient import Ambient, check_modes, read
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.recorder import Recorder, describe, make_recorder
@@ -104,7 +105,9 @@ class Captured:
             TreeError: arguments that are not what was traced; with paths.
             AddressError: bound leaves that moved, or other donated ones.
             AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
+            TransformError: within a `torch.func` transform.
         """
+        check_no_transform()
         return self.under_ambient()._step(args, kwargs)
 
     def under_ambient(self) -> Captured:
@@ -332,6 +335,20 @@ class Captured:
         return f"Captured({done} on {self.recorder.name}; {self.table!r})"
 
 
+def check_no_transform() -> None:
+    """Raise if a `torch.func` transform goes over a whole step: it would see constants.
+
+    Raises:
+        TransformError: always then.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise TransformError(
+            f"{user_line()}: a torch.func transform goes over a graphified function, whose results "
+            "are constants to it. Put the transform inside: fg.graphify(torch.func.vmap(f)), or "
+            "call torch.func.grad(f) in the function that is graphified"
+        )
+
+
 def _checked(spec: BatchSpec) -> BatchSpec:
     if not isinstance(spec, BatchSpec):
         raise SpecError(f"expected a BatchSpec, got {type(spec).__name__}. Pass batch.spec")
@@ -362,7 +379,9 @@ def bind_and_allocate(
     static = allocate(lowered.plan, made.device)
     pieces = lowered.split.pieces
     buffers = tuple(
-        torch.zeros([d(**lowered.plan.sizes) for d in dims], dtype=dtype, device=made.device)
+        torch.zeros(
+            [max(d(**lowered.plan.sizes), 0) for d in dims], dtype=dtype, device=made.device
+        )
         for dims, dtype in zip(pieces.output_dims, pieces.output_dtypes)
     )
     traced = lowered.split.traced

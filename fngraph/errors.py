@@ -67,6 +67,10 @@ class MutationError(PurityError):
     """`forward` writes into an argument that was not donated."""
 
 
+class LeakError(PurityError):
+    """`forward` keeps a tensor that it made, or was given, beyond the call."""
+
+
 class RandomError(PurityError):
     """`forward` draws from a global random number generator."""
 
@@ -101,6 +105,10 @@ class OutputError(PurityError):
 
 class BackendError(FnGraphError, LookupError):
     """An unknown backend, or one that does not support the configuration."""
+
+
+class TransformError(FnGraphError, NotImplementedError):
+    """A gradient or a `torch.func` transform through a primitive that has no rule for it."""
 
 
 class CaptureError(FnGraphError, RuntimeError):

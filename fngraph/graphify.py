@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fngraph import core
-from fngraph.captured import Captured, check_outputs
+from fngraph.captured import Captured, check_no_transform, check_outputs
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
@@ -33,6 +33,8 @@ from fngraph.errors import DonationError, TreeError
 from fngraph.fx.arguments import arguments
 from fngraph.fx.donation import COPY_LIMIT
 from fngraph.fx.leaves import Role
+from fngraph.fx.purity import is_tracing
+from fngraph.fx.refusals import Refusals
 from fngraph.fx.signature import Names, signature
 from fngraph.graphs.recorder import check_name
 from fngraph.ops.primitive import primitive
@@ -65,14 +67,21 @@ class Graphified:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`'s own signature and meaning; donated arguments are updated in place.
 
+        Inside of another graphified function it is `forward` itself, and traced as a part of it.
+
         Raises:
             FnGraphError: see the classes in `fngraph.errors`.
         """
+        if is_tracing():
+            return self.signature.fn(*args, **kwargs)
+        check_no_transform()
         values = self._values(args, kwargs)
         held = self.signature.positions(Role.HELD)
         (staged,) = self.signature.positions(Role.STAGED)
         key = _exact_shapes(values[staged])
         step = self._captured.get(key)
+        if step is None and trees.register_dataclasses(values):
+            key = _exact_shapes(values[staged])
         if step is None:
             step = self._first_call(values, staged)
         else:
@@ -106,15 +115,27 @@ class Graphified:
         names = [self.signature.names[i] for i in self.signature.positions(Role.HELD, Role.DONATED)]
         if len(bound) != len(names):
             raise TreeError(f"trace takes {len(names)} arguments {names}, got {len(bound)}")
+        trees.register_dataclasses((bound, batch))
         given = dict(zip(names, bound))
         (staged,) = self.signature.positions(Role.STAGED)
         if batch is not None:
             given[self.signature.names[staged]] = batch
+        return self._trace(given, limits or self.limits or Limits(), Refusals())
+
+    def trace_call(self, args: Sequence[Any], refuse: Refusals) -> Traced:
+        """Trace over all arguments of a call; what is refused goes to `refuse`."""
+        values = self._values(tuple(args), {})
+        trees.register_dataclasses(values)
+        (staged,) = self.signature.positions(Role.STAGED)
+        limits = _with_dims(self.limits or Limits(), values[staged])
+        return self._trace(dict(zip(self.signature.names, values)), limits, refuse)
+
+    def _trace(self, given: Mapping[str, Any], limits: Limits, refuse: Refusals) -> Traced:
         args = arguments(self.signature, given)
         if args.batch_type is None:  # exact shapes: one key of one "token"
             options = dataclasses.replace(self.options, sizes=(1,), query_lens=(1,))
-            return trace_function(args, options, Limits(1, 1))
-        return trace_function(args, self.options, limits or self.limits or Limits())
+            return trace_function(args, options, Limits(1, 1), refuse)
+        return trace_function(args, self.options, limits, refuse)
 
     def bind(self, *held: Any) -> Bound:
         """Bind the held arguments: they are flattened once, and a step no longer takes them.
@@ -255,6 +276,7 @@ def graphify(
     A batch is padded to its key's size, so what mixes rows over T or R (a mean, `x[-1]`, a sort)
     is an error, unless primitives or masks keep padding out (`RowsError`, `fg.trust_rows`).
     Results carry no gradients, whatever requires them: take gradients inside, `torch.func.grad`.
+    What it calls under `torch.compile` is traced as the function that was compiled.
 
     Args:
         fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator.

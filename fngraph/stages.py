@@ -8,7 +8,7 @@ Every stage prints (`repr`, `as_text()`), and runs without a GPU; `Captured` doe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.dtypes import pin
 from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.refusals import Refusals
 from fngraph.fx.returns import match_donated
 from fngraph.fx.rows.check import check_rows
 from fngraph.fx.signature import Signature
@@ -82,6 +83,7 @@ class Options:
 
 def like(tree: Any) -> Any:
     """The same tree with shapes, dtypes and devices in place of memory, for `trace`."""
+    trees.register_dataclasses(tree)
     return trees.map_leaves(TensorSpec.of, tree)
 
 
@@ -121,6 +123,15 @@ class Traced:
         """Tensors made from literals inside `forward`: hoisted, frozen."""
         return self.graph.constants
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why anything is not as it was asked for: primitives that are no cuts."""
+        return tuple(
+            f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
+            "its plain torch ops are captured, there is no cut, and no backend is asked"
+            for name, line in self.graph.inlined
+        )
+
     def split(self) -> Split:
         """Cut at every primitive; equal pieces become one."""
         returned = set(self.returns.values())
@@ -136,31 +147,42 @@ class Traced:
         ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)
         how = [row.how for row in self.donation.rows]
         donated = ", ".join(f"{how.count(h)} {h}" for h in dict.fromkeys(how)) or "none"
-        return f"Traced({self.signature!r}, {ops} ops, donated: {donated})"
+        inlined = "".join(f", {name} inlined at {line}" for name, line in self.graph.inlined)
+        return f"Traced({self.signature!r}, {ops} ops, donated: {donated}{inlined})"
 
 
 def trace_function(
-    args: Arguments, options: Options, limits: Limits, reads: Sequence[str] = ()
+    args: Arguments, options: Options, limits: Limits, refuse: Refusals | None = None
 ) -> Traced:
-    """Trace the function of `args`. See `fngraph.fx.trace` for the errors."""
+    """Trace the function of `args`. See `fngraph.fx.trace` for the errors, kept in `refuse`."""
     found: dict[str, Any] = {}
+    refuse = refuse or Refusals()
     check_modes()
     ambient = read(args.device.type)
 
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
-        with torch.set_grad_enabled(ambient.grad), unchanged(args.device.type):
-            result = args.signature.call(args.unflatten(leaves))
+        values = args.unflatten(leaves, refuse)
+        with torch.set_grad_enabled(ambient.grad):
+            with refuse.catching(), unchanged(args.device.type, args.signature.fn):
+                found["result"] = args.signature.call(values)
+        if "result" not in found:
+            raise refuse.errors[-1]
+        with refuse.catching():
+            args.check_held(values, leaves)
+        result = found.pop("result")
+        trees.register_dataclasses(result)
         outputs, found["tree"] = trees.flatten(result)
         return outputs
 
-    graph = trace(flat_fn, args.leaves, limits, args.signature.fn, found)
-    pin(graph.gm, ambient.default_dtype)
+    graph = trace(flat_fn, args.leaves, limits, found, refuse)
+    with refuse.catching():
+        pin(graph.gm, ambient.default_dtype)
     nodes = list(graph.gm.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
-    returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs)
+    returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
-    check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text)
-    donation = donate(graph, args.leaves, returns, options.allow_copies)
+    check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text, refuse)
+    donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
     return Traced(args, options, limits, graph, donation, found["tree"], returns, ambient)
 
 
@@ -311,7 +333,7 @@ class Lowered:
     @property
     def notes(self) -> tuple[str, ...]:
         """Why anything is not as it was asked for."""
-        return self.resolution.reasons
+        return self.resolution.reasons + self.split.traced.notes
 
     def compile(self) -> Compiled:
         """One callable for each distinct piece."""

@@ -108,11 +108,18 @@ def transformer(
     config, kept = params.config, []
     rope = rotation(positions_T, config.head_dim, config.rope_theta, x_TE.dtype)
     for layer, kv in zip(params.layers, cache, strict=True):
-        x_TE, kv = attention_block(config, layer, x_TE, rope, kv, attend)
-        normed_TE = rms_norm(x_TE, layer.mlp_norm, config.norm_eps)
-        x_TE = x_TE + swiglu(normed_TE, layer.w_gate, layer.w_up, layer.w_down)
+        x_TE, kv = decoder_layer(config, layer, x_TE, rope, kv, attend)
         kept.append(kv)
     return x_TE, tuple(kept)
+
+
+def decoder_layer(
+    config: Config, layer: Layer, x_TE: Tensor, rope: tuple[Tensor, Tensor], kv: Any, attend: Attend
+) -> tuple[Tensor, Any]:
+    """x + attention(norm(x)), plus the mlp of its norm; and what the layer keeps."""
+    x_TE, kv = attention_block(config, layer, x_TE, rope, kv, attend)
+    normed_TE = rms_norm(x_TE, layer.mlp_norm, config.norm_eps)
+    return x_TE + swiglu(normed_TE, layer.w_gate, layer.w_up, layer.w_down), kv
 
 
 def attention_block(

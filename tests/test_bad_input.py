@@ -271,7 +271,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[], Any], tuple[type, type], list[str]]] =
         lambda: with_spec(fg.BatchSpec(3, 4)), SPEC, ["num_reqs=4", "num_tokens=3"]),
     "no tokens": (lambda: with_spec(fg.BatchSpec(0, 0)), SPEC, ["num_tokens=0"]),
     "a spec of tensors": (
-        lambda: with_spec(fg.BatchSpec(torch.tensor(2.5), 2)), SPEC, ["num_tokens", "int("]),
+        lambda: with_spec(fg.BatchSpec(torch.tensor(3), 2)), SPEC, ["=tensor(3)", "int("]),
     "beyond max_tokens": (
         lambda: toys.batch(10, 7), SPEC, ["max_tokens=16", "num_tokens=17"]),
     "beyond max_reqs": (

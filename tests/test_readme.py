@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_readme_runs(capsys) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
@@ -25,6 +25,8 @@ def test_the_readme_runs(capsys) -> None:
     torch.testing.assert_close(cache[:3], 2 * embed[[1, 2, 3]])
     assert not cache[3:].any()
     assert names["loss"] < 1e-3  # type: ignore[operator]
+    net, x = names["net"], names["x"]
+    torch.testing.assert_close(names["y"], net(x).detach())  # type: ignore[operator]
 
 
 def test_its_links_lead_somewhere() -> None:

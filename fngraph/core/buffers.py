@@ -23,7 +23,8 @@ from fngraph.errors import FieldError
 
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint16": 2, "uint32": 4,
+    "uint64": 8, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 _OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod | ast.Pow
 

@@ -8,6 +8,7 @@ as long).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
 from operator import index
 from typing import Any, NamedTuple, Self
 
@@ -145,10 +146,9 @@ def _counts(
 
 
 def _whole(name: str, value: Any) -> int:
-    try:
-        return index(value)
-    except TypeError:
+    if not isinstance(value, Integral):  # a tensor has __index__ too, which waits for its value
         raise SpecError(
             f"{name}={value!r} is not a host integer. Pass {name}=int(...); a tensor is read "
             "before the step, not in it."
-        ) from None
+        )
+    return index(value)

@@ -11,11 +11,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NoReturn, dataclass_transform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, dataclass_transform
 
 from fngraph.core.buffers import Buffer, buffer
-from fngraph.core.where import user_line
+from fngraph.core.where import is_user, user_line
 from fngraph.errors import FieldError, HostFieldError
 
 NAMESPACE = "fngraph"  # of the optree registry; global registrations are seen too
@@ -33,29 +34,70 @@ def static(**kwargs: Any) -> Any:
 
 
 class HiddenHostField:
-    """What a traced function finds in place of a host field: any use raises `HostFieldError`."""
+    """What a traced function finds in place of a host field: any use raises `HostFieldError`.
 
-    __slots__ = ("_name",)
+    Args:
+        refuse: is given the error; where it does not raise, a read gives 1.
+    """
 
-    def __init__(self, name: str) -> None:
+    __slots__ = ("_name", "_refusal")
+
+    def __init__(self, name: str, refuse: Callable[[HostFieldError], None] | None = None) -> None:
         object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_refusal", refuse)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        name = object.__getattribute__(self, "_name")
-        raise HostFieldError(
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        name, refuse = (object.__getattribute__(self, x) for x in ("_name", "_refusal"))
+        error = HostFieldError(
             f"{user_line()}: forward reads the host field .{name}, which a captured graph would "
             "freeze at its value during capture. Read the counts from a staged leaf on the "
             "device instead, e.g. batch.seq_lens or batch.query_start_loc"
         )
+        if refuse is None:
+            raise error
+        refuse(error)
+        return 1
 
-    def __getattr__(self, attribute: str) -> NoReturn:
-        self._refuse()
+    def __getattr__(self, attribute: str) -> Any:
+        return self._refuse()
 
-    __bool__ = __iter__ = __len__ = __getitem__ = __eq__ = __int__ = __index__ = __call__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
+    __len__ = __getitem__ = __int__ = __index__ = __call__ = __hash__ = __reduce_ex__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __floordiv__ = __mod__ = __truediv__ = __float__ = _refuse
+
+    def _refuse_truth(self, *args: Any) -> bool:
+        return bool(self._refuse())
+
+    __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _refuse_truth
+
+    def _refuse_text(self, *args: Any) -> str:
+        return str(self._refuse())
+
+    __str__ = __format__ = _refuse_text
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self._refuse()])
+
+    def __copy__(self, *args: Any) -> Any:
+        return self
+
+    __deepcopy__ = __copy__
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        if is_user(sys._getframe(1)):  # isinstance(batch.spec, ...)
+            self._refuse()
+        return HiddenHostField
 
     def __repr__(self) -> str:
         return f"<host field .{object.__getattribute__(self, '_name')}, not readable in forward>"
+
+
+def hide_host_field(tree: Any, refuse: Callable[[HostFieldError], None]) -> None:
+    """Report reads of the host field of `tree`, an `fg.struct` fresh from `unflatten`."""
+    name = host_field(type(tree))
+    if name is not None:
+        tree.__dict__[name] = HiddenHostField(name, refuse)
 
 
 @dataclass_transform(
@@ -84,8 +126,8 @@ def struct(cls: Any) -> Any:
 
     def unflatten(meta: Any, leaves: Any) -> Any:
         new: Any = object.__new__(cls)
-        new.__dict__.update(zip(children, leaves, strict=True))
-        new.__dict__.update(zip(statics, meta, strict=True))
+        new.__dict__.update(zip(children, leaves))
+        new.__dict__.update(zip(statics, meta))
         new.__dict__.update({name: HiddenHostField(name) for name in hosts})
         return new
 

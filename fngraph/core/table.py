@@ -17,7 +17,7 @@ from fngraph.errors import ModesError
 Cost = Callable[[BatchDescriptor], float]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class DispatchTable:
     """Which keys exist, and what covers what.
 

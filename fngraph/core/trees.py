@@ -6,22 +6,62 @@ The one place that knows optree's calls; it is imported when first used, which k
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 from fngraph.core.struct import NAMESPACE
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _optree() -> Any:
     import optree
 
     return optree
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure. `None` is structure, not a leaf."""
-    return _optree().tree_flatten(tree, namespace=NAMESPACE)
+def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], Any]:
+    """Leaves and structure. `None` is structure, not a leaf; what `is_leaf` accepts is one."""
+    return _optree().tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def register_dataclasses(tree: Any) -> bool:
+    """Make nodes of the dataclasses among the leaves, each field a child. Whether there were any.
+
+    A class is registered once, when it is first seen; what is registered already stays as it is.
+    """
+    seen: set[type] = set()
+    while new := {type(x) for x in flatten(tree)[0] if _is_plain_dataclass(x)} - seen:
+        for cls in new:
+            _register(cls)
+        seen |= new
+    return bool(seen)
+
+
+def _is_plain_dataclass(x: Any) -> bool:
+    ours = type(x).__module__.partition(".")[0] == "fngraph"  # specs are leaves
+    return dataclasses.is_dataclass(x) and not isinstance(x, type) and not ours
+
+
+def _register(cls: type) -> None:
+    names = tuple(field.name for field in dataclasses.fields(cls))
+    made = {f.name for f in dataclasses.fields(cls) if f.init}
+
+    def flatten(tree: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+        return tuple(getattr(tree, name) for name in names), None, names
+
+    def unflatten(meta: Any, leaves: Any) -> Any:
+        values = dict(zip(names, leaves, strict=True))
+        if hasattr(cls, "__post_init__"):
+            return cls(**{name: values[name] for name in made})
+        new: Any = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(new, name, value)  # frozen ones too
+        return new
+
+    _optree().register_pytree_node(
+        cls, flatten, unflatten, path_entry_type=_optree().GetAttrEntry, namespace=NAMESPACE
+    )
 
 
 def unflatten(treedef: Any, leaves: Any) -> Any:

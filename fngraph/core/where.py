@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
-_OTHERS = ("torch", "fngraph", "optree", "einops", "functorch", "contextlib")
+_OTHERS = {"torch", "fngraph", "optree", "einops", "functorch", "numpy", *sys.stdlib_module_names}
 
 
 def user_line(traceback: TracebackType | None = None) -> str:
@@ -16,12 +18,15 @@ def user_line(traceback: TracebackType | None = None) -> str:
     Of the current call, or of where a traceback began.
     """
     for frame, line in _raised(traceback) if traceback else _calling(sys._getframe(1)):
-        module = frame.f_globals.get("__name__", "")
-        filename = frame.f_code.co_filename
-        generated = filename.startswith(("<eval_with_key", "<string", "<frozen"))
-        if module.partition(".")[0] not in _OTHERS and not generated:
-            return f"{short_path(filename)}:{line}"
+        if is_user(frame):
+            return f"{short_path(frame.f_code.co_filename)}:{line}"
     return "<no user frame>"
+
+
+def is_user(frame: FrameType) -> bool:
+    """Whether a frame runs code that is not ours, torch's, Python's or generated."""
+    generated = frame.f_code.co_filename.startswith(("<eval_with_key", "<string", "<frozen"))
+    return not generated and frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS
 
 
 def _calling(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
@@ -34,6 +39,14 @@ def _raised(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     if traceback is not None:
         yield from _raised(traceback.tb_next)
         yield traceback.tb_frame, traceback.tb_lineno
+
+
+def defined_at(fn: Any) -> str:
+    """`file:line` of a function's definition; of a callable object, its class's name."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if code is None:
+        return type(fn).__name__
+    return f"{short_path(code.co_filename)}:{code.co_firstlineno}"
 
 
 def short_path(filename: str) -> str:

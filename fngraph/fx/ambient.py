@@ -15,6 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from fngraph.core.where import defined_at
 from fngraph.errors import AmbientError
 
 
@@ -44,7 +45,8 @@ class Ambient(NamedTuple):
 
 def read(device: str) -> Ambient:
     """The state now, for a function on this type of device."""
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    on = device != "meta" and torch.is_autocast_enabled(device)  # which meta does not know
+    autocast = torch.get_autocast_dtype(device) if on else None
     modes = torch._C._len_torch_function_stack() and tuple(
         ("device", mode.device) if isinstance(mode, DeviceContext) else mode
         for mode in _get_current_function_mode_stack()
@@ -85,7 +87,7 @@ def check_modes() -> None:
 
 
 @contextlib.contextmanager
-def unchanged(device: str) -> Iterator[None]:
+def unchanged(device: str, fn: Any) -> Iterator[None]:
     """Refuse a body that leaves other state behind than it found; all is put back.
 
     Raises:
@@ -100,7 +102,8 @@ def unchanged(device: str) -> Iterator[None]:
         after, reseeded = read(device), torch.initial_seed() != seed
         torch.set_grad_enabled(before.grad)
         torch.set_default_dtype(before.default_dtype)
-        torch.set_autocast_enabled(device, before.autocast is not None)
+        if device != "meta":
+            torch.set_autocast_enabled(device, before.autocast is not None)
         torch.use_deterministic_algorithms(deterministic)
         if precision is not None:
             torch.set_float32_matmul_precision(precision)
@@ -109,8 +112,8 @@ def unchanged(device: str) -> Iterator[None]:
     if after != before or reseeded:
         what = before.changes(after) or "the seed of torch's generator"
         raise AmbientError(
-            f"forward changes state outside of it ({what}), which a graph would not do again. "
-            "Change it around the call, or for a part: with torch.autocast(...):"
+            f"{defined_at(fn)}: forward changes state outside of it ({what}), which a graph would "
+            "not do again. Change it around the call, or for a part: with torch.autocast(...):"
         )
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fngraph.core import Buffer, Dim, buffers_of, check_declared, host_field, trees
-from fngraph.errors import TreeError
+from fngraph.core.struct import hide_host_field
+from fngraph.errors import MutationError, TreeError
 from fngraph.fx.aliases import check_aliases
+from fngraph.fx.kinds import check_kind
 from fngraph.fx.leaves import Leaf, Role, TensorSpec
 from fngraph.fx.signature import Signature
 
@@ -56,12 +58,34 @@ class Arguments:
         start = sum(treedef.num_leaves for treedef in self.treedefs[:position])
         return slice(start, start + self.treedefs[position].num_leaves)
 
-    def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments, over `leaves`."""
-        return [
+    def unflatten(self, leaves: Sequence[Any], refuse: Callable[[Any], None]) -> list[Any]:
+        """The arguments, over `leaves`; reads of the batch's host field are reported."""
+        values = [
             trees.unflatten(treedef, leaves[self.span(i)])
             for i, treedef in enumerate(self.treedefs)
         ]
+        if self.batch_type is not None:
+            (staged,) = self.signature.positions(Role.STAGED)
+            hide_host_field(values[staged], refuse)
+        return values
+
+    def check_held(self, values: Sequence[Any], leaves: Sequence[Any]) -> None:
+        """Raise if `forward` has put another tensor into a container that it was given to read.
+
+        Raises:
+            MutationError: with the argument's path.
+        """
+        for i in self.signature.positions(Role.HELD, Role.STAGED):
+            name = self.signature.names[i]
+            after, treedef = trees.flatten(values[i])
+            differs = [k for k, (a, b) in enumerate(zip(leaves[self.span(i)], after)) if a is not b]
+            if differs or treedef != self.treedefs[i]:
+                path = trees.paths(treedef, name)[differs[0]] if differs else name
+                raise MutationError(
+                    f"forward puts another tensor into {path}, which is "
+                    f"{self.signature.roles[i].value}; the caller's own {name} would not change. "
+                    f"Use a copy of the container: {name} = {{**{name}, ...}}"
+                )
 
 
 def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
@@ -71,7 +95,8 @@ def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
         given: held and donated arguments by name; the staged one is optional if annotated.
 
     Raises:
-        TreeError: a leaf that is no tensor, several devices, or a batch that is not a struct.
+        TreeError: a leaf that is no dense tensor, several devices, or a batch that is not a
+            struct.
         AliasError: a donated leaf shares its storage with another one.
     """
     leaves: list[Leaf] = []
@@ -108,6 +133,8 @@ def _leaf(path: str, role: Role, value: Any) -> Leaf:
             f"{path} is {type(value).__name__}, not a tensor. Numbers that configure the model "
             "belong in a static field (x: int = fg.static()), others in a tensor"
         )
+    if isinstance(value, torch.Tensor):
+        check_kind(path, value)
     spec = TensorSpec.of(value)
     return Leaf(path, role, spec.device, spec)
 

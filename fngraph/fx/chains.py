@@ -16,7 +16,7 @@ from torch import fx
 
 from fngraph.fx import twins
 from fngraph.fx.liveness import keys
-from fngraph.fx.purity import written
+from fngraph.fx.schemas import written
 
 _VISITS = 3  # of one op in the search, since a row of n diamonds has 2**n ways through it
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fngraph.fx.leaves import storage_key
-from fngraph.fx.purity import written
+from fngraph.fx.schemas import written
 
 aten = torch.ops.aten
 _COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,
@@ -41,7 +41,7 @@ def hoist(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
         ):
             fake = node.meta["val"]
             with gm.graph.inserting_before(node):
-                folded = gm.graph.get_attr(str(_root(source).target))
+                folded = gm.graph.get_attr(str(source.target))
             folded.meta = dict(node.meta)
             values[folded] = values[source].to(fake.dtype).reshape(fake.shape)
             node.replace_all_uses_with(folded)
@@ -52,9 +52,3 @@ def hoist(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
             del values[node]
     gm.graph.lint()
     return {node.name: value for node, value in values.items()}
-
-
-def _root(node: fx.Node) -> fx.Node:
-    while node.op != "get_attr":
-        (node,) = node.all_input_nodes
-    return node

@@ -19,7 +19,8 @@ from fngraph.fx.copies import append_copies
 from fngraph.fx.inplace import settle
 from fngraph.fx.leaves import Leaf, same_place, storage_key
 from fngraph.fx.liveness import Memory
-from fngraph.fx.purity import written
+from fngraph.fx.refusals import Refusals
+from fngraph.fx.schemas import written
 from fngraph.fx.trace import Graph
 
 
@@ -62,7 +63,8 @@ def donate(
     graph: Graph,
     leaves: Sequence[Leaf],
     returns: Mapping[int, int],
-    allow_copies: bool | int = COPY_LIMIT,
+    allow_copies: bool | int,
+    refuse: Refusals,
 ) -> DonationTable:
     """Put each donated leaf's new value into its buffer, in `graph`, and say how.
 
@@ -78,8 +80,7 @@ def donate(
     nodes = graph.gm.graph.nodes
     inputs = [n for n in nodes if n.op == "placeholder"]
     (output,) = (n for n in nodes if n.op == "output")
-    _check(graph, leaves, inputs, output.args[0], returns)
-
+    returns = _fitting(graph, leaves, inputs, output.args[0], returns, refuse)
     memory = Memory(graph.gm.graph)
     copied: dict[int, str] = {}
     for k, out in returns.items():
@@ -98,7 +99,7 @@ def donate(
         how = ("in place", f"by {names}") if lines else ("unchanged", "returned as it came")
         how = ("copied", copied[k]) if k in copied else how
         rows.append(Donation(leaves[k].path, *how, null_slots))
-    _refuse_copies(leaves, copied, allow_copies)
+    _refuse_copies(leaves, copied, allow_copies, refuse)
     copies = {k: returns[k] for k in copied}
     append_copies(graph.gm, inputs, output, copies, set(returns.values()))
     return DonationTable(tuple(rows))
@@ -121,7 +122,10 @@ def _origin(new: fx.Node, inputs: Sequence[fx.Node], leaves: Sequence[Leaf]) -> 
 
 
 def _refuse_copies(
-    leaves: Sequence[Leaf], copied: Mapping[int, str], allow_copies: bool | int
+    leaves: Sequence[Leaf],
+    copied: Mapping[int, str],
+    allow_copies: bool | int,
+    refuse: Refusals,
 ) -> None:
     if allow_copies is True:
         return
@@ -130,11 +134,13 @@ def _refuse_copies(
     if large:
         lines = [f"{leaf.path}, {_size(leaf.nbytes)}: {why}" for leaf, why in large.items()]
         which = "1 large donated leaf" if len(large) == 1 else f"{len(large)} large donated leaves"
-        raise DonationError(
-            f"{which}, {_size(sum(leaf.nbytes for leaf in large))}, would be copied at each step, "
-            "which takes as much memory again:\n" + "\n".join(lines) + "\nRead the old value "
-            "before the new one is made, and make it with index_put, slice_scatter, where or "
-            "arithmetic; or allow the copy: fg.graphify(..., allow_copies=True)"
+        refuse(
+            DonationError(
+                f"{which}, {_size(sum(leaf.nbytes for leaf in large))}, would be copied at each "
+                "step, which takes as much memory again:\n" + "\n".join(lines) + "\nRead the old "
+                "value before the new one is made, and make it with index_put, slice_scatter, "
+                "where or arithmetic; or allow the copy: fg.graphify(..., allow_copies=True)"
+            )
         )
 
 
@@ -142,23 +148,31 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} bytes"
 
 
-def _check(
+def _fitting(
     graph: Graph,
     leaves: Sequence[Leaf],
     inputs: Sequence[fx.Node],
     results: Sequence[fx.Node],
     returns: Mapping[int, int],
-) -> None:
+    refuse: Refusals,
+) -> dict[int, int]:
+    """`returns` without the new values that do not fit their buffers, which are refused."""
+    fits = {}
     for k, out in returns.items():
         old, new = inputs[k].meta["val"], results[out].meta["val"]
         want, got = _brief(graph, old), _brief(graph, new)
-        if want != got:
-            same_shape = want.partition("[")[2] == got.partition("[")[2]
-            fix = f"new.to({old.dtype})" if same_shape else "index_put or slice_scatter into it"
-            raise DonationError(
+        if want == got:
+            fits[k] = out
+            continue
+        same_shape = want.partition("[")[2] == got.partition("[")[2]
+        fix = f"new.to({old.dtype})" if same_shape else "index_put or slice_scatter into it"
+        refuse(
+            DonationError(
                 f"the donated leaf {leaves[k].path} is {want} but comes back as {got}; its new "
                 f"value must fit its buffer. Make it fit ({fix}), or do not donate it"
             )
+        )
+    return fits
 
 
 def _brief(graph: Graph, t: torch.Tensor) -> str:

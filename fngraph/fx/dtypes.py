@@ -39,4 +39,5 @@ def pin(gm: fx.GraphModule, default: torch.dtype) -> None:
 
 
 def _has_floats(node: fx.Node) -> bool:
-    return any(x.meta["val"].dtype.is_floating_point for x in operands(node))
+    dtypes = [x.meta["val"].dtype for x in operands(node)]
+    return any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fngraph.fx.leaves import storage_key
-from fngraph.fx.purity import written
+from fngraph.fx.schemas import written
 from fngraph.fx.twins import reads_nothing
 
 

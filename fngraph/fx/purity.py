@@ -7,18 +7,34 @@ for values on the host, draw from a global generator, or write what it was not g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
+from torch.fx.traceback import annotate
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.core.where import user_line
-from fngraph.errors import ClosureError, HostSyncError, MutationError, OperatorError, RandomError
-from fngraph.fx.leaves import Leaf, Role, storage_key
+from fngraph.errors import HostSyncError, OperatorError, RandomError
+from fngraph.fx import standins
+from fngraph.fx.api import CallsMode
+from fngraph.fx.guards import by_transform
+from fngraph.fx.leaks import Made
+from fngraph.fx.leaves import Leaf
+from fngraph.fx.outside import foreign, literal_from_outside
+from fngraph.fx.refusals import Refusals
+from fngraph.fx.rows.check import REFUSED
+from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
+from fngraph.fx.sizes import Sizes
+from fngraph.fx.writes import sync_error, unsupported, write_errors
 
 aten = torch.ops.aten
 _LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor([1., 2.])
@@ -30,8 +46,9 @@ class PurityMode(TorchDispatchMode):
 
     Args:
         owners: storage key to the leaf that was passed in with that storage.
-        names: `id(tensor)` to the name under which `forward` can see a real tensor.
-        check_sizes: called with the line after each op, to see whether it has fixed a size.
+        sizes: is asked, after each op, whether it has fixed a size.
+        calls: the mode that sees what the user's code calls, for which ops run.
+        made: is told of each result.
     """
 
     supports_higher_order_operators = True
@@ -39,130 +56,124 @@ class PurityMode(TorchDispatchMode):
     def __init__(
         self,
         owners: Mapping[int, Leaf],
-        names: Mapping[int, str],
-        check_sizes: Callable[[str], None],
+        sizes: Sizes,
+        refuse: Refusals,
+        calls: CallsMode,
+        made: Made,
     ) -> None:
         super().__init__()
-        self.owners, self.names, self.check_sizes = owners, names, check_sizes
+        self.owners, self.sizes, self.refuse = owners, sizes, refuse
+        self.calls, self.made = calls, made
+        self.blocks: dict[Any, Any] = {}  # key of a call to what it left; see `fngraph.fx.block`
+        self._standins: dict[int, tuple[Any, Any]] = {}
+
+    def __enter__(self) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None
+        self.tracer: Any = mode.tracer
+        return super().__enter__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        known = len(self.refuse.errors)
         line = user_line()
         fx.traceback.set_stack_trace([line])
         if not isinstance(func, torch._ops.OpOverload):
-            raise OperatorError(
-                f"{line}: forward calls the higher-order operator {func}, whose branches a graph "
-                "cannot choose between. Compute both and pick: torch.where(condition, a, b)"
+            self.refuse(
+                OperatorError(
+                    f"{line}: forward calls the higher-order operator {func}, whose functions a "
+                    "graph cannot call. To choose, compute both and pick: "
+                    "torch.where(condition, a, b); to loop, write the loop in Python"
+                )
             )
-        if func in _SYNCS:
-            raise HostSyncError(
-                f"{line}: forward needs a tensor's value on the host ({func}, from .item(), "
-                "int(), if tensor, ...); a graph would freeze it. Keep the choice on the device: "
-                "torch.where(condition, a, b)"
+            return func(*args, **kwargs)
+        tangent = func is aten.size.default and not isinstance(args[0], FakeTensor)
+        if tangent and (rule := by_transform(line)) is not None:  # asked in C++
+            self.refuse(rule)
+        if func in _LITERALS:
+            array = literal_from_outside(line, args[0], self.calls.name)
+            if array is not None:
+                self.refuse(array)
+        else:
+            args, kwargs = self._given(line, args, kwargs)
+        if func in _SYNCS and not all(_literal(x) for x in args):
+            self.refuse(sync_error(line, func, self.calls.name))
+            return standins.scalar(args[0]) if func is aten._local_scalar_dense.default else True
+        if draws(func, args, kwargs):
+            self.refuse(
+                RandomError(
+                    f"{line}: forward draws from a global random number generator ({func}), which "
+                    "a graph would not repeat as eager does. Pass the numbers in as an argument, "
+                    "or derive them from a key: hash the positions with integer arithmetic. "
+                    "Dropout in a module is switched off with module.eval()"
+                )
             )
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(
-            func, args, kwargs
-        ):
-            raise RandomError(
-                f"{line}: forward draws from a global random number generator ({func}), which a "
-                "graph would not repeat as eager does. Pass the numbers in as an argument, "
-                "or derive them from a key: hash the positions with integer arithmetic"
-            )
-        if func not in _LITERALS:
-            self._check_closures(line, args, kwargs)
-        self._check_writes(line, func, args, kwargs)
-        result = func(*args, **kwargs)
-        self.check_sizes(line)
-        if _leaves_device(func, args, result):
-            raise HostSyncError(
-                f"{line}: forward moves a tensor to the host (.cpu(), .to('cpu')), and a graph "
-                "would freeze what it finds there. Return the tensor, and move it outside"
-            )
-        if torch.Tag.dynamic_output_shape in func.tags and _has_unbacked(result):
-            raise HostSyncError(
-                f"{line}: the shape of {func}'s result depends on values, so the host would have "
-                "to wait for them. Use a mask of fixed shape: torch.where(mask, x, 0)"
-            )
+        for error in write_errors(line, func, args, kwargs, self.owners):
+            self.refuse(error)
+        refused = len(self.refuse.errors) > known  # of its rows nothing more is asked
+        try:
+            with annotate({REFUSED: True}) if refused else contextlib.nullcontext():
+                result = func(*args, **kwargs)
+        except UnsupportedOperatorException:
+            self.refuse(unsupported(line, func, "which no trace can see into"))
+            raise
+        except DataDependentOutputException:
+            self.refuse(sync_error(line, func, self.calls.name))
+            return True
+        self.sizes.check_fixed(line)
+        result = self._check_result(line, func, args, result)
+        self.made.note(result, line)
         return result
 
-    def _check_closures(self, line: str, args: Any, kwargs: Any) -> None:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
-                name = self.names.get(id(leaf), "a tensor")
-                raise ClosureError(
-                    f"{line}: forward reads {name}, {tuple(leaf.shape)} {leaf.dtype}, which was "
-                    "not passed to it; a graph would go on reading that memory after you "
-                    "replace it. Make it an argument: forward(params, cache, batch) with the "
-                    "tensor in params"
+    def _check_result(self, line: str, func: Any, args: Any, result: Any) -> Any:
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        quantized = func._schema.name.startswith("aten::quantize")  # which fakes do not show
+        if quantized or not all(is_plain(x) for x in tensors):
+            self.refuse(unsupported(line, func, "whose result has no plain memory"))
+        if leaves_device(func, args, result):
+            self.refuse(
+                HostSyncError(
+                    f"{line}: forward moves a tensor to the host (.cpu(), .to('cpu')), and a graph "
+                    "would freeze what it finds there. Return the tensor, and move it outside"
                 )
-
-    def _check_writes(self, line: str, func: Any, args: Any, kwargs: Any) -> None:
-        for tensor in written(func, args, kwargs):
-            leaf = self.owners.get(storage_key(tensor))
-            if leaf is not None and leaf.role is not Role.DONATED:
-                fix = "Write into a copy, x.clone()"
-                if leaf.role is Role.HELD:
-                    fix += f", or donate the argument: fg.graphify(..., donate={self._with(leaf)})"
-                raise MutationError(
-                    f"{line}: forward writes into {leaf.path} ({func}), which is "
-                    f"{leaf.role.value}, not donated. {fix}"
+            )
+        if waits_for_shape(func, tensors):
+            self.refuse(
+                HostSyncError(
+                    f"{line}: the shape of {func}'s result depends on values, so the host would "
+                    "have to wait for them. Use a mask of fixed shape: torch.where(mask, x, 0)"
                 )
+            )
+            return standins.fixed(result)
+        return result
 
-    def _with(self, leaf: Leaf) -> str:
-        """What `donate=` would be with the argument of `leaf` in it too."""
-        donated = [x for x in self.owners.values() if x.role is Role.DONATED]
-        roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))
-        quoted = [f'"{root}"' for root in roots]
-        return quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
+    def _given(self, line: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, refused where they are not of this trace, with stand-ins for those."""
+        strangers = [x for x in tree_leaves((args, kwargs)) if self._is_foreign(x)]
+        for x in strangers:
+            self.refuse(foreign(line, x, self.owners))
+            if id(x) not in self._standins and isinstance(x, torch.Tensor):
+                made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                self._standins[id(x)] = x, made
+        if not strangers:
+            return args, kwargs
+        swap = lambda x: self._standins.get(id(x), (x, x))[1]  # noqa: E731
+        return tree_map(swap, (args, kwargs))  # type: ignore[no-any-return]
 
-
-def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors (or graph nodes, when given nodes) that an op writes, by its schema."""
-    if not func._schema.is_mutable:
-        return []
-    found: list[Any] = []
-    for i, spec in enumerate(func._schema.arguments):
-        if spec.alias_info is not None and spec.alias_info.is_write:
-            value = kwargs.get(spec.name) if i >= len(args) else args[i]
-            found += value if isinstance(value, list | tuple) else [value]
-    return [value for value in found if value is not None]
-
-
-def _draws_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Dropout ops that are switched off (p = 0, or not training) carry the tag all the same."""
-    given = dict(zip((a.name for a in func._schema.arguments), args)) | dict(kwargs)
-    off = [given.get(k, d) == d for k, d in (("dropout_p", 0.0), ("p", 0.0), ("train", False))]
-    known = [k in {a.name for a in func._schema.arguments} for k in ("dropout_p", "p", "train")]
-    return any(k and o for k, o in zip(known, off))
+    def _is_foreign(self, x: Any) -> bool:
+        if isinstance(x, FakeTensor):
+            return not has_proxy_slot(x, self.tracer)
+        return isinstance(x, torch.Tensor | torch.UntypedStorage)
 
 
-def _leaves_device(func: Any, args: Any, result: Any) -> bool:
-    if func is not aten._to_copy.default:
-        return False
-    return args[0].device.type != "cpu" and result.device.type == "cpu"
+def is_tracing() -> bool:
+    """Whether a function is being traced right now."""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        isinstance(mode, PurityMode) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
-def _has_unbacked(result: Any) -> bool:
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-    return any(free_unbacked_symbols(t) for t in tensors)
-
-
-def visible_tensors(fn: Any) -> dict[int, str]:
-    """Names of the real tensors that `fn` can reach: closure, globals and defaults."""
-    fn = getattr(fn, "__wrapped__", fn)
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return {}
-    found = {}
-    for name in code.co_names:
-        found[id(fn.__globals__.get(name))] = f"the global {name!r}"
-    for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # a cell that is still empty
-            found[id(cell.cell_contents)] = f"{name!r} from its closure"
-    for value in fn.__defaults__ or ():
-        found[id(value)] = "a default argument"
-    return found
+def _literal(x: Any) -> bool:
+    return getattr(x, "constant", None) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import fx
 
@@ -11,10 +11,15 @@ from fngraph.core import trees
 from fngraph.errors import DonationError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, same_place
+from fngraph.fx.refusals import Refusals
 
 
 def match_donated(
-    args: Arguments, outputs: Sequence[fx.Node], out_tree: Any, inputs: Sequence[fx.Node]
+    args: Arguments,
+    outputs: Sequence[fx.Node],
+    out_tree: Any,
+    inputs: Sequence[fx.Node],
+    refuse: Refusals,
 ) -> dict[int, int]:
     """For each donated leaf, the index of the output leaf that is its new value.
 
@@ -41,12 +46,15 @@ def match_donated(
         if len(fits) > rivals:
             fits = _narrow(fits, [inputs[k].meta["val"] for k in leaves], outputs)
         if not fits:
-            _refuse_missing(args, i, out_tree)
+            refuse(_missing(args, i, out_tree))
+            continue
         if len(fits) > rivals:
-            raise DonationError(
-                f"{len(fits)} parts of the output have the structure of the donated argument "
-                f"{args.signature.names[i]!r}, so which one is its new value is not known. "
-                "Return it inside a container of its own, e.g. donate a one-field fg.struct"
+            refuse(
+                DonationError(
+                    f"{len(fits)} parts of the output have the structure of the donated argument "
+                    f"{args.signature.names[i]!r}, so which one is its new value is not known. "
+                    "Return it inside a container of its own, e.g. donate a one-field fg.struct"
+                )
             )
         taken.add(fits[0])
         returns.update({k: fits[0] + j for j, k in enumerate(leaves)})
@@ -64,7 +72,7 @@ def _narrow(fits: list[int], olds: list[Any], outputs: Sequence[fx.Node]) -> lis
     return same or alike
 
 
-def _refuse_missing(args: Arguments, i: int, out_tree: Any) -> NoReturn:
+def _missing(args: Arguments, i: int, out_tree: Any) -> DonationError:
     name, want = args.signature.names[i], args.treedefs[i]
     children = trees.children(out_tree) or [out_tree]
     nearest = max(
@@ -72,7 +80,7 @@ def _refuse_missing(args: Arguments, i: int, out_tree: Any) -> NoReturn:
         key=lambda t: len(set(trees.paths(t, name)) & set(trees.paths(want, name))),
     )
     lines = "\n".join(trees.differences(want, nearest, name))
-    raise DonationError(
+    return DonationError(
         f"the donated argument {name!r} does not come back with its own structure:\n{lines}\n"
         f"Return it updated: return logits, {name}"
     )

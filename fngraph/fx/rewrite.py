@@ -14,7 +14,7 @@ from fngraph.fx import twins
 from fngraph.fx.chains import Hop
 from fngraph.fx.leaves import same_place
 from fngraph.fx.liveness import Memory, keys
-from fngraph.fx.purity import written
+from fngraph.fx.schemas import written
 
 aten = torch.ops.aten
 

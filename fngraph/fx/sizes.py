@@ -7,75 +7,25 @@ questions from outside torch count: torch asks many, whose answers do not change
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import builtins
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
+import torch
 from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fngraph.core import Limits
-from fngraph.core.where import user_line
+from fngraph.core.where import is_user, user_line
 from fngraph.errors import BranchError
+from fngraph.fx.guards import NOUNS, Guard, by_transform, fixed
+from fngraph.fx.refusals import Refusals
 
-_NOUNS = {"T": "tokens", "R": "requests"}
-_FUNCTIONS = {
-    "FloorDiv": lambda a, b: a // b, "CleanDiv": lambda a, b: a // b, "Mod": lambda a, b: a % b,
-    "PythonMod": lambda a, b: a % b, "Max": max, "Min": min, "IntTrueDiv": lambda a, b: a / b,
-    "FloatTrueDiv": lambda a, b: a / b, "FloatPow": pow, "PowByNatural": pow, "ToFloat": float,
-    "TruncToInt": int, "FloorToInt": math.floor, "CeilToInt": math.ceil,
-    "OpaqueUnaryFn_sqrt": math.sqrt, "OpaqueUnaryFn_exp": math.exp, "OpaqueUnaryFn_log": math.log,
-}  # fmt: skip
 _CLAMPS = {"_compute_slice_index"}  # torch's own, but x[:n] is as long as the answer
-
-
-@dataclasses.dataclass(frozen=True)
-class Guard:
-    """A condition over T and R, and the user's line that asked for it."""
-
-    condition: Any
-    line: str
-
-    def counterexample(self, limits: Limits) -> tuple[int, int] | None:
-        """A batch (T, R) within `limits` for which the condition does not hold, or None."""
-        holds = sympy.lambdify(sympy.symbols("T R"), self.condition, modules=[_FUNCTIONS, math])
-        letters = {symbol.name for symbol in self.condition.free_symbols}
-        return next(((t, r) for t, r in _batches(limits, letters) if not holds(t, r)), None)
-
-    def check(self, limits: Limits) -> None:
-        """Raise unless the condition holds for every batch within `limits`.
-
-        Raises:
-            BranchError: with a batch for which it does not.
-        """
-        batch = self.counterexample(limits)
-        if batch is not None:
-            raise BranchError(
-                f"{self.line}: Python in forward depends on the number of tokens or requests: the "
-                f"trace took the way where {self.condition}, which is false for T={batch[0]}, "
-                f"R={batch[1]}. Write one computation for every size (masks, torch.where), or "
-                f"narrow {limits!r} to sizes for which it holds"
-            )
-
-    def __repr__(self) -> str:
-        return f"{self.condition} ({self.line})"
-
-
-def _batches(limits: Limits, letters: set[str]) -> Iterator[tuple[int, int]]:
-    """Every batch within `limits` that differs in what the condition is about.
-
-    For both letters at once that is up to max_tokens * max_reqs of them, some 0.3 us each.
-    """
-    tokens, reqs = range(1, limits.max_tokens + 1), range(1, limits.max_reqs + 1)
-    if "R" not in letters:
-        yield from ((t, 1) for t in tokens)
-    elif "T" not in letters:
-        yield from ((limits.max_tokens, r) for r in reqs if r <= limits.max_tokens)
-    else:
-        yield from ((t, r) for t in tokens for r in reqs if r <= t)
 
 
 class Sizes(ShapeEnv):
@@ -85,9 +35,10 @@ class Sizes(ShapeEnv):
     without a word. Examples are above one and differ, so that T and R never share a symbol.
     """
 
-    def __init__(self, limits: Limits, taken: Sequence[int]) -> None:
+    def __init__(self, limits: Limits, taken: Sequence[int], refuse: Refusals) -> None:
         super().__init__(specialize_zero_one=False, duck_shape=False)
-        self.limits = limits
+        self.limits, self.refuse = limits, refuse
+        self._fixed: set[Any] = set()
         self.guards_asked: dict[Guard, None] = {}
         examples = example_sizes(limits, taken)
         self.letters = {letter: self._symbol(letter, n) for letter, n in examples.items()}
@@ -96,7 +47,7 @@ class Sizes(ShapeEnv):
     def _symbol(self, letter: str, example: int) -> Any:
         source = ConstantSource(letter)
         symbol = self.create_symbol(example, source, DimDynamic.DYNAMIC, constraint_dim=None)
-        return self.create_symintnode(symbol, hint=example, source=source)
+        return torch.SymInt(_Node(symbol, self, int, example))
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         """Torch's own, with a look at who asks.
@@ -104,35 +55,93 @@ class Sizes(ShapeEnv):
         Raises:
             BranchError: the user's Python asks something that not every batch answers alike.
         """
+        known = getattr(orig_expr, "free_symbols", set()) <= self.symbols.keys()
+        asked = known and orig_expr.free_symbols and _asked_outside_torch()
+        if asked and isinstance(orig_expr, sympy.Expr):
+            expr, value = lettered(orig_expr, self.symbols), self.example(orig_expr)
+            self.refuse(fixed(expr, value, user_line()))
+            return value  # torch would replace the symbol for good
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if getattr(orig_expr, "free_symbols", None) and _asked_outside_torch():
+        if known and isinstance(answer, float | sympy.Float) and orig_expr.free_symbols:
+            # whoever asks for a float, the graph keeps the number: torch.tensor(x.shape[0] / 2)
             expr = lettered(orig_expr, self.symbols)
-            if not isinstance(answer, bool | sympy.logic.boolalg.BooleanAtom):
-                refuse_fixed(expr, answer, user_line())
-            guard = Guard(expr if answer else sympy.Not(expr), user_line())
-            if guard not in self.guards_asked:
-                guard.check(self.limits)
-                self.guards_asked[guard] = None
+            self.refuse(fixed(expr, float(answer), user_line()))
+        elif asked:
+            expr = lettered(orig_expr, self.symbols)
+            self.ask(expr if answer else sympy.Not(expr), user_line())
         return answer
 
+    def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
+        """Torch's own; where the trace is to go on, T and R stay symbols."""
+        if self.refuse.go_on and a in self.symbols:
+            letter, value = sympy.Symbol(self.symbols[a]), lettered(tgt, self.symbols)
+            self.refuse(by_transform(user_line()) or fixed(letter, value, user_line()))
+        else:
+            super()._set_replacement(a, tgt, msg)
+
+    def example(self, expr: Any) -> Any:
+        """What an expression of torch's symbols is in the example."""
+        sizes = {symbol: self.letters[letter].node.hint for symbol, letter in self.symbols.items()}
+        return expr.xreplace({symbol: sympy.Integer(n) for symbol, n in sizes.items()})
+
+    def ask(self, condition: Any, line: str) -> None:
+        """Note that the trace holds only where `condition`, in T and R, does.
+
+        Raises:
+            BranchError: some batch within the limits does not fulfil it.
+        """
+        guard = Guard(condition, line)
+        if guard not in self.guards_asked:
+            with self.refuse.catching():
+                guard.check(self.limits)
+            self.guards_asked[guard] = None
+
     def check_fixed(self, line: str) -> None:
-        """Raise `BranchError` if torch itself has fixed T or R (iteration, jvp, hessian do)."""
+        """Refuse it if torch itself has fixed T or R (iteration does, and some jvps)."""
         for symbol, value in self.replacements.items():
-            if symbol in self.symbols:
-                refuse_fixed(sympy.Symbol(self.symbols[symbol]), value, line)
+            if symbol in self.symbols and symbol not in self._fixed:
+                self._fixed.add(symbol)
+                letter = sympy.Symbol(self.symbols[symbol])
+                self.refuse(by_transform(line) or fixed(letter, value, line))
+
+    def spell(self, text: str) -> str:
+        """`text` with T and R for the names that torch has for them."""
+        for symbol, letter in self.symbols.items():
+            text = re.sub(rf"\b{symbol}\b", letter, text)
+        return text
 
 
-def refuse_fixed(expr: Any, value: Any, line: str) -> None:
-    """Raise because an expression in T and R became a number.
+class _Node(SymNode):
+    """T or R as the user's Python finds it; its text and its hash would be the example's."""
 
-    Raises:
-        BranchError: always.
-    """
-    nouns = " and ".join(_NOUNS.get(s.name, s.name) for s in expr.free_symbols)
-    raise BranchError(
-        f"{line}: forward fixes the number of {nouns} at {expr} = {value} (int(x.shape[0]), "
-        "range(x.shape[0]), ...). Keep sizes symbolic: torch.arange(x.shape[0], device=x.device)"
-    )
+    def str(self) -> builtins.str:
+        if not self._refused("turns into text (str, f-string)"):
+            return super().str()
+        env: Any = self.shape_env
+        return str(env.example(self._expr))
+
+    def is_nested_int(self) -> bool:
+        if sys._getframe(1).f_code.co_name == "__hash__":
+            self._refused("hashes (dict key, set, lru_cache)")
+        return super().is_nested_int()
+
+    def _refused(self, does: builtins.str) -> bool:
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_name in _TEXT:
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is None or not is_user(frame):
+            return False
+        env: Any = self.shape_env
+        env.refuse(
+            BranchError(
+                f"{user_line()}: forward {does} the number of {NOUNS[env.symbols[self._expr]]}, "
+                "which differs from batch to batch. Use what all batches share: x.dtype, x.dim()"
+            )
+        )
+        return True
+
+
+_TEXT = {"str", "__str__", "__repr__", "_graph_repr", "__hash__", "is_nested_int"}
 
 
 def lettered(expr: Any, symbols: Mapping[Any, str]) -> Any:

@@ -19,7 +19,6 @@ from fngraph.core import Dim
 from fngraph.core.program import Program, Step, with_drops
 from fngraph.errors import BranchError
 from fngraph.fx.leaves import storage_key
-from fngraph.fx.outputs import check_rows
 from fngraph.fx.trace import Graph
 
 
@@ -95,8 +94,10 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
         else:
             writes = [n for n in nodes if n in needed]
             piece, reads = _piece(graph, nodes, writes)
-            part = shared.setdefault(piece.key, piece)
-            name, key = "piece", piece.key
+            name, key = "piece", _structure(graph, piece)
+            if key not in shared:
+                shared[key] = Piece(fx.GraphModule({}, piece), key)
+            part = shared[key]
         for node in writes:
             slots[node] = len(slots)
         index = sum(s.name.startswith(name + " ") for s in steps)
@@ -109,8 +110,6 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
         parts.append(part)
     program = Program(len(inputs), tuple(steps), tuple(slots[n] for n in results))
     dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
-    for node, sizes_of, i in zip(results, dims, outputs):
-        check_rows(node, sizes_of, f"output leaf {i}", graph.dim)
     dtypes = tuple(n.meta["val"].dtype for n in results)
     owned = {storage_key(n.meta["val"]) for n in inputs}
     aliased = []
@@ -184,8 +183,8 @@ def _cut(graph: Graph, node: fx.Node) -> Cut:
 
 def _piece(
     graph: Graph, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]
-) -> tuple[Piece, list[fx.Node]]:
-    """The piece as a graph of its own, and the outer nodes that it reads, in argument order."""
+) -> tuple[fx.Graph, list[fx.Node]]:
+    """A piece as a graph of its own, and the outer nodes that it reads, in argument order."""
     inside = set(nodes)
     reads = list(
         dict.fromkeys(
@@ -206,7 +205,8 @@ def _piece(
             return names[arg]
         expr = arg.meta["val"].node.expr
         if expr not in sizes:
-            sizes[expr] = _emit(expr, env, arg)
+            where = node.meta.get("stack_trace", "forward")
+            sizes[expr] = _emit(expr, env, f"{where}: the size {graph.text(arg.meta['val'])}")
         return sizes[expr]
 
     for node in nodes:
@@ -220,10 +220,10 @@ def _piece(
         names[node] = copy
     new.output(tuple(names[n] for n in writes))
     new.lint()
-    return Piece(fx.GraphModule({}, new), _structure(graph, new)), reads
+    return new, reads
 
 
-def _emit(expr: Any, env: dict[Any, fx.Proxy], asked: fx.Node) -> Any:
+def _emit(expr: Any, env: dict[Any, fx.Proxy], what: str) -> Any:
     """A size as arithmetic over the piece's T and R, or as a number.
 
     Raises:
@@ -232,10 +232,9 @@ def _emit(expr: Any, env: dict[Any, fx.Proxy], asked: fx.Node) -> Any:
     try:
         value = sympy_interp(PythonReferenceAnalysis, env, expr)
     except Exception as error:  # sympy's or fx's own, from deep inside
-        line = asked.meta.get("stack_trace", "forward")
         raise BranchError(
-            f"{line}: the size {expr} is computed in floats or by a function, which a graph "
-            "cannot recompute. Compute it on the device, from a tensor, or stay with ints"
+            f"{what} is computed in floats or by a function, which a graph cannot recompute. "
+            "Compute it on the device, from a tensor, or stay with ints"
         ) from error
     return value.node if isinstance(value, fx.Proxy) else value
 

@@ -10,25 +10,31 @@ import dataclasses
 import pickle
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fngraph.core import Dim, Limits
 from fngraph.core.trees import paths
-from fngraph.core.where import user_line
-from fngraph.errors import FnGraphError, HostSyncError, RandomError
+from fngraph.errors import RandomError
+from fngraph.fx.api import CallsMode, rebound
 from fngraph.fx.constants import hoist
-from fngraph.fx.leaves import Leaf, storage_key
-from fngraph.fx.outputs import check_owned, check_values
-from fngraph.fx.purity import PurityMode, visible_tensors
-from fngraph.fx.sizes import Guard, Sizes, lettered
+from fngraph.fx.failures import explained
+from fngraph.fx.guards import Guard
+from fngraph.fx.implied import implied
+from fngraph.fx.leaks import Made
+from fngraph.fx.leaves import Leaf, place, storage_key
+from fngraph.fx.outputs import check_dims, check_owned, check_values
+from fngraph.fx.purity import PurityMode
+from fngraph.fx.refusals import Refusals
+from fngraph.fx.sizes import Sizes, lettered
+from fngraph.fx.tangents import symbolic_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +46,15 @@ class Graph:
         symbols: sympy symbol to letter, {s0: "T", s1: "R"}.
         constants: tensors made from literals inside the function, by node name, in order.
         guards: what the trace assumed of T and R.
+        inlined: (name, user's line) of each primitive that a gradient or a transform went through,
+            so that its plain ops are in the graph; see `fngraph.ops.transforms`.
     """
 
     gm: fx.GraphModule
     symbols: dict[Any, str]
     constants: dict[str, torch.Tensor]
     guards: tuple[Guard, ...]
+    inlined: tuple[tuple[str, str], ...]
 
     def text(self, size: Any) -> str:
         """A fake tensor's size in T and R, as sympy prints it."""
@@ -90,8 +99,8 @@ def trace(
     flat_fn: Callable[[list[torch.Tensor]], list[Any]],
     leaves: Sequence[Leaf],
     limits: Limits,
-    source: Callable[..., Any],
     found: dict[str, Any],
+    refuse: Refusals,
 ) -> Graph:
     """Trace `flat_fn` over `leaves`.
 
@@ -99,72 +108,73 @@ def trace(
         flat_fn: leaves to output leaves.
         leaves: abstract arguments.
         limits: sizes of the further letters (B, ...) and the bounds that guards must hold for.
-        source: the user's function, to name the tensors that it closes over.
         found: holds the output's structure as "tree" once `flat_fn` has run.
 
     Raises:
         PurityError: see its subclasses; with the user's line.
     """
-    sizes = Sizes(limits, [n for leaf in leaves if leaf.spec for n in leaf.spec.shape])
+    taken = [n for leaf in leaves if leaf.spec for n in leaf.spec.shape]
+    sizes = refuse.sizes = Sizes(limits, taken, refuse)
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=False)
     with torch.inference_mode(False), mode:
         fakes = [leaf.fake({**limits.dims, **sizes.letters}) for leaf in leaves]
     owners = {storage_key(fake): leaf for fake, leaf in zip(fakes, leaves)}
+    made = Made(fakes, leaves)
 
     def traced(*flat: torch.Tensor) -> list[Any]:
-        with PurityMode(owners, visible_tensors(source), sizes.check_fixed):
+        calls = CallsMode(owners, refuse, made)
+        with PurityMode(owners, sizes, refuse, calls, made), calls:
+            places = [place(x) for x in flat]
             outputs = flat_fn(list(flat))
-            check_values(outputs, paths(found["tree"], "output"))
-        return outputs
+        for x, before, leaf in zip(flat, places, leaves):
+            if place(x) != before and not refuse.errors:
+                refuse(rebound("forward", ".data =, set_, resize_", leaf.path))
+        return check_values(outputs, paths(found["tree"], "output"), refuse)
 
-    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta():
-        with enable_python_dispatcher(), _no_python_random():
+    # what is under torch.compile is traced as the function that it was made from
+    nested = dynamo_config.patch(error_on_nested_fx_trace=False)
+    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), nested:
+        with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
             # the dispatcher, because F.pad with a symbolic size crashes without
             try:
                 gm = make_fx(traced)(*fakes)
             except Exception as error:
-                raise _explained(error, sizes) from None
+                refuse.raise_first()
+                raise explained(error, sizes, refuse) from None
+    refuse.raise_first()
     sizes.check_fixed("forward")
-    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(sizes.guards_asked))
+    del fakes
+    made.check(refuse)
+    silent = dict.fromkeys(implied(gm, sizes.symbols))
+    for guard in silent:
+        with refuse.catching():
+            guard.check(limits)
+    guards = dict.fromkeys((*sizes.guards_asked, *silent))
+    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(guards), _inlined(gm))
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    check_owned(output.args[0], paths(found["tree"], "output"), owners)
+    names = paths(found["tree"], "output")
+    check_owned(output.args[0], names, owners, refuse)
+    check_dims(output.args[0], names, graph.dim, refuse)
     return graph
 
 
-def _explained(error: Exception, sizes: Sizes) -> Exception:
-    """What to raise for an error in `forward`: our own without torch's thirty frames, any other
-    with the user's line and the names of the sizes that torch prints as symbols."""
-    line = user_line(error.__traceback__)
-    method = _host_method(error)
-    if method is not None:
-        return HostSyncError(
-            f"{line}: forward takes a tensor to the host with .{method}(), where a graph would "
-            "freeze it. Stay in torch"
-        )
-    if isinstance(error, FnGraphError):
-        return error.with_traceback(None)
-    names = ", ".join(f"{symbol} is {letter}" for symbol, letter in sizes.symbols.items())
-    error.add_note(f"while fngraph traced forward, at {line}; {names}")
-    return error
-
-
-def _host_method(error: Exception) -> str | None:
-    """`numpy` or `tolist`, if one of them raised: fakes fail in it, for reasons of their own."""
-    if ".numpy()" in str(error):
-        return "numpy"
-    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    return "tolist" if "tolist" in names else None
+def _inlined(gm: fx.GraphModule) -> tuple[tuple[str, str], ...]:
+    metas = [node.meta for node in gm.graph.nodes]
+    marked = [(meta.get("custom", {}).get("inlined"), meta.get("stack_trace")) for meta in metas]
+    return tuple(dict.fromkeys((name, line) for name, line in marked if name and line))
 
 
 @contextlib.contextmanager
-def _no_python_random() -> Iterator[None]:
+def _no_python_random(refuse: Refusals) -> Iterator[None]:
     before = _random_states()
     yield
     for name, state in _random_states().items():
         if state != before.get(name, state):
-            raise RandomError(
-                f"forward draws from {name}, and a graph would freeze the number. Pass it in as a "
-                "tensor"
+            refuse(
+                RandomError(
+                    f"forward draws from {name}, and a graph would freeze the number. Pass it in "
+                    "as a tensor"
+                )
             )
 
 

@@ -52,6 +52,9 @@ def check_leaves(plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> Non
             raise TreeError(
                 f"{planned.path}: expected a tensor {planned.buffer}, got {type(leaf).__name__}"
             )
+        if leaf.layout is not torch.strided or leaf.is_meta:
+            where = "on the meta device" if leaf.is_meta else str(leaf.layout)
+            raise TreeError(f"{planned.path}: expected dense memory, got a tensor that is {where}")
         if leaf.dtype is not _dtype(planned):
             raise TreeError(
                 f"{planned.path}: expected {planned.buffer}, got dtype {leaf.dtype}. "

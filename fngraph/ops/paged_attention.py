@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fngraph.core import HostBounds
+from fngraph.core import HostBounds, trees
+from fngraph.core.where import user_line
+from fngraph.errors import TransformError
 from fngraph.ops import reference
 from fngraph.ops.primitive import Backend, define
+from fngraph.ops.transforms import enter, inlined, is_transformed, leave
 
 
 class AttentionMeta(NamedTuple):
@@ -68,6 +71,10 @@ def attention(
 
     Query heads share kv heads in order: head h reads kv head `h // (H // K)`.
 
+    Where a gradient or a `torch.func` transform goes through it, it runs in torch ops in place of
+    the primitive: a new `kv` comes back, through which gradients flow from one step to the next.
+    The cache that was passed gets the values alone; and none under `vmap`, if samples share it.
+
     Args:
         q_THD: (T, H, D) queries.
         k_TKD: (T, K, D) new keys.
@@ -84,19 +91,79 @@ def attention(
         (T, H, D) in q's dtype, zero in rows that belong to no request; and `kv` itself.
 
     Raises:
-        NotImplementedError: a gradient would have to flow through it.
+        TransformError: `vmap` over another dim of the cache than its first.
         ValueError: a window or softcap that is not above zero.
     """
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and not value > 0:
             raise ValueError(f"fg.ops.attention({name}={value}): pass a number above 0, or None")
-    k_cache, v_cache = kv
+    tensors = (q_THD, k_TKD, v_TKD, *kv, *_meta(batch))
+    options = q_THD.shape[-1] ** -0.5 if scale is None else scale, window, softcap
+    if is_transformed(*tensors):
+        with inlined("attention"):
+            return _inline(tensors, kv, _configure(*tensors, *options))
     out_THD = q_THD.new_zeros(q_THD.shape)
-    ATTENTION.op(
-        q_THD, k_TKD, v_TKD, k_cache, v_cache, *_meta(batch), out_THD,
-        q_THD.shape[-1] ** -0.5 if scale is None else scale, window, softcap,
-    )  # fmt: skip
+    ATTENTION.op(*tensors, out_THD, *options)
     return out_THD, kv
+
+
+def _inline(tensors: tuple[Tensor, ...], kv: Any, config: AttentionConfig) -> tuple[Tensor, Any]:
+    """The same in torch ops. The cache gets the values, and what comes back the gradients too."""
+    meta = AttentionMeta(*tensors[5:])
+    for cache, new_TKD in zip(tensors[3:5], tensors[1:3]):
+        _Write.apply(cache, new_TKD, meta.slot_mapping)
+    q_THD, k_TKD, v_TKD, k_cache, v_cache = enter("attention", *tensors[:5])
+    new = []
+    for cache, new_TKD in ((k_cache, k_TKD), (v_cache, v_TKD)):
+        new.append(reference.put(cache, new_TKD, meta.slot_mapping))
+    out_THD = leave("attention", reference.attend(q_THD, (new[0], new[1]), meta, config))
+    return out_THD, trees.unflatten(trees.flatten(kv)[1], new)
+
+
+class _Write(torch.autograd.Function):
+    """`reference.write` below all transforms, which refuse to write what was not passed through.
+
+    Under `vmap`, samples that share a cache leave it alone: each has one of its own coming back.
+    """
+
+    @staticmethod
+    def forward(cache: Tensor, new_TKD: Tensor, slot_mapping: Tensor) -> Tensor:
+        reference.write(cache, new_TKD, slot_mapping)
+        return cache.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, cache: Tensor, *batch: Tensor) -> Any:
+        """All samples in one write: the blocks of one sample's cache follow those of another's."""
+        into, *of = in_dims
+        shared = cache.new_empty(0), None
+        if into is None:
+            return shared
+        if into != 0:
+            raise TransformError(
+                f"{user_line()}: vmap goes over dim {into} of the cache, which attention writes in "
+                "place. Keep the samples in its first dim: vmap(..., in_dims=0)"
+            )
+        N = info.batch_size
+        new_NTKD, slots_NT = (
+            x.unsqueeze(0).expand(N, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d in zip(batch, of)
+        )
+        first_N1 = torch.arange(N, device=cache.device)[:, None] * cache[0, ..., 0, 0].numel()
+        slots_NT = torch.where(slots_NT < 0, -1, slots_NT + first_N1)
+        _Write.apply(cache.view(-1, *cache.shape[2:]), new_NTKD.flatten(0, 1), slots_NT.flatten())
+        return shared
 
 
 def _meta(batch: Any) -> AttentionMeta:

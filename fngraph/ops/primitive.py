@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from fngraph.core import HostBounds, Support
-from fngraph.errors import BackendError
+from fngraph.core.where import user_line
+from fngraph.errors import BackendError, TransformError
+from fngraph.ops.transforms import is_transformed
 
 LIBRARY = torch.library.Library("fngraph", "FRAGMENT")
 
@@ -100,8 +102,8 @@ def define(
 ) -> Primitive:
     """Make the op `fngraph::name` with `schema` (its written arguments marked) and register it.
 
-    Called outside a graphified function, the op runs `default`. It has no gradient rule, and says
-    so where one is needed: torch's own fallback would make it silently constant.
+    Called outside a graphified function, the op runs `default`. It has no rule for gradients or
+    `vmap`, and says so where one is needed: torch's own fallback would make it silently constant.
     """
     LIBRARY.define(f"{name}{schema} -> ()")
     op = getattr(torch.ops.fngraph, name).default
@@ -110,30 +112,31 @@ def define(
         call(default, args, configure(*args), None)
 
     def refuse_gradients(*args: Any) -> None:
-        _refuse_gradients(name, args)
+        if is_transformed(*args):
+            refuse_transform(name)
         with torch._C._AutoDispatchBelowAutograd():
             op(*args)
 
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     LIBRARY.impl(name, refuse_gradients, "Autograd")
+    LIBRARY.impl(name, lambda *args: refuse_transform(name), "FuncTorchBatched")
     torch.library.register_fake(f"fngraph::{name}", lambda *args: None, lib=LIBRARY)
     primitive = Primitive(name, op, configure, call, {default.name: default}, null_slots)
     PRIMITIVES[f"fngraph::{name}"] = primitive
     return primitive
 
 
-def _refuse_gradients(name: str, args: tuple[Any, ...]) -> None:
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    reverse = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if reverse or any(map(_has_tangent, tensors)):
-        raise NotImplementedError(
-            f"fg.ops.{name} has no gradient rule: its result would be silently constant. Wrap "
-            "inference in torch.no_grad(), or detach what goes in"
-        )
+def refuse_transform(name: str) -> NoReturn:
+    """Raise because a primitive is opaque to what goes through it.
 
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+    Raises:
+        TransformError: always.
+    """
+    raise TransformError(
+        f"{user_line()}: the primitive {name} has no gradient rule and no batching rule, so its "
+        "result would be silently constant. Wrap inference in torch.no_grad() or detach what goes "
+        "in; else write that part in torch ops, or call the primitive outside of the transform"
+    )
 
 
 def primitive(name: str) -> Primitive:

@@ -1,5 +1,6 @@
 """`fngraph.core` stands alone: no torch, the names it lists, and examples that hold."""
 
+import dataclasses
 import doctest
 import importlib
 import os
@@ -38,6 +39,22 @@ def test_the_test_above_would_notice(tmp_path):
 def test_examples_in_docstrings(module):
     found = doctest.testmod(importlib.import_module(f"fngraph.core.{module}"))
     assert not found.failed
+
+
+def dataclasses_of_core():
+    modules = [importlib.import_module(f"fngraph.core.{module}") for module in MODULES]
+    found = (cls for m in modules for cls in vars(m).values() if isinstance(cls, type))
+    return {cls for cls in found if dataclasses.is_dataclass(cls)}
+
+
+def test_values_are_frozen_and_hold_nothing_else():
+    """What describes a batch or a program does not change, and is small."""
+    assert len(dataclasses_of_core()) > 8
+    for cls in dataclasses_of_core():
+        value = object.__new__(cls)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(cls)[0].name, 1)
+        assert not hasattr(value, "__dict__"), cls
 
 
 def test_all_lists_exactly_what_is_imported():

@@ -1,4 +1,4 @@
-"""`fngraph.core.dispatch`: chosen examples. test_dispatch_properties.py enumerates the rest."""
+"""`fngraph.core.dispatch`, `lookup`, `arrange`: examples; laws: test_dispatch_properties.py."""
 
 import sys
 from itertools import product

@@ -1,4 +1,6 @@
-"""The sentence that comes with each answer of `dispatch`."""
+"""`fngraph.core.dispatch` and `arrange`: the sentence that comes with each answer."""
+
+import dataclasses
 
 import pytest
 
@@ -120,3 +122,16 @@ def test_fewer_requests_than_a_batch_brings():
     crowded = "no key of its kind and size holds so many requests"
     assert dispatch(one, BatchSpec(8, 4)) == (Mode.NONE, BatchDescriptor(8, 4), crowded)
     assert dispatch(one, BatchSpec(8, 4, 2))[:2] == (Mode.NONE, BatchDescriptor(8, 4, 2))
+
+
+def test_a_full_key_of_too_few_requests_leaves_piecewise_ones():
+    made = table("FULL_AND_PIECEWISE")
+    full = (BatchDescriptor(4, 2),)  # a key by hand; `build_table` gives it every request
+    crowded = dataclasses.replace(made, full=full)
+    assert dispatch(crowded, BatchSpec(4, 2)) == (Mode.FULL, full[0], "least FULL key")
+    for allowed in (None, {"FULL", "PIECEWISE"}):
+        assert dispatch(crowded, BatchSpec(4, 3), allowed) == (
+            Mode.PIECEWISE,
+            BatchDescriptor(4),
+            "no key of its kind and size holds so many requests",
+        )

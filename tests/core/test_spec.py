@@ -129,6 +129,26 @@ def test_whole_numbers_of_other_types_become_int():
     assert type(BatchSpec(1, 1, encoder_outputs=None).encoder_outputs) is bool
 
 
+class ReadFromDevice:
+    """Like a tensor of one: an index, at the price of waiting for the device."""
+
+    def __index__(self):
+        pytest.fail("waited for the device")
+
+    def __repr__(self):
+        return "tensor(3)"
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "num_reqs", "query_len", "adapters"])
+def test_tensors_are_refused_unread(name):
+    with pytest.raises(SpecError) as info:
+        BatchSpec(**{"num_tokens": 3, "num_reqs": 3, name: ReadFromDevice()})
+    assert str(info.value) == (
+        f"{name}=tensor(3) is not a host integer. Pass {name}=int(...); a tensor is read before "
+        "the step, not in it."
+    )
+
+
 def test_extra_fields_are_sorted_and_hashable():
     one = BatchSpec(4, 4, extra={"b": 2, "a": 1})
     assert one.extra == (("a", 1), ("b", 2))

@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, storage_key
-from fngraph.fx.purity import written
+from fngraph.fx.rows.bounds import after_first, grows, lowest
 from fngraph.fx.rows.indices import WINDOW
-from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor
+from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor, moving_dims
 from fngraph.fx.rows.table import rule
+from fngraph.fx.schemas import written
 
 _TRUSTED = "fngraph.trust_rows"
+REFUSED = "fngraph.refused"  # of such an op nothing more is asked
 
 
 def check_rows(
@@ -32,8 +35,9 @@ def check_rows(
     constants: Mapping[str, torch.Tensor],
     paths: Sequence[str],
     text: Callable[[Any], str],
+    refuse: Callable[[RowsError], None],
 ) -> None:
-    """Raise unless every output keeps its rows.
+    """Refuse outputs that do not keep their rows, each culprit once; take out `trust_rows`.
 
     Args:
         paths: of the outputs.
@@ -45,9 +49,14 @@ def check_rows(
     with torch.device("cpu"):
         states = _run(gm, leaves, constants, text)
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    known = set()
     for path, result in zip(paths, output.args[0]):
-        if isinstance(mixed := states[result], Mixed):
-            raise RowsError(_message(mixed, path))
+        if isinstance(mixed := states[result], Mixed) and mixed.node not in known:
+            known.add(mixed.node)
+            refuse(RowsError(_message(mixed, path)))
+    for node in filter(_is_trusted, gm.graph.nodes):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
 
 
 def _run(
@@ -57,6 +66,7 @@ def _run(
     text: Callable[[Any], str],
 ) -> dict[fx.Node, Rows | Mixed]:
     states: dict[fx.Node, Rows | Mixed] = {}
+    views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = iter(leaves)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -64,24 +74,43 @@ def _run(
         elif node.op == "get_attr":
             states[node] = Rows(value=constants[node.name].cpu())
         elif node.op == "call_function":
-            states[node] = state = _result(node, states, text)
-            for target in _written(node):
-                _rewrite(target, state, states)
+            states[node] = _result(node, states, text)
+        else:
+            break
+        states[node] = state = _bounded(node, states)
+        if is_tensor(node):
+            views.setdefault(storage_key(node.meta["val"]), []).append(node)
+        for target in _written(node):
+            _rewrite(target, state, states, views[storage_key(target.meta["val"])])
     return states
+
+
+def _bounded(node: fx.Node, states: Mapping[fx.Node, Any]) -> Rows | Mixed:
+    state = states[node]
+    if isinstance(state, Mixed) or not is_tensor(node):
+        return state  # type: ignore[no-any-return]
+    low = 0 if _is_trusted(node) else lowest(node, states)
+    return dataclasses.replace(state, low=max(low, after_first(node, state.fills.values())))
+
+
+def _is_trusted(node: fx.Node) -> bool:
+    return bool(node.meta.get("custom", {}).get(_TRUSTED))
 
 
 def _leaf(leaf: Leaf) -> Rows:
     if leaf.buffer is None or leaf.buffer.pad == "stride":
         return Rows({} if leaf.buffer is None else {0: RISING})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
-    names_a_row = leaf.buffer.pad_given and bool(pad >= 0)
-    return Rows({0: pad}, unsaid=None if names_a_row else leaf.path)
+    names_a_row = leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0
+    return Rows({0: pad}, said=names_a_row, unsaid=None if names_a_row else leaf.path)
 
 
 def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
+    if _is_inlined(node) and is_tensor(node):
+        return _inlined(node, states)
     read = [] if _reads_shape_alone(node) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
-    if mixed is not None and not node.meta.get("custom", {}).get(_TRUSTED):
+    if mixed is not None and not _is_trusted(node):
         return mixed
     if node.target is operator.getitem:  # one of several results
         return states[node.args[0]]  # type: ignore[no-any-return,index]
@@ -93,9 +122,43 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | M
     try:
         if any(states[target].window for target in _written(node)):
             raise Mixes(WINDOW.format(call.name))
+        _check_sizes(call)
         return rule(call)
     except Mixes as error:
-        return Mixed(node, str(error))
+        return Rows() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))
+
+
+def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Rows | Mixed:
+    """An op of a primitive's plain form: it takes care of padding, if what goes in keeps its rows.
+
+    The ops of its gradient are not marked, but for the first ones and the last.
+    """
+    pending, seen = list(node.all_input_nodes), set()
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        at_end = "inlined_end" in node.meta["custom"]
+        if at_end and source.op == "call_function" and not _is_inlined(source):
+            pending += source.all_input_nodes
+        elif isinstance(states[source], Mixed):
+            return states[source]  # type: ignore[no-any-return]
+    return Rows({dim: torch.tensor(0) for dim in moving_dims(node)})
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    return any(mark in node.meta.get("custom", {}) for mark in ("inlined", "inlined_end"))
+
+
+def _check_sizes(call: Call) -> None:
+    for x in tree_leaves(call.node.meta.get("val")):
+        for size in x.shape if isinstance(x, torch.Tensor) else ():
+            if not grows(size):
+                raise Mixes(
+                    f"makes a tensor of {call.text(size)} rows ({call.name}), which in a key may "
+                    "be fewer than its batch has. Make one for each token or request, and mask"
+                )
 
 
 def _reads_shape_alone(node: fx.Node) -> bool:
@@ -116,11 +179,13 @@ def _written(node: fx.Node) -> Iterable[fx.Node]:
     return written(node.target, node.args, node.kwargs)
 
 
-def _rewrite(target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any]) -> None:
+def _rewrite(
+    target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any], views: Iterable[fx.Node]
+) -> None:
     """After a write: every view of the memory has padding in it, or padding that is not known."""
-    place = storage_key(target.meta["val"])
-    for node, known in states.items():
-        if node is not target and is_tensor(node) and storage_key(node.meta["val"]) == place:
+    for node in views:
+        if node is not target:
+            known = states[node]
             forget = isinstance(known, Rows) and known.fills
             states[node] = state if isinstance(state, Mixed) else (
                 dataclasses.replace(known, fills={}, value=None) if forget else known
@@ -137,7 +202,7 @@ def trust_rows(x: torch.Tensor) -> torch.Tensor:
     """Say of `x` that each of its true rows depends on true rows alone, whatever padding holds.
 
     For what no rule can see, such as rows sorted by expert and put back in order. Nothing checks
-    it: where it is not so, results are wrong with padding.
+    it: where it is not so, results are wrong with padding. Costs nothing: no op is left of it.
     """
     with fx.traceback.annotate({_TRUSTED: True}):
-        return x.view_as(x)
+        return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return]

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fngraph.fx.rows.state import (
+    RISING,
     Call,
     Fill,
     Mixes,
@@ -29,25 +31,41 @@ _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguo
 
 def pointwise(call: Call) -> Rows:
     """An op that computes each element from the same element of its operands."""
-    numbers = [x for x in call.args.values() if is_moving(x)]
-    if numbers:
-        raise Mixes(
-            f"computes with {call.text(numbers[0].meta['val'])}, which in a key is the padded "
-            f"number of rows ({call.name}). Count the true ones: (batch.slot >= 0).sum(), of a "
-            "leaf padded with -1"
-        )
-    unsaid = next((u for x in _deciding(call) if (u := call.rows(x).unsaid)), None)
+    refuse_counts(call)
+    said, unsaid = _origin(call)
     if not is_tensor(call.node):
-        return Rows(unsaid=unsaid)
+        return Rows(said=said, unsaid=unsaid)
     moving = moving_dims(call.node)
     if not moving:
-        return Rows(value=constant(call), unsaid=unsaid)
+        return Rows(value=constant(call))
     fills = {dim: fill for dim in moving if (fill := _fill(call, dim)) is not None}
-    return Rows(fills, unsaid=unsaid)
+    return Rows(fills, said=said, unsaid=unsaid)
 
 
-def _deciding(call: Call) -> list[Any]:
-    """The operands that padding comes from: of a choice that is known, the chosen one."""
+def refuse_counts(call: Call) -> None:
+    """Raise `Mixes` if an argument is a number made of T or R."""
+    for x in tree_leaves(list(call.args.values())):
+        if is_moving(x):
+            raise Mixes(
+                f"computes with {call.text(x.meta['val'])}, which in a key is the padded number "
+                f"of rows ({call.name}). Count the true ones: (batch.slot >= 0).sum(), of a leaf "
+                "padded with -1"
+            )
+
+
+def _origin(call: Call) -> tuple[bool, str | None]:
+    """`said` and `unsaid` of the operands that padding comes from."""
+    chosen = _chosen_operands(call)
+    given = operands(call.node) if chosen is None else chosen
+    states = [call.rows(x) for x in given if moving_dims(x)]
+    unsaid = next((s.unsaid for s in states if s.unsaid), None)
+    if chosen is not None:  # a choice between true rows and padding says what padding is to be
+        return unsaid is None, unsaid
+    return all(s.said for s in states), unsaid
+
+
+def _chosen_operands(call: Call) -> list[Any] | None:
+    """Of a choice that is known, the chosen one."""
     args = call.args
     pairs = {"where": ("condition", "self", "other"), "masked_fill": ("mask", "value", "self")}
     if call.name in pairs:
@@ -56,7 +74,7 @@ def _deciding(call: Call) -> list[Any]:
         for number, chosen in ((1, yes), (0, no)):
             if fills and all(is_all(fill, number) for fill in fills):
                 return [chosen] if is_tensor(chosen) else []
-    return operands(call.node)
+    return None
 
 
 def constant(call: Call) -> torch.Tensor | None:
@@ -76,12 +94,19 @@ def _fill(call: Call, dim: int) -> Fill | None:
         known[x] = state.fills.get(at) if at in moving_dims(x) else state.value
     marks = [fill for fill in known.values() if isinstance(fill, str)]
     if marks:
-        plain = call.name in _COPIES or (call.name in ("add", "sub") and len(known) == 1)
         known = {x: None if isinstance(f, str) else f for x, f in known.items()}
-        return marks[0] if plain else _decided(call, known)
+        return marks[0] if _goes_on(call, marks[0]) else _decided(call, known)
     if all(fill is not None for fill in known.values()):
         return run(call, known)
     return _decided(call, known)
+
+
+def _goes_on(call: Call, mark: str) -> bool:
+    """Whether padding still rises, or lies beyond: after copies, and rising ones after a shift."""
+    if call.node.meta["val"].dtype not in (torch.int32, torch.int64, torch.float64):
+        return False  # it may wrap
+    shifted = call.name in ("add", "sub") and mark == RISING and not is_tensor(call.args["other"])
+    return call.name in _COPIES or shifted
 
 
 def run(call: Call, values: dict[Any, Any]) -> torch.Tensor | None:
@@ -133,7 +158,9 @@ def _decided(call: Call, known: dict[Any, Any]) -> Fill | None:
     if name in ("copy", "fill"):  # what was there before does not matter
         source = of(args["src"] if name == "copy" else args["value"])
         return source.to(dtype) if isinstance(source, torch.Tensor) else source
-    if (name == "mul" and among(0)) or (name == "div" and is_all(of(args["self"]), 0)):
+    if name.endswith("_backward") and is_all(of(args.get("grad_output")), 0):
+        return torch.zeros((), dtype=dtype)
+    if name == "mul" and among(0):
         return torch.zeros((), dtype=dtype)
     if name in ("bitwise_and", "logical_and") and among(0):
         return torch.zeros((), dtype=dtype)

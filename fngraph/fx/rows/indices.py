@@ -24,6 +24,7 @@ from fngraph.fx.rows.state import (
     is_tensor,
     moving_dims,
 )
+from fngraph.fx.rows.views import ends_early
 
 WINDOW = (
     "writes as many rows as a key has, padding included ({}), into memory that has more. Write by "
@@ -33,21 +34,32 @@ WINDOW = (
 
 def read(call: Call) -> Rows:
     """index, gather, embedding: a true index finds a true row, unless it counts from the end."""
-    args = call.args
-    source = args.get("self", args.get("weight"))
-    indices = args.get("indices", args.get("index"))
-    for d, index in enumerate(indices if isinstance(indices, list | tuple) else [indices]):
-        if is_tensor(index) and moving_dims(source) and _counts_back(call, index):
-            raise Mixes(
-                f"indexes {call.dim(source, d)} rows from their end, where a key has padding. Pass "
-                "the indices in: x[batch.logits_indices]"
-            )
+    source = call.args.get("self", call.args.get("weight"))
+    indices = call.args.get("indices", call.args.get("index"))
+    if isinstance(indices, list | tuple):
+        for d, index in enumerate(indices):
+            _check_counts_forward(call, source, d, index)
+    else:
+        _check_within(call, indices)
     return Rows()
 
 
-def _counts_back(call: Call, index: Any) -> bool:
-    value, name = call.rows(index).value, getattr(index.target, "_opname", "")
-    return name in ("neg", "rsub") or (value is not None and bool((value < 0).any()))
+def _check_within(call: Call, index: Any) -> None:
+    """Unlike x[index], these ops take no negative numbers: an error, or the end of a process."""
+    fills = [call.rows(index).fills.get(d) for d in moving_dims(index)]
+    if any(isinstance(f, torch.Tensor) and bool((f < 0).any()) for f in fills):
+        raise Mixes(
+            f"looks up the negative numbers that pad an index ({call.name}), which is an error for "
+            "rows of padding alone. Let them be 0: index.clamp(min=0)"
+        )
+
+
+def _check_counts_forward(call: Call, x: Any, dim: int, index: Any) -> None:
+    if is_tensor(index) and dim in moving_dims(x) and call.rows(index).low < 0:
+        raise Mixes(
+            f"indexes {call.dim(x, dim)} rows ({call.name}) by numbers that may be negative: those "
+            "count from the end, where a key has padding. Let them not be: index.clamp(min=0)"
+        )
 
 
 def search(call: Call) -> Rows:
@@ -59,7 +71,23 @@ def search(call: Call) -> Rows:
             f"searches {call.dim(sequence, last)} boundaries, and a key has padding among them. "
             'Use offsets padded with pad="stride", which never fall'
         )
+    values = call.args.get("self", call.args.get("input"))
+    if last in moving_dims(sequence) and not _below_last(call, sequence, values):
+        raise Mixes(
+            f"searches {call.dim(sequence, last)} boundaries for numbers that may lie above the "
+            "last, where a key has more of them. Search for torch.arange(T), the tokens' own rows"
+        )
     return Rows()
+
+
+def _below_last(call: Call, sequence: Any, x: Any) -> bool:
+    """Whether all of x is arange(T), and no offset at its end is as large."""
+    if not is_tensor(x) or call.args.get("sorter") is not None or not moving_dims(x):
+        return False
+    marks = [call.rows(x).fills.get(d) for d in moving_dims(x)]
+    return all(isinstance(f, str) and f == BEYOND for f in marks) and all(
+        call.dim(x, d) == "T" for d in moving_dims(x)
+    )
 
 
 def write(call: Call) -> Rows:
@@ -71,8 +99,10 @@ def write(call: Call) -> Rows:
     else:
         places = {d: x for d, x in enumerate(args["indices"]) if x is not None}
     values = next((args[n] for n in ("values", "src", "source", "value") if n in args), None)
+    for d, index in places.items():
+        _check_counts_forward(call, target, d, index)
     if not any(moving_dims(x) for x in (*places.values(), values) if is_tensor(x)):
-        return Rows(unsaid=None)
+        return Rows()
     if _adds_nothing(call, values) or any(_harmless(call, target, d, x) for d, x in places.items()):
         return Rows()
     said = next((u for x in places.values() if (u := call.rows(x).unsaid)), None)
@@ -91,7 +121,8 @@ def write(call: Call) -> Rows:
 
 def _adds_nothing(call: Call, values: Any) -> bool:
     adds = call.name in ("index_add", "scatter_add") or call.args.get("accumulate") is True
-    adds = adds or (call.name == "scatter_reduce" and call.args.get("reduce") == "sum")
+    whole = call.args.get("include_self") is True
+    adds = adds or (call.name == "scatter_reduce" and call.args.get("reduce") == "sum" and whole)
     if not adds or not is_tensor(values):
         return False
     moving = moving_dims(values)
@@ -105,7 +136,7 @@ def _harmless(call: Call, target: Any, dim: int, index: Any) -> bool:
         return True
     if "dim" in call.args and call.name.startswith("scatter"):  # other dims follow the target's
         own = set(moving) <= set(moving_dims(target)) - {dim}
-        if own:
+        if own and all(call.dim(index, d) == call.dim(target, d) for d in moving):
             return True
     elif not moving:
         return False
@@ -115,7 +146,7 @@ def _harmless(call: Call, target: Any, dim: int, index: Any) -> bool:
         rows = all(isinstance(f, str) and f == BEYOND for f in fills)
         return rows and all(call.dim(index, d) == size for d in moving)
     size = target.meta["val"].shape[dim]
-    return state.unsaid is None and all(
+    return state.said and all(
         isinstance(f, torch.Tensor) and bool(((f >= 0) & (f < size)).all()) for f in fills
     )
 
@@ -123,14 +154,13 @@ def _harmless(call: Call, target: Any, dim: int, index: Any) -> bool:
 def window(call: Call) -> Rows:
     """slice_scatter, select_scatter: T rows written into more memory take padding along."""
     target, source = call.args["self"], call.args["src"]
-    dim = (call.args.get("dim") or 0) % target.meta["val"].dim()
+    dim = (call.args.get("dim") or 0) % max(target.meta["val"].dim(), 1)
     start: Any = call.args.get("start", call.args.get("index")) or 0
     moves = dim in moving_dims(target)
     if is_moving(start) or (moves and start < 0):
         raise Mixes(f"writes rows counted from the end of {call.dim(target, dim)} ({call.name})")
     if not moves and call.name == "slice_scatter" and dim in moving_dims(source):
         raise Mixes(WINDOW.format(call.name))
-    end: Any = call.args.get("end")
-    if moves and is_moving(end) and call.text(end.meta["val"]) != call.dim(target, dim):
+    if moves and call.name == "slice_scatter" and ends_early(call, target, dim):
         raise Mixes(WINDOW.format(call.name))
     return Rows()

@@ -6,9 +6,12 @@ does, one that T itself was written into does not.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from fngraph.fx.rows.fills import constant
+import torch
+from torch import fx
+
+from fngraph.fx.rows.fills import constant, is_all, refuse_counts
 from fngraph.fx.rows.state import (
     BEYOND,
     Call,
@@ -25,21 +28,22 @@ from fngraph.fx.rows.views import carried
 def parts(call: Call) -> Rows:
     """split, chunk, unbind: each part begins at a fixed row, or none is along T or R."""
     x = call.args["self"]
-    dim = (call.args.get("dim") or 0) % x.meta["val"].dim()
+    dim = (call.args.get("dim") or 0) % max(x.meta["val"].dim(), 1)
     sizes = call.args.get("split_sizes") or ()
     if dim in moving_dims(x) and (not sizes or any(map(is_moving, sizes[:-1]))):
         raise Mixes(f"splits {call.dim(x, dim)} into parts that begin where padding decides")
-    if not call.name.startswith("split"):
-        return Rows()
-    known = call.rows(x).fills.items()
-    one = {d: f for d, f in known if isinstance(f, torch.Tensor) and f.numel() == 1}
-    return Rows({d: f.reshape(()) for d, f in one.items()})
+    if dim not in moving_dims(x):
+        refuse_counts(call)
+    state = call.rows(x)
+    one = {d: f for d, f in state.fills.items() if isinstance(f, torch.Tensor) and f.numel() == 1}
+    fills = {d: f.reshape(()) for d, f in one.items() if call.name.startswith("split")}
+    return Rows(fills, said=state.said, unsaid=state.unsaid, window=state.window)
 
 
 def join(call: Call) -> Rows:
     """cat: along T or R nothing may follow what varies. stack joins along a new dim."""
     tensors = call.args["tensors"]
-    dim = (call.args.get("dim") or 0) % call.node.meta["val"].dim()
+    dim = (call.args.get("dim") or 0) % max(call.node.meta["val"].dim(), 1)
     if call.name == "cat":
         for x in tensors[:-1]:
             if dim in moving_dims(x):
@@ -47,7 +51,37 @@ def join(call: Call) -> Rows:
                     f"joins rows behind {call.dim(x, dim)} rows (cat), which end in padding. Put "
                     "the parts of fixed size first, or return them one by one"
                 )
+        return _zeros(call, lambda d: d != dim and all(_is_zero(call, x, d) for x in tensors))
     return Rows()
+
+
+def embedded(call: Call) -> Rows:
+    """slice_backward, select_backward: zeros around a part of a fixed dim."""
+    x, rank = call.args["grad_output"], call.node.meta["val"].dim()
+    dim = call.args["dim"] % rank
+    if dim in moving_dims(call.node):
+        raise Mixes(f"takes the gradient of a part of {call.dim(call.node, dim)} rows")
+    gone = call.name == "select_backward"
+    return _zeros(call, lambda d: _is_zero(call, x, d - (gone and d > dim)))
+
+
+def diagonal(call: Call) -> Rows:
+    """diagonal: of fixed dims, which then come last."""
+    x = call.args["self"]
+    rank = x.meta["val"].dim()
+    dims = {call.args["dim1"] % rank, call.args["dim2"] % rank}
+    for d in dims & set(moving_dims(x)):
+        raise Mixes(f"takes a diagonal of {call.dim(x, d)} rows, of which a key has more")
+    return Rows()
+
+
+def _zeros(call: Call, where: Callable[[int], bool]) -> Rows:
+    zero = torch.zeros((), dtype=call.node.meta["val"].dtype)
+    return Rows({d: zero for d in moving_dims(call.node) if where(d)})
+
+
+def _is_zero(call: Call, x: fx.Node, dim: int) -> bool:
+    return is_all(call.rows(x).fills.get(dim), 0)
 
 
 def pad(call: Call) -> Rows:
@@ -56,8 +90,8 @@ def pad(call: Call) -> Rows:
     rank = x.meta["val"].dim()
     for k in range(len(amounts) // 2):
         before, behind = amounts[2 * k], amounts[2 * k + 1]
-        fixed = not is_moving(before) and not is_moving(behind) and behind <= 0
-        if rank - 1 - k in moving_dims(x) and not fixed:
+        moves = rank - 1 - k in moving_dims(x)
+        if is_moving(before) or (moves and (is_moving(behind) or behind > 0)):
             raise Mixes(
                 f"pads {call.dim(x, rank - 1 - k)} rows at their end, where a key has padding of "
                 "its own already. Pad in front, or outside forward"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,13 +24,17 @@ class Rows:
         fills: by dim in T or R, what lies beyond the true rows of it, at true rows of the other
             ones; a dim left out: unknown.
         value: of a constant.
+        said: whether somebody said that the fills, as indices, are rows kept for padding.
         unsaid: a staged leaf whose pad names no row (left out, or -1), if the fills are its.
-        window: a slice of T or R rows out of memory that has more: fit for reading alone.
+        low: a number that no true element is below, of integers.
+        window: a slice of rows out of memory that has more true ones: fit for reading alone.
     """
 
     fills: Mapping[int, Fill] = dataclasses.field(default_factory=dict)
     value: torch.Tensor | None = None
+    said: bool = False
     unsaid: str | None = None
+    low: float = -math.inf
     window: bool = False
 
 

@@ -30,7 +30,8 @@ def reduction(call: Call) -> Rows:
     moving, over = moving_dims(x), _dims(call)
     across = [d for d in moving if d in over]
     for d in across:
-        if len(across) > 1 or not _adds_nothing(call, x, call.rows(x).fills.get(d)):
+        flat = "arg" in call.name and call.args.get("dim") is None and _lies_within(x, d)
+        if flat or len(across) > 1 or not _adds_nothing(call, x, call.rows(x).fills.get(d)):
             refuse(call, x, d, NEUTRAL[call.name])
     if not moving:
         return Rows(value=constant(call)) if is_tensor(call.node) else Rows()
@@ -46,8 +47,17 @@ def reduction(call: Call) -> Rows:
     return Rows(fills, unsaid=call.rows(x).unsaid)
 
 
+def _lies_within(x: Any, d: int) -> bool:
+    """Whether indices into all elements depend on how long dim d is."""
+    return any(not isinstance(n, int) or n != 1 for n in x.meta["val"].shape[:d])
+
+
 def _adds_nothing(call: Call, x: Any, fill: Any) -> bool:
     neutral = NEUTRAL[call.name]
+    if "norm" in call.name and not (call.args.get("ord", call.args.get("p")) or 0) >= 0:
+        return False  # of the least elements
+    if x.meta["val"].dtype is torch.bool and ("softmax" in call.name or "exp" in call.name):
+        return False  # of False it takes exp(0)
     if is_all(fill, _limit(neutral, x.meta["val"].dtype)):
         return True
     if call.name.endswith("softmax"):
@@ -89,8 +99,10 @@ def order(call: Call) -> Rows:
     """sort, topk: right if padding comes last."""
     x, args = call.args["self"], call.args
     last = -math.inf if args.get("descending", args.get("largest")) else math.inf
+    dtype = x.meta["val"].dtype
+    tied = dtype is torch.bool and not args.get("stable")  # padding might come among true rows
     for d in set(moving_dims(x)) & set(_dims(call)):
-        if not is_all(call.rows(x).fills.get(d), _limit(last, x.meta["val"].dtype)):
+        if tied or not is_all(call.rows(x).fills.get(d), _limit(last, dtype)):
             return never(call)
     return Rows()
 
@@ -99,7 +111,9 @@ def never(call: Call) -> Rows:
     """mean, std, flip, ...: along T or R they mix whatever padding holds."""
     x = call.args["self"]
     over = call.args.get("dims", None)
-    over = _dims(call) if over is None else [d % x.meta["val"].dim() for d in over]
+    if over is None or (over == [] and call.name == "roll"):  # rolls all elements
+        over = _dims(call)
+    over = [d % max(x.meta["val"].dim(), 1) for d in over]
     for d in set(moving_dims(x)) & set(over):
         fix = (
             "Divide the sum of the true rows by their number: valid = batch.slot >= 0; "

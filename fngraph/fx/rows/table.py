@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fngraph.fx.rows import indices, made, products, sums, views
-from fngraph.fx.rows.fills import pointwise
+from fngraph.fx.rows.fills import pointwise, refuse_counts
 from fngraph.fx.rows.state import Call, Mixes, Rows, is_moving, moving_dims, operands
 
 
@@ -15,6 +16,8 @@ def rule(call: Call) -> Rows:
     """The rule of the op. One that is not known keeps rows if it sees none of T and R."""
     known = _RULES.get(call.name) if _namespace(call) == "aten" else None
     if known is not None:
+        if known not in _COUNTING:
+            refuse_counts(call)
         return known(call)
     if _namespace(call) == "fngraph":  # primitives take care of padding themselves
         return Rows()
@@ -34,21 +37,29 @@ def _namespace(call: Call) -> str:
 
 
 def _counts(call: Call) -> bool:
-    return any(is_moving(x) for x in call.args.values())
+    return any(map(is_moving, tree_leaves(list(call.args.values()))))
+
+
+_COUNTING = {views.in_order, views.reshape, views.cut, made.parts, made.pad, made.filled,
+             made.repeat, made.embedded, indices.window, products.norm}  # fmt: skip
+"""Rules that look at numbers of T and R themselves."""
 
 
 _RULES: dict[str, Callable[[Call], Rows]] = {
     name: fn
     for fn, names in {
-        pointwise: """_to_copy copy fill zero floor_divide isin polar complex scalar_tensor
+        pointwise: """_to_copy copy fill zero floor_divide polar complex scalar_tensor
             masked_fill clone where""",
         views.in_order: """unsqueeze squeeze expand alias detach lift_fresh lift_fresh_copy
-            contiguous view_as_real view_as_complex real imag _conj resolve_conj resolve_neg""",
+            contiguous view_as_real view_as_complex real imag _conj _neg_view resolve_conj
+            resolve_neg""",
         views.permute: "permute t transpose numpy_T",
         views.reshape: "view _unsafe_view reshape _reshape_alias",
         views.cut: "slice select narrow",
         made.parts: "split split_with_sizes unbind chunk",
         made.join: "cat stack",
+        made.embedded: "slice_backward select_backward",
+        made.diagonal: "diagonal",
         made.pad: "constant_pad_nd",
         made.filled: """zeros ones full empty arange zeros_like ones_like full_like empty_like
             new_zeros new_ones new_full new_empty empty_strided new_empty_strided eye""",
@@ -56,7 +67,7 @@ _RULES: dict[str, Callable[[Call], Rows]] = {
         sums.reduction: " ".join(sums.NEUTRAL),
         sums.order: "sort argsort topk",
         sums.never: """mean var std var_mean std_mean median nanmedian mode kthvalue flip roll msort
-            unfold renorm""",
+            unfold""",
         sums.running: "cumsum cumprod cummax cummin logcumsumexp triu repeat_interleave",
         sums.lower: "tril",
         sums.cross_entropy: "nll_loss_forward",

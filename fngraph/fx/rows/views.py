@@ -7,6 +7,7 @@ row.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import sympy
@@ -40,7 +41,7 @@ def carried(call: Call, x: Any, to: dict[int, int]) -> Rows:
         if seen is not None:
             fills[to[dim]] = seen
     value = constant(call) if not moving and state.value is not None else None
-    return Rows(fills, value, state.unsaid, state.window)
+    return Rows(fills, value, state.said, state.unsaid, window=state.window)
 
 
 def _viewed(call: Call, x: Any, dim: int, moving: list[int]) -> torch.Tensor | None:
@@ -57,6 +58,9 @@ def _viewed(call: Call, x: Any, dim: int, moving: list[int]) -> torch.Tensor | N
 def in_order(call: Call) -> Rows:
     """A view that keeps the order of the dims: those in T or R are the same ones."""
     x = _source(call)
+    if call.name == "expand":  # from the last dim on
+        lead = call.node.meta["val"].dim() - x.meta["val"].dim()
+        return carried(call, x, {d: d + lead for d in moving_dims(x)})
     return carried(call, x, dict(zip(moving_dims(x), moving_dims(call.node))))
 
 
@@ -64,6 +68,8 @@ def permute(call: Call) -> Rows:
     """permute, t, transpose: dims change places."""
     x = _source(call)
     rank = x.meta["val"].dim()
+    if not rank:
+        return carried(call, x, {})
     order = list(range(rank))
     if call.name == "permute":
         order = [d % rank for d in call.args["dims"]]
@@ -81,6 +87,8 @@ def reshape(call: Call) -> Rows:
     old, new = list(x.meta["val"].shape), list(call.node.meta["val"].shape)
     if any(isinstance(n, int) and n == 0 for n in old):
         return Rows()
+    if "dtype" in call.args:  # other bits of the same memory
+        return Rows(window=call.rows(x).window)
     to: dict[int, int] = {}
     i = j = 0
     while i < len(old) or j < len(new):
@@ -134,9 +142,11 @@ def _expr(size: Any) -> Any:
 def cut(call: Call) -> Rows:
     """slice, narrow and select along a dim."""
     x, args = call.args["self"], call.args
-    dim = args["dim"] % x.meta["val"].dim()
+    dim = args["dim"] % max(x.meta["val"].dim(), 1)
     start: Any = args.get("start", args.get("index")) or 0
     kept = [d for d in moving_dims(x) if d != dim or call.name != "select"]
+    if is_moving(args.get("step")):
+        raise Mixes(f"takes a step of {call.text(args['step'].meta['val'])}, a padded number")
     if dim in moving_dims(x):
         if is_moving(start) or start < 0:
             raise Mixes(
@@ -144,14 +154,26 @@ def cut(call: Call) -> Rows:
                 "has padding. Take them by index: x[batch.logits_indices]"
             )
         to = {d: i for d, i in zip(kept, moving_dims(call.node))}
-        return carried(call, x, to) if len(to) == len(kept) else Rows()
+        result = carried(call, x, to) if len(to) == len(kept) else Rows()
+        if call.name == "select" or not ends_early(call, x, dim):
+            return result
+        fills = {d: f for d, f in result.fills.items() if d != dim or isinstance(f, str)}
+        return dataclasses.replace(result, fills=fills, window=True)  # true rows lie behind
     if is_moving(start):
         raise Mixes(
             f"takes a slice that begins at {call.text(start.meta['val'])}, which in a key is the "
             "padded number of rows. Slice by an index tensor: x[indices]"
         )
-    if call.name != "select" and dim in moving_dims(
-        call.node
-    ):  # the first T elements of memory that has more
-        return Rows(window=True)
+    if call.name != "select" and dim in moving_dims(call.node):
+        return Rows(window=True)  # the first T elements of memory that has more
     return carried(call, x, dict(zip(kept, moving_dims(call.node))))
+
+
+def ends_early(call: Call, x: Any, dim: int) -> bool:
+    """Whether a slice along T or R leaves off true rows, as x[:-1] and x[:R] do."""
+    end: Any = call.args.get("end")
+    if call.name == "narrow":
+        end = call.args["length"]
+    if is_moving(end):
+        return call.text(end.meta["val"]) != call.dim(x, dim)
+    return end is not None and end < 0

@@ -1,0 +1,91 @@
+"""`fg.check`: everything in a function that a graph could not hold, at once.
+
+`graphify` raises the first error; a check goes on behind each with a stand-in value of the same
+type, so that porting a model is one list and not one error a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from fngraph.core import Limits
+from fngraph.errors import FnGraphError, PurityError
+from fngraph.fx.refusals import Refusals
+from fngraph.fx.signature import Names
+from fngraph.graphify import graphify
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """What `fg.check` found; true if that is nothing.
+
+    Attributes:
+        errors: what `graphify` would raise, in the order of the trace, each line's once a class.
+    """
+
+    errors: tuple[FnGraphError, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error."""
+        return not self.errors
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def raise_first(self) -> None:
+        """Raise the first error, if there is one."""
+        if self.errors:
+            raise self.errors[0]
+
+    def as_text(self) -> str:
+        """A numbered paragraph for each error."""
+        if self.ok:
+            return "nothing in forward that a graph could not hold"
+        named = (f"{type(error).__name__}: {error}" for error in self.errors)
+        return "\n\n".join(f"{i}. {text}" for i, text in enumerate(named, 1))
+
+    __repr__ = as_text
+
+
+def check(
+    forward: Callable[..., Any],
+    *args: Any,
+    donate: Names = None,
+    stage: Names = None,
+    limits: Limits | None = None,
+    allow_copies: bool | int | None = None,
+) -> Report:
+    """Trace `forward` and report all that `graphify` would refuse, running nothing.
+
+    A later error may come of an earlier one's stand-in value (1, 1.0, True, a fresh tensor). Where
+    `forward` cannot go on with one, the last entry says at which line the report ends.
+
+    Args:
+        args: all of forward's arguments, as in a call; tensors or `fg.like` specs.
+        donate, stage, limits, allow_copies: as for `graphify`.
+
+    Raises:
+        TreeError: `donate` or `stage` names no parameter, or there are too few `args`.
+    """
+    made = graphify(forward, donate=donate, stage=stage, limits=limits, allow_copies=allow_copies)
+    refuse = Refusals(go_on=True)
+    try:
+        with refuse.catching():
+            made.trace_call(args, refuse).split()
+    except Exception as error:  # of a stand-in that no check was ready for
+        text = f"{type(error).__name__}: {error}"
+        refuse(PurityError(f"forward: the report ends here, because of what is above ({text})"))
+    return Report(tuple(_distinct(refuse.errors)))
+
+
+def _distinct(errors: list[FnGraphError]) -> list[FnGraphError]:
+    """The first of each class and line; without a line, of each text."""
+    found: dict[tuple[type, str], FnGraphError] = {}
+    for error in errors:
+        text = str(error)
+        line, _, rest = text.partition(": forward")
+        found.setdefault((type(error), line if rest else text), error)
+    return list(found.values())

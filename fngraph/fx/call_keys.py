@@ -1,0 +1,182 @@
+"""What a call of a function can see, as a key: calls with equal keys leave the same in a trace.
+
+Tensors count by what a trace knows of them; other arguments, defaults and closed-over values by
+their own equality, type and text (1 is not 1.0). What has a state that no key shows (a module, an
+object that is equal to itself alone) makes a call unlike any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.overrides import _get_current_function_mode_stack
+
+from fngraph.core import trees
+from fngraph.fx.leaves import Leaf, storage_key
+
+SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
+_WITHOUT_STATE = (
+    type, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.EllipsisType, torch.dtype, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+class _Unlike(Exception):
+    """The call depends on something that cannot be compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a function inside a trace.
+
+    Attributes:
+        key: equal for calls that are alike.
+        tensors: the tensors that it sees, in order.
+        nodes: the graph node of each.
+    """
+
+    key: tuple[Any, ...]
+    tensors: tuple[FakeTensor, ...]
+    nodes: tuple[fx.Node, ...]
+
+    def is_same(self, other: Call | None) -> bool:
+        """Whether both see the very same tensors, and the rest alike."""
+        if other is None or self.key != other.key:
+            return False
+        return all(a is b for a, b in zip(self.tensors, other.tensors))
+
+
+def call_of(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    owners: Mapping[int, Leaf],
+    tracer: Any,
+) -> Call | None:
+    """What `fn(*args, **kwargs)` sees; None if that cannot be said.
+
+    Args:
+        owners: storage key to the leaf that was passed to the traced function with that storage.
+        tracer: torch's, which knows the node of each tensor.
+    """
+    seen = _Seen(owners, tracer)
+    try:
+        seen.ambient()
+        with torch._C.DisableTorchFunction():  # or each x.shape goes through torch's own modes
+            seen.add((fn, args, dict(kwargs)))
+        key = tuple(seen.parts)
+        hash(key)
+    except (_Unlike, TypeError):  # TypeError: unhashable
+        return None
+    return Call(key, tuple(seen.tensors), tuple(seen.nodes))
+
+
+class _Seen:
+    """Collects the parts of a key."""
+
+    def __init__(self, owners: Mapping[int, Leaf], tracer: Any) -> None:
+        self.owners, self.tracer = owners, tracer
+        self.parts: list[Any] = []
+        self.tensors: list[FakeTensor] = []
+        self.nodes: list[fx.Node] = []
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, thing: Any) -> int:
+        """The same for the same thing, in order of appearance."""
+        return self.numbers.setdefault(thing, len(self.numbers))
+
+    def ambient(self) -> None:
+        """What torch's own state has to say. Transforms see what no node shows."""
+        modes = _get_current_function_mode_stack()
+        foreign = any(not type(m).__module__.startswith(("torch.", "fngraph.fx.")) for m in modes)
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if foreign or transformed or forward_ad._current_level >= 0:
+            raise _Unlike
+        for device in ("cpu", "cuda"):
+            self.parts += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+        self.parts += [
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(), *modes,
+        ]  # fmt: skip
+
+    def add(self, tree: Any) -> None:
+        """A tree: its structure and each of its leaves."""
+        leaves, treedef = trees.flatten(tree, is_leaf=_is_dict)
+        self.parts += [treedef, str(treedef)]  # text, because 1 == 1.0 in a static field
+        for leaf in leaves:
+            self.leaf(leaf)
+
+    def leaf(self, x: Any) -> None:
+        """Whatever is no tree. A dict comes here too, because a treedef forgets its order."""
+        kind = type(x)
+        if isinstance(x, torch.Tensor):
+            self.tensor(x)
+        elif isinstance(x, SIZES):
+            self.parts += [kind, x.node.expr]
+        elif isinstance(x, dict):
+            self.parts += [kind, tuple(x)]
+            self.add(tuple(x.values()))
+        elif isinstance(x, types.FunctionType):
+            self.function(x)
+        elif isinstance(x, functools.partial):
+            self.add((kind, x.func, x.args, x.keywords))
+        elif isinstance(x, types.MethodType):
+            self.add((kind, x.__func__, x.__self__))
+        elif has_state(x):
+            raise _Unlike
+        else:
+            self.parts += [kind, x, repr(x)]
+
+    def function(self, fn: types.FunctionType) -> None:
+        """By what it would do: code, defaults and closure. Its globals are what they are."""
+        if ("function", id(fn)) in self.numbers:  # it may close over itself
+            self.parts.append(self.number(("function", id(fn))))
+            return
+        self.number(("function", id(fn)))
+        self.parts += [fn.__code__, id(fn.__globals__)]
+        self.add((fn.__defaults__, fn.__kwdefaults__))
+        for cell in fn.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # still empty
+                self.parts.append("empty")
+            else:
+                self.add(value)
+
+    def tensor(self, x: torch.Tensor) -> None:
+        """What a trace knows of a tensor, and which others are the same or share its memory."""
+        slot = get_proxy_slot(x, self.tracer, None)
+        if type(x) is not FakeTensor or slot is None or slot.constant is not None:
+            raise _Unlike
+        if x.requires_grad or x.is_conj() or x.is_neg() or x.layout is not torch.strided:
+            raise _Unlike
+        node, storage = slot.proxy.node, storage_key(x)
+        owner = self.owners.get(storage)
+        sizes = (*x.shape, *x.stride(), x.storage_offset(), x.untyped_storage().nbytes())
+        self.parts += [
+            x.dtype, x.device, x.dim(), owner and owner.role,
+            *(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes),
+            self.number(id(x)), self.number(node), self.number(("storage", storage)),
+        ]  # fmt: skip
+        self.tensors.append(x)
+        self.nodes.append(node)
+
+
+def has_state(x: Any) -> bool:
+    """Whether an object may change without a change of what it is equal to."""
+    if isinstance(x, types.BuiltinFunctionType):
+        return not isinstance(x.__self__, types.ModuleType | None)
+    return type(x).__hash__ is object.__hash__ and not isinstance(x, _WITHOUT_STATE)
+
+
+def _is_dict(x: Any) -> bool:
+    return isinstance(x, dict)

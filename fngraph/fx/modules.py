@@ -1,0 +1,77 @@
+"""`from_module`: an `nn.Module` as a pure function of its parameters and buffers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fngraph.errors import TreeError
+
+Tensors = dict[str, Tensor]
+_OWN = ("params", "buffers")
+
+
+def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors]:
+    """A module as `forward(params, buffers, ...)`, with its parameters and buffers taken out.
+
+        forward, params, buffers = fg.from_module(net.eval())
+        fast = fg.graphify(forward, stage="x")
+        y = fast(params, buffers, x)
+
+    The tensors are the module's own memory, without `requires_grad`: an optimiser's step or
+    `load_state_dict` shows in both. What is tied is listed once, under its first name, and is tied
+    in `forward` too. Whether it trains or evaluates is what the module says when `forward` runs.
+
+    A module that writes its buffers (a BatchNorm that trains) writes them in `buffers`, in place.
+    Graphified, they are to be donated, so return them:
+
+        def step(params, buffers, x):
+            return forward(params, buffers, x), buffers
+
+        fast = fg.graphify(step, donate="buffers", stage="x")
+
+    Args:
+        module: any; of one under `torch.compile`, the module inside.
+
+    Returns:
+        `forward`, whose further parameters are those of the module's own forward; names to
+        parameters; names to buffers, the non-persistent ones too.
+
+    Raises:
+        TreeError: a lazy module that has not run yet, or whose forward has a parameter called
+            `params` or `buffers`.
+    """
+    module = getattr(module, "_orig_mod", module)
+    own = list(inspect.signature(module.forward).parameters.values())
+    taken = [p.name for p in own if p.name in _OWN]
+    if taken:
+        raise TreeError(
+            f"{type(module).__name__}.forward has a parameter {taken[0]!r} of its own, which is "
+            "what from_module calls the module's tensors. Rename it"
+        )
+    parameters: Tensors = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    for name, tensor in (parameters | buffers).items():
+        if nn.parameter.is_lazy(tensor):
+            raise TreeError(
+                f"{type(module).__name__}.{name} has no shape yet. Run the module once on an "
+                "example: module(x)"
+            )
+
+    def forward(params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(module, (params, buffers), args, kwargs)
+
+    first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in _OWN]
+    if own and own[0].kind is inspect.Parameter.POSITIONAL_ONLY:
+        first = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in first]
+    forward.__signature__ = inspect.Signature([*first, *own])  # type: ignore[attr-defined]
+    forward.__name__ = type(module).__name__
+    return forward, _detached(parameters), _detached(buffers)
+
+
+def _detached(tensors: Tensors) -> Tensors:
+    return {name: tensor.detach() for name, tensor in tensors.items()}

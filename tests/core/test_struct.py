@@ -1,0 +1,176 @@
+"""`fngraph.core.struct`: what each role of a field means, and what is refused."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+
+from fngraph.core import (
+    BatchSpec,
+    Buffer,
+    Dim,
+    buffer,
+    buffers_of,
+    check_declared,
+    host,
+    host_field,
+    static,
+    struct,
+)
+from fngraph.core.struct import HiddenHostField
+from fngraph.core.trees import flatten, map_leaves, unflatten
+from fngraph.errors import FieldError, HostFieldError
+
+
+@struct
+class Batch:
+    """One field of each role."""
+
+    tokens: Any = buffer("T", "int64")
+    starts: Any = buffer("R + 1", "int32", pad="stride")
+    window: int = static(default=8)
+    spec: Any = host()
+
+
+@struct
+class Plain:
+    """A struct that stages nothing."""
+
+    x: Any
+    name: str = static()
+
+
+def declare(**fields):
+    """A struct of these fields."""
+    return struct(type("Made", (), {"__annotations__": dict.fromkeys(fields, Any), **fields}))
+
+
+# --- as a dataclass -------------------------------------------------------------------------------
+
+
+def test_a_struct_is_frozen_and_replaced_by_copies():
+    batch = Batch([1], [0, 1], spec=BatchSpec(1, 1))
+    assert (batch.tokens, batch.starts, batch.window) == ([1], [0, 1], 8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.tokens = [2]
+    other = dataclasses.replace(batch, tokens=[2])
+    assert (other.tokens, other.starts, batch.tokens) == ([2], [0, 1], [1])
+    assert Batch([1], [0]).spec is None  # a batch need not have one
+
+
+def test_structs_compare_by_identity():
+    """Comparing tensors would give a tensor."""
+    one = Plain(1, "a")
+    assert one == one and one != Plain(1, "a")
+    assert len({one, Plain(1, "a")}) == 2
+
+
+# --- as a tree ------------------------------------------------------------------------------------
+
+
+def test_children_are_leaves_static_fields_are_structure_and_host_fields_are_neither():
+    batch = Batch(1, 2, window=3, spec=BatchSpec(1, 1))
+    leaves, treedef = flatten(batch)
+    assert leaves == [1, 2]
+    assert treedef == flatten(Batch(5, 6, window=3))[1]
+    assert treedef != flatten(Batch(1, 2, window=4))[1]
+    again = unflatten(treedef, [7, 8])
+    assert type(again) is Batch
+    assert (again.tokens, again.starts, again.window) == (7, 8, 3)
+    assert type(again.spec) is HiddenHostField
+    assert map_leaves(lambda leaf: leaf * 10, Plain(4, "a")).x == 40
+
+
+def test_a_struct_takes_exactly_its_children():
+    treedef = flatten(Batch(1, 2))[1]
+    with pytest.raises(ValueError):
+        unflatten(treedef, [7])
+
+
+def test_structs_are_nodes_for_fngraph_alone():
+    batch = Batch(1, 2)
+    assert optree.tree_leaves(batch) == [batch]
+    assert optree.tree_leaves(batch, namespace="fngraph") == [1, 2]
+
+
+# --- host fields in forward -----------------------------------------------------------------------
+
+
+def hidden():
+    """The host field of a batch as `forward` finds it."""
+    return unflatten(flatten(Batch(1, 2))[1], [1, 2]).spec
+
+
+USES = {
+    "attribute": lambda spec: spec.num_tokens,
+    "bool": bool,
+    "iter": iter,
+    "len": len,
+    "item": lambda spec: spec[0],
+    "equal": lambda spec: spec == 1,
+    "int": int,
+    "index": lambda spec: [0][spec],
+    "call": lambda spec: spec(1, two=2),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_any_use_of_a_host_field_says_where_and_what_to_read_instead(use):
+    with pytest.raises(HostFieldError) as info:
+        use(hidden())
+    where, _, rest = str(info.value).partition(": ")
+    assert Path(where.rpartition(":")[0]).name == Path(__file__).name
+    assert rest == (
+        "forward reads the host field .spec, which a captured graph would freeze at its value "
+        "during capture. Read the counts from a staged leaf on the device instead, e.g. "
+        "batch.seq_lens or batch.query_start_loc"
+    )
+
+
+def test_a_hidden_host_field_can_be_printed_but_not_hashed():
+    assert repr(hidden()) == "<host field .spec, not readable in forward>"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(hidden())
+
+
+# --- declarations ---------------------------------------------------------------------------------
+
+
+def test_what_a_class_declares():
+    assert buffers_of(Batch) == {
+        "tokens": Buffer((Dim("T"),), "int64", pad_given=False),
+        "starts": Buffer((Dim("R + 1"),), "int32", "stride"),
+    }
+    assert host_field(Batch) == "spec"
+    for cls in (Plain, dict):
+        assert buffers_of(cls) == {} and host_field(cls) is None
+
+
+def test_one_host_field_at_most():
+    with pytest.raises(FieldError) as info:
+        declare(one=host(), two=host())
+    assert str(info.value) == "Made has the host fields ('one', 'two'); at most one is allowed"
+
+
+def test_a_staged_struct_declares_each_child():
+    check_declared(Batch, with_example=True)
+    check_declared(declare(tokens=buffer("T", "int64"), spec=host()), with_example=False)
+    check_declared(dict, with_example=False)
+    for with_example in (True, False):
+        with pytest.raises(FieldError) as info:
+            check_declared(Plain, with_example)
+        assert str(info.value) == (
+            "Plain.x does not say how it is staged. Declare its dims and dtype: "
+            'x: Tensor = fg.buffer("T", "int64")'
+        )
+
+
+def test_static_fields_need_an_example():
+    with pytest.raises(FieldError) as info:
+        check_declared(Batch, with_example=False)
+    assert str(info.value) == (
+        "Batch.window is static, so the class alone does not give the batch's structure. "
+        "Pass an example: trace(..., batch=batch), capture(..., batch=batch)"
+    )

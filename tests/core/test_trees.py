@@ -1,0 +1,128 @@
+"""`fngraph.core.trees`: leaves, paths as a person would write them, and what differs."""
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+
+from fngraph.core import buffer, host, static, struct, trees
+
+Pair = namedtuple("Pair", "first second")
+
+
+@struct
+class Batch:
+    tokens: Any = buffer("T", "int64")
+    tables: Any = buffer("R B", "int32")
+    window: int = static(default=8)
+    spec: Any = host()
+
+
+def treedef(tree):
+    return trees.flatten(tree)[1]
+
+
+def test_flatten_and_back():
+    tree = {"b": [1, None], "a": Batch(2, (3, 4), spec="host")}
+    leaves, structure = trees.flatten(tree)
+    assert leaves == [2, 3, 4, 1]  # dicts by key; None is structure
+    again = trees.unflatten(structure, [20, 30, 40, 10])
+    assert (again["b"], again["a"].tokens, again["a"].tables) == ([10, None], 20, (30, 40))
+
+
+def test_map_leaves():
+    mapped = trees.map_leaves(lambda leaf: -leaf, Pair(1, Batch(2, [3])))
+    assert (mapped.first, mapped.second.tokens, mapped.second.tables) == (-1, -2, [-3])
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths"),
+    [
+        (7, ["x"]),
+        ({"layers": [{"wq": 1}, {"wq": 2}]}, ["x['layers'][0]['wq']", "x['layers'][1]['wq']"]),
+        (Pair(1, Batch(2, 3)), ["x.first", "x.second.tokens", "x.second.tables"]),
+        ((), []),
+    ],
+)
+def test_paths_read_as_python(tree, paths):
+    assert trees.paths(treedef(tree), "x") == paths
+
+
+def test_children_are_structures():
+    assert trees.children(treedef((1, [2, 3]))) == [treedef(1), treedef([2, 3])]
+    assert trees.children(treedef(1)) == []
+
+
+# --- what differs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "lines"),
+    [
+        ({"a": 1, "b": 2}, {"a": 1}, ["  x['b']: expected a tensor, got none"]),
+        ({"a": 1}, {"a": 1, "c": 3}, ["  x['c']: a leaf that was not there before"]),
+        ({"a": 1}, {"a": [1, 2]}, ["  x['a']: expected a tensor, got a container of 2 leaves"]),
+        (
+            Pair(1, 2),
+            Pair(1, Pair(3, 4)),
+            ["  x.second: expected a tensor, got a container of 2 leaves"],
+        ),
+        (
+            {"a": 1, "a2": 2, "c": 3},
+            {"a": {"b": 1}, "d": 4, "e": 5},
+            [
+                "  x['a']: expected a tensor, got a container of 1 leaves",
+                "  x['a2']: expected a tensor, got none",
+                "  x['c']: expected a tensor, got none",
+                "  x['d']: a leaf that was not there before",
+                "  x['e']: a leaf that was not there before",
+            ],
+        ),
+    ],
+)
+def test_differences_name_each_path(expected, got, lines):
+    assert trees.differences(treedef(expected), treedef(got), "x") == lines
+
+
+def test_a_container_is_not_what_only_begins_alike():
+    expected, got = treedef({"a": 1}), treedef(Pair(1, 2))
+    assert trees.differences(expected, got, "first") == [
+        "  first['a']: expected a tensor, got none",
+        "  first.first: a leaf that was not there before",
+        "  first.second: a leaf that was not there before",
+    ]
+
+
+def test_containers_of_equal_paths_are_shown_whole():
+    expected, got = treedef([1, 2]), treedef((1, 2))
+    assert trees.differences(expected, got, "x") == [f"  x: expected {expected}, got {got}"]
+    assert trees.differences(treedef(Batch(1, 2)), treedef(Batch(1, 2, window=9)), "x") == [
+        f"  x: expected {treedef(Batch(1, 2))}, got {treedef(Batch(1, 2, window=9))}"
+    ]
+
+
+# --- structs by name ------------------------------------------------------------------------------
+
+
+def test_a_struct_of_its_own_names_finds_where_each_leaf_sits():
+    names = trees.unflatten_struct(Batch, ["tokens", "tables"], None)
+    assert type(names) is Batch and vars(names) == {"tokens": "tokens", "tables": "tables"}
+
+
+def test_static_fields_come_from_the_example():
+    example = Batch(1, [2, 3], window=4, spec="host")
+    names = trees.unflatten_struct(Batch, ["tokens", "tables"], example)
+    assert trees.flatten(names) == (["tokens", "tables"], treedef(Batch(0, 0, window=4)))
+    assert example.tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("tree", "values", "outer"),
+    [
+        ((1, [2, 3]), ["a", "b"], ("a", "b")),
+        ({"x": (1, 2)}, ["a"], {"x": "a"}),
+        (7, ["a"], "a"),
+    ],
+)
+def test_unflatten_one_level(tree, values, outer):
+    assert trees.unflatten_one_level(treedef(tree), values) == outer

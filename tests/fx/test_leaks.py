@@ -1,0 +1,192 @@
+"""Tensors that outlive the call that made them: refused wherever they are kept; what is not kept
+is not refused."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import queue
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+
+import fngraph as fg
+from fngraph.errors import LeakError
+
+GLOBAL: Any = None
+TABLE: dict[str, Any] = {}
+VARIABLE: Any = contextvars.ContextVar("variable", default=None)
+LOCAL = threading.local()
+
+
+class Model:
+    last: Any = None
+
+
+MODULE, SEEN, QUEUE, MODEL = torch.nn.Module(), [], queue.Queue(), Model()  # type: ignore[var-annotated]
+MODULE.register_buffer("last", None)
+
+
+@pytest.fixture(autouse=True)
+def _empty():
+    global GLOBAL
+    yield
+    GLOBAL = None
+    MODULE.last = Model.last = MODEL.last = LOCAL.x = None
+    VARIABLE.set(None)
+    for kept in (TABLE, SEEN, QUEUE.queue):
+        kept.clear()
+
+
+def rows(p: Any, b: Any) -> torch.Tensor:
+    return p["w"][b.token_ids] * 2  # made here
+
+
+def made(forward: Callable[[Any, Any, Any], Any]) -> None:
+    fast = fg.graphify(forward, donate="s", stage="b", limits=toys.LIMITS)
+    fast.trace(toys.tally_params(), toys.tally_state(), batch=toys.batch(2))
+
+
+def set_global(x: Any) -> None:
+    global GLOBAL
+    GLOBAL = x
+
+
+def raise_and_keep(x: Any) -> None:
+    try:
+        raise ValueError(x)
+    except ValueError as error:
+        SEEN.append(error)
+
+
+def suspend(x: Any) -> None:
+    def parts() -> Any:
+        y = x
+        yield y
+        yield y
+
+    running = parts()
+    next(running)
+    SEEN.append(running)
+
+
+KEPT: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "list": (SEEN.append, ""),
+    "dict": (lambda x: TABLE.update(x=x), "the global 'TABLE'"),
+    "nested": (lambda x: SEEN.append((1, {"a": [x]})), ""),
+    "deque": (lambda x: SEEN.append(deque([x])), ""),
+    "view": (lambda x: SEEN.append(x[:, :1].t()), ""),
+    "detached": (lambda x: SEEN.append(x.detach()), ""),
+    "global": (set_global, "the global 'GLOBAL'"),
+    "attribute": (lambda x: setattr(MODEL, "last", x), "Model.last"),
+    "class attribute": (lambda x: setattr(Model, "last", x), "Model.last"),
+    "module buffer": (lambda x: setattr(MODULE, "last", x), "Module._buffers"),
+    "closure": (lambda x: SEEN.append(lambda: x), "closure"),
+    "partial": (lambda x: SEEN.append(functools.partial(torch.add, x)), "partial"),
+    "thread local": (lambda x: setattr(LOCAL, "x", x), ""),
+    "queue": (QUEUE.put, "Queue.queue"),
+    "context variable": (VARIABLE.set, ""),
+    "generator": (suspend, "generator"),
+    "exception": (raise_and_keep, "ValueError"),
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_a_tensor_that_is_kept(how: str):
+    keep, where = KEPT[how]
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        x = rows(p, b)
+        keep(x)
+        return x + 1, s
+
+    with pytest.raises(LeakError) as caught:
+        made(forward)
+    text = str(caught.value)
+    assert f"{Path(__file__).name}:" in text and where in text and "Return it" in text, text
+
+
+def test_the_line_is_where_it_was_made():
+    with pytest.raises(LeakError) as caught:
+        made(lambda p, s, b: (SEEN.append(rows(p, b)), (p["w"] * 1, s))[1])
+    (number,) = {n for *_, n in rows.__code__.co_lines() if n and n > rows.__code__.co_firstlineno}
+    assert f"{Path(__file__).name}:{number}:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keep", "path"),
+    [
+        (lambda p, s, b: b.token_ids, "b.token_ids"),
+        (lambda p, s, b: b, "b.token_ids"),
+        (lambda p, s, b: s, "s['seen']"),
+        (lambda p, s, b: b.token_ids.shape[0], "number of tokens"),
+        (lambda p, s, b: torch.tensor([1.0, 2.0]), "tensor"),
+    ],
+)
+def test_an_argument_a_size_or_a_literal_that_is_kept(keep: Any, path: str):
+    with pytest.raises(LeakError, match=path.replace("[", r"\[")):
+        made(lambda p, s, b: (SEEN.append(keep(p, s, b)), (rows(p, b), s))[1])
+
+
+def test_an_output_that_is_kept_as_well():
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        MODEL.last = rows(p, b)
+        return MODEL.last, s
+
+    with pytest.raises(LeakError, match=r"Model\.last"):
+        made(forward)
+
+
+@contextlib.contextmanager
+def holding(x: Any) -> Any:
+    TABLE["x"] = x
+    try:
+        yield
+    finally:
+        del TABLE["x"]
+
+
+def cycle(p: Any, b: Any) -> Any:
+    box = types.SimpleNamespace(x=rows(p, b))
+    box.me = box
+    return box.x + 1
+
+
+def popped(p: Any, b: Any) -> Any:
+    SEEN.append(rows(p, b))
+    return SEEN.pop() + 1
+
+
+def scoped(p: Any, b: Any) -> Any:
+    with holding(rows(p, b)):
+        return TABLE["x"] + 1
+
+
+def weak(p: Any, b: Any) -> Any:
+    x = rows(p, b)
+    SEEN.append(weakref.ref(x))
+    return x + 1
+
+
+def numbers(p: Any, b: Any) -> Any:
+    x = rows(p, b)
+    SEEN.append((x.dtype, x.dim(), x.shape[1]))
+    return x + 1
+
+
+def gradient(p: Any, b: Any) -> Any:
+    return torch.func.grad(lambda x: (x**2).sum())(rows(p, b))
+
+
+@pytest.mark.parametrize("value", [cycle, popped, scoped, weak, numbers, gradient])
+def test_what_is_let_go_of_is_fine(value: Any):
+    made(lambda p, s, b: (value(p, b), s))

@@ -1,0 +1,256 @@
+"""Trees beyond those of test_graphify.py: dataclasses, registered classes, other containers.
+
+Each as a held, a donated and a staged argument, and as an output.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import optree
+import pytest
+import torch
+import toys
+from torch import Tensor, nn
+
+import fngraph as fg
+from fngraph.core import trees
+from fngraph.errors import FieldError, OutputError, TreeError
+
+MODES = ["NONE", "PIECEWISE", "FULL"]
+
+
+@dataclasses.dataclass
+class Plain:
+    """Registered nowhere."""
+
+    w: Any
+    extra: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    """Neither its fields nor its dict can be set."""
+
+    w: Any
+    extra: Any = None
+
+
+@dataclasses.dataclass
+class Checked:
+    """Made anew by its own constructor, with a field that it computes itself."""
+
+    w: Any
+    twice: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twice = self.w
+
+
+class Registered:
+    """Registered with optree for everyone."""
+
+    def __init__(self, w: Any, extra: Any) -> None:
+        self.w, self.extra = w, extra
+
+
+class Ours(Registered):
+    """Registered with optree in fngraph's namespace alone."""
+
+
+def _split(x: Any) -> Any:
+    return (x.w, x.extra), None, ("w", "extra")
+
+
+for _cls, _namespace in ((Registered, optree.registry.__GLOBAL_NAMESPACE), (Ours, "fngraph")):
+    optree.register_pytree_node(
+        _cls, _split, lambda _, children, cls=_cls: cls(*children), namespace=_namespace,
+        path_entry_type=optree.GetAttrEntry,
+    )  # fmt: skip
+
+
+@fg.struct
+class Struct:
+    """A struct that holds what it is given."""
+
+    w: Any
+    extra: Any
+
+
+def table() -> Tensor:
+    return torch.linspace(-1, 1, toys.V * 2).view(toys.V, 2)
+
+
+TREES = {
+    "dataclass": lambda: Plain(table()),
+    "frozen dataclass": lambda: Frozen(table(), [table(), None]),
+    "dataclass in dataclass": lambda: Plain({"a": Frozen(table())}, (Plain(table()),)),
+    "registered": lambda: Registered(table(), {"none": None}),
+    "registered in the namespace": lambda: Ours(table(), None),
+    "dataclass in registered in struct": lambda: Struct(Registered(Plain(table()), None), ()),
+    "OrderedDict": lambda: collections.OrderedDict(z=table(), a=torch.ones(3)),
+    "defaultdict": lambda: collections.defaultdict(list, w=table()),
+    "deque": lambda: collections.deque([table(), torch.ones(2)]),
+    "keys of several kinds": lambda: {1: table(), "a": None, (2, 3): torch.ones(1)},
+    "a torch result": lambda: table().max(1),
+    "None alone beside": lambda: [None, {"w": table()}, None],
+}
+
+
+def first(tree: Any) -> Tensor:
+    """The first floating leaf with a row a token of the vocabulary."""
+    return next(x for x in toys.leaves(tree) if len(x) == toys.V and x.is_floating_point())
+
+
+def grown(tree: Any) -> Any:
+    return trees.map_leaves(lambda x: x + 1, tree)
+
+
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("what", TREES)
+def test_a_tree_held_donated_and_returned(what: str, modes: str):
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        x = first(p)
+        x = (x if x.dim() == 2 else x[:, None])[b.token_ids] * first(s).sum()
+        return trees.unflatten(trees.flatten(p)[1], [x] * len(toys.leaves(p))), grown(s)
+
+    p, s = TREES[what](), {"s": TREES[what]()}
+    trees.register_dataclasses((p, s))
+    fast = fg.graphify(
+        forward, modes=modes, donate="s", stage="b", limits=toys.LIMITS, sizes=toys.SIZES
+    )
+    for batch in (toys.batch(3, 2), toys.decode(2)):
+        want, after = toys.bare(forward, p, s, batch)
+        got, back = fast(p, s, batch)
+        assert back is s and type(got) is type(p)
+        toys.assert_trees((got, s), (want, after))
+    assert fast.stats.share(modes) == 1
+
+
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("what", TREES)
+def test_a_tree_staged_by_exact_shapes(what: str, modes: str):
+    fast = fg.graphify(lambda w, xs: (grown(xs), first(xs) * w), modes=modes, stage="xs")
+    three = torch.tensor(3.0)
+    for _ in range(2):
+        xs = TREES[what]()
+        got = fast(three, xs)
+        toys.assert_trees(got, (grown(xs), first(xs) * 3))
+        assert type(got[0]) is type(xs)
+    assert fast.stats.steps == 2 and fast.stats.share(modes) == 1
+    assert len(fast._captured) == 1  # the class became a node before the key was made
+
+
+# --- dataclasses ----------------------------------------------------------------------------------
+
+
+def test_a_dataclass_seen_for_the_first_time_works_in_every_place():
+    @dataclasses.dataclass
+    class New:
+        w: Any
+
+    @dataclasses.dataclass
+    class Result:
+        x: Any
+        none: Any = None
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        return Result(p.w[b.token_ids] + s.w), New(s.w + 1)
+
+    fast = fg.graphify(
+        forward, donate="s", stage="b", limits=toys.LIMITS, sizes=toys.SIZES, modes="FULL"
+    )
+    p, s, batch = New(table()), New(torch.zeros(2)), toys.batch(3)
+    for i in range(2):
+        got, back = fast(p, s, batch)
+        assert back is s and type(got) is Result and got.none is None
+        assert torch.equal(got.x, p.w[batch.token_ids] + i) and s.w.eq(i + 1).all()
+    assert "New(w=float32[11, 2]@cpu)" in repr(fg.like(p))
+
+
+def test_a_dataclass_with_a_constructor_of_its_own():
+    fast = fg.graphify(lambda w, xs: Checked(xs.w * w), stage="xs")
+    got = fast(torch.tensor(2.0), Checked(table()))
+    assert torch.equal(got.w, table() * 2) and got.twice is got.w
+
+
+def test_errors_name_the_path_through_a_dataclass():
+    fast = fg.graphify(lambda p, xs: xs * p.w, stage="xs")
+    with pytest.raises(TreeError, match=r"p\.extra is int.*fg\.static\(\)"):
+        fast(Plain(torch.ones(2), 3), torch.ones(2))
+    fast(Plain(torch.ones(2)), torch.ones(2))
+    with pytest.raises(TreeError, match=r"p\.extra: a leaf that was not there before"):
+        fast(Plain(torch.ones(2), torch.ones(2)), torch.ones(2))
+    with pytest.raises(TreeError, match=r"p differs in structure"):
+        fast(Frozen(torch.ones(2)), torch.ones(2))
+
+
+# --- None leaves, and what is no tree -------------------------------------------------------------
+
+
+def test_a_none_that_comes_or_goes_is_another_structure():
+    fast = fg.graphify(lambda p, xs: xs if p["bias"] is None else xs + p["bias"], stage="xs")
+    fast2 = fg.graphify(lambda p, xs: xs["x"] * p if xs["y"] is None else xs["y"] * p, stage="xs")
+    x, one = torch.ones(2), torch.tensor(1.0)
+    assert torch.equal(fast({"bias": x}, x), x + 1)
+    with pytest.raises(TreeError, match=r"p\['bias'\]: expected a tensor, got none"):
+        fast({"bias": None}, x)
+    assert torch.equal(fast2(one, {"x": x, "y": None}), x)  # staged: another key
+    assert torch.equal(fast2(one, {"x": x, "y": x * 5}), x * 5)
+    assert len(fast2._captured) == 2
+
+
+class Loose(dict):
+    """A dict that optree does not know."""
+
+
+NO_TREES = {
+    "a subclass of dict": lambda: Loose(w=torch.ones(2)),
+    "a module": lambda: nn.Linear(2, 2),
+    "a set": lambda: {torch.ones(2)},
+    "a generator": lambda: (x for x in [torch.ones(2)]),
+    "a size": lambda: torch.Size([2]),
+    "a dtype": lambda: torch.float32,
+}
+
+
+@pytest.mark.parametrize("what", NO_TREES)
+def test_what_is_no_tree_of_tensors_is_named(what: str):
+    leaf = NO_TREES[what]()
+    fast = fg.graphify(lambda p, xs: xs + 1, stage="xs")
+    with pytest.raises(TreeError, match=rf"p\['x'\] is {type(leaf).__name__}, not a tensor"):
+        fast({"x": leaf}, torch.ones(2))
+    out = fg.graphify(lambda xs: {"x": leaf, "y": xs + 1}, stage="xs")
+    with pytest.raises((OutputError, fg.errors.ClosureError), match=r"output\['x'\]"):
+        out(torch.ones(2))
+
+
+# --- structs in a batch ---------------------------------------------------------------------------
+
+
+@fg.struct
+class Inner:
+    ids: Tensor = fg.buffer("T", "int64")
+
+
+@fg.struct
+class Outer:
+    inner: Inner
+    spec: fg.BatchSpec = fg.host()
+
+
+def test_a_struct_in_a_batch_with_a_spec_is_refused_by_name():
+    batch = Outer(Inner(torch.tensor([1, 2])), fg.BatchSpec(2, 1))
+    with pytest.raises(FieldError, match=r"Outer\.inner does not say how it is staged.*fg\.buffer"):
+        fg.graphify(lambda w, b: w[b.inner.ids], stage="b")(table(), batch)
+
+
+def test_structs_in_structs_are_staged_by_exact_shapes():
+    fast, w = fg.graphify(lambda w, xs: Struct(w[xs.w.w], xs.extra[0] * 2), stage="xs"), table()
+    for ids in ([1, 2], [3, 4], [5]):
+        xs = Struct(Struct(torch.tensor(ids), None), (torch.ones(len(ids)),))
+        got = fast(w, xs)
+        assert torch.equal(got.w, w[ids]) and torch.equal(got.extra, torch.ones(len(ids)) * 2)
+    assert len(fast._captured) == 2 and fast.stats.share("FULL") == 1

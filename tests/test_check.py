@@ -1,0 +1,164 @@
+"""`fg.check`: every impurity of a function in one report, each with its own line."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import toys
+
+import fngraph as fg
+from fngraph import errors
+
+WEIGHT = torch.ones(toys.E)
+KEPT: list[Any] = []
+
+
+def impure(p: Any, s: Any, b: Any) -> Any:
+    """Each line that breaks a rule ends in the class that says so."""
+    x = p["w"][b.token_ids]
+    x = x * b.seq_lens.max().item()  # HostSyncError
+    x = x * WEIGHT  # ClosureError
+    if b.token_ids.shape[0] > 3:  # BranchError
+        x = x + 1
+    x = x + torch.rand(toys.E)  # RandomError
+    p["w"].add_(1)  # MutationError
+    x = x * b.spec.num_tokens  # HostFieldError
+    x = x * int(b.token_ids.shape[0])  # BranchError
+    x = x * len(b.token_ids.nonzero())  # HostSyncError
+    x = x * sum(b.token_ids.tolist())  # HostSyncError
+    x = x * b.seq_lens.float().numpy().mean()  # HostSyncError
+    x = x * len(str(p["w"]))  # HostSyncError
+    x = F.dropout(x)  # RandomError
+    mean = x.mean(0)  # RowsError
+    for row in b.seq_lens:  # BranchError RowsError
+        x = x + row
+    x.data = x * 2  # MutationError
+    KEPT.append(x.exp())  # LeakError
+    return {"x": x, "mean": mean}, s
+
+
+def check(forward: Any, **options: Any) -> Any:
+    options = {"donate": "s", "stage": "b", "limits": toys.LIMITS} | options
+    return fg.check(forward, toys.tally_params(), toys.tally_state(), toys.batch(3, 2), **options)
+
+
+def promised(forward: Any) -> list[tuple[str, str]]:
+    """(class, file:line) of each comment that names one."""
+    lines, first = inspect.getsourcelines(forward)
+    told = [(line.rpartition("# ")[2].split(), first + i) for i, line in enumerate(lines)]
+    return [
+        (name, f"{Path(__file__).name}:{n}:")
+        for names, n in told for name in names if name.endswith("Error")
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    yield
+    KEPT.clear()
+
+
+def test_a_pure_function_has_an_empty_report():
+    state = fg.like(toys.tally_state())  # specs will do
+    report = fg.check(
+        toys.tally, toys.tally_params(), state, toys.batch(2), donate="state", stage="batch",
+        limits=toys.LIMITS,
+    )  # fmt: skip
+    assert report and report.ok and report.errors == ()
+    assert repr(report) == report.as_text() == "nothing in forward that a graph could not hold"
+    report.raise_first()
+
+
+def test_all_impurities_at_once_each_at_its_line():
+    report = check(impure)
+    found = [(type(e).__name__, str(e)) for e in report.errors]
+    for name, line in promised(impure):
+        assert [text for kind, text in found if kind == name and line in text], (name, line)
+    assert len(found) == len(promised(impure)) == 17 and not report
+    text = repr(report)
+    assert text.startswith("1. HostSyncError: ") and "\n\n17. " in text
+    with pytest.raises(errors.HostSyncError):
+        report.raise_first()
+
+
+def test_a_line_in_a_loop_is_reported_once():
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        x = p["w"][b.token_ids]
+        for _ in range(3):
+            x = x * WEIGHT
+        return x, s
+
+    assert [type(e) for e in check(forward).errors] == [errors.ClosureError]
+
+
+def test_what_comes_after_forward_is_reported_too():
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        x = p["w"][b.token_ids] * random.random()
+        torch.set_default_dtype(torch.float64)
+        return (x, p["w"], b.token_ids, 3, WEIGHT, x.sum(0)), {"seen": s["seen"]}
+
+    kinds = [type(e).__name__ for e in check(forward).errors]
+    assert sorted(kinds) == [
+        "AmbientError", "ClosureError", "DonationError", "OutputError", "OutputError",
+        "OutputError", "RandomError", "RowsError",
+    ]  # fmt: skip
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_donated_leaves_that_do_not_fit_or_must_be_copied():
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        return p["w"][b.token_ids] * 1, {
+            "seen": s["seen"].float(),
+            "total": s["total"].sort().values,
+        }
+
+    report = check(forward, allow_copies=False)
+    assert [type(e) for e in report.errors] == [errors.DonationError] * 2
+    assert "s['seen']" in str(report.errors[0]) and "s['total']" in str(report.errors[1])
+
+
+def test_where_forward_cannot_go_on_the_report_says_so():
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        names = {1: "one"}
+        scale = names[b.seq_lens.sum().item() + 1]  # 2 is not there
+        return p["w"] * scale, s
+
+    first, last = check(forward).errors
+    assert isinstance(first, errors.HostSyncError)
+    assert "forward ends here with KeyError: 2" in str(last) and "not checked" in str(last)
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda b: min(b.spec.num_tokens, 4),
+        lambda b: b.spec + 1,
+        lambda b: float(b.spec.num_reqs),
+        lambda b: 2 if isinstance(b.spec, fg.BatchSpec) else 3,
+        lambda b: len(f"{b.spec}"),
+        lambda b: {b.spec: 2}.get(b.spec, 1),
+        lambda b: sum(b.spec),
+    ],
+)
+def test_a_read_of_the_spec_goes_on(spell: Any):
+    report = check(lambda p, s, b: (p["w"][b.token_ids] * spell(b) * WEIGHT, s))
+    assert [type(e) for e in report.errors] == [errors.HostFieldError, errors.ClosureError]
+
+
+def test_nothing_of_a_check_is_left_behind():
+    p, s, b = toys.tally_params(), toys.tally_state(), toys.batch(2)
+    before = toys.clone((p, s))
+    fg.check(impure, p, s, b, donate="s", stage="b", limits=toys.LIMITS)
+    toys.assert_trees((p, s), before)
+    assert check(lambda p, s, b: (p["w"][b.token_ids] * 1, s))
+
+
+def test_a_wrong_name_is_raised():
+    with pytest.raises(errors.TreeError):
+        check(impure, donate="cache")

@@ -188,8 +188,7 @@ class Captured:
         slot = self.ring.wait()
         batch = ready.slots.get(slot)
         if batch is None:
-            rooms = zip(self.ring.rooms[slot], ready.shapes)
-            leaves = [room[: shape[0]] if shape else room for room, shape in rooms]
+            leaves = self.ring.leaves(slot, ready.shapes, self.entry.dtypes)
             batch = ready.slots[slot] = self.compiled.args.batch_over(leaves)
         filled = copy.copy(batch)
         filled.__dict__[field] = spec

@@ -8,6 +8,7 @@ for known values in a tensor of our own; if they are not found, `data_ptr()` it 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -58,16 +59,27 @@ def _addresses(x: torch.Tensor) -> list[int]:
     if found is None:
         return []
     impl, storage = x._cdata, x.untyped_storage()._cdata
+    held = id(x) + 8 * found.impl
     offsets = [found.storage, found.offset, *found.sizes[: x.dim()], *found.strides[: x.dim()]]
-    return [impl + 8 * i for i in offsets] + [storage + 8 * found.data]
+    return [held, *(impl + 8 * i for i in offsets), storage + 8 * found.data]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Layout:
-    """Indices of words: of a tensor's storage, offset, sizes and strides; of a storage's data."""
+    """Indices of words.
 
-    def __init__(self, storage: int, offset: int, sizes: range, strides: range, data: int) -> None:
-        self.storage, self.offset, self.sizes, self.strides = storage, offset, sizes, strides
-        self.data = data
+    Attributes:
+        impl: of a Python tensor, where its TensorImpl is.
+        storage, offset, sizes, strides: of a TensorImpl.
+        data: of a StorageImpl, where its memory is.
+    """
+
+    impl: int
+    storage: int
+    offset: int
+    sizes: range
+    strides: range
+    data: int
 
 
 @functools.cache
@@ -87,16 +99,17 @@ def layout() -> _Layout | None:
             for value in (probe.untyped_storage()._cdata, offset, size[0], stride[0])
         ]
         data = [i for i, word in enumerate(held) if word == base.data_ptr()]
-        if any(len(spot) != 1 for spot in spots) or not data:
+        impl = [i for i, word in enumerate(_words(id(probe), 6)) if word == probe._cdata]
+        if any(len(spot) != 1 for spot in (*spots, impl)) or not data:
             return None
         (storage,), (at,), (first,), (step,) = spots
         if words[first + 1] != size[1] or words[step + 1] != stride[1]:
             return None
-        found.add((storage, at, first, step, data[0]))
+        found.add((impl[0], storage, at, first, step, data[0]))
     if len(found) != 1:
         return None
-    storage, at, first, step, data_at = found.pop()
-    return _Layout(storage, at, range(first, first + 5), range(step, step + 5), data_at)
+    impl_at, storage, at, first, step, data_at = found.pop()
+    return _Layout(impl_at, storage, at, range(first, first + 5), range(step, step + 5), data_at)
 
 
 def _words(address: int, count: int) -> list[int]:

@@ -1,0 +1,78 @@
+"""The watch: every way in which a tensor can move is seen, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fngraph.graphs import watch
+from fngraph.graphs.watch import Watch
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "data": lambda x: setattr(x, "data", torch.empty(40, 8)),
+    "data of a view": lambda x: setattr(x, "data", x.data[1:]),
+    "resize, more": lambda x: x.resize_(80, 80),
+    "resize, less": lambda x: x.resize_(4, 8),
+    "t_": lambda x: x.t_(),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "set_": lambda x: x.set_(torch.empty(40, 8)),
+    "storage, more": lambda x: x.untyped_storage().resize_(1 << 22),
+    "swap": lambda x: torch.utils.swap_tensors(x, torch.empty(40, 8)),
+}
+STAYS: dict[str, Callable[[Any], Any]] = {
+    "written": lambda x: x.add_(1),
+    "viewed": lambda x: x.view(8, 40),
+    "requires grad": lambda x: x.requires_grad_(),
+    "same data": lambda x: setattr(x, "data", x.data),
+}
+
+
+@pytest.fixture(params=["words", "data_ptr"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of looking; the slow one is for a torch whose layout is another."""
+    if request.param == "data_ptr":
+        monkeypatch.setattr(watch, "layout", lambda: None)
+    return str(request.param)
+
+
+def watched(device: Any) -> tuple[Watch, torch.Tensor]:
+    """A watch over 100 tensors, and one in their middle."""
+    tensors = [torch.empty(40, 8, device=device) for _ in range(100)]
+    return Watch(tensors), tensors[57]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_move_is_seen(move: str, way: str):
+    found, x = watched("cpu")
+    assert not found.moved()
+    MOVES[move](x)
+    assert found.moved()
+
+
+@pytest.mark.parametrize("stay", STAYS)
+def test_what_does_not_move_is_left_in_peace(stay: str, way: str):
+    found, x = watched("cpu")
+    STAYS[stay](x)
+    assert not found.moved()
+
+
+def test_the_layout_is_found_in_this_torch():
+    assert watch.layout() is not None
+
+
+def test_moves_on_the_device_are_seen(device):
+    found, x = watched(device)
+    x.data = torch.empty(40, 8, device=device)
+    assert found.moved()
+    found.reset()
+    assert not found.moved()
+
+
+def test_a_module_that_changes_its_dtype_is_seen():
+    module = torch.nn.Linear(3, 3)
+    found = Watch(list(module.parameters()))
+    module.double()
+    assert found.moved()

@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.functions import Mod, PythonMod
 
 from fngraph.core import Limits
 from fngraph.core.where import user_line
@@ -105,7 +106,8 @@ class Sizes(ShapeEnv):
             BranchError: the user's Python asks something that not every batch answers alike.
         """
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if getattr(orig_expr, "free_symbols", None) and _asked_outside_torch():
+        asks = getattr(orig_expr, "free_symbols", None)
+        if asks and (_asked_outside_torch() or _asks_for_a_rest(orig_expr)):
             expr = lettered(orig_expr, self.symbols)
             if not isinstance(answer, bool | sympy.logic.boolalg.BooleanAtom):
                 refuse_fixed(expr, answer, user_line())
@@ -151,6 +153,12 @@ def example_sizes(limits: Limits, taken: Sequence[int]) -> dict[str, int]:
         return {"T": T, "R": R}
     free = [n for n in (1009, 1013, 1019, 1021, 1031, 1033) if n not in taken]
     return {"T": T or free[1], "R": R if R and R < (T or free[1]) else min(2, T or 2)}
+
+
+def _asks_for_a_rest(expr: Any) -> bool:
+    """Whether T or R are divisible by a number, by which torch's C++ cuts (tensor_split)."""
+    rests = expr.atoms(Mod, PythonMod) if isinstance(expr, sympy.Basic) else ()
+    return any(rest.args[0].free_symbols and rest.args[1].is_number for rest in rests)
 
 
 def _asked_outside_torch() -> bool:

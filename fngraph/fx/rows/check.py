@@ -95,7 +95,7 @@ def _leaf(leaf: Leaf) -> Rows:
         return Rows({} if leaf.buffer is None else {0: RISING})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
     names_a_row = leaf.buffer.pad_given and bool(pad >= 0)
-    return Rows({0: pad}, said=names_a_row, unsaid=None if names_a_row else leaf.path)
+    return Rows({0: pad}, said="pad") if names_a_row else Rows({0: pad}, unsaid=leaf.path)
 
 
 def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
@@ -152,10 +152,10 @@ def _rewrite(target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any]) -
     place = storage_key(target.meta["val"])
     for node, known in states.items():
         if node is not target and is_tensor(node) and storage_key(node.meta["val"]) == place:
-            forget = isinstance(known, Rows) and known.fills
-            states[node] = state if isinstance(state, Mixed) else (
-                dataclasses.replace(known, fills={}, value=None) if forget else known
-            )  # fmt: skip
+            if isinstance(state, Mixed):
+                states[node] = state
+            elif isinstance(known, Rows):
+                states[node] = Rows(window=known.window)
     states[target] = state
 
 

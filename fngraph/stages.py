@@ -164,7 +164,7 @@ def trace_function(
         values = args.unflatten(leaves, refuse)
         given = [trees.flatten(value) for value in values]
         with torch.set_grad_enabled(ambient.grad):
-            with refuse.catching(), unchanged(args.device.type):
+            with refuse.catching(), unchanged(args.device.type, args.signature.fn):
                 found["result"] = args.signature.call(values)
         if "result" not in found:
             raise refuse.errors[-1]

@@ -312,6 +312,29 @@ def test_an_inlined_attention_does_not_excuse_padding_elsewhere():
         fast(toys.attention_params(1), toys.attention_cache(1), toys.batch(2))
 
 
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_padding_that_goes_through_an_inlined_attention_is_seen(where: str):
+    """In forward from before it, and in its gradient from behind it."""
+
+    def forward(p: Any, c: Any, b: Any) -> Any:
+        embed = p["embed"][b.token_ids]
+        x = embed.flip(0) if where == "before" else embed
+        real = (b.slot_mapping >= 0)[:, None, None]
+
+        def loss(x: Tensor) -> Tensor:
+            qkv = (x @ p["layers"][0]["qkv"]).unflatten(-1, (-1, toys.D))
+            q, k, v = qkv.split([toys.H, toys.K, toys.K], 1)
+            out = fg.ops.attention(q, k, v, c[0], b)[0]
+            weights = embed.flip(0)[:, :1, None] if where == "after" else 1
+            return torch.where(real, out * weights, 0).sum()
+
+        return grad(loss)(x), c
+
+    fast = fg.graphify(forward, donate="c", stage="b", limits=toys.LIMITS, sizes=toys.SIZES)
+    with pytest.raises(fg.errors.RowsError, match="flip"):
+        fast(toys.attention_params(1), toys.attention_cache(1), toys.batch(2))
+
+
 def test_a_held_cache_is_not_written_by_an_inlined_attention_either():
     def forward(p: Any, c: Any, b: Any) -> Any:
         return closed_over(p, c, b)[0]

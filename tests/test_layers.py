@@ -311,7 +311,7 @@ def test_a_planted_torch_inside_a_function_of_core_is_seen_at_run_time(copy: Pat
     (stub / "__init__.py").touch()
     path = copy / "fngraph/core/trees.py"
     text = path.read_text()
-    assert text.count("def flatten(") == 1
+    assert text.count("\ndef flatten(") == 1
     planted = text.replace('    """Leaves and structure.', '    import torch\n    """Leaves and')
     assert planted != text
     path.write_text(planted)

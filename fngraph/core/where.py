@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 _OTHERS = {"torch", "fngraph", "optree", "einops", "functorch", "numpy", *sys.stdlib_module_names}
 
@@ -37,6 +39,14 @@ def _raised(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     if traceback is not None:
         yield from _raised(traceback.tb_next)
         yield traceback.tb_frame, traceback.tb_lineno
+
+
+def defined_at(fn: Any) -> str:
+    """`file:line` of a function's definition; of a callable object, its class's name."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if code is None:
+        return type(fn).__name__
+    return f"{short_path(code.co_filename)}:{code.co_firstlineno}"
 
 
 def short_path(filename: str) -> str:

@@ -15,6 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from fngraph.core.where import defined_at
 from fngraph.errors import AmbientError
 
 
@@ -86,7 +87,7 @@ def check_modes() -> None:
 
 
 @contextlib.contextmanager
-def unchanged(device: str) -> Iterator[None]:
+def unchanged(device: str, fn: Any) -> Iterator[None]:
     """Refuse a body that leaves other state behind than it found; all is put back.
 
     Raises:
@@ -111,8 +112,8 @@ def unchanged(device: str) -> Iterator[None]:
     if after != before or reseeded:
         what = before.changes(after) or "the seed of torch's generator"
         raise AmbientError(
-            f"forward changes state outside of it ({what}), which a graph would not do again. "
-            "Change it around the call, or for a part: with torch.autocast(...):"
+            f"{defined_at(fn)}: forward changes state outside of it ({what}), which a graph would "
+            "not do again. Change it around the call, or for a part: with torch.autocast(...):"
         )
 
 

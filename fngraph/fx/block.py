@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fngraph.core import trees
 from fngraph.core.where import user_line
-from fngraph.fx.calls import call_of
+from fngraph.fx.call_keys import call_of
 from fngraph.fx.purity import PurityMode
 from fngraph.fx.stamp import stamp_of
 

@@ -39,4 +39,4 @@ def _asked(name: str, shape: list[Any], rest: list[Any]) -> list[tuple[Any, int 
         dim, index = rest
         return [(shape[dim], index + 1 if index >= 0 else -index)]
     dims = range(len(shape)) if not rest else rest[0] if isinstance(rest[0], list) else rest
-    return [(shape[d], None) for d in dims]
+    return [(shape[d], None) for d in dims if shape]

@@ -23,19 +23,27 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype, strides and device of a tensor, without its memory. `fg.like` makes them."""
+    """A tensor without its memory: shape, dtype, strides, device and how it is read.
+
+    `fg.like` makes them.
+
+    Attributes:
+        bits: whether it is a conjugate view, and a negative one.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...]
     device: torch.device
+    bits: tuple[bool, bool] = (False, False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor | TensorSpec) -> TensorSpec:
         """The spec of a tensor; a spec is its own."""
         if isinstance(tensor, TensorSpec):
             return tensor
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device)
+        bits = tensor.is_conj(), tensor.is_neg()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device, bits)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -69,9 +77,12 @@ class Leaf:
             shape = self.buffer.shape(sizes)
             return torch.empty(shape, dtype=getattr(torch, self.buffer.dtype), device=self.device)
         assert self.spec is not None
-        return torch.empty_strided(
+        made = torch.empty_strided(
             self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=self.device
         )
+        conj, neg = self.spec.bits
+        made = torch._conj(made) if conj else made
+        return torch._neg_view(made) if neg else made
 
     def __repr__(self) -> str:
         return f"{self.path}: {self.role.value} {self.buffer or self.spec}"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fngraph.core import trees
-from fngraph.fx.calls import SIZES, Call, has_state
+from fngraph.fx.call_keys import SIZES, Call, has_state
 from fngraph.fx.leaves import storage_key
 
 aten = torch.ops.aten

@@ -63,7 +63,9 @@ class Arena:
                 alias = torch.empty(0, dtype=tensor.dtype)
                 storage = chunk.untyped_storage()
                 offset //= tensor.dtype.itemsize
-                return alias.set_(storage, offset, tensor.shape, tensor.stride())
+                return _with_bits(
+                    alias.set_(storage, offset, tensor.shape, tensor.stride()), tensor
+                )
         return tensor.detach()
 
     def _take(self, size: int) -> int:
@@ -113,6 +115,12 @@ class Arena:
 
     def _is_start(self, address: int) -> bool:
         return any(chunk.data_ptr() == address for chunk in self.chunks)
+
+
+def _with_bits(alias: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view that is conjugate or negative where `like` is."""
+    alias = torch._conj(alias) if like.is_conj() else alias
+    return torch._neg_view(alias) if like.is_neg() else alias
 
 
 def subtract(

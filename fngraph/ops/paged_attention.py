@@ -17,7 +17,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import TransformError
 from fngraph.ops import reference
 from fngraph.ops.primitive import Backend, define
-from fngraph.ops.transforms import Entry, inlined, is_transformed
+from fngraph.ops.transforms import enter, inlined, is_transformed, leave
 
 
 class AttentionMeta(NamedTuple):
@@ -112,11 +112,11 @@ def _inline(tensors: tuple[Tensor, ...], kv: Any, config: AttentionConfig) -> tu
     meta = AttentionMeta(*tensors[5:])
     for cache, new_TKD in zip(tensors[3:5], tensors[1:3]):
         _Write.apply(cache, new_TKD, meta.slot_mapping)
-    q_THD, k_TKD, v_TKD, k_cache, v_cache = Entry.apply("attention", *tensors[:5])
+    q_THD, k_TKD, v_TKD, k_cache, v_cache = enter("attention", *tensors[:5])
     new = []
     for cache, new_TKD in ((k_cache, k_TKD), (v_cache, v_TKD)):
         new.append(reference.put(cache, new_TKD, meta.slot_mapping))
-    out_THD = reference.attend(q_THD, (new[0], new[1]), meta, config)
+    out_THD = leave("attention", reference.attend(q_THD, (new[0], new[1]), meta, config))
     return out_THD, trees.unflatten(trees.flatten(kv)[1], new)
 
 

@@ -29,35 +29,44 @@ def is_transformed(*args: Any) -> bool:
 
 
 @contextlib.contextmanager
-def inlined(name: str) -> Iterator[None]:
+def inlined(name: str, mark: str = "inlined") -> Iterator[None]:
     """Mark the ops of a primitive's plain form, for whoever traces them."""
-    with fx.traceback.annotate({"inlined": name}):
+    with fx.traceback.annotate({mark: name}):
         yield
 
 
-class Entry(torch.autograd.Function):
-    """What goes in, as it is; on the way back, gradients are marked as a primitive's own.
-
-    Args:
-        name: of the primitive.
-        tensors: all that a gradient may be asked of.
-    """
+class _Border(torch.autograd.Function):
+    """What passes, as it is. On the way back gradients do, and are marked."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.view_as(x) for x in tensors)
+    def forward(name: str, mark: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # results are no views, so that they may be written in place
+        return tuple(x.clone() if mark == "inlined" else x.view_as(x) for x in tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.primitive = inputs[0]
+        ctx.marks = inputs[:2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        with inlined(ctx.primitive):
-            return None, *[None if g is None else g * 1 for g in grads]
+        with inlined(*ctx.marks):
+            return None, None, *[None if g is None else g * 1 for g in grads]
 
     @staticmethod
-    def jvp(ctx: Any, name: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, name: Any, mark: Any, *tangents: Any) -> Any:
         return tuple(None if t is None else t.view_as(t) for t in tangents)
+
+
+def enter(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All that gradients may be asked of, on the way into a primitive's plain form.
+
+    Their gradients leave it: they are marked as its last ops.
+    """
+    return _Border.apply(name, "inlined_end", *tensors)  # type: ignore[no-any-return]
+
+
+def leave(name: str, result: torch.Tensor) -> torch.Tensor:
+    """The result, on the way out. Its gradients come in: they are marked as its own."""
+    return _Border.apply(name, "inlined", result)[0]  # type: ignore[no-any-return]

@@ -140,7 +140,7 @@ def test_a_hidden_host_field_can_be_printed_but_not_hashed():
 
 def test_what_a_class_declares():
     assert buffers_of(Batch) == {
-        "tokens": Buffer((Dim("T"),), "int64"),
+        "tokens": Buffer((Dim("T"),), "int64", pad_given=False),
         "starts": Buffer((Dim("R + 1"),), "int32", "stride"),
     }
     assert host_field(Batch) == "spec"

@@ -1,11 +1,12 @@
 """`fngraph.core.where`: the line of the user's own code that an error points at."""
 
+import functools
 import sys
 from functools import partial
 
 import pytest
 
-from fngraph.core.where import short_path, user_line
+from fngraph.core.where import defined_at, short_path, user_line
 
 
 def code(source, module, filename="/their/file.py"):
@@ -82,3 +83,15 @@ def test_paths_are_short_below_the_working_directory(monkeypatch, tmp_path):
     assert short_path(str(below)) == "models/llama.py"
     assert short_path(f"{tmp_path}2/llama.py") == f"{tmp_path}2/llama.py"
     assert short_path("/elsewhere/llama.py") == "/elsewhere/llama.py"
+
+
+def test_where_a_function_is_defined():
+    def fn() -> None: ...
+
+    assert defined_at(fn) == f"tests/core/test_where.py:{fn.__code__.co_firstlineno}"
+    assert defined_at(functools.lru_cache(fn)) == defined_at(fn)
+
+    class Callable:
+        def __call__(self) -> None: ...
+
+    assert defined_at(Callable()) == "Callable"

@@ -134,7 +134,7 @@ def sizes(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     y = x.view(T * 2, -1).reshape(-1, toys.E) + torch.arange(T)[:, None]
     y = y + x.new_zeros(T, toys.E) + torch.cat([x, x])[:T] + torch.ones(2 * T + 1)[T:-1, None]
     y = y + x.repeat(2, 1).chunk(2)[1] + x.repeat_interleave(2, 0, output_size=2 * T)[::2]
-    return torch.nn.functional.pad(y, (0, 0, 1, 2))[1:-2] * 1, s
+    return fg.trust_rows(torch.nn.functional.pad(y, (0, 0, 1, 2))[1:-2] * 1), s
 
 
 def many_outputs(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
@@ -172,9 +172,23 @@ def primitive(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     return toys.double(x @ w) + b, s
 
 
+def asks_for_a_size(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
+    """T is asked of the batch, for the first time in the first layer."""
+    RUNS.append("asks")
+    return torch.relu(x.view(x.shape[0], 2, -1).flatten(1) @ w) + b, s
+
+
+def conjugate(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
+    """A view that differs from another in a bit."""
+    RUNS.append("conjugate")
+    turned = torch.view_as_complex((x * 1).unflatten(-1, (-1, 2))).conj()
+    return torch.view_as_real(turned.resolve_conj()).flatten(1) + b, s
+
+
 @pytest.mark.parametrize(
     "body",
     [
+        asks_for_a_size,
         functional, in_place, temporary_in_place, literals, sizes, many_outputs, complex_numbers,
         with_autocast, with_transforms, primitive,
     ],
@@ -182,6 +196,13 @@ def primitive(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 )  # fmt: skip
 def test_the_graph_is_the_one_without(body: Any):
     check(stack(body), 1)
+
+
+def test_conjugate_views_are_traced_each_time():
+    want = traced(stack(conjugate)(plain))
+    RUNS.clear()
+    assert_alike(traced(stack(conjugate)(fg.block)), want)
+    assert len(RUNS) == L
 
 
 def test_a_llama():
@@ -359,6 +380,30 @@ def test_a_layer_defined_in_the_loop():
     check(model, L + 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """A value with a method."""
+
+    by: int
+
+    def once(self) -> int:
+        return self.by
+
+
+def recursive(value: int) -> Callable[..., int]:
+    """A function that closes over itself, and over a variable that is not set."""
+
+    def down(n: int = 2) -> int:
+        return down(n - 1) if n else value
+
+    def unset() -> Any:
+        return never
+
+    if value > 100:
+        never = value
+    return lambda: down() if unset else 0
+
+
 def closing_over(values: Any) -> Any:
     """A model whose one body reads a variable of `forward` that is set anew for each layer."""
 
@@ -386,6 +431,8 @@ def closing_over(values: Any) -> Any:
 @pytest.mark.parametrize(
     ("values", "runs"),
     [
+        (lambda p, s, b, x: [Times(v).once for v in (1, 2, 1)], 2),
+        (lambda p, s, b, x: [recursive(v) for v in (1, 2, 1)], 2),
         (lambda p, s, b, x: [1, 2, 1, 2], 2),
         (lambda p, s, b, x: [1, 1.0, True, 1], 3),
         (lambda p, s, b, x: [0.0, -0.0, 0.0], 2),
@@ -658,6 +705,29 @@ def test_tensors_that_arrive_behind_the_arguments():
             for i in range(L):
                 HANDED_OVER.append(p["b"][i])
                 x = layer(x)
+            HANDED_OVER.clear()
+            return x, s
+
+        return forward
+
+    check(model, L)
+
+
+def test_tensors_that_come_back_from_elsewhere():
+    """One that a global held, returned as it is."""
+
+    def model(mark: Any) -> Any:
+        @mark
+        def body(x: Tensor) -> Any:
+            RUNS.append("")
+            return x * 2, HANDED_OVER[-1]
+
+        def forward(p: Any, s: Any, b: Any) -> Any:
+            x = p["embed"][b.token_ids]
+            for i in range(L):
+                HANDED_OVER.append(p["b"][i])
+                x, other = body(x)
+                x = x + other
             HANDED_OVER.clear()
             return x, s
 

@@ -32,9 +32,11 @@ _INDICES = {"sort", "topk", "max", "min", "cummax", "cummin"}  # as their second
 def lowest(node: fx.Node, states: Mapping[fx.Node, Any]) -> float:
     """A number that no true element of an integer tensor is below; -inf if none is known."""
     dtype = node.meta["val"].dtype
-    if dtype.is_floating_point or dtype.is_complex or states[node].value is not None:
-        value = states[node].value
-        return -math.inf if value is None or not value.numel() else value.min().item()
+    value = states[node].value
+    if dtype.is_floating_point or dtype.is_complex:
+        return -math.inf
+    if value is not None:
+        return value.min().item() if value.numel() else 0
     if dtype is torch.bool or node.op == "placeholder":
         return 0
 

@@ -66,6 +66,7 @@ def _run(
     text: Callable[[Any], str],
 ) -> dict[fx.Node, Rows | Mixed]:
     states: dict[fx.Node, Rows | Mixed] = {}
+    views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = iter(leaves)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -77,8 +78,10 @@ def _run(
         else:
             break
         states[node] = state = _bounded(node, states)
+        if is_tensor(node):
+            views.setdefault(storage_key(node.meta["val"]), []).append(node)
         for target in _written(node):
-            _rewrite(target, state, states)
+            _rewrite(target, state, states, views[storage_key(target.meta["val"])])
     return states
 
 
@@ -103,12 +106,12 @@ def _leaf(leaf: Leaf) -> Rows:
 
 
 def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
+    if _is_inlined(node) and is_tensor(node):
+        return _inlined(node, states)
     read = [] if _reads_shape_alone(node) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
     if mixed is not None and not _is_trusted(node):
         return mixed
-    if node.meta.get("custom", {}).get("inlined") and is_tensor(node):
-        return Rows({dim: torch.tensor(0) for dim in moving_dims(node)})  # a primitive's own ops
     if node.target is operator.getitem:  # one of several results
         return states[node.args[0]]  # type: ignore[no-any-return,index]
     if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -123,6 +126,29 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | M
         return rule(call)
     except Mixes as error:
         return Rows() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))
+
+
+def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Rows | Mixed:
+    """An op of a primitive's plain form: it takes care of padding, if what goes in keeps its rows.
+
+    The ops of its gradient are not marked, but for the first ones and the last.
+    """
+    pending, seen = list(node.all_input_nodes), set()
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        at_end = "inlined_end" in node.meta["custom"]
+        if at_end and source.op == "call_function" and not _is_inlined(source):
+            pending += source.all_input_nodes
+        elif isinstance(states[source], Mixed):
+            return states[source]  # type: ignore[no-any-return]
+    return Rows({dim: torch.tensor(0) for dim in moving_dims(node)})
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    return any(mark in node.meta.get("custom", {}) for mark in ("inlined", "inlined_end"))
 
 
 def _check_sizes(call: Call) -> None:
@@ -153,11 +179,13 @@ def _written(node: fx.Node) -> Iterable[fx.Node]:
     return written(node.target, node.args, node.kwargs)
 
 
-def _rewrite(target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any]) -> None:
+def _rewrite(
+    target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any], views: Iterable[fx.Node]
+) -> None:
     """After a write: every view of the memory has padding in it, or padding that is not known."""
-    place = storage_key(target.meta["val"])
-    for node, known in states.items():
-        if node is not target and is_tensor(node) and storage_key(node.meta["val"]) == place:
+    for node in views:
+        if node is not target:
+            known = states[node]
             forget = isinstance(known, Rows) and known.fills
             states[node] = state if isinstance(state, Mixed) else (
                 dataclasses.replace(known, fills={}, value=None) if forget else known

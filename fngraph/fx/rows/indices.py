@@ -39,7 +39,19 @@ def read(call: Call) -> Rows:
     if isinstance(indices, list | tuple):
         for d, index in enumerate(indices):
             _check_counts_forward(call, source, d, index)
+    else:
+        _check_within(call, indices)
     return Rows()
+
+
+def _check_within(call: Call, index: Any) -> None:
+    """Unlike x[index], these ops take no negative numbers: an error, or the end of a process."""
+    fills = [call.rows(index).fills.get(d) for d in moving_dims(index)]
+    if any(isinstance(f, torch.Tensor) and bool((f < 0).any()) for f in fills):
+        raise Mixes(
+            f"looks up the negative numbers that pad an index ({call.name}), which is an error for "
+            "rows of padding alone. Let them be 0: index.clamp(min=0)"
+        )
 
 
 def _check_counts_forward(call: Call, x: Any, dim: int, index: Any) -> None:
@@ -142,7 +154,7 @@ def _harmless(call: Call, target: Any, dim: int, index: Any) -> bool:
 def window(call: Call) -> Rows:
     """slice_scatter, select_scatter: T rows written into more memory take padding along."""
     target, source = call.args["self"], call.args["src"]
-    dim = (call.args.get("dim") or 0) % target.meta["val"].dim()
+    dim = (call.args.get("dim") or 0) % max(target.meta["val"].dim(), 1)
     start: Any = call.args.get("start", call.args.get("index")) or 0
     moves = dim in moving_dims(target)
     if is_moving(start) or (moves and start < 0):

@@ -28,7 +28,7 @@ from fngraph.fx.rows.views import carried
 def parts(call: Call) -> Rows:
     """split, chunk, unbind: each part begins at a fixed row, or none is along T or R."""
     x = call.args["self"]
-    dim = (call.args.get("dim") or 0) % x.meta["val"].dim()
+    dim = (call.args.get("dim") or 0) % max(x.meta["val"].dim(), 1)
     sizes = call.args.get("split_sizes") or ()
     if dim in moving_dims(x) and (not sizes or any(map(is_moving, sizes[:-1]))):
         raise Mixes(f"splits {call.dim(x, dim)} into parts that begin where padding decides")
@@ -43,7 +43,7 @@ def parts(call: Call) -> Rows:
 def join(call: Call) -> Rows:
     """cat: along T or R nothing may follow what varies. stack joins along a new dim."""
     tensors = call.args["tensors"]
-    dim = (call.args.get("dim") or 0) % call.node.meta["val"].dim()
+    dim = (call.args.get("dim") or 0) % max(call.node.meta["val"].dim(), 1)
     if call.name == "cat":
         for x in tensors[:-1]:
             if dim in moving_dims(x):

@@ -56,6 +56,8 @@ def _adds_nothing(call: Call, x: Any, fill: Any) -> bool:
     neutral = NEUTRAL[call.name]
     if "norm" in call.name and not (call.args.get("ord", call.args.get("p")) or 0) >= 0:
         return False  # of the least elements
+    if x.meta["val"].dtype is torch.bool and ("softmax" in call.name or "exp" in call.name):
+        return False  # of False it takes exp(0)
     if is_all(fill, _limit(neutral, x.meta["val"].dtype)):
         return True
     if call.name.endswith("softmax"):
@@ -97,8 +99,10 @@ def order(call: Call) -> Rows:
     """sort, topk: right if padding comes last."""
     x, args = call.args["self"], call.args
     last = -math.inf if args.get("descending", args.get("largest")) else math.inf
+    dtype = x.meta["val"].dtype
+    tied = dtype is torch.bool and not args.get("stable")  # padding might come among true rows
     for d in set(moving_dims(x)) & set(_dims(call)):
-        if not is_all(call.rows(x).fills.get(d), _limit(last, x.meta["val"].dtype)):
+        if tied or not is_all(call.rows(x).fills.get(d), _limit(last, dtype)):
             return never(call)
     return Rows()
 
@@ -109,7 +113,7 @@ def never(call: Call) -> Rows:
     over = call.args.get("dims", None)
     if over is None or (over == [] and call.name == "roll"):  # rolls all elements
         over = _dims(call)
-    over = [d % x.meta["val"].dim() for d in over]
+    over = [d % max(x.meta["val"].dim(), 1) for d in over]
     for d in set(moving_dims(x)) & set(over):
         fix = (
             "Divide the sum of the true rows by their number: valid = batch.slot >= 0; "

@@ -41,7 +41,7 @@ def _counts(call: Call) -> bool:
 
 
 _COUNTING = {views.in_order, views.reshape, views.cut, made.parts, made.pad, made.filled,
-             made.repeat, indices.window, products.norm}  # fmt: skip
+             made.repeat, made.embedded, indices.window, products.norm}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
 
 
@@ -51,7 +51,8 @@ _RULES: dict[str, Callable[[Call], Rows]] = {
         pointwise: """_to_copy copy fill zero floor_divide polar complex scalar_tensor
             masked_fill clone where""",
         views.in_order: """unsqueeze squeeze expand alias detach lift_fresh lift_fresh_copy
-            contiguous view_as_real view_as_complex real imag _conj resolve_conj resolve_neg""",
+            contiguous view_as_real view_as_complex real imag _conj _neg_view resolve_conj
+            resolve_neg""",
         views.permute: "permute t transpose numpy_T",
         views.reshape: "view _unsafe_view reshape _reshape_alias",
         views.cut: "slice select narrow",

@@ -68,6 +68,8 @@ def permute(call: Call) -> Rows:
     """permute, t, transpose: dims change places."""
     x = _source(call)
     rank = x.meta["val"].dim()
+    if not rank:
+        return carried(call, x, {})
     order = list(range(rank))
     if call.name == "permute":
         order = [d % rank for d in call.args["dims"]]
@@ -140,7 +142,7 @@ def _expr(size: Any) -> Any:
 def cut(call: Call) -> Rows:
     """slice, narrow and select along a dim."""
     x, args = call.args["self"], call.args
-    dim = args["dim"] % x.meta["val"].dim()
+    dim = args["dim"] % max(x.meta["val"].dim(), 1)
     start: Any = args.get("start", args.get("index")) or 0
     kept = [d for d in moving_dims(x) if d != dim or call.name != "select"]
     if is_moving(args.get("step")):

@@ -1,0 +1,152 @@
+"""What a refusal says, and that the code in it does what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import toys
+from rows_given import INF, T_of, check, graphified, output, params, real, trace
+
+import fngraph as fg
+from fngraph.errors import RowsError
+
+VALID = "valid = batch.slot >= 0, of a leaf padded with -1; torch.where(valid[:, None], x, "
+DIVIDED = "torch.where(valid[:, None], x, 0).sum(0) / valid.sum()"
+CASES: dict[str, tuple[Any, str, Any]] = {
+    "sum": (
+        lambda x, p, b: x.sum(0),
+        "takes sum over T, and a key has rows of padding there. Mask them: " + VALID + "0)",
+        lambda x, p, b: torch.where(real(b)[:, None], x, 0).sum(0),
+    ),
+    "mean": (
+        lambda x, p, b: x.mean(0),
+        DIVIDED,
+        lambda x, p, b: torch.where(real(b)[:, None], x, 0).sum(0) / real(b).sum(),
+    ),
+    "softmax": (
+        lambda x, p, b: x.softmax(0),
+        VALID + "float('-inf'))",
+        lambda x, p, b: torch.where(real(b)[:, None], x, float("-inf")).softmax(0),
+    ),
+    "amax of ints": (
+        lambda x, p, b: b.token_ids.amax(0),
+        VALID + "torch.iinfo(x.dtype).min)",
+        lambda x, p, b: torch.where(real(b), b.token_ids, torch.iinfo(b.token_ids.dtype).min).amax(
+            0
+        ),
+    ),
+    "amin of ints": (
+        lambda x, p, b: b.token_ids.amin(0),
+        "torch.iinfo(x.dtype).max)",
+        lambda x, p, b: torch.where(real(b), b.token_ids, torch.iinfo(b.token_ids.dtype).max).amin(
+            0
+        ),
+    ),
+    "cross entropy": (
+        lambda x, p, b: F.cross_entropy(x, b.token_ids % 8),
+        "Let it ignore them: target = torch.where(batch.slot >= 0, target, -100)",
+        lambda x, p, b: F.cross_entropy(x, torch.where(real(b), b.token_ids % 8, -100)),
+    ),
+    "count": (
+        lambda x, p, b: x / T_of(b),
+        (
+            "computes with T, which in a key is the padded number of rows (div). Count the true "
+            "ones: (batch.slot >= 0).sum(), of a leaf padded with -1"
+        ),
+        lambda x, p, b: x / (b.slot_mapping >= 0).sum(),
+    ),
+    "last row": (
+        lambda x, p, b: x[-1] * 1,
+        (
+            "takes rows counted from the end of T (select), where a key has padding. Take them by "
+            "index: x[batch.logits_indices]"
+        ),
+        lambda x, p, b: x[b.query_start_loc[1:] - 1],
+    ),
+    "negative index": (
+        lambda x, p, b: x[torch.arange(T_of(b)) - 1],
+        "Let them not be: index.clamp(min=0)",
+        lambda x, p, b: x[(torch.arange(T_of(b)) - 1).clamp(min=0)],
+    ),
+    "negative pad": (
+        lambda x, p, b: F.embedding(b.slot_mapping % 11 - (b.slot_mapping < 0).long() * 11, p["w"]),
+        "Let them be 0: index.clamp(min=0)",
+        lambda x, p, b: F.embedding((b.slot_mapping % 11).clamp(min=0), p["w"]),
+    ),
+    "reshape": (
+        lambda x, p, b: x.t().reshape(-1),
+        "which puts padding between the true rows. Keep T or R outermost: movedim it to the front",
+        lambda x, p, b: x.t().movedim(-1, 0).reshape(-1),
+    ),
+    "convolution": (
+        lambda x, p, b: F.conv1d(x.t()[None], x.new_ones(1, 8, 3), padding=1)[0].t(),
+        "Pad in front alone: F.pad(x, (kernel - 1, 0)), with padding=0",
+        lambda x, p, b: F.conv1d(F.pad(x.t()[None], (3 - 1, 0)), x.new_ones(1, 8, 3))[0].t(),
+    ),
+    "searched beyond the last": (
+        lambda x, p, b: torch.searchsorted(b.query_start_loc, b.seq_lens),
+        "Search for torch.arange(T), the tokens' own rows",
+        lambda x, p, b: torch.searchsorted(b.query_start_loc, torch.arange(T_of(b)), right=True),
+    ),
+    "unknown": (
+        lambda x, p, b: torch.cdist(x, x),
+        (
+            "of which it is not known whether it keeps rows apart. If row i of its result depends "
+            "on row i alone, say so: fg.trust_rows(result)"
+        ),
+        lambda x, p, b: fg.trust_rows(torch.cdist(x, x)),
+    ),
+    "shorter in a key": (
+        lambda x, p, b: torch.ones(16 - T_of(b)),
+        "makes a tensor of 16 - T rows (ones), which in a key may be fewer than its batch has",
+        lambda x, p, b: torch.arange(16) < 16 - real(b).sum(),
+    ),
+    "joined behind": (
+        lambda x, p, b: torch.cat([x, x.new_ones(2, 8)]),
+        "joins rows behind T rows (cat), which end in padding. Put the parts of fixed size first",
+        lambda x, p, b: torch.cat([x.new_ones(2, 8), x]),
+    ),
+    "attention": (
+        lambda x, p, b: F.scaled_dot_product_attention(*[x[None, None]] * 3)[0, 0],
+        "Mask them",
+        lambda x, p, b: (x @ x.t()).masked_fill(~real(b), -INF).softmax(-1) @ x,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_fix_in_the_message_works(name: str) -> None:
+    """The text is there word for word, and its code is accepted and right."""
+    refused, says, fixed = CASES[name]
+    with pytest.raises(RowsError) as caught:
+        trace(output(refused))
+    assert says in str(caught.value)
+    check(output(fixed))
+
+
+def test_the_fix_for_writes_works() -> None:
+    """A row for padding, the last one, which the output leaves off."""
+
+    def value(index: Any) -> Any:
+        def forward(p: Any, s: Any, b: Any) -> Any:
+            counts = torch.zeros(12, dtype=torch.int64)
+            return counts.index_put((index(b, counts),), torch.ones_like(b.token_ids))[:11] * 1, s
+
+        return forward
+
+    with pytest.raises(RowsError) as caught:
+        trace(value(lambda b, x: b.token_ids))
+    assert "names no row kept for padding" in str(caught.value)
+    assert "torch.where(batch.slot >= 0, index, last)" in str(caught.value)
+    check(value(lambda b, x: torch.where(b.slot_mapping >= 0, b.token_ids, len(x) - 1)))
+
+
+def test_a_refusal_names_no_symbol_of_torchs() -> None:
+    """Sizes are T and R, as in the batch's declaration."""
+    for fn in (lambda x, p, b: x.sum(0), lambda x, p, b: x.t().reshape(-1)):
+        with pytest.raises(RowsError) as caught:
+            graphified(output(fn))(params(), toys.tally_state(), toys.batch(3, 2))
+        assert "s4" not in str(caught.value) and "Sym" not in str(caught.value)

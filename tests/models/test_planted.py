@@ -1,0 +1,129 @@
+"""Each impurity, planted in `models/llama.py` itself, is caught while it is traced.
+
+A plant replaces one line of the model's source, once. The error must name that line of the file,
+and nothing may have been captured by then: `trace` is all that runs.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fngraph as fg
+from fngraph import errors
+from models import llama
+
+CONFIG = llama.Config(11, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, dim=8, mlp_dim=12)
+SOURCE = Path(llama.__file__).read_text()
+EMBED = "x_TE = params.embed[token_ids_T]"
+LAYER = "x_TE, kv = decoder_layer(config, layer, x_TE, rope, kv, attend)"
+LAST = "return logits(params, x_TE[batch.logits_indices]), cache"
+HIDDEN = "x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, attend)"
+PLANTS: dict[str, tuple[str, str, type[Exception]]] = {
+    # what it was not given
+    "global": (EMBED, f"{EMBED} * GLOBAL", errors.ClosureError),
+    "default argument": (EMBED, f"{EMBED} * by_default()", errors.ClosureError),
+    "module attribute": (EMBED, f"{EMBED} * MODULE.weight", errors.ClosureError),
+    "leak": (LAYER, f"{LAYER}; LEAKS.append(x_TE)", errors.LeakError),
+    # values on the host
+    "item": (EMBED, f"{EMBED} * token_ids_T.max().item()", errors.HostSyncError),
+    "tolist": (EMBED, f"{EMBED} * len(token_ids_T.tolist())", errors.HostSyncError),
+    "numpy": (EMBED, f"{EMBED} * token_ids_T.numpy()[0]", errors.HostSyncError),
+    "if tensor": (EMBED, f"{EMBED} * (1 if token_ids_T[0] > 3 else 2)", errors.HostSyncError),
+    "nonzero": (EMBED, f"{EMBED} * len(token_ids_T.nonzero())", errors.HostSyncError),
+    "boolean mask": (EMBED, f"{EMBED}; x_TE[token_ids_T > 3].sum()", errors.HostSyncError),
+    "swallowed": (EMBED, f"{EMBED} * attempt(lambda: token_ids_T[0].item())", errors.HostSyncError),
+    # sizes and counts
+    "branch on T": (EMBED, f"{EMBED} * (1 if token_ids_T.shape[0] > 3 else 2)", errors.BranchError),
+    "range of T": (EMBED, f"{EMBED} * len(range(token_ids_T.shape[0]))", errors.BranchError),
+    "len of a batch": (EMBED, f"{EMBED} * len(token_ids_T)", errors.BranchError),
+    "spec": (HIDDEN, f"{HIDDEN}; x_TE = x_TE * batch.spec.num_tokens", errors.HostFieldError),
+    # writes
+    "write to held": (EMBED, f"params.embed.mul_(1); {EMBED}", errors.MutationError),
+    "write to a view": (EMBED, f"params.embed[0].zero_(); {EMBED}", errors.MutationError),
+    "write to staged": (EMBED, f"token_ids_T.add_(1); {EMBED}", errors.MutationError),
+    # draws
+    "rand": (EMBED, f"{EMBED} * torch.rand(())", errors.RandomError),
+    "dropout": (EMBED, f"x_TE = torch.dropout({EMBED[7:]}, 0.5, True)", errors.RandomError),
+    "random": (EMBED, f"{EMBED} * random.random()", errors.RandomError),
+    # rows
+    "mean": (EMBED, f"{EMBED}; x_TE = x_TE - x_TE.mean(0)", errors.RowsError),
+    "softmax": (EMBED, f"x_TE = {EMBED[7:]}.softmax(0)", errors.RowsError),
+    "flip": (EMBED, f"x_TE = {EMBED[7:]}.flip(0)", errors.RowsError),
+    "last row": (EMBED, f"{EMBED}; x_TE = x_TE + x_TE[-1]", errors.RowsError),
+    "times T": (EMBED, f"{EMBED} * token_ids_T.shape[0]", errors.RowsError),
+    "expert's share": (EMBED, f"{EMBED}; x_TE = x_TE / (x_TE.T @ x_TE).sum()", errors.RowsError),
+    # ambient state, operators
+    "dtype": (EMBED, f"torch.set_default_dtype(torch.float64); {EMBED}", errors.AmbientError),
+    "seed": (EMBED, f"torch.manual_seed(0); {EMBED}", errors.PurityError),
+    "cond": (EMBED, f"{EMBED}; torch.cond(x_TE[0, 0] > 0, torch.sin, torch.cos, (x_TE,))",
+             errors.OperatorError),
+    # what comes out
+    "number": (LAST, f"{LAST}, 3", errors.OutputError),
+    "alias of held": (LAST, f"{LAST}, params.embed[0]", errors.OutputError),
+    "alias of staged": (LAST, f"{LAST}, batch.seq_lens", errors.OutputError),
+    "cache not returned": (LAST, LAST.removesuffix(", cache"), errors.DonationError),
+    "cache of another shape": (LAST, LAST.replace(", cache", ", cache[:-1]"), errors.DonationError),
+}  # fmt: skip
+
+
+def planted(old: str, new: str) -> tuple[Any, int]:
+    """The model with one line replaced, as a module of the same file, and that line's number."""
+    assert SOURCE.count(old) == 1
+    module = types.ModuleType("models.llama")
+    module.__file__ = llama.__file__
+    weight = torch.nn.Linear(1, 1).weight
+    vars(module).update(
+        GLOBAL=torch.ones(()), MODULE=types.SimpleNamespace(weight=weight[0, 0]), LEAKS=[],
+        by_default=by_default, random=random, attempt=attempt,
+    )  # fmt: skip
+    exec(compile(SOURCE.replace(old, new), llama.__file__, "exec"), vars(module))
+    return module, SOURCE[: SOURCE.index(old)].count("\n") + 1
+
+
+ONE = torch.ones(())
+
+
+def by_default(x: torch.Tensor = ONE) -> torch.Tensor:
+    return x
+
+
+def attempt(fn: Any) -> Any:
+    try:
+        return fn()
+    except Exception:
+        return 1
+
+
+def trace(module: Any) -> Any:
+    """The trace of its forward, over the model's own parameters."""
+    params = llama.init_params(CONFIG)
+    cache = llama.init_cache(params.config, 18, block_size=4)
+    limits = fg.Limits(max_tokens=32, max_reqs=8, B=6)
+    made = fg.graphify(module.forward, donate="cache", stage="batch", limits=limits)
+    # the class of the batch is the planted module's own
+    return made.trace(params, cache)
+
+
+def test_the_model_as_it_is_passes():
+    module, _ = planted(EMBED, EMBED)
+    assert not trace(module).notes
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_plant_is_caught_in_the_trace(name: str):
+    old, new, error = PLANTS[name]
+    module, line = planted(old, new)
+    with pytest.raises(error) as caught:
+        trace(module)
+    text = str(caught.value)
+    if error in (errors.AmbientError, errors.LeakError) or name == "seed":  # seen at the end alone
+        assert "models/llama.py:" in text, text
+    elif name != "random" and error not in (errors.OutputError, errors.DonationError):
+        assert f"models/llama.py:{line}" in text, text
+    assert isinstance(caught.value, errors.FnGraphError)

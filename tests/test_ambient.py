@@ -1,0 +1,187 @@
+"""Ambient state of torch: a change of it is traced again, or an error by choice; never stale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toys
+from ambient_cases import CASES
+from ambient_forwards import LEFT_CHANGED, matmul, rowwise
+from ambient_states import Negates, autocast, dtype, none
+
+import fngraph as fg
+from fngraph.errors import AmbientError
+from fngraph.fx.ambient import read
+
+MODES = ("NONE", "PIECEWISE", "FULL")
+DISPATCH = {name for name, *_ in CASES if "dispatch mode" in name}
+NAMES = [name for name, *_ in CASES if name not in DISPATCH]
+BY_NAME = {name: case for name, *case in CASES}
+
+
+def graphified(fn: Any, modes: str = "FULL", **options: Any) -> Any:
+    """`fn` over the toys, its state donated."""
+    return fg.graphify(
+        fn, modes=modes, donate=1, stage=2, limits=toys.LIMITS, sizes=(8, 16), recorder="tape",
+        allow_copies=True, **options,
+    )  # fmt: skip
+
+
+def captured(fn: Any, **options: Any) -> Any:
+    """Its step, with the toys bound."""
+    p, s = toys.tally_params(), toys.tally_state()
+    lowered = graphified(fn, **options).trace(p, s, batch=toys.batch(3, 2)).split().lower()
+    return lowered.compile().capture(p, s, lazy=True), s
+
+
+def same(got: Any, want: Any) -> None:
+    """Equal on devices that have values."""
+    for a, b in zip(toys.leaves(got), toys.leaves(want)):
+        if not b.is_meta:
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_under_each_state_it_equals_bare_forward(name: str, modes: str) -> None:
+    """The first state, another one, and the first again, of one graphified function."""
+    fn, first, later, _ = BY_NAME[name]
+    fast, p, state = graphified(fn, modes), toys.tally_params(), toys.tally_state()
+    batch = toys.batch(3, 2)
+    for context in (first, later, first):
+        old = toys.clone(state)
+        with context():
+            want, after = fn(p, old, batch)
+            got, _ = fast(p, state, batch)
+        same(got, want)
+        same(state, after)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name][-1]])
+def test_a_change_that_changes_nothing_shares_the_step(name: str) -> None:
+    """Nothing is traced or captured again."""
+    fn, first, later, _ = BY_NAME[name]
+    with first():
+        step, state = captured(fn)
+        step(state, toys.batch(3, 2))
+    keys = len(step)
+    with later():
+        assert step.under_ambient() is step
+        step(state, toys.batch(3, 2))
+    assert len(step) == keys and step.stats.steps == 2
+
+
+def test_grad_no_grad_and_inference_mode_are_one_step() -> None:
+    """They change what a tensor can be used for later, not what it is."""
+    step, state = captured(rowwise)
+    for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with context():
+            assert step.under_ambient() is step
+            step(state, toys.batch(3, 2))
+    assert len(step) == 1
+
+
+def test_each_state_that_matters_is_captured_once() -> None:
+    """Going back and forth costs nothing further."""
+    step, state = captured(matmul)
+    with autocast()():
+        other = step.under_ambient()
+    assert other is not step
+    for _ in range(3):
+        step(state, toys.batch(3, 2))
+        with autocast()():
+            assert step.under_ambient() is other
+            step(state, toys.batch(3, 2))
+    assert len(step) == len(other) == 1 and len(set(step.siblings.values())) == 2
+    assert step.stats is other.stats
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("not, then autocast", "autocast: None, now torch.bfloat16"),
+        ("bfloat16, then float16", "autocast: torch.bfloat16, now torch.float16"),
+        ("default dtype, zeros", "default_dtype: torch.float32, now torch.float64"),
+        ("matmul precision", "float32 matmul precision: ieee, now tf32"),
+        ("determinism, read", "deterministic_algorithms: False, now True"),
+        ("grad mode, read", "grad: False, now True"),
+    ],
+)
+def test_an_error_by_choice_says_what_has_changed(name: str, says: str) -> None:
+    """With the old value and the new one; what has been captured goes on."""
+    fn, first, later, _ = BY_NAME[name]
+    fast, p, state = graphified(fn, on_ambient="error"), toys.tally_params(), toys.tally_state()
+    with first():
+        fast(p, state, toys.batch(3, 2))
+    before = toys.clone(state)
+    with later(), pytest.raises(AmbientError, match=f"{says}.*on_ambient=.recapture."):
+        fast(p, state, toys.batch(3, 2))
+    toys.assert_trees(state, before)
+    with first():
+        fast(p, state, toys.batch(3, 2))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name][-1]])
+def test_an_error_by_choice_lets_pass_what_changes_nothing(name: str) -> None:
+    """As where it would be traced again."""
+    fn, first, later, _ = BY_NAME[name]
+    fast, p, state = graphified(fn, on_ambient="error"), toys.tally_params(), toys.tally_state()
+    for context in (first, later):
+        with context():
+            fast(p, state, toys.batch(3, 2))
+
+
+@pytest.mark.parametrize("name", sorted(DISPATCH))
+def test_dispatch_modes_are_refused(name: str) -> None:
+    """A replay goes past them, whether they were there at the capture or not."""
+    fn, *_ = BY_NAME[name]
+    fast, p, state = graphified(fn), toys.tally_params(), toys.tally_state()
+    for context in (Negates, none, Negates):
+        with context():
+            if context is none:
+                fast(p, state, toys.batch(3, 2))
+                continue
+            with pytest.raises(AmbientError, match="Negates is active"):
+                fast(p, state, toys.batch(3, 2))
+
+
+@pytest.mark.parametrize("fn", LEFT_CHANGED, ids=lambda fn: fn.__name__)
+def test_state_that_forward_leaves_changed_is_refused_and_put_back(fn: Any) -> None:
+    """A graph would not do it again."""
+    before, seed = read("cpu"), torch.initial_seed()
+    with pytest.raises(AmbientError, match="forward changes state outside of it"):
+        graphified(fn)(toys.tally_params(), toys.tally_state(), toys.batch(3, 2))
+    assert read("cpu") == before
+    assert fn.__name__ == "sets_seed" or torch.initial_seed() == seed
+
+
+def test_what_to_do_about_ambient_state_is_checked() -> None:
+    """A misspelled choice is none."""
+    with pytest.raises(TypeError, match="recapture"):
+        graphified(rowwise, on_ambient="retrace")
+
+
+def test_a_default_dtype_of_a_part_of_forward_is_that_parts_in_every_mode() -> None:
+    """Ops take it from the trace, also when they run one by one."""
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        with dtype(torch.float64)():
+            return torch.ones(b.token_ids.shape[0]) * 0.1, s
+
+    for modes in MODES:
+        got, _ = graphified(forward, modes)(
+            toys.tally_params(), toys.tally_state(), toys.batch(3, 2)
+        )
+        assert got.dtype is torch.float64
+
+
+def test_ops_under_a_changed_state_are_other_ops() -> None:
+    """The trace made under autocast casts."""
+    traced = graphified(matmul).trace(
+        toys.tally_params(), toys.tally_state(), batch=toys.batch(3, 2)
+    )
+    with autocast()():
+        again = traced.again()
+    assert "bfloat16" in again.as_text() and "bfloat16" not in traced.as_text()

@@ -15,7 +15,6 @@ SUBTLE: dict[str, Any] = {
     "roll of all elements": lambda x, p, b: x.roll(1),
     "weights rolled by T": lambda x, p, b: p["w"].roll(T_of(b), 0) * 1,
     "every Tth weight": lambda x, p, b: p["w"][:: T_of(b)] * 1,
-    "a stride of T": lambda x, p, b: p["w"].as_strided((8,), (T_of(b),)) * 1,
     "norms of columns": lambda x, p, b: x.renorm(2, 1, 1.0),
     "sum of masked rows but the last": lambda x, p, b: masked(p, b)[:-1].sum(0),
     "sum of the first R masked rows": lambda x, p, b: masked(p, b)[: b.seq_lens.shape[0]].sum(0),

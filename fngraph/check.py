@@ -68,7 +68,7 @@ def check(
         donate, stage, limits, allow_copies: as for `graphify`.
 
     Raises:
-        TreeError: `donate` or `stage` names no parameter, or there are too few `args`.
+        TreeError: `donate` or `stage` names no parameter of `forward`.
     """
     made = graphify(forward, donate=donate, stage=stage, limits=limits, allow_copies=allow_copies)
     refuse = Refusals(go_on=True)

@@ -162,13 +162,14 @@ def trace_function(
 
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
         values = args.unflatten(leaves, refuse)
+        given = [trees.flatten(value) for value in values]
         with torch.set_grad_enabled(ambient.grad):
             with refuse.catching(), unchanged(args.device.type, args.signature.fn):
                 found["result"] = args.signature.call(values)
         if "result" not in found:
             raise refuse.errors[-1]
         with refuse.catching():
-            args.check_held(values, leaves)
+            args.check_held(values, given)
         result = found.pop("result")
         trees.register_dataclasses(result)
         outputs, found["tree"] = trees.flatten(result)

@@ -30,6 +30,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toys
@@ -302,8 +303,55 @@ FROZEN: dict[str, tuple[Any, type]] = {
     ),
     "the batch returned": (lambda p, s, b: ((p["w"] * 1, b.token_ids), s), errors.OutputError),
     "a weight returned": (lambda p, s, b: (p["w"], s), errors.OutputError),
+    # without a check: 1 for every batch, as the `except` says
+    "x.item() in try": (
+        lambda p, s, b: (p["w"] * tried(lambda: b.seq_lens.max().item()), s),
+        errors.HostSyncError,
+    ),
+    "batch.spec in try": (
+        lambda p, s, b: (p["w"] * tried(lambda: b.spec.num_tokens), s),
+        errors.HostFieldError,
+    ),
+    # without a check: the example's text, "x16" and not "x3"
+    "T in a name": (
+        lambda p, s, b: ({f"x{b.token_ids.shape[0]}": p["w"] * 1}, s),
+        errors.BranchError,
+    ),
+    "a tensor as text": (lambda p, s, b: (p["w"] * len(str(b.seq_lens)), s), errors.HostSyncError),
+    # without a check: one number for all steps, and not a draw each
+    "bernoulli_ with its default": (
+        lambda p, s, b: (p["w"] * torch.empty(toys.E).bernoulli_(), s),
+        errors.RandomError,
+    ),
+    # without a check: what the array held at the first call
+    "a numpy array": (lambda p, s, b: (p["w"] * torch.from_numpy(ARRAY), s), errors.ClosureError),
+    "tolist of a global": (lambda p, s, b: (p["w"] * OUTSIDE.tolist()[0], s), errors.ClosureError),
+    # without a check: the weight as it was, and not its double
+    "w.data =": (
+        lambda p, s, b: (setattr(p["w"], "data", p["w"] * 2), (p["w"] * 1, s))[1],
+        errors.MutationError,
+    ),
+    # without a check: a fake tensor in the list, and nothing more in the steps after the first
+    "a tensor kept": (
+        lambda p, s, b: (KEPT.append(p["w"] * 2), (p["w"] * 1, s))[1],
+        errors.LeakError,
+    ),
+    # without a check: (1, E) for a batch of one token, which is (E,)
+    "squeeze of T": (
+        lambda p, s, b: (p["w"][b.token_ids].squeeze(0) * 1, s),
+        errors.BranchError,
+    ),
 }
-OUTSIDE = torch.ones(toys.E)
+OUTSIDE, ARRAY = torch.ones(toys.E), np.ones(toys.E, dtype=np.float32)
+KEPT: list[torch.Tensor] = []
+
+
+def tried(part: Any) -> Any:
+    """`part()`, or 1 where that fails."""
+    try:
+        return part()
+    except Exception:
+        return 1
 
 
 @pytest.mark.parametrize("modes", ["NONE", "FULL"])

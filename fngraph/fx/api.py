@@ -128,9 +128,9 @@ class CallsMode(TorchFunctionMode):
         data, line = args[-1] if name == "new_tensor" else args[0], user_line()
         parts = [data] if isinstance(data, torch.Tensor) else tree_leaves(data)
         error: PurityError | None = None
-        if any(isinstance(x, torch.SymBool | torch.SymFloat) for x in parts):
+        if any(isinstance(x, torch.SymBool) for x in parts):
             error = BranchError(
-                f"{line}: forward makes a literal of a number that depends on T or R, which a "
+                f"{line}: forward makes a literal of a bool that depends on T or R, which a "
                 "graph would freeze. Compare and count on the device: torch.arange(x.shape[0]) > 3"
             )
         elif not isinstance(data, torch.Tensor) and any(torch.is_tensor(x) for x in parts):

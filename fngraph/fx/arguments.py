@@ -69,17 +69,20 @@ class Arguments:
             hide_host_field(values[staged], refuse)
         return values
 
-    def check_held(self, values: Sequence[Any], leaves: Sequence[Any]) -> None:
+    def check_held(self, values: Sequence[Any], given: Sequence[tuple[list[Any], Any]]) -> None:
         """Raise if `forward` has put another tensor into a container that it was given to read.
+
+        Args:
+            given: leaves and structure of each argument before the call.
 
         Raises:
             MutationError: with the argument's path.
         """
         for i in self.signature.positions(Role.HELD, Role.STAGED):
-            name = self.signature.names[i]
+            name, (before, structure) = self.signature.names[i], given[i]
             after, treedef = trees.flatten(values[i])
-            differs = [k for k, (a, b) in enumerate(zip(leaves[self.span(i)], after)) if a is not b]
-            if differs or treedef != self.treedefs[i]:
+            differs = [k for k, (a, b) in enumerate(zip(before, after)) if a is not b]
+            if differs or treedef != structure:
                 path = trees.paths(treedef, name)[differs[0]] if differs else name
                 raise MutationError(
                     f"forward puts another tensor into {path}, which is "

@@ -62,8 +62,14 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
                 "example: module(x)"
             )
 
+    slots = _slots(module, parameters | buffers)
+    known = {name for _, name in slots}
+
     def forward(params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(module, (params, buffers), args, kwargs)
+        given = {**params, **buffers}
+        tensors = {slot: given[name] for slot, name in slots if name in given}
+        tensors |= {name: x for name, x in given.items() if name not in known}
+        return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
     first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in _OWN]
     if own and own[0].kind is inspect.Parameter.POSITIONAL_ONLY:
@@ -71,6 +77,21 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
     forward.__signature__ = inspect.Signature([*first, *own])  # type: ignore[attr-defined]
     forward.__name__ = type(module).__name__
     return forward, _detached(parameters), _detached(buffers)
+
+
+def _slots(module: nn.Module, named: Tensors) -> list[tuple[str, str]]:
+    """Each attribute that holds a tensor, once, and the name that the tensor is listed under.
+
+    With tied names, `functional_call` fills an attribute of a module that has two names twice, and
+    puts the tensor of the call back in place of the module's own.
+    """
+    names = {id(tensor): name for name, tensor in named.items()}
+    return [
+        (f"{path}.{attribute}".lstrip("."), names[id(tensor)])
+        for path, part in module.named_modules()
+        for attribute, tensor in (*part._parameters.items(), *part._buffers.items())
+        if tensor is not None
+    ]
 
 
 def _detached(tensors: Tensors) -> Tensors:

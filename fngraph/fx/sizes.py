@@ -18,6 +18,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.functions import Mod, PythonMod
 
 from fngraph.core import Limits
 from fngraph.core.where import is_user, user_line
@@ -66,7 +67,7 @@ class Sizes(ShapeEnv):
             # whoever asks for a float, the graph keeps the number: torch.tensor(x.shape[0] / 2)
             expr = lettered(orig_expr, self.symbols)
             self.refuse(fixed(expr, float(answer), user_line()))
-        elif asked:
+        elif asked or (known and orig_expr.free_symbols and _asks_for_a_rest(orig_expr)):
             expr = lettered(orig_expr, self.symbols)
             self.ask(expr if answer else sympy.Not(expr), user_line())
         return answer
@@ -160,6 +161,12 @@ def example_sizes(limits: Limits, taken: Sequence[int]) -> dict[str, int]:
         return {"T": T, "R": R}
     free = [n for n in (1009, 1013, 1019, 1021, 1031, 1033) if n not in taken]
     return {"T": T or free[1], "R": R if R and R < (T or free[1]) else min(2, T or 2)}
+
+
+def _asks_for_a_rest(expr: Any) -> bool:
+    """Whether T or R are divisible by a number, by which torch's C++ cuts (tensor_split)."""
+    rests = expr.atoms(Mod, PythonMod) if isinstance(expr, sympy.Basic) else ()
+    return any(rest.args[0].free_symbols and rest.args[1].is_number for rest in rests)
 
 
 def _asked_outside_torch() -> bool:

@@ -1,6 +1,7 @@
 """Rows over T and R: what mixes them is refused when traced; what keeps them equals bare forward.
 
-The tables of functions are in rows_mixed.py, rows_kept.py and rows_states.py.
+The tables of functions are in rows_mixed.py, rows_subtle.py,
+rows_kept.py and rows_states.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from rows_given import check, graphified, output, params, trace, update
 from rows_kept import KEPT, REFUSED
 from rows_mixed import MIXED, SIZED
 from rows_states import KEPT_STATE, MIXED_STATE
+from rows_subtle import SUBTLE
 
 import fngraph as fg
 from fngraph.errors import BranchError, RowsError
 
-MIXED_ALL = {name: (output, value) for name, value in MIXED.items()}
+MIXED_ALL = {name: (output, value) for name, value in (MIXED | SUBTLE).items()}
 MIXED_ALL |= {f"state: {name}": (update, value) for name, value in MIXED_STATE.items()}
 KEPT_ALL = {name: (output, value) for name, value in KEPT.items()}
 KEPT_ALL |= {f"state: {name}": (update, value) for name, value in KEPT_STATE.items()}

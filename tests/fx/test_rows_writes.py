@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import toys
 from rows_given import T_of, check, output, real, rows, trace
 from torch import Tensor
 
-import fngraph as fg
 from fngraph.errors import RowsError
 
 
@@ -88,6 +86,19 @@ def test_a_write_through_one_view_is_seen_in_the_others() -> None:
         trace(output(value))
 
 
+def test_an_index_rewritten_through_a_view_may_be_negative() -> None:
+    """What was known of it before is not known any more."""
+
+    def value(x: Any, p: Any, b: Any) -> Any:
+        index = torch.arange(T_of(b))
+        view = index[:]
+        index.sub_(1)
+        return x[view]
+
+    with pytest.raises(RowsError, match="may be negative"):
+        trace(output(value))
+
+
 def test_mixed_rows_written_into_a_view_are_in_its_base() -> None:
     """Though the base itself was named in no op."""
 
@@ -115,63 +126,3 @@ def test_a_donated_leaf_written_in_place_is_checked() -> None:
     with pytest.raises(RowsError, match=r"takes sum over T.*It reaches output\[1\]\['total'\]"):
         trace(adds)
     check(adds_true_rows)
-
-
-def placed(**pad: Any) -> Any:
-    """A batch type whose rows say where they go, with a pad that is declared or left out."""
-
-    @fg.struct
-    class Placed:
-        place: Tensor = fg.buffer("T", "int64", **pad)
-        spec: fg.BatchSpec = fg.host()
-
-    return Placed
-
-
-def test_a_declared_pad_is_a_row_kept_for_padding() -> None:
-    """One left out is 0 as well, but then row 0 may be somebody's."""
-    for pad, said in (({}, False), ({"pad": 0}, True), ({"pad": -1}, False), ({"pad": 2}, True)):
-        Placed = placed(**pad)
-        (buffer,) = fg.core.buffers_of(Placed).values()
-        assert buffer.pad_given is bool(pad)
-        batch = Placed(place=torch.tensor([3, 4, 5]), spec=fg.BatchSpec(3, 2))
-        fast = fg.graphify(
-            lambda s, b: (b.place * 1, s.index_put((b.place,), torch.ones(b.place.shape[0]))),
-            modes="FULL", donate=0, stage=1, limits=toys.LIMITS, sizes=(8,), recorder="tape",
-            allow_copies=True,
-        )  # fmt: skip
-        state = torch.zeros(7)
-        if not said:
-            with pytest.raises(RowsError, match=r"pad of b\.place says.*fg\.buffer\(\.\.\., pad=0"):
-                fast(state, batch)
-            continue
-        fast(state, batch)
-        kept = [i for i in range(7) if i != pad["pad"]]
-        assert state[kept].tolist() == [float(i in (3, 4, 5)) for i in kept]
-
-
-@pytest.mark.parametrize("index", ["zeros", "a part of a leaf", "a mask"])
-def test_an_index_that_happens_to_be_0_in_padding_names_no_row(index: str) -> None:
-    """Only what is declared, or chosen by torch.where, does."""
-    made = {
-        "zeros": lambda b: torch.zeros_like(b.token_ids),
-        "a part of a leaf": lambda b: b.token_ids[:, None].split([1], 1)[0][:, 0],
-        "a mask": lambda b: real(b).long(),
-    }[index]
-    with pytest.raises(RowsError, match="writes the rows of padding too"):
-        trace(output(lambda x, p, b: torch.zeros(11, 8).index_add(0, made(b), x)))
-
-
-def test_scatter_reduce_that_begins_anew_is_refused() -> None:
-    """Zeros add nothing, but here they replace."""
-
-    def value(whole: bool) -> Any:
-        return output(
-            lambda x, p, b: torch.ones(11).scatter_reduce(
-                0, b.token_ids, real(b).float(), "sum", include_self=whole
-            )
-        )
-
-    check(value(True))
-    with pytest.raises(RowsError, match="scatter_reduce"):
-        trace(value(False))

@@ -102,7 +102,7 @@ def _leaf(leaf: Leaf) -> Rows:
         return Rows({} if leaf.buffer is None else {0: RISING})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
     names_a_row = leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0
-    return Rows({0: pad}, said=names_a_row, unsaid=None if names_a_row else leaf.path)
+    return Rows({0: pad}, said="pad") if names_a_row else Rows({0: pad}, unsaid=leaf.path)
 
 
 def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
@@ -185,11 +185,10 @@ def _rewrite(
     """After a write: every view of the memory has padding in it, or padding that is not known."""
     for node in views:
         if node is not target:
-            known = states[node]
-            forget = isinstance(known, Rows) and known.fills
-            states[node] = state if isinstance(state, Mixed) else (
-                dataclasses.replace(known, fills={}, value=None) if forget else known
-            )  # fmt: skip
+            if isinstance(state, Mixed):
+                states[node] = state
+            elif isinstance(known := states[node], Rows):
+                states[node] = Rows(window=known.window)
     states[target] = state
 
 

@@ -53,15 +53,16 @@ def refuse_counts(call: Call) -> None:
             )
 
 
-def _origin(call: Call) -> tuple[bool, str | None]:
+def _origin(call: Call) -> tuple[str, str | None]:
     """`said` and `unsaid` of the operands that padding comes from."""
     chosen = _chosen_operands(call)
     given = operands(call.node) if chosen is None else chosen
     states = [call.rows(x) for x in given if moving_dims(x)]
     unsaid = next((s.unsaid for s in states if s.unsaid), None)
     if chosen is not None:  # a choice between true rows and padding says what padding is to be
-        return unsaid is None, unsaid
-    return all(s.said for s in states), unsaid
+        return "" if unsaid else "where", unsaid
+    said = {s.said for s in states}
+    return "" if "" in said else "pad" if "pad" in said else "where", unsaid
 
 
 def _chosen_operands(call: Call) -> list[Any] | None:

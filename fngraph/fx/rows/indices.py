@@ -106,11 +106,16 @@ def write(call: Call) -> Rows:
     if _adds_nothing(call, values) or any(_harmless(call, target, d, x) for d, x in places.items()):
         return Rows()
     said = next((u for x in places.values() if (u := call.rows(x).unsaid)), None)
-    if said is not None:
+    if said is not None and not _adds(call):
         raise Mixes(
             f"writes the rows of padding too ({call.name}), where the pad of {said} says, and that "
             "names no row kept for padding. Keep one, row 0 say, and declare "
             "fg.buffer(..., pad=0), or torch.where(batch.slot >= 0, index, last)"
+        )
+    if _adds(call):
+        raise Mixes(
+            f"adds up the rows of padding too ({call.name}). Let them be zeros: "
+            "torch.where(batch.slot >= 0, values, 0), of a leaf padded with -1"
         )
     raise Mixes(
         f"writes the rows of padding too ({call.name}), and where is not known. Send them to a row "
@@ -119,11 +124,14 @@ def write(call: Call) -> Rows:
     )
 
 
+def _adds(call: Call) -> bool:
+    return call.name in ("index_add", "scatter_add") or call.args.get("accumulate") is True
+
+
 def _adds_nothing(call: Call, values: Any) -> bool:
-    adds = call.name in ("index_add", "scatter_add") or call.args.get("accumulate") is True
     whole = call.args.get("include_self") is True
-    adds = adds or (call.name == "scatter_reduce" and call.args.get("reduce") == "sum" and whole)
-    if not adds or not is_tensor(values):
+    sums = call.name == "scatter_reduce" and call.args.get("reduce") == "sum" and whole
+    if not (_adds(call) or sums) or not is_tensor(values):
         return False
     moving = moving_dims(values)
     return bool(moving) and all(is_all(call.rows(values).fills.get(d), 0) for d in moving)
@@ -146,7 +154,9 @@ def _harmless(call: Call, target: Any, dim: int, index: Any) -> bool:
         rows = all(isinstance(f, str) and f == BEYOND for f in fills)
         return rows and all(call.dim(index, d) == size for d in moving)
     size = target.meta["val"].shape[dim]
-    return state.said and all(
+    adds = _adds(call) or call.name in ("scatter_reduce", "index_reduce")
+    said = state.said == "where" or (state.said == "pad" and not adds)
+    return said and all(
         isinstance(f, torch.Tensor) and bool(((f >= 0) & (f < size)).all()) for f in fills
     )
 

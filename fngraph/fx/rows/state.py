@@ -24,7 +24,8 @@ class Rows:
         fills: by dim in T or R, what lies beyond the true rows of it, at true rows of the other
             ones; a dim left out: unknown.
         value: of a constant.
-        said: whether somebody said that the fills, as indices, are rows kept for padding.
+        said: who says that the fills, as indices, are rows kept for padding: "pad", the field's
+            own; "where", a choice between them and true ones; "", nobody.
         unsaid: a staged leaf whose pad names no row (left out, or -1), if the fills are its.
         low: a number that no true element is below, of integers.
         window: a slice of rows out of memory that has more true ones: fit for reading alone.
@@ -32,7 +33,7 @@ class Rows:
 
     fills: Mapping[int, Fill] = dataclasses.field(default_factory=dict)
     value: torch.Tensor | None = None
-    said: bool = False
+    said: str = ""
     unsaid: str | None = None
     low: float = -math.inf
     window: bool = False

@@ -19,7 +19,6 @@ import torch
 import fngraph as fg
 from benchmarks.record import write
 from benchmarks.steps import BLOCK_SIZE, CONTEXT, batch_of
-from fngraph.core.text import table
 from models import llama
 
 
@@ -126,7 +125,7 @@ def main(argv: list[str]) -> int:
         [r["batch"], r["GPU"], r["call"], f"{r['median us']:.1f}", f"{r['p90 us']:.1f}"]
         for r in rows
     ]
-    print(table(["batch", "GPU", "call", "median us", "p90 us"], cells))
+    print(fg.core.text.table(["batch", "GPU", "call", "median us", "p90 us"], cells))
     if args.json:
         write(args.json, rows)
     return 0

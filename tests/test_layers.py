@@ -24,16 +24,17 @@ STDLIB = set(sys.stdlib_module_names)
 # layer -> what may be imported anywhere in it, and what only inside a function
 BASE = {"fngraph.errors", "fngraph.core"}
 LOWER = BASE | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "torch"}
-STAGES = LOWER | {"fngraph.stages", "fngraph.binding", "fngraph.captured"}
+STAGES = LOWER | {"fngraph.stages", "fngraph.binding", "fngraph.ready", "fngraph.captured"}
 TRANSFORMS = STAGES | {"fngraph.graphify", "fngraph.encoder", "fngraph.loops"}
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
     "fngraph.ops": (BASE | {"fngraph.ops", "torch", "einops", "triton"}, set()),
     "fngraph.fx": (BASE | {"fngraph.fx", "torch", "sympy"}, set()),  # sympy: torch's own sizes
-    "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton"}, set()),
+    "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton", "numpy"}, set()),
     "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.binding": (STAGES, set()),
+    "fngraph.ready": (STAGES, set()),
     "fngraph.captured": (STAGES, {"fngraph.report"}),
     "fngraph.graphify": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),

@@ -440,7 +440,7 @@ def closing_over(values: Any) -> Any:
         (lambda p, s, b, x: [p["b"][0], p["embed"][0], p["b"][1].clone()], 3),
         (lambda p, s, b, x: [(v, {"a": v}) for v in p["b"]], 1),
         (lambda p, s, b, x: [[v] for v in p["b"]], 1),
-        (lambda p, s, b, x: [lambda: 1, lambda: 2, lambda: 1], 3),
+        (lambda p, s, b, x: [lambda: 1, lambda: 2, lambda: 3], 3),
         (lambda p, s, b, x: [lambda v=v: v for v in (1, 2, 1)], 2),
         (lambda p, s, b, x: [lambda v=v: v for v in p["b"]], 1),
         (lambda p, s, b, x: [functools.partial(max, v, 1) for v in (1, 2, 1)], 2),

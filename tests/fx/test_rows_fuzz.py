@@ -15,7 +15,9 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.core import buffers_of, plan_buffers, trees
 from fngraph.errors import BranchError, FnGraphError, RowsError
-from fngraph.graphs.staging import StaticBuffers, allocate, stage
+from fngraph.graphs.ring import make_ring
+from fngraph.graphs.staging import StaticBuffers, allocate
+from fngraph.graphs.unpack import bytes_of, unpacker
 
 E = toys.E
 LIMITS = fg.Limits(max_tokens=24, max_reqs=6)
@@ -101,7 +103,12 @@ def padded(b: Batch) -> list[Tensor]:
     plan = plan_buffers(buffers_of(Batch), {"T": T, "R": R})
     static: StaticBuffers = allocate(plan, torch.device("cpu"))
     true = {"T": b.spec.num_tokens, "R": b.spec.num_reqs}
-    stage(static, trees.flatten(b)[0], true, {"T": T, "R": R}, b.spec.query_len or 0)
+    ring = make_ring(static.plan, torch.device("cpu"))
+    words = [true["T"], b.spec.query_len or 0]
+    for planned in static.plan.buffers:
+        words += [0, bytes_of(planned, true)]
+    ring.put(words, trees.flatten(b)[0])
+    unpacker(static, ring, {"T": T, "R": R})()
     return list(static.tensors)
 
 

@@ -126,7 +126,7 @@ class Captured:
     def _sibling(self, ambient: Ambient) -> Captured:
         lowered = self.compiled.lowered
         traced = lowered.split.traced
-        again = traced if ambient == traced.ambient else traced.again()
+        again = traced if traced.serves(ambient) else traced.again()
         if again is traced:
             return self
         if traced.options.on_ambient == "error":

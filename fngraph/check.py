@@ -7,6 +7,7 @@ type, so that porting a model is one list and not one error a run.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +86,6 @@ def _distinct(errors: list[FnGraphError]) -> list[FnGraphError]:
     """The first of each class and line; without a line, of each text."""
     found: dict[tuple[type, str], FnGraphError] = {}
     for error in errors:
-        text = str(error)
-        line, _, rest = text.partition(": forward")
-        found.setdefault((type(error), line if rest else text), error)
+        line = re.match(r"(.+?:\d+): ", str(error))
+        found.setdefault((type(error), line[1] if line else str(error)), error)
     return list(found.values())

@@ -33,7 +33,7 @@ from fngraph.core import (
 from fngraph.core.program import Program, Step
 from fngraph.core.text import count, table
 from fngraph.errors import BackendError, FieldError, SpecError
-from fngraph.fx.ambient import Ambient, check_modes, read, unchanged
+from fngraph.fx.ambient import Ambient, check_modes, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
@@ -96,6 +96,7 @@ class Traced:
         out_tree: structure of what `forward` returns.
         returns: index of a donated leaf to the index of the output leaf that is its new value.
         ambient: the state of torch that it was traced under.
+        asked: which of grad and inference mode `forward` has asked for; the others are all one.
     """
 
     args: Arguments
@@ -106,6 +107,13 @@ class Traced:
     out_tree: Any
     returns: Mapping[int, int]
     ambient: Ambient
+    asked: frozenset[str]
+
+    def serves(self, ambient: Ambient) -> bool:
+        """Whether a state differs from this one in nothing that could matter."""
+        free = {name: getattr(ambient, name) for name in ("grad", "inference")}
+        kept = {name: value for name, value in free.items() if name not in self.asked}
+        return self.ambient._replace(**kept) == ambient
 
     def again(self) -> Traced:
         """The same function traced under the ambient state of now: itself, if that is all one."""
@@ -175,7 +183,8 @@ def trace_function(
         outputs, found["tree"] = trees.flatten(result)
         return outputs
 
-    graph = trace(flat_fn, args.leaves, limits, found, refuse)
+    with noted(ambient) as asked:
+        graph = trace(flat_fn, args.leaves, limits, found, refuse)
     with refuse.catching():
         pin(graph.gm, ambient.default_dtype)
     nodes = list(graph.gm.graph.nodes)
@@ -184,7 +193,9 @@ def trace_function(
     paths = trees.paths(found["tree"], "output")
     check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text, refuse)
     donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
-    return Traced(args, options, limits, graph, donation, found["tree"], returns, ambient)
+    return Traced(
+        args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ambient_forwards import LEFT_CHANGED, matmul, rowwise
 from ambient_states import Negates, autocast, dtype, none
 
 import fngraph as fg
+from fngraph import stages
 from fngraph.errors import AmbientError
 from fngraph.fx.ambient import read
 
@@ -81,6 +82,35 @@ def test_grad_no_grad_and_inference_mode_are_one_step() -> None:
             assert step.under_ambient() is step
             step(state, toys.batch(3, 2))
     assert len(step) == 1
+
+
+def reads_grad(p: Any, s: Any, b: Any) -> Any:
+    return p["w"][b.token_ids] * (2 if torch.is_grad_enabled() else 3), s
+
+
+def reads_inference(p: Any, s: Any, b: Any) -> Any:
+    return p["w"][b.token_ids] * (2 if torch.is_inference_mode_enabled() else 3), s
+
+
+@pytest.mark.parametrize("fn", [reads_grad, reads_inference])
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE", "NONE"])
+def test_a_forward_that_asks_for_them_is_traced_for_each(fn: Any, modes: str) -> None:
+    step, state = captured(fn, modes=modes)
+    batch = toys.batch(3, 2)
+    for context in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        with context():
+            want, _ = fn(toys.tally_params(), state, batch)
+            got, _ = step(state, batch)
+            assert torch.equal(got, want)
+
+
+def test_what_nobody_asks_for_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second trace of a large model takes seconds, in the middle of serving."""
+    step, state = captured(rowwise)
+    monkeypatch.setattr(stages, "trace_function", None)
+    with torch.inference_mode():
+        step(state, toys.batch(3, 2))
+    assert torch.is_grad_enabled is torch._C.is_grad_enabled  # torch's own is back
 
 
 def test_each_state_that_matters_is_captured_once() -> None:

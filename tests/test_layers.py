@@ -30,13 +30,14 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
     "fngraph.ops": (BASE | {"fngraph.ops", "torch", "einops", "triton"}, set()),
-    "fngraph.fx": (BASE | {"fngraph.fx", "torch", "sympy"}, set()),  # sympy: torch's own sizes
+    "fngraph.fx": (BASE | {"fngraph.fx", "torch", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
     "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton", "numpy"}, set()),
     "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.binding": (STAGES, set()),
     "fngraph.ready": (STAGES, set()),
     "fngraph.captured": (STAGES, {"fngraph.report"}),
     "fngraph.graphify": (TRANSFORMS, set()),
+    "fngraph.check": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),
     "fngraph.loops": (TRANSFORMS, set()),
     "fngraph.testing": (TRANSFORMS | {"fngraph"}, set()),

@@ -7,7 +7,8 @@ and the choice of attention kernels change what a graph has recorded. It is read
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,41 @@ def _kernels() -> tuple[Any, ...]:
     precision = torch._C._get_fp32_precision_getter  # also answers where torch's two APIs are mixed
     matmul = precision("cuda", "matmul"), precision("mkldnn", "matmul")
     return (*matmul, *[switch() for switch in _SWITCHES.values()])
+
+
+_ASKED = {"grad": "is_grad_enabled", "inference": "is_inference_mode_enabled"}
+
+
+@contextlib.contextmanager
+def noted(ambient: Ambient) -> Iterator[set[str]]:
+    """Notes whether the user's code asks for grad or inference mode, and answers as outside.
+
+    Nothing else that is computed depends on them, and serving code is captured under one and called
+    under another. They pass no function mode, so torch's two functions are replaced meanwhile.
+    """
+    asked: set[str] = set()
+    originals = {field: getattr(torch, name) for field, name in _ASKED.items()}
+
+    def asking(field: str) -> Callable[[], bool]:
+        def ask() -> bool:
+            module = sys._getframe(1).f_globals.get("__name__", "")
+            if module.startswith(("torch.", "fngraph.")) and not module.startswith(_USERS):
+                return bool(originals[field]())
+            asked.add(field)
+            return ambient.inference if field == "inference" else bool(originals[field]())
+
+        return ask
+
+    for field, name in _ASKED.items():
+        setattr(torch, name, asking(field))
+    try:
+        yield asked
+    finally:
+        for field, name in _ASKED.items():
+            setattr(torch, name, originals[field])
+
+
+_USERS = ("torch.nn", "torch.utils.checkpoint")  # modules of torch that branch on grad mode
 
 
 def check_modes() -> None:

@@ -162,7 +162,8 @@ class Captured:
         if ready is None:
             ready = self._prepare(spec)
         shapes = [getattr(x, "shape", None) for x in batch]
-        if shapes != ready.shapes or [x.dtype for x in batch] != entry.dtypes:
+        kinds = [(x.dtype, x.layout, x.is_meta) for x in batch] if shapes == ready.shapes else None
+        if kinds != entry.kinds:
             check_leaves(self.static.plan, batch, ready.true)
         chosen = ready.chosen
         if self._is_settled():

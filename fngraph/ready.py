@@ -32,6 +32,7 @@ class Entry:
         leaves: from a batch to its leaves.
         spec_field: the batch's field with its spec; None for a batch of exact shapes.
         dtypes: of the leaves.
+        kinds: of the leaves: dtype, layout, and whether they have no memory.
     """
 
     count: int
@@ -40,6 +41,7 @@ class Entry:
     spec_field: str | None
     leaves: Callable[[Any], Sequence[torch.Tensor]]
     dtypes: list[torch.dtype]
+    kinds: list[tuple[torch.dtype, torch.layout, bool]]
 
 
 def make_entry(args: Arguments, binding: Binding, plan: BufferPlan) -> Entry:
@@ -53,7 +55,7 @@ def make_entry(args: Arguments, binding: Binding, plan: BufferPlan) -> Entry:
     return Entry(
         len(positions), donated, positions.index(staged),
         None if args.batch_type is None else host_field(args.batch_type),
-        _reader(args, staged), dtypes,
+        _reader(args, staged), dtypes, [(dtype, torch.strided, False) for dtype in dtypes],
     )  # fmt: skip
 
 

@@ -79,8 +79,8 @@ class Ring:
         filled = list(words)
         kept = []
         for i, leaf in enumerate(batch):
-            if not leaf.is_contiguous():
-                leaf = leaf.contiguous()
+            if not leaf.is_contiguous() or leaf.is_conj() or leaf.is_neg():
+                leaf = leaf.resolve_conj().resolve_neg().contiguous()
                 kept.append(leaf)
             address = leaf.data_ptr()
             where = leaf.get_device()

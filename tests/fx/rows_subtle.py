@@ -32,7 +32,6 @@ SUBTLE: dict[str, Any] = {
     "logsumexp of a mask": lambda x, p, b: real(b).logsumexp(0),
     "0 / 0 in padding": lambda x, p, b: (masked(p, b) / x.norm(dim=-1, keepdim=True)).sum(0),
     "bits of ones": lambda x, p, b: torch.where(real(b)[:, None], x, 1.0).view(torch.int32).prod(0),
-    "quantile": lambda x, p, b: x.quantile(0.5, dim=0),
     "triu times rows": lambda x, p, b: (x @ x.t()).triu() @ x,
     "tril(1) times rows": lambda x, p, b: (x @ x.t()).tril(1) @ x,
     "einsum with dots": lambda x, p, b: torch.einsum("t...,t...->...", x, x),

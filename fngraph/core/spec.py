@@ -94,7 +94,7 @@ class BatchSpec(_SpecTuple):
             counts = (num_tokens, num_reqs, query_len, adapters, cascade, encoder_outputs)
             return tuple.__new__(cls, (*counts, (), host))
         checked = _counts(num_tokens, num_reqs, query_len, adapters)
-        flags = (bool(cascade), bool(encoder_outputs))
+        flags = _flag("cascade", cascade), _flag("encoder_outputs", encoder_outputs)
         return tuple.__new__(cls, (*checked, *flags, sorted_extra(extra), host))
 
     @classmethod
@@ -143,6 +143,12 @@ def _counts(
             "tokens, and each brings at least one. Count only the requests of this step."
         )
     return num_tokens, num_reqs, query_len, adapters
+
+
+def _flag(name: str, value: Any) -> bool:
+    if hasattr(value, "is_cuda"):  # a tensor, whose value the device would have to be waited for
+        raise SpecError(f"{name}={value!r} is not a host bool. Pass {name}=bool(...)")
+    return bool(value)
 
 
 def _whole(name: str, value: Any) -> int:

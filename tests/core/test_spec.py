@@ -215,3 +215,23 @@ def test_descriptor_of_a_spec_is_its_own_counts():
     key = spec.descriptor()
     assert type(key) is BatchDescriptor and key == spec[:7]
     assert key == BatchDescriptor(6, 2, 3, 4, True, False, {"u": 2})
+
+
+@pytest.mark.parametrize("name", ["cascade", "encoder_outputs"])
+def test_a_flag_is_a_host_bool(name):
+    class Tensor:  # what torch.tensor(True) offers: a value that the device has to be waited for
+        is_cuda = True
+
+        def __bool__(self):
+            raise AssertionError("read")
+
+        def __repr__(self):
+            return "tensor(True)"
+
+    with pytest.raises(SpecError) as error:
+        BatchSpec(2, 2, **{name: Tensor()})
+    assert str(error.value) == f"{name}=tensor(True) is not a host bool. Pass {name}=bool(...)"
+    for true in (True, 1, numpy.bool_(True)):
+        assert getattr(BatchSpec(2, 2, **{name: true}), name) is True
+    for false in (False, 0, numpy.bool_(False)):
+        assert getattr(BatchSpec(2, 2, **{name: false}), name) is False

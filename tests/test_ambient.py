@@ -104,6 +104,13 @@ def test_a_forward_that_asks_for_them_is_traced_for_each(fn: Any, modes: str) ->
             assert torch.equal(got, want)
 
 
+def test_a_trace_leaves_the_state_as_it_was() -> None:
+    before = read("cpu")
+    step, _ = captured(rowwise)
+    assert read("cpu") == before and step.under_ambient() is step
+    assert list(step.siblings.values()) == [step]
+
+
 def test_what_nobody_asks_for_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second trace of a large model takes seconds, in the middle of serving."""
     step, state = captured(rowwise)

@@ -714,3 +714,18 @@ def test_at_most_max_keys_shapes_are_kept():
         x = torch.rand(n, 3)
         torch.testing.assert_close(fast(w, x), x @ w)
     assert [shape[0] for shape in traced] == [1, 2, 3, 2]
+
+
+def test_the_container_that_was_bound_is_known_by_identity(recorder_name, device):
+    """A frozen one is not looked into at each call; one that can change is."""
+    params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
+    fast = fg.graphify(
+        toys.attend, modes="FULL", donate="cache", stage="batch", sizes=toys.SIZES,
+        recorder=recorder_name,
+    )  # fmt: skip
+    step = fast.bind(params).capture(cache, toys.LIMITS, progress=False)
+    ((_, _, bound),) = step.entry.donated
+    assert bound is cache
+    copies = tuple((k.clone(), v.clone()) for k, v in cache)
+    with pytest.raises(fg.errors.AddressError, match=r"cache\[0\]\[0\]"):
+        step(copies, toys.on(toys.batch(2), device))

@@ -140,9 +140,10 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
         torch.set_default_dtype(before.default_dtype)
         if device != "meta":
             torch.set_autocast_enabled(device, before.autocast is not None)
-        torch.use_deterministic_algorithms(deterministic)
-        if precision is not None:
-            torch.set_float32_matmul_precision(precision)
+        if after.kernels != before.kernels:  # or "none" would become "ieee"
+            torch.use_deterministic_algorithms(deterministic)
+            if precision is not None:
+                torch.set_float32_matmul_precision(precision)
         if after.modes != before.modes:
             torch.set_default_device(next((m[1] for m in before.modes if type(m) is tuple), None))
     if after != before or reseeded:

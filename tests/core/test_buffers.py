@@ -162,7 +162,17 @@ def test_only_the_first_dim_varies_with_the_batch(dims, moving):
 # --- plans ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ITEMSIZE)
+DTYPES = (
+    "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 uint16 uint32 uint64 "
+    "complex64 complex128 float8_e4m3fn float8_e5m2"
+).split()
+
+
+def test_the_dtypes_are_torchs():
+    assert list(ITEMSIZE) == DTYPES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_of_every_dtype(dtype):
     bits = re.search(r"\d+", dtype.replace("bool", "8"))
     itemsize = int(bits[0]) // 8

@@ -1,5 +1,6 @@
 """`fngraph.core.struct`: what each role of a field means, and what is refused."""
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fngraph.core import (
     static,
     struct,
 )
-from fngraph.core.struct import HiddenHostField
+from fngraph.core.struct import HiddenHostField, hide_host_field
 from fngraph.core.trees import flatten, map_leaves, unflatten
 from fngraph.errors import FieldError, HostFieldError
 
@@ -113,7 +114,12 @@ USES = {
     "int": int,
     "index": lambda spec: [0][spec],
     "call": lambda spec: spec(1, two=2),
-}
+    "add": lambda spec: spec + 1, "radd": lambda spec: 1 + spec, "sub": lambda spec: spec - 1,
+    "rsub": lambda spec: 1 - spec, "mul": lambda spec: spec * 2, "rmul": lambda spec: 2 * spec,
+    "floordiv": lambda spec: spec // 2, "mod": lambda spec: spec % 2, "div": lambda spec: spec / 2,
+    "float": float, "less": lambda spec: spec < 1, "str": str, "format": lambda spec: f"{spec}",
+    "isinstance": lambda spec: isinstance(spec, int), "hash": hash,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
@@ -174,3 +180,19 @@ def test_static_fields_need_an_example():
         "Batch.window is static, so the class alone does not give the batch's structure. "
         "Pass an example: trace(..., batch=batch), capture(..., batch=batch)"
     )
+
+
+def test_a_report_goes_on_behind_a_read_with_ones():
+    """`fg.check` collects the errors; each read gives a number to go on with."""
+    errors: list[Any] = []
+    batch = unflatten(flatten(Batch(1, 2))[1], [1, 2])
+    hide_host_field(batch, errors.append)
+    assert batch.spec.num_tokens == 1 and batch.spec + 1 == 1 and str(batch.spec) == "1"
+    assert list(batch.spec) == [1] and bool(batch.spec) is True
+    assert copy.deepcopy(batch.spec) is batch.spec
+    assert len(errors) == 6  # list() asks for the length too
+    assert all(type(e) is HostFieldError for e in errors)
+    assert all("reads the host field .spec" in str(e) for e in errors)
+    plain = Plain(1, name="x")
+    hide_host_field(plain, errors.append)  # has none
+    assert plain.x == 1

@@ -1,5 +1,7 @@
 """`fngraph.core.trees`: leaves, paths as a person would write them, and what differs."""
 
+import collections
+import dataclasses
 from collections import namedtuple
 from typing import Any
 
@@ -126,3 +128,79 @@ def test_static_fields_come_from_the_example():
 )
 def test_unflatten_one_level(tree, values, outer):
     assert trees.unflatten_one_level(treedef(tree), values) == outer
+
+
+# --- dataclasses, which become nodes when they are first seen -------------------------------------
+
+
+def make(frozen: bool = False, **namespace: Any) -> type:
+    """A fresh dataclass of two fields, and one that its constructor does not take."""
+    late = dataclasses.field(init=False, default=0)
+    fields = [("a", Any), ("b", Any, None), ("late", Any, late)]
+    cls = dataclasses.make_dataclass("Pair", fields, frozen=frozen, namespace=namespace)
+    cls.__module__ = "users"
+    return cls
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_dataclass_is_a_node_once_it_is_registered(frozen: bool):
+    cls = make(frozen)
+    tree = {"x": cls(1, cls(2, 3))}
+    assert len(trees.flatten(tree)[0]) == 1
+    assert trees.register_dataclasses(tree) is True
+    leaves, treedef = trees.flatten(tree)
+    assert leaves == [1, 2, 3, 0, 0]  # fields in order, the inner one's among them
+    assert trees.paths(treedef, "t")[:3] == ["t['x'].a", "t['x'].b.a", "t['x'].b.b"]
+    back = trees.unflatten(treedef, [5, 6, 7, 8, 9])["x"]
+    assert (back.a, back.b.a, back.b.b, back.b.late, back.late) == (5, 6, 7, 8, 9)
+    assert type(back) is cls
+    assert trees.register_dataclasses(tree) is False  # nothing new
+
+
+def test_a_dataclass_with_work_to_do_is_made_by_its_constructor():
+    def work(self: Any) -> None:
+        self.late = ("made of", self.a, self.b)
+
+    cls = make(__post_init__=work)
+    assert trees.register_dataclasses([cls(1, 2)])
+    leaves, treedef = trees.flatten([cls(1, 2)])
+    (back,) = trees.unflatten(treedef, [3, 4, *leaves[2:]])
+    assert (back.a, back.b, back.late) == (3, 4, ("made of", 3, 4))
+
+
+def test_what_is_no_users_dataclass_stays_a_leaf():
+    cls = make()
+    assert trees.register_dataclasses([cls, 3, "x", None]) is False  # a class is no instance
+    ours = make()
+    ours.__module__ = "fngraph.core.limits"
+    assert trees.register_dataclasses([ours(1)]) is False
+    assert len(trees.flatten([ours(1)])[0]) == 1
+
+
+def test_several_dataclasses_at_once():
+    one, two = make(), make()
+    assert trees.register_dataclasses([one(two(1)), two(2)])
+    assert trees.flatten([one(two(1))])[0] == [1, 0, 0]
+
+
+# --- trees that cannot change ---------------------------------------------------------------------
+
+
+@struct
+class Frozen:
+    x: Any
+    y: Any = None
+
+
+@pytest.mark.parametrize(
+    ("tree", "frozen"),
+    [
+        (1, True), ((), True), ((1, (2, 3)), True), (Frozen(1, (2,)), True), (None, True),
+        ([], False), ([1], False), ({}, False), ({"a": 1}, False), ((1, [2]), False),
+        ((1, {"a": 2}), False), (Frozen(1, [2]), False), (Frozen({"a": 1}), False),
+        (collections.OrderedDict(a=1), False), (collections.deque([1]), False),
+        ((Frozen(1), Frozen([1])), False),
+    ],
+)  # fmt: skip
+def test_whether_a_leaf_could_be_replaced(tree: Any, frozen: bool):
+    assert trees.is_frozen(tree) is frozen

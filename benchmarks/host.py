@@ -49,66 +49,55 @@ def measure(device: str, layers: int, dim: int, repeats: int) -> list[dict[str, 
     """A row a way of calling, batch and state of the GPU."""
     config = shape(layers, dim)
     params = llama.init_params(config, device=device, dtype=torch.bfloat16)
-    num_blocks = 64 * CONTEXT // BLOCK_SIZE
     rows = []
     for num_reqs in (1, 64):
-        cache = llama.init_cache(
-            config, num_blocks, block_size=BLOCK_SIZE, device=device, dtype=torch.bfloat16
-        )
-        limits = fg.Limits(max_tokens=64, max_reqs=64, B=CONTEXT // BLOCK_SIZE)
-        fast = fg.graphify(
-            llama.forward, modes="FULL", donate="cache", stage="batch", sizes=(1, 64)
-        )
-        borrow = fast.bind(params).capture(cache, limits, outputs="borrow", progress=False)
-        own = fast.bind(params).capture(cache, limits, outputs="own", progress=False)
-        host = batch_of(num_reqs, 1, "cpu")
-        spec, names = host.spec, list(fg.core.buffers_of(llama.Batch))
-        moved = {name: getattr(host, name).to(device) for name in names}
-        batch = dataclasses.replace(host, **moved)
-        (replay,) = (r for (_, key), r in borrow.replays.items() if key.num_tokens == num_reqs)
-        logits = borrow.outputs[0]
-
-        def pinned(step: Any = borrow, like: Any = host, spec: Any = spec) -> Any:
-            filled = step.host_batch(spec)
-            for name in names:  # noqa: B023
-                getattr(filled, name).copy_(getattr(like, name))
-            return filled
-
-        with torch.no_grad():
-            want = own(cache, batch)[0]
-            for name, b in (("host", host), ("pinned", pinned())):
-                got = borrow(cache, b)[0]
-                assert torch.equal(got, want), name
-            ready = borrow.ready[spec[:7]]
-            leaves = borrow.entry.leaves(batch)
-            filled = borrow.host_batch(spec)
-            calls: dict[str, Callable[[], Any]] = {
-                "bare replay and a view": lambda: (replay.calls[0].replay(), logits[:num_reqs]),  # noqa: B023
-                "step, pinned slot, borrowed": lambda: borrow(cache, borrow.host_batch(spec)),  # noqa: B023
-                "step, device batch, borrowed": lambda: borrow(cache, batch),  # noqa: B023
-                "step, device batch, owned": lambda: own(cache, batch),  # noqa: B023
-                "step, host batch, borrowed": lambda: borrow(cache, host),  # noqa: B023
-                "part: host_batch": lambda: borrow.host_batch(spec),  # noqa: B023
-                "part: ambient": borrow.under_ambient,
-                "part: addresses": borrow.binding.check,
-                "part: dispatch": lambda: fg.dispatch(borrow.table, spec),  # noqa: B023
-                "part: leaves": lambda: [x.shape for x in leaves] == ready.shapes,  # noqa: B023
-            }
-            if device == "cuda":
-                calls["part: own"] = lambda: logits[:num_reqs].clone()  # noqa: B023
-            for name, call in calls.items():
-                for busy in (False, True):
-                    if name.startswith("bare"):
-                        borrow.ring.put(ready.words, leaves)  # a replay that is not a step's
-                        borrow.ring.resume()
-                    mid, high = times_us(call, repeats, busy)
-                    if device == "cuda":
-                        torch.cuda.synchronize()
-                    borrow.ring.resume()
-                    rows.append({"batch": num_reqs, "GPU": "busy" if busy else "idle",
-                                 "call": name, "median us": mid, "p90 us": high})  # fmt: skip
-        del filled
+        for name, (call, ring) in ways(config, params, num_reqs, device).items():
+            for busy in (False, True):
+                mid, high = times_us(call, repeats, busy)
+                ring.resume()  # a bare replay is no step, and a part of a step none either
+                rows.append({"batch": num_reqs, "GPU": "busy" if busy else "idle",
+                             "call": name, "median us": mid, "p90 us": high})  # fmt: skip
     return rows
+
+
+def ways(
+    config: llama.Config, params: llama.Params, num_reqs: int, device: str
+) -> dict[str, tuple[Callable[[], Any], Any]]:
+    """What is timed for a batch, by name, each with the ring that it takes from."""
+    cache = llama.init_cache(
+        config, 64 * CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE, device=device,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    limits = fg.Limits(max_tokens=64, max_reqs=64, B=CONTEXT // BLOCK_SIZE)
+    fast = fg.graphify(llama.forward, modes="FULL", donate="cache", stage="batch", sizes=(1, 64))
+    borrow = fast.bind(params).capture(cache, limits, outputs="borrow", progress=False)
+    own = fast.bind(params).capture(cache, limits, outputs="own", progress=False)
+    host = batch_of(num_reqs, 1, "cpu")
+    spec, names = host.spec, list(fg.core.buffers_of(llama.Batch))
+    batch = dataclasses.replace(host, **{name: getattr(host, name).to(device) for name in names})
+    pinned = borrow.host_batch(spec)
+    for name in names:
+        getattr(pinned, name).copy_(getattr(host, name))
+    want = own(cache, batch)[0]
+    for name, like in (("pinned", pinned), ("host", host)):
+        assert torch.equal(borrow(cache, like)[0], want), name
+    replay, logits = borrow[fg.dispatch(borrow.table, spec).descriptor], borrow.outputs[0]
+    ready, leaves = borrow.ready[spec[:7]], borrow.entry.leaves(batch)
+    calls: dict[str, Callable[[], Any]] = {
+        "bare replay and a view": lambda: (replay.calls[0].replay(), logits[:num_reqs]),
+        "step, pinned slot, borrowed": lambda: borrow(cache, borrow.host_batch(spec)),
+        "step, device batch, borrowed": lambda: borrow(cache, batch),
+        "step, device batch, owned": lambda: own(cache, batch),
+        "step, host batch, borrowed": lambda: borrow(cache, host),
+        "part: host_batch": lambda: borrow.host_batch(spec),
+        "part: ambient": borrow.under_ambient,
+        "part: addresses": borrow.binding.check,
+        "part: dispatch": lambda: fg.dispatch(borrow.table, spec),
+        "part: leaves": lambda: [x.shape for x in leaves] == ready.shapes,
+        "part: own": lambda: logits[:num_reqs].clone(),
+    }
+    return {name: (call, own.ring if "owned" in name else borrow.ring)
+            for name, call in calls.items()}  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -120,7 +109,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    rows = measure(args.device, args.layers, args.dim, args.repeats)
+    with torch.no_grad():
+        rows = measure(args.device, args.layers, args.dim, args.repeats)
     cells = [
         [r["batch"], r["GPU"], r["call"], f"{r['median us']:.1f}", f"{r['p90 us']:.1f}"]
         for r in rows

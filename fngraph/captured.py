@@ -189,7 +189,7 @@ class Captured:
         slot = self.ring.wait()
         batch = ready.slots.get(slot)
         if batch is None:
-            leaves = self.ring.leaves(slot, ready.shapes, self.entry.dtypes)
+            leaves = self.ring.leaves(slot, ready.shapes)
             batch = ready.slots[slot] = self.compiled.args.batch_over(leaves)
         filled = copy.copy(batch)
         filled.__dict__[field] = spec

@@ -15,7 +15,7 @@ from fngraph.core.trees import is_frozen
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import Replay
-from fngraph.graphs.unpack import bytes_of
+from fngraph.graphs.unpack import words_of
 
 CALLED = (Role.DONATED, Role.STAGED)  # what a step takes
 MOST_READY = 4096  # counts that are kept
@@ -31,7 +31,6 @@ class Entry:
             may be taken without a look at its leaves, since it cannot change; else a stand-in.
         leaves: from a batch to its leaves.
         spec_field: the batch's field with its spec; None for a batch of exact shapes.
-        dtypes: of the leaves.
         kinds: of the leaves: dtype, layout, and whether they have no memory.
     """
 
@@ -40,7 +39,6 @@ class Entry:
     staged_at: int
     spec_field: str | None
     leaves: Callable[[Any], Sequence[torch.Tensor]]
-    dtypes: list[torch.dtype]
     kinds: list[tuple[torch.dtype, torch.layout, bool]]
 
 
@@ -55,7 +53,7 @@ def make_entry(args: Arguments, binding: Binding, plan: BufferPlan) -> Entry:
     return Entry(
         len(positions), donated, positions.index(staged),
         None if args.batch_type is None else host_field(args.batch_type),
-        _reader(args, staged), dtypes, [(dtype, torch.strided, False) for dtype in dtypes],
+        _reader(args, staged), [(dtype, torch.strided, False) for dtype in dtypes],
     )  # fmt: skip
 
 
@@ -110,9 +108,7 @@ def make_ready(
     cut: Callable[[Sequence[torch.Tensor], dict[str, int]], list[torch.Tensor]],
 ) -> Ready:
     """For a batch of sizes `true` that runs as `chosen`."""
-    words = [true["T"], chosen.descriptor.query_len or 0]
-    for planned in plan.buffers:
-        words += [0, bytes_of(planned, true)]
+    words = words_of(plan, true, chosen.descriptor.query_len or 0)
     shapes = [planned.buffer.shape(true) for planned in plan.buffers]
     views = [] if chosen.mode is Mode.NONE else cut(outputs, true)
     return Ready(chosen, true, shapes, words, views)

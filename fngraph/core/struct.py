@@ -83,7 +83,7 @@ class HiddenHostField:
 
     __deepcopy__ = __copy__
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # mypy knows __class__ as an attribute alone
     def __class__(self) -> type:
         if is_user(sys._getframe(1)):  # isinstance(batch.spec, ...)
             self._refuse()

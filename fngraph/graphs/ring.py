@@ -54,17 +54,13 @@ class Ring:
             time.sleep(0)
         return self.taken % SLOTS
 
-    def leaves(
-        self, slot: int, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
-    ) -> list[torch.Tensor]:
+    def leaves(self, slot: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Room for leaves of these shapes; of its own, pinned too, for what no slot can hold."""
         rooms = self.rooms[slot]
         if all(not s or s[0] <= len(room) for room, s in zip(rooms, shapes)):
             return [room[: s[0]] if s else room for room, s in zip(rooms, shapes)]
-        pinned = self._device >= 0
-        return [
-            torch.zeros(s, dtype=d, device="cpu", pin_memory=pinned) for s, d in zip(shapes, dtypes)
-        ]
+        made = functools.partial(torch.zeros, device="cpu", pin_memory=self._device >= 0)
+        return [made(s, dtype=room.dtype) for room, s in zip(rooms, shapes)]
 
     def put(self, words: Sequence[int], batch: Sequence[torch.Tensor]) -> None:
         """Hand a batch to the step that must follow: the device's count and ours go together.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from fngraph.core import PlannedBuffer
+from fngraph.core import BufferPlan, PlannedBuffer
 from fngraph.core.buffers import ITEMSIZE
 from fngraph.graphs.ring import HEADER, Ring
 from fngraph.graphs.staging import Sizes, StaticBuffers
@@ -38,6 +38,14 @@ def unpacker(static: StaticBuffers, ring: Ring, key: Sizes) -> Callable[[], None
     largest = max((row[1] for row in rows), default=0)
     args = (table, ring.words, ring.state, list(static.tensors), largest)
     return functools.partial(torch.ops.fngraph.unpack.default, *args)
+
+
+def words_of(plan: BufferPlan, true: Sizes, stride: int) -> list[int]:
+    """The words of a batch of sizes `true`; `Ring.put` fills in the addresses, which are 0 here."""
+    words = [true["T"], stride]
+    for planned in plan.buffers:
+        words += [0, bytes_of(planned, true)]
+    return words
 
 
 def bytes_of(planned: PlannedBuffer, sizes: Sizes) -> int:

@@ -10,23 +10,11 @@ from typing import Any
 import pytest
 import torch
 import toys
+from values import rows, trace
 
-import fngraph as fg
 from fngraph import errors
 
-Value = Callable[[Any, Any, Any], Any]
 WEIGHT = torch.ones(toys.E)
-
-
-def rows(p: Any, b: Any) -> torch.Tensor:
-    return p["w"][b.token_ids]
-
-
-def trace(value: Value) -> Any:
-    fast = fg.graphify(
-        lambda p, s, b: (value(p, s, b), s), donate="s", stage="b", limits=toys.LIMITS
-    )
-    return fast.trace(toys.tally_params(), toys.tally_state(), batch=toys.batch(2))
 
 
 def tried(part: Callable[[], Any], caught: type[BaseException] = Exception) -> Any:

@@ -17,7 +17,7 @@ from fngraph.core import buffers_of, plan_buffers, trees
 from fngraph.errors import BranchError, FnGraphError, RowsError
 from fngraph.graphs.ring import make_ring
 from fngraph.graphs.staging import StaticBuffers, allocate
-from fngraph.graphs.unpack import bytes_of, unpacker
+from fngraph.graphs.unpack import unpacker, words_of
 
 E = toys.E
 LIMITS = fg.Limits(max_tokens=24, max_reqs=6)
@@ -104,9 +104,7 @@ def padded(b: Batch) -> list[Tensor]:
     static: StaticBuffers = allocate(plan, torch.device("cpu"))
     true = {"T": b.spec.num_tokens, "R": b.spec.num_reqs}
     ring = make_ring(static.plan, torch.device("cpu"))
-    words = [true["T"], b.spec.query_len or 0]
-    for planned in static.plan.buffers:
-        words += [0, bytes_of(planned, true)]
+    words = words_of(static.plan, true, b.spec.query_len or 0)
     ring.put(words, trees.flatten(b)[0])
     unpacker(static, ring, {"T": T, "R": R})()
     return list(static.tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from values import Value, rows, trace
 
-import fngraph as fg
 from fngraph.errors import (
     BranchError,
     ClosureError,
@@ -23,19 +22,7 @@ from fngraph.errors import (
     RandomError,
 )
 
-Value = Callable[[Any, Any, Any], Any]
 WEIGHT, ARRAY, BOX = torch.ones(toys.E), np.ones(toys.E, dtype=np.float32), {"w": np.ones(2)}
-
-
-def rows(p: Any, b: Any) -> torch.Tensor:
-    return p["w"][b.token_ids]
-
-
-def trace(value: Value) -> Any:
-    fast = fg.graphify(
-        lambda p, s, b: (value(p, s, b), s), donate="s", stage="b", limits=toys.LIMITS
-    )
-    return fast.trace(toys.tally_params(), toys.tally_state(), batch=toys.batch(2))
 
 
 def in_a_thread(p: Any, s: Any, b: Any) -> Any:

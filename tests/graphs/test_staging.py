@@ -13,7 +13,7 @@ from fngraph.core.buffers import parse_dims
 from fngraph.errors import FieldError, TreeError
 from fngraph.graphs.ring import make_ring
 from fngraph.graphs.staging import StaticBuffers, allocate, check_leaves, true_sizes
-from fngraph.graphs.unpack import bytes_of, unpacker
+from fngraph.graphs.unpack import unpacker, words_of
 
 TOP = {"T": 16, "R": 6, "B": 3}
 
@@ -34,10 +34,7 @@ def stage(
 ) -> None:
     """Hand a batch over, and run the node of a key of `sizes`."""
     ring = ring or make_ring(static.plan, static.tensors[0].device)
-    words = [true["T"], query_len]
-    for planned in static.plan.buffers:
-        words += [0, bytes_of(planned, true)]
-    ring.put(words, leaves)
+    ring.put(words_of(static.plan, true, query_len), leaves)
     unpacker(static, ring, sizes)()
 
 

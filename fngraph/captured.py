@@ -278,7 +278,11 @@ class Captured:
             try:
                 first = unpacker(self.static, self.ring, sizes)
                 self.ring.put_padding(self.static.plan, descriptor.query_len or 0)
-                first()
+                try:
+                    first()
+                except BaseException:  # or the next step would read another slot than its own
+                    self.ring.resume()
+                    raise
                 warm_up(self.recorder, program, fns, inputs, self._written(), sizes, host)
                 replay = capture(
                     self.recorder, program, fns, self.compiled.rows, inputs, mode, descriptor,

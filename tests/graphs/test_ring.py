@@ -10,6 +10,7 @@ import torch
 import toys
 
 import fngraph as fg
+from fngraph import captured
 from fngraph.core import Buffer, plan_buffers
 from fngraph.core.buffers import parse_dims
 from fngraph.graphs.ring import SLOTS, make_ring
@@ -102,3 +103,32 @@ def test_a_host_batch_needs_a_spec():
     (step,) = double._captured.values()
     with pytest.raises(fg.errors.TreeError, match="exact shapes"):
         step.host_batch(fg.BatchSpec(1, 1))
+
+
+def test_a_capture_whose_first_node_fails_leaves_the_ring_in_step(monkeypatch):
+    params, cache = toys.attention_params(), toys.attention_cache()
+    fast = fg.graphify(
+        toys.attend,
+        modes="FULL",
+        donate="cache",
+        stage="batch",
+        sizes=toys.SIZES,
+        limits=toys.LIMITS,
+    )  # fmt: skip
+    batches = [toys.batch(2, seed=1), toys.batch(3, 1, seed=2)]
+    fast(params, cache, batches[0])
+
+    def broken(*args: Any) -> Any:
+        def node() -> None:
+            raise KeyboardInterrupt
+
+        return node
+
+    with monkeypatch.context() as patch:
+        patch.setattr(captured, "unpacker", broken)
+        with pytest.raises(KeyboardInterrupt):
+            fast(params, cache, batches[1])
+    for batch in (batches[1], batches[0]):
+        want, _ = toys.bare(toys.attend, params, cache, batch)
+        got, _ = fast(params, cache, batch)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

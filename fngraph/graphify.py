@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from fngraph import core
-from fngraph.captured import Captured, check_no_transform, check_outputs
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
@@ -39,6 +38,9 @@ from fngraph.fx.signature import Names, signature
 from fngraph.graphs.recorder import check_name
 from fngraph.ops.primitive import primitive
 from fngraph.stages import Options, Traced, trace_function
+from fngraph.step.allocate import check_outputs
+from fngraph.step.call import check_no_transform
+from fngraph.step.captured import Captured
 
 
 class Graphified:

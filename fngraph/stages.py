@@ -49,7 +49,7 @@ from fngraph.graphs.recorder import Recorder
 from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
 
 if TYPE_CHECKING:
-    from fngraph.captured import Captured
+    from fngraph.step.captured import Captured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,7 +425,7 @@ class Compiled:
             TreeError: arguments that differ from the traced ones.
             CaptureError: a key that could not be captured.
         """
-        from fngraph.captured import bind_and_allocate
+        from fngraph.step.allocate import bind_and_allocate
 
         captured = bind_and_allocate(self, bound, recorder, outputs).under_ambient()
         if not lazy:

@@ -24,7 +24,7 @@ STDLIB = set(sys.stdlib_module_names)
 # layer -> what may be imported anywhere in it, and what only inside a function
 BASE = {"fngraph.errors", "fngraph.core"}
 LOWER = BASE | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "torch"}
-STAGES = LOWER | {"fngraph.stages", "fngraph.binding", "fngraph.ready", "fngraph.captured"}
+STAGES = LOWER | {"fngraph.stages", "fngraph.step"}
 TRANSFORMS = STAGES | {"fngraph.graphify", "fngraph.encoder", "fngraph.loops"}
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
@@ -32,10 +32,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.ops": (BASE | {"fngraph.ops", "torch", "einops", "triton"}, set()),
     "fngraph.fx": (BASE | {"fngraph.fx", "torch", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
     "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton", "numpy"}, set()),
-    "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
-    "fngraph.binding": (STAGES, set()),
-    "fngraph.ready": (STAGES, set()),
-    "fngraph.captured": (STAGES, {"fngraph.report"}),
+    "fngraph.stages": (STAGES, set()),
+    "fngraph.step": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.graphify": (TRANSFORMS, set()),
     "fngraph.check": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),
@@ -265,7 +263,7 @@ PLANTED = {
     "graphs know fx": ("fngraph/graphs/capture.py", "from fngraph.fx.split import Cut"),
     "graphs know stages": ("fngraph/graphs/capture.py", "from fngraph.stages import Compiled"),
     "stages know graphify": ("fngraph/stages.py", "from fngraph.graphify import Graphified"),
-    "rich outside of report": ("fngraph/captured.py", LAZILY.format("import rich.progress")),
+    "rich outside of report": ("fngraph/step/captured.py", LAZILY.format("import rich.progress")),
     "matplotlib in core": ("fngraph/core/table.py", LAZILY.format("import matplotlib.pyplot")),
     "rich at report's import": ("fngraph/report/progress.py", "import rich"),
     "transformers at import": ("fngraph/integrations/transformers.py", "import transformers"),

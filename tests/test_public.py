@@ -111,7 +111,7 @@ for _ in range(2):
     f = fg.graphify(lambda params, cache, batch: None, donate="cache", stage="batch")
     decorator = fg.graphify(donate=1, stage=2)
     made += [type(f).__name__, type(decorator(lambda params, cache, batch: None)).__name__]
-    import fngraph.graphify, fngraph.captured, fngraph.stages
+    import fngraph.graphify, fngraph.step.captured, fngraph.stages
 print(*made, len(set(fg.__all__) - set(dir(fg))))
 """
     assert in_new_python(code) == "Graphified " * 4 + "0"

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fngraph.captured import Captured
 from fngraph.core import Limits, Mode
 from fngraph.graphify import graphify
 from fngraph.integrations.hf_check import check_step
@@ -32,6 +31,7 @@ from fngraph.integrations.hf_forward import (
 )
 from fngraph.integrations.hf_support import ModelSupport, support_of
 from fngraph.integrations.serving import Row, State, advance, lay_out, schedule, start
+from fngraph.step.captured import Captured
 
 
 class Served(NamedTuple):

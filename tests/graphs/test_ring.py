@@ -10,7 +10,7 @@ import torch
 import toys
 
 import fngraph as fg
-from fngraph import captured
+from fngraph.step import keys
 from fngraph.core import Buffer, plan_buffers
 from fngraph.core.buffers import parse_dims
 from fngraph.graphs.ring import SLOTS, make_ring
@@ -125,7 +125,7 @@ def test_a_capture_whose_first_node_fails_leaves_the_ring_in_step(monkeypatch):
         return node
 
     with monkeypatch.context() as patch:
-        patch.setattr(captured, "unpacker", broken)
+        patch.setattr(keys, "unpacker", broken)
         with pytest.raises(KeyboardInterrupt):
             fast(params, cache, batches[1])
     for batch in (batches[1], batches[0]):

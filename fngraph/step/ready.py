@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from fngraph.binding import Binding, flatten_as
 from fngraph.core import BufferPlan, Dispatch, Mode, buffers_of, host_field
 from fngraph.core.trees import is_frozen
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import Replay
 from fngraph.graphs.unpack import words_of
+from fngraph.step.binding import Binding, flatten_as
 
 CALLED = (Role.DONATED, Role.STAGED)  # what a step takes
 MOST_READY = 4096  # counts that are kept

@@ -1,0 +1,1 @@
+"""`Captured`: a step over bound leaves, and all that it does."""

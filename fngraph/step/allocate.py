@@ -1,0 +1,84 @@
+"""Memory for a step: leaves bound, static buffers, outputs and ring allocated, nothing captured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fngraph.core import Stats, trees
+from fngraph.errors import AmbientError, TreeError
+from fngraph.fx.ambient import Ambient
+from fngraph.graphs.recorder import Recorder, make_recorder
+from fngraph.graphs.ring import make_ring
+from fngraph.graphs.staging import allocate
+from fngraph.stages import Compiled
+from fngraph.step.binding import assembler, bind
+from fngraph.step.captured import Captured
+from fngraph.step.ready import make_entry
+
+
+def check_outputs(outputs: str) -> None:
+    """Raise `TreeError` unless `outputs` says who owns results."""
+    if outputs not in ("own", "borrow"):
+        raise TreeError(
+            f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views, good for one call)'
+        )
+
+
+def sibling(step: Captured, ambient: Ambient) -> Captured:
+    """The step for another ambient state: itself, or traced again where that matters.
+
+    Raises:
+        AmbientError: it does matter, and `on_ambient="error"` was asked for.
+    """
+    lowered = step.compiled.lowered
+    traced = lowered.split.traced
+    again = traced if traced.serves(ambient) else traced.again()
+    if again is traced:
+        return step
+    if traced.options.on_ambient == "error":
+        raise AmbientError(
+            f"ambient state is not the trace's: {traced.ambient.changes(ambient)}, and forward "
+            "computes something else under it. Call under the same state, or "
+            'fg.graphify(..., on_ambient="recapture")'
+        )
+    compiled = again.split().lower(lowered.limits).compile()
+    treedefs, leaves = step.compiled.args.treedefs, step.binding.leaves
+    values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in step.binding.spans.items()]
+    outputs = "borrow" if step.borrow else "own"
+    made = bind_and_allocate(compiled, values, step.recorder, outputs)
+    return dataclasses.replace(made, stats=step.stats, siblings=step.siblings)
+
+
+@torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in
+def bind_and_allocate(
+    compiled: Compiled, values: Sequence[Any], recorder: str | Recorder | None, outputs: str
+) -> Captured:
+    """A `Captured` with nothing captured yet: leaves bound, static buffers allocated.
+
+    Raises:
+        TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
+    """
+    check_outputs(outputs)
+    lowered = compiled.lowered
+    binding = bind(compiled.args, values, lowered.split.traced.out_tree)
+    made = make_recorder(recorder, compiled.args.device)
+    static = allocate(lowered.plan, made.device)
+    pieces = lowered.split.pieces
+    buffers = tuple(
+        torch.zeros(
+            [max(d(**lowered.plan.sizes), 0) for d in dims], dtype=dtype, device=made.device
+        )
+        for dims, dtype in zip(pieces.output_dims, pieces.output_dtypes)
+    )
+    traced = lowered.split.traced
+    constants = tuple(c.to(made.device) for c in traced.constants.values())
+    assemble = assembler(traced.args, traced.out_tree, traced.returns)
+    return Captured(
+        compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
+        Stats(), make_entry(compiled.args, binding, lowered.plan),
+        make_ring(lowered.plan, made.device), {},
+    )  # fmt: skip

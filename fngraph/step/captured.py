@@ -1,0 +1,174 @@
+"""`Captured`: bound leaves, static buffers and one replay a key; calling it is one step.
+
+    batch.spec -> dispatch -> stage -> replay -> own
+
+The one stage with state: it owns memory, and it counts what it did. How a call goes is `call.py`,
+how keys come and go `keys.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fngraph.core import (
+    BatchDescriptor,
+    BatchSpec,
+    Dispatch,
+    DispatchTable,
+    Explanation,
+    Limits,
+    Mode,
+    Stats,
+    dispatch,
+    explain,
+)
+from fngraph.errors import SpecError
+from fngraph.fx.ambient import Ambient, check_modes, read
+from fngraph.graphs.capture import Replay
+from fngraph.graphs.recorder import Recorder
+from fngraph.graphs.ring import Ring
+from fngraph.graphs.staging import StaticBuffers
+from fngraph.stages import Compiled
+from fngraph.step.binding import Assemble, Binding
+from fngraph.step.call import call, check_no_transform, host_batch
+from fngraph.step.keys import capture_all
+from fngraph.step.ready import Entry, Ready
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Captured:
+    """A step over bound weights and state; a mapping from descriptors to replays.
+
+    Attributes:
+        outputs: static output buffers, written by every key.
+        borrow: whether results are views of them, good until the next call.
+        assemble: results and donated containers to `forward`'s whole output.
+        replays: what has been captured.
+        siblings: the step for each ambient state that calls have come under; itself for its own.
+        stats: what ran, counted.
+    """
+
+    compiled: Compiled
+    binding: Binding
+    recorder: Recorder
+    static: StaticBuffers
+    constants: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    borrow: bool
+    assemble: Assemble
+    replays: dict[tuple[Mode, BatchDescriptor], Replay]
+    stats: Stats
+    entry: Entry
+    ring: Ring
+    ready: dict[tuple[Any, ...], Ready]
+    siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
+
+    @property
+    def table(self) -> DispatchTable:
+        """The dispatch table."""
+        return self.compiled.lowered.table
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds of every step."""
+        return self.compiled.lowered.limits
+
+    def dispatch(self, spec: BatchSpec) -> Dispatch:
+        """What `spec` runs as."""
+        return dispatch(self.table, _checked(spec))
+
+    def explain(self, spec: BatchSpec) -> Explanation:
+        """Why `spec` runs as it does, and why not as anything else."""
+        return explain(self.table, _checked(spec))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step: `forward` without its held arguments.
+
+        Raises:
+            SpecError: a batch beyond the limits.
+            TreeError: arguments that are not what was traced; with paths.
+            AddressError: bound leaves that moved, or other donated ones.
+            AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
+            TransformError: within a `torch.func` transform.
+        """
+        check_no_transform()
+        return call(self.under_ambient(), args, kwargs)
+
+    def under_ambient(self) -> Captured:
+        """The step for the ambient state of now: traced and captured again, where that matters.
+
+        Raises:
+            AmbientError: it does matter, and `on_ambient="error"` was asked for.
+        """
+        check_modes()
+        ambient = read(self.recorder.device.type)
+        step = self.siblings.get(ambient)
+        if step is None:
+            from fngraph.step.allocate import sibling
+
+            step = self.siblings[ambient] = sibling(self, ambient)
+        return step
+
+    def host_batch(self, spec: BatchSpec) -> Any:
+        """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
+
+        Its contents are whatever was last in the slot. It is good for one step, the next one.
+
+        Raises:
+            TreeError: a function without a spec, whose batches have exact shapes.
+        """
+        return host_batch(self, spec)
+
+    def capture_all(self, progress: bool = False) -> None:
+        """Capture every key of the table that is not yet, largest first.
+
+        Raises:
+            CaptureError: what was captured before stays.
+        """
+        capture_all(self, progress)
+
+    @contextlib.contextmanager
+    def fixed_ambient(self) -> Iterator[None]:
+        """The caller's autocast and gradients change nothing: the trace has decided dtypes."""
+        device = self.recorder.device.type
+        with torch.inference_mode(self.binding.inference), torch.no_grad():
+            if not torch.is_autocast_enabled(device):
+                yield
+                return
+            with torch.autocast(device, enabled=False):
+                yield
+
+    def cut(self, outputs: Sequence[torch.Tensor], sizes: dict[str, int]) -> list[torch.Tensor]:
+        """Leading slices of outputs, along the dims that depend on T and R."""
+        dims = self.compiled.lowered.split.pieces.output_dims
+        return [out[tuple(slice(d(**sizes)) for d in ds)] for out, ds in zip(outputs, dims)]
+
+    def __getitem__(self, descriptor: BatchDescriptor) -> Replay:
+        """The replay of a captured key."""
+        for mode in (Mode.FULL, Mode.PIECEWISE):
+            if (mode, descriptor) in self.replays:
+                return self.replays[mode, descriptor]
+        distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
+        near = sorted((d for _, d in self.replays), key=distance)[:3]
+        raise KeyError(f"{descriptor} is not captured; the nearest that are: {near}")
+
+    def __iter__(self) -> Iterator[BatchDescriptor]:
+        return iter(descriptor for _, descriptor in self.replays)
+
+    def __len__(self) -> int:
+        return len(self.replays)
+
+    def __repr__(self) -> str:
+        done = f"{len(self.replays)} of {len(self.table)} keys"
+        return f"Captured({done} on {self.recorder.name}; {self.table!r})"
+
+
+def _checked(spec: BatchSpec) -> BatchSpec:
+    if not isinstance(spec, BatchSpec):
+        raise SpecError(f"expected a BatchSpec, got {type(spec).__name__}. Pass batch.spec")
+    return spec

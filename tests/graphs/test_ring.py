@@ -10,12 +10,12 @@ import torch
 import toys
 
 import fngraph as fg
-from fngraph.step import keys
 from fngraph.core import Buffer, plan_buffers
 from fngraph.core.buffers import parse_dims
 from fngraph.graphs.ring import SLOTS, make_ring
 from fngraph.graphs.staging import allocate
 from fngraph.graphs.unpack import unpacker
+from fngraph.step import keys
 
 
 def kit(device: Any) -> Any:

@@ -22,6 +22,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.arena import POISON, Arena, subtract
 from fngraph.graphs.recorder import describe
+from fngraph.graphs.turn import Turn
 
 aten = torch.ops.aten
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -79,6 +80,7 @@ class TapeRecorder:
             raise CaptureError(f'recorder "tape" records on the CPU, not on {device}')
         self.device = device
         self.arena = Arena()
+        self.turn = Turn(device)
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Nothing on the CPU is set up lazily in a way that a recording would miss."""

@@ -13,6 +13,7 @@ from fngraph.graphs.inside import Node
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _COPIES = {"aten::copy_", "aten::copy", "aten::clone", "aten::_to_copy"}
+_OVERWRITE = {"aten::copy_", "aten::fill_", "aten::zero_"}  # without reading it
 _Range = tuple[int, int]  # (address, bytes)
 
 
@@ -76,9 +77,11 @@ def _written(call: Call) -> list[torch.Tensor]:
 
 
 def _read(call: Call) -> Iterable[torch.Tensor]:
-    """All but `out=`, which is only written; what is updated in place is read too."""
+    """All but what is only written; what is updated in place is read too."""
     args, kwargs, _ = _given(call)
-    outs = {a.name for a in _operator(call)._schema.arguments if a.is_out}
+    schema = _operator(call)._schema
+    outs = {a.name for a in schema.arguments if a.is_out}
+    args = args[1:] if schema.name in _OVERWRITE else args
     return _tensors((args, {k: v for k, v in kwargs.items() if k not in outs}))
 
 

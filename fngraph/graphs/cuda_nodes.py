@@ -64,15 +64,14 @@ def _read(driver: Any, graph: Any, nodes: list[Node], edges: list[tuple[int, int
 
 
 def _kernel_name(driver: Any, node: Any) -> str:
-    error, params = driver.cuGraphKernelNodeGetParams(node)
-    if error != driver.CUresult.CUDA_SUCCESS:
+    (params,) = _checked(driver, driver.cuGraphKernelNodeGetParams(node))
+    try:
+        if int(params.func):
+            (name,) = _checked(driver, driver.cuFuncGetName(params.func))
+        else:
+            (name,) = _checked(driver, driver.cuKernelGetName(params.kern))
+    except RuntimeError:  # a driver before 12.3 cannot tell
         return "kernel"
-    if int(params.func):
-        error, name = driver.cuFuncGetName(params.func)
-    else:
-        error, name = driver.cuKernelGetName(params.kern)
-    if error != driver.CUresult.CUDA_SUCCESS or not name:
-        return "kernel"  # a driver before 12.3 does not tell
     return readable(name.decode() if isinstance(name, bytes) else name)
 
 

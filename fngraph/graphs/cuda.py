@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import traceback
 import warnings
@@ -21,6 +22,7 @@ from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.cuda_nodes import read
 from fngraph.graphs.inside import Node
 from fngraph.graphs.recorder import describe
+from fngraph.graphs.turn import Turn
 
 
 @contextlib.contextmanager
@@ -46,8 +48,8 @@ class CudaRecording:
 
     @property
     def replay(self) -> Callable[[], None]:
-        """Launch it on the current stream."""
-        return self.graph.replay
+        """Launch it on the current stream. (Past torch's Python wrapper, which takes 0.3 us.)"""
+        return functools.partial(torch._C._CUDAGraph.replay, self.graph)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -76,6 +78,7 @@ class CudaRecorder:
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()
+        self.turn = Turn(self.device)
         self._anchor = self._capture_nothing()  # holds the pool while it has no other graph
 
     def warm_up(self, fn: Callable[[], Any]) -> None:

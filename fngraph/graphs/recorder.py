@@ -14,6 +14,7 @@ import torch
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.inside import Node
+from fngraph.graphs.turn import Turn
 
 
 class Recording(Protocol):
@@ -44,6 +45,7 @@ class Recorder(Protocol):
 
     name: str
     device: torch.device
+    turn: Turn
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` for real, so that lazy set-up happens outside of a recording."""

@@ -25,6 +25,7 @@ from fngraph.graphs.arena import POISON, Arena, subtract
 from fngraph.graphs.inside import Node
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.tape_nodes import Call
+from fngraph.graphs.turn import Turn
 
 aten = torch.ops.aten
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -91,6 +92,7 @@ class TapeRecorder:
             raise CaptureError(f'recorder "tape" records on the CPU, not on {device}')
         self.device = device
         self.arena = Arena()
+        self.turn = Turn(device)
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Nothing on the CPU is set up lazily in a way that a recording would miss."""

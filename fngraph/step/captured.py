@@ -35,10 +35,10 @@ from fngraph.graphs.ring import Ring
 from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
-from fngraph.step.call import call, check_no_transform, host_batch
-from fngraph.step.inside import Times, times, with_ranges
+from fngraph.step.call import call, host_batch
+from fngraph.step.inside import Times, show_ranges, times
 from fngraph.step.keys import capture_all
-from fngraph.step.ready import Entry, Ready
+from fngraph.step.ready import Entry, Hot, Ready
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,6 +67,7 @@ class Captured:
     entry: Entry
     ring: Ring
     ready: dict[tuple[Any, ...], Ready]
+    hot: Hot
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
 
     @property
@@ -87,18 +88,7 @@ class Captured:
         """Why `spec` runs as it does, and why not as anything else."""
         return explain(self.table, _checked(spec))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: `forward` without its held arguments.
-
-        Raises:
-            SpecError: a batch beyond the limits.
-            TreeError: arguments that are not what was traced; with paths.
-            AddressError: bound leaves that moved, or other donated ones.
-            AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
-            TransformError: within a `torch.func` transform.
-        """
-        check_no_transform()
-        return call(self.under_ambient(), args, kwargs)
+    __call__ = call
 
     def under_ambient(self) -> Captured:
         """The step for the ambient state of now: traced and captured again, where that matters.
@@ -161,13 +151,14 @@ class Captured:
         """
         return times(self, descriptor, repeats)
 
-    def with_ranges(self) -> Captured:
-        """The same step (leaves, buffers, graphs, counts), whose replays show in profiles.
+    def show_ranges(self, on: bool = True) -> None:
+        """From now on, replays of the keys that are captured show in profiles, or no longer do.
 
-        Each replay is in a range that is named after its key, as `fngraph FULL 8x8 q1`: of
-        torch.profiler, and NVTX ones where there is CUDA. Keys captured later have none.
+        Each is in a range that is named after its key, as `fngraph FULL 8x8 q1`: of torch.profiler,
+        and an NVTX one where there is CUDA. Keys captured later have none until this is called
+        again. A step that never was asked for them has no code for them.
         """
-        return with_ranges(self)
+        show_ranges(self, on)
 
     def __getitem__(self, descriptor: BatchDescriptor) -> Replay:
         """The replay of a captured key."""

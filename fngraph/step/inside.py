@@ -13,7 +13,7 @@ import torch
 
 from fngraph.core import BatchDescriptor, HostBounds
 from fngraph.core.text import table
-from fngraph.graphs.capture import EagerCall, Replay
+from fngraph.graphs.capture import EagerCall, Replay, launch
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.staging import Sizes
 from fngraph.step.keys import _sizes, _written
@@ -57,7 +57,8 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     timed = _on_cuda if device.type == "cuda" else _on_cpu
     current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     rounds, lag = [], 0.0
-    with step.fixed_ambient(), current:
+    with step.recorder.turn.lock, step.fixed_ambient(), current:
+        step.recorder.turn.order(step.recorder.turn.current())
         written = _written(step)
         saved = [w.clone() for w in written]
         try:
@@ -81,24 +82,18 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     return Times(key_name(replay.mode, descriptor), tuple(zip(names, medians)), total)
 
 
-def with_ranges(step: Captured) -> Captured:
-    """See `Captured.with_ranges`."""
-    replays = {key: replay.with_ranges() for key, replay in step.replays.items()}
-    return dataclasses.replace(step, replays=replays, ready={}, siblings={})
-
-
-def _run(replay: Replay, i: int, sizes: Sizes, host: HostBounds) -> None:
-    call = replay.calls[i]
-    if isinstance(call, EagerCall):
-        call(sizes, host)
-    else:
-        call.replay()
+def show_ranges(step: Captured, on: bool) -> None:
+    """See `Captured.show_ranges`."""
+    with step.recorder.turn.lock:
+        for key, replay in step.replays.items():
+            step.replays[key] = replay.with_ranges() if on else replay.without_ranges()
+        step.ready.clear()  # what calls have looked up holds the other ones
 
 
 def _on_cpu(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tuple[Us, float]:
     marks = [time.perf_counter()]
-    for i in range(len(replay.calls)):
-        _run(replay, i, sizes, host)
+    for bound in replay.bind(sizes):
+        launch([bound], sizes, host)
         marks.append(time.perf_counter())
     return [(b - a) * 1e6 for a, b in pairwise(marks)], 0.0
 
@@ -106,14 +101,15 @@ def _on_cpu(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tuple
 def _on_cuda(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tuple[Us, float]:
     """By events. The device is kept busy until the host has launched everything, which takes it
     `lag` s: a device that waits for the host would show the host's time."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(replay.calls) + 1)]
+    calls = replay.bind(sizes)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     torch.cuda.synchronize()
     torch.cuda._sleep(int(min(2 * lag, 0.1) * 2e9))  # cycles, at about 2 GHz
     began = time.perf_counter()
     marks[0].record()
-    for i in range(len(replay.calls)):
-        _run(replay, i, sizes, host)
-        marks[i + 1].record()
+    for bound, mark in zip(calls, marks[1:]):
+        launch([bound], sizes, host)
+        mark.record()
     lag = time.perf_counter() - began
     torch.cuda.synchronize()
     return [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)], lag

@@ -10,6 +10,8 @@ import torch
 from fngraph.core import BatchDescriptor, HostBounds, Mode, key_sizes
 from fngraph.errors import CaptureError
 from fngraph.graphs.capture import Replay, capture, warm_up
+from fngraph.graphs.inside import key_name
+from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.unpack import unpacker
 
@@ -42,7 +44,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     program, fns = step.compiled.lowered.split.program, step.compiled.fns
     inputs = step.binding.inputs(step.static.views(sizes), step.constants)
-    with step.fixed_ambient():
+    with step.fixed_ambient(), named_range(f"capture {key_name(mode, descriptor)}"):
         try:
             first = unpacker(step.static, step.ring, sizes)
             step.ring.put_padding(step.static.plan, descriptor.query_len or 0)

@@ -26,6 +26,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import HostSyncError, OperatorError, RandomError
 from fngraph.fx import standins
 from fngraph.fx.api import CallsMode
+from fngraph.fx.generators import DRAWN, Generators, device_of, source, without
 from fngraph.fx.guards import by_transform
 from fngraph.fx.leaks import Made
 from fngraph.fx.leaves import Leaf
@@ -49,6 +50,7 @@ class PurityMode(TorchDispatchMode):
         sizes: is asked, after each op, whether it has fixed a size.
         calls: the mode that sees what the user's code calls, for which ops run.
         made: is told of each result.
+        generators: those that may be drawn from.
     """
 
     supports_higher_order_operators = True
@@ -60,10 +62,11 @@ class PurityMode(TorchDispatchMode):
         refuse: Refusals,
         calls: CallsMode,
         made: Made,
+        generators: Generators = (),
     ) -> None:
         super().__init__()
         self.owners, self.sizes, self.refuse = owners, sizes, refuse
-        self.calls, self.made = calls, made
+        self.calls, self.made, self.generators = calls, made, generators
         self.blocks: dict[Any, Any] = {}  # key of a call to what it left; see `fngraph.fx.block`
         self._standins: dict[int, tuple[Any, Any]] = {}
 
@@ -101,20 +104,27 @@ class PurityMode(TorchDispatchMode):
         if func in _SYNCS and not all(_literal(x) for x in args):
             self.refuse(sync_error(line, func, self.calls.name))
             return standins.scalar(args[0]) if func is aten._local_scalar_dense.default else True
+        marks: dict[str, Any] = {}
         if draws(func, args, kwargs):
-            self.refuse(
-                RandomError(
-                    f"{line}: forward draws from a global random number generator ({func}), which "
-                    "a graph would not repeat as eager does. Pass the numbers in as an argument, "
-                    "or derive them from a key: hash the positions with integer arithmetic. "
-                    "Dropout in a module is switched off with module.eval()"
+            index = source(func, args, kwargs, self.generators)
+            if index is None:
+                self.refuse(_unregistered(line, func))
+            elif (on := device_of(args, kwargs)).type != self.generators[index].device.type:
+                self.refuse(
+                    RandomError(
+                        f"{line}: forward draws on {on} with a generator of "
+                        f"{self.generators[index].device} ({func}). Make one there: "
+                        f'torch.Generator("{on.type}")'
+                    )
                 )
-            )
+            func, args, kwargs = without(func, args, kwargs)
+            marks = {DRAWN: index}
         for error in write_errors(line, func, args, kwargs, self.owners):
             self.refuse(error)
-        refused = len(self.refuse.errors) > known  # of its rows nothing more is asked
+        if len(self.refuse.errors) > known:  # of its rows nothing more is asked
+            marks[REFUSED] = True
         try:
-            with annotate({REFUSED: True}) if refused else contextlib.nullcontext():
+            with annotate(marks) if marks else contextlib.nullcontext():
                 result = func(*args, **kwargs)
         except UnsupportedOperatorException:
             self.refuse(unsupported(line, func, "which no trace can see into"))
@@ -172,6 +182,15 @@ def is_tracing() -> bool:
     """Whether a function is being traced right now."""
     return bool(torch._C._len_torch_dispatch_stack()) and any(
         isinstance(mode, PurityMode) for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def _unregistered(line: str, func: Any) -> RandomError:
+    return RandomError(
+        f"{line}: forward draws from a random number generator that is not registered ({func}), "
+        "which a graph would not repeat as eager does. Draw with generator=g, and say so: "
+        "graphify(..., generators=(g,)); or pass the numbers in as an argument. Dropout in a "
+        "module is switched off with module.eval()"
     )
 
 

@@ -26,6 +26,7 @@ from fngraph.errors import RandomError
 from fngraph.fx.api import CallsMode, rebound
 from fngraph.fx.constants import hoist
 from fngraph.fx.failures import explained
+from fngraph.fx.generators import Generators, drawn
 from fngraph.fx.guards import Guard
 from fngraph.fx.implied import implied
 from fngraph.fx.leaks import Made
@@ -89,7 +90,8 @@ def _signature(graph: Graph) -> list[Any]:
 
     values = [
         (node.op, str(node.target) if node.op == "call_function" else "", str(plain(node.args)),
-         str(plain(dict(node.kwargs))), str(getattr(node.meta.get("val"), "dtype", "")))
+         str(plain(dict(node.kwargs))), str(getattr(node.meta.get("val"), "dtype", "")),
+         drawn(node))
         for node in names
     ]  # fmt: skip
     return [values, graph.guards, len(graph.constants)]
@@ -101,6 +103,7 @@ def trace(
     limits: Limits,
     found: dict[str, Any],
     refuse: Refusals,
+    generators: Generators = (),
 ) -> Graph:
     """Trace `flat_fn` over `leaves`.
 
@@ -109,6 +112,7 @@ def trace(
         leaves: abstract arguments.
         limits: sizes of the further letters (B, ...) and the bounds that guards must hold for.
         found: holds the output's structure as "tree" once `flat_fn` has run.
+        generators: those that may be drawn from.
 
     Raises:
         PurityError: see its subclasses; with the user's line.
@@ -123,7 +127,7 @@ def trace(
 
     def traced(*flat: torch.Tensor) -> list[Any]:
         calls = CallsMode(owners, refuse, made)
-        with PurityMode(owners, sizes, refuse, calls, made), calls:
+        with PurityMode(owners, sizes, refuse, calls, made, generators), calls:
             places = [place(x) for x in flat]
             outputs = flat_fn(list(flat))
         for x, before, leaf in zip(flat, places, leaves):

@@ -136,11 +136,14 @@ class Traced:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why anything is not as it was asked for: primitives that are no cuts."""
+        """What is not as it was asked for: primitives that are no cuts, streams that are one."""
         return tuple(
             f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
             "its plain torch ops are captured, there is no cut, and no backend is asked"
             for name, line in self.graph.inlined
+        ) + tuple(
+            f"{line}: the side stream is ignored: forward runs on one stream, in program order"
+            for line in self.graph.streams
         )
 
     def split(self) -> Split:

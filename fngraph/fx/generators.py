@@ -31,11 +31,17 @@ def source(func: Any, args: Any, kwargs: Mapping[str, Any], generators: Generato
     device = device_of(args, kwargs)
     for i, generator in enumerate(generators):  # torch makes a new Python object for an argument
         if given is None:
-            if _is_default(generator) and generator.device.type == device.type:
+            if _is_default(generator) and is_on(generator, device):
                 return i
         elif _address(given) == _address(generator):
             return i
     return None
+
+
+def is_on(generator: torch.Generator, device: torch.device) -> bool:
+    """Whether a generator draws on this device."""
+    mine = generator.device
+    return (mine.type == device.type and None in (mine.index, device.index)) or mine == device
 
 
 def device_of(args: Any, kwargs: Mapping[str, Any]) -> torch.device:

@@ -26,7 +26,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import HostSyncError, OperatorError, RandomError
 from fngraph.fx import standins
 from fngraph.fx.api import CallsMode
-from fngraph.fx.generators import DRAWN, Generators, device_of, source, without
+from fngraph.fx.generators import DRAWN, Generators, device_of, is_on, source, without
 from fngraph.fx.guards import by_transform
 from fngraph.fx.leaks import Made
 from fngraph.fx.leaves import Leaf
@@ -35,6 +35,7 @@ from fngraph.fx.refusals import Refusals
 from fngraph.fx.rows.check import REFUSED
 from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
 from fngraph.fx.sizes import Sizes
+from fngraph.fx.streams import Streams
 from fngraph.fx.writes import sync_error, unsupported, write_errors
 
 aten = torch.ops.aten
@@ -50,6 +51,7 @@ class PurityMode(TorchDispatchMode):
         sizes: is asked, after each op, whether it has fixed a size.
         calls: the mode that sees what the user's code calls, for which ops run.
         made: is told of each result.
+        streams: is told of each op's line.
         generators: those that may be drawn from.
     """
 
@@ -62,11 +64,13 @@ class PurityMode(TorchDispatchMode):
         refuse: Refusals,
         calls: CallsMode,
         made: Made,
+        streams: Streams,
         generators: Generators = (),
     ) -> None:
         super().__init__()
         self.owners, self.sizes, self.refuse = owners, sizes, refuse
         self.calls, self.made, self.generators = calls, made, generators
+        self.streams = streams
         self.blocks: dict[Any, Any] = {}  # key of a call to what it left; see `fngraph.fx.block`
         self._standins: dict[int, tuple[Any, Any]] = {}
 
@@ -83,6 +87,7 @@ class PurityMode(TorchDispatchMode):
         known = len(self.refuse.errors)
         line = user_line()
         fx.traceback.set_stack_trace([line])
+        self.streams.look(line)
         if not isinstance(func, torch._ops.OpOverload):
             self.refuse(
                 OperatorError(
@@ -101,6 +106,8 @@ class PurityMode(TorchDispatchMode):
                 self.refuse(array)
         else:
             args, kwargs = self._given(line, args, kwargs)
+        if func is aten.record_stream.default:  # a graph's memory is its own
+            return None
         if func in _SYNCS and not all(_literal(x) for x in args):
             self.refuse(sync_error(line, func, self.calls.name))
             return standins.scalar(args[0]) if func is aten._local_scalar_dense.default else True
@@ -109,12 +116,12 @@ class PurityMode(TorchDispatchMode):
             index = source(func, args, kwargs, self.generators)
             if index is None:
                 self.refuse(_unregistered(line, func))
-            elif (on := device_of(args, kwargs)).type != self.generators[index].device.type:
+            elif not is_on(self.generators[index], on := device_of(args, kwargs)):
                 self.refuse(
                     RandomError(
                         f"{line}: forward draws on {on} with a generator of "
                         f"{self.generators[index].device} ({func}). Make one there: "
-                        f'torch.Generator("{on.type}")'
+                        f'torch.Generator("{on}")'
                     )
                 )
             func, args, kwargs = without(func, args, kwargs)

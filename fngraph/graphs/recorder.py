@@ -7,6 +7,7 @@ nothing until the first replay. Memory that dies inside `fn` serves later record
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,6 +71,11 @@ def describe(error: BaseException) -> str:
     return ", ".join([first, *notes, *([f"at {line}"] if line and line not in first else [])])
 
 
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a CUDA device the current one: Triton launches there, whatever its arguments say."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def check_name(name: str | Recorder | None) -> None:
     """Raise `CaptureError` unless `name` is a recorder, the name of one, or None."""
     if not isinstance(name, Recorder) and name not in (None, "cuda", "tape"):
@@ -84,7 +90,7 @@ def make_recorder(name: str | Recorder | None, device: torch.device) -> Recorder
     """
     check_name(name)
     if isinstance(name, Recorder):
-        if name.device.type != device.type:
+        if name.device.type != device.type or device.index not in (None, name.device.index):
             raise CaptureError(f"{name.name!r} records on {name.device}, arguments are on {device}")
         return name
     name = name or ("cuda" if device.type == "cuda" else "tape")

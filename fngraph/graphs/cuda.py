@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import sys
 import traceback
@@ -20,6 +21,7 @@ import torch
 
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.recorder import describe
+from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import Witness
 
 
@@ -46,8 +48,8 @@ class CudaRecording:
 
     @property
     def replay(self) -> Callable[[], None]:
-        """Launch it on the current stream."""
-        return self.graph.replay
+        """Launch it on the current stream. (Past torch's Python wrapper, which takes 0.3 us.)"""
+        return functools.partial(torch._C._CUDAGraph.replay, self.graph)
 
 
 def _graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
@@ -75,6 +77,7 @@ class CudaRecorder:
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()
+        self.turn = Turn(self.device)
         self._anchor = self._capture_nothing()  # holds the pool while it has no other graph
 
     def warm_up(self, fn: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fngraph.errors import CaptureError
+from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import raised_at
 
 
@@ -35,6 +36,7 @@ class Recorder(Protocol):
 
     name: str
     device: torch.device
+    turn: Turn
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` for real, so that lazy set-up happens outside of a recording."""

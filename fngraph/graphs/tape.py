@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.arena import POISON, Arena, subtract
 from fngraph.graphs.recorder import describe
+from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import check_no_read, op_at
 
 aten = torch.ops.aten
@@ -80,6 +81,7 @@ class TapeRecorder:
             raise CaptureError(f'recorder "tape" records on the CPU, not on {device}')
         self.device = device
         self.arena = Arena()
+        self.turn = Turn(device)
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Nothing on the CPU is set up lazily in a way that a recording would miss."""

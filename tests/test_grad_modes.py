@@ -29,9 +29,7 @@ def setup(device: Any, requires_grad: bool) -> tuple[Any, Any, Any, Any]:
 
     params = {"w": toys.tally_params()["w"].to(device).requires_grad_(requires_grad)}
     state = toys.trees.map_leaves(lambda x: x.to(device), toys.tally_state())
-    fast = fg.graphify(
-        fn, donate="s", stage="b", limits=toys.LIMITS, sizes=(2, 4), generators=(g,)
-    )
+    fast = fg.graphify(fn, donate="s", stage="b", limits=toys.LIMITS, sizes=(2, 4), generators=(g,))
     return fast, params, state, g
 
 

@@ -26,7 +26,7 @@ def draws(x: Any, g: torch.Generator) -> Any:
     """Several kinds of draws, of which one goes unused."""
     uniform = torch.rand(x.shape, generator=g, device=x.device)
     torch.rand(7, generator=g, device=x.device)
-    normal = torch.empty_like(x).normal_(generator=g)
+    normal = torch.empty_like(x).normal_(generator=g) + torch.normal(x, 1.0, generator=g)
     noise = torch.empty_like(x).exponential_(1, generator=g)
     scores = x.softmax(-1)
     picked = torch.multinomial(scores, 1, generator=g)
@@ -90,6 +90,37 @@ def test_tracing_and_capturing_leave_a_generator_where_it_was(device):
     assert torch.equal(g.get_state(), before)
     fast.bind(params).capture(state, progress=False, batch=toys.on(toys.batch(2), device))
     assert torch.equal(g.get_state(), before)
+
+
+def test_what_a_warm_up_draws_is_undone(device, monkeypatch):
+    from fngraph.graphs.tape import TapeRecorder
+
+    monkeypatch.setattr(TapeRecorder, "warm_up", lambda self, fn: fn())  # else it runs nothing
+    g, h = generator(device), generator(device)
+    step, state = captured(sampling(g), device, generators=(g,))
+    assert torch.equal(g.get_state(), h.get_state())
+    want = eager(sampling(h), step, toys.batch(3), device)
+    toys.assert_trees(step(state, toys.on(toys.batch(3), device))[0], want)
+
+
+def test_a_function_that_chooses_another_generator_is_captured_again(device):
+    one, two = (generator(device, seed) for seed in (1, 2))
+
+    def forward(p: Any, s: Any, b: toys.Batch) -> Any:
+        g = one if torch.get_default_dtype() is torch.float32 else two
+        x = p["w"][b.token_ids]
+        return x * 0 + torch.rand(toys.E, generator=g, device=device, dtype=torch.float32), s
+
+    step, state = captured(forward, device, generators=(one, two))
+    batch = toys.on(toys.batch(3), device)
+    for dtype, seed in ((torch.float32, 1), (torch.float64, 2)):
+        torch.set_default_dtype(dtype)
+        try:
+            got, state = step(state, batch)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        want = torch.rand(toys.E, generator=generator(device, seed), device=device)
+        assert torch.equal(got[0], want)
 
 
 def test_a_key_that_is_captured_in_a_step_draws_once(device):
@@ -197,6 +228,17 @@ def test_a_failed_capture_leaves_the_generator_where_it_was(device):
     toys.assert_trees(whole(state, batch)[0], eager(sampling(h), whole, toys.batch(3), device))
 
 
+def test_a_recording_draws_at_each_replay(kit):
+    g, h = generator(kit.device), generator(kit.device)
+    x = torch.ones(5, device=kit.device)
+    draw = torch.ops.aten.exponential.default
+    recording, out = kit.recorder.record(lambda: draw(x, generator=g) + x, (g,))
+    assert torch.equal(g.get_state(), h.get_state())
+    for _ in range(3):
+        recording.replay()
+        assert torch.equal(out, draw(x, generator=h) + x)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -239,7 +281,7 @@ def test_forward_may_not_seed_it(how: str):
 COUNTS = {
     "randint": lambda x, g: torch.randint(0, x.shape[0], (4,), generator=g),
     "randperm": lambda x, g: torch.randperm(x.shape[0], generator=g),
-    "multinomial": lambda x, g: torch.multinomial(x[:, 0].softmax(0) * 0 + 1, 1, generator=g),
+    "multinomial": lambda x, g: torch.multinomial(x[:, 0].sigmoid(), 1, generator=g),
 }
 
 

@@ -15,7 +15,7 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import HostSyncError, PurityError
-from fngraph.fx.streams import Streams
+from fngraph.fx.streams import Streams, _replaced
 
 SIDE = torch.cpu.Stream()
 
@@ -116,6 +116,19 @@ def test_torch_is_as_it_was_after_a_trace():
         traced(waits)
     assert [vars(owner).get(name) for owner, name in names] == before
     assert ("__enter__" in vars(torch.cuda.Stream)) == inherited
+
+
+def test_what_a_class_inherits_is_inherited_again():
+    class Base:
+        def name(self) -> str:
+            return "base"
+
+    class Derived(Base):
+        pass
+
+    with _replaced(Derived, "name", lambda original: lambda self: original(self) + "!"):
+        assert (Derived().name(), Base().name()) == ("base!", "base")
+    assert Derived().name() == "base" and "name" not in vars(Derived)
 
 
 def test_another_thread_may_wait_while_one_traces():

@@ -65,6 +65,15 @@ def plain(p: Any, s: Any, b: toys.Batch) -> Any:
     return p["w"][b.token_ids] * 2, s
 
 
+def test_record_stream_leaves_no_op():
+    def forward(p: Any, s: Any, b: toys.Batch) -> Any:
+        x = p["w"][b.token_ids]
+        x.record_stream(torch.Stream("cpu"))
+        return x, s
+
+    assert "record_stream" not in traced(forward).as_text()
+
+
 def waits(p: Any, s: Any, b: toys.Batch) -> Any:
     torch.cpu.synchronize()  # here
     return p["w"][b.token_ids], s

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from fngraph.errors import CaptureError, FnGraphError
+from fngraph.graphs.cuda_nodes import read
+from fngraph.graphs.inside import Node
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import Witness
@@ -51,10 +53,20 @@ class CudaRecording:
         """Launch it on the current stream. (Past torch's Python wrapper, which takes 0.3 us.)"""
         return functools.partial(torch._C._CUDAGraph.replay, self.graph)
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """See `Recording.nodes`."""
+        return read(self.graph.raw_cuda_graph())[0]
 
-def _graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """See `Recording.edges`."""
+        return read(self.graph.raw_cuda_graph())[1]
+
+
+def _graph(generators: Sequence[torch.Generator], keep_graph: bool = False) -> torch.cuda.CUDAGraph:
     """A new graph, whose replays draw from `generators`."""
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
     with torch.inference_mode(False):  # it keeps a tensor for each, which every replay writes
         for generator in generators:
             graph.register_generator_state(generator)
@@ -99,7 +111,7 @@ class CudaRecorder:
         """See `Recorder.record`."""
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("record() inside a capture; graphs do not nest")
-        graph = _graph(generators)
+        graph = _graph(generators, keep_graph=True)  # to look inside; in host memory
         failure: BaseException | None = None
         result = None
         with torch.cuda.device(self.device):
@@ -116,6 +128,7 @@ class CudaRecorder:
                     with warnings.catch_warnings():
                         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                         graph.capture_end()
+                        graph.instantiate()
                 except RuntimeError as error:  # what fn did has invalidated the capture
                     if witness and witness.aside and not failure:
                         error.add_note(f"the last op on another stream is {witness.aside}")

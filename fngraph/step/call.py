@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +107,10 @@ def host_batch(step: Captured, spec: BatchSpec) -> Any:
     with step.recorder.turn.lock:
         ready = step.ready.get(spec[:7]) or _prepare(step, spec)
         slot = ring.wait()
-        room = ready.rooms.get(slot)
-        if room is None:
-            room = ready.rooms[slot] = _room(step, ready, slot)
+        room = ready.rooms.get(slot) or _room(step, ready, slot)
+        if room is None:  # an eager batch beyond the largest key
+            leaves = ring.new_leaves([shape for shape, *_ in ready.kinds])
+            return dataclasses.replace(args.batch_over(leaves), **{field: spec})
         filled: Any = object.__new__(args.batch_type)
         filled.__dict__.update(room.fields)
         filled.__dict__[field] = spec
@@ -116,11 +118,14 @@ def host_batch(step: Captured, spec: BatchSpec) -> Any:
         return filled
 
 
-def _room(step: Captured, ready: Ready, slot: int) -> Room:
+def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
     leaves = step.ring.leaves(slot, [shape for shape, *_ in ready.kinds])
+    if leaves is None:
+        return None
     batch = step.compiled.args.batch_over(leaves)
     place, words = step.ring.place(slot), step.ring.pack(ready.words, leaves)
-    return Room(vars(batch), Watch(leaves), is_frozen(batch), place, words)
+    room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), is_frozen(batch), place, words)
+    return room
 
 
 def _prepare(step: Captured, spec: BatchSpec) -> Ready:

@@ -11,6 +11,8 @@ from fngraph.core import BatchDescriptor, HostBounds, Mode, key_sizes
 from fngraph.errors import CaptureError
 from fngraph.fx.generators import preserved
 from fngraph.graphs.capture import Replay, capture, warm_up
+from fngraph.graphs.inside import key_name
+from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import current, describe
 from fngraph.graphs.unpack import unpacker
 
@@ -45,7 +47,8 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     inputs = step.binding.inputs(step.static.views(sizes), step.constants)
     generators = step.compiled.lowered.split.traced.options.generators
     watched = all(m is not mode for m, _ in step.replays)  # the first key of its mode
-    with current(step.recorder.device), step.fixed_ambient(), preserved(generators):
+    named = named_range(f"capture {key_name(mode, descriptor)}")
+    with current(step.recorder.device), step.fixed_ambient(), named, preserved(generators):
         try:
             first = unpacker(step.static, step.ring, sizes)
             step.ring.put_padding(step.static.plan, descriptor.query_len or 0)

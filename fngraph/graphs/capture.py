@@ -132,11 +132,7 @@ class Replay:
 
     def __call__(self, true: Sizes, host: HostBounds | None) -> None:
         """Replay on what has been staged."""
-        for fn, tensors in self.bind(true):
-            if tensors is None:
-                fn()
-            else:
-                fn(true, host, *tensors)
+        launch(self.bind(true), true, host)
 
     def __repr__(self) -> str:
         eager = sum(isinstance(c, EagerCall) for c in self.calls)
@@ -144,6 +140,15 @@ class Replay:
         if "counts" in self.__dict__:
             graphs += f" of {self.counts}"
         return f"Replay({self.mode} {self.descriptor}: {graphs}, {count(eager, 'eager call')})"
+
+
+def launch(calls: BoundCalls, true: Sizes, host: HostBounds | None) -> None:
+    """Make the calls of a replay, in order."""
+    for fn, tensors in calls:
+        if tensors is None:
+            fn()
+        else:
+            fn(true, host, *tensors)
 
 
 def capture(

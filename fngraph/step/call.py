@@ -56,11 +56,12 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
             step.binding.check()
         value, hot = args[entry.staged_at], step.hot
         handed, hot.handed = hot.handed, None
+        ready = None
         if handed is not None and handed.batch is value:
             spec, ready = handed.spec, handed.ready
         else:
-            handed = None
-            spec = _spec_of(step, value)
+            handed, spec = None, _spec_of(step, value)
+        if ready is None:
             ready = step.ready.get(spec[:7]) or _prepare(step, spec)
         if ready.replay is None and ready.chosen.mode is not Mode.NONE:
             _find_replay(step, ready)
@@ -126,6 +127,13 @@ def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
     place, words = step.ring.place(slot), step.ring.pack(ready.words, leaves)
     room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), is_frozen(batch), place, words)
     return room
+
+
+def forget(step: Captured) -> None:
+    """After replays have gone or changed: the next calls look them up again."""
+    step.ready.clear()
+    if step.hot.handed is not None:
+        step.hot.handed = step.hot.handed._replace(ready=None)
 
 
 def _prepare(step: Captured, spec: BatchSpec) -> Ready:

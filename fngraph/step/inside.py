@@ -16,6 +16,7 @@ from fngraph.core.text import table
 from fngraph.graphs.capture import EagerCall, Replay, launch
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.staging import Sizes
+from fngraph.step.call import forget
 from fngraph.step.keys import _sizes, _written
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def show_ranges(step: Captured, on: bool) -> None:
     with step.recorder.turn.lock:
         for key, replay in step.replays.items():
             step.replays[key] = replay.with_ranges() if on else replay.without_ranges()
-        step.ready.clear()  # what calls have looked up holds the other ones
+        forget(step)
 
 
 def _on_cpu(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tuple[Us, float]:

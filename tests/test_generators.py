@@ -257,6 +257,13 @@ def test_a_generator_that_is_not_registered():
     refused(lambda p, s, b: (F.dropout(p["w"], 0.5), s), RandomError, "not registered", g)
 
 
+def test_a_check_knows_the_generators():
+    g = generator("cpu")
+    args = (sampling(g), toys.tally_params(), toys.tally_state(), toys.batch(2))
+    assert fg.check(*args, donate="s", stage="b", generators=(g,)).ok
+    assert not fg.check(*args, donate="s", stage="b").ok
+
+
 def test_a_generator_of_another_device():
     g = generator("cpu")
 

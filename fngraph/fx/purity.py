@@ -1,7 +1,7 @@
 """Purity: each op is looked at while the user's frame is live, so that an error names the line.
 
 A graph freezes what Python saw once. So `forward` may not read tensors that it was not given, wait
-for values on the host, draw from a global generator, or write what it was not given to keep.
+for values on the host, draw from an unregistered generator, or write what it was not given to keep.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ import torch
 
 from fngraph.core import BatchDescriptor, HostBounds, Mode, key_sizes
 from fngraph.errors import CaptureError
+from fngraph.fx.generators import preserved
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.ranges import named_range
-from fngraph.graphs.recorder import describe
+from fngraph.graphs.recorder import current, describe
 from fngraph.graphs.unpack import unpacker
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     program, fns = step.compiled.lowered.split.program, step.compiled.fns
     inputs = step.binding.inputs(step.static.views(sizes), step.constants)
-    with step.fixed_ambient(), named_range(f"capture {key_name(mode, descriptor)}"):
+    generators = step.compiled.lowered.split.traced.options.generators
+    watched = all(m is not mode for m, _ in step.replays)  # the first key of its mode
+    named = named_range(f"capture {key_name(mode, descriptor)}")
+    with current(step.recorder.device), step.fixed_ambient(), named, preserved(generators):
         try:
             first = unpacker(step.static, step.ring, sizes)
             step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
@@ -56,7 +60,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
             warm_up(step.recorder, program, fns, inputs, _written(step), sizes, host)
             replay = capture(
                 step.recorder, program, fns, step.compiled.rows, inputs, mode, descriptor,
-                sizes, host, tuple(step.cut(step.outputs, sizes)), first,
+                sizes, host, tuple(step.cut(step.outputs, sizes)), first, generators, watched,
             )  # fmt: skip
         except Exception as error:  # whatever a backend or an op raises
             raise CaptureError(f"{mode} {descriptor}: {describe(error)}") from error

@@ -66,7 +66,7 @@ def check_memory(path: str, tensor: torch.Tensor, donated: bool) -> None:
             'like, but bind real tensors: module.to_empty(device="cpu"), torch.empty_like(x, '
             'device="cpu")'
         )
-    if donated and _overlaps(tensor):
+    if donated and overlaps(tensor):
         raise AliasError(
             f"{path} is donated, but its elements share memory (strides {tensor.stride()} of "
             f"shape {tuple(tensor.shape)}, from expand or as_strided), so it cannot be written "
@@ -74,7 +74,7 @@ def check_memory(path: str, tensor: torch.Tensor, donated: bool) -> None:
         )
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: torch.Tensor) -> bool:
     """Whether some stride is within the reach of the smaller ones."""
     reach = 1
     dims = [(s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1]

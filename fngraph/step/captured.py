@@ -38,6 +38,8 @@ from fngraph.step.binding import Assemble, Binding
 from fngraph.step.call import call, check_no_transform, host_batch
 from fngraph.step.keys import capture_all
 from fngraph.step.ready import Entry, Ready
+from fngraph.step.rebind import rebind
+from fngraph.step.slots import load_slot
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,6 +125,47 @@ class Captured:
             TreeError: a function without a spec, whose batches have exact shapes.
         """
         return host_batch(self, spec)
+
+    def rebind(self, **held: Any) -> None:
+        """New values for held arguments: `step.rebind(params=new)`.
+
+        All is checked first; then leaf by leaf is copied into the bound one, without a second copy
+        of the model. A leaf of another shape or dtype gets the new tensor's memory instead, in
+        every tree that holds it; if `forward` reads it, it is traced again, and the keys that were
+        captured are captured again. Another function that reads it raises `AddressError` at its
+        next call, until it is rebound too: `other.rebind(params=params)`.
+
+        Args:
+            held: by name, a tree of the bound structure, on any device; or a mapping from some
+                paths, as errors write them, to tensors: {"params['head']": x}. It may load what it
+                is asked for from a file; each is asked for twice, to check and to copy.
+
+        Raises:
+            TreeError: another structure, an unknown path, no tensor, or different values for
+                leaves that share memory.
+            AddressError: a leaf that is not given has moved.
+            FnGraphError: `forward` refuses the new shapes. Nothing has been written.
+            CaptureError: a key cannot be captured again; the others are, or will be when needed.
+        """
+        rebind(self, held)
+
+    def load_slot(self, slot: int, **held: Any) -> None:
+        """Write an adapter into a slot of stacked leaves: `step.load_slot(3, adapters=tree)`.
+
+        Leaf k of the tree goes into `leaf_k[slot]` of the bound one. Nothing is captured again;
+        rows of a batch that use the slot compute with the new values from the next call on.
+
+        Args:
+            slot: along the first dim of each leaf.
+            held: by name, a tree of the bound structure with leaves of one slot, on any device; or
+                a mapping from some paths to tensors, as `rebind` takes.
+
+        Raises:
+            TreeError: another structure, a slot that is none, or another shape or dtype. Nothing
+                has been written.
+            AddressError: a bound leaf has moved.
+        """
+        load_slot(self, slot, held)
 
     def capture_all(self, progress: bool = False) -> None:
         """Capture every key of the table that is not yet, largest first.

@@ -45,6 +45,8 @@ def _subclass(cls: Any) -> str | None:
     functions = (plain.__func__, _disabled_torch_function_impl)
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
     dispatch = getattr(cls, "__torch_dispatch__", _disabled_torch_dispatch_impl)
+    if getattr(cls, "is_plain_memory", False):  # a borrowed result
+        return None
     if function in functions and dispatch is _disabled_torch_dispatch_impl:
         return None
     return (

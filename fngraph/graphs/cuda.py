@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fngraph.errors import CaptureError, FnGraphError
+from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import describe
 
 
@@ -61,6 +62,7 @@ class CudaRecorder:
             )
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
+        self.loans = Loans()
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()

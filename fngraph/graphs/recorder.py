@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fngraph.errors import CaptureError
+from fngraph.graphs.loans import Loans
 
 
 class Recording(Protocol):
@@ -33,6 +34,7 @@ class Recorder(Protocol):
 
     name: str
     device: torch.device
+    loans: Loans  # of borrowed results, where functions are guarded
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` for real, so that lazy set-up happens outside of a recording."""

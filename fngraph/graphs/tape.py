@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fngraph.core.where import user_line
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.arena import POISON, Arena, subtract
+from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import describe
 
 aten = torch.ops.aten
@@ -79,6 +80,7 @@ class TapeRecorder:
             raise CaptureError(f'recorder "tape" records on the CPU, not on {device}')
         self.device = device
         self.arena = Arena()
+        self.loans = Loans()
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Nothing on the CPU is set up lazily in a way that a recording would miss."""

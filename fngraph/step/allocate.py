@@ -17,6 +17,7 @@ from fngraph.graphs.staging import allocate
 from fngraph.stages import Compiled
 from fngraph.step.binding import assembler, bind
 from fngraph.step.captured import Captured
+from fngraph.step.guards import guarded
 from fngraph.step.ready import make_entry
 
 
@@ -49,13 +50,17 @@ def sibling(step: Captured, ambient: Ambient) -> Captured:
     treedefs, leaves = step.compiled.args.treedefs, step.binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in step.binding.spans.items()]
     outputs = "borrow" if step.borrow else "own"
-    made = bind_and_allocate(compiled, values, step.recorder, outputs)
+    made = bind_and_allocate(compiled, values, step.recorder, outputs, step.guards)
     return dataclasses.replace(made, stats=step.stats, siblings=step.siblings)
 
 
 @torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in
 def bind_and_allocate(
-    compiled: Compiled, values: Sequence[Any], recorder: str | Recorder | None, outputs: str
+    compiled: Compiled,
+    values: Sequence[Any],
+    recorder: str | Recorder | None,
+    outputs: str,
+    guards: bool = False,
 ) -> Captured:
     """A `Captured` with nothing captured yet: leaves bound, static buffers allocated.
 
@@ -77,8 +82,9 @@ def bind_and_allocate(
     traced = lowered.split.traced
     constants = tuple(c.to(made.device) for c in traced.constants.values())
     assemble = assembler(traced.args, traced.out_tree, traced.returns)
-    return Captured(
+    step = Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
         Stats(), make_entry(compiled.args, binding, lowered.plan),
         make_ring(lowered.plan, made.device), {},
     )  # fmt: skip
+    return guarded(step) if guards else step

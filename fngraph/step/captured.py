@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,15 @@ class Captured:
     def limits(self) -> Limits:
         """The bounds of every step."""
         return self.compiled.lowered.limits
+
+    @property
+    def guards(self) -> bool:
+        """Whether padding and expired results are poisoned."""
+        return False
+
+    def guard(self, first: Callable[[], None], sizes: Mapping[str, int]) -> Callable[[], None]:
+        """What a key's first node is; a guarded step adds to it."""
+        return first
 
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as."""

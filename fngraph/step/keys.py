@@ -44,7 +44,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     inputs = step.binding.inputs(step.static.views(sizes), step.constants)
     with step.fixed_ambient():
         try:
-            first = unpacker(step.static, step.ring, sizes)
+            first = step.guard(unpacker(step.static, step.ring, sizes), sizes)
             step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
             try:
                 first()

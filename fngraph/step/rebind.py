@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
+KEPT = {"replays", "ready", "stats", "siblings"}  # of a step, whatever it is bound to
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
     """What is to happen to one leaf, and its spec after that. `replaces`: it gets other memory."""
@@ -193,12 +196,11 @@ def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:
     step.ready.clear()
     treedefs, leaves = compiled.args.treedefs, binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in binding.spans.items()]
-    made = bind_and_allocate(compiled, values, step.recorder, "borrow" if step.borrow else "own")
-    _set(
-        step, compiled=compiled, binding=binding, static=made.static, constants=made.constants,
-        outputs=made.outputs, assemble=made.assemble, ring=made.ring,
-        entry=make_entry(compiled.args, binding, compiled.lowered.plan),
-    )  # fmt: skip
+    outputs = "borrow" if step.borrow else "own"
+    made = bind_and_allocate(compiled, values, step.recorder, outputs, step.guards)
+    new = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in KEPT}
+    entry = make_entry(compiled.args, binding, compiled.lowered.plan)
+    _set(step, **{**new, "binding": binding, "entry": entry})
     for key in keys:
         if key in compiled.lowered.table:
             capture_key(step, *key)

@@ -40,6 +40,7 @@ from fngraph.step.keys import capture_all
 from fngraph.step.ready import Entry, Ready
 from fngraph.step.rebind import rebind
 from fngraph.step.slots import load_slot
+from fngraph.step.static_leaf import static_leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,6 +135,30 @@ class Captured:
             TreeError: a function without a spec, whose batches have exact shapes.
         """
         return host_batch(self, spec)
+
+    def static_buffer(self, descriptor: BatchDescriptor, leaf: str) -> torch.Tensor:
+        """The static buffer of a batch leaf as a key reads it: its leading rows, on the device.
+
+        What writes there (a receive from another rank, the kernel that samples) need not be
+        copied: pass the true rows of it as the leaf, of a batch that runs as that key.
+
+            key = step.dispatch(spec).descriptor
+            x = step.static_buffer(key, "hidden")[: spec.num_tokens]
+            dist.recv(x, src=rank - 1)
+            step(cache, Batch(hidden=x, ..., spec=spec))
+
+        Pass its leading rows, from the first one on, and write it on the stream of the steps (or
+        one that waits for it): the step before still reads it. Padding is written beyond the true
+        rows. The buffers are those of the current ambient state (autocast, ...), and new ones
+        after a `rebind` that captured again.
+
+        Args:
+            leaf: the field's name, or the path: "hidden" or "batch.hidden".
+
+        Raises:
+            SpecError: not a key of the table. TreeError: no such leaf.
+        """
+        return static_leaf(self.under_ambient(), descriptor, leaf)
 
     def rebind(self, **held: Any) -> None:
         """New values for held arguments: `step.rebind(params=new)`.

@@ -14,6 +14,7 @@ import torch
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.loans import Loans
+from fngraph.graphs.turn import Turn
 
 
 class Recording(Protocol):
@@ -35,6 +36,7 @@ class Recorder(Protocol):
     name: str
     device: torch.device
     loans: Loans  # of borrowed results, where functions are guarded
+    turn: Turn
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` for real, so that lazy set-up happens outside of a recording."""

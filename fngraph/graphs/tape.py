@@ -23,6 +23,7 @@ from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.arena import POISON, Arena, subtract
 from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import describe
+from fngraph.graphs.turn import Turn
 
 aten = torch.ops.aten
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -81,6 +82,7 @@ class TapeRecorder:
         self.device = device
         self.arena = Arena()
         self.loans = Loans()
+        self.turn = Turn(device)
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Nothing on the CPU is set up lazily in a way that a recording would miss."""

@@ -35,9 +35,9 @@ from fngraph.graphs.ring import Ring
 from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
-from fngraph.step.call import call, check_no_transform, host_batch
+from fngraph.step.call import call, host_batch
 from fngraph.step.keys import capture_all
-from fngraph.step.ready import Entry, Ready
+from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.rebind import rebind
 from fngraph.step.slots import load_slot
 from fngraph.step.static_leaf import static_leaf
@@ -69,6 +69,7 @@ class Captured:
     entry: Entry
     ring: Ring
     ready: dict[tuple[Any, ...], Ready]
+    hot: Hot
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
 
     @property
@@ -98,18 +99,7 @@ class Captured:
         """Why `spec` runs as it does, and why not as anything else."""
         return explain(self.table, _checked(spec))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: `forward` without its held arguments.
-
-        Raises:
-            SpecError: a batch beyond the limits.
-            TreeError: arguments that are not what was traced; with paths.
-            AddressError: bound leaves that moved, or other donated ones.
-            AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
-            TransformError: within a `torch.func` transform.
-        """
-        check_no_transform()
-        return call(self.under_ambient(), args, kwargs)
+    __call__ = call
 
     def under_ambient(self) -> Captured:
         """The step for the ambient state of now: traced and captured again, where that matters.

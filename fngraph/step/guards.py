@@ -67,10 +67,11 @@ class Guarded(Captured):
         Raises:
             StaleError: a leaf of the batch is a borrowed result that has expired.
         """
-        check_no_transform()
-        step = self.under_ambient()
-        assert isinstance(step, Guarded)
-        return call(step, step.begin(args, kwargs), {})
+        with self.recorder.turn.taken():
+            check_no_transform()
+            step = self.under_ambient()
+            assert isinstance(step, Guarded)
+            return call(self, *step.begin(args, kwargs))
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Expire what the pool has lent; what this call is given of it is copied first."""

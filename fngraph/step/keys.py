@@ -11,6 +11,7 @@ from fngraph.core import BatchDescriptor, HostBounds, Mode, key_sizes
 from fngraph.errors import CaptureError
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.recorder import describe
+from fngraph.graphs.staging import kept
 from fngraph.graphs.unpack import unpacker
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     sizes = _sizes(step, descriptor)
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     program, fns = step.compiled.lowered.split.program, step.compiled.fns
-    inputs = step.binding.inputs(step.static.views(sizes), step.constants)
-    with step.fixed_ambient():
+    views = step.static.views(sizes)
+    inputs = step.binding.inputs(views, step.constants)
+    with step.fixed_ambient(), kept(views):  # the next batch may be there already
         try:
             first = step.guard(unpacker(step.static, step.ring, sizes), sizes)
             step.ring.put_padding(step.static.plan, descriptor.query_len or 0)

@@ -46,6 +46,11 @@ class Change:
 
 def rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
     """See `Captured.rebind`."""
+    with step.recorder.turn.taken():
+        _rebind(step, arguments)
+
+
+def _rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
     binding = step.binding
     memory = storages(binding.leaves)
     changes = {one.at: _change(binding, one, memory) for one in given(binding, arguments)}
@@ -70,6 +75,7 @@ def rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
         _recapture(step, compiled, now)
     if moved:
         step.siblings.clear()  # what served another ambient state is made again when needed
+        step.hot.state = step.hot.handed = None
 
 
 def _change(binding: Binding, one: Given, memory: set[int]) -> Change:
@@ -199,7 +205,7 @@ def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:
     outputs = "borrow" if step.borrow else "own"
     made = bind_and_allocate(compiled, values, step.recorder, outputs, step.guards)
     new = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in KEPT}
-    entry = make_entry(compiled.args, binding, compiled.lowered.plan)
+    entry = make_entry(compiled.args, binding)
     _set(step, **{**new, "binding": binding, "entry": entry})
     for key in keys:
         if key in compiled.lowered.table:

@@ -16,12 +16,17 @@ from fngraph.fx.kinds import overlaps
 from fngraph.step.given import given, loaded, storages, write
 
 if TYPE_CHECKING:
+    from fngraph.step.binding import Binding
     from fngraph.step.captured import Captured
 
 
 def load_slot(step: Captured, slot: int, arguments: Mapping[str, Any]) -> None:
     """See `Captured.load_slot`."""
-    binding = step.binding
+    with step.recorder.turn.taken():
+        _load_slot(step.binding, slot, arguments)
+
+
+def _load_slot(binding: Binding, slot: int, arguments: Mapping[str, Any]) -> None:
     binding.check()
     memory = storages(binding.leaves)
     targets = []

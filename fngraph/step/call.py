@@ -132,7 +132,8 @@ def _room(step: Captured, ready: Ready, slot: int) -> Room:
     leaves = step.ring.leaves(slot, [shape for shape, *_ in ready.kinds])
     batch = step.compiled.args.batch_over(leaves)
     packed = step.ring.pack(ready.words, leaves)
-    return Room(vars(batch), Watch(leaves), packed, is_frozen(batch))
+    frozen = is_frozen(batch) and step.tables is None  # whose rows are also device state
+    return Room(vars(batch), Watch(leaves), packed, frozen)
 
 
 def _prepare(step: Captured, spec: BatchSpec) -> Ready:

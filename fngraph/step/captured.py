@@ -36,6 +36,7 @@ from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
 from fngraph.step.call import call, host_batch
+from fngraph.step.changed_rows import Tables
 from fngraph.step.keys import capture_all
 from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.rebind import rebind
@@ -54,6 +55,7 @@ class Captured:
         replays: what has been captured.
         siblings: the step for each ambient state that calls have come under; itself for its own.
         stats: what ran, counted.
+        tables: of the batch's leaves that are device state, `rows="changed"`.
     """
 
     compiled: Compiled
@@ -71,6 +73,7 @@ class Captured:
     ready: dict[tuple[Any, ...], Ready]
     hot: Hot
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
+    tables: Tables | None = None
 
     @property
     def table(self) -> DispatchTable:

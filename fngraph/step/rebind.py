@@ -203,9 +203,10 @@ def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:
     treedefs, leaves = compiled.args.treedefs, binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in binding.spans.items()]
     outputs = "borrow" if step.borrow else "own"
-    made = bind_and_allocate(compiled, values, step.recorder, outputs, step.guards)
+    made = bind_and_allocate(compiled, values, step.recorder, outputs, step.guards, step.tables)
     new = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in KEPT}
-    entry = make_entry(compiled.args, binding)
+    donated = make_entry(compiled.args, binding).donated
+    entry = dataclasses.replace(made.entry, donated=donated)
     _set(step, **{**new, "binding": binding, "entry": entry})
     for key in keys:
         if key in compiled.lowered.table:

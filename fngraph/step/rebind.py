@@ -197,6 +197,8 @@ def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:
     """Memory and graphs anew, in the same pool, of the keys that were captured."""
     from fngraph.step.allocate import bind_and_allocate
 
+    if step.recorder.device.type == "cuda":
+        torch.cuda.synchronize(step.recorder.device)  # a step in flight still reads its slot
     keys = list(step.replays)
     step.replays.clear()
     step.ready.clear()

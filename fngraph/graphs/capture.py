@@ -85,21 +85,16 @@ class Replay:
 
     def __call__(self, true: Sizes, host: HostBounds | None) -> None:
         """Replay on what has been staged."""
-        launch(self.bind(true), true, host)
+        for fn, tensors in self.bind(true):
+            if tensors is None:
+                fn()
+            else:
+                fn(true, host, *tensors)
 
     def __repr__(self) -> str:
         eager = sum(isinstance(c, EagerCall) for c in self.calls)
         graphs = count(len(self.calls) - eager, "graph")
         return f"Replay({self.mode} {self.descriptor}: {graphs}, {count(eager, 'eager call')})"
-
-
-def launch(calls: BoundCalls, true: Sizes, host: HostBounds | None) -> None:
-    """Make the calls of a replay, in order."""
-    for fn, tensors in calls:
-        if tensors is None:
-            fn()
-        else:
-            fn(true, host, *tensors)
 
 
 def capture(

@@ -49,22 +49,24 @@ class Loans:
     generation: int = 0
     running: list[Loan] = dataclasses.field(default_factory=list)
 
-    def begin(self, name: str) -> str:
-        """A call begins: all that was lent is poisoned. Returns the call's own name."""
+    def begin(self, name: str) -> None:
+        """A call of the function `name` begins: all that was lent is poisoned."""
         self.generation += 1
-        by = f"{name} (call {self.generation} of the pool)"
+        by = self._call_of(name)
         for loan in self.running:
             loan.expired_by = by
             for tensor in loan.tensors:
                 poison(tensor)
         self.running = []
-        return by
 
-    def lend(self, by: str, results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def lend(self, name: str, results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The results as `Borrowed`, until the next call begins."""
-        loan = Loan(by, list(results))
+        loan = Loan(self._call_of(name), list(results))
         self.running.append(loan)
         return [borrowed(tensor, loan) for tensor in loan.tensors]
+
+    def _call_of(self, name: str) -> str:
+        return f"{name} (call {self.generation} of the pool)"
 
     def storages(self) -> set[int]:
         """Addresses of the memory that is lent."""

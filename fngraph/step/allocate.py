@@ -19,7 +19,7 @@ from fngraph.step.binding import assembler, bind
 from fngraph.step.captured import Captured
 from fngraph.step.changed_rows import Tables, make_tables
 from fngraph.step.guards import guarded
-from fngraph.step.ready import Hot, make_entry
+from fngraph.step.ready import CALLED, Hot, make_entry
 
 
 def check_outputs(outputs: str) -> None:
@@ -86,7 +86,9 @@ def bind_and_allocate(
     )
     traced = lowered.split.traced
     constants = tuple(c.to(made.device) for c in traced.constants.values())
-    assemble = assembler(traced.args, traced.out_tree, traced.returns)
+    assemble = assembler(
+        traced.args, traced.out_tree, traced.returns, traced.args.signature.positions(*CALLED)
+    )
     entry = make_entry(compiled.args, binding)
     tables = tables or make_tables(compiled.args, lowered.limits, made.device)
     if tables is not None:

@@ -36,7 +36,7 @@ from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
 from fngraph.step.call import call, host_batch
-from fngraph.step.changed_rows import Tables
+from fngraph.step.changed_rows import ChangedRows, Tables, put_changed
 from fngraph.step.keys import capture_all
 from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.rebind import rebind
@@ -119,15 +119,22 @@ class Captured:
             step = self.siblings[ambient] = sibling(self, ambient)
         return step
 
-    def host_batch(self, spec: BatchSpec) -> Any:
+    def host_batch(self, spec: BatchSpec, **changed: ChangedRows) -> Any:
         """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
 
         Its contents are whatever was last in the slot. It is good for one step, the next one.
 
+        Args:
+            changed: for fields with rows="changed", what takes the place of the whole leaf.
+
         Raises:
-            TreeError: a function without a spec, whose batches have exact shapes.
+            TreeError: a function without a spec, whose batches have exact shapes; or a field that
+                takes no `ChangedRows`.
         """
-        return host_batch(self, spec)
+        batch = host_batch(self, spec)
+        if changed:
+            put_changed(self.tables, batch, changed)
+        return batch
 
     def static_buffer(self, descriptor: BatchDescriptor, leaf: str) -> torch.Tensor:
         """The static buffer of a batch leaf as a key reads it: its leading rows, on the device.

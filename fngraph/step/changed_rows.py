@@ -11,7 +11,7 @@ beyond a smaller batch are still there later. A step's leading rows of it are th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,9 +149,9 @@ class Tables:
     def assembler(self, assemble: Callable[..., Any]) -> Callable[..., Any]:
         """The last thing that a step does, and a note that it got there."""
 
-        def assembled(results: Any, containers: Any) -> Any:
+        def assembled(results: Any, args: Any) -> Any:
             self.again = True
-            return assemble(results, containers)
+            return assemble(results, args)
 
         return assembled
 
@@ -169,6 +169,21 @@ def make_tables(args: Arguments, limits: Limits, device: torch.device) -> Tables
             data = torch.zeros(buffer.shape(sizes), dtype=dtype, device=device)
             tables[name] = Table(f"{args.batch_name}.{name}", data, [False] * len(data))
     return Tables(tables) if tables else None
+
+
+def put_changed(tables: Tables | None, batch: Any, changed: Mapping[str, ChangedRows]) -> None:
+    """Into a batch of one's own.
+
+    Raises:
+        TreeError: a field without a table.
+    """
+    known = [] if tables is None else list(tables.tables)
+    for name in changed:
+        if name not in known:
+            raise TreeError(
+                f'{name!r} takes no ChangedRows; fields that do, by rows="changed": {known}'
+            )
+    vars(batch).update(changed)
 
 
 def _is_like(x: torch.Tensor, like: torch.Tensor) -> bool:

@@ -109,9 +109,8 @@ def guarded(step: Captured) -> Guarded:
     device, assemble, loans = step.recorder.device, step.assemble, step.recorder.loans
     longest = max((len(x) for x in step.static.tensors if x.dim()), default=0)
 
-    def lend(results: Any, containers: Any) -> Any:
-        return assemble(loans.lend(f"{made.name} (call {loans.generation} of the pool)", results),
-                        containers)  # fmt: skip
+    def lend(results: Any, args: Any) -> Any:
+        return assemble(loans.lend(made.name, results), args)
 
     if step.borrow:
         fields["assemble"] = lend

@@ -14,6 +14,7 @@ from fngraph.core.trees import is_frozen
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import BoundCalls, Replay
+from fngraph.graphs.ring import SLOTS
 from fngraph.graphs.unpack import words_of
 from fngraph.graphs.watch import Watch
 from fngraph.step.binding import Binding, flatten_as
@@ -82,6 +83,7 @@ class Ready:
 
     Attributes:
         replay: of the key, once it is captured.
+        row: where its steps are counted.
         calls: the replay's, bound to the true rows.
         free: whether no part of a step depends on grad or inference mode: one graph, borrowed.
         true: sizes of the batch.
@@ -96,6 +98,7 @@ class Ready:
     kinds: list[tuple[Any, ...]]
     words: list[int]
     views: list[torch.Tensor]
+    row: tuple[int, int, Mode]
     replay: Replay | None = None
     calls: BoundCalls = ()
     free: bool = False
@@ -119,7 +122,8 @@ def make_ready(
         for planned in plan.buffers
     ]
     views = [] if chosen.mode is Mode.NONE else cut(outputs, true)
-    return Ready(chosen, true, kinds, words, views)
+    row = (true["T"], chosen.descriptor.num_tokens, chosen.mode)
+    return Ready(chosen, true, kinds, words, views, row)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,14 +133,16 @@ class Room:
     Attributes:
         fields: of the batch, but for its spec.
         watch: over its leaves.
-        packed: the slot's words.
         frozen: whether no leaf of it can be replaced.
+        place: of the slot's words in the ring's memory.
+        words: which they are.
     """
 
     fields: dict[str, Any]
     watch: Watch
-    packed: bytes
     frozen: bool
+    place: slice
+    words: bytes
 
 
 class Handed(NamedTuple):
@@ -147,6 +153,11 @@ class Handed(NamedTuple):
     ready: Ready
     room: Room
     taken: int
+
+    @property
+    def slot(self) -> int:
+        """Of the ring."""
+        return self.taken % SLOTS
 
     def lies_ready(self, taken: int) -> bool:
         """Whether the step that now follows can read it where it is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -104,19 +103,20 @@ def test_a_batch_of_host_batch_gives_whole_rows_or_changed_ones(recorder_name, d
     step, params = make(device, recorder_name)
     table = torch.arange(TOP * B, dtype=torch.int32).view(TOP, B)
     for turn in range(8):
-        reqs = 4
-        filled = step.host_batch(fg.BatchSpec(reqs, reqs, query_len=1))
-        filled.ids.copy_(torch.arange(reqs))
+        row, spec = turn % 4, fg.BatchSpec(4, 4, query_len=1)
         if turn % 3 == 0:
             table = table + 1
-            filled.tables.copy_(table[:reqs])
+            filled = step.host_batch(spec)
+            filled.tables.copy_(table[:4])
         else:
-            row = turn % reqs
             table[row] += 7
-            filled = dataclasses.replace(filled, tables=changed([row], table[row]))
+            filled = step.host_batch(spec, tables=changed([row], table[row]))
+        filled.ids.copy_(torch.arange(4))
         got, _ = step({}, filled)
-        want, _ = forward(params, {}, batch(table[:reqs].to(device), reqs))
+        want, _ = forward(params, {}, batch(table[:4].to(device), 4))
         assert torch.equal(got[0], want[0])
+    with pytest.raises(TreeError, match=r"'ids'.*'tables'"):
+        step.host_batch(spec, ids=changed([row], table[row]))
 
 
 def test_another_ambient_state_goes_on_with_the_table(recorder_name, device):

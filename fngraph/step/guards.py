@@ -19,6 +19,7 @@ from fngraph.graphs.loans import Borrowed
 from fngraph.graphs.staging import true_sizes
 from fngraph.step.call import call, check_no_transform
 from fngraph.step.captured import Captured
+from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.pads import unrelied
 from fngraph.step.ready import CALLED
 
@@ -82,13 +83,7 @@ class Guarded(Captured):
         batch = values[entry.staged_at]
         leaves, treedef = trees.flatten(batch)
         lent = loans.storages()
-        kept = [
-            x.clone()
-            if isinstance(x, Borrowed)
-            or (isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() in lent)
-            else x
-            for x in leaves
-        ]
+        kept = [_own(x, lent) for x in leaves]
         spec = None if entry.spec_field is None else getattr(batch, entry.spec_field, None)
         if any(a is not b for a, b in zip(kept, leaves)):
             values[entry.staged_at] = batch = trees.unflatten(treedef, kept)
@@ -101,6 +96,16 @@ class Guarded(Captured):
             with torch.inference_mode(False), torch.no_grad():
                 self.counts.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
         return tuple(values)
+
+
+def _own(x: Any, lent: set[int]) -> Any:
+    """A leaf, or a copy if it is a borrowed result, or lies in the memory of one."""
+    if isinstance(x, ChangedRows):
+        return dataclasses.replace(x, values=_own(x.values, lent))
+    if not isinstance(x, torch.Tensor):
+        return x
+    is_lent = isinstance(x, Borrowed) or x.untyped_storage().data_ptr() in lent
+    return x.clone() if is_lent else x
 
 
 def guarded(step: Captured) -> Guarded:

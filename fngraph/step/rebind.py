@@ -165,7 +165,7 @@ def _cross(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two views of one storage have an element in common."""
     if a.dtype is not b.dtype:
         return True
-    marks = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool)
+    marks = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool, device="cpu")
     marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
     return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.errors import FieldError, TreeError
+from fngraph.errors import FieldError, StaleError, TreeError
 
 B, TOP = 3, 6
 LIMITS = fg.Limits(max_tokens=8, max_reqs=TOP, B=B)
@@ -119,18 +119,24 @@ def test_a_batch_of_host_batch_gives_whole_rows_or_changed_ones(recorder_name, d
         step.host_batch(spec, ids=changed([row], table[row]))
 
 
+def product(params: Tensor, state: Any, batch: Batch) -> Any:
+    """Another trace under autocast."""
+    return params[batch.tables.long()] @ params[:B], state
+
+
 def test_another_ambient_state_goes_on_with_the_table(recorder_name, device):
-    step, params = make(device, recorder_name)
+    params = torch.arange(100.0, device=device)
+    fast = fg.graphify(product, donate="state", stage="batch", sizes=(8,), recorder=recorder_name)
+    step = fast.bind(params).capture({}, LIMITS, progress=False)
     table = torch.arange(TOP * B, dtype=torch.int32).view(TOP, B)
-    check(step, params, table, table)
-    before = torch.get_default_dtype()
-    for turn, dtype in enumerate((torch.float64, torch.float32) * 2):
-        torch.set_default_dtype(dtype)
-        try:
-            table[turn] += 1
-            check(step, params, changed([turn], table[turn]), table)
-        finally:
-            torch.set_default_dtype(before)
+    given: Any = table
+    for turn in range(5):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=turn % 2 == 1):
+            want, _ = product(params, {}, batch(table.to(device), TOP))
+            got, _ = step({}, batch(given, TOP))
+        assert torch.equal(got, want) and (got.dtype is torch.bfloat16) is (turn % 2 == 1)
+        table[turn] += 1
+        given = changed([turn], table[turn])
 
 
 def test_a_rebound_step_goes_on_with_the_table(recorder_name, device):
@@ -215,3 +221,22 @@ def test_a_whole_leaf_that_does_not_fit_is_refused_as_ever(recorder_name, device
 def test_fields_that_cannot_be_tables(dims: str, rows: str):
     with pytest.raises(FieldError, match="rows="):
         fg.buffer(dims, "int32", rows=rows)
+
+
+def test_changed_values_may_be_a_borrowed_result(recorder_name, device):
+    next_tables = fg.graphify(
+        lambda x: x + 1, stage="x", outputs="borrow", guards=True, recorder=recorder_name
+    )
+    table = torch.arange(2 * B, dtype=torch.int32, device=device).view(2, B)
+    values = next_tables(table)
+    (other,) = next_tables._captured.values()
+    params = torch.arange(100.0, device=device)
+    fast = fg.graphify(forward, donate="state", stage="batch", sizes=(2, 4), guards=True)
+    step = fast.bind(params).capture(
+        {}, LIMITS, progress=False, recorder=other.recorder, outputs="borrow"
+    )
+    check(step, params, table, table)
+    values = next_tables(table)
+    check(step, params, fg.ChangedRows(torch.arange(2), values), table + 1)
+    with pytest.raises(StaleError):
+        step({}, batch(fg.ChangedRows(torch.arange(2), values), 2))

@@ -238,12 +238,17 @@ def test_without_guards_nothing_is_poisoned(recorder_name, device):
     assert type(first) is Tensor and not static(step, "x").isnan().any()
 
 
+def product(table: Any, batch: Batch) -> Tensor:
+    """Another trace under autocast."""
+    return batch.x @ table.T
+
+
 def test_a_step_of_another_ambient_state_is_guarded(recorder_name, device):
-    step = make(simple, device, recorder_name)
-    first, _ = step(batch(3, device))
+    step = make(product, device, recorder_name)
+    first = step(batch(3, device))
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        second, _ = step(batch(3, device))
-    assert type(second) is Borrowed
+        second = step(batch(3, device))
+    assert type(second) is Borrowed and second.dtype is torch.bfloat16
     with pytest.raises(StaleError):
         first + 1
 

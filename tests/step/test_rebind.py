@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.core import trees
-from fngraph.errors import AddressError, TreeError
+from fngraph.errors import AddressError, CaptureError, TreeError
+from fngraph.step import keys, rebind as rebinding
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 BATCHES = [toys.batch(3, 2, seed=1), toys.decode(2, seed=2), toys.batch(5, 4, seed=3)]
@@ -317,3 +318,24 @@ def test_ambient_states_go_on_with_the_new_weights(device):
             got, _ = step(state, batch)
         torch.testing.assert_close(got, want)
         check(step, headed, params, state, device)
+
+
+def test_a_key_that_cannot_be_captured_again_is_captured_when_needed(device, monkeypatch):
+    params, state = headed_params(device=device), headed_state(device)
+    step = make(headed, params, state, device, modes="FULL")
+    done: list[Any] = []
+
+    def second_fails(*key: Any) -> Any:
+        done.append(key)
+        if len(done) == 2:
+            raise CaptureError("no room")
+        return keys.capture_key(*key)
+
+    new = headed_params(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(rebinding, "capture_key", second_fails)
+        with pytest.raises(CaptureError, match="no room"):
+            step.rebind(params=new)
+    assert len(step) == 1
+    check(step, headed, moved(new, device), state, device)
+    assert len(step) > 1

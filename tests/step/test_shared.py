@@ -79,7 +79,8 @@ def test_one_is_told_when_the_others_call_expired_its_result(recorder_name, devi
     slow(cache, batch)
     with pytest.raises(StaleError, match=r"attend \(call 2 .*prefill \(call 3 "):
         logits.sum()
-    assert slow.recorder.loans.generation == 3
+    loans = slow.recorder.loans
+    assert loans.generation == 3 and len(loans.running) == 1  # the others are let go
 
 
 def test_another_pool_expires_nothing(recorder_name, device):

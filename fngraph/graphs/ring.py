@@ -59,13 +59,17 @@ class Ring:
             time.sleep(0)
         return self.taken % SLOTS
 
-    def leaves(self, slot: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Room for leaves of these shapes; of its own, pinned too, for what no slot can hold."""
+    def leaves(self, slot: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor] | None:
+        """Room for leaves of these shapes; None if they do not fit."""
         rooms = self.rooms[slot]
-        if all(not s or s[0] <= len(room) for room, s in zip(rooms, shapes)):
-            return [room[: s[0]] if s else room for room, s in zip(rooms, shapes)]
+        if any(s and s[0] > len(room) for room, s in zip(rooms, shapes)):
+            return None
+        return [room[: s[0]] if s else room for room, s in zip(rooms, shapes)]
+
+    def new_leaves(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Memory of its own for a batch that fits in no slot, pinned on CUDA too."""
         made = functools.partial(torch.zeros, device="cpu", pin_memory=self._device >= 0)
-        return [made(s, dtype=room.dtype) for room, s in zip(rooms, shapes)]
+        return [made(s, dtype=room.dtype) for room, s in zip(self.rooms[0], shapes)]
 
     def pack(self, words: Sequence[int], leaves: Sequence[torch.Tensor]) -> bytes:
         """A slot's words for leaves in a room, as `memory` holds them."""

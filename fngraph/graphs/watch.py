@@ -48,14 +48,8 @@ def _reader(tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
         (ctypes.c_int64 * ((max(addresses) - low + 8) // 8)).from_address(low)
     )
     places = np.array([(a - low) // 8 for a in addresses])
-    out = np.empty(len(places), np.int64)
-    gather, tobytes = functools.partial(words.take, places, None, out, "clip"), out.tobytes
-
-    def now() -> bytes:
-        gather()
-        return tobytes()
-
-    return now
+    gather = functools.partial(words.__getitem__, places)  # `take` is half as fast
+    return lambda: gather().tobytes()
 
 
 def _addresses(x: torch.Tensor) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +56,12 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
             step.binding.check()
         value, hot = args[entry.staged_at], step.hot
         handed, hot.handed = hot.handed, None
+        ready = None
         if handed is not None and handed.batch is value:
             spec, ready = handed.spec, handed.ready
         else:
-            handed = None
-            spec = _spec_of(step, value)
+            handed, spec = None, _spec_of(step, value)
+        if ready is None:
             ready = step.ready.get(spec[:7]) or _prepare(step, spec)
         if ready.replay is None and ready.chosen.mode is not Mode.NONE:
             _find_replay(step, ready)
@@ -106,9 +108,10 @@ def host_batch(step: Captured, spec: BatchSpec) -> Any:
     with step.recorder.turn.lock:
         ready = step.ready.get(spec[:7]) or _prepare(step, spec)
         slot = ring.wait()
-        room = ready.rooms.get(slot)
-        if room is None:
-            room = ready.rooms[slot] = _room(step, ready, slot)
+        room = ready.rooms.get(slot) or _room(step, ready, slot)
+        if room is None:  # an eager batch beyond the largest key
+            leaves = ring.new_leaves([shape for shape, *_ in ready.kinds])
+            return dataclasses.replace(args.batch_over(leaves), **{field: spec})
         filled: Any = object.__new__(args.batch_type)
         filled.__dict__.update(room.fields)
         filled.__dict__[field] = spec
@@ -116,12 +119,22 @@ def host_batch(step: Captured, spec: BatchSpec) -> Any:
         return filled
 
 
-def _room(step: Captured, ready: Ready, slot: int) -> Room:
+def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
     leaves = step.ring.leaves(slot, [shape for shape, *_ in ready.kinds])
+    if leaves is None:
+        return None
     batch = step.compiled.args.batch_over(leaves)
     frozen = is_frozen(batch) and step.tables is None  # whose rows are also device state
     place, words = step.ring.place(slot), step.ring.pack(ready.words, leaves)
-    return Room(vars(batch), Watch(leaves), frozen, place, words)
+    room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), frozen, place, words)
+    return room
+
+
+def forget(step: Captured) -> None:
+    """After replays have gone or changed: the next calls look them up again."""
+    step.ready.clear()
+    if step.hot.handed is not None:
+        step.hot.handed = step.hot.handed._replace(ready=None)
 
 
 def _prepare(step: Captured, spec: BatchSpec) -> Ready:

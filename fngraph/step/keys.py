@@ -10,6 +10,8 @@ import torch
 from fngraph.core import BatchDescriptor, HostBounds, Mode, key_sizes
 from fngraph.errors import CaptureError
 from fngraph.graphs.capture import Replay, capture, warm_up
+from fngraph.graphs.inside import key_name
+from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.staging import kept
 from fngraph.graphs.unpack import unpacker
@@ -42,9 +44,9 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     sizes = _sizes(step, descriptor)
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     program, fns = step.compiled.lowered.split.program, step.compiled.fns
-    views = step.static.views(sizes)
+    views, name = step.static.views(sizes), key_name(mode, descriptor)
     inputs = step.binding.inputs(views, step.constants)
-    with step.fixed_ambient(), kept(views):  # the next batch may be there already
+    with step.fixed_ambient(), named_range(f"capture {name}"), kept(views):  # they may be in use
         try:
             first = step.guard(unpacker(step.static, step.ring, sizes), sizes)
             step.ring.put_padding(step.static.plan, descriptor.query_len or 0)

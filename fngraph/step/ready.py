@@ -150,7 +150,7 @@ class Handed(NamedTuple):
 
     batch: Any
     spec: BatchSpec
-    ready: Ready
+    ready: Ready | None  # None once it is forgotten
     room: Room
     taken: int
 

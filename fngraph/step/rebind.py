@@ -23,6 +23,7 @@ from fngraph.graphs.addresses import check_places, places
 from fngraph.graphs.watch import Watch
 from fngraph.stages import Compiled, trace_function
 from fngraph.step.binding import Binding
+from fngraph.step.call import forget
 from fngraph.step.given import Given, given, is_same, loaded, storages, write
 from fngraph.step.keys import capture_key
 from fngraph.step.ready import make_entry
@@ -75,7 +76,8 @@ def _rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
         _recapture(step, compiled, now)
     if moved:
         step.siblings.clear()  # what served another ambient state is made again when needed
-        step.hot.state = step.hot.handed = None
+        step.hot.state = None
+        forget(step)
 
 
 def _change(binding: Binding, one: Given, memory: set[int]) -> Change:
@@ -201,7 +203,7 @@ def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:
         torch.cuda.synchronize(step.recorder.device)  # a step in flight still reads its slot
     keys = list(step.replays)
     step.replays.clear()
-    step.ready.clear()
+    forget(step)
     treedefs, leaves = compiled.args.treedefs, binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in binding.spans.items()]
     outputs = "borrow" if step.borrow else "own"

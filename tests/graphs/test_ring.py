@@ -164,7 +164,7 @@ def test_a_host_batch_outlives_the_capture_of_its_own_key(recorder_name, device,
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("modes", ["FULL", "NONE"])
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE"])
 def test_a_host_batch_is_refused_after_its_step(recorder_name, device, modes):
     step, _, cache, _ = attending(recorder_name, device, modes=modes)
     like = toys.batch(3, 2, seed=1)
@@ -174,10 +174,19 @@ def test_a_host_batch_is_refused_after_its_step(recorder_name, device, modes):
         step(cache, first)
     third = fill(step.host_batch(like.spec), like)
     step(cache, third)
-    with pytest.raises(fg.errors.TreeError, match="earlier host_batch"):
-        step(cache, third)
-    with pytest.raises(fg.errors.TreeError, match="earlier host_batch"):
-        step(cache, second)
+    for old in (first, second, third):
+        with pytest.raises(fg.errors.TreeError, match="earlier host_batch"):
+            step(cache, old)
+
+
+def test_a_host_batch_that_fits_no_slot_has_memory_of_its_own(recorder_name, device):
+    step, params, cache, _ = attending(recorder_name, device, modes="NONE")
+    likes = [toys.batch(3, 2, seed=1), toys.batch(3, 2, seed=2)]
+    filled = [fill(step.host_batch(like.spec), like) for like in likes]
+    for like, batch in zip(likes, filled):
+        want, _ = toys.bare(toys.attend, params, cache, toys.on(like, device))
+        got, cache = step(cache, batch)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_handed_leaf_that_is_moved_is_followed(recorder_name, device):

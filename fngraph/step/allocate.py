@@ -17,9 +17,9 @@ from fngraph.graphs.staging import allocate
 from fngraph.stages import Compiled
 from fngraph.step.binding import assembler, bind
 from fngraph.step.captured import Captured
-from fngraph.step.changed_rows import Tables, make_tables
 from fngraph.step.guards import guarded
 from fngraph.step.ready import CALLED, Hot, make_entry
+from fngraph.step.tables import Tables, make_tables
 
 
 def check_outputs(outputs: str) -> None:

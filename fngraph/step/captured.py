@@ -36,13 +36,14 @@ from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
 from fngraph.step.call import call, host_batch
-from fngraph.step.changed_rows import ChangedRows, Tables, put_changed
+from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.inside import Times, show_ranges, times
 from fngraph.step.keys import capture_all
 from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.rebind import rebind
 from fngraph.step.slots import load_slot
 from fngraph.step.static_leaf import static_leaf
+from fngraph.step.tables import Tables, put_changed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ tree that holds the leaf has the new one, and every other function that reads it
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from fngraph.step.call import forget
 from fngraph.step.given import Given, given, is_same, loaded, storages, write
 from fngraph.step.keys import capture_key
 from fngraph.step.ready import make_entry
+from fngraph.step.tied import check_tied
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -56,7 +56,8 @@ def _rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
     memory = storages(binding.leaves)
     changes = {one.at: _change(binding, one, memory) for one in given(binding, arguments)}
     _check_the_rest(binding, changes)
-    _check_tied(binding, changes)
+    replaced = {at for at, change in changes.items() if change.replaces}
+    check_tied(binding, {at: change.one for at, change in changes.items()}, replaced)
     specs = {binding.indices[at]: change.spec for at, change in changes.items()}
     leaves = [
         dataclasses.replace(leaf, spec=specs.get(i, leaf.spec))
@@ -135,41 +136,6 @@ def _check_the_rest(binding: Binding, changes: Mapping[int, Change]) -> None:
         [binding.paths[i] for i in rest],
         "Rebind it too, step.rebind(params=params)",
     )  # fmt: skip
-
-
-def _check_tied(binding: Binding, changes: Mapping[int, Change]) -> None:
-    """Raise `TreeError` unless leaves that share memory are given the same, or share none of it."""
-    owners: dict[int, list[int]] = {}
-    for at, leaf in enumerate(binding.leaves):
-        owners.setdefault(leaf.untyped_storage().data_ptr(), []).append(at)
-    owners.pop(0, None)
-    for group in owners.values():
-        for a, b in itertools.combinations(group, 2):
-            if (a in changes or b in changes) and not _agree(binding, changes, a, b):
-                raise TreeError(
-                    f"{binding.paths[a]} and {binding.paths[b]} are one memory (tied weights), but "
-                    "would get different values. Give both the same tensor"
-                )
-
-
-def _agree(binding: Binding, changes: Mapping[int, Change], a: int, b: int) -> bool:
-    first, second = binding.leaves[a], binding.leaves[b]
-    if not is_same(first, second):
-        return not _cross(first, second)
-    if a not in changes or b not in changes:
-        return not any(changes[i].replaces for i in (a, b) if i in changes)
-    x, y = loaded(changes[a].one), loaded(changes[b].one)
-    alike = x.shape == y.shape and x.dtype is y.dtype
-    return is_same(x, y) or (alike and torch.equal(x, y.to(x.device)))
-
-
-def _cross(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views of one storage have an element in common."""
-    if a.dtype is not b.dtype:
-        return True
-    marks = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool, device="cpu")
-    marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
-    return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
 def _retraced(compiled: Compiled, leaves: Sequence[Leaf]) -> tuple[Compiled, bool]:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fngraph import core
 from fngraph.core import (
     BatchDescriptor,
@@ -277,6 +279,7 @@ def graphify(
     cost: Callable[[BatchDescriptor], float] | None = None,
     allow_copies: bool | int | None = None,
     on_ambient: str = "recapture",
+    generators: Iterable[torch.Generator] = (),
     guards: bool = False,
     **resolve: Any,
 ) -> Any:
@@ -311,6 +314,8 @@ def graphify(
         on_ambient: of a call under other autocast, default dtype, grad or inference mode, matmul
             precision, determinism, ... than the trace. Where forward computes the same under it,
             nothing happens; else "recapture", or "error", which raises `AmbientError`.
+        generators: what `forward` may draw from, `torch.rand(n, generator=g)`. A call advances them
+            as eager does at the padded size; seed them between calls.
         guards: for finding bugs, at some cost: padding rows, where no pad is declared or relied on,
             hold NaN or a copy of a true row; borrowed results are poisoned when the next guarded
             call on the pool begins, and to use one then is a `StaleError`.
@@ -323,7 +328,8 @@ def graphify(
             graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
             max_keys=max_keys, adapters=adapters, fields=fields, cost=cost,
-            allow_copies=allow_copies, on_ambient=on_ambient, guards=guards, **resolve,
+            allow_copies=allow_copies, on_ambient=on_ambient, generators=generators,
+            guards=guards, **resolve,
         )  # fmt: skip
     for name, backend in (backends or {}).items():
         primitive(name).backend(backend)  # unknown names fail here, where they are written
@@ -333,6 +339,10 @@ def graphify(
         raise TypeError(f'on_ambient={on_ambient!r}: "recapture" or "error"')
     if not isinstance(allow_copies, int | None) or (allow_copies or 0) < 0:
         raise DonationError(f"allow_copies={allow_copies!r}: True, False or a number of bytes")
+    generators = tuple(generators)
+    for generator in generators:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(f"generators={generator!r}: a tuple of torch.Generator, (g,)")
     options = Options(
         None if modes is None else Mode.parse(modes),
         None if sizes is None else tuple(sizes),
@@ -344,6 +354,7 @@ def graphify(
         resolve,
         COPY_LIMIT if allow_copies is None else allow_copies,
         on_ambient,
+        generators,
     )
     return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys, guards)
 

@@ -38,6 +38,7 @@ from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.dtypes import pin
+from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.refusals import Refusals
 from fngraph.fx.returns import match_donated
@@ -67,6 +68,7 @@ class Options:
         resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
         allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
         on_ambient: "recapture" or "error", for calls under other ambient state.
+        generators: those that `forward` may draw from.
     """
 
     modes: Mode | None = None
@@ -79,6 +81,7 @@ class Options:
     resolve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     allow_copies: bool | int = COPY_LIMIT
     on_ambient: str = "recapture"
+    generators: tuple[torch.Generator, ...] = ()
 
 
 def like(tree: Any) -> Any:
@@ -133,11 +136,14 @@ class Traced:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why anything is not as it was asked for: primitives that are no cuts."""
+        """What is not as it was asked for: primitives that are no cuts, streams that are one."""
         return tuple(
             f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
             "its plain torch ops are captured, there is no cut, and no backend is asked"
             for name, line in self.graph.inlined
+        ) + tuple(
+            f"{line}: the side stream is ignored: forward runs on one stream, in program order"
+            for line in self.graph.streams
         )
 
     def split(self) -> Split:
@@ -183,8 +189,12 @@ def trace_function(
         outputs, found["tree"] = trees.flatten(result)
         return outputs
 
-    with noted(ambient) as asked:
-        graph = trace(flat_fn, args.leaves, limits, found, refuse)
+    generators = options.generators
+    states = [g.get_state() for g in generators]
+    with noted(ambient) as asked, preserved(generators):
+        graph = trace(flat_fn, args.leaves, limits, found, refuse, generators)
+        with refuse.catching():
+            check_untouched(generators, states)
     with refuse.catching():
         pin(graph.gm, ambient.default_dtype)
     nodes = list(graph.gm.graph.nodes)
@@ -350,9 +360,11 @@ class Lowered:
     def compile(self) -> Compiled:
         """One callable for each distinct piece."""
         shared: dict[int, Callable[..., tuple[Any, ...]]] = {}
-        calls = iter(self.calls)
+        calls, generators = iter(self.calls), self.split.traced.options.generators
         fns = [
-            next(calls).compile() if isinstance(p, Cut) else shared.setdefault(id(p), _piece_fn(p))
+            next(calls).compile()
+            if isinstance(p, Cut)
+            else shared.setdefault(id(p), _piece_fn(p, generators))
             for p in self.split.pieces.parts
         ]
         return Compiled(self, tuple(fns))
@@ -373,14 +385,15 @@ class Lowered:
         )
 
 
-def _piece_fn(piece: Piece) -> Callable[..., tuple[Any, ...]]:
-    forward = piece.gm.forward  # not gm(...): nn.Module.__call__ takes some 3 us a piece
+def _piece_fn(piece: Piece, generators: Generators) -> Callable[..., tuple[Any, ...]]:
+    gm = with_generators(piece.gm, generators)
+    forward = gm.forward  # not gm(...): nn.Module.__call__ takes some 3 us a piece
 
     def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         try:
             return forward(sizes["T"], sizes["R"], *tensors)
         except Exception as error:
-            if (op := blame(piece.gm, error)) is not None:
+            if (op := blame(gm, error)) is not None:
                 error.add_note(f"in {op}")
             raise
 

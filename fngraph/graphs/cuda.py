@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.turn import Turn
+from fngraph.graphs.witness import Witness
 
 
 @contextlib.contextmanager
@@ -63,6 +65,15 @@ class CudaRecording:
         return read(self.graph.raw_cuda_graph())[1]
 
 
+def _graph(generators: Sequence[torch.Generator], keep_graph: bool = False) -> torch.cuda.CUDAGraph:
+    """A new graph, whose replays draw from `generators`."""
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+    with torch.inference_mode(False):  # it keeps a tensor for each, which every replay writes
+        for generator in generators:
+            graph.register_generator_state(generator)
+    return graph
+
+
 class CudaRecorder:
     """Captures on `device` into one private pool."""
 
@@ -93,19 +104,26 @@ class CudaRecorder:
             finally:  # or what undoes a failed warm-up would run before it
                 torch.cuda.current_stream().wait_stream(self.stream)
 
-    def record(self, fn: Callable[[], Any]) -> tuple[CudaRecording, Any]:
+    def record(
+        self,
+        fn: Callable[[], Any],
+        generators: Sequence[torch.Generator] = (),
+        watched: bool = True,
+    ) -> tuple[CudaRecording, Any]:
         """See `Recorder.record`."""
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("record() inside a capture; graphs do not nest")
-        graph = torch.cuda.CUDAGraph(keep_graph=True)  # to look inside; in host memory
+        graph = _graph(generators, keep_graph=True)  # to look inside; in host memory
         failure: BaseException | None = None
         result = None
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             with torch.cuda.stream(self.stream), torch.no_grad(), _gc_paused():
+                witness = Witness(self.device, sys._getframe().f_code) if watched else None
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
-                    result = fn()
+                    with witness or contextlib.nullcontext():
+                        result = fn()
                 except BaseException as error:
                     failure = error
                 try:
@@ -114,8 +132,10 @@ class CudaRecorder:
                         graph.capture_end()
                         graph.instantiate()
                 except RuntimeError as error:  # what fn did has invalidated the capture
+                    if witness and witness.aside and not failure:
+                        error.add_note(f"the last op on another stream is {witness.aside}")
                     failure = failure or error
-                    self._abandon(graph)
+                    self._abandon(graph, generators)
         if failure is not None:
             traceback.clear_frames(failure.__traceback__)  # or it keeps the pool's memory alive
             if not isinstance(failure, Exception):
@@ -125,7 +145,7 @@ class CudaRecorder:
             raise CaptureError(f"the capture failed: {describe(failure)}") from failure
         return CudaRecording(graph), result
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
         """Undo what a failed `capture_end` leaves behind up to torch 2.13, as far as one can.
 
         The device's allocator goes on allocating into the pool, which is ended here. So does the
@@ -141,10 +161,10 @@ class CudaRecorder:
         torch._C._cuda_releasePool(self.device.index, self.pool)
         _ABANDONED.append(graph)
         self.pool = torch.cuda.graph_pool_handle()
-        self._anchor = self._capture_nothing()
+        self._anchor = self._capture_nothing(generators)
 
-    def _capture_nothing(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def _capture_nothing(self, generators: Sequence[torch.Generator] = ()) -> torch.cuda.CUDAGraph:
+        graph = _graph(generators)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             one = torch.zeros(1, device=self.device)
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

@@ -9,10 +9,11 @@ import torch
 
 from fngraph.core import BatchDescriptor, HostBounds, Mode, key_sizes
 from fngraph.errors import CaptureError
+from fngraph.fx.generators import preserved
 from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.ranges import named_range
-from fngraph.graphs.recorder import describe
+from fngraph.graphs.recorder import current, describe
 from fngraph.graphs.staging import kept
 from fngraph.graphs.unpack import unpacker
 
@@ -44,9 +45,15 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     sizes = _sizes(step, descriptor)
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     program, fns = step.compiled.lowered.split.program, step.compiled.fns
-    views, name = step.static.views(sizes), key_name(mode, descriptor)
+    views = step.static.views(sizes)
     inputs = step.binding.inputs(views, step.constants)
-    with step.fixed_ambient(), named_range(f"capture {name}"), kept(views):  # they may be in use
+    generators = step.compiled.lowered.split.traced.options.generators
+    watched = all(m is not mode for m, _ in step.replays)  # the first key of its mode
+    named = named_range(f"capture {key_name(mode, descriptor)}")
+    with (
+        current(step.recorder.device), step.fixed_ambient(), named, preserved(generators),
+        kept(views),  # the next batch may be there already
+    ):  # fmt: skip
         try:
             first = step.guard(unpacker(step.static, step.ring, sizes), sizes)
             step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
@@ -58,7 +65,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
             warm_up(step.recorder, program, fns, inputs, _written(step), sizes, host)
             replay = capture(
                 step.recorder, program, fns, step.compiled.rows, inputs, mode, descriptor,
-                sizes, host, tuple(step.cut(step.outputs, sizes)), first,
+                sizes, host, tuple(step.cut(step.outputs, sizes)), first, generators, watched,
             )  # fmt: skip
         except Exception as error:  # whatever a backend or an op raises
             raise CaptureError(f"{mode} {descriptor}: {describe(error)}") from error

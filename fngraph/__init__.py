@@ -26,7 +26,7 @@ _EXPORTS = {
     "check": "check",
     "block": "fx.block", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
-    "Captured": "step.captured",
+    "Captured": "step.captured", "ChangedRows": "step.changed_rows",
 }  # fmt: skip
 _MODULES = ("core", "errors", "ops", "fx", "graphs", "report", "testing", "integrations")
 

@@ -111,6 +111,10 @@ class TransformError(FnGraphError, NotImplementedError):
     """A gradient or a `torch.func` transform through a primitive that has no rule for it."""
 
 
+class StaleError(FnGraphError, RuntimeError):
+    """A borrowed result is used after a later call of its pool; seen under `guards=True`."""
+
+
 class CaptureError(FnGraphError, RuntimeError):
     """A graph that could not be captured. Pool and donated state are as they were before."""
 

@@ -37,7 +37,7 @@ from fngraph.fx.leaves import Role
 from fngraph.fx.purity import is_tracing
 from fngraph.fx.refusals import Refusals
 from fngraph.fx.signature import Names, signature
-from fngraph.graphs.recorder import check_name
+from fngraph.graphs.recorder import Recorder, check_name
 from fngraph.ops.primitive import primitive
 from fngraph.stages import Options, Traced, trace_function
 from fngraph.step.allocate import check_outputs
@@ -58,10 +58,11 @@ class Graphified:
         recorder: str | None,
         outputs: str,
         max_keys: int,
+        guards: bool,
     ) -> None:
         functools.update_wrapper(self, fn)
         self.options, self.limits, self.recorder, self.outputs = options, limits, recorder, outputs
-        self.max_keys = max_keys
+        self.max_keys, self.guards = max_keys, guards
         self.signature = signature(fn, donate, stage)
         check_outputs(outputs)
         check_name(recorder)
@@ -104,7 +105,9 @@ class Graphified:
         compiled = self.trace(*bound, batch=values[staged], limits=limits).split().lower().compile()
         others = list(self._captured.values())  # exact shapes share one pool
         recorder = others[-1].recorder if others else self.recorder
-        return compiled.capture(*bound, recorder=recorder, outputs=self.outputs, lazy=True)
+        return compiled.capture(
+            *bound, recorder=recorder, outputs=self.outputs, lazy=True, guards=self.guards
+        )
 
     def trace(self, *bound: Any, batch: Any = None, limits: Limits | None = None) -> Traced:
         """Trace over held and donated arguments (tensors or `fg.like` specs), in order.
@@ -199,15 +202,18 @@ class Bound:
         self,
         *donated: Any,
         outputs: str | None = None,
-        recorder: str | None = None,
+        recorder: str | Recorder | None = None,
         progress: bool = True,
         batch: Any = None,
+        guards: bool | None = None,
     ) -> Captured:
         """Trace, lower, compile and capture every key: `capture(cache, limits)`.
 
         Args:
             donated: the donated arguments in order, then `fg.Limits` (unless graphify has them).
             outputs: "own" or "borrow"; None: as graphify was told.
+            recorder: a name; or another step's, `recorder=step.recorder`, to share its pool.
+            guards: poison padding and expired results; None: as graphify was told.
             progress: show a progress bar.
 
         Raises:
@@ -229,7 +235,7 @@ class Bound:
         compiled = fn.trace(*bound, batch=batch, limits=limits).split().lower().compile()
         return compiled.capture(
             *bound, recorder=recorder or fn.recorder, outputs=outputs or fn.outputs,
-            progress=progress,
+            progress=progress, guards=fn.guards if guards is None else guards,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -274,6 +280,7 @@ def graphify(
     allow_copies: bool | int | None = None,
     on_ambient: str = "recapture",
     generators: Iterable[torch.Generator] = (),
+    guards: bool = False,
     **resolve: Any,
 ) -> Any:
     """Turn a pure function into one that runs each batch as CUDA graphs.
@@ -309,6 +316,9 @@ def graphify(
             nothing happens; else "recapture", or "error", which raises `AmbientError`.
         generators: what `forward` may draw from, `torch.rand(n, generator=g)`. A call advances them
             as eager does at the padded size; seed them between calls.
+        guards: for finding bugs, at some cost: padding rows, where no pad is declared or relied on,
+            hold NaN or a copy of a true row; borrowed results are poisoned when the next guarded
+            call on the pool begins, and to use one then is a `StaleError`.
 
     Raises:
         ModesError, TreeError, BackendError, DonationError: an option that names nothing.
@@ -318,7 +328,8 @@ def graphify(
             graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
             max_keys=max_keys, adapters=adapters, fields=fields, cost=cost,
-            allow_copies=allow_copies, on_ambient=on_ambient, generators=generators, **resolve,
+            allow_copies=allow_copies, on_ambient=on_ambient, generators=generators,
+            guards=guards, **resolve,
         )  # fmt: skip
     for name, backend in (backends or {}).items():
         primitive(name).backend(backend)  # unknown names fail here, where they are written
@@ -345,7 +356,7 @@ def graphify(
         on_ambient,
         generators,
     )
-    return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys)
+    return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys, guards)
 
 
 class _Callable(ModuleType):

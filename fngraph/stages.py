@@ -424,6 +424,7 @@ class Compiled:
         outputs: str = "own",
         progress: bool = False,
         lazy: bool = False,
+        guards: bool = False,
     ) -> Captured:
         """Bind the held and donated arguments (in `forward`'s order) and capture every key.
 
@@ -432,6 +433,7 @@ class Compiled:
             outputs: "own": results are the caller's; "borrow": views, good until the next call.
             progress: show a progress bar.
             lazy: capture each key when it is first dispatched to, not now.
+            guards: poison padding and expired results, to find what reads them.
 
         Raises:
             AliasError: a donated leaf shares its storage with another leaf.
@@ -440,7 +442,7 @@ class Compiled:
         """
         from fngraph.step.allocate import bind_and_allocate
 
-        captured = bind_and_allocate(self, bound, recorder, outputs).under_ambient()
+        captured = bind_and_allocate(self, bound, recorder, outputs, guards).under_ambient()
         if not lazy:
             captured.capture_all(progress=progress)
         return captured

@@ -98,12 +98,14 @@ class Buffer:
         pad: the number in every row beyond the batch's own, or "stride": (R + 1,) offsets that go
             on with stride query_len in a uniform key and repeat the last one in a mixed key.
         pad_given: whether the declaration says it; a row that padding writes to must be said.
+        changed: whether a batch may bring an `fg.ChangedRows` in place of the whole leaf.
     """
 
     dims: tuple[Dim, ...]
     dtype: str
     pad: int | float | bool | str = 0
     pad_given: bool = True
+    changed: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -113,6 +115,11 @@ class Buffer:
                 raise FieldError(f"pad={self.pad!r}: a number, or 'stride' for query_start_loc")
             if [d.text for d in self.dims] != ["R + 1"]:
                 raise FieldError("pad='stride' is for offsets of dims 'R + 1'")
+        if self.changed and [d.text for d in self.dims[:1]] != ["R"]:
+            raise FieldError(
+                f"rows='changed' is for a table with a row for each request, dims such as 'R B', "
+                f"not {' '.join(map(str, self.dims))!r}"
+            )
         moving = [d for d in self.dims[1:] if d.letters & {"T", "R"}]
         if moving:
             raise FieldError(
@@ -172,18 +179,26 @@ def plan_buffers(fields: Mapping[str, Buffer], top: Mapping[str, int]) -> Buffer
     return BufferPlan(tuple(planned), dict(top))
 
 
-def buffer(dims: str, dtype: str, *, pad: int | float | bool | str | None = None) -> Any:
+def buffer(
+    dims: str, dtype: str, *, pad: int | float | bool | str | None = None, rows: str = "all"
+) -> Any:
     """Declare a staged leaf of an `fg.struct`.
 
     Args:
         dims: e.g. "T", "R + 1", "R B"; see the module's first lines.
         dtype: torch's name, e.g. "int32".
         pad: see `Buffer`; left out: 0.
+        rows: "all", or "changed" for tables with a row for each request, such as block tables: a
+            step may be told just those that changed since the step before, by `fg.ChangedRows`.
 
     Raises:
         FieldError: a bad declaration, where it is written.
     """
-    declared = Buffer(parse_dims(dims), dtype, 0 if pad is None else pad, pad is not None)
+    if rows not in ("all", "changed"):
+        raise FieldError(f'rows={rows!r}: "all" or "changed"')
+    declared = Buffer(
+        parse_dims(dims), dtype, 0 if pad is None else pad, pad is not None, rows == "changed"
+    )
     return dataclasses.field(metadata={"fngraph": declared})
 
 

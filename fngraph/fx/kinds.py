@@ -45,6 +45,8 @@ def _subclass(cls: Any) -> str | None:
     functions = (plain.__func__, _disabled_torch_function_impl)
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
     dispatch = getattr(cls, "__torch_dispatch__", _disabled_torch_dispatch_impl)
+    if getattr(cls, "is_plain_memory", False):  # a borrowed result
+        return None
     if function in functions and dispatch is _disabled_torch_dispatch_impl:
         return None
     return (
@@ -66,7 +68,7 @@ def check_memory(path: str, tensor: torch.Tensor, donated: bool) -> None:
             'like, but bind real tensors: module.to_empty(device="cpu"), torch.empty_like(x, '
             'device="cpu")'
         )
-    if donated and _overlaps(tensor):
+    if donated and overlaps(tensor):
         raise AliasError(
             f"{path} is donated, but its elements share memory (strides {tensor.stride()} of "
             f"shape {tuple(tensor.shape)}, from expand or as_strided), so it cannot be written "
@@ -74,7 +76,7 @@ def check_memory(path: str, tensor: torch.Tensor, donated: bool) -> None:
         )
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: torch.Tensor) -> bool:
     """Whether some stride is within the reach of the smaller ones."""
     reach = 1
     dims = [(s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1]

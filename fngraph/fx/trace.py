@@ -91,10 +91,13 @@ def _signature(graph: Graph) -> list[Any]:
     def plain(x: Any) -> Any:
         return fx.node.map_arg(x, lambda node: f"%{names[node]}")
 
+    def dtype(node: fx.Node) -> str:
+        unread = node.op == "placeholder" and not node.users
+        return "" if unread else str(getattr(node.meta.get("val"), "dtype", ""))
+
     values = [
         (node.op, str(node.target) if node.op == "call_function" else "", str(plain(node.args)),
-         str(plain(dict(node.kwargs))), str(getattr(node.meta.get("val"), "dtype", "")),
-         drawn(node))
+         str(plain(dict(node.kwargs))), dtype(node), drawn(node))
         for node in names
     ]  # fmt: skip
     return [values, graph.guards, len(graph.constants)]

@@ -28,7 +28,7 @@ def part(recorded: Places, span: slice) -> Places:
     return recorded[0][span], recorded[1][span], recorded[2][span]
 
 
-WRITE = "Write into it instead, old.copy_(new), or bind and capture again"
+WRITE = "Write into it instead, old.copy_(new) or step.rebind(...), or bind and capture again"
 
 
 def check_places(

@@ -22,6 +22,7 @@ import torch
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.cuda_nodes import read
 from fngraph.graphs.inside import Node
+from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import Witness
@@ -86,6 +87,7 @@ class CudaRecorder:
             )
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
+        self.loans = Loans()
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()

@@ -15,6 +15,7 @@ import torch
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.inside import Node
+from fngraph.graphs.loans import Loans
 from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import raised_at
 
@@ -47,6 +48,7 @@ class Recorder(Protocol):
 
     name: str
     device: torch.device
+    loans: Loans  # of borrowed results, where functions are guarded
     turn: Turn
 
     def warm_up(self, fn: Callable[[], Any]) -> None:

@@ -24,6 +24,7 @@ from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs import tape_nodes
 from fngraph.graphs.arena import POISON, Arena, subtract
 from fngraph.graphs.inside import Node
+from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.tape_nodes import Call
 from fngraph.graphs.turn import Turn
@@ -93,6 +94,7 @@ class TapeRecorder:
             raise CaptureError(f'recorder "tape" records on the CPU, not on {device}')
         self.device = device
         self.arena = Arena()
+        self.loans = Loans()
         self.turn = Turn(device)
 
     def warm_up(self, fn: Callable[[], Any]) -> None:

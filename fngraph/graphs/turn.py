@@ -6,9 +6,10 @@ apart, on the device a step on another stream than the last one's waits for that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -35,6 +36,15 @@ class Turn:
     def is_here(self) -> bool:
         """Whether the caller's current device is the pool's, as launches of Triton's want it."""
         return self.device.type != "cuda" or torch._C._cuda_getDevice() == self.device.index
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Work between two steps, on the caller's stream: after the last one, alone."""
+        with self.lock:
+            stream = self.current()
+            if stream != self.stream:
+                self.order(stream)
+            yield
 
     def order(self, stream: int) -> None:
         """Go on from `stream`, once what the last step launched elsewhere is done.

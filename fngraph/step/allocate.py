@@ -17,7 +17,9 @@ from fngraph.graphs.staging import allocate
 from fngraph.stages import Compiled
 from fngraph.step.binding import assembler, bind
 from fngraph.step.captured import Captured
+from fngraph.step.guards import guarded
 from fngraph.step.ready import CALLED, Hot, make_entry
+from fngraph.step.tables import Tables, make_tables
 
 
 def check_outputs(outputs: str) -> None:
@@ -49,15 +51,23 @@ def sibling(step: Captured, ambient: Ambient) -> Captured:
     treedefs, leaves = step.compiled.args.treedefs, step.binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in step.binding.spans.items()]
     outputs = "borrow" if step.borrow else "own"
-    made = bind_and_allocate(compiled, values, step.recorder, outputs)
+    made = bind_and_allocate(compiled, values, step.recorder, outputs, step.guards, step.tables)
     return dataclasses.replace(made, stats=step.stats, siblings=step.siblings)
 
 
 @torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in
 def bind_and_allocate(
-    compiled: Compiled, values: Sequence[Any], recorder: str | Recorder | None, outputs: str
+    compiled: Compiled,
+    values: Sequence[Any],
+    recorder: str | Recorder | None,
+    outputs: str,
+    guards: bool = False,
+    tables: Tables | None = None,
 ) -> Captured:
     """A `Captured` with nothing captured yet: leaves bound, static buffers allocated.
+
+    Args:
+        tables: those of the step that this one stands in for.
 
     Raises:
         TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
@@ -79,8 +89,14 @@ def bind_and_allocate(
     assemble = assembler(
         traced.args, traced.out_tree, traced.returns, traced.args.signature.positions(*CALLED)
     )
-    return Captured(
+    entry = make_entry(compiled.args, binding)
+    tables = tables or make_tables(compiled.args, lowered.limits, made.device)
+    if tables is not None:
+        entry = dataclasses.replace(entry, leaves=tables.reader(compiled.args, entry.leaves))
+        assemble = tables.assembler(assemble)
+    step = Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
-        Stats(), make_entry(compiled.args, binding),
-        make_ring(lowered.plan, made.device), {}, Hot(plain_state(made.device.type)),
+        Stats(), entry, make_ring(lowered.plan, made.device), {},
+        Hot(plain_state(made.device.type)), tables=tables,
     )  # fmt: skip
+    return guarded(step) if guards else step

@@ -125,8 +125,9 @@ def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
     if leaves is None:
         return None
     batch = step.compiled.args.batch_over(leaves)
+    frozen = is_frozen(batch) and step.tables is None  # whose rows are also device state
     place, words = step.ring.place(slot), step.ring.pack(ready.words, leaves)
-    room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), is_frozen(batch), place, words)
+    room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), frozen, place, words)
     return room
 
 

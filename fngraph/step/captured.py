@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,14 @@ from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
 from fngraph.step.call import call, host_batch
+from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.inside import Times, show_ranges, times
 from fngraph.step.keys import capture_all
 from fngraph.step.ready import Entry, Hot, Ready
+from fngraph.step.rebind import rebind
+from fngraph.step.slots import load_slot
+from fngraph.step.static_leaf import static_leaf
+from fngraph.step.tables import Tables, put_changed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +57,7 @@ class Captured:
         replays: what has been captured.
         siblings: the step for each ambient state that calls have come under; itself for its own.
         stats: what ran, counted.
+        tables: of the batch's leaves that are device state, `rows="changed"`.
     """
 
     compiled: Compiled
@@ -69,6 +75,7 @@ class Captured:
     ready: dict[tuple[Any, ...], Ready]
     hot: Hot
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
+    tables: Tables | None = None
 
     @property
     def table(self) -> DispatchTable:
@@ -79,6 +86,15 @@ class Captured:
     def limits(self) -> Limits:
         """The bounds of every step."""
         return self.compiled.lowered.limits
+
+    @property
+    def guards(self) -> bool:
+        """Whether padding and expired results are poisoned."""
+        return False
+
+    def guard(self, first: Callable[[], None], sizes: Mapping[str, int]) -> Callable[[], None]:
+        """What a key's first node is; a guarded step adds to it."""
+        return first
 
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as."""
@@ -105,15 +121,87 @@ class Captured:
             step = self.siblings[ambient] = sibling(self, ambient)
         return step
 
-    def host_batch(self, spec: BatchSpec) -> Any:
+    def host_batch(self, spec: BatchSpec, **changed: ChangedRows) -> Any:
         """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
 
         Its contents are whatever was last in the slot. It is good for one step, the next one.
 
+        Args:
+            changed: for fields with rows="changed", what takes the place of the whole leaf.
+
         Raises:
-            TreeError: a function without a spec, whose batches have exact shapes.
+            TreeError: a function without a spec, whose batches have exact shapes; or a field that
+                takes no `ChangedRows`.
         """
-        return host_batch(self, spec)
+        batch = host_batch(self, spec)
+        if changed:
+            put_changed(self.tables, batch, changed)
+        return batch
+
+    def static_buffer(self, descriptor: BatchDescriptor, leaf: str) -> torch.Tensor:
+        """The static buffer of a batch leaf as a key reads it: its leading rows, on the device.
+
+        What writes there (a receive from another rank, the kernel that samples) need not be
+        copied: pass the true rows of it as the leaf, of a batch that runs as that key.
+
+            key = step.dispatch(spec).descriptor
+            x = step.static_buffer(key, "hidden")[: spec.num_tokens]
+            dist.recv(x, src=rank - 1)
+            step(cache, Batch(hidden=x, ..., spec=spec))
+
+        Pass its leading rows, from the first one on, and write it on the stream of the steps (or
+        one that waits for it): the step before still reads it. Padding is written beyond the true
+        rows. The buffers are those of the current ambient state (autocast, ...), and new ones
+        after a `rebind` that captured again.
+
+        Args:
+            leaf: the field's name, or the path: "hidden" or "batch.hidden".
+
+        Raises:
+            SpecError: not a key of the table. TreeError: no such leaf.
+        """
+        return static_leaf(self.under_ambient(), descriptor, leaf)
+
+    def rebind(self, **held: Any) -> None:
+        """New values for held arguments: `step.rebind(params=new)`.
+
+        All is checked first; then leaf by leaf is copied into the bound one, without a second copy
+        of the model. A leaf of another shape or dtype gets the new tensor's memory instead, in
+        every tree that holds it; if `forward` reads it, it is traced again, and the keys that were
+        captured are captured again. Another function that reads it raises `AddressError` at its
+        next call, until it is rebound too: `other.rebind(params=params)`.
+
+        Args:
+            held: by name, a tree of the bound structure, on any device; or a mapping from some
+                paths, as errors write them, to tensors: {"params['head']": x}. It may load what it
+                is asked for from a file; each is asked for twice, to check and to copy.
+
+        Raises:
+            TreeError: another structure, an unknown path, no tensor, or different values for
+                leaves that share memory.
+            AddressError: a leaf that is not given has moved.
+            FnGraphError: `forward` refuses the new shapes. Nothing has been written.
+            CaptureError: a key cannot be captured again; the others are, or will be when needed.
+        """
+        rebind(self, held)
+
+    def load_slot(self, slot: int, **held: Any) -> None:
+        """Write an adapter into a slot of stacked leaves: `step.load_slot(3, adapters=tree)`.
+
+        Leaf k of the tree goes into `leaf_k[slot]` of the bound one. Nothing is captured again;
+        rows of a batch that use the slot compute with the new values from the next call on.
+
+        Args:
+            slot: along the first dim of each leaf.
+            held: by name, a tree of the bound structure with leaves of one slot, on any device; or
+                a mapping from some paths to tensors, as `rebind` takes.
+
+        Raises:
+            TreeError: another structure, a slot that is none, or another shape or dtype. Nothing
+                has been written.
+            AddressError: a bound leaf has moved.
+        """
+        load_slot(self, slot, held)
 
     def capture_all(self, progress: bool = False) -> None:
         """Capture every key of the table that is not yet, largest first.
@@ -125,7 +213,7 @@ class Captured:
 
     @contextlib.contextmanager
     def fixed_ambient(self) -> Iterator[None]:
-        """The caller's autocast, gradients and current device change nothing: the trace has decided."""
+        """The caller's autocast, gradients and device change nothing: the trace has decided."""
         device = self.recorder.device.type
         current = (
             torch.cuda.device(self.recorder.device)

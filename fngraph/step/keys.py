@@ -14,6 +14,7 @@ from fngraph.graphs.capture import Replay, capture, warm_up
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import current, describe
+from fngraph.graphs.staging import kept
 from fngraph.graphs.unpack import unpacker
 
 if TYPE_CHECKING:
@@ -44,13 +45,17 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     sizes = _sizes(step, descriptor)
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     program, fns = step.compiled.lowered.split.program, step.compiled.fns
-    inputs = step.binding.inputs(step.static.views(sizes), step.constants)
+    views = step.static.views(sizes)
+    inputs = step.binding.inputs(views, step.constants)
     generators = step.compiled.lowered.split.traced.options.generators
     watched = all(m is not mode for m, _ in step.replays)  # the first key of its mode
     named = named_range(f"capture {key_name(mode, descriptor)}")
-    with current(step.recorder.device), step.fixed_ambient(), named, preserved(generators):
+    with (
+        current(step.recorder.device), step.fixed_ambient(), named, preserved(generators),
+        kept(views),  # the next batch may be there already
+    ):  # fmt: skip
         try:
-            first = unpacker(step.static, step.ring, sizes)
+            first = step.guard(unpacker(step.static, step.ring, sizes), sizes)
             step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
             try:
                 first()

@@ -1,0 +1,110 @@
+"""Values for held leaves, as a tree or by path: matched with the leaves, and loaded one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fngraph.core import trees
+from fngraph.errors import TreeError
+from fngraph.fx.kinds import check_memory
+from fngraph.fx.leaves import Role, TensorSpec
+from fngraph.step.binding import flatten_as
+
+if TYPE_CHECKING:
+    from fngraph.step.binding import Binding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A new value for the held leaf at `at` of the binding; `load` may read it from a file."""
+
+    at: int
+    path: str
+    load: Callable[[], torch.Tensor]
+
+
+def given(binding: Binding, arguments: Mapping[str, Any]) -> list[Given]:
+    """The held leaves that `arguments` has values for.
+
+    Args:
+        arguments: by name of a held parameter, a tree of the bound structure, or a mapping from
+            some of its paths, as errors write them (`params["layers"][0].wq`), to tensors.
+
+    Raises:
+        TreeError: an argument that is not held, another structure, or a path that is none.
+    """
+    signature = binding.args.signature
+    held = {signature.names[i]: i for i in signature.positions(Role.HELD)}
+    found: list[Given] = []
+    for name, value in arguments.items():
+        if name not in held:
+            raise TreeError(f"{name!r} is not held; held are {list(held)}")
+        span = binding.spans[held[name]]
+        places = dict(zip(binding.paths[span], range(span.start, span.stop)))
+        if isinstance(value, Mapping) and _is_by_path(value, places, name):
+            get = value.__getitem__
+            found += [Given(places[path], path, partial(get, path)) for path in value]
+            continue
+        trees.register_dataclasses(value)
+        flat = flatten_as(binding.args, held[name], value)
+        found += [
+            Given(at, path, partial(_itself, x)) for (path, at), x in zip(places.items(), flat)
+        ]
+    return found
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _is_by_path(value: Mapping[Any, Any], places: Mapping[str, int], name: str) -> bool:
+    """Whether the keys are paths: each begins with the argument's own name."""
+
+    def is_path(key: Any) -> bool:
+        return key in places or (isinstance(key, str) and key.startswith((f"{name}[", f"{name}.")))
+
+    if not value or not all(map(is_path, value)):
+        return False
+    unknown = [path for path in value if path not in places]
+    if unknown:
+        some = ", ".join(list(places)[:3])
+        raise TreeError(f"no such leaves: {', '.join(unknown)}. Paths are written {some}, ...")
+    return True
+
+
+def loaded(one: Given) -> torch.Tensor:
+    """The value: a tensor with memory.
+
+    Raises:
+        TreeError: it is none.
+    """
+    value = one.load()
+    if not isinstance(value, torch.Tensor):
+        raise TreeError(f"{one.path}: expected a tensor, got {type(value).__name__}")
+    check_memory(one.path, value, donated=False)
+    return value
+
+
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of one memory, read alike."""
+    return (
+        a.device == b.device
+        and a.data_ptr() == b.data_ptr()
+        and TensorSpec.of(a) == TensorSpec.of(b)
+    )
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Addresses of the memory that tensors are in."""
+    return {x.untyped_storage().data_ptr() for x in tensors} - {0}
+
+
+def write(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy into a held leaf where it is, whatever mode the caller or the leaf is in."""
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.detach().copy_(value)

@@ -1,0 +1,341 @@
+"""`step.rebind`: the next call computes with the new weights, on every key and in every mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.core import trees
+from fngraph.errors import AddressError, CaptureError, TreeError
+from fngraph.step import keys, rebind as rebinding
+
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+BATCHES = [toys.batch(3, 2, seed=1), toys.decode(2, seed=2), toys.batch(5, 4, seed=3)]
+
+
+def moved(tree: Any, device: Any) -> Any:
+    """The tree on a device."""
+    return trees.map_leaves(lambda x: x.to(device), tree)
+
+
+def make(fn: Any, params: Any, cache: Any, device: Any, **options: Any) -> Any:
+    """A captured step over the toys' limits."""
+    fast = fg.graphify(fn, donate=1, stage="batch", sizes=toys.SIZES, **options)
+    recorder = "tape" if device.type == "cpu" else "cuda"
+    return fast.bind(params).capture(cache, toys.LIMITS, progress=False, recorder=recorder)
+
+
+def check(step: Any, fn: Any, params: Any, cache: Any, device: Any) -> None:
+    """Several keys against bare forward with `params`."""
+    for batch in BATCHES:
+        batch = toys.on(batch, device)
+        want, after = toys.bare(fn, params, cache, batch)
+        got, _ = step(cache, batch)
+        toys.assert_trees((got, cache), (want, after), **CLOSE)
+
+
+def pointers(tree: Any) -> list[int]:
+    """Addresses of the leaves."""
+    return [x.data_ptr() for x in toys.leaves(tree)]
+
+
+# --- the same shapes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_the_next_call_computes_with_the_new_weights(device, modes: str, where: str):
+    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
+    step = make(toys.attend, params, cache, device, modes=modes)
+    check(step, toys.attend, params, cache, device)
+    addresses, replays = pointers(params), dict(step.replays)
+    new = toys.attention_params(seed=7, device=device if where == "device" else "cpu")
+    assert step.rebind(params=new) is None
+    assert pointers(params) == addresses and step.replays == replays
+    toys.assert_trees(params, moved(new, device))
+    check(step, toys.attend, moved(new, device), cache, device)
+
+
+class Files(Mapping[str, Tensor]):
+    """Leaves that are made when they are asked for."""
+
+    def __init__(self, tree: Any) -> None:
+        flat, treedef = trees.flatten(tree)
+        self.found, self.asked = dict(zip(trees.paths(treedef, "params"), flat)), 0
+
+    def __getitem__(self, path: str) -> Tensor:
+        self.asked += 1
+        return self.found[path].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+
+def test_leaves_by_path_are_loaded_one_by_one(device):
+    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
+    step = make(toys.attend, params, cache, device)
+    new = toys.attention_params(seed=7)
+    files = Files(new)
+    step.rebind(params=files)
+    assert files.asked == 2 * len(files)
+    check(step, toys.attend, moved(new, device), cache, device)
+    head = torch.ones_like(new["head"])
+    step.rebind(params={"params['head']": head})
+    check(step, toys.attend, moved({**new, "head": head}, device), cache, device)
+
+
+def test_parameters_and_inference_tensors_are_rebound_in_any_mode(device):
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with torch.inference_mode(mode is torch.no_grad):
+            params = moved(toys.tally_params(), device)
+        if mode is not torch.no_grad:
+            params["w"].requires_grad_()
+        state = moved(toys.tally_state(), device)
+        step = make(toys.tally, params, state, device)
+        with mode():
+            for shape in (8, 5):
+                new = {"w": torch.full((toys.V, shape), 2.0)}
+                new["w"].requires_grad_(not torch.is_inference_mode_enabled())
+                if shape == 8:
+                    step.rebind(params=new)
+        check(step, toys.tally, moved({"w": torch.full((toys.V, 8), 2.0)}, device), state, device)
+
+
+def test_leaves_may_change_places_with_one_another(device):
+    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
+    first, second = params["layers"]
+    want = toys.clone({**params, "layers": [second, first]})
+    step = make(toys.attend, params, cache, device)
+    step.rebind(params={**params, "layers": [second, first]})
+    toys.assert_trees(params, want)
+    check(step, toys.attend, want, cache, device)
+
+
+# --- nothing is written if one is wrong -----------------------------------------------------------
+
+BAD: dict[str, tuple[Any, list[str]]] = {
+    "another structure": (lambda p: {**p, "bias": p["head"]}, ["params['bias']"]),
+    "a leaf missing": (lambda p: {"embed": p["embed"], "layers": p["layers"]}, ["params['head']"]),
+    "a number": (lambda p: {**p, "head": 3}, ["params['head']", "int"]),
+    "an unknown path": (lambda p: {"params['head']": p["head"], "params['x']": p["head"]},
+                        ["params['x']", "params['embed']"]),
+    "no tensor by path": (lambda p: {"params['embed']": p["embed"], "params['head']": 3},
+                          ["params['head']", "int"]),
+    "a sparse one": (lambda p: {**p, "head": p["head"].to_sparse()}, ["params['head']", "dense"]),
+    "no memory": (lambda p: {**p, "head": p["head"].to("meta")}, ["params['head']", "meta"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_nothing_is_written_if_one_is_wrong(device, what: str):
+    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
+    step, before = make(toys.attend, params, cache, device), toys.clone(params)
+    change, words = BAD[what]
+    with pytest.raises(TreeError) as error:
+        step.rebind(params=change(moved(toys.attention_params(seed=7), device)))
+    assert [word for word in words if word not in str(error.value)] == []
+    toys.assert_trees(params, before)
+    check(step, toys.attend, before, cache, device)
+
+
+def test_shapes_that_forward_cannot_take_are_refused_before_a_write(device):
+    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
+    step, before = make(toys.attend, params, cache, device), toys.clone(params)
+    new = {**toys.attention_params(seed=7), "head": torch.ones(toys.E + 1, toys.V)}
+    with pytest.raises(Exception, match="reduction dim"):
+        step.rebind(params=new)
+    toys.assert_trees(params, before)
+    check(step, toys.attend, before, cache, device)
+
+
+@pytest.mark.parametrize("name", ["cache", "weights", "batch"])
+def test_only_held_arguments_can_be_rebound(name: str):
+    params, cache = toys.attention_params(), toys.attention_cache()
+    step = make(toys.attend, params, cache, torch.device("cpu"))
+    with pytest.raises(TreeError, match=f"'{name}' is not held.*params"):
+        step.rebind(**{name: params})
+
+
+def tied(params: Any, state: Any, batch: toys.Batch) -> tuple[Tensor, Any]:
+    """Logits by the embedding's own table."""
+    x_TE = params["embed"][batch.token_ids]
+    return x_TE @ params["head"].t(), state
+
+
+def test_tied_leaves_stay_tied(device):
+    table = torch.rand(toys.V, toys.E, device=device)
+    params, state = {"embed": table, "head": table.view(toys.V, toys.E)}, {}
+    step = make(tied, params, state, device)
+    new = torch.rand(toys.V, toys.E)
+    for given in ({"embed": new, "head": new}, {"embed": new, "head": new.clone()}):
+        step.rebind(params=given)
+        check(step, tied, moved(given, device), state, device)
+    before = table.clone()
+    with pytest.raises(TreeError, match=r"embed.*head.*one memory"):
+        step.rebind(params={"embed": new + 1, "head": new + 2})
+    with pytest.raises(TreeError, match=r"embed.*head.*one memory"):
+        step.rebind(params={"params['head']": new.double()})
+    assert torch.equal(table, before)
+    step.rebind(params={"params['head']": new + 3})  # one memory: it is both
+    check(step, tied, moved({"embed": new + 3, "head": new + 3}, device), state, device)
+
+
+def test_views_of_one_storage_that_share_nothing_are_not_tied(device):
+    both = torch.rand(2 * toys.V, toys.E, device=device)
+    columns = torch.rand(toys.V, 2 * toys.E, device=device)
+    pairs = [(both[: toys.V], both[toys.V :]), (columns[:, ::2], columns[:, 1::2])]
+    for embed, head in pairs:
+        step = make(tied, {"embed": embed, "head": head}, {}, device)
+        new = {"embed": torch.rand(toys.V, toys.E), "head": torch.rand(toys.V, toys.E)}
+        step.rebind(params=new)
+        check(step, tied, moved(new, device), {}, device)
+    over = {"embed": both[: toys.V], "head": both[1 : toys.V + 1]}
+    step = make(tied, over, {}, device)
+    with pytest.raises(TreeError, match="one memory"):
+        step.rebind(params=new)
+
+
+# --- other shapes and dtypes ----------------------------------------------------------------------
+
+
+def headed(params: Any, state: Any, batch: toys.Batch) -> tuple[Tensor, Any]:
+    """Logits of a head of any width; one leaf is not read."""
+    x_TE = params["embed"][batch.token_ids].to(params["head"].dtype)
+    real_T = (batch.slot_mapping >= 0).long()
+    return x_TE @ params["head"], {"seen": state["seen"].index_add(0, batch.token_ids, real_T)}
+
+
+def headed_params(width: int = 3, **to: Any) -> dict[str, Tensor]:
+    """Weights of `headed`."""
+    made = {"embed": torch.rand(toys.V, toys.E), "head": torch.rand(toys.E, width),
+            "unread": torch.zeros(2)}  # fmt: skip
+    return {name: x.to(**to) for name, x in made.items()}
+
+
+def headed_state(device: Any) -> dict[str, Tensor]:
+    """State of `headed`."""
+    return {"seen": torch.zeros(toys.V, dtype=torch.int64, device=device)}
+
+
+@pytest.mark.parametrize("modes", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_another_shape_or_dtype_is_captured_again(device, modes: str, dtype: torch.dtype):
+    params, state = headed_params(device=device), headed_state(device)
+    step = make(headed, params, state, device, modes=modes)
+    check(step, headed, params, state, device)
+    keys, old = list(step.replays), list(step.replays.values())
+    new = {**headed_params(3 if dtype is torch.float64 else 5)}
+    new["head"] = new["head"].to(dtype)
+    step.rebind(params=new)
+    assert list(step.replays) == keys and not any(r in old for r in step.replays.values())
+    toys.assert_trees(params, moved(new, device))  # the tree that was bound holds the new ones
+    check(step, headed, params, state, device)
+    params["head"].data = params["head"].clone()
+    with pytest.raises(AddressError, match="head"):
+        step(state, toys.on(BATCHES[0], device))
+
+
+def test_a_leaf_that_nothing_reads_costs_no_capture(device):
+    params, state = headed_params(device=device), headed_state(device)
+    step = make(headed, params, state, device)
+    before = dict(step.replays)
+    step.rebind(params={"params['unread']": torch.ones(5, dtype=torch.int64)})
+    assert step.replays == before
+    assert params["unread"].tolist() == [1] * 5
+    check(step, headed, params, state, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):  # another trace, over the new leaf
+        got, _ = step(state, toys.on(BATCHES[0], device))
+    assert got.dtype is torch.bfloat16 or device.type == "cuda"
+
+
+def test_every_function_over_the_leaves_notices(device):
+    params, state, other = headed_params(device=device), headed_state(device), headed_state(device)
+    step, twin = make(headed, params, state, device), make(headed, params, other, device)
+    new = headed_params(5, device=device)
+    step.rebind(params=new)
+    for _ in range(2):
+        with pytest.raises(AddressError, match=r"params\['head'\]"):
+            twin(other, toys.on(BATCHES[0], device))
+    with pytest.raises(AddressError, match=r"params\['head'\].*rebind"):
+        twin.rebind(params={"params['embed']": params["embed"]})
+    twin.rebind(params=params)
+    check(twin, headed, params, other, device)
+    check(step, headed, params, state, device)
+
+
+def test_the_last_shape_that_fits_is_taken_after_one_that_does_not(device):
+    params, state = headed_params(device=device), headed_state(device)
+    step = make(headed, params, state, device)
+    for width in (5, 3, 5):
+        new = headed_params(width)
+        step.rebind(params=new)
+        check(step, headed, moved(new, device), state, device)
+
+
+@dataclasses.dataclass
+class Weights:
+    """A tree of dataclasses."""
+
+    embed: Tensor
+    head: Tensor
+    unread: Tensor
+
+
+def headed_by_name(params: Any, state: Any, batch: toys.Batch) -> tuple[Tensor, Any]:
+    """`headed` over a dataclass."""
+    return headed(vars(params), state, batch)
+
+
+def test_parameters_of_a_dataclass_are_replaced_where_they_are(device):
+    made = {name: torch.nn.Parameter(x) for name, x in headed_params(device=device).items()}
+    params, state = Weights(**made), headed_state(device)
+    step = make(headed_by_name, params, state, device)
+    step.rebind(params=Weights(**headed_params(5)))
+    assert params.head is made["head"] and params.head.shape == (toys.E, 5)
+    check(step, headed_by_name, params, state, device)
+    step.rebind(params={"params.head": torch.ones(toys.E, 2, dtype=torch.bfloat16)})
+    check(step, headed_by_name, params, state, device)
+
+
+def test_ambient_states_go_on_with_the_new_weights(device):
+    params, state = headed_params(device=device), headed_state(device)
+    step, batch = make(headed, params, state, device), toys.on(BATCHES[0], device)
+    for width in (3, 5):
+        new = headed_params(width)
+        step.rebind(params=new)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            want, _ = toys.bare(headed, params, state, batch)
+            got, _ = step(state, batch)
+        torch.testing.assert_close(got, want)
+        check(step, headed, params, state, device)
+
+
+def test_a_key_that_cannot_be_captured_again_is_captured_when_needed(device, monkeypatch):
+    params, state = headed_params(device=device), headed_state(device)
+    step = make(headed, params, state, device, modes="FULL")
+    done: list[Any] = []
+
+    def second_fails(*key: Any) -> Any:
+        done.append(key)
+        if len(done) == 2:
+            raise CaptureError("no room")
+        return keys.capture_key(*key)
+
+    new = headed_params(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(rebinding, "capture_key", second_fails)
+        with pytest.raises(CaptureError, match="no room"):
+            step.rebind(params=new)
+    assert len(step) == 1
+    check(step, headed, moved(new, device), state, device)
+    assert len(step) > 1

@@ -115,6 +115,10 @@ class CaptureError(FnGraphError, RuntimeError):
     """A graph that could not be captured. Pool and donated state are as they were before."""
 
 
+class SleepError(FnGraphError, RuntimeError):
+    """A step was called while it sleeps: `step.wake()` first."""
+
+
 # --- other people's models -----------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch
 from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
 from fngraph.core.program import Program, groups, run
 from fngraph.core.text import count
+from fngraph.graphs.memory import preserved
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging import Sizes
 
@@ -46,7 +47,7 @@ class EagerCall:
         self.fn(true, host, *sliced)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Replay:
     """One captured key. `graph` (or `graphs`) is there to look at.
 
@@ -54,6 +55,7 @@ class Replay:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
         first: the node that takes a batch in; it holds memory that the graph reads.
+        used: the step that used it last, counted from 1; 0: none. The one that changes.
     """
 
     mode: Mode
@@ -61,6 +63,7 @@ class Replay:
     calls: tuple[Recording | EagerCall, ...]
     outputs: tuple[torch.Tensor, ...]
     first: Callable[[], None]
+    used: int = 0
 
     @property
     def graphs(self) -> tuple[Any, ...]:
@@ -174,9 +177,5 @@ def warm_up(
     Args:
         written: donated leaves that the program writes other than through null slots.
     """
-    saved = [w.clone() for w in written]
-    try:
+    with preserved(written):
         recorder.warm_up(lambda: run(program, fns, inputs, sizes, host))
-    finally:
-        for tensor, before in zip(written, saved):
-            tensor.copy_(before)

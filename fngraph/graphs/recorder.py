@@ -8,7 +8,8 @@ nothing until the first replay. Memory that dies inside `fn` serves later record
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -27,12 +28,29 @@ class Recording(Protocol):
         ...
 
 
+class Usage(NamedTuple):
+    """Bytes in use; two looks differ by what was done between them.
+
+    Attributes:
+        pool: by the allocator that pools belong to.
+        other: of the device by anything else, graphs first of all.
+    """
+
+    pool: int
+    other: int
+
+
 @runtime_checkable
 class Recorder(Protocol):
-    """Records functions on one device and one pool."""
+    """Records functions on one device and one pool.
+
+    Attributes:
+        lazy_kernels: whether a kernel's first run does what a recording may not hold.
+    """
 
     name: str
     device: torch.device
+    lazy_kernels: bool
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` for real, so that lazy set-up happens outside of a recording."""
@@ -43,6 +61,25 @@ class Recorder(Protocol):
 
         Raises:
             CaptureError: `fn` did what a graph cannot hold, or raised. Nothing is left behind.
+        """
+        ...
+
+    def recording(self) -> AbstractContextManager[None]:
+        """What one or many calls of `record` need about them; entered once it costs once."""
+        ...
+
+    def usage(self) -> Usage:
+        """Memory in use now."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device is done: what it runs must not be freed."""
+        ...
+
+    def renew(self) -> None:
+        """Record into a new pool from now on, and give unused memory back to the device.
+
+        The old pool lives on with the recordings that it has, and goes with the last of them.
         """
         ...
 

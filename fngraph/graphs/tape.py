@@ -8,20 +8,23 @@ memory reused) shows here too. docs/recorders.md lists what it cannot show.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fngraph.core.memory import GRAPH_BYTES, NODE_BYTES
 from fngraph.core.where import user_line
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.arena import POISON, Arena, subtract
-from fngraph.graphs.recorder import describe
+from fngraph.graphs.recorder import Usage, describe
 
 aten = torch.ops.aten
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -30,7 +33,7 @@ _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_e
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TapeRecording:
     """Calls in order, and the memory that is dead once they have run.
 
@@ -73,15 +76,36 @@ class TapeRecorder:
     """Records CPU work into one arena."""
 
     name = "tape"
+    lazy_kernels = False
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cpu":
             raise CaptureError(f'recorder "tape" records on the CPU, not on {device}')
         self.device = device
         self.arena = Arena()
+        self._graph_bytes = 0
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Nothing on the CPU is set up lazily in a way that a recording would miss."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Nothing is needed."""
+        yield
+
+    def usage(self) -> Usage:
+        """The arena; and what CUDA would take for graphs of as many nodes as there are calls."""
+        return Usage(self.arena.nbytes, self._graph_bytes)
+
+    def synchronize(self) -> None:
+        """The CPU is done when a call returns."""
+
+    def renew(self) -> None:
+        """See `Recorder.renew`."""
+        self.arena = Arena()
+
+    def _forget(self, nbytes: int) -> None:
+        self._graph_bytes -= nbytes
 
     def record(self, fn: Callable[[], Any]) -> tuple[TapeRecording, Any]:
         """See `Recorder.record`."""
@@ -92,16 +116,20 @@ class TapeRecorder:
         try:
             with torch.no_grad(), mode:
                 result = fn()
-        except Exception as error:
+        except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # or it keeps the pool's memory alive
-            if isinstance(error, FnGraphError):
+            if isinstance(error, FnGraphError) or not isinstance(error, Exception):
                 raise
             raise CaptureError(f"the recording failed: {describe(error)}") from error
         fresh = self.arena.handed_out
         dead = subtract(fresh, list(self.arena.live.items()))
         for window in self.arena.windows(fresh):
             window.fill_(POISON)
-        return TapeRecording(tuple(mode.calls), tuple(self.arena.windows(dead))), result
+        recording = TapeRecording(tuple(mode.calls), tuple(self.arena.windows(dead)))
+        nbytes = GRAPH_BYTES + NODE_BYTES * len(recording.graph)
+        self._graph_bytes += nbytes
+        weakref.finalize(recording, self._forget, nbytes).atexit = False
+        return recording, result
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Recorder.unowned`."""

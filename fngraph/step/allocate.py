@@ -16,6 +16,7 @@ from fngraph.graphs.ring import make_ring
 from fngraph.graphs.staging import allocate
 from fngraph.stages import Compiled
 from fngraph.step.binding import assembler, bind
+from fngraph.step.book import Book, Rules
 from fngraph.step.captured import Captured
 from fngraph.step.ready import make_entry
 
@@ -34,6 +35,7 @@ def sibling(step: Captured, ambient: Ambient) -> Captured:
     Raises:
         AmbientError: it does matter, and `on_ambient="error"` was asked for.
     """
+    step.book.check_awake()
     lowered = step.compiled.lowered
     traced = lowered.split.traced
     again = traced if traced.serves(ambient) else traced.again()
@@ -49,13 +51,17 @@ def sibling(step: Captured, ambient: Ambient) -> Captured:
     treedefs, leaves = step.compiled.args.treedefs, step.binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in step.binding.spans.items()]
     outputs = "borrow" if step.borrow else "own"
-    made = bind_and_allocate(compiled, values, step.recorder, outputs)
+    made = bind_and_allocate(compiled, values, step.recorder, outputs, step.book.rules)
     return dataclasses.replace(made, stats=step.stats, siblings=step.siblings)
 
 
 @torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in
 def bind_and_allocate(
-    compiled: Compiled, values: Sequence[Any], recorder: str | Recorder | None, outputs: str
+    compiled: Compiled,
+    values: Sequence[Any],
+    recorder: str | Recorder | None,
+    outputs: str,
+    rules: Rules | None = None,
 ) -> Captured:
     """A `Captured` with nothing captured yet: leaves bound, static buffers allocated.
 
@@ -80,5 +86,5 @@ def bind_and_allocate(
     return Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
         Stats(), make_entry(compiled.args, binding, lowered.plan),
-        make_ring(lowered.plan, made.device), {},
+        make_ring(lowered.plan, made.device), {}, Book(rules or Rules()),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from fngraph.core.program import run
 from fngraph.core.where import user_line
 from fngraph.errors import TransformError, TreeError
 from fngraph.graphs.staging import check_leaves, true_sizes
-from fngraph.step.keys import capture_key
+from fngraph.step import keys
 from fngraph.step.ready import CALLED, MOST_READY, Ready, make_ready
 
 if TYPE_CHECKING:
@@ -45,13 +45,12 @@ def call(step: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kinds = [(x.dtype, x.layout, x.is_meta) for x in batch] if shapes == ready.shapes else None
     if kinds != entry.kinds:
         check_leaves(step.static.plan, batch, ready.true)
-    chosen = ready.chosen
     if _is_settled(step):
         results = _results(step, ready, batch, spec)
     else:
         with step.fixed_ambient():
             results = _results(step, ready, batch, spec)
-    step.stats.observe(spec[0], chosen)
+    step.stats.observe(spec[0], ready.chosen)  # as it ran: a key that fails to capture runs eagerly
     return step.assemble(results, containers)
 
 
@@ -79,6 +78,7 @@ def host_batch(step: Captured, spec: BatchSpec) -> Any:
 
 def _prepare(step: Captured, spec: BatchSpec) -> Ready:
     """All that the counts of a batch decide, kept for the next one that has the same."""
+    step.book.check_awake()  # no call is found ready while it sleeps
     step.limits.check(spec)
     chosen = dispatch(step.table, spec)
     true = true_sizes(spec, step.limits.dims)
@@ -101,14 +101,13 @@ def _refuse_spec(step: Captured, spec: object) -> NoReturn:
 def _results(
     step: Captured, ready: Ready, batch: Sequence[torch.Tensor], spec: BatchSpec
 ) -> Sequence[torch.Tensor]:
-    mode, key, _ = ready.chosen
-    if mode is Mode.NONE:
-        return run_eagerly(step, batch, ready.true, spec)
+    if ready.replay is None and ready.chosen.mode is not Mode.NONE:
+        keys.make_ready(step, ready, spec)
     replay = ready.replay
     if replay is None:
-        replay = step.replays.get((mode, key)) or capture_key(step, mode, key)
-        ready.replay = replay
+        return run_eagerly(step, batch, ready.true, spec)
     step.ring.put(ready.words, batch)
+    replay.used = step.ring.taken
     try:
         replay(ready.true, spec.host)
     except BaseException:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fngraph.core import (
     dispatch,
     explain,
 )
+from fngraph.core.memory import MemoryTable
 from fngraph.errors import SpecError
 from fngraph.fx.ambient import Ambient, check_modes, read
 from fngraph.graphs.capture import Replay
@@ -35,9 +37,12 @@ from fngraph.graphs.ring import Ring
 from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
+from fngraph.step.book import Book, Key
+from fngraph.step.budget import memory
 from fngraph.step.call import call, check_no_transform, host_batch
-from fngraph.step.keys import capture_all
+from fngraph.step.keys import capture_all, capture_some, recapture, release
 from fngraph.step.ready import Entry, Ready
+from fngraph.step.sleep import family, sleep, wake
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,6 +56,7 @@ class Captured:
         replays: what has been captured.
         siblings: the step for each ambient state that calls have come under; itself for its own.
         stats: what ran, counted.
+        book: what is kept of the keys beside their replays.
     """
 
     compiled: Compiled
@@ -66,6 +72,7 @@ class Captured:
     entry: Entry
     ring: Ring
     ready: dict[tuple[Any, ...], Ready]
+    book: Book
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
 
     @property
@@ -125,12 +132,77 @@ class Captured:
         return host_batch(self, spec)
 
     def capture_all(self, progress: bool = False) -> None:
-        """Capture every key of the table that is not yet, largest first.
+        """Capture every key of the table that is not yet, largest first, as far as the memory
+        budget goes.
 
         Raises:
             CaptureError: what was captured before stays.
+            SleepError: while it sleeps.
         """
-        capture_all(self, progress)
+        capture_all(self.under_ambient(), progress)
+
+    def capture_some(self, budget_ms: float) -> int:
+        """Capture missing keys between two steps, largest first, until `budget_ms` milliseconds
+        are used, but at least one; returns how many keys are missing still.
+
+        Raises:
+            CaptureError, SleepError: as `capture_all`.
+        """
+        return capture_some(self.under_ambient(), budget_ms)
+
+    def release(self, *descriptors: BatchDescriptor) -> None:
+        """Free the graphs of these keys (none: of all), once the device has done with them.
+
+        A released key that is dispatched to is captured again, and counted in `stats.captures`.
+        The pool keeps its memory while another key has a graph in it; `sleep` gives it back.
+
+        Raises:
+            KeyError: no key of the table.
+        """
+        for step in family(self):
+            release(step, descriptors)
+
+    def recapture(self, *descriptors: BatchDescriptor) -> None:
+        """Release these keys (none: all that are captured or failed) and capture them again.
+
+        Raises:
+            KeyError: no key of the table. CaptureError, SleepError: as `capture_all`.
+        """
+        now = self.under_ambient()
+        for step in family(now):
+            if step is not now:
+                release(step, descriptors)
+        recapture(now, descriptors)
+
+    def sleep(self, cache: bool = False) -> None:
+        """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
+
+        Args:
+            cache: give back the donated leaves too. What they hold is lost.
+
+        Raises:
+            CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
+        """
+        sleep(self, cache)
+
+    def wake(self) -> None:
+        """Take the memory again and capture the keys that were captured. A cache that was given
+        back holds zeros, in the same tensors.
+
+        Raises:
+            CaptureError: too little memory, and the step sleeps on; or a key that fails.
+        """
+        wake(self)
+
+    @property
+    def memory(self) -> MemoryTable:
+        """Memory of each key: estimated, measured, last used."""
+        return memory(self)
+
+    @property
+    def failed(self) -> Mapping[Key, str]:
+        """Keys that are served eagerly since their capture failed, and why."""
+        return MappingProxyType(self.book.failed)
 
     @contextlib.contextmanager
     def fixed_ambient(self) -> Iterator[None]:

@@ -77,6 +77,38 @@ def _kernels() -> tuple[Any, ...]:
     return (*matmul, *[switch() for switch in _SWITCHES.values()])
 
 
+def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
+    """A quick look at the same state: equal tuples that are `is_plain` mean equal ambients.
+
+    All of it is read in one expression, since it is read at each call (1 us; `read` takes 3).
+    """
+    grad, inference, dtype = (
+        torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype
+    )  # fmt: skip
+    autocast, precision = torch.is_autocast_enabled, torch._C._get_fp32_precision_getter
+    functions, dispatches = (
+        torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+    )  # fmt: skip
+    transforms = torch._C._are_functorch_transforms_active
+    has_autocast = device != "meta"
+    a, b, c, d, e, f, g, h, i, j, k = _SWITCHES.values()
+
+    def state() -> tuple[Any, ...]:
+        return (
+            functions() or dispatches() or transforms() or (has_autocast and autocast(device)),
+            grad(), inference(), dtype(),
+            precision("cuda", "matmul"), precision("mkldnn", "matmul"),
+            a(), b(), c(), d(), e(), f(), g(), h(), i(), j(), k(),
+        )  # fmt: skip
+
+    return state
+
+
+def is_plain(state: tuple[Any, ...]) -> bool:
+    """Whether `plain_state` says all: no modes, transforms or autocast."""
+    return not state[0]
+
+
 _ASKED = {"grad": "is_grad_enabled", "inference": "is_inference_mode_enabled"}
 
 

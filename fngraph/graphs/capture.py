@@ -41,10 +41,12 @@ class EagerCall:
         shapes = ", ".join(str(list(x.shape)) for x in self.tensors)
         return f"EagerCall({self.name}: {shapes})"
 
-    def __call__(self, true: Sizes, host: HostBounds | None) -> None:
-        """Run on the true rows; the rest of the output stays zero, as the piece before made it."""
-        sliced = [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
-        self.fn(true, host, *sliced)
+    def bind(self, true: Sizes) -> list[torch.Tensor]:
+        """The arguments' true rows; the rest of the output is zero, as the piece before made it."""
+        return [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
+
+
+BoundCalls = Sequence[tuple[Callable[..., Any], list[torch.Tensor] | None]]  # None: takes nothing
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,18 +78,31 @@ class Replay:
         (graph,) = self.graphs
         return graph
 
+    def bind(self, true: Sizes) -> BoundCalls:
+        """What to call for a batch of sizes `true`: a replay with nothing, an eager call's function
+        with sizes, host bounds and these tensors."""
+        return [
+            (c.fn, c.bind(true)) if isinstance(c, EagerCall) else (c.replay, None)
+            for c in self.calls
+        ]
+
     def __call__(self, true: Sizes, host: HostBounds | None) -> None:
         """Replay on what has been staged."""
-        for call in self.calls:
-            if isinstance(call, EagerCall):
-                call(true, host)
-            else:
-                call.replay()
+        launch(self.bind(true), true, host)
 
     def __repr__(self) -> str:
         eager = sum(isinstance(c, EagerCall) for c in self.calls)
         graphs = count(len(self.calls) - eager, "graph")
         return f"Replay({self.mode} {self.descriptor}: {graphs}, {count(eager, 'eager call')})"
+
+
+def launch(calls: BoundCalls, true: Sizes, host: HostBounds | None) -> None:
+    """Make the calls of a replay, in order."""
+    for fn, tensors in calls:
+        if tensors is None:
+            fn()
+        else:
+            fn(true, host, *tensors)
 
 
 def capture(

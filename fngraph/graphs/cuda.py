@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import traceback
 import warnings
@@ -19,6 +20,7 @@ import torch
 
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.recorder import Usage, describe
+from fngraph.graphs.turn import Turn
 
 
 @contextlib.contextmanager
@@ -44,8 +46,8 @@ class CudaRecording:
 
     @property
     def replay(self) -> Callable[[], None]:
-        """Launch it on the current stream."""
-        return self.graph.replay
+        """Launch it on the current stream. (Past torch's Python wrapper, which takes 0.3 us.)"""
+        return functools.partial(torch._C._CUDAGraph.replay, self.graph)
 
 
 class CudaRecorder:
@@ -65,6 +67,7 @@ class CudaRecorder:
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()
+        self.turn = Turn(self.device)
         self._anchor: torch.cuda.CUDAGraph | None = None  # holds the pool while no other graph does
         self._open: torch.cuda.CUDAGraph | None = None
         self._entered = False

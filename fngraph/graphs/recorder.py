@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from fngraph.errors import CaptureError
+from fngraph.graphs.turn import Turn
 
 
 class Recording(Protocol):
@@ -51,6 +52,7 @@ class Recorder(Protocol):
     name: str
     device: torch.device
     lazy_kernels: bool
+    turn: Turn
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` for real, so that lazy set-up happens outside of a recording."""

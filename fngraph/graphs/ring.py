@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from fngraph.core import BufferPlan
+from fngraph.errors import TreeError
 
 SLOTS = 4
 HEADER = 2  # words before those of the leaves: tokens of the batch, stride of padding offsets
@@ -29,12 +30,14 @@ class Ring:
     Attributes:
         words: (slots, words) int64, pinned on CUDA: what `unpack` reads.
         rooms: for each slot, buffers shaped as the plan's, pinned on CUDA.
+        zero: one offset of 0, which padding begins at when there is no batch.
         state: the device's own count of steps, and what `unpack` keeps with it.
         told: the device's count as the device last told the host.
     """
 
     words: torch.Tensor
     rooms: tuple[tuple[torch.Tensor, ...], ...]
+    zero: torch.Tensor
     state: torch.Tensor
     told: torch.Tensor
     taken: int = 0
@@ -46,6 +49,8 @@ class Ring:
         self._struct = struct.Struct(f"<{self.words.shape[1]}q")
         self._device = self.state.get_device()
         self._addresses = [[room.data_ptr() for room in rooms] for rooms in self.rooms]
+        self._starts = {address for slot in self._addresses for address in slot}
+        self._may_negate = [x.is_floating_point() or x.is_complex() for x in self.rooms[0]]
         self._kept: list[torch.Tensor] = []  # copies that the step in flight reads
 
     def wait(self) -> int:
@@ -62,7 +67,19 @@ class Ring:
         made = functools.partial(torch.zeros, device="cpu", pin_memory=self._device >= 0)
         return [made(s, dtype=room.dtype) for room, s in zip(rooms, shapes)]
 
-    def put(self, words: Sequence[int], batch: Sequence[torch.Tensor]) -> None:
+    def pack(self, words: Sequence[int], leaves: Sequence[torch.Tensor]) -> bytes:
+        """A slot's words for leaves in a room, for `put_packed`."""
+        filled = list(words)
+        filled[HEADER::2] = [leaf.data_ptr() for leaf in leaves]
+        return self._struct.pack(*filled)
+
+    def put_packed(self, packed: bytes) -> None:
+        """Hand over a batch that lies in the next slot's own room, which has been waited for."""
+        start = self.taken % SLOTS * self._struct.size
+        self._memory[start : start + self._struct.size] = packed
+        self.taken += 1
+
+    def put(self, words: Sequence[int], batch: Sequence[torch.Tensor], own: int = -1) -> None:
         """Hand a batch to the step that must follow: the device's count and ours go together.
 
         A leaf on the device is read where it is; one in host memory is copied into the slot, so
@@ -70,12 +87,17 @@ class Ring:
 
         Args:
             words: tokens, stride, then address (to be filled in here) and bytes of each leaf.
+            own: the slot in whose room leaves may lie, since it was handed out for this step.
+
+        Raises:
+            TreeError: a leaf in a room, which another step may have overwritten meanwhile.
         """
         slot = self.wait()
         filled = list(words)
         kept = []
-        for i, leaf in enumerate(batch):
-            if not leaf.is_contiguous() or leaf.is_conj() or leaf.is_neg():
+        at = HEADER
+        for room, may_negate, leaf in zip(self._addresses[slot], self._may_negate, batch):
+            if not leaf.is_contiguous() or (may_negate and (leaf.is_conj() or leaf.is_neg())):
                 leaf = leaf.resolve_conj().resolve_neg().contiguous()
                 kept.append(leaf)
             address = leaf.data_ptr()
@@ -84,23 +106,34 @@ class Ring:
                 if where >= 0:  # another device's
                     leaf = leaf.cpu()
                     address = leaf.data_ptr()
-                room = self._addresses[slot][i]
+                self._check_room(address, own)
                 if address != room:
-                    ctypes.memmove(room, address, filled[HEADER + 2 * i + 1])
+                    ctypes.memmove(room, address, filled[at + 1])
                     address = room
-            filled[HEADER + 2 * i] = address
+            filled[at] = address
+            at += 2
         self._kept = kept
         self._write(slot, filled)
+
+    def check_rooms(self, batch: Sequence[torch.Tensor], own: int) -> None:
+        """Raise `TreeError` if a leaf lies in a room that is not that of slot `own`."""
+        for leaf in batch:
+            self._check_room(leaf.data_ptr(), own)
+
+    def _check_room(self, address: int, own: int) -> None:
+        if address in self._starts and (own < 0 or address not in self._addresses[own]):
+            raise TreeError(
+                "this batch is from an earlier host_batch, whose memory may be another's by now. "
+                "One is good for the next step alone: ask for it, fill it, pass it, step by step"
+            )
 
     def put_padding(self, plan: BufferPlan, query_len: int) -> None:
         """Hand over a batch of no tokens: all of a key is padding, whose offsets begin at 0."""
         slot = self.wait()
         words = [0, query_len]
-        for planned, room, address in zip(plan.buffers, self.rooms[slot], self._addresses[slot]):
+        for planned, room in zip(plan.buffers, self.rooms[slot]):
             ramp = planned.buffer.pad == "stride"
-            if ramp:
-                room.zero_()
-            words += [address, room.itemsize if ramp else 0]
+            words += [self.zero.data_ptr(), room.itemsize if ramp else 0]
         self._write(slot, words)
 
     def _write(self, slot: int, words: Sequence[int]) -> None:
@@ -124,4 +157,5 @@ def make_ring(plan: BufferPlan, device: torch.device) -> Ring:
         for _ in range(SLOTS)
     )
     state = torch.tensor([0, 0, told.data_ptr()], dtype=torch.int64, device="cpu").to(device)
-    return Ring(made((SLOTS, words), dtype=torch.int64), rooms, state, told)
+    zero = made(1, dtype=torch.int64)
+    return Ring(made((SLOTS, words), dtype=torch.int64), rooms, zero, state, told)

@@ -25,6 +25,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.arena import POISON, Arena, subtract
 from fngraph.graphs.recorder import Usage, describe
+from fngraph.graphs.turn import Turn
 
 aten = torch.ops.aten
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -83,6 +84,7 @@ class TapeRecorder:
             raise CaptureError(f'recorder "tape" records on the CPU, not on {device}')
         self.device = device
         self.arena = Arena()
+        self.turn = Turn(device)
         self._graph_bytes = 0
 
     def warm_up(self, fn: Callable[[], Any]) -> None:

@@ -32,7 +32,8 @@ def _unpack(table, ring, state, slots, words, leaves, BLOCK: tl.constexpr):
         word = tl.where(ramp != 0, counted, pad)
         padding = ((word >> (8 * (at % item))) & 255).to(tl.uint8)
         into = target.to(tl.pointer_type(tl.uint8)) + at
-        tl.store(into, tl.where(at < true, data, padding), mask=at < nbytes)
+        new = (at >= true) | (source != target)  # a leaf may be in its buffer already
+        tl.store(into, tl.where(at < true, data, padding), mask=(at < nbytes) & new)
     tl.debug_barrier()
     if tl.atomic_add(state + 1, 1) == leaves * tl.num_programs(1) - 1:
         tl.store(state + 1, 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,15 +26,21 @@ class Watch:
         self._storages = [x.untyped_storage() for x in tensors]  # or their words could be freed
         self._addresses = sorted({a for x in tensors for a in _addresses(x)})
         found = layout()
-        self._gather = None
+        self._now: Callable[[], object] = self._ask
         if found is not None and all(x.dim() <= 5 for x in tensors) and self._addresses:
             low = min(self._addresses)
             span = max(self._addresses) - low + 8
             raw = (ctypes.c_int64 * (span // 8)).from_address(low)
             words = np.ctypeslib.as_array(raw)
             places = np.array([(a - low) // 8 for a in self._addresses])
-            self._out = np.empty(len(places), np.int64)
-            self._gather = functools.partial(words.take, places, out=self._out, mode="clip")
+            out = np.empty(len(places), np.int64)
+            gather, tobytes = functools.partial(words.take, places, None, out, "clip"), out.tobytes
+
+            def now() -> bytes:
+                gather()
+                return tobytes()
+
+            self._now = now
         self.reset()
 
     def reset(self) -> None:
@@ -46,11 +52,8 @@ class Watch:
         put back); a move that goes unseen is not."""
         return self._now() != self._seen
 
-    def _now(self) -> object:
-        if self._gather is None:
-            return [(x.data_ptr(), x.shape, x.stride()) for x in self.tensors]
-        self._gather()
-        return self._out.tobytes()
+    def _ask(self) -> object:
+        return [(x.data_ptr(), x.shape, x.stride()) for x in self.tensors]
 
 
 def _addresses(x: torch.Tensor) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 from fngraph.core import Stats, trees
 from fngraph.errors import AmbientError, TreeError
-from fngraph.fx.ambient import Ambient
+from fngraph.fx.ambient import Ambient, plain_state
 from fngraph.graphs.recorder import Recorder, make_recorder
 from fngraph.graphs.ring import make_ring
 from fngraph.graphs.staging import allocate
@@ -18,7 +18,7 @@ from fngraph.stages import Compiled
 from fngraph.step.binding import assembler, bind
 from fngraph.step.book import Book, Rules
 from fngraph.step.captured import Captured
-from fngraph.step.ready import make_entry
+from fngraph.step.ready import Hot, make_entry
 
 
 def check_outputs(outputs: str) -> None:
@@ -85,6 +85,7 @@ def bind_and_allocate(
     assemble = assembler(traced.args, traced.out_tree, traced.returns)
     return Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
-        Stats(), make_entry(compiled.args, binding, lowered.plan),
-        make_ring(lowered.plan, made.device), {}, Book(rules or Rules()),
+        Stats(), make_entry(compiled.args, binding),
+        make_ring(lowered.plan, made.device), {}, Hot(plain_state(made.device.type)),
+        Book(rules or Rules()),
     )  # fmt: skip

@@ -172,6 +172,13 @@ def assembler(args: Arguments, out_tree: Any, returns: Mapping[int, int]) -> Ass
         parts.append((positions.get(start) if child.num_leaves else None, child))
         start += child.num_leaves
 
+    if out_tree.type is tuple:  # the usual way, twice as fast as the general one
+        order = [(part[0], sum(p is None for p, _ in parts[:i])) for i, part in enumerate(parts)]
+        if all(p is not None or child.is_leaf() for p, child in parts):
+            return lambda results, containers: tuple(
+                [results[i] if p is None else containers[p] for p, i in order]
+            )
+
     def assemble(results: Sequence[torch.Tensor], containers: Mapping[int, Any]) -> Any:
         rest = iter(results)
         values = [

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fngraph.core import BatchSpec, Mode, dispatch
 from fngraph.core.program import run
+from fngraph.core.trees import is_frozen
 from fngraph.core.where import user_line
 from fngraph.errors import TransformError, TreeError
+from fngraph.fx.ambient import is_plain
+from fngraph.graphs.capture import launch
+from fngraph.graphs.ring import SLOTS
 from fngraph.graphs.staging import check_leaves, true_sizes
-from fngraph.step import keys
-from fngraph.step.ready import CALLED, MOST_READY, Ready, make_ready
+from fngraph.graphs.watch import Watch
+from fngraph.step.keys import find_replay
+from fngraph.step.ready import CALLED, MOST_READY, Handed, Ready, Room, kinds_of, make_ready
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -22,36 +26,82 @@ if TYPE_CHECKING:
 EXACT = BatchSpec(1, 1, query_len=1)  # stands for a batch that has exact shapes and no counts
 
 
-def call(step: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    entry = step.entry
-    if kwargs or len(args) != entry.count:
-        args = tuple(step.compiled.args.signature.values(args, kwargs, *CALLED))
-    containers = {}
-    for at, position, bound in entry.donated:
-        value = args[at]
-        if value is not bound:
-            step.binding.check_argument(position, value)
-        containers[position] = value
-    value = args[entry.staged_at]
-    batch = entry.leaves(value)
-    spec = EXACT if entry.spec_field is None else getattr(value, entry.spec_field, None)
-    if type(spec) is not BatchSpec:
-        _refuse_spec(step, spec)
-    step.binding.check()
-    ready = step.ready.get(spec[:7])
-    if ready is None:
-        ready = _prepare(step, spec)
-    shapes = [getattr(x, "shape", None) for x in batch]
-    kinds = [(x.dtype, x.layout, x.is_meta) for x in batch] if shapes == ready.shapes else None
-    if kinds != entry.kinds:
-        check_leaves(step.static.plan, batch, ready.true)
-    if _is_settled(step):
-        results = _results(step, ready, batch, spec)
-    else:
-        with step.fixed_ambient():
-            results = _results(step, ready, batch, spec)
-    step.stats.observe(spec[0], ready.chosen)  # as it ran: a key that fails to capture runs eagerly
-    return step.assemble(results, containers)
+def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
+    """One step: `forward` without its held arguments.
+
+    Raises:
+        SpecError: a batch beyond the limits.
+        TreeError: arguments that are not what was traced; with paths.
+        AddressError: bound leaves that moved, or other donated ones.
+        AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
+        TransformError: within a `torch.func` transform.
+        CaptureError: a key that cannot be captured, or a step within a capture of the caller's.
+    """
+    turn, hot = step.recorder.turn, step.hot
+    with turn.lock:
+        state = hot.look()
+        if state != hot.state:
+            _meet(step, state)
+        step = hot.step
+        stream = turn.current()
+        if stream != turn.stream:
+            turn.order(stream)
+        entry, binding, ring = step.entry, step.binding, step.ring
+        if kwargs or len(args) != entry.count:
+            args = tuple(step.compiled.args.signature.values(args, kwargs, *CALLED))
+        containers = {}
+        for at, position, bound in entry.donated:
+            value = args[at]
+            if value is not bound:
+                binding.check_argument(position, value)
+            containers[position] = value
+        if binding.watch.moved():
+            binding.check()
+        value = args[entry.staged_at]
+        handed, own = step.hot.handed, -1
+        if handed is not None:
+            step.hot.handed, own = None, handed.taken % SLOTS
+            if handed.batch is not value:
+                handed = None
+        if handed is not None:
+            spec, ready = handed.spec, handed.ready
+        else:
+            spec = _spec_of(step, value)
+            ready = step.ready.get(spec[:7]) or _prepare(step, spec)
+        if ready.replay is None and ready.chosen.mode is not Mode.NONE:
+            find_replay(step, ready, spec)
+        if handed is not None and ready.replay is not None and handed.lies_ready(ring.taken):
+            batch = None
+        else:
+            batch = _leaves(step, value, ready)
+        if hot.settled or ready.free:
+            results = _results(step, ready, spec, batch, own)
+        else:
+            with step.fixed_ambient():
+                results = _results(step, ready, spec, batch, own)
+        step.stats.observe(spec[0], ready.chosen)
+        return step.assemble(results, containers)
+
+
+def _meet(step: Captured, state: tuple[Any, ...]) -> None:
+    """Another ambient state than the last call's: find the step that serves it."""
+    check_no_transform()
+    hot = step.hot
+    hot.step = step.under_ambient()
+    hot.settled = _is_settled(hot.step)
+    hot.state = state if is_plain(state) else None
+
+
+def _leaves(step: Captured, batch: Any, ready: Ready) -> Sequence[torch.Tensor]:
+    """The leaves of a batch, which must be what its spec says."""
+    leaves = step.entry.leaves(batch)
+    try:
+        right = [kinds_of(x) for x in leaves] == ready.kinds
+    except AttributeError:  # no tensor
+        right = False
+    if not right:
+        check_leaves(step.static.plan, leaves, ready.true)
+    return leaves
 
 
 def host_batch(step: Captured, spec: BatchSpec) -> Any:
@@ -62,18 +112,27 @@ def host_batch(step: Captured, spec: BatchSpec) -> Any:
     Raises:
         TreeError: a function without a spec, whose batches have exact shapes.
     """
-    field = step.entry.spec_field
-    if field is None:
+    args, field, ring = step.compiled.args, step.entry.spec_field, step.ring
+    if field is None or args.batch_type is None:
         raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
-    ready = step.ready.get(spec[:7]) or _prepare(step, spec)
-    slot = step.ring.wait()
-    batch = ready.slots.get(slot)
-    if batch is None:
-        leaves = step.ring.leaves(slot, ready.shapes)
-        batch = ready.slots[slot] = step.compiled.args.batch_over(leaves)
-    filled = copy.copy(batch)
-    filled.__dict__[field] = spec
-    return filled
+    with step.recorder.turn.lock:
+        ready = step.ready.get(spec[:7]) or _prepare(step, spec)
+        slot = ring.wait()
+        room = ready.rooms.get(slot)
+        if room is None:
+            room = ready.rooms[slot] = _room(step, ready, slot)
+        filled: Any = object.__new__(args.batch_type)
+        filled.__dict__.update(room.fields)
+        filled.__dict__[field] = spec
+        step.hot.handed = Handed(filled, spec, ready, room, ring.taken)
+        return filled
+
+
+def _room(step: Captured, ready: Ready, slot: int) -> Room:
+    leaves = step.ring.leaves(slot, [shape for shape, *_ in ready.kinds])
+    batch = step.compiled.args.batch_over(leaves)
+    packed = step.ring.pack(ready.words, leaves)
+    return Room(vars(batch), Watch(leaves), packed, is_frozen(batch))
 
 
 def _prepare(step: Captured, spec: BatchSpec) -> Ready:
@@ -90,8 +149,13 @@ def _prepare(step: Captured, spec: BatchSpec) -> Ready:
     return ready
 
 
-def _refuse_spec(step: Captured, spec: object) -> NoReturn:
+def _spec_of(step: Captured, batch: Any) -> BatchSpec:
     field = step.entry.spec_field
+    if field is None:
+        return EXACT
+    spec = getattr(batch, field, None)
+    if type(spec) is BatchSpec:
+        return spec
     raise TreeError(
         f"{step.compiled.args.batch_name}.{field} is {spec!r}, not a BatchSpec. Say what the "
         f"batch holds: {field}=fg.BatchSpec(num_tokens=..., num_reqs=...)"
@@ -99,21 +163,32 @@ def _refuse_spec(step: Captured, spec: object) -> NoReturn:
 
 
 def _results(
-    step: Captured, ready: Ready, batch: Sequence[torch.Tensor], spec: BatchSpec
-) -> Sequence[torch.Tensor]:
-    if ready.replay is None and ready.chosen.mode is not Mode.NONE:
-        keys.make_ready(step, ready, spec)
-    replay = ready.replay
-    if replay is None:
+    step: Captured, ready: Ready, spec: BatchSpec, batch: Sequence[torch.Tensor] | None, own: int
+) -> list[torch.Tensor]:
+    """Stage, replay, own.
+
+    Args:
+        batch: its leaves; None where they lie in the ring's next slot.
+        own: that slot, if the caller was handed one; else -1.
+    """
+    ring = step.ring
+    if ready.replay is None:
+        assert batch is not None
+        ring.check_rooms(batch, own)
         return run_eagerly(step, batch, ready.true, spec)
-    step.ring.put(ready.words, batch)
-    replay.used = step.ring.taken
+    if batch is None:
+        ring.put_packed(ready.rooms[own].packed)
+    else:
+        ring.put(ready.words, batch, own)
+    ready.replay.used = ring.taken
     try:
-        replay(ready.true, spec.host)
+        launch(ready.calls, ready.true, spec.host)
     except BaseException:
-        step.ring.resume()
+        ring.resume()
         raise
-    return ready.views if step.borrow else [view.clone() for view in ready.views]
+    if step.borrow:  # views of their own, since the caller may change what a view shows
+        return [view.detach() for view in ready.views]
+    return [view.clone() for view in ready.views]
 
 
 def _is_settled(step: Captured) -> bool:
@@ -128,7 +203,7 @@ def _is_settled(step: Captured) -> bool:
 def run_eagerly(
     step: Captured, batch: Sequence[torch.Tensor], true: dict[str, int], spec: BatchSpec
 ) -> list[torch.Tensor]:
-    """Eagerly, unpadded, on the batch's own tensors."""
+    """Unpadded, on the batch's own tensors."""
     pieces = step.compiled.lowered.split.pieces
     device = step.recorder.device
     inputs = step.binding.inputs([x.to(device) for x in batch], step.constants)

@@ -39,9 +39,9 @@ from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
 from fngraph.step.book import Book, Key
 from fngraph.step.budget import memory
-from fngraph.step.call import call, check_no_transform, host_batch
+from fngraph.step.call import call, host_batch
 from fngraph.step.keys import capture_all, capture_some, recapture, release
-from fngraph.step.ready import Entry, Ready
+from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.sleep import family, sleep, wake
 
 
@@ -72,6 +72,7 @@ class Captured:
     entry: Entry
     ring: Ring
     ready: dict[tuple[Any, ...], Ready]
+    hot: Hot
     book: Book
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
 
@@ -93,18 +94,7 @@ class Captured:
         """Why `spec` runs as it does, and why not as anything else."""
         return explain(self.table, _checked(spec))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: `forward` without its held arguments.
-
-        Raises:
-            SpecError: a batch beyond the limits.
-            TreeError: arguments that are not what was traced; with paths.
-            AddressError: bound leaves that moved, or other donated ones.
-            AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
-            TransformError: within a `torch.func` transform.
-        """
-        check_no_transform()
-        return call(self.under_ambient(), args, kwargs)
+    __call__ = call
 
     def under_ambient(self) -> Captured:
         """The step for the ambient state of now: traced and captured again, where that matters.
@@ -139,7 +129,8 @@ class Captured:
             CaptureError: what was captured before stays.
             SleepError: while it sleeps.
         """
-        capture_all(self.under_ambient(), progress)
+        with self._turn():
+            capture_all(self.under_ambient(), progress)
 
     def capture_some(self, budget_ms: float) -> int:
         """Capture missing keys between two steps, largest first, until `budget_ms` milliseconds
@@ -148,7 +139,8 @@ class Captured:
         Raises:
             CaptureError, SleepError: as `capture_all`.
         """
-        return capture_some(self.under_ambient(), budget_ms)
+        with self._turn():
+            return capture_some(self.under_ambient(), budget_ms)
 
     def release(self, *descriptors: BatchDescriptor) -> None:
         """Free the graphs of these keys (none: of all), once the device has done with them.
@@ -159,8 +151,9 @@ class Captured:
         Raises:
             KeyError: no key of the table.
         """
-        for step in family(self):
-            release(step, descriptors)
+        with self._turn():
+            for step in family(self):
+                release(step, descriptors)
 
     def recapture(self, *descriptors: BatchDescriptor) -> None:
         """Release these keys (none: all that are captured or failed) and capture them again.
@@ -168,11 +161,12 @@ class Captured:
         Raises:
             KeyError: no key of the table. CaptureError, SleepError: as `capture_all`.
         """
-        now = self.under_ambient()
-        for step in family(now):
-            if step is not now:
-                release(step, descriptors)
-        recapture(now, descriptors)
+        with self._turn():
+            now = self.under_ambient()
+            for step in family(now):
+                if step is not now:
+                    release(step, descriptors)
+            recapture(now, descriptors)
 
     def sleep(self, cache: bool = False) -> None:
         """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
@@ -183,7 +177,8 @@ class Captured:
         Raises:
             CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
         """
-        sleep(self, cache)
+        with self._turn():
+            sleep(self, cache)
 
     def wake(self) -> None:
         """Take the memory again and capture the keys that were captured. A cache that was given
@@ -192,7 +187,8 @@ class Captured:
         Raises:
             CaptureError: too little memory, and the step sleeps on; or a key that fails.
         """
-        wake(self)
+        with self._turn():
+            wake(self)
 
     @property
     def memory(self) -> MemoryTable:
@@ -203,6 +199,14 @@ class Captured:
     def failed(self) -> Mapping[Key, str]:
         """Keys that are served eagerly since their capture failed, and why."""
         return MappingProxyType(self.book.failed)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """No step runs meanwhile, and what the last one launched comes first."""
+        turn = self.recorder.turn
+        with turn.lock:
+            turn.order(turn.current())
+            yield
 
     @contextlib.contextmanager
     def fixed_ambient(self) -> Iterator[None]:

@@ -155,17 +155,21 @@ def _record(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Replay:
     )  # fmt: skip
 
 
-def make_ready(step: Captured, ready: Ready, spec: BatchSpec) -> None:
+def find_replay(step: Captured, ready: Ready, spec: BatchSpec) -> None:
     """The replay of what a batch was dispatched to, captured now if it is not yet.
 
     Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
     """
+    step.book.check_awake()
     mode, descriptor, _ = ready.chosen
     key = (mode, descriptor)
-    ready.replay = step.replays.get(key) or obtain(step, key, in_step=True)
-    if ready.replay is None:
+    replay = step.replays.get(key) or obtain(step, key, in_step=True)
+    if replay is None:
         reason = f"capture failed: {step.book.failed[key]}"
         ready.chosen = Dispatch(Mode.NONE, spec.descriptor(), reason)
+        return
+    ready.replay, ready.calls = replay, replay.bind(ready.true)
+    ready.free = mode is Mode.FULL and step.borrow
 
 
 def release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]:
@@ -205,7 +209,6 @@ def _refuse(step: Captured, key: Key, error: CaptureError) -> None:
     if step.book.rules.on_failure == "raise":
         raise error
     step.book.failed[key] = _why(key, error)
-    step.ready.clear()
 
 
 def _why(key: Key, error: Any) -> str:

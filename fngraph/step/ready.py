@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fngraph.core import BufferPlan, Dispatch, Mode, buffers_of, host_field
+from fngraph.core import BatchSpec, BufferPlan, Dispatch, Mode, buffers_of, host_field
 from fngraph.core.trees import is_frozen
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
-from fngraph.graphs.capture import Replay
+from fngraph.graphs.capture import BoundCalls, Replay
 from fngraph.graphs.unpack import words_of
+from fngraph.graphs.watch import Watch
 from fngraph.step.binding import Binding, flatten_as
 
 CALLED = (Role.DONATED, Role.STAGED)  # what a step takes
@@ -31,7 +32,6 @@ class Entry:
             may be taken without a look at its leaves, since it cannot change; else a stand-in.
         leaves: from a batch to its leaves.
         spec_field: the batch's field with its spec; None for a batch of exact shapes.
-        kinds: of the leaves: dtype, layout, and whether they have no memory.
     """
 
     count: int
@@ -39,21 +39,19 @@ class Entry:
     staged_at: int
     spec_field: str | None
     leaves: Callable[[Any], Sequence[torch.Tensor]]
-    kinds: list[tuple[torch.dtype, torch.layout, bool]]
 
 
-def make_entry(args: Arguments, binding: Binding, plan: BufferPlan) -> Entry:
+def make_entry(args: Arguments, binding: Binding) -> Entry:
     """The entry of a bound function."""
     sig = args.signature
     positions = sig.positions(*CALLED)
     (staged,) = sig.positions(Role.STAGED)
     fixed = {i: x if is_frozen(x) else _NEVER for i, x in binding.containers.items()}
     donated = tuple((at, i, fixed[i]) for at, i in enumerate(positions) if i != staged)
-    dtypes = [getattr(torch, b.buffer.dtype) for b in plan.buffers]
     return Entry(
         len(positions), donated, positions.index(staged),
         None if args.batch_type is None else host_field(args.batch_type),
-        _reader(args, staged), [(dtype, torch.strided, False) for dtype in dtypes],
+        _reader(args, staged),
     )  # fmt: skip
 
 
@@ -84,20 +82,27 @@ class Ready:
 
     Attributes:
         replay: of the key, once it is captured.
+        calls: the replay's, bound to the true rows.
+        free: whether no part of a step depends on grad or inference mode: one graph, borrowed.
         true: sizes of the batch.
-        shapes: of its leaves.
+        kinds: of its leaves, as `kinds_of` reads them.
         words: of its slot in the ring; addresses are filled in.
         views: the outputs, cut to the true sizes.
-        slots: batches over the ring's slots, as `host_batch` hands them out.
+        rooms: batches over the ring's slots, as `host_batch` hands them out.
     """
 
     chosen: Dispatch
     true: dict[str, int]
-    shapes: list[tuple[int, ...]]
+    kinds: list[tuple[Any, ...]]
     words: list[int]
     views: list[torch.Tensor]
     replay: Replay | None = None
-    slots: dict[int, Any] = dataclasses.field(default_factory=dict)
+    calls: BoundCalls = ()
+    free: bool = False
+    rooms: dict[int, Room] = dataclasses.field(default_factory=dict)
+
+
+kinds_of = operator.attrgetter("shape", "dtype", "layout", "is_meta")
 
 
 def make_ready(
@@ -109,6 +114,59 @@ def make_ready(
 ) -> Ready:
     """For a batch of sizes `true` that runs as `chosen`."""
     words = words_of(plan, true, chosen.descriptor.query_len or 0)
-    shapes = [planned.buffer.shape(true) for planned in plan.buffers]
+    kinds = [
+        (planned.buffer.shape(true), getattr(torch, planned.buffer.dtype), torch.strided, False)
+        for planned in plan.buffers
+    ]
     views = [] if chosen.mode is Mode.NONE else cut(outputs, true)
-    return Ready(chosen, true, shapes, words, views)
+    return Ready(chosen, true, kinds, words, views)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """A slot of the ring as a batch of some counts.
+
+    Attributes:
+        fields: of the batch, but for its spec.
+        watch: over its leaves.
+        packed: the slot's words.
+        frozen: whether no leaf of it can be replaced.
+    """
+
+    fields: dict[str, Any]
+    watch: Watch
+    packed: bytes
+    frozen: bool
+
+
+class Handed(NamedTuple):
+    """A batch that `host_batch` has handed out, for the step that the ring's `taken` counts."""
+
+    batch: Any
+    spec: BatchSpec
+    ready: Ready
+    room: Room
+    taken: int
+
+    def lies_ready(self, taken: int) -> bool:
+        """Whether the step that now follows can read it where it is."""
+        return self.taken == taken and self.room.frozen and not self.room.watch.moved()
+
+
+@dataclasses.dataclass(slots=True)
+class Hot:
+    """What the next call will need again.
+
+    Attributes:
+        look: reads the ambient state; see `plain_state`.
+        state: as it was at the last call; None if that was not plain, so that all is looked at.
+        step: the one that served it.
+        settled: whether the caller's state is the one that steps run under.
+        handed: the batch that the caller is filling, if any; it lies in one slot's room.
+    """
+
+    look: Callable[[], tuple[Any, ...]]
+    state: tuple[Any, ...] | None = None
+    step: Any = None
+    settled: bool = False
+    handed: Handed | None = None

@@ -1,0 +1,50 @@
+"""Turns: steps on one pool go one at a time, each after the one before, from any thread or stream.
+
+A graph's memory is the pool's, so two steps of it may never overlap: on the host a lock keeps them
+apart, on the device a step on another stream than the last one's waits for that stream's work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from fngraph.errors import CaptureError
+
+
+class Turn:
+    """Of one pool.
+
+    Attributes:
+        lock: held for a whole step, and for a capture.
+        current: the handle of the caller's stream; always 0 on the CPU.
+        stream: of the last step; None before the first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        self.device = device
+        self.stream: int | None = None
+        self.current: Callable[[], int] = int
+        if device.type == "cuda":
+            index, raw = device.index, torch._C._cuda_getCurrentRawStream
+            self.current = lambda: raw(index)
+
+    def order(self, stream: int) -> None:
+        """Go on from `stream`, once what the last step launched elsewhere is done.
+
+        Raises:
+            CaptureError: a capture of the caller's own is going on there.
+        """
+        if self.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    "a step inside a capture of your own: it takes its batch from the host, which "
+                    "a graph would not do again. Call it outside, or graphify the whole"
+                )
+            if self.stream is not None:
+                last = torch.cuda.ExternalStream(self.stream, device=self.device)
+                torch.cuda.current_stream(self.device).wait_stream(last)
+        self.stream = stream

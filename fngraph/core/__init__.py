@@ -80,6 +80,13 @@ from fngraph.core.planner import planned_cost as planned_cost
 from fngraph.core.flight import Flight as Flight
 from fngraph.core.flight import Replayed as Replayed
 
+# memory.py: what keys cost
+from fngraph.core.memory import GRAPH_BYTES as GRAPH_BYTES
+from fngraph.core.memory import NODE_BYTES as NODE_BYTES
+from fngraph.core.memory import Bytes as Bytes
+from fngraph.core.memory import KeyMemory as KeyMemory
+from fngraph.core.memory import MemoryTable as MemoryTable
+
 # stats.py: counts of what ran
 from fngraph.core.stats import Stats as Stats
 
@@ -103,12 +110,15 @@ from fngraph.core.program import Program as Program
 from fngraph.core.program import Step as Step
 
 __all__ = [
+    "GRAPH_BYTES",
+    "NODE_BYTES",
     "AtLeast",
     "Balance",
     "BatchDescriptor",
     "BatchSpec",
     "Buffer",
     "BufferPlan",
+    "Bytes",
     "Candidate",
     "Decision",
     "Dim",
@@ -121,8 +131,10 @@ __all__ = [
     "Flight",
     "HostBounds",
     "Item",
+    "KeyMemory",
     "Ladders",
     "Limits",
+    "MemoryTable",
     "Mode",
     "Packed",
     "Path",

@@ -146,7 +146,7 @@ class Captured:
         """Free the graphs of these keys (none: of all), once the device has done with them.
 
         A released key that is dispatched to is captured again, and counted in `stats.captures`.
-        The pool keeps its memory while another key has a graph in it; `sleep` gives it back.
+        The pool keeps its memory while another key has a graph in it; with all of them it goes.
 
         Raises:
             KeyError: no key of the table.

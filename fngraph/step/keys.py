@@ -182,7 +182,10 @@ def release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]
     found = [key for key in wanted if key in step.replays or key in step.book.failed]
     for key in found:
         step.book.failed.pop(key, None)
-    budget.free(step, found)
+    if descriptors:
+        budget.free(step, found)
+    else:
+        budget.begin_again(step)
     return found
 
 

@@ -2,9 +2,9 @@
 
 A 1B Llama of random weights (--layers and --dim make it smaller), for 10, 51 (the default) and 102
 capture sizes and each mode. `first` is a capture as it comes, `second` the same after all keys were
-released, pool and all: its kernels are warm. Memory is the difference of `mem_get_info`, static buffers and
-outputs apart; on the tape it is the arena and what graphs of as many nodes would take. The last
-line fits bytes a graph and a node to the rows, for `fngraph.core.memory`.
+released, pool and all: its kernels are warm. Memory is the difference of `mem_get_info`, static
+buffers and outputs apart; on the tape it is the arena and what graphs of as many nodes would take.
+The last line fits bytes a graph and a node to the rows, for `fngraph.core.memory`.
 """
 
 from __future__ import annotations

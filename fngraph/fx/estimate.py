@@ -79,10 +79,6 @@ def lifetimes(pieces: Pieces, graph: Graph) -> Lifetimes:
             block = of_slot.get(slot)
             if block is not None:
                 block.dies = max(block.dies, now)
-    for slot in pieces.program.outputs:
-        block = of_slot.get(slot)
-        if block is not None:
-            block.dies = now + 1
     return Lifetimes(tuple(blocks), graph.symbols, piece_nodes, cut_nodes)
 
 

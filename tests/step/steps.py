@@ -17,6 +17,15 @@ from fngraph.step import warm
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
+def bump(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Embeddings, and a state that every run changes, be it of nothing but padding."""
+    seen_V = state["seen"] + 1
+    return params["w"][batch.token_ids] * seen_V[0], {
+        "seen": seen_V,
+        "total": state["total"] * -1.0,
+    }
+
+
 @dataclasses.dataclass
 class Fault:
     """Raises `error` once, at the armed moment.

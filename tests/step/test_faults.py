@@ -1,4 +1,4 @@
-"""A capture that fails at any moment is as if it had not happened: state, pool, ring, what follows."""
+"""A capture that fails at any moment is as if it had not happened: state, pool, ring, next one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def used(made: steps.Made) -> int:
 
 @pytest.mark.parametrize("what", ERRORS)
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: f"{m[0]}-{m[1]}")
-@pytest.mark.parametrize("fn", [toys.attend, toys.tally_])
+@pytest.mark.parametrize("fn", [toys.attend, steps.bump])
 @pytest.mark.parametrize("batch", [MIXED, UNIFORM], ids=["PIECEWISE", "FULL"])
 def test_nothing_is_lost(recorder_name, device, monkeypatch, fn, moment, what, batch):
     made = steps.make(recorder_name, device, fn)
@@ -107,7 +107,7 @@ def test_an_op_that_syncs_is_named_and_the_next_capture_works(recorder_name, dev
 def test_a_failed_key_is_served_eagerly_and_counted(recorder_name, device):
     made = steps.make(recorder_name, device, on_failure="eager")
     made.fault.arm("piece", 2, ValueError("boom"), times=10**6)
-    for batch in (MIXED, MIXED, toys.batch(3, 2, seed=5)):
+    for batch in (MIXED, MIXED, toys.batch(3, 3, seed=5)):
         made.check(batch)
     (failed,) = made.step.failed
     assert failed == (PIECEWISE, fg.BatchDescriptor(8)) and "boom" in made.step.failed[failed]
@@ -164,7 +164,7 @@ def test_graphify_says_what_every_step_does(recorder_name, device):
 def test_no_memory_for_the_copies_is_an_error_before_any_write(
     recorder_name, device, monkeypatch, caplog
 ):
-    made = steps.make(recorder_name, device, toys.tally_)
+    made = steps.make(recorder_name, device, steps.bump)
     state, clone = toys.clone(made.state), torch.Tensor.clone
 
     def too_much(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -186,10 +186,28 @@ def test_no_memory_for_the_copies_is_an_error_before_any_write(
     made.check(MIXED)
 
 
+def test_no_memory_for_the_copies_leaves_every_key_to_be_served_eagerly(
+    recorder_name, device, monkeypatch
+):
+    made = steps.make(recorder_name, device, steps.bump, on_failure="eager")
+
+    def too_much(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", too_much)
+        made.step.capture_all()
+    assert set(made.step.failed) == set(made.step.table) and not made.keys
+    made.check(MIXED)
+    assert "no memory for copies" in next(iter(made.step.stats.reasons))
+    made.step.recapture()
+    assert made.keys == list(made.step.table)
+
+
 def test_donated_leaves_are_saved_once_and_one_key_of_a_kind_is_warmed(
     recorder_name, device, monkeypatch, caplog
 ):
-    made = steps.make(recorder_name, device, toys.tally_, modes="FULL", sizes=(1, 2, 3, 4, 8, 16))
+    made = steps.make(recorder_name, device, steps.bump, modes="FULL", sizes=(1, 2, 3, 4, 8, 16))
     ran: list[int] = []
     warm_up = made.step.recorder.warm_up
     made.step.recorder.warm_up = lambda fn: (ran.append(made.step.ring.taken), warm_up(fn))

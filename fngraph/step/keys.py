@@ -80,10 +80,9 @@ def warm_ahead(step: Captured, keys: list[Key]) -> None:
                         run_padding(step, key)
                     except Exception as error:
                         _refuse(step, key, _failure(key, error))
-        except CaptureError as error:
+        except CaptureError:  # no memory for the copies, as each key will find for itself
             if step.book.rules.on_failure == "raise":
                 raise
-            step.book.failed |= {key: _why(key, error) for key in keys}
 
 
 def obtain(step: Captured, key: Key, *, in_step: bool = False) -> Replay | None:

@@ -28,7 +28,7 @@ _EXPORTS = {
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "step.captured",
 }  # fmt: skip
-_MODULES = ("core", "errors", "ops", "fx", "graphs", "report", "integrations")
+_MODULES = ("core", "errors", "ops", "fx", "graphs", "report", "testing", "integrations")
 
 if TYPE_CHECKING:
     from fngraph import core as core, errors as errors, ops as ops

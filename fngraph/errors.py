@@ -119,6 +119,10 @@ class SleepError(FnGraphError, RuntimeError):
     """A step was called while it sleeps: `step.wake()` first."""
 
 
+class PackageError(FnGraphError, ImportError):
+    """A package that is not installed, and that what was asked for needs."""
+
+
 # --- other people's models -----------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.core": (BASE, {"optree"}),
     "fngraph.ops": (BASE | {"fngraph.ops", "torch", "einops", "triton"}, set()),
     "fngraph.fx": (BASE | {"fngraph.fx", "torch", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
-    "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton", "numpy"}, set()),
+    "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton", "numpy"}, {"cuda"}),
     "fngraph.stages": (STAGES, set()),
     "fngraph.step": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.graphify": (TRANSFORMS, set()),

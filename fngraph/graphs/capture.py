@@ -16,7 +16,9 @@ import torch
 from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
 from fngraph.core.program import Program, groups, run
 from fngraph.core.text import count
+from fngraph.graphs.inside import Counts, dot, key_name
 from fngraph.graphs.memory import preserved
+from fngraph.graphs.ranges import RangedFn, RangedRecording
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging import Sizes
 
@@ -78,6 +80,51 @@ class Replay:
         (graph,) = self.graphs
         return graph
 
+    @functools.cached_property
+    def graph_counts(self) -> tuple[Counts, ...]:
+        """Nodes of each graph, counted when first asked for.
+
+        Raises:
+            PackageError: on CUDA, without `cuda.bindings`.
+        """
+        return tuple(Counts.of(c.nodes) for c in self.calls if not isinstance(c, EagerCall))
+
+    @functools.cached_property
+    def counts(self) -> Counts:
+        """Nodes of all graphs together, with the kernels' names. See `graph_counts`."""
+        return Counts.of(n for c in self.calls if not isinstance(c, EagerCall) for n in c.nodes)
+
+    def dot(self) -> str:
+        """The key's graphs and eager calls as DOT text, nodes named by kernel.
+
+        Raises:
+            PackageError: on CUDA, without `cuda.bindings`.
+        """
+        return dot(key_name(self.mode, self.descriptor), self.calls)
+
+    def with_ranges(self) -> Replay:
+        """The same, with a named range around each graph and eager call: in torch.profiler, and
+        NVTX ones where there is CUDA. A few us each; without this call, nothing."""
+        name = key_name(self.mode, self.descriptor)
+        calls: list[Recording | EagerCall] = []
+        for i, call in enumerate(self.without_ranges().calls):
+            if isinstance(call, EagerCall):
+                fn = RangedFn(call.fn, f"{name} [{i}] {call.name}")
+                calls.append(dataclasses.replace(call, fn=fn))
+            else:
+                part = f"{name} [{i}]" if len(self.calls) > 1 else name
+                calls.append(RangedRecording(call, part))
+        return dataclasses.replace(self, calls=tuple(calls))
+
+    def without_ranges(self) -> Replay:
+        """The same without ranges."""
+        calls: list[Recording | EagerCall] = []
+        for call in self.calls:
+            if isinstance(call, EagerCall) and isinstance(call.fn, RangedFn):
+                call = dataclasses.replace(call, fn=call.fn.fn)
+            calls.append(call.recording if isinstance(call, RangedRecording) else call)
+        return dataclasses.replace(self, calls=tuple(calls))
+
     def bind(self, true: Sizes) -> BoundCalls:
         """What to call for a batch of sizes `true`: a replay with nothing, an eager call's function
         with sizes, host bounds and these tensors."""
@@ -93,6 +140,8 @@ class Replay:
     def __repr__(self) -> str:
         eager = sum(isinstance(c, EagerCall) for c in self.calls)
         graphs = count(len(self.calls) - eager, "graph")
+        if "counts" in self.__dict__:
+            graphs += f" of {self.counts}"
         return f"Replay({self.mode} {self.descriptor}: {graphs}, {count(eager, 'eager call')})"
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from fngraph.errors import CaptureError, FnGraphError
+from fngraph.graphs.cuda_nodes import read
+from fngraph.graphs.inside import Node
 from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.turn import Turn
 
@@ -48,6 +50,16 @@ class CudaRecording:
     def replay(self) -> Callable[[], None]:
         """Launch it on the current stream. (Past torch's Python wrapper, which takes 0.3 us.)"""
         return functools.partial(torch._C._CUDAGraph.replay, self.graph)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """See `Recording.nodes`."""
+        return read(self.graph.raw_cuda_graph())[0]
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """See `Recording.edges`."""
+        return read(self.graph.raw_cuda_graph())[1]
 
 
 class CudaRecorder:
@@ -110,7 +122,7 @@ class CudaRecorder:
         """See `Recorder.record`."""
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("record() inside a capture; graphs do not nest")
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # to look inside; in host memory
         failure: BaseException | None = None
         result = None
         with self.recording():
@@ -124,6 +136,7 @@ class CudaRecorder:
                 failure = error
             try:
                 graph.capture_end()
+                graph.instantiate()
             except RuntimeError as error:  # what fn did has invalidated the capture
                 failure = failure or error
                 self._abandon(graph)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from fngraph.errors import CaptureError
+from fngraph.graphs.inside import Node
 from fngraph.graphs.turn import Turn
 
 
@@ -26,6 +27,16 @@ class Recording(Protocol):
     @property
     def graph(self) -> Any:
         """The thing itself, to look at: a `torch.cuda.CUDAGraph`, or the tape's list of calls."""
+        ...
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Its nodes, read when asked. `PackageError` on CUDA without `cuda.bindings`."""
+        ...
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """(from, to) by index into `nodes`: what waits for what (cuda), or reads it (tape)."""
         ...
 
 

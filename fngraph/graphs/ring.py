@@ -44,7 +44,7 @@ class Ring:
 
     def __post_init__(self) -> None:
         raw = (ctypes.c_char * (self.words.numel() * 8)).from_address(self.words.data_ptr())
-        self._memory = memoryview(raw).cast("B")
+        self.memory = memoryview(raw).cast("B")
         self._read = ctypes.c_int64.from_address(self.told.data_ptr())
         self._struct = struct.Struct(f"<{self.words.shape[1]}q")
         self._device = self.state.get_device()
@@ -59,25 +59,27 @@ class Ring:
             time.sleep(0)
         return self.taken % SLOTS
 
-    def leaves(self, slot: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Room for leaves of these shapes; of its own, pinned too, for what no slot can hold."""
+    def leaves(self, slot: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor] | None:
+        """Room for leaves of these shapes; None if they do not fit."""
         rooms = self.rooms[slot]
-        if all(not s or s[0] <= len(room) for room, s in zip(rooms, shapes)):
-            return [room[: s[0]] if s else room for room, s in zip(rooms, shapes)]
+        if any(s and s[0] > len(room) for room, s in zip(rooms, shapes)):
+            return None
+        return [room[: s[0]] if s else room for room, s in zip(rooms, shapes)]
+
+    def new_leaves(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Memory of its own for a batch that fits in no slot, pinned on CUDA too."""
         made = functools.partial(torch.zeros, device="cpu", pin_memory=self._device >= 0)
-        return [made(s, dtype=room.dtype) for room, s in zip(rooms, shapes)]
+        return [made(s, dtype=room.dtype) for room, s in zip(self.rooms[0], shapes)]
 
     def pack(self, words: Sequence[int], leaves: Sequence[torch.Tensor]) -> bytes:
-        """A slot's words for leaves in a room, for `put_packed`."""
+        """A slot's words for leaves in a room, as `memory` holds them."""
         filled = list(words)
         filled[HEADER::2] = [leaf.data_ptr() for leaf in leaves]
         return self._struct.pack(*filled)
 
-    def put_packed(self, packed: bytes) -> None:
-        """Hand over a batch that lies in the next slot's own room, which has been waited for."""
-        start = self.taken % SLOTS * self._struct.size
-        self._memory[start : start + self._struct.size] = packed
-        self.taken += 1
+    def place(self, slot: int) -> slice:
+        """Of a slot's words in `memory`."""
+        return slice(slot * self._struct.size, (slot + 1) * self._struct.size)
 
     def put(self, words: Sequence[int], batch: Sequence[torch.Tensor], own: int = -1) -> None:
         """Hand a batch to the step that must follow: the device's count and ours go together.
@@ -123,8 +125,9 @@ class Ring:
     def _check_room(self, address: int, own: int) -> None:
         if address in self._starts and (own < 0 or address not in self._addresses[own]):
             raise TreeError(
-                "this batch is from an earlier host_batch, whose memory may be another's by now. "
-                "One is good for the next step alone: ask for it, fill it, pass it, step by step"
+                "this batch is from an earlier host_batch, or a copy of it; its memory may be "
+                "another's by now. One is good for the next step alone, as it is: ask for it with "
+                "the spec that you mean, fill it, pass it"
             )
 
     def put_padding(self, plan: BufferPlan, query_len: int) -> None:
@@ -137,7 +140,7 @@ class Ring:
         self._write(slot, words)
 
     def _write(self, slot: int, words: Sequence[int]) -> None:
-        self._struct.pack_into(self._memory, slot * self._struct.size, *words)
+        self._struct.pack_into(self.memory, slot * self._struct.size, *words)
         self.taken += 1
 
     def resume(self) -> None:

@@ -23,15 +23,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fngraph.core.memory import GRAPH_BYTES, NODE_BYTES
 from fngraph.core.where import user_line
 from fngraph.errors import CaptureError, FnGraphError
+from fngraph.graphs import tape_nodes
 from fngraph.graphs.arena import POISON, Arena, subtract
+from fngraph.graphs.inside import Node
 from fngraph.graphs.recorder import Usage, describe
+from fngraph.graphs.tape_nodes import Call
 from fngraph.graphs.turn import Turn
 
 aten = torch.ops.aten
 _SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
           "aten::new_empty_strided"}  # fmt: skip
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -53,6 +55,16 @@ class TapeRecording:
             call(*args, **kwargs)
         for window in self.dead:
             window.fill_(POISON)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """See `Recording.nodes`."""
+        return tape_nodes.nodes(self.graph)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """See `Recording.edges`."""
+        return tape_nodes.edges(self.graph)
 
     def as_text(self) -> str:
         """One line a call, in the order of replay."""

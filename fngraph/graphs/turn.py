@@ -6,6 +6,7 @@ apart, on the device a step on another stream than the last one's waits for that
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -29,8 +30,7 @@ class Turn:
         self.stream: int | None = None
         self.current: Callable[[], int] = int
         if device.type == "cuda":
-            index, raw = device.index, torch._C._cuda_getCurrentRawStream
-            self.current = lambda: raw(index)
+            self.current = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
     def order(self, stream: int) -> None:
         """Go on from `stream`, once what the last step launched elsewhere is done.

@@ -19,41 +19,37 @@ _WORDS = 40  # of a TensorImpl, as far as is looked
 
 
 class Watch:
-    """Where tensors were when it was made. Holds them, since it reads their memory."""
+    """Where tensors were when it was made. Holds them, since it reads their memory.
+
+    Attributes:
+        moved: whether a word has changed. A false alarm is possible (memory that was only resized
+            and put back); a move that goes unseen is not.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tuple(tensors)
         self._storages = [x.untyped_storage() for x in tensors]  # or their words could be freed
-        self._addresses = sorted({a for x in tensors for a in _addresses(x)})
-        found = layout()
-        self._now: Callable[[], object] = self._ask
-        if found is not None and all(x.dim() <= 5 for x in tensors) and self._addresses:
-            low = min(self._addresses)
-            span = max(self._addresses) - low + 8
-            raw = (ctypes.c_int64 * (span // 8)).from_address(low)
-            words = np.ctypeslib.as_array(raw)
-            places = np.array([(a - low) // 8 for a in self._addresses])
-            out = np.empty(len(places), np.int64)
-            gather, tobytes = functools.partial(words.take, places, None, out, "clip"), out.tobytes
-
-            def now() -> bytes:
-                gather()
-                return tobytes()
-
-            self._now = now
         self.reset()
 
     def reset(self) -> None:
         """Take the present places as the right ones."""
-        self._seen = self._now()
+        now = _reader(self.tensors)
+        seen = now()
+        self.moved: Callable[[], bool] = lambda: now() != seen
 
-    def moved(self) -> bool:
-        """Whether a word has changed. A false alarm is possible (memory that was only resized and
-        put back); a move that goes unseen is not."""
-        return self._now() != self._seen
 
-    def _ask(self) -> object:
-        return [(x.data_ptr(), x.shape, x.stride()) for x in self.tensors]
+def _reader(tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
+    """A function that gives the words now."""
+    addresses = sorted({a for x in tensors for a in _addresses(x)})
+    if not addresses or any(x.dim() > 5 for x in tensors):
+        return lambda: [(x.data_ptr(), x.shape, x.stride()) for x in tensors]
+    low = min(addresses)
+    words = np.ctypeslib.as_array(
+        (ctypes.c_int64 * ((max(addresses) - low + 8) // 8)).from_address(low)
+    )
+    places = np.array([(a - low) // 8 for a in addresses])
+    gather = functools.partial(words.__getitem__, places)  # `take` is half as fast
+    return lambda: gather().tobytes()
 
 
 def _addresses(x: torch.Tensor) -> list[int]:

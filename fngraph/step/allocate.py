@@ -18,7 +18,7 @@ from fngraph.stages import Compiled
 from fngraph.step.binding import assembler, bind
 from fngraph.step.book import Book, Rules
 from fngraph.step.captured import Captured
-from fngraph.step.ready import Hot, make_entry
+from fngraph.step.ready import CALLED, Hot, make_entry
 
 
 def check_outputs(outputs: str) -> None:
@@ -82,7 +82,9 @@ def bind_and_allocate(
     )
     traced = lowered.split.traced
     constants = tuple(c.to(made.device) for c in traced.constants.values())
-    assemble = assembler(traced.args, traced.out_tree, traced.returns)
+    assemble = assembler(
+        traced.args, traced.out_tree, traced.returns, traced.args.signature.positions(*CALLED)
+    )
     return Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
         Stats(), make_entry(compiled.args, binding),

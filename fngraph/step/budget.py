@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.errors import CaptureError
 from fngraph.step.book import Key
+from fngraph.step.ready import forget
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -95,21 +96,13 @@ def begin_again(step: Captured) -> None:
 def free(step: Captured, keys: Iterable[Key]) -> None:
     """Forget the replays of these keys, once the device has done with them."""
     going = [key for key in keys if key in step.replays]
-    _forget(step)
+    forget(step)
     if not going:
         return
     step.recorder.synchronize()
     for key in going:
         del step.replays[key]
         step.book.measured.pop(key, None)
-
-
-def _forget(step: Captured) -> None:
-    """What calls have looked up holds replays, or says that there is none."""
-    step.ready.clear()
-    if step.hot.handed is not None:
-        ready = step.hot.handed.ready
-        ready.replay, ready.calls = None, ()
 
 
 def _evict(step: Captured, but: Key | None = None) -> None:

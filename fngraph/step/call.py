@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,6 @@ from fngraph.core.trees import is_frozen
 from fngraph.core.where import user_line
 from fngraph.errors import TransformError, TreeError
 from fngraph.fx.ambient import is_plain
-from fngraph.graphs.capture import launch
-from fngraph.graphs.ring import SLOTS
 from fngraph.graphs.staging import check_leaves, true_sizes
 from fngraph.graphs.watch import Watch
 from fngraph.step.keys import find_replay
@@ -37,50 +36,41 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
         TransformError: within a `torch.func` transform.
         CaptureError: a key that cannot be captured, or a step within a capture of the caller's.
     """
-    turn, hot = step.recorder.turn, step.hot
+    turn = step.recorder.turn
     with turn.lock:
+        hot = step.hot
         state = hot.look()
         if state != hot.state:
             _meet(step, state)
-        step = hot.step
+        settled, step = hot.settled, hot.step
         stream = turn.current()
         if stream != turn.stream:
             turn.order(stream)
-        entry, binding, ring = step.entry, step.binding, step.ring
+        entry = step.entry
         if kwargs or len(args) != entry.count:
             args = tuple(step.compiled.args.signature.values(args, kwargs, *CALLED))
-        containers = {}
         for at, position, bound in entry.donated:
-            value = args[at]
-            if value is not bound:
-                binding.check_argument(position, value)
-            containers[position] = value
-        if binding.watch.moved():
-            binding.check()
-        value = args[entry.staged_at]
-        handed, own = step.hot.handed, -1
-        if handed is not None:
-            step.hot.handed, own = None, handed.taken % SLOTS
-            if handed.batch is not value:
-                handed = None
-        if handed is not None:
+            if args[at] is not bound:
+                step.binding.check_argument(position, args[at])
+        if step.binding.watch.moved():
+            step.binding.check()
+        value, hot = args[entry.staged_at], step.hot
+        handed, hot.handed = hot.handed, None
+        ready = None
+        if handed is not None and handed.batch is value:
             spec, ready = handed.spec, handed.ready
         else:
-            spec = _spec_of(step, value)
+            handed, spec = None, _spec_of(step, value)
+        if ready is None:
             ready = step.ready.get(spec[:7]) or _prepare(step, spec)
         if ready.replay is None and ready.chosen.mode is not Mode.NONE:
             find_replay(step, ready, spec)
-        if handed is not None and ready.replay is not None and handed.lies_ready(ring.taken):
-            batch = None
-        else:
-            batch = _leaves(step, value, ready)
-        if hot.settled or ready.free:
-            results = _results(step, ready, spec, batch, own)
+        if settled or ready.free:
+            results = _results(step, ready, spec, value, handed)
         else:
             with step.fixed_ambient():
-                results = _results(step, ready, spec, batch, own)
-        step.stats.observe(spec[0], ready.chosen)
-        return step.assemble(results, containers)
+                results = _results(step, ready, spec, value, handed)
+        return step.assemble(results, args)
 
 
 def _meet(step: Captured, state: tuple[Any, ...]) -> None:
@@ -118,9 +108,10 @@ def host_batch(step: Captured, spec: BatchSpec) -> Any:
     with step.recorder.turn.lock:
         ready = step.ready.get(spec[:7]) or _prepare(step, spec)
         slot = ring.wait()
-        room = ready.rooms.get(slot)
-        if room is None:
-            room = ready.rooms[slot] = _room(step, ready, slot)
+        room = ready.rooms.get(slot) or _room(step, ready, slot)
+        if room is None:  # an eager batch beyond the largest key
+            leaves = ring.new_leaves([shape for shape, *_ in ready.kinds])
+            return dataclasses.replace(args.batch_over(leaves), **{field: spec})
         filled: Any = object.__new__(args.batch_type)
         filled.__dict__.update(room.fields)
         filled.__dict__[field] = spec
@@ -128,11 +119,14 @@ def host_batch(step: Captured, spec: BatchSpec) -> Any:
         return filled
 
 
-def _room(step: Captured, ready: Ready, slot: int) -> Room:
+def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
     leaves = step.ring.leaves(slot, [shape for shape, *_ in ready.kinds])
+    if leaves is None:
+        return None
     batch = step.compiled.args.batch_over(leaves)
-    packed = step.ring.pack(ready.words, leaves)
-    return Room(vars(batch), Watch(leaves), packed, is_frozen(batch))
+    place, words = step.ring.place(slot), step.ring.pack(ready.words, leaves)
+    room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), is_frozen(batch), place, words)
+    return room
 
 
 def _prepare(step: Captured, spec: BatchSpec) -> Ready:
@@ -163,29 +157,37 @@ def _spec_of(step: Captured, batch: Any) -> BatchSpec:
 
 
 def _results(
-    step: Captured, ready: Ready, spec: BatchSpec, batch: Sequence[torch.Tensor] | None, own: int
+    step: Captured, ready: Ready, spec: BatchSpec, batch: Any, handed: Handed | None
 ) -> list[torch.Tensor]:
     """Stage, replay, own.
 
     Args:
-        batch: its leaves; None where they lie in the ring's next slot.
-        own: that slot, if the caller was handed one; else -1.
+        handed: the batch, if it is the one that the caller was handed for this step.
     """
-    ring = step.ring
+    ring, stats = step.ring, step.stats
     if ready.replay is None:
-        assert batch is not None
-        ring.check_rooms(batch, own)
-        return run_eagerly(step, batch, ready.true, spec)
-    if batch is None:
-        ring.put_packed(ready.rooms[own].packed)
+        leaves = _leaves(step, batch, ready)
+        ring.check_rooms(leaves, -1 if handed is None else handed.slot)
+        results = run_eagerly(step, leaves, ready.true, spec)
+        stats.observe(spec[0], ready.chosen)
+        return results
+    if handed is not None and handed.lies_ready(ring.taken):
+        ring.memory[handed.room.place] = handed.room.words
+        ring.taken += 1
     else:
-        ring.put(ready.words, batch, own)
+        leaves = _leaves(step, batch, ready)
+        ring.put(ready.words, leaves, -1 if handed is None else handed.slot)
     ready.replay.used = ring.taken
     try:
-        launch(ready.calls, ready.true, spec.host)
+        for fn, tensors in ready.calls:
+            if tensors is None:
+                fn()
+            else:
+                fn(ready.true, spec.host, *tensors)
     except BaseException:
         ring.resume()
         raise
+    stats.counts[ready.row] = stats.counts.get(ready.row, 0) + 1
     if step.borrow:  # views of their own, since the caller may change what a view shows
         return [view.detach() for view in ready.views]
     return [view.clone() for view in ready.views]

@@ -40,6 +40,7 @@ from fngraph.step.binding import Assemble, Binding
 from fngraph.step.book import Book, Key
 from fngraph.step.budget import memory
 from fngraph.step.call import call, host_batch
+from fngraph.step.inside import Times, show_ranges, times
 from fngraph.step.keys import capture_all, capture_some, recapture, release
 from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.sleep import family, sleep, wake
@@ -223,6 +224,27 @@ class Captured:
         """Leading slices of outputs, along the dims that depend on T and R."""
         dims = self.compiled.lowered.split.pieces.output_dims
         return [out[tuple(slice(d(**sizes)) for d in ds)] for out, ds in zip(outputs, dims)]
+
+    def times(self, descriptor: BatchDescriptor, repeats: int = 20) -> Times:
+        """Device time of each graph and eager call of a captured key; CPU time on the tape.
+
+        It replays a batch that is all padding, so donated state is as before; what is written
+        other than through null slots is saved first. Attention sees no keys there, so its time
+        is a lower bound. Borrowed outputs are overwritten, as by a step.
+
+        Raises:
+            KeyError: a key that is not captured.
+        """
+        return times(self, descriptor, repeats)
+
+    def show_ranges(self, on: bool = True) -> None:
+        """From now on, replays of the keys that are captured show in profiles, or no longer do.
+
+        Each is in a range that is named after its key, as `fngraph FULL 8x8 q1`: of torch.profiler,
+        and an NVTX one where there is CUDA. Keys captured later have none until this is called
+        again. A step that never was asked for them has no code for them.
+        """
+        show_ranges(self, on)
 
     def __getitem__(self, descriptor: BatchDescriptor) -> Replay:
         """The replay of a captured key."""

@@ -13,7 +13,9 @@ from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode
 from fngraph.core.memory import Bytes
 from fngraph.errors import CaptureError
 from fngraph.graphs.capture import Replay, capture
+from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import preserved
+from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
 from fngraph.step import budget
 from fngraph.step.book import Key
@@ -118,7 +120,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
         CaptureError: naming the key; pool and donated state are as they were.
     """
     key, book = (mode, descriptor), step.book
-    with step.fixed_ambient():
+    with step.fixed_ambient(), named_range(f"capture {key_name(mode, descriptor)}"):
         try:
             lucky = not cold(step, [key])  # another key of its kind has run, and that may do
             if not lucky:

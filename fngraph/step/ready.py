@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,13 @@ from fngraph.core.trees import is_frozen
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import BoundCalls, Replay
+from fngraph.graphs.ring import SLOTS
 from fngraph.graphs.unpack import words_of
 from fngraph.graphs.watch import Watch
 from fngraph.step.binding import Binding, flatten_as
+
+if TYPE_CHECKING:
+    from fngraph.step.captured import Captured
 
 CALLED = (Role.DONATED, Role.STAGED)  # what a step takes
 MOST_READY = 4096  # counts that are kept
@@ -82,6 +86,7 @@ class Ready:
 
     Attributes:
         replay: of the key, once it is captured.
+        row: where its steps are counted.
         calls: the replay's, bound to the true rows.
         free: whether no part of a step depends on grad or inference mode: one graph, borrowed.
         true: sizes of the batch.
@@ -96,6 +101,7 @@ class Ready:
     kinds: list[tuple[Any, ...]]
     words: list[int]
     views: list[torch.Tensor]
+    row: tuple[int, int, Mode]
     replay: Replay | None = None
     calls: BoundCalls = ()
     free: bool = False
@@ -119,7 +125,8 @@ def make_ready(
         for planned in plan.buffers
     ]
     views = [] if chosen.mode is Mode.NONE else cut(outputs, true)
-    return Ready(chosen, true, kinds, words, views)
+    row = (true["T"], chosen.descriptor.num_tokens, chosen.mode)
+    return Ready(chosen, true, kinds, words, views, row)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,14 +136,16 @@ class Room:
     Attributes:
         fields: of the batch, but for its spec.
         watch: over its leaves.
-        packed: the slot's words.
         frozen: whether no leaf of it can be replaced.
+        place: of the slot's words in the ring's memory.
+        words: which they are.
     """
 
     fields: dict[str, Any]
     watch: Watch
-    packed: bytes
     frozen: bool
+    place: slice
+    words: bytes
 
 
 class Handed(NamedTuple):
@@ -144,9 +153,14 @@ class Handed(NamedTuple):
 
     batch: Any
     spec: BatchSpec
-    ready: Ready
+    ready: Ready | None  # None once it is forgotten
     room: Room
     taken: int
+
+    @property
+    def slot(self) -> int:
+        """Of the ring."""
+        return self.taken % SLOTS
 
     def lies_ready(self, taken: int) -> bool:
         """Whether the step that now follows can read it where it is."""
@@ -170,3 +184,10 @@ class Hot:
     step: Any = None
     settled: bool = False
     handed: Handed | None = None
+
+
+def forget(step: Captured) -> None:
+    """After replays have gone or changed: the next calls look them up again."""
+    step.ready.clear()
+    if step.hot.handed is not None:
+        step.hot.handed = step.hot.handed._replace(ready=None)

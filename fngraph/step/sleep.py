@@ -35,7 +35,6 @@ def sleep(step: Captured, cache: bool = False) -> None:
     for one in family(step):
         before = one.book.asleep or Asleep(tuple(one.replays), [])
         begin_again(one)
-        one.hot.handed = None
         own = [] if one.book.asleep else empty([*one.static.tensors, *one.outputs])
         shared = [(x, nbytes) for x, nbytes in emptied if nbytes]
         one.book.asleep = Asleep(before.keys, [*before.emptied, *own, *shared])

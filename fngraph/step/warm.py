@@ -34,11 +34,16 @@ class Given(NamedTuple):
 
 def given(step: Captured, descriptor: BatchDescriptor) -> Given:
     """For a key, at the addresses of now."""
-    limits = step.limits
-    sizes = key_sizes(descriptor.num_tokens, descriptor.num_reqs, limits.max_reqs, limits.dims)
+    sizes = sizes_of(step, descriptor)
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     inputs = step.binding.inputs(step.static.views(sizes), step.constants)
     return Given(sizes, host, inputs, unpacker(step.static, step.ring, sizes))
+
+
+def sizes_of(step: Captured, key: BatchDescriptor) -> dict[str, int]:
+    """{"T", "R", ...} of a key."""
+    limits = step.limits
+    return key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
 
 
 def kind(sizes: Mapping[str, int], descriptor: BatchDescriptor) -> Hashable:
@@ -72,9 +77,7 @@ def written(step: Captured) -> list[torch.Tensor]:
 
 def cold(step: Captured, keys: list[Key]) -> list[Key]:
     """The first of `keys` of each kind that has not run yet."""
-    limits = step.limits
     found: dict[Hashable, Key] = {}
     for key in keys:
-        tokens, reqs = key[1][:2]
-        found.setdefault(kind(key_sizes(tokens, reqs, limits.max_reqs, limits.dims), key[1]), key)
+        found.setdefault(kind(sizes_of(step, key[1]), key[1]), key)
     return [key for of, key in found.items() if of not in step.book.warm]

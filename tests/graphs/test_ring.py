@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import threading
 from typing import Any
 
@@ -132,3 +134,106 @@ def test_a_capture_whose_first_node_fails_leaves_the_ring_in_step(monkeypatch):
         want, _ = toys.bare(toys.attend, params, cache, batch)
         got, _ = fast(params, cache, batch)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def attending(recorder_name: str, device: Any, **options: Any) -> Any:
+    """A step over attention that captures when it is called, its arguments, and bare forward's."""
+    params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
+    plain = toys.attention_cache(device=device)
+    fast = fg.graphify(
+        toys.attend, donate="cache", stage="batch", sizes=toys.SIZES, recorder=recorder_name,
+        **{"modes": "FULL", **options},
+    )  # fmt: skip
+    compiled = fast.trace(params, cache, limits=toys.LIMITS).split().lower().compile()
+    return compiled.capture(params, cache, lazy=True, recorder=recorder_name), params, cache, plain
+
+
+def fill(filled: Any, like: Any) -> Any:
+    for name in fg.core.buffers_of(toys.Batch):
+        getattr(filled, name).copy_(getattr(like, name))
+    return filled
+
+
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE", "NONE"])
+def test_a_host_batch_outlives_the_capture_of_its_own_key(recorder_name, device, modes):
+    step, params, cache, plain = attending(recorder_name, device, modes=modes)
+    for like in (toys.batch(3, 2, seed=1), toys.decode(2), toys.batch(1, seed=3)):
+        got, cache = step(cache, fill(step.host_batch(like.spec), like))
+        with torch.no_grad():
+            want, plain = toys.attend(params, plain, toys.on(like, device))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE"])
+def test_a_host_batch_is_refused_after_its_step(recorder_name, device, modes):
+    step, _, cache, _ = attending(recorder_name, device, modes=modes)
+    like = toys.batch(3, 2, seed=1)
+    first = fill(step.host_batch(like.spec), like)
+    second = fill(step.host_batch(toys.decode(2).spec), toys.decode(2))  # overwrites the first
+    with pytest.raises(fg.errors.TreeError, match="earlier host_batch"):
+        step(cache, first)
+    third = fill(step.host_batch(like.spec), like)
+    step(cache, third)
+    for old in (first, second, third):
+        with pytest.raises(fg.errors.TreeError, match="earlier host_batch"):
+            step(cache, old)
+
+
+def test_a_host_batch_that_fits_no_slot_has_memory_of_its_own(recorder_name, device):
+    step, params, cache, _ = attending(recorder_name, device, modes="NONE")
+    likes = [toys.batch(3, 2, seed=1), toys.batch(3, 2, seed=2)]
+    filled = [fill(step.host_batch(like.spec), like) for like in likes]
+    for like, batch in zip(likes, filled):
+        want, _ = toys.bare(toys.attend, params, cache, toys.on(like, device))
+        got, cache = step(cache, batch)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_handed_leaf_that_is_moved_is_followed(recorder_name, device):
+    step, params, cache, plain = attending(recorder_name, device)
+    like = toys.batch(3, 2, seed=1)
+    for _ in range(2 * SLOTS):
+        filled = fill(step.host_batch(like.spec), like)
+        filled.token_ids.data = like.token_ids.clone() * 0
+        got, cache = step(cache, filled)
+        with torch.no_grad():
+            other = dataclasses.replace(like, token_ids=like.token_ids * 0)
+            want, plain = toys.attend(params, plain, toys.on(other, device))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_copy_of_a_handed_batch_is_refused(recorder_name, device):
+    step, _, cache, _ = attending(recorder_name, device)
+    like = toys.batch(3, 2, seed=1)
+    filled = fill(step.host_batch(like.spec), like)
+    with pytest.raises(fg.errors.TreeError, match="or a copy of it"):
+        step(cache, dataclasses.replace(filled, spec=like.spec))
+
+
+def test_steps_from_several_threads_do_not_interleave(recorder_name, device):
+    step, *_ = attending(recorder_name, device, modes="PIECEWISE")
+    batches = [toys.batch(n, 2, seed=n) for n in range(2, 6)]
+    cache = step.binding.containers[1]
+    wanted = []
+    for batch in batches:
+        wanted.append(step(cache, batch)[0])
+    wrong: list[Any] = []
+
+    def work(k: int) -> None:
+        for i in range(30):
+            at = (i + k) % len(batches)
+            got = step(cache, batches[at])[0]
+            if not torch.equal(got, wanted[at]):
+                wrong.append((k, i))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong

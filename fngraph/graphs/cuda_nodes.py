@@ -1,0 +1,117 @@
+"""The nodes of a `cudaGraph_t`, through `cuda.bindings`: kinds, kernel names, edges.
+
+The driver's interface, not the runtime's, which knows no function for the kernels that Triton
+launches. A child graph is a node of its own, followed by the nodes inside of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from fngraph.errors import PackageError
+from fngraph.graphs.inside import Node
+
+Edges = tuple[tuple[int, int], ...]
+
+
+def read(graph: int) -> tuple[tuple[Node, ...], Edges]:
+    """Nodes of the graph at this address, and (from, to) by index."""
+    nodes: list[Node] = []
+    edges: list[tuple[int, int]] = []
+    _read(_driver(), graph, nodes, edges)
+    return tuple(nodes), tuple(sorted(edges))
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise PackageError(
+            "looking inside a CUDA graph needs cuda.bindings: pip install cuda-bindings"
+        ) from error
+    return driver
+
+
+def _read(driver: Any, graph: Any, nodes: list[Node], edges: list[tuple[int, int]]) -> None:
+    graph = driver.CUgraph(init_value=int(graph))
+    types = driver.CUgraphNodeType
+    _, number = _checked(driver, driver.cuGraphGetNodes(graph))
+    found, _ = _checked(driver, driver.cuGraphGetNodes(graph, number)) if number else ((), 0)
+    at = {}
+    for node in found:
+        kind = _checked(driver, driver.cuGraphNodeGetType(node))[0]
+        at[int(node)] = len(nodes)
+        if kind == types.CU_GRAPH_NODE_TYPE_KERNEL:
+            nodes.append(Node("kernel", _kernel_name(driver, node)))
+        elif kind == types.CU_GRAPH_NODE_TYPE_MEMCPY:
+            nodes.append(Node("memcpy", "memcpy"))
+        elif kind == types.CU_GRAPH_NODE_TYPE_MEMSET:
+            nodes.append(Node("memset", "memset"))
+        else:
+            word = types(kind).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+            nodes.append(Node("other", word))
+        if kind == types.CU_GRAPH_NODE_TYPE_GRAPH:
+            (child,) = _checked(driver, driver.cuGraphChildGraphNodeGetGraph(node))
+            _read(driver, child, nodes, edges)
+    # the first cannot tell of programmatic launches before CUDA 13, where the second is gone
+    get_edges = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)
+    number = _checked(driver, get_edges(graph))[-1]
+    if number:
+        sources, targets, *_ = _checked(driver, get_edges(graph, number))
+        edges += [(at[int(a)], at[int(b)]) for a, b in zip(sources, targets)]
+
+
+def _kernel_name(driver: Any, node: Any) -> str:
+    (params,) = _checked(driver, driver.cuGraphKernelNodeGetParams(node))
+    try:
+        if int(params.func):
+            (name,) = _checked(driver, driver.cuFuncGetName(params.func))
+        else:
+            (name,) = _checked(driver, driver.cuKernelGetName(params.kern))
+    except RuntimeError:  # a driver before 12.3 cannot tell
+        return "kernel"
+    return readable(name.decode() if isinstance(name, bytes) else name)
+
+
+def _checked(driver: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cannot read the graph: {error!r}")
+    return tuple(values)
+
+
+@functools.cache
+def readable(name: str) -> str:
+    """A kernel's mangled name as in C++ source, without namespaces of torch and arguments."""
+    text = _demangled(name)
+    for noise in ("(anonymous namespace)::", "at::native::"):
+        text = text.replace(noise, "")
+    if text.endswith(")"):
+        depth = 0
+        for i in range(len(text) - 1, -1, -1):
+            depth += (text[i] == ")") - (text[i] == "(")
+            if depth == 0:
+                text = text[:i]
+                break
+    return text.removeprefix("void ")
+
+
+def _demangled(name: str) -> str:
+    if not name.startswith("_Z"):
+        return name
+    try:
+        demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    except (OSError, AttributeError):  # no such library: the name as it is
+        return name
+    demangle.restype = ctypes.c_void_p
+    status = ctypes.c_int()
+    address = demangle(name.encode(), None, None, ctypes.byref(status))
+    if not address:
+        return name
+    text = ctypes.string_at(address).decode()
+    free = ctypes.CDLL(None).free
+    free.argtypes = [ctypes.c_void_p]
+    free(address)
+    return text

@@ -32,7 +32,8 @@ class Bytes(NamedTuple):
 
     Attributes:
         pool: of its intermediates; measured: by how much the pool grew for it.
-        graph: of its graphs themselves.
+        graph: of its graphs themselves. CUDA takes memory in chunks of MBs, so that of measured
+            keys one may show a chunk and the next ones nothing; their sum is right.
     """
 
     pool: int

@@ -136,7 +136,8 @@ class CudaRecorder:
                 failure = error
             try:
                 graph.capture_end()
-                graph.instantiate()
+                if failure is None:
+                    graph.instantiate()
             except RuntimeError as error:  # what fn did has invalidated the capture
                 failure = failure or error
                 self._abandon(graph)

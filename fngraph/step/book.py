@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from fngraph.core import BatchDescriptor, Mode
@@ -51,7 +52,7 @@ class Book:
         measured: memory of each captured key.
         pool: bytes that the pool has grown to for this step.
         failed: why a key is served eagerly.
-        warm: kinds of kernels that have run.
+        warm: kinds of kernels that have run, each with the key that they ran for.
         asleep: set while the step sleeps.
     """
 
@@ -59,7 +60,7 @@ class Book:
     measured: dict[Key, Bytes] = dataclasses.field(default_factory=dict)
     pool: int = 0
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
-    warm: set[object] = dataclasses.field(default_factory=set)
+    warm: dict[Hashable, Key] = dataclasses.field(default_factory=dict)
     asleep: Asleep | None = None
 
     @property

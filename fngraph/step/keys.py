@@ -122,16 +122,16 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     key, book = (mode, descriptor), step.book
     with step.fixed_ambient(), named_range(f"capture {key_name(mode, descriptor)}"):
         try:
-            lucky = not cold(step, [key])  # another key of its kind has run, and that may do
-            if not lucky:
+            if cold(step, [key]):
                 with preserved(written(step)):
                     run_padding(step, key)
+            hoped = key not in book.warm.values()  # another of its kind has run, which mostly does
             with step.recorder.recording():
                 before = step.recorder.usage()
                 try:
                     replay = _record(step, mode, descriptor)
                 except CaptureError:
-                    if not (lucky and step.recorder.lazy_kernels):
+                    if not (hoped and step.recorder.lazy_kernels):
                         raise
                     with preserved(written(step)):
                         run_padding(step, key)

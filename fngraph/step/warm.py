@@ -65,7 +65,7 @@ def run_padding(step: Captured, key: Key) -> None:
         raise
     split, fns = step.compiled.lowered.split, step.compiled.fns
     warm_up(step.recorder, split.program, fns, inputs, (), sizes, host)
-    step.book.warm.add(kind(sizes, key[1]))
+    step.book.warm[kind(sizes, key[1])] = key
 
 
 def written(step: Captured) -> list[torch.Tensor]:

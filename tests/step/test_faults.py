@@ -20,9 +20,9 @@ MOMENTS = [
     ("piece", 1), ("record", 0), ("record", 1), ("record", 2),
 ]  # fmt: skip
 ERRORS: dict[str, Any] = {
-    "error": ValueError("boom"),
-    "interrupt": KeyboardInterrupt("boom"),
-    "out of memory": torch.OutOfMemoryError("boom"),
+    "error": ValueError,
+    "interrupt": KeyboardInterrupt,
+    "out of memory": torch.OutOfMemoryError,
 }
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_lost(recorder_name, device, monkeypatch, fn, moment, what, b
     with steps.faulty_unpack(monkeypatch, made.fault):
         keys, before, state = made.keys, used(made), toys.clone(made.state)
         outputs = [x.clone() for x in made.step.outputs]
-        made.fault.arm(*moment, ERRORS[what])
+        made.fault.arm(*moment, ERRORS[what]("boom"))
         wanted = KeyboardInterrupt if what == "interrupt" else CaptureError
         try:
             made.step(made.state, toys.on(batch, device))
@@ -60,6 +60,7 @@ def test_nothing_is_lost(recorder_name, device, monkeypatch, fn, moment, what, b
             assert made.fault.hits == 0 and (cut or moment[1] >= beyond[moment[0]])
             return
         assert made.fault.hits == 1
+        made.fault.error = None  # it holds frames, and they hold tensors
         toys.assert_trees((made.state, outputs), (state, list(made.step.outputs)))
         assert made.keys == keys and used(made) == before
         assert not made.step.failed and made.step.stats.steps == 1
@@ -126,9 +127,8 @@ def test_capture_all_goes_on_past_a_failed_key(recorder_name, device):
     made = steps.make(recorder_name, device, on_failure="eager")
     made.fault.arm("record", 0, ValueError("boom"), times=1)
     made.step.capture_all()
-    retried = recorder_name == "cuda" and not made.step.failed
     assert len(made.step) + len(made.step.failed) == len(made.step.table)
-    assert retried or list(made.step.failed) == [(PIECEWISE, fg.BatchDescriptor(16))]
+    assert list(made.step.failed) == [(PIECEWISE, fg.BatchDescriptor(16))]
     with pytest.raises(TypeError):
         made.step.failed["x"] = "y"
     for batch in (toys.batch(9, 2), UNIFORM):
@@ -225,11 +225,15 @@ def test_donated_leaves_are_saved_once_and_one_key_of_a_kind_is_warmed(
         made.check(batch)
 
 
-@pytest.mark.gpu
-def test_a_key_that_only_a_warm_up_can_save_is_warmed_and_captured():
-    made = steps.make("cuda", "cuda", toys.attend, modes="PIECEWISE")
+def test_a_key_that_only_a_warm_up_can_save_is_warmed_and_captured(recorder_name, device):
+    made = steps.make(recorder_name, device, toys.attend, modes="PIECEWISE")
+    made.step.recorder.lazy_kernels = True  # as on CUDA
     made.check(toys.batch(2, seed=1))
-    x = torch.ones(3, device="cuda")
+    x = torch.ones(3, device=device)
     made.fault.arm("piece", 2, lambda: sync(x), times=1)  # as an autotuner does, when first run
     made.check(MIXED)
     assert made.fault.hits == 1 and not made.step.failed
+    made.fault.arm("piece", 2, lambda: sync(x), times=2)
+    with pytest.raises(CaptureError):
+        made.step.recapture(fg.BatchDescriptor(8))  # it has been warmed itself: no second try
+    assert made.fault.hits == 1

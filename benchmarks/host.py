@@ -1,17 +1,20 @@
 """What a step costs the host, part by part, beside bare `replay()`: python -m benchmarks host
 
-Wall time of the Python call alone, the GPU idle or busy with other work, of the 1B Llama shape with
-random weights (--layers and --dim make it smaller). Medians; checks are on.
+Wall time of the Python call alone, of the 1B Llama shape with random weights (--layers and --dim
+make it smaller), checks on. Calls come in bursts of four, as many as the ring has slots, each burst
+after a wait for the GPU: the first call of a burst finds the GPU idle and the processor's caches
+cold, the later ones find the GPU busy and the caches warm. Medians over the bursts.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +23,9 @@ import fngraph as fg
 from benchmarks.record import write
 from benchmarks.steps import BLOCK_SIZE, CONTEXT, batch_of
 from models import llama
+
+BURST = 4
+Call = Callable[[], Any]
 
 
 def shape(layers: int, dim: int) -> llama.Config:
@@ -30,74 +36,118 @@ def shape(layers: int, dim: int) -> llama.Config:
     )  # fmt: skip
 
 
-def times_us(fn: Callable[[], Any], repeats: int, busy: bool) -> tuple[float, float]:
-    """Median and 90th percentile of the call alone, in us."""
-    found = []
-    for _ in range(repeats + 20):
+def times_us(call: Callable[[Any], Any], before: Call, repeats: int) -> tuple[float, float]:
+    """Median us of a burst's first call and of its later ones; `before` makes the argument."""
+    first: list[int] = []
+    later: list[int] = []
+    for i in range(repeats + 5):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            if busy:
-                torch.cuda._sleep(2_000_000)  # about 1 ms
-        began = time.perf_counter_ns()
-        fn()
-        found.append(time.perf_counter_ns() - began)
-    found = found[20:]
-    return median(found) / 1e3, quantiles(found, n=10)[-1] / 1e3
+        for k in range(BURST):
+            given = before()
+            began = time.perf_counter_ns()
+            call(given)
+            taken = time.perf_counter_ns() - began
+            if i >= 5:
+                (later if k else first).append(taken)
+    return median(first) / 1e3, median(later) / 1e3
 
 
-def measure(device: str, layers: int, dim: int, repeats: int) -> list[dict[str, Any]]:
-    """A row a way of calling, batch and state of the GPU."""
-    config = shape(layers, dim)
-    params = llama.init_params(config, device=device, dtype=torch.bfloat16)
-    rows = []
-    for num_reqs in (1, 64):
-        for name, (call, ring) in ways(config, params, num_reqs, device).items():
-            for busy in (False, True):
-                mid, high = times_us(call, repeats, busy)
-                ring.resume()  # a bare replay is no step, and a part of a step none either
-                rows.append({"batch": num_reqs, "GPU": "busy" if busy else "idle",
-                             "call": name, "median us": mid, "p90 us": high})  # fmt: skip
-    return rows
+@dataclasses.dataclass(frozen=True)
+class Kit:
+    """A model, its cache, and a decode batch, on the device and in host memory."""
+
+    params: Any
+    cache: Any
+    device: llama.Batch
+    host: llama.Batch
+
+    def step(self, **options: Any) -> Any:
+        """A captured step."""
+        limits = fg.Limits(max_tokens=64, max_reqs=64, B=CONTEXT // BLOCK_SIZE)
+        outputs = options.pop("outputs", "borrow")
+        fast = fg.graphify(llama.forward, donate="cache", stage="batch", sizes=(1, 64), **options)
+        return fast.bind(self.params).capture(self.cache, limits, outputs=outputs, progress=False)
 
 
-def ways(
-    config: llama.Config, params: llama.Params, num_reqs: int, device: str
-) -> dict[str, tuple[Callable[[], Any], Any]]:
-    """What is timed for a batch, by name, each with the ring that it takes from."""
-    cache = llama.init_cache(
-        config, 64 * CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE, device=device,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-    limits = fg.Limits(max_tokens=64, max_reqs=64, B=CONTEXT // BLOCK_SIZE)
-    fast = fg.graphify(llama.forward, modes="FULL", donate="cache", stage="batch", sizes=(1, 64))
-    borrow = fast.bind(params).capture(cache, limits, outputs="borrow", progress=False)
-    own = fast.bind(params).capture(cache, limits, outputs="own", progress=False)
-    host = batch_of(num_reqs, 1, "cpu")
-    spec, names = host.spec, list(fg.core.buffers_of(llama.Batch))
-    batch = dataclasses.replace(host, **{name: getattr(host, name).to(device) for name in names})
+def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
+    """Rows of a FULL key: the whole call in four ways, and its parts."""
+    borrow, own = kit.step(modes="FULL"), kit.step(modes="FULL", outputs="own")
+    spec, cache, num_reqs = kit.host.spec, kit.cache, kit.host.spec.num_reqs
     pinned = borrow.host_batch(spec)
-    for name in names:
-        getattr(pinned, name).copy_(getattr(host, name))
-    want = own(cache, batch)[0]
-    for name, like in (("pinned", pinned), ("host", host)):
-        assert torch.equal(borrow(cache, like)[0], want), name
-    replay, logits = borrow[fg.dispatch(borrow.table, spec).descriptor], borrow.outputs[0]
-    ready, leaves = borrow.ready[spec[:7]], borrow.entry.leaves(batch)
-    calls: dict[str, Callable[[], Any]] = {
-        "bare replay and a view": lambda: (replay.calls[0].replay(), logits[:num_reqs]),
-        "step, pinned slot, borrowed": lambda: borrow(cache, borrow.host_batch(spec)),
-        "step, device batch, borrowed": lambda: borrow(cache, batch),
-        "step, device batch, owned": lambda: own(cache, batch),
-        "step, host batch, borrowed": lambda: borrow(cache, host),
-        "part: host_batch": lambda: borrow.host_batch(spec),
-        "part: ambient": borrow.under_ambient,
-        "part: addresses": borrow.binding.check,
-        "part: dispatch": lambda: fg.dispatch(borrow.table, spec),
-        "part: leaves": lambda: [x.shape for x in leaves] == ready.shapes,
-        "part: own": lambda: logits[:num_reqs].clone(),
-    }
-    return {name: (call, own.ring if "owned" in name else borrow.ring)
-            for name, call in calls.items()}  # fmt: skip
+    for name in fg.core.buffers_of(llama.Batch):
+        getattr(pinned, name).copy_(getattr(kit.host, name))
+    want = own(cache, kit.device)[0]
+    assert torch.equal(borrow(cache, pinned)[0], want), "pinned"
+    assert torch.equal(borrow(cache, kit.host)[0], want), "host"
+    ready, logits, ring = borrow.ready[spec[:7]], borrow.outputs[0], borrow.ring
+    (replay, _), view = ready.calls[0], ready.views[0]
+    room = next(iter(ready.rooms.values()))
+
+    def stage() -> None:
+        ring.memory[room.place] = room.words
+
+    call = functools.partial(borrow, cache)
+    calls: dict[str, tuple[Callable[[Any], Any], Call]] = {
+        "bare replay and a view": (lambda _: (replay(), logits[:num_reqs]), int),
+        "step, pinned batch, borrowed": (call, lambda: borrow.host_batch(spec)),
+        "step, device batch, borrowed": (call, lambda: kit.device),
+        "step, device batch, owned": (functools.partial(own, cache), lambda: kit.device),
+        "step, host batch, borrowed": (call, lambda: kit.host),
+        "part: host_batch (before the call)": (lambda _: borrow.host_batch(spec), int),
+        "part: dispatch, any spec": (lambda _: fg.dispatch(borrow.table, spec), int),
+        "part: look up what the counts decide": (lambda _: borrow.ready.get(spec[:7]), int),
+        "part: check ambient state": (lambda _: borrow.hot.look(), int),
+        "part: check addresses of bound leaves": (lambda _: borrow.binding.watch.moved(), int),
+        "part: check the slot's leaves": (lambda _: room.watch.moved(), int),
+        "part: stage a pinned batch": (lambda _: stage(), int),
+        "part: replay": (lambda _: replay(), int),
+        "part: a view of the outputs": (lambda _: view.detach(), int),
+        "part: own the outputs": (lambda _: view.clone(), int),
+        "nothing": (lambda _: None, int),
+    }  # fmt: skip
+    rows = []
+    for name, (timed, before) in calls.items():
+        rows.append((name, *times_us(timed, before, repeats)))
+        ring.resume()  # a bare replay is no step
+    return [{"call": n, "first us": a, "later us": b} for n, a, b in rows]
+
+
+def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
+    """Rows of a PIECEWISE key: the step, its replays and backend calls alone, the rest a piece."""
+    step = kit.step(modes="PIECEWISE")
+    spec = kit.host.spec
+    step(kit.cache, kit.device)
+    ready, ring = step.ready[spec[:7]], step.ring
+
+    def bare() -> None:
+        for fn, tensors in ready.calls:
+            fn() if tensors is None else fn(ready.true, spec.host, *tensors)
+        ready.views[0].detach()
+
+    pieces = sum(tensors is None for _, tensors in ready.calls)
+    whole = times_us(functools.partial(step, kit.cache), lambda: step.host_batch(spec), repeats)
+    ring.resume()
+    parts = times_us(lambda _: bare(), int, repeats)
+    ring.resume()
+    each = [(a - b) / pieces for a, b in zip(whole, parts)]
+    named = (
+        ("PIECEWISE step, pinned batch, borrowed", whole),
+        ("its replays and calls alone", parts),
+        (f"the rest, for each of {pieces} pieces", each),
+    )
+    return [{"call": n, "first us": a, "later us": b} for n, (a, b) in named]
+
+
+def others(kit: Kit, repeats: int) -> list[dict[str, Any]]:
+    """Rows of what one would use otherwise."""
+    from benchmarks.peers import peers
+
+    rows = []
+    for name, call in peers(kit.params, kit.cache, kit.device).items():
+        first, later = times_us(lambda _: call(), int, repeats)  # noqa: B023
+        rows.append({"call": name, "first us": first, "later us": later})
+    return rows
 
 
 def main(argv: list[str]) -> int:
@@ -106,16 +156,30 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dim", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--no-peers", action="store_true", help="they take a minute to compile")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
     with torch.no_grad():
-        rows = measure(args.device, args.layers, args.dim, args.repeats)
-    cells = [
-        [r["batch"], r["GPU"], r["call"], f"{r['median us']:.1f}", f"{r['p90 us']:.1f}"]
-        for r in rows
-    ]
-    print(fg.core.text.table(["batch", "GPU", "call", "median us", "p90 us"], cells))
+        config = shape(args.layers, args.dim)
+        params = llama.init_params(config, device=args.device, dtype=torch.bfloat16)
+        for num_reqs in (1, 64):
+            cache = llama.init_cache(
+                config, 64 * CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE, device=args.device,
+                dtype=torch.bfloat16,
+            )  # fmt: skip
+            host = batch_of(num_reqs, 1, "cpu")
+            on_device = {
+                n: getattr(host, n).to(args.device) for n in fg.core.buffers_of(llama.Batch)
+            }
+            kit = Kit(params, cache, dataclasses.replace(host, **on_device), host)
+            found = full(kit, args.repeats) + piecewise(kit, max(args.repeats // 5, 2))
+            if num_reqs == 1 and not args.no_peers and args.device == "cuda":
+                found += others(kit, args.repeats)
+            rows += [{"batch": num_reqs, **row} for row in found]
+    cells = [[r["batch"], r["call"], f"{r['first us']:.1f}", f"{r['later us']:.1f}"] for r in rows]
+    print(fg.core.text.table(["batch", "call", "first, idle, us", "later, busy, us"], cells))
     if args.json:
         write(args.json, rows)
     return 0

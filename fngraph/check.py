@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from fngraph.core import Limits
 from fngraph.errors import FnGraphError, PurityError
@@ -58,6 +60,7 @@ def check(
     stage: Names = None,
     limits: Limits | None = None,
     allow_copies: bool | int | None = None,
+    generators: Iterable[torch.Generator] = (),
 ) -> Report:
     """Trace `forward` and report all that `graphify` would refuse, running nothing.
 
@@ -66,12 +69,15 @@ def check(
 
     Args:
         args: all of forward's arguments, as in a call; tensors or `fg.like` specs.
-        donate, stage, limits, allow_copies: as for `graphify`.
+        donate, stage, limits, allow_copies, generators: as for `graphify`.
 
     Raises:
         TreeError: `donate` or `stage` names no parameter of `forward`.
     """
-    made = graphify(forward, donate=donate, stage=stage, limits=limits, allow_copies=allow_copies)
+    made = graphify(
+        forward, donate=donate, stage=stage, limits=limits, allow_copies=allow_copies,
+        generators=generators,
+    )  # fmt: skip
     refuse = Refusals(go_on=True)
     try:
         with refuse.catching():

@@ -72,7 +72,7 @@ class LeakError(PurityError):
 
 
 class RandomError(PurityError):
-    """`forward` draws from a global random number generator."""
+    """`forward` draws from a random number generator that is not registered, or seeds one."""
 
 
 class BranchError(PurityError):

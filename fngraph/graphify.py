@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fngraph import core
 from fngraph.core import (
     BatchDescriptor,
@@ -279,6 +281,7 @@ def graphify(
     on_ambient: str = "recapture",
     memory_budget: int | None = None,
     on_failure: str = "raise",
+    generators: Iterable[torch.Generator] = (),
     **resolve: Any,
 ) -> Any:
     """Turn a pure function into one that runs each batch as CUDA graphs.
@@ -313,6 +316,8 @@ def graphify(
             precision, determinism, ... than the trace. Where forward computes the same under it,
             nothing happens; else "recapture", or "error", which raises `AmbientError`.
         memory_budget, on_failure: of every step; see `Compiled.capture`.
+        generators: what `forward` may draw from, `torch.rand(n, generator=g)`. A call advances them
+            as eager does at the padded size; seed them between calls.
 
     Raises:
         ModesError, TreeError, BackendError, DonationError: an option that names nothing.
@@ -323,7 +328,7 @@ def graphify(
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
             max_keys=max_keys, adapters=adapters, fields=fields, cost=cost,
             allow_copies=allow_copies, on_ambient=on_ambient, memory_budget=memory_budget,
-            on_failure=on_failure, **resolve,
+            on_failure=on_failure, generators=generators, **resolve,
         )  # fmt: skip
     for name, backend in (backends or {}).items():
         primitive(name).backend(backend)  # unknown names fail here, where they are written
@@ -333,6 +338,10 @@ def graphify(
         raise TypeError(f'on_ambient={on_ambient!r}: "recapture" or "error"')
     if not isinstance(allow_copies, int | None) or (allow_copies or 0) < 0:
         raise DonationError(f"allow_copies={allow_copies!r}: True, False or a number of bytes")
+    generators = tuple(generators)
+    for generator in generators:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(f"generators={generator!r}: a tuple of torch.Generator, (g,)")
     options = Options(
         None if modes is None else Mode.parse(modes),
         None if sizes is None else tuple(sizes),
@@ -346,6 +355,7 @@ def graphify(
         on_ambient,
         memory_budget,
         on_failure,
+        generators,
     )
     Rules(memory_budget, on_failure)  # what means nothing fails here
     return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys)

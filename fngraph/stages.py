@@ -41,6 +41,7 @@ from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.dtypes import pin
 from fngraph.fx.estimate import Lifetimes, estimate, lifetimes
+from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.refusals import Refusals
 from fngraph.fx.returns import match_donated
@@ -72,6 +73,7 @@ class Options:
         on_ambient: "recapture" or "error", for calls under other ambient state.
         memory_budget: bytes that a step's pool and graphs may take; None: anything.
         on_failure: "raise", or "eager": a key that cannot be captured is served eagerly.
+        generators: those that `forward` may draw from.
     """
 
     modes: Mode | None = None
@@ -86,6 +88,7 @@ class Options:
     on_ambient: str = "recapture"
     memory_budget: int | None = None
     on_failure: str = "raise"
+    generators: tuple[torch.Generator, ...] = ()
 
 
 def like(tree: Any) -> Any:
@@ -140,11 +143,14 @@ class Traced:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why anything is not as it was asked for: primitives that are no cuts."""
+        """What is not as it was asked for: primitives that are no cuts, streams that are one."""
         return tuple(
             f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
             "its plain torch ops are captured, there is no cut, and no backend is asked"
             for name, line in self.graph.inlined
+        ) + tuple(
+            f"{line}: the side stream is ignored: forward runs on one stream, in program order"
+            for line in self.graph.streams
         )
 
     def split(self) -> Split:
@@ -190,8 +196,12 @@ def trace_function(
         outputs, found["tree"] = trees.flatten(result)
         return outputs
 
-    with noted(ambient) as asked:
-        graph = trace(flat_fn, args.leaves, limits, found, refuse)
+    generators = options.generators
+    states = [g.get_state() for g in generators]
+    with noted(ambient) as asked, preserved(generators):
+        graph = trace(flat_fn, args.leaves, limits, found, refuse, generators)
+        with refuse.catching():
+            check_untouched(generators, states)
     with refuse.catching():
         pin(graph.gm, ambient.default_dtype)
     nodes = list(graph.gm.graph.nodes)
@@ -357,9 +367,11 @@ class Lowered:
     def compile(self) -> Compiled:
         """One callable for each distinct piece."""
         shared: dict[int, Callable[..., tuple[Any, ...]]] = {}
-        calls = iter(self.calls)
+        calls, generators = iter(self.calls), self.split.traced.options.generators
         fns = [
-            next(calls).compile() if isinstance(p, Cut) else shared.setdefault(id(p), _piece_fn(p))
+            next(calls).compile()
+            if isinstance(p, Cut)
+            else shared.setdefault(id(p), _piece_fn(p, generators))
             for p in self.split.pieces.parts
         ]
         return Compiled(self, tuple(fns))
@@ -396,14 +408,15 @@ class Lowered:
         )
 
 
-def _piece_fn(piece: Piece) -> Callable[..., tuple[Any, ...]]:
-    forward = piece.gm.forward  # not gm(...): nn.Module.__call__ takes some 3 us a piece
+def _piece_fn(piece: Piece, generators: Generators) -> Callable[..., tuple[Any, ...]]:
+    gm = with_generators(piece.gm, generators)
+    forward = gm.forward  # not gm(...): nn.Module.__call__ takes some 3 us a piece
 
     def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         try:
             return forward(sizes["T"], sizes["R"], *tensors)
         except Exception as error:
-            if (op := blame(piece.gm, error)) is not None:
+            if (op := blame(gm, error)) is not None:
                 error.add_note(f"in {op}")
             raise
 

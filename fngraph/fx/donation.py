@@ -16,6 +16,7 @@ from torch import fx
 from fngraph.core.text import table
 from fngraph.errors import DonationError
 from fngraph.fx.copies import append_copies
+from fngraph.fx.generators import drawn
 from fngraph.fx.inplace import settle
 from fngraph.fx.leaves import Leaf, same_place, storage_key
 from fngraph.fx.liveness import Memory
@@ -110,7 +111,7 @@ def _drop_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         op = node.target
         if isinstance(op, torch._ops.OpOverload) and not node.users and op._schema.returns:
-            if not op._schema.is_mutable:
+            if not op._schema.is_mutable and drawn(node) is None:
                 graph.erase_node(node)
 
 

@@ -1,7 +1,7 @@
 """Purity: each op is looked at while the user's frame is live, so that an error names the line.
 
 A graph freezes what Python saw once. So `forward` may not read tensors that it was not given, wait
-for values on the host, draw from a global generator, or write what it was not given to keep.
+for values on the host, draw from an unregistered generator, or write what it was not given to keep.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import HostSyncError, OperatorError, RandomError
 from fngraph.fx import standins
 from fngraph.fx.api import CallsMode
+from fngraph.fx.generators import DRAWN, Generators, device_of, is_on, source, without
 from fngraph.fx.guards import by_transform
 from fngraph.fx.leaks import Made
 from fngraph.fx.leaves import Leaf
@@ -34,6 +35,7 @@ from fngraph.fx.refusals import Refusals
 from fngraph.fx.rows.check import REFUSED
 from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
 from fngraph.fx.sizes import Sizes
+from fngraph.fx.streams import Streams
 from fngraph.fx.writes import sync_error, unsupported, write_errors
 
 aten = torch.ops.aten
@@ -49,6 +51,8 @@ class PurityMode(TorchDispatchMode):
         sizes: is asked, after each op, whether it has fixed a size.
         calls: the mode that sees what the user's code calls, for which ops run.
         made: is told of each result.
+        streams: is told of each op's line.
+        generators: those that may be drawn from.
     """
 
     supports_higher_order_operators = True
@@ -60,10 +64,13 @@ class PurityMode(TorchDispatchMode):
         refuse: Refusals,
         calls: CallsMode,
         made: Made,
+        streams: Streams,
+        generators: Generators = (),
     ) -> None:
         super().__init__()
         self.owners, self.sizes, self.refuse = owners, sizes, refuse
-        self.calls, self.made = calls, made
+        self.calls, self.made, self.generators = calls, made, generators
+        self.streams = streams
         self.blocks: dict[Any, Any] = {}  # key of a call to what it left; see `fngraph.fx.block`
         self._standins: dict[int, tuple[Any, Any]] = {}
 
@@ -80,6 +87,7 @@ class PurityMode(TorchDispatchMode):
         known = len(self.refuse.errors)
         line = user_line()
         fx.traceback.set_stack_trace([line])
+        self.streams.look(line)
         if not isinstance(func, torch._ops.OpOverload):
             self.refuse(
                 OperatorError(
@@ -98,23 +106,32 @@ class PurityMode(TorchDispatchMode):
                 self.refuse(array)
         else:
             args, kwargs = self._given(line, args, kwargs)
+        if func is aten.record_stream.default:  # a graph's memory is its own
+            return None
         if func in _SYNCS and not all(_literal(x) for x in args):
             self.refuse(sync_error(line, func, self.calls.name))
             return standins.scalar(args[0]) if func is aten._local_scalar_dense.default else True
+        marks: dict[str, Any] = {}
         if draws(func, args, kwargs):
-            self.refuse(
-                RandomError(
-                    f"{line}: forward draws from a global random number generator ({func}), which "
-                    "a graph would not repeat as eager does. Pass the numbers in as an argument, "
-                    "or derive them from a key: hash the positions with integer arithmetic. "
-                    "Dropout in a module is switched off with module.eval()"
+            index = source(func, args, kwargs, self.generators)
+            if index is None:
+                self.refuse(_unregistered(line, func))
+            elif not is_on(self.generators[index], on := device_of(args, kwargs)):
+                self.refuse(
+                    RandomError(
+                        f"{line}: forward draws on {on} with a generator of "
+                        f"{self.generators[index].device} ({func}). Make one there: "
+                        f'torch.Generator("{on}")'
+                    )
                 )
-            )
+            func, args, kwargs = without(func, args, kwargs)
+            marks = {DRAWN: index}
         for error in write_errors(line, func, args, kwargs, self.owners):
             self.refuse(error)
-        refused = len(self.refuse.errors) > known  # of its rows nothing more is asked
+        if len(self.refuse.errors) > known:  # of its rows nothing more is asked
+            marks[REFUSED] = True
         try:
-            with annotate({REFUSED: True}) if refused else contextlib.nullcontext():
+            with annotate(marks) if marks else contextlib.nullcontext():
                 result = func(*args, **kwargs)
         except UnsupportedOperatorException:
             self.refuse(unsupported(line, func, "which no trace can see into"))
@@ -172,6 +189,15 @@ def is_tracing() -> bool:
     """Whether a function is being traced right now."""
     return bool(torch._C._len_torch_dispatch_stack()) and any(
         isinstance(mode, PurityMode) for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def _unregistered(line: str, func: Any) -> RandomError:
+    return RandomError(
+        f"{line}: forward draws from a random number generator that is not registered ({func}), "
+        "which a graph would not repeat as eager does. Draw with generator=g, and say so: "
+        "graphify(..., generators=(g,)); or pass the numbers in as an argument. Dropout in a "
+        "module is switched off with module.eval()"
     )
 
 

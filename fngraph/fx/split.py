@@ -18,6 +18,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from fngraph.core import Dim
 from fngraph.core.program import Program, Step, with_drops
 from fngraph.errors import BranchError
+from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import storage_key
 from fngraph.fx.trace import Graph
 
@@ -140,7 +141,7 @@ def _regions(
     ops = [n for n in gm.graph.nodes if n.op == "call_function" and not _is_size(n)]
     for node in reversed(ops):
         mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if node in live or mutable:
+        if node in live or mutable or drawn(node) is not None:
             live.add(node)
             live.update(a for a in node.all_input_nodes if not _is_size(a))
     regions: list[tuple[bool, list[fx.Node]]] = []
@@ -256,7 +257,7 @@ def _structure(graph: Graph, piece: fx.Graph) -> str:
             lines.append(f"in {sizes} {value.dtype} {value.device} storage {storage}")
         else:
             args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Brief(brief(n)))
-            lines.append(f"{node.op} {_target(node)} {args}")
+            lines.append(f"{node.op} {_target(node)} {args} {drawn(node)}")
     return "\n".join(lines)
 
 

@@ -26,6 +26,7 @@ from fngraph.errors import RandomError
 from fngraph.fx.api import CallsMode, rebound
 from fngraph.fx.constants import hoist
 from fngraph.fx.failures import explained
+from fngraph.fx.generators import Generators, drawn
 from fngraph.fx.guards import Guard
 from fngraph.fx.implied import implied
 from fngraph.fx.leaks import Made
@@ -34,6 +35,7 @@ from fngraph.fx.outputs import check_dims, check_owned, check_values
 from fngraph.fx.purity import PurityMode
 from fngraph.fx.refusals import Refusals
 from fngraph.fx.sizes import Sizes, lettered
+from fngraph.fx.streams import Streams
 from fngraph.fx.tangents import symbolic_zeros
 
 
@@ -48,6 +50,7 @@ class Graph:
         guards: what the trace assumed of T and R.
         inlined: (name, user's line) of each primitive that a gradient or a transform went through,
             so that its plain ops are in the graph; see `fngraph.ops.transforms`.
+        streams: user's lines that go to another stream, which the graph does not.
     """
 
     gm: fx.GraphModule
@@ -55,6 +58,7 @@ class Graph:
     constants: dict[str, torch.Tensor]
     guards: tuple[Guard, ...]
     inlined: tuple[tuple[str, str], ...]
+    streams: tuple[str, ...] = ()
 
     def text(self, size: Any) -> str:
         """A fake tensor's size in T and R, as sympy prints it."""
@@ -89,7 +93,8 @@ def _signature(graph: Graph) -> list[Any]:
 
     values = [
         (node.op, str(node.target) if node.op == "call_function" else "", str(plain(node.args)),
-         str(plain(dict(node.kwargs))), str(getattr(node.meta.get("val"), "dtype", "")))
+         str(plain(dict(node.kwargs))), str(getattr(node.meta.get("val"), "dtype", "")),
+         drawn(node))
         for node in names
     ]  # fmt: skip
     return [values, graph.guards, len(graph.constants)]
@@ -101,6 +106,7 @@ def trace(
     limits: Limits,
     found: dict[str, Any],
     refuse: Refusals,
+    generators: Generators = (),
 ) -> Graph:
     """Trace `flat_fn` over `leaves`.
 
@@ -109,6 +115,7 @@ def trace(
         leaves: abstract arguments.
         limits: sizes of the further letters (B, ...) and the bounds that guards must hold for.
         found: holds the output's structure as "tree" once `flat_fn` has run.
+        generators: those that may be drawn from.
 
     Raises:
         PurityError: see its subclasses; with the user's line.
@@ -119,11 +126,12 @@ def trace(
     with torch.inference_mode(False), mode:
         fakes = [leaf.fake({**limits.dims, **sizes.letters}) for leaf in leaves]
     owners = {storage_key(fake): leaf for fake, leaf in zip(fakes, leaves)}
-    made = Made(fakes, leaves)
+    made, streams = Made(fakes, leaves), Streams(refuse)
 
     def traced(*flat: torch.Tensor) -> list[Any]:
         calls = CallsMode(owners, refuse, made)
-        with PurityMode(owners, sizes, refuse, calls, made), calls:
+        purity = PurityMode(owners, sizes, refuse, calls, made, streams, generators)
+        with purity, calls, streams.watched():
             places = [place(x) for x in flat]
             outputs = flat_fn(list(flat))
         for x, before, leaf in zip(flat, places, leaves):
@@ -150,7 +158,8 @@ def trace(
         with refuse.catching():
             guard.check(limits)
     guards = dict.fromkeys((*sizes.guards_asked, *silent))
-    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(guards), _inlined(gm))
+    lines = tuple(dict.fromkeys(streams.lines))
+    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(guards), _inlined(gm), lines)
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     names = paths(found["tree"], "output")
     check_owned(output.args[0], names, owners, refuse)

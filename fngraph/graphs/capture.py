@@ -166,6 +166,8 @@ def capture(
     host: HostBounds,
     outputs: tuple[torch.Tensor, ...],
     first: Callable[[], None],
+    generators: Sequence[torch.Generator] = (),
+    watched: bool = True,
 ) -> Replay:
     """Record `program` for one key on `recorder`.
 
@@ -176,6 +178,7 @@ def capture(
         host: the key's own upper bounds, baked into FULL.
         outputs: where the program's results are copied; shared by all keys.
         first: the node that takes the batch in.
+        generators, watched: see `Recorder.record`.
 
     Raises:
         CaptureError: with nothing left behind in the pool.
@@ -183,6 +186,7 @@ def capture(
     slots: dict[int, torch.Tensor] = dict(enumerate(inputs))
     calls: list[Recording | EagerCall] = []
     last = len(program.steps) - 1
+    record = functools.partial(recorder.record, generators=generators, watched=watched)
 
     def body(indices: Sequence[int]) -> None:
         if not calls:
@@ -204,12 +208,12 @@ def capture(
     try:
         for recorded, indices in groups(program, mode):
             if recorded:
-                recording, _ = recorder.record(functools.partial(body, indices))
+                recording, _ = record(functools.partial(body, indices))
                 calls.append(recording)
                 done = indices[-1] == last
                 continue
             if not calls:
-                calls.append(recorder.record(first)[0])
+                calls.append(record(first)[0])
             (i,) = indices
             step = program.steps[i]
             tensors = tuple(recorder.unowned(slots[j]) for j in step.reads)
@@ -217,9 +221,9 @@ def capture(
             for j in step.drops:
                 del slots[j]
         if not calls:
-            calls.append(recorder.record(first)[0])
+            calls.append(record(first)[0])
         if outputs and not done:
-            calls.append(recorder.record(deliver)[0])
+            calls.append(record(deliver)[0])
     except BaseException:
         slots.clear()  # the traceback holds this frame, and would hold the pool's memory with it
         calls.clear()

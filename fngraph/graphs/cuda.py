@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fngraph.graphs.cuda_nodes import read
 from fngraph.graphs.inside import Node
 from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.turn import Turn
+from fngraph.graphs.witness import Witness
 
 
 @contextlib.contextmanager
@@ -60,6 +62,15 @@ class CudaRecording:
     def edges(self) -> tuple[tuple[int, int], ...]:
         """See `Recording.edges`."""
         return read(self.graph.raw_cuda_graph())[1]
+
+
+def _graph(generators: Sequence[torch.Generator], keep_graph: bool = False) -> torch.cuda.CUDAGraph:
+    """A new graph, whose replays draw from `generators`."""
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+    with torch.inference_mode(False):  # it keeps a tensor for each, which every replay writes
+        for generator in generators:
+            graph.register_generator_state(generator)
+    return graph
 
 
 class CudaRecorder:
@@ -118,20 +129,27 @@ class CudaRecorder:
         finally:
             self._entered = False
 
-    def record(self, fn: Callable[[], Any]) -> tuple[CudaRecording, Any]:
+    def record(
+        self,
+        fn: Callable[[], Any],
+        generators: Sequence[torch.Generator] = (),
+        watched: bool = True,
+    ) -> tuple[CudaRecording, Any]:
         """See `Recorder.record`."""
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("record() inside a capture; graphs do not nest")
-        graph = torch.cuda.CUDAGraph(keep_graph=True)  # to look inside; in host memory
+        graph = _graph(generators, keep_graph=True)  # to look inside; in host memory
         failure: BaseException | None = None
         result = None
         with self.recording():
             if self._anchor is None:
                 self._anchor = self._capture_nothing()
+            witness = Witness(self.device, sys._getframe().f_code) if watched else None
             self._open = graph
             try:
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                result = fn()
+                with witness or contextlib.nullcontext():
+                    result = fn()
             except BaseException as error:
                 failure = error
             try:
@@ -139,8 +157,10 @@ class CudaRecorder:
                 if failure is None:
                     graph.instantiate()
             except RuntimeError as error:  # what fn did has invalidated the capture
+                if witness and witness.aside and not failure:
+                    error.add_note(f"the last op on another stream is {witness.aside}")
                 failure = failure or error
-                self._abandon(graph)
+                self._abandon(graph, generators)
             self._open = None
         if failure is not None:
             traceback.clear_frames(failure.__traceback__)  # or it keeps the pool's memory alive
@@ -158,7 +178,7 @@ class CudaRecorder:
             try:
                 graph.capture_end()
             except RuntimeError:
-                self._abandon(graph)
+                self._abandon(graph, ())
 
     def usage(self) -> Usage:
         """What torch has reserved, and the rest of what the device has given away."""
@@ -179,7 +199,7 @@ class CudaRecorder:
             self.pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
         """Undo what a failed `capture_end` leaves behind up to torch 2.13, as far as one can.
 
         A throwaway pool for each risky capture would keep the good one whole, but every mode's
@@ -199,10 +219,10 @@ class CudaRecorder:
         torch._C._cuda_releasePool(self.device.index, self.pool)
         _ABANDONED.append(graph)
         self.pool = torch.cuda.graph_pool_handle()
-        self._anchor = self._capture_nothing()
+        self._anchor = self._capture_nothing(generators)
 
-    def _capture_nothing(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def _capture_nothing(self, generators: Sequence[torch.Generator] = ()) -> torch.cuda.CUDAGraph:
+        graph = _graph(generators)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             one = torch.zeros(1, device=self.device)
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

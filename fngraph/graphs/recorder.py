@@ -7,7 +7,8 @@ nothing until the first replay. Memory that dies inside `fn` serves later record
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ import torch
 from fngraph.errors import CaptureError
 from fngraph.graphs.inside import Node
 from fngraph.graphs.turn import Turn
+from fngraph.graphs.witness import raised_at
 
 
 class Recording(Protocol):
@@ -69,8 +71,18 @@ class Recorder(Protocol):
         """Run `fn` for real, so that lazy set-up happens outside of a recording."""
         ...
 
-    def record(self, fn: Callable[[], Any]) -> tuple[Recording, Any]:
+    def record(
+        self,
+        fn: Callable[[], Any],
+        generators: Sequence[torch.Generator] = (),
+        watched: bool = True,
+    ) -> tuple[Recording, Any]:
         """The recording of `fn`, and what `fn` returned.
+
+        Args:
+            generators: those that `fn` draws from; each replay draws anew.
+            watched: look at each op, to name one that a graph would drop or that waits for the
+                device, and its line; else only what the device itself refuses is refused.
 
         Raises:
             CaptureError: `fn` did what a graph cannot hold, or raised. Nothing is left behind.
@@ -102,9 +114,16 @@ class Recorder(Protocol):
 
 
 def describe(error: BaseException) -> str:
-    """An exception's first line, with the notes that say which op and line it came from."""
+    """An exception's first line, with the op and the user's line that it came from."""
     first = (str(error) or type(error).__name__).partition("\n")[0]
-    return ", ".join([first, *getattr(error, "__notes__", ())])
+    notes = list(getattr(error, "__notes__", ()))
+    line = "" if notes else raised_at(error.__traceback__)
+    return ", ".join([first, *notes, *([f"at {line}"] if line and line not in first else [])])
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a CUDA device the current one: Triton launches there, whatever its arguments say."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def check_name(name: str | Recorder | None) -> None:
@@ -121,7 +140,7 @@ def make_recorder(name: str | Recorder | None, device: torch.device) -> Recorder
     """
     check_name(name)
     if isinstance(name, Recorder):
-        if name.device.type != device.type:
+        if name.device.type != device.type or device.index not in (None, name.device.index):
             raise CaptureError(f"{name.name!r} records on {name.device}, arguments are on {device}")
         return name
     name = name or ("cuda" if device.type == "cuda" else "tape")

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.core.memory import GRAPH_BYTES, NODE_BYTES
-from fngraph.core.where import user_line
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs import tape_nodes
 from fngraph.graphs.arena import POISON, Arena, subtract
@@ -29,9 +30,9 @@ from fngraph.graphs.inside import Node
 from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.tape_nodes import Call
 from fngraph.graphs.turn import Turn
+from fngraph.graphs.witness import check_no_read, op_at
 
 aten = torch.ops.aten
-_SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
           "aten::new_empty_strided"}  # fmt: skip
 
@@ -121,12 +122,17 @@ class TapeRecorder:
     def _forget(self, nbytes: int) -> None:
         self._graph_bytes -= nbytes
 
-    def record(self, fn: Callable[[], Any]) -> tuple[TapeRecording, Any]:
-        """See `Recorder.record`."""
+    def record(
+        self,
+        fn: Callable[[], Any],
+        generators: Sequence[torch.Generator] = (),
+        watched: bool = True,
+    ) -> tuple[TapeRecording, Any]:
+        """See `Recorder.record`. Ops keep the generators that they were given."""
         if any(isinstance(m, _TapeMode) for m in _modes()):
             raise CaptureError("record() inside a recording; graphs do not nest")
         self.arena.handed_out = []
-        mode = _TapeMode(self.arena)
+        mode = _TapeMode(self.arena, sys._getframe().f_code)
         try:
             with torch.no_grad(), mode:
                 result = fn()
@@ -159,9 +165,9 @@ def _modes() -> list[Any]:
 class _TapeMode(TorchDispatchMode):
     """Writes each op down instead of running it."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, within: CodeType) -> None:
         super().__init__()
-        self.arena = arena
+        self.arena, self.within = arena, within
         self.calls: list[Call] = []
 
     def __torch_dispatch__(
@@ -172,7 +178,8 @@ class _TapeMode(TorchDispatchMode):
         if func._can_decompose():  # inference tensors bring composite ops in one part
             with self:
                 return func.decompose(*args, **kwargs)
-        _refuse(func, args, kwargs)
+        check_no_read(func, args, self.within)
+        self._check_devices(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:  # squeeze_ and such: metadata only
             return func(*args, **kwargs)
         if schema.is_mutable:
@@ -226,6 +233,12 @@ class _TapeMode(TorchDispatchMode):
 
         return tree_map(allocate, metas)
 
+    def _check_devices(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                where = op_at(func, self.within)
+                raise CaptureError(f"{where} on {tensor.device}; the tape records CPU")
+
     def _note(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
         # unowned, or the tape would keep every intermediate alive; it is a snapshot as well, so
         # that an in-place view op later on does not change what was recorded
@@ -237,28 +250,13 @@ class _TapeMode(TorchDispatchMode):
         )
 
 
-def _refuse(func: Any, args: Any, kwargs: Any) -> None:
-    if func in _SYNCS or torch.Tag.dynamic_output_shape in func.tags:
-        boolean = func is aten.index.Tensor and not any(
-            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
-        )
-        if not boolean:
-            raise CaptureError(
-                f"{user_line()}: {func} reads a value back to the host, which a graph cannot hold. "
-                "Keep it on the device: torch.where(condition, a, b)"
-            )
-    for tensor in tree_leaves((args, kwargs)):
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
-            raise CaptureError(f"{user_line()}: {func} on {tensor.device}; the tape records CPU")
-
-
 def _meta_run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What `func` would return, as meta tensors."""
 
     def to_meta(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return x
+        return None if isinstance(x, torch.Generator) else x  # meta kernels take none
 
     args, kwargs = tree_map(to_meta, (args, kwargs))
     if "device" in {a.name for a in func._schema.arguments}:

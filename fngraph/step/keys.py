@@ -5,18 +5,20 @@ Every change of what is captured goes through here, so that what calls have look
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode
 from fngraph.core.memory import Bytes
 from fngraph.errors import CaptureError
+from fngraph.fx.generators import preserved as undrawn
 from fngraph.graphs.capture import Replay, capture
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.ranges import named_range
-from fngraph.graphs.recorder import describe
+from fngraph.graphs.recorder import current, describe
 from fngraph.step import budget
 from fngraph.step.book import Key
 from fngraph.step.ready import Ready
@@ -74,7 +76,7 @@ def warm_ahead(step: Captured, keys: list[Key]) -> None:
     firsts = cold(step, keys)
     if not firsts:
         return
-    with step.fixed_ambient():
+    with as_captured(step):
         try:
             with preserved(written(step)):
                 for key in firsts:
@@ -119,25 +121,27 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     Raises:
         CaptureError: naming the key; pool and donated state are as they were.
     """
-    key, book = (mode, descriptor), step.book
-    with step.fixed_ambient(), named_range(f"capture {key_name(mode, descriptor)}"):
+    key, book, recorder = (mode, descriptor), step.book, step.recorder
+    watched = all(m is not mode for m, _ in step.replays)  # the first key of its mode
+    named = named_range(f"capture {key_name(mode, descriptor)}")
+    with as_captured(step), named:
         try:
             if cold(step, [key]):
                 with preserved(written(step)):
                     run_padding(step, key)
             hoped = key not in book.warm.values()  # another of its kind has run, which mostly does
-            with step.recorder.recording():
-                before = step.recorder.usage()
+            with recorder.recording():
+                before = recorder.usage()
                 try:
-                    replay = _record(step, mode, descriptor)
+                    replay = _record(step, mode, descriptor, watched)
                 except CaptureError:
-                    if not (hoped and step.recorder.lazy_kernels):
+                    if not (hoped and recorder.lazy_kernels):
                         raise
                     with preserved(written(step)):
                         run_padding(step, key)
-                    replay = _record(step, mode, descriptor)
+                    replay = _record(step, mode, descriptor, watched=True)
                 finally:
-                    after = step.recorder.usage()
+                    after = recorder.usage()
                     grown = max(after.pool - before.pool, 0)
                     book.pool += grown
         except Exception as error:  # whatever a backend or an op raises
@@ -147,12 +151,21 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
     return replay
 
 
-def _record(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Replay:
+@contextlib.contextmanager
+def as_captured(step: Captured) -> Iterator[None]:
+    """The state of torch that keys are run and captured under; nothing is drawn from generators."""
+    generators = step.compiled.lowered.split.traced.options.generators
+    with current(step.recorder.device), step.fixed_ambient(), undrawn(generators):
+        yield
+
+
+def _record(step: Captured, mode: Mode, descriptor: BatchDescriptor, watched: bool) -> Replay:
+    generators = step.compiled.lowered.split.traced.options.generators
     sizes, host, inputs, first = given(step, descriptor)
     program, compiled = step.compiled.lowered.split.program, step.compiled
     return capture(
         step.recorder, program, compiled.fns, compiled.rows, inputs, mode, descriptor,
-        sizes, host, tuple(step.cut(step.outputs, sizes)), first,
+        sizes, host, tuple(step.cut(step.outputs, sizes)), first, generators, watched,
     )  # fmt: skip
 
 

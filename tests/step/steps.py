@@ -125,7 +125,7 @@ def _faulty(fault: Fault, i: int, f: Any) -> Any:
 def _plant(recorder: Any, fault: Fault) -> None:
     record, warm_up = recorder.record, recorder.warm_up
 
-    def faulty_record(fn: Any) -> Any:
+    def faulty_record(fn: Any, **options: Any) -> Any:
         def body() -> Any:
             fault.recording = True
             try:
@@ -136,7 +136,7 @@ def _plant(recorder: Any, fault: Fault) -> None:
             finally:
                 fault.recording = False
 
-        return record(body)
+        return record(body, **options)
 
     def faulty_warm_up(fn: Any) -> None:
         def body() -> None:

@@ -208,7 +208,7 @@ def test_a_pool_that_is_over_the_budget_is_begun_again(device):
     assert [d.num_tokens for d in step] == [16] and step.book.pool == 8 * MB
     step.book.pool = budget  # as if it had grown by something else
     record, made = step.recorder.record, []
-    step.recorder.record = lambda fn: made.append(fn) or record(fn)
+    step.recorder.record = lambda fn, **options: made.append(fn) or record(fn, **options)
     assert step(batch(1)).tolist() == wide(params, batch(1)).tolist()
     assert len(made) == 1  # not captured in vain before
     assert [d.num_tokens for d in step] == [1] and step.book.pool == MB

@@ -99,6 +99,21 @@ def pad(call: Call) -> Rows:
     return Rows()
 
 
+def drawn(call: Call) -> Rows:
+    """rand, normal_, dropout, ...: each row has numbers of its own; which ones, a key decides."""
+    counts = [x for name, x in call.args.items() if name != "size" and is_moving(x)]
+    if counts or (call.name == "multinomial" and _last_moves(call.args["self"])):
+        raise Mixes(
+            f"draws out of the padded number of rows ({call.name}). Draw uniform numbers, a row "
+            "for each token or request, and scale them by the true counts"
+        )
+    return Rows()
+
+
+def _last_moves(x: fx.Node) -> bool:
+    return x.meta["val"].dim() - 1 in moving_dims(x)
+
+
 def filled(call: Call) -> Rows:
     """zeros, full, arange, ...: a shorter one is the start of a longer one."""
     name, args = call.name, call.args

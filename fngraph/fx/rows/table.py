@@ -41,7 +41,7 @@ def _counts(call: Call) -> bool:
 
 
 _COUNTING = {views.in_order, views.reshape, views.cut, made.parts, made.pad, made.filled,
-             made.repeat, made.embedded, indices.window, products.norm}  # fmt: skip
+             made.repeat, made.drawn, made.embedded, indices.window, products.norm}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
 
 
@@ -64,6 +64,8 @@ _RULES: dict[str, Callable[[Call], Rows]] = {
         made.filled: """zeros ones full empty arange zeros_like ones_like full_like empty_like
             new_zeros new_ones new_full new_empty empty_strided new_empty_strided eye""",
         made.repeat: "repeat",
+        made.drawn: """rand randn randint rand_like randn_like randint_like bernoulli normal uniform
+            exponential geometric cauchy log_normal random native_dropout multinomial""",
         sums.reduction: " ".join(sums.NEUTRAL),
         sums.order: "sort argsort topk",
         sums.never: """mean var std var_mean std_mean median nanmedian mode kthvalue flip roll msort

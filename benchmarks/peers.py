@@ -1,0 +1,114 @@
+"""What a step would otherwise be called through, for `benchmarks host`: the same Llama shape.
+
+    by hand             torch.cuda.graph, static leaves filled by copy_, replay, a view
+    reduce-overhead     torch.compile(mode="reduce-overhead") of a pure function, cache returned
+    gpt-fast's way      the same of a module whose cache is a buffer, fullgraph
+    graphed callables   torch.cuda.make_graphed_callables of that module
+
+The last three attend over a static contiguous cache by torch's SDPA, as gpt-fast does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fngraph as fg
+from benchmarks.steps import CONTEXT
+from models import llama
+
+
+def by_hand(params: Any, cache: Any, batch: llama.Batch) -> Callable[[llama.Batch], Tensor]:
+    """A loop that captured `forward` itself, as one writes it."""
+    names = list(fg.core.buffers_of(llama.Batch))
+    static = dataclasses.replace(batch, **{n: getattr(batch, n).clone() for n in names})
+    llama.forward(params, cache, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = llama.forward(params, cache, static)
+    buffers = [getattr(static, n) for n in names]
+
+    def call(given: llama.Batch) -> Tensor:
+        for buffer, name in zip(buffers, names):
+            buffer.copy_(getattr(given, name), non_blocking=True)
+        graph.replay()
+        return out[: given.spec.num_reqs]
+
+    return call
+
+
+def plain_step(
+    params: llama.Params, cache: Any, token_ids_R: Tensor, positions_R: Tensor
+) -> tuple[Tensor, Any]:
+    """One token of each request over a static cache, for each layer k and v of (R, K, S, D)."""
+    rows_R = torch.arange(len(token_ids_R), device=token_ids_R.device)
+    seen_RS = torch.arange(CONTEXT, device=token_ids_R.device) <= positions_R[:, None]
+
+    def attend(q_RHD: Tensor, k_RKD: Tensor, v_RKD: Tensor, kv: Any) -> tuple[Tensor, Any]:
+        k_RKSD, v_RKSD = kv
+        k_RKSD[rows_R, :, positions_R] = k_RKD
+        v_RKSD[rows_R, :, positions_R] = v_RKD
+        out_RH1D = F.scaled_dot_product_attention(
+            q_RHD[:, :, None], k_RKSD, v_RKSD, seen_RS[:, None, None], enable_gqa=True
+        )
+        return out_RH1D[:, :, 0], kv
+
+    x_RE, cache = llama.transformer(params, token_ids_R, positions_R, cache, attend)
+    return llama.logits(params, x_RE), cache
+
+
+def static_cache(config: llama.Config, num_reqs: int, device: Any, dtype: torch.dtype) -> Any:
+    """Zeros for `plain_step`."""
+    shape = (num_reqs, config.num_kv_heads, CONTEXT, config.head_dim)
+    zeros = lambda: torch.zeros(shape, device=device, dtype=dtype)  # noqa: E731
+    return tuple((zeros(), zeros()) for _ in range(config.num_layers))
+
+
+class Module(nn.Module):
+    """`plain_step` with weights and cache as its own, as gpt-fast's model has them."""
+
+    def __init__(self, params: llama.Params, cache: Any) -> None:
+        super().__init__()
+        for name, weight in llama.to_named(params).items():
+            self.register_buffer(f"w.{name}".replace(".", "_"), weight)
+        for i, (k, v) in enumerate(cache):
+            self.register_buffer(f"k{i}", k)
+            self.register_buffer(f"v{i}", v)
+        self.config, self.names = params.config, list(llama.to_named(params))
+
+    def forward(self, token_ids_R: Tensor, positions_R: Tensor) -> Tensor:
+        """Logits, (R, V)."""
+        named = {n: getattr(self, f"w.{n}".replace(".", "_")) for n in self.names}
+        cache = tuple(
+            (getattr(self, f"k{i}"), getattr(self, f"v{i}")) for i in range(self.config.num_layers)
+        )
+        return plain_step(llama.from_named(self.config, named), cache, token_ids_R, positions_R)[0]
+
+
+def peers(params: Any, paged: Any, batch: llama.Batch) -> dict[str, Callable[[], Any]]:
+    """What is called, by name; each has run, so that it is compiled and captured."""
+    device, dtype = batch.token_ids.device, params.embed.dtype
+    new_cache = lambda: static_cache(params.config, batch.spec.num_reqs, device, dtype)  # noqa: E731
+    tokens, positions = batch.token_ids, batch.positions
+    hand = by_hand(params, paged, batch)
+    functional = torch.compile(plain_step, mode="reduce-overhead")
+    module = Module(params, new_cache())
+    fast = torch.compile(Module(params, new_cache()), mode="reduce-overhead", fullgraph=True)
+    graphed: Any = torch.cuda.make_graphed_callables(module, (tokens, positions))
+    cache = new_cache()
+    calls: dict[str, Callable[[], Any]] = {
+        "by hand: copy_ of each leaf, replay": lambda: hand(batch),
+        "reduce-overhead, pure function": lambda: functional(params, cache, tokens, positions),
+        "gpt-fast's way": lambda: fast(tokens, positions),
+        "make_graphed_callables": lambda: graphed(tokens, positions),
+    }
+    for call in calls.values():
+        for _ in range(4):
+            call()
+    return calls

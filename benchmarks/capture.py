@@ -86,7 +86,7 @@ def capture(step: Any) -> dict[str, Any]:
     return {
         "keys": len(step),
         "graphs": sum(len(replay.graphs) for replay in step.replays.values()),
-        "nodes": nodes(step),
+        "nodes": sum(replay.counts.nodes for replay in step.replays.values()),
         "s": took,
         "MB": taken / MB,
         "pool MB": table.pool / MB,
@@ -95,13 +95,6 @@ def capture(step: Any) -> dict[str, Any]:
         "estimated graph MB": sum(item.graph for item in estimated) / MB,
         "estimated MB": table.estimated / MB,
     }
-
-
-def nodes(step: Any) -> int:
-    """Nodes of all graphs, as the estimate counts them."""
-    graphs = sum(len(replay.graphs) for replay in step.replays.values())
-    total = sum(row.estimated.graph for row in step.memory.rows)
-    return (total - graphs * fg.core.GRAPH_BYTES) // fg.core.NODE_BYTES
 
 
 def fitted(rows: list[dict[str, Any]]) -> str:

@@ -81,8 +81,6 @@ from fngraph.core.flight import Flight as Flight
 from fngraph.core.flight import Replayed as Replayed
 
 # memory.py: what keys cost
-from fngraph.core.memory import GRAPH_BYTES as GRAPH_BYTES
-from fngraph.core.memory import NODE_BYTES as NODE_BYTES
 from fngraph.core.memory import Bytes as Bytes
 from fngraph.core.memory import KeyMemory as KeyMemory
 from fngraph.core.memory import MemoryTable as MemoryTable
@@ -110,8 +108,6 @@ from fngraph.core.program import Program as Program
 from fngraph.core.program import Step as Step
 
 __all__ = [
-    "GRAPH_BYTES",
-    "NODE_BYTES",
     "AtLeast",
     "Balance",
     "BatchDescriptor",

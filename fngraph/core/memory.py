@@ -55,7 +55,7 @@ class KeyMemory(NamedTuple):
     last_used: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MemoryTable:
     """Memory of the keys of a step, in capture order.
 

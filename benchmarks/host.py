@@ -113,16 +113,29 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     return [{"call": n, "first us": a, "later us": b} for n, a, b in rows]
 
 
+def copies(q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, **_: Any) -> None:
+    """A backend of one copy, so that what is around its call can be seen."""
+    out.copy_(q)
+
+
 def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
-    """Rows of a PIECEWISE key: the step, its replays and backend calls alone, the rest a piece."""
-    step = kit.step(modes="PIECEWISE")
+    """Rows of a PIECEWISE key over `copies`: the step, its replays and direct calls of the backend
+    alone, and the rest for each piece."""
+    always = lambda config: fg.Support.ALWAYS  # noqa: E731
+    fg.ops.ATTENTION.backends["copies"] = fg.ops.Backend("copies", copies, always)
+    step = kit.step(modes="PIECEWISE", backends={"attention": "copies"})
+    del fg.ops.ATTENTION.backends["copies"]
     spec = kit.host.spec
     step(kit.cache, kit.device)
     ready, ring = step.ready[spec[:7]], step.ring
 
     def bare() -> None:
         for fn, tensors in ready.calls:
-            fn() if tensors is None else fn(ready.true, spec.host, *tensors)
+            if tensors is None:
+                fn()
+            else:
+                q, k, v, k_cache, v_cache, *meta, out = tensors
+                copies(q, k, v, (k_cache, v_cache), meta, out)
         ready.views[0].detach()
 
     pieces = sum(tensors is None for _, tensors in ready.calls)
@@ -133,7 +146,7 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     each = [(a - b) / pieces for a, b in zip(whole, parts)]
     named = (
         ("PIECEWISE step, pinned batch, borrowed", whole),
-        ("its replays and calls alone", parts),
+        ("its replays and backend calls alone", parts),
         (f"the rest, for each of {pieces} pieces", each),
     )
     return [{"call": n, "first us": a, "later us": b} for n, (a, b) in named]
@@ -174,7 +187,7 @@ def main(argv: list[str]) -> int:
                 n: getattr(host, n).to(args.device) for n in fg.core.buffers_of(llama.Batch)
             }
             kit = Kit(params, cache, dataclasses.replace(host, **on_device), host)
-            found = full(kit, args.repeats) + piecewise(kit, max(args.repeats // 5, 2))
+            found = full(kit, args.repeats) + piecewise(kit, args.repeats)
             if num_reqs == 1 and not args.no_peers and args.device == "cuda":
                 found += others(kit, args.repeats)
             rows += [{"batch": num_reqs, **row} for row in found]

@@ -32,6 +32,10 @@ class Turn:
         if device.type == "cuda":
             self.current = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
+    def is_here(self) -> bool:
+        """Whether the caller's current device is the pool's, as launches of Triton's want it."""
+        return self.device.type != "cuda" or torch._C._cuda_getDevice() == self.device.index
+
     def order(self, stream: int) -> None:
         """Go on from `stream`, once what the last step launched elsewhere is done.
 
@@ -39,7 +43,9 @@ class Turn:
             CaptureError: a capture of the caller's own is going on there.
         """
         if self.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+            if capturing:
                 raise CaptureError(
                     "a step inside a capture of your own: it takes its batch from the host, which "
                     "a graph would not do again. Call it outside, or graphify the whole"

@@ -63,13 +63,14 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
             handed, spec = None, _spec_of(step, value)
         if ready is None:
             ready = step.ready.get(spec[:7]) or _prepare(step, spec)
+        leaves = _leaves(step, value, ready) if handed is None else None
         if ready.replay is None and ready.chosen.mode is not Mode.NONE:
             find_replay(step, ready, spec)
-        if settled or ready.free:
-            results = _results(step, ready, spec, value, handed)
+        if ready.free or (settled and turn.is_here()):
+            results = _results(step, ready, spec, value, leaves, handed)
         else:
             with step.fixed_ambient():
-                results = _results(step, ready, spec, value, handed)
+                results = _results(step, ready, spec, value, leaves, handed)
         return step.assemble(results, args)
 
 
@@ -157,26 +158,32 @@ def _spec_of(step: Captured, batch: Any) -> BatchSpec:
 
 
 def _results(
-    step: Captured, ready: Ready, spec: BatchSpec, batch: Any, handed: Handed | None
+    step: Captured,
+    ready: Ready,
+    spec: BatchSpec,
+    batch: Any,
+    leaves: Sequence[torch.Tensor] | None,
+    handed: Handed | None,
 ) -> list[torch.Tensor]:
     """Stage, replay, own.
 
     Args:
-        handed: the batch, if it is the one that the caller was handed for this step.
+        leaves: of the batch; None if the caller was handed it for this step.
+        handed: as it was handed out then.
     """
     ring, stats = step.ring, step.stats
-    if ready.replay is None:
-        leaves = _leaves(step, batch, ready)
-        ring.check_rooms(leaves, -1 if handed is None else handed.slot)
-        results = run_eagerly(step, leaves, ready.true, spec)
-        stats.observe(spec[0], ready.chosen)
-        return results
-    if handed is not None and handed.lies_ready(ring.taken):
+    if handed is not None and ready.replay is not None and handed.lies_ready(ring.taken):
         ring.memory[handed.room.place] = handed.room.words
         ring.taken += 1
     else:
-        leaves = _leaves(step, batch, ready)
-        ring.put(ready.words, leaves, -1 if handed is None else handed.slot)
+        own = -1 if handed is None else handed.slot
+        leaves = _leaves(step, batch, ready) if leaves is None else leaves
+        if ready.replay is None:
+            ring.check_rooms(leaves, own)
+            results = run_eagerly(step, leaves, ready.true, spec)
+            stats.observe(spec[0], ready.chosen)
+            return results
+        ring.put(ready.words, leaves, own)
     ready.replay.used = ring.taken
     try:
         for fn, tensors in ready.calls:

@@ -211,9 +211,14 @@ class Captured:
 
     @contextlib.contextmanager
     def fixed_ambient(self) -> Iterator[None]:
-        """The caller's autocast and gradients change nothing: the trace has decided dtypes."""
+        """The caller's autocast, gradients and current device change nothing: the trace has decided."""
         device = self.recorder.device.type
-        with torch.inference_mode(self.binding.inference), torch.no_grad():
+        current = (
+            torch.cuda.device(self.recorder.device)
+            if device == "cuda"
+            else contextlib.nullcontext()
+        )
+        with current, torch.inference_mode(self.binding.inference), torch.no_grad():
             if not torch.is_autocast_enabled(device):
                 yield
                 return

@@ -418,7 +418,7 @@ def profile(device: Any) -> Any:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities)
+    return torch.profiler.profile(activities=activities, acc_events=True)  # else torch warns
 
 
 def seen(profiler: Any) -> set[str]:

@@ -211,7 +211,7 @@ class Captured:
 
     @contextlib.contextmanager
     def fixed_ambient(self) -> Iterator[None]:
-        """The caller's autocast, gradients and current device change nothing: the trace has decided."""
+        """The caller's autocast, gradients and device change nothing: the trace has decided."""
         device = self.recorder.device.type
         current = (
             torch.cuda.device(self.recorder.device)

@@ -15,7 +15,7 @@ from fngraph.graphs.capture import Replay, capture
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.ranges import named_range
-from fngraph.graphs.recorder import current, describe
+from fngraph.graphs.recorder import describe
 from fngraph.step import budget
 from fngraph.step.book import Key
 from fngraph.step.warm import cold, given, run_padding, written
@@ -90,7 +90,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
 def as_captured(step: Captured) -> Iterator[None]:
     """The state of torch that keys are run and captured under; nothing is drawn from generators."""
     generators = step.compiled.lowered.split.traced.options.generators
-    with current(step.recorder.device), step.fixed_ambient(), undrawn(generators):
+    with step.fixed_ambient(), undrawn(generators):
         yield
 
 

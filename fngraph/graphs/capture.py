@@ -17,6 +17,7 @@ from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
 from fngraph.core.program import Program, groups, run
 from fngraph.core.text import count
 from fngraph.graphs.inside import Counts, dot, key_name
+from fngraph.graphs.memory import preserved
 from fngraph.graphs.ranges import RangedFn, RangedRecording
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging import Sizes
@@ -50,7 +51,7 @@ class EagerCall:
 BoundCalls = Sequence[tuple[Callable[..., Any], list[torch.Tensor] | None]]  # None: takes nothing
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Replay:
     """One captured key. `graph` (or `graphs`) is there to look at.
 
@@ -58,6 +59,7 @@ class Replay:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
         first: the node that takes a batch in; it holds memory that the graph reads.
+        used: the step that used it last, counted from 1; 0: none. The one that changes.
     """
 
     mode: Mode
@@ -65,6 +67,7 @@ class Replay:
     calls: tuple[Recording | EagerCall, ...]
     outputs: tuple[torch.Tensor, ...]
     first: Callable[[], None]
+    used: int = 0
 
     @property
     def graphs(self) -> tuple[Any, ...]:
@@ -242,9 +245,5 @@ def warm_up(
     Args:
         written: donated leaves that the program writes other than through null slots.
     """
-    saved = [w.clone() for w in written]
-    try:
+    with preserved(written):
         recorder.warm_up(lambda: run(program, fns, inputs, sizes, host))
-    finally:
-        for tensor, before in zip(written, saved):
-            tensor.copy_(before)

@@ -15,9 +15,10 @@ from fngraph.core import BatchDescriptor, HostBounds
 from fngraph.core.text import table
 from fngraph.graphs.capture import EagerCall, Replay, launch
 from fngraph.graphs.inside import key_name
+from fngraph.graphs.memory import preserved
 from fngraph.graphs.staging import Sizes
-from fngraph.step.call import forget
-from fngraph.step.keys import _sizes, _written
+from fngraph.step.ready import forget
+from fngraph.step.warm import sizes_of, written
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -52,7 +53,7 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: at least 1")
     replay = step[descriptor]
-    sizes = _sizes(step, descriptor)
+    sizes = sizes_of(step, descriptor)
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     device = step.recorder.device
     timed = _on_cuda if device.type == "cuda" else _on_cpu
@@ -60,19 +61,15 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     rounds, lag = [], 0.0
     with step.recorder.turn.lock, step.fixed_ambient(), current:
         step.recorder.turn.order(step.recorder.turn.current())
-        written = _written(step)
-        saved = [w.clone() for w in written]
-        try:
-            for _ in range(repeats + 1):
-                step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
-                us, lag = timed(replay, sizes, host, lag)
-                rounds.append(us)
-        except BaseException:
-            step.ring.resume()
-            raise
-        finally:
-            for tensor, before in zip(written, saved):
-                tensor.copy_(before)
+        with preserved(written(step)):
+            try:
+                for _ in range(repeats + 1):
+                    step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
+                    us, lag = timed(replay, sizes, host, lag)
+                    rounds.append(us)
+            except BaseException:
+                step.ring.resume()
+                raise
     del rounds[0]  # it warms up, and tells how far the device is ahead of the host
     names = [
         call.name if isinstance(call, EagerCall) else f"graph {i}"

@@ -88,8 +88,8 @@ def batch(rows: list[tuple[int, int]], query_len: int | None, first: int, tail: 
 
 def batch_for(mode: fg.Mode, key: Any, step: Any, tail: int) -> llama.Batch:
     """The least batch that this key serves, so that as much of it as can be is padding."""
-    smaller = [d.num_tokens for d in step.table if d.num_tokens < key.num_tokens]
-    T = max(smaller, default=0) + 1
+    alike = [d for m, d in step.table if m is mode and d.query_len == key.query_len]
+    T = max((d.num_tokens for d in alike if d.num_tokens < key.num_tokens), default=0) + 1
     R = T if key.query_len else min(2, T)
     rows = [(T // R + (r < T % R), 2 + 3 * r) for r in range(R)]
     rows = [(n, min(past, B * S - n)) for n, past in rows]
@@ -160,54 +160,82 @@ def dirty(step: Any, m: Model, what: str, device: Any) -> None:
     m.embed.copy_(clean)
 
 
+def check(step: Any, m: Model, mode: fg.Mode, key: Any, poisons: tuple[str, ...]) -> None:
+    """A step of this key under each poison: against eager, against the cache before, and alike."""
+    clean, embed, device, alike = toys.clone(m.cache), m.embed.clone(), m.embed.device, []
+    for what in poisons:
+        where = f"{what}: {mode} {key}"
+        given = batch_for(mode, key, step, tail=1 if what == "duplicated" else 0)
+        like = on(padded(given, key), device)
+        assert step.dispatch(given.spec)[:2] == (mode, key)
+        T, R = given.spec.num_tokens, given.spec.num_reqs
+        owned, given = [*range(1, 1 + R * B)], on(given, device)
+        dirty(step, m, what, device)
+        poison(what, m, owned, clean)
+        before = toys.clone(m.cache)
+        eager, after_eager = toys.bare(m.forward, m.params, before, like)
+        bare, after = toys.bare(m.forward, m.params, before, given)
+
+        got, cache = step(m.cache, given)
+        got = got.as_subclass(Tensor)
+        rows = R if m.forward is llama.forward else T
+        assert cache is m.cache and len(got) == rows and got.isfinite().all(), where
+        assert equal_bits(got, eager[:rows]), where
+        assert equal_bits(cache, after_eager), where
+        torch.testing.assert_close(got, bare, atol=1e-4, rtol=1e-4, msg=where)
+        slots = given.slot_mapping
+        for x, old, new in zip(*(toys.leaves(t) for t in (cache, before, after))):
+            x_N, old_N, new_N = (t.flatten(0, 1) for t in (x, old, new))
+            torch.testing.assert_close(x_N[slots], new_N[slots], atol=1e-4, rtol=1e-4, msg=where)
+            assert (x_N[slots] != old_N[slots]).any(), where  # they were written
+            undeclared = torch.ones(len(x_N), dtype=torch.bool, device=device)
+            undeclared[slots] = False
+            assert equal_bits(x_N[undeclared], old_N[undeclared]), where
+        alike.append((got.clone(), [x[owned].clone() for x in toys.leaves(cache)]))
+        m.embed.copy_(embed)
+        for x, kept in zip(toys.leaves(m.cache), toys.leaves(clean)):
+            x.copy_(kept)
+    for what, other in zip(poisons[1:], alike[1:]):
+        assert equal_bits(alike[0], other), f"{poisons[0]} and {what} differ: {mode} {key}"
+
+
+def capture(m: Model, recorder_name: str, modes: str, **options: Any) -> Any:
+    """The step, every key captured."""
+    fast = fg.graphify(
+        m.forward, modes=modes, donate="cache", stage="batch", sizes=SIZES, recorder=recorder_name
+    )
+    return fast.bind(m.params).capture(m.cache, LIMITS, progress=False, **options)
+
+
 @pytest.mark.parametrize("guards", [False, True], ids=["", "guards"])
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("name", ["toy", "llama"])
 def test_no_poison_reaches_what_is_real(recorder_name, device, name: str, modes: str, guards: bool):
     m = model(name, device)
-    fast = fg.graphify(
-        m.forward, modes=modes, donate="cache", stage="batch", sizes=SIZES, guards=guards,
-        recorder=recorder_name,
-    )  # fmt: skip
-    step = fast.bind(m.params).capture(m.cache, LIMITS, progress=False)
-    clean, embed = toys.clone(m.cache), m.embed.clone()
+    step = capture(m, recorder_name, modes, guards=guards)
     keys = list(step.replays)
     assert len(keys) == len(step.table) >= 5
     for mode, key in keys:
-        alike = []
-        for what in POISONS:
-            given = batch_for(mode, key, step, tail=1 if what == "duplicated" else 0)
-            assert step.dispatch(given.spec)[:2] == (mode, key)
-            T, R = given.spec.num_tokens, given.spec.num_reqs
-            owned = [*range(1, 1 + R * B)]
-            others = [i for i in range(BLOCKS) if i not in owned]
-            given = on(given, device)
-            m.embed.copy_(embed)
-            dirty(step, m, what, device)
-            poison(what, m, owned, clean)
-            before = toys.clone(m.cache)
+        check(step, m, mode, key, POISONS)
 
-            like = on(padded(given, key), device)
-            rows = T if name == "toy" else R
-            eager, after_eager = toys.bare(m.forward, m.params, before, like)
-            got, cache = step(m.cache, given)
-            assert cache is m.cache
-            where = f"{what}: {mode} {key}"
-            got = got.as_subclass(Tensor)
-            assert got.shape[0] == rows and got.isfinite().all(), where
-            assert equal_bits(got, eager[:rows]), where  # of the same padded batch
-            assert equal_bits(cache, after_eager), where
 
-            bare, after = toys.bare(m.forward, m.params, before, given)
-            torch.testing.assert_close(got, bare, atol=1e-4, rtol=1e-4, msg=where)
-            slots = given.slot_mapping
-            for x, old, new in zip(toys.leaves(cache), toys.leaves(before), toys.leaves(after)):
-                flat, flat_old = x.flatten(0, 1), old.flatten(0, 1)
-                torch.testing.assert_close(flat[slots], new.flatten(0, 1)[slots], msg=where)
-                assert not torch.equal(flat[slots], flat_old[slots]), where  # they were written
-                undeclared = torch.ones(len(flat), dtype=torch.bool, device=device)
-                undeclared[slots] = False
-                assert equal_bits([flat[undeclared]], [flat_old[undeclared]]), where
-                assert equal_bits([x[others]], [old[others]]), where
-            alike.append((got.clone(), [x[owned].clone() for x in toys.leaves(cache)]))
-        assert all(equal_bits(alike[0], other) for other in alike[1:]), (mode, key)
+def leak_rows(params: Any, cache: Any, batch: llama.Batch) -> Any:
+    """Says that it keeps its rows apart, and lets a little of padding into each of them."""
+    x, cache = toys.attend(params, cache, batch)
+    return x + fg.trust_rows(params["embed"][batch.token_ids].mean() * 1e-5), cache
+
+
+def leak_block(params: Any, cache: Any, batch: llama.Batch) -> Any:
+    """Lets a little of block 0 in, which no request owns."""
+    x, cache = toys.attend(params, cache, batch)
+    return x + cache[0][0][0, 0, 0, 0] * 1e-5, cache
+
+
+@pytest.mark.parametrize("what", ["nan", "large", "valid"])
+@pytest.mark.parametrize("leak", [leak_rows, leak_block])
+def test_a_leak_is_seen(recorder_name, device, leak: Any, what: str):
+    m = model("toy", device)._replace(forward=leak)
+    step = capture(m, recorder_name, "FULL")
+    key = step.dispatch(fg.BatchSpec(9, 2)).descriptor
+    with pytest.raises(AssertionError):
+        check(step, m, fg.Mode.FULL, key, ("duplicated", what))

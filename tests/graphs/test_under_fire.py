@@ -123,7 +123,11 @@ class Sender:
             n: torch.zeros(s, dtype=dtypes.get(n, torch.int32), **to) for n, s in shapes.items()
         }
         pin = torch.device(device).type == "cuda"
-        self.memory = {"host": make(), "pinned": make(pin_memory=pin), "device": make(device=device)}
+        self.memory = {
+            "host": make(),
+            "pinned": make(pin_memory=pin),
+            "device": make(device=device),
+        }
 
     def __call__(self, kind: str, leaves: dict[str, Any], state: Any) -> Any:
         """One step; what was passed is garbage as soon as it has returned."""

@@ -1,8 +1,8 @@
 """Real rows and donated elements are bitwise the same whatever padding and dead memory hold.
 
 Padding rows take token 0, read block 0 and write nowhere, so real batches use neither: the
-embedding of token 0 and all blocks that nobody owns are free to hold poison. Dead intermediates are
-poisoned by a step of the largest key over weights that are poison, whose memory the next step takes.
+embedding of token 0 and all blocks that nobody owns are free to hold poison. Dead intermediates
+are poisoned by a step of the largest key over poisoned weights, whose memory the next step takes.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def model(name: str, device: Any) -> Model:
 
 
 def batch(rows: list[tuple[int, int]], query_len: int | None, first: int, tail: int) -> llama.Batch:
-    """Requests of `(new tokens, tokens before)`; each owns B blocks, the first of all block `first`.
+    """Requests of `(new tokens, tokens before)`; each owns B blocks, from `first` on.
 
     Args:
         tail: what block tables hold beyond the blocks that a request has come to use.
     """
     generator = torch.Generator().manual_seed(len(rows))
-    counts, pasts = [n for n, _ in rows], [past for _, past in rows]
+    counts = [n for n, _ in rows]
     starts = torch.tensor([0, *counts]).cumsum(0)
     positions = torch.cat([torch.arange(past, past + n) for n, past in rows])
     tables = first + torch.arange(len(rows) * B).view(-1, B)

@@ -1,4 +1,4 @@
-"""A short mixed run, for compute-sanitizer: every mode, every way to pass a batch, keys that go and come.
+"""A short mixed run for compute-sanitizer: every mode, every kind of batch, keys that come and go.
 
     compute-sanitizer --tool memcheck  python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py

@@ -1,4 +1,4 @@
-"""A weight that moves is an error on the very next call, one leaf of 300, however warm the step is."""
+"""A weight that moves is an error on the very next call, one of 300, of a step that is warm."""
 
 from __future__ import annotations
 

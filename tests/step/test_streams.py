@@ -1,4 +1,4 @@
-"""Steps on several streams and threads: in turn, with what each stream has queued before and after."""
+"""Steps on several streams and threads: in turn, with what each has queued before and after."""
 
 from __future__ import annotations
 
@@ -151,18 +151,26 @@ def test_two_threads_with_a_stream_each():
 
 @pytest.mark.parametrize("kind", ["host", "device", "host_batch"])
 @pytest.mark.parametrize("mode", BATCHES)
-def test_a_step_inside_of_the_callers_capture_is_an_error(mode: str, kind: str):
+@pytest.mark.parametrize("same_stream", [False, True])
+def test_a_step_inside_of_the_callers_capture_is_an_error(same_stream: bool, mode: str, kind: str):
+    """On a stream of its own, and on the one that the step before ran on."""
     step, state = make()
     like = BATCHES[mode]
     assert step.dispatch(like.spec).mode.name == mode
     batch = toys.on(like, "cuda") if kind == "device" else like
     x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    if same_stream:
+        with torch.cuda.stream(stream):
+            step(state, like)
     torch.cuda.synchronize()
+    state["log"].zero_()
+    state["sums"].zero_()
     if kind == "host_batch":
         batch = step.host_batch(like.spec)
         for name in fg.core.buffers_of(toys.Batch):
             getattr(batch, name).copy_(getattr(like, name))
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         x.add_(1)
         with pytest.raises(FnGraphError, match="captur"):
             step(state, batch)

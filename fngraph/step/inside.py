@@ -88,7 +88,7 @@ def show_ranges(step: Captured, on: bool) -> None:
 def _on_cpu(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tuple[Us, float]:
     marks = [time.perf_counter()]
     for bound in replay.bind(sizes):
-        launch([bound], sizes, host)
+        launch([bound], host)
         marks.append(time.perf_counter())
     return [(b - a) * 1e6 for a, b in pairwise(marks)], 0.0
 
@@ -103,7 +103,7 @@ def _on_cuda(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tupl
     began = time.perf_counter()
     marks[0].record()
     for bound, mark in zip(calls, marks[1:]):
-        launch([bound], sizes, host)
+        launch([bound], host)
         mark.record()
     lag = time.perf_counter() - began
     torch.cuda.synchronize()

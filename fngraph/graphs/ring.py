@@ -52,7 +52,7 @@ class Ring:
         self._struct = struct.Struct(f"<{self.words.shape[1]}q")
         self._device = self.state.get_device()
         self._addresses = [[room.data_ptr() for room in rooms] for rooms in self.rooms]
-        self._starts = {address for slot in self._addresses for address in slot}
+        self._starts = {address for slot in self._addresses for address in slot if address}
         self._may_negate = [x.is_floating_point() or x.is_complex() for x in self.rooms[0]]
         self._kept: list[torch.Tensor] = []  # copies that the step in flight reads
 

@@ -4,7 +4,6 @@ A 1B Llama of random weights (--layers and --dim make it smaller), for 10, 51 (t
 capture sizes and each mode. `first` is a capture as it comes, `second` the same after all keys were
 released, pool and all: its kernels are warm. Memory is the difference of `mem_get_info`, static
 buffers and outputs apart; on the tape it is the arena and what graphs of as many nodes would take.
-The last line fits bytes a graph and a node to the rows, for `fngraph.core.memory`.
 """
 
 from __future__ import annotations
@@ -97,14 +96,6 @@ def capture(step: Any) -> dict[str, Any]:
     }
 
 
-def fitted(rows: list[dict[str, Any]]) -> str:
-    """Least squares of the graphs' own bytes over graphs and nodes."""
-    a = torch.tensor([[r["graphs"], r["nodes"]] for r in rows], dtype=torch.float64)
-    b = torch.tensor([[r["graph MB"] * MB] for r in rows], dtype=torch.float64)
-    graph, node = torch.linalg.lstsq(a, b).solution.flatten().tolist()
-    return f"fitted: {graph / 1024:.0f} KiB a graph, {node / 1024:.2f} KiB a node"
-
-
 def main(argv: list[str]) -> int:
     """Print the rows; 1 where a second pass takes more than is asked for the full shape."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks capture", description=__doc__)
@@ -120,7 +111,6 @@ def main(argv: list[str]) -> int:
         rows = list(measure(args.device, args.layers, args.dim, args.top, args.sizes, args.modes))
     cells = [[f"{v:.2f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
     print(fg.core.text.table(list(rows[0]), cells))
-    print(f"\n{fitted(rows)}")
     if args.json:
         write(args.json, rows)
     over = []

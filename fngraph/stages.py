@@ -50,7 +50,7 @@ from fngraph.fx.signature import Signature
 from fngraph.fx.split import Cut, Piece, Pieces, split
 from fngraph.fx.trace import Graph, trace
 from fngraph.graphs.recorder import Recorder
-from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
+from fngraph.ops.primitive import PRIMITIVES, Backend, CutFn, Primitive
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -315,18 +315,8 @@ class PrimitiveCall:
 
     def compile(self) -> Callable[..., tuple[Any, ...]]:
         """`fn(sizes, host, *tensors) -> ()`."""
-        template = list(self.cut.template)
-        places = self.cut.places
-        call, backend, config = self.primitive.call, self.backend, self.config
-
-        def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
-            args = template.copy()
-            for i, tensor in zip(places, tensors):
-                args[i] = tensor
-            call(backend, tuple(args), config, host)
-            return ()
-
-        return run
+        cut = self.cut
+        return CutFn(self.primitive, self.backend, self.config, tuple(cut.template), cut.places)
 
 
 def _choose(cut: Cut, backends: Mapping[str, str]) -> PrimitiveCall:

@@ -15,13 +15,13 @@ from fngraph.core.descriptor import BatchDescriptor
 from fngraph.core.modes import Mode
 from fngraph.core.text import table
 
-GRAPH_BYTES = 230 << 10
-"""Of one captured graph. Source: an H200 with torch 2.11 and CUDA 13.0, where 867 graphs of the
-pieces of a 16-layer Llama took 200 MB more than 51 graphs of the same kernels."""
+GRAPH_BYTES = 208 << 10
+"""Of one captured graph beside its nodes. Source: an H200 with torch 2.11 and CUDA 13.0, where 867
+graphs of six nodes, of a 16-layer Llama, took 200 MB more than 51 graphs of the same kernels."""
 
-NODE_BYTES = 1 << 10
-"""Of one kernel in a graph: a stand-in until `python -m benchmarks capture` has measured it, which
-prints bytes a graph for graphs of few and of many nodes."""
+NODE_BYTES = 3 << 10
+"""Of one node. Source: there too, the first 61 FULL graphs of `python -m benchmarks capture`, of
+1760 nodes each, took 298 MB."""
 
 ALIGN = 512
 """Every tensor takes a multiple of this. Source: torch's CUDA caching allocator."""

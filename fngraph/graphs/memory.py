@@ -24,6 +24,7 @@ def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
     if not written:
         yield
         return
+    written = [_as_stored(x) for x in written]
     nbytes = sum(x.numel() * x.itemsize for x in written)
     LOG.info("saving %d donated leaves, %d bytes, over the warm-up", len(written), nbytes)
     try:
@@ -38,7 +39,13 @@ def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(list(written), saved)  # one call: an interrupt falls not between
+            torch._foreach_copy_(written, saved)  # one call: an interrupt falls not between
+
+
+def _as_stored(x: torch.Tensor) -> torch.Tensor:
+    """The same memory without a conjugate or negative bit, which `_foreach_copy_` refuses."""
+    x = x.conj() if x.is_conj() else x
+    return torch._neg_view(x) if x.is_neg() else x
 
 
 def empty(tensors: Sequence[torch.Tensor]) -> Emptied:

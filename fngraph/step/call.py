@@ -187,11 +187,11 @@ def _results(
         ring.put(ready.words, leaves, own)
     ready.replay.used = ring.taken
     try:
-        for fn, tensors in ready.calls:
-            if tensors is None:
-                fn()
+        for fn, takes_host in ready.calls:
+            if takes_host:
+                fn(spec.host)
             else:
-                fn(ready.true, spec.host, *tensors)
+                fn()
     except BaseException:
         ring.resume()
         raise

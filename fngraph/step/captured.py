@@ -218,7 +218,7 @@ class Captured:
             CaptureError: what was captured before stays.
             SleepError: while it sleeps.
         """
-        with self._turn():
+        with self.recorder.turn.taken():
             capture_all(self.under_ambient(), progress)
 
     def capture_some(self, budget_ms: float) -> int:
@@ -228,7 +228,7 @@ class Captured:
         Raises:
             CaptureError, SleepError: as `capture_all`.
         """
-        with self._turn():
+        with self.recorder.turn.taken():
             return capture_some(self.under_ambient(), budget_ms)
 
     def release(self, *descriptors: BatchDescriptor) -> None:
@@ -240,7 +240,7 @@ class Captured:
         Raises:
             KeyError: no key of the table.
         """
-        with self._turn():
+        with self.recorder.turn.taken():
             for step in family(self):
                 release(step, descriptors)
 
@@ -250,7 +250,7 @@ class Captured:
         Raises:
             KeyError: no key of the table. CaptureError, SleepError: as `capture_all`.
         """
-        with self._turn():
+        with self.recorder.turn.taken():
             now = self.under_ambient()
             for step in family(now):
                 if step is not now:
@@ -266,7 +266,7 @@ class Captured:
         Raises:
             CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
         """
-        with self._turn():
+        with self.recorder.turn.taken():
             sleep(self, cache)
 
     def wake(self) -> None:
@@ -276,7 +276,7 @@ class Captured:
         Raises:
             CaptureError: too little memory, and the step sleeps on; or a key that fails.
         """
-        with self._turn():
+        with self.recorder.turn.taken():
             wake(self)
 
     @property
@@ -288,14 +288,6 @@ class Captured:
     def failed(self) -> Mapping[Key, str]:
         """Keys that are served eagerly since their capture failed, and why."""
         return MappingProxyType(self.book.failed)
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """No step runs meanwhile, and what the last one launched comes first."""
-        turn = self.recorder.turn
-        with turn.lock:
-            turn.order(turn.current())
-            yield
 
     @contextlib.contextmanager
     def fixed_ambient(self) -> Iterator[None]:

@@ -44,8 +44,9 @@ def test_nothing_is_lost(recorder_name, device, monkeypatch, fn, moment, what, b
     made.check(toys.batch(9, seed=3))  # a key of another size
     mode = made.step.dispatch(batch.spec).mode
     with steps.faulty_unpack(monkeypatch, made.fault):
-        keys, before, state = made.keys, used(made), toys.clone(made.state)
+        keys, state = made.keys, toys.clone(made.state)
         outputs = [x.clone() for x in made.step.outputs]
+        before = used(made)
         made.fault.arm(*moment, ERRORS[what]("boom"))
         wanted = KeyboardInterrupt if what == "interrupt" else CaptureError
         try:

@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/python -m models.demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check

@@ -209,8 +209,23 @@ def capture(m: Model, recorder_name: str, modes: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("guards", [False, True], ids=["", "guards"])
 @pytest.mark.parametrize("modes", MODES)
-@pytest.mark.parametrize("name", ["toy", "llama"])
-def test_no_poison_reaches_what_is_real(recorder_name, device, name: str, modes: str, guards: bool):
+def test_no_poison_reaches_what_is_real(recorder_name, device, modes: str, guards: bool):
+    check_all("toy", recorder_name, device, modes, guards)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("guards", [False, True], ids=["", "guards"])
+@pytest.mark.parametrize("modes", MODES)
+def test_no_poison_reaches_what_is_real_in_a_llama(modes: str, guards: bool):
+    check_all("llama", "cuda", torch.device("cuda", 0), modes, guards)
+
+
+def test_no_poison_reaches_what_is_real_in_a_llama_on_the_tape():
+    check_all("llama", "tape", torch.device("cpu"), "FULL_AND_PIECEWISE", True)
+
+
+def check_all(name: str, recorder_name: str, device: Any, modes: str, guards: bool) -> None:
+    """Every key of a model."""
     m = model(name, device)
     step = capture(m, recorder_name, modes, guards=guards)
     keys = list(step.replays)

@@ -126,9 +126,9 @@ def test_replays_leave_python_memory_flat(flat):
     made.step.capture_all()
     for like in likes * 8:  # what is kept for each batch and slot of the ring
         made.step(made.state, filled(made, like))
-    flat(lambda: run(made, likes, 150, seed=1), slack=8 << 10)
+    flat(lambda: run(made, likes, 60, seed=1), slack=8 << 10)
     tracemalloc.stop()
-    check_all(made, likes, 600)
+    check_all(made, likes, 300)
 
 
 def test_cycles_leave_python_memory_flat(flat):

@@ -15,7 +15,7 @@ from torch import Tensor
 from fngraph.core import HostBounds, trees
 from fngraph.core.where import user_line
 from fngraph.errors import TransformError
-from fngraph.ops import reference
+from fngraph.ops import reference, triton_backends
 from fngraph.ops.primitive import Backend, define
 from fngraph.ops.transforms import enter, inlined, is_transformed, leave
 
@@ -199,3 +199,4 @@ ATTENTION = define(
     default=reference.BACKEND,
     null_slots="slot_mapping",
 )
+ATTENTION.backends.update({b.name: b for b in triton_backends.BACKENDS})

@@ -1,0 +1,92 @@
+"""Launching Triton kernels: straight on CUDA; on the CPU, interpreted, as one op.
+
+The op makes an interpreted kernel visible to what records ops, so that the `tape` captures it. A
+kernel takes the tensors that it reads, those that it writes, numbers, then constants by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fngraph.ops.primitive import LIBRARY
+
+LIBRARY.define(
+    "interpret(str module, str kernel, int[] grid, Tensor[] reads, Tensor(a!)[] writes, "
+    "Scalar[] numbers, str[] names, Scalar[] constants) -> ()"
+)
+
+
+def launch(
+    kernel: Any,
+    grid: Sequence[int],
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+    numbers: Sequence[float] = (),
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    **constants: Any,
+) -> None:
+    """Launch `kernel` on the current stream; a grid of no programs is no launch."""
+    if 0 in grid:
+        return
+    if writes[0].is_cuda:
+        kernel[tuple(grid)](
+            *reads, *writes, *numbers, num_warps=num_warps, num_stages=num_stages, **constants
+        )
+        return
+    name, module = kernel.fn.__name__, kernel.fn.__module__
+    torch.ops.fngraph.interpret(
+        module, name, grid, reads, writes, numbers, list(constants), list(constants.values())
+    )
+
+
+def _interpret(
+    module: str,
+    kernel: str,
+    grid: list[int],
+    reads: list[Tensor],
+    writes: list[Tensor],
+    numbers: list[float],
+    names: list[str],
+    constants: list[Any],
+) -> None:
+    fn = getattr(importlib.import_module(module), kernel)
+    fn[tuple(grid)](*reads, *writes, *numbers, **dict(zip(names, constants)))
+
+
+LIBRARY.impl("interpret", _interpret, "CPU")
+
+
+def why_not(device: str) -> str | None:
+    """Why Triton kernels cannot run on a device of this type, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if device != "cuda" and not interpreted():
+        return "it runs on CUDA; on the CPU, slowly, if TRITON_INTERPRET=1 is set beforehand"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton was told to interpret its kernels."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; two of the CPU, so that programs share work there too."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def power_of_two(n: int, at_least: int = 1) -> int:
+    """The least power of two that is neither below `n` nor below `at_least`."""
+    return max(at_least, 1 << (max(n, 1) - 1).bit_length())

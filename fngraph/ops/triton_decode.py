@@ -9,7 +9,7 @@ alone, and so a row's bits do not depend on the batch around it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -169,15 +169,15 @@ def attend(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    how: How | None = None,
 ) -> None:
     """Attention of R * Q rows, where no request brings more than Q tokens, into all of them."""
     q_THD, (k_cache, v_cache) = dense(q_THD), kv
     R, K, D = meta.seq_lens.shape[0], config.num_kv_heads, config.head_dim
     numbers, constants = options(config, kv)
     rows = Q * constants["GROUP"]
-    tile = tile_of(config, rows)
     widest = meta.block_tables.shape[1] * config.block_size
-    split = split_of(widest)
+    tile, split, programs = how or how_to(config, rows, widest)
     splits = -(-widest // split)
     parts = q_THD.new_empty((R, K, splits, rows, D), dtype=torch.float32)
     tops, totals = parts.new_empty((2, R, K, splits, rows)).unbind()
@@ -185,7 +185,7 @@ def attend(
     by_v, v_step = scale_of(v_scale, q_THD)
     launch(
         split_kernel,
-        (min(R * K * splits, processors(q_THD.device) * PROGRAMS),),
+        (min(R * K * splits, processors(q_THD.device) * programs),),
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
          by_k),
         (parts, tops, totals),
@@ -218,24 +218,26 @@ def attend(
     )  # fmt: skip
 
 
-PROGRAMS = 4  # a multiprocessor
+class How(NamedTuple):
+    """Static choices of the split kernel: its tile, keys a split, programs a multiprocessor."""
+
+    tile: Tile
+    split: int
+    programs: int
 
 
-def split_of(widest: int) -> int:
-    """Keys a split, by the longest request that the block table can hold.
+def how_to(config: Any, rows: int, widest: int) -> How:
+    """By what is the same for every batch; `widest` is what the block table can hold.
 
-    Short ones fill the device at batch 1; long ones cost less to merge.
+    Narrow tiles, so that several programs share a multiprocessor and keep loads in flight. Short
+    splits fill the device at batch 1; where requests can be long, fewer cost less to merge.
     """
-    return next((split for most, split in SPLITS if widest <= most), 1024)
+    rows = power_of_two(rows, at_least=16)
+    width = power_of_two(config.head_dim, at_least=16)
+    split = next((split for most, split in SPLITS if widest <= most), 1024)
+    if compute_dtype(config) == torch.float32:
+        return How(Tile(rows, 32, 4, 1), split, 4)
+    return How(Tile(rows, 32, 4, 5 if width <= 128 else 3), split, 4)
 
 
 SPLITS = ((1024, 128), (16384, 256), (32768, 512))
-
-
-def tile_of(config: Any, rows: int) -> Tile:
-    """Narrow tiles, so that several programs share a multiprocessor and keep loads in flight."""
-    rows = power_of_two(rows, at_least=16)
-    width = power_of_two(config.head_dim, at_least=16)
-    if compute_dtype(config) == torch.float32:
-        return Tile(rows, 32, 4, 1)
-    return Tile(rows, 32, 4, 5 if width <= 128 else 3)

@@ -121,13 +121,14 @@ def attend(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Attention over a cache that holds this step's k and v, into all rows of `out_THD`."""
     q_THD, (k_cache, v_cache) = dense(q_THD), kv
     T, R = q_THD.shape[0], meta.seq_lens.shape[0]
     numbers, constants = options(config, kv)
     group = constants["GROUP"]
-    tile = tile_of(config)
+    tile = tile or tile_of(config)
     BQ = tile.rows // group
     by_k, k_step = scale_of(k_scale, q_THD)
     by_v, v_step = scale_of(v_scale, q_THD)

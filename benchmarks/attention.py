@@ -260,7 +260,7 @@ def sweep(peak: float) -> None:
     for n, context in ((1, 512), (1, 4096), (1, 32768), (32, 8192), (128, 512), (128, 4096)):
         p = paged(n, context)
         usual, us = splitting(p)
-        times = {usual: us(usual)}
+        times = {how: us(how) for how in (usual, usual._replace(early=False))}
         for (keys, warps, stages), split in itertools.product(TILES, (128, 256, 512)):
             tile = usual.tile._replace(keys=keys, num_warps=warps, num_stages=stages)
             for programs in (2, 4, 8) if split == usual.split else (4,):

@@ -34,9 +34,12 @@ def split_kernel(
     ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, REQS: tl.constexpr, K_SCALED: tl.constexpr,
+    SPLIT: tl.constexpr, REQS: tl.constexpr, K_SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Softmax of Q tokens' rows over one split of their request's keys, item by item."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, REQS)
     length_R = tl.load(lens + i, mask=i < R, other=0)
     count_R = (length_R + SPLIT - 1) // SPLIT
@@ -89,9 +92,11 @@ def merge_kernel(
     v_step,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     Q: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr,
-    SINKS: tl.constexpr, V_SCALED: tl.constexpr,
+    SINKS: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query head of one token: its splits in order; zeros where there is no such token."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     r, token = tl.program_id(0) // Q, tl.program_id(0) % Q
     query_head = tl.program_id(1)
     heads = tl.num_programs(1) // GROUP
@@ -177,7 +182,7 @@ def attend(
     numbers, constants = options(config, kv)
     rows = Q * constants["GROUP"]
     widest = meta.block_tables.shape[1] * config.block_size
-    tile, split, programs = how or how_to(config, rows, widest)
+    tile, split, programs, early = how or how_to(config, rows, widest)
     splits = -(-widest // split)
     parts = q_THD.new_empty((R, K, splits, rows, D), dtype=torch.float32)
     tops, totals = parts.new_empty((2, R, K, splits, rows)).unbind()
@@ -197,6 +202,7 @@ def attend(
         SPLIT=split,
         REQS=power_of_two(R),
         K_SCALED=k_scale is not None,
+        early=early,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **constants,
@@ -214,16 +220,22 @@ def attend(
         MERGED=MERGED,
         SINKS=sinks is not None,
         V_SCALED=v_scale is not None,
+        early=early,
         num_warps=4,
     )  # fmt: skip
 
 
 class How(NamedTuple):
-    """Static choices of the split kernel: its tile, keys a split, programs a multiprocessor."""
+    """Static choices of the split kernel: its tile, keys a split, programs a multiprocessor.
+
+    Attributes:
+        early: whether both kernels are launched while the one ahead still runs.
+    """
 
     tile: Tile
     split: int
     programs: int
+    early: bool = True
 
 
 def how_to(config: Any, rows: int, widest: int) -> How:

@@ -32,14 +32,30 @@ def launch(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
+    early: bool | None = None,
     **constants: Any,
 ) -> None:
-    """Launch `kernel` on the current stream; a grid of no programs is no launch."""
+    """Launch `kernel` on the current stream; a grid of no programs is no launch.
+
+    Args:
+        early: whether to launch it while the kernel ahead still runs, where that can be: it has
+            a constant EARLY, by which it waits before anything else. None: it has none.
+    """
     if 0 in grid:
         return
+    if early is not None:
+        early = early and overlaps(writes[0].device)
+        constants["EARLY"] = early
     if writes[0].is_cuda:
+        more = {"launch_pdl": True} if early else {}
         kernel[tuple(grid)](
-            *reads, *writes, *numbers, num_warps=num_warps, num_stages=num_stages, **constants
+            *reads,
+            *writes,
+            *numbers,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            **constants,
+            **more,
         )
         return
     name, module = kernel.fn.__name__, kernel.fn.__module__
@@ -77,6 +93,12 @@ def why_not(device: str) -> str | None:
 def interpreted() -> bool:
     """Whether Triton was told to interpret its kernels."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one ahead of it has finished, and wait inside."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -263,7 +263,7 @@ def sweep(peak: float) -> None:
         times = {how: us(how) for how in (usual, usual._replace(early=False))}
         for (keys, warps, stages), split in itertools.product(TILES, (128, 256, 512)):
             tile = usual.tile._replace(keys=keys, num_warps=warps, num_stages=stages)
-            for programs in (2, 4, 8) if split == usual.split else (4,):
+            for programs in (2, 3, 4, 6) if split == usual.split else (4,):
                 how = usual._replace(tile=tile, split=split, programs=programs)
                 times[how] = us(how)
         for name, how in [

@@ -33,6 +33,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     early: bool | None = None,
+    programs: int | None = None,
     **constants: Any,
 ) -> None:
     """Launch `kernel` on the current stream; a grid of no programs is no launch.
@@ -40,6 +41,7 @@ def launch(
     Args:
         early: whether to launch it while the kernel ahead still runs, where that can be: it has
             a constant EARLY, by which it waits before anything else. None: it has none.
+        programs: compile it to so few registers that as many run on a multiprocessor at a time.
     """
     if 0 in grid:
         return
@@ -47,7 +49,9 @@ def launch(
         early = early and overlaps(writes[0].device)
         constants["EARLY"] = early
     if writes[0].is_cuda:
-        more = {"launch_pdl": True} if early else {}
+        more: dict[str, Any] = {"launch_pdl": True} if early else {}
+        if programs is not None:
+            more["maxnreg"] = min(255, REGISTERS // (32 * num_warps * programs) // 8 * 8)
         kernel[tuple(grid)](
             *reads,
             *writes,
@@ -62,6 +66,9 @@ def launch(
     torch.ops.fngraph.interpret(
         module, name, grid, reads, writes, numbers, list(constants), list(constants.values())
     )
+
+
+REGISTERS = 65536  # of a multiprocessor
 
 
 def _interpret(

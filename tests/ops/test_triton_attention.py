@@ -53,7 +53,7 @@ def test_any_mix_of_requests(backend, rows, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("query_len", UNIFORM)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS if GPU else BACKENDS[1:])
 def test_uniform_batches_padded_with_requests_of_no_length(backend, query_len, dtype):
     c = build(
         *UNIFORM[query_len], dtype=dtype, pad_tokens=2 * query_len, pad_reqs=2, query_len=query_len
@@ -75,19 +75,19 @@ def test_head_dims_and_groups(heads, dtype):
 @pytest.mark.parametrize("block_size", BLOCKS)
 @pytest.mark.parametrize("query_len", [None, 1])
 def test_block_sizes(block_size, query_len):
-    rows = [(1, 5), (1, 150), (1, 300)] if query_len else [(3, 5), (1, 40), (20, 30)]
+    rows = [(1, 5), (1, 150)] if query_len else [(3, 5), (1, 40), (9, 30)]
     c = build(*rows, block_size=block_size, heads=(4, 2, 16))
     want = reference(c)
     assert worst(run("triton_decode", c, query_len), want) < 1e-5
 
 
 @pytest.mark.parametrize("options", [
-    {"window": 1}, {"window": 4}, {"window": 130}, {"softcap": 3.0}, {"softcap": 50.0},
-    {"scale": 0.7, "window": 33, "softcap": 2.0}, {"scale": 0.0},
+    {"window": 1}, {"window": 130}, {"softcap": 50.0}, {"scale": 0.0},
+    {"scale": 0.7, "window": 33, "softcap": 2.0},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("query_len", [None, 2])
 def test_windows_softcaps_and_scales(options, query_len):
-    rows = [(2, 5), (2, 0), (2, 290)] if query_len else [(3, 5), (1, 70), (40, 3)]
+    rows = [(2, 5), (2, 0), (2, 160)] if query_len else [(3, 5), (1, 70), (20, 3)]
     c = build(*rows, heads=(4, 2, 16))
     want = reference(c, **options)
     assert worst(run("triton_decode", c, query_len, **options), want) < 1e-5
@@ -108,10 +108,10 @@ def test_a_cache_in_fp8(query_len, dtype):
 
 
 @pytest.mark.parametrize("query_len", [None, 1])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [None, 9] if GPU else [9])
 @pytest.mark.parametrize("what", ["sinks", "bidirectional", "scales", "all"])
 def test_sinks_cache_scales_and_bidirectional_attention(what, window, query_len):
-    rows = [(1, 0), (1, 60), (1, 200)] if query_len else [(1, 0), (40, 0), (3, 60)]
+    rows = [(1, 0), (1, 140)] if query_len else [(1, 0), (20, 0), (3, 60)]
     c = build(*rows, heads=(4, 2, 16), pad_tokens=2)
     options: dict[str, Any] = {"window": window} | {
         "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.0, 90.0], device=WHERE)},

@@ -8,6 +8,7 @@ Every stage prints (`repr`, `as_text()`), and runs without a GPU; `Captured` doe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from fngraph.core import (
     resolve,
     trees,
 )
+from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Program, Step
 from fngraph.core.text import count, table
 from fngraph.errors import BackendError, FieldError, SpecError
@@ -38,6 +40,7 @@ from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.dtypes import pin
+from fngraph.fx.estimate import Lifetimes, estimate, lifetimes
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.refusals import Refusals
@@ -47,7 +50,7 @@ from fngraph.fx.signature import Signature
 from fngraph.fx.split import Cut, Piece, Pieces, split
 from fngraph.fx.trace import Graph, trace
 from fngraph.graphs.recorder import Recorder
-from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
+from fngraph.ops.primitive import PRIMITIVES, Backend, CutFn, Primitive
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -68,6 +71,8 @@ class Options:
         resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
         allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
         on_ambient: "recapture" or "error", for calls under other ambient state.
+        memory_budget: bytes that a step's pool and graphs may take; None: anything.
+        on_failure: "raise", or "eager": a key that cannot be captured is served eagerly.
         generators: those that `forward` may draw from.
     """
 
@@ -81,6 +86,8 @@ class Options:
     resolve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     allow_copies: bool | int = COPY_LIMIT
     on_ambient: str = "recapture"
+    memory_budget: int | None = None
+    on_failure: str = "raise"
     generators: tuple[torch.Generator, ...] = ()
 
 
@@ -308,18 +315,8 @@ class PrimitiveCall:
 
     def compile(self) -> Callable[..., tuple[Any, ...]]:
         """`fn(sizes, host, *tensors) -> ()`."""
-        template = list(self.cut.template)
-        places = self.cut.places
-        call, backend, config = self.primitive.call, self.backend, self.config
-
-        def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
-            args = template.copy()
-            for i, tensor in zip(places, tensors):
-                args[i] = tensor
-            call(backend, tuple(args), config, host)
-            return ()
-
-        return run
+        cut = self.cut
+        return CutFn(self.primitive, self.backend, self.config, tuple(cut.template), cut.places)
 
 
 def _choose(cut: Cut, backends: Mapping[str, str]) -> PrimitiveCall:
@@ -368,6 +365,22 @@ class Lowered:
             for p in self.split.pieces.parts
         ]
         return Compiled(self, tuple(fns))
+
+    def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
+        """Bytes that a key will take in the pool and for its graphs. See `fngraph.fx.estimate`."""
+        limits, pieces = self.limits, self.split.pieces
+        sizes = key_sizes(descriptor.num_tokens, descriptor.num_reqs, limits.max_reqs, limits.dims)
+        outputs = len(pieces.program.outputs)
+        return estimate(pieces, self._lifetimes, mode, sizes, outputs)
+
+    @property
+    def memory(self) -> MemoryTable:
+        """What every key will take, estimated."""
+        return MemoryTable(tuple(KeyMemory(*key, self.estimate(*key)) for key in self.table))
+
+    @functools.cached_property
+    def _lifetimes(self) -> Lifetimes:
+        return lifetimes(self.split.pieces, self.split.traced.graph)
 
     def as_text(self) -> str:
         """Backends, modes, keys and buffers."""
@@ -424,6 +437,8 @@ class Compiled:
         outputs: str = "own",
         progress: bool = False,
         lazy: bool = False,
+        memory_budget: int | None = None,
+        on_failure: str | None = None,
         guards: bool = False,
     ) -> Captured:
         """Bind the held and donated arguments (in `forward`'s order) and capture every key.
@@ -433,6 +448,11 @@ class Compiled:
             outputs: "own": results are the caller's; "borrow": views, good until the next call.
             progress: show a progress bar.
             lazy: capture each key when it is first dispatched to, not now.
+            memory_budget: bytes that the pool and all graphs may take together. Keys beyond it are
+                captured when they are needed, and the least recently used ones go for them.
+                None: as graphify was told.
+            on_failure: of a key that cannot be captured: "raise", or "eager": its batches run
+                eagerly, and the reason is counted. None: as graphify was told, which is "raise".
             guards: poison padding and expired results, to find what reads them.
 
         Raises:
@@ -441,8 +461,12 @@ class Compiled:
             CaptureError: a key that could not be captured.
         """
         from fngraph.step.allocate import bind_and_allocate
+        from fngraph.step.book import Rules
 
-        captured = bind_and_allocate(self, bound, recorder, outputs, guards).under_ambient()
+        options = self.lowered.split.traced.options
+        budget = options.memory_budget if memory_budget is None else memory_budget
+        rules = Rules(budget, on_failure or options.on_failure)
+        captured = bind_and_allocate(self, bound, recorder, outputs, rules, guards).under_ambient()
         if not lazy:
             captured.capture_all(progress=progress)
         return captured

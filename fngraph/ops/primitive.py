@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -86,6 +87,34 @@ class Primitive:
 
     def __repr__(self) -> str:
         return f"Primitive({self.name!r}, backends={list(self.backends)})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CutFn:
+    """A cut as a function: `fn(sizes, host, *tensors) -> ()`.
+
+    Attributes:
+        template: the op's arguments, literals where they are, anything where tensors go.
+        places: where they go, in order.
+    """
+
+    primitive: Primitive
+    backend: Backend
+    config: Any
+    template: tuple[Any, ...]
+    places: Sequence[int]
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[[HostBounds | None], None]:
+        """The call over these tensors, which takes the step's host bounds."""
+        args = list(self.template)
+        for i, tensor in zip(self.places, tensors):
+            args[i] = tensor
+        return functools.partial(self.primitive.call, self.backend, tuple(args), self.config)
+
+    def __call__(self, sizes: Any, host: HostBounds | None, *tensors: torch.Tensor) -> tuple[()]:
+        """Call it once."""
+        self.bind(tensors)(host)
+        return ()
 
 
 PRIMITIVES: dict[str, Primitive] = {}  # by op name, "fngraph::attention"

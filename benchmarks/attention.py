@@ -110,7 +110,7 @@ def config() -> Any:
 def backend(name: str) -> Any:
     """One of ours, able to run here."""
     found = fg.ops.primitive("attention").backend(name)
-    reason = found.supports(config())
+    reason = ops.triton_launch.missing("cuda") or found.supports(config())
     if reason is not None:
         raise SystemExit(f"{name}: {reason}")
     return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 import torch
 
 from fngraph.core import Support
+from fngraph.errors import BackendError
 from fngraph.ops.primitive import Backend
-from fngraph.ops.triton_launch import why_not
+from fngraph.ops.triton_launch import missing
 
 MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)
 STORED = (*MULTIPLIED, torch.float8_e4m3fn)
@@ -17,9 +19,6 @@ STORED = (*MULTIPLIED, torch.float8_e4m3fn)
 
 def supports(config: Any) -> str | None:
     """Why neither backend can run a configuration, or None."""
-    reason = why_not(config.device)
-    if reason is not None:
-        return reason
     if config.dtype not in MULTIPLIED:
         return f"it multiplies float32, float16 and bfloat16, not {config.dtype}"
     if config.cache_dtype not in STORED:
@@ -29,14 +28,22 @@ def supports(config: Any) -> str | None:
     return None
 
 
-def _lazily(module: str) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        importlib.import_module(f"fngraph.ops.{module}").run(*args, **kwargs)
+@functools.cache
+def _loaded(name: str, module: str, device: str) -> Any:
+    reason = missing(device)
+    if reason is not None:
+        raise BackendError(f"backend {name!r} of attention: {reason}")
+    return importlib.import_module(f"fngraph.ops.{module}")
 
-    return run
+
+def _backend(name: str, module: str, level: Support) -> Backend:
+    def run(q_THD: torch.Tensor, *args: Any, **options: Any) -> None:
+        _loaded(name, module, q_THD.device.type).run(q_THD, *args, **options)
+
+    return Backend(name, run, lambda config: level, supports)
 
 
 BACKENDS = (
-    Backend("triton", _lazily("triton_unified"), lambda config: Support.ALWAYS, supports),
-    Backend("triton_decode", _lazily("triton_decode"), lambda c: Support.UNIFORM_BATCH, supports),
+    _backend("triton", "triton_unified", Support.ALWAYS),
+    _backend("triton_decode", "triton_decode", Support.UNIFORM_BATCH),
 )

@@ -88,11 +88,11 @@ def _interpret(
 LIBRARY.impl("interpret", _interpret, "CPU")
 
 
-def why_not(device: str) -> str | None:
-    """Why Triton kernels cannot run on a device of this type, or None."""
+def missing(device: str | None = None) -> str | None:
+    """Why Triton kernels cannot run on devices of this type (None: on any there is), or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    if device != "cuda" and not interpreted():
+    if (device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cuda" and not interpreted():
         return "it runs on CUDA; on the CPU, slowly, if TRITON_INTERPRET=1 is set beforehand"
     return None
 

@@ -12,8 +12,6 @@ import torch
 from test_attention import BATCHES, NAN, bits
 from triton_cases import LIMIT, WHERE, build, dense, padded, part, reference, run, wide, worst
 
-from fngraph.ops import primitive
-
 pytestmark = [pytest.mark.gpu] if WHERE == "cuda" else []
 GPU = WHERE == "cuda"
 ALL = [torch.float32, torch.bfloat16, torch.float16]
@@ -236,24 +234,3 @@ def test_rows_are_bitwise_the_same_alone_and_in_any_batch(backend, query_len, ro
     want = torch.cat([run(backend, one, query_len) for one in alone])
     assert bits(run(backend, c, query_len)).equal(bits(want))
     assert bits(run(backend, larger, query_len)[: len(want)]).equal(bits(want))
-
-
-# --- what cannot be run ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [({"dtype": torch.float64}, "float64"), ({"cache_dtype": torch.int8}, "int8"),
-     ({"head_dim": 512}, "512"), ({"device": "meta"}, "CUDA")],
-)  # fmt: skip
-def test_a_configuration_that_it_has_not_is_refused_with_the_reason(change, why, monkeypatch):
-    from fngraph.ops import AttentionConfig
-
-    config = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, WHERE, 0.125)
-    for name in BACKENDS:
-        backend = primitive("attention").backend(name)
-        assert backend.supports(config) is None
-        if why == "CUDA":
-            monkeypatch.setenv("TRITON_INTERPRET", "0")
-        assert why in backend.supports(config._replace(**change))
-        monkeypatch.undo()

@@ -22,7 +22,7 @@ BATCHES = {"FULL": toys.decode(3), "PIECEWISE": toys.batch(4, 2), "NONE": toys.b
 def forward(one: Tensor, state: Any, batch: toys.Batch) -> Any:
     """Rows of this batch, with the state before; a state in which the order of steps shows."""
     ids = toys.double(batch.token_ids.float()).long()
-    where = torch.arange(len(ids), device=ids.device) + 1
+    where = torch.arange(ids.shape[0], device=ids.device) + 1
     total = fg.trust_rows((ids * where).sum()) * one
     rows = ids + state["log"] * 0
     log, sums = state["log"] * 31 + total, state["sums"] + total

@@ -84,7 +84,7 @@ def attend(
         KEYS=tile.keys,
         Q=Q,
         SPLIT=split,
-        REQS=power_of_two(R),
+        REQS=power_of_two(R, at_least=256),
         K_SCALED=k_scale is not None,
         early=early,
         programs=programs,

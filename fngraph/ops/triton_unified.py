@@ -143,7 +143,7 @@ def attend(
         ROWS=tile.rows,
         KEYS=tile.keys,
         BQ=BQ,
-        REQS=power_of_two(R + 1),
+        REQS=power_of_two(R + 1, at_least=256),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         SINKS=sinks is not None,

@@ -18,6 +18,7 @@ from fngraph.graphs.inside import key_name
 from fngraph.graphs.staging import Sizes
 from fngraph.step.call import forget
 from fngraph.step.keys import _sizes, _written
+from fngraph.step.plans import plan_padding
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -65,6 +66,9 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
         try:
             for _ in range(repeats + 1):
                 step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
+                if step.compiled.planners:
+                    none = [torch.zeros_like(x) for x in step.static.views(sizes)]
+                    plan_padding(step, replay.mode, descriptor, sizes, none)
                 us, lag = timed(replay, sizes, host, lag)
                 rounds.append(us)
         except BaseException:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fngraph.core import BatchDescriptor, HostBounds, Mode, key_sizes
+from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode, key_sizes
 from fngraph.errors import CaptureError
 from fngraph.fx.generators import preserved
 from fngraph.graphs.capture import Replay, capture, warm_up
@@ -16,6 +16,7 @@ from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import current, describe
 from fngraph.graphs.staging import kept
 from fngraph.graphs.unpack import unpacker
+from fngraph.step.plans import plan_padding
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -43,7 +44,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
         CaptureError: naming the key; pool and donated state are as they were.
     """
     sizes = _sizes(step, descriptor)
-    host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
+    host = KeyBounds(descriptor) if mode is Mode.FULL else HostBounds(descriptor.num_tokens)
     program, fns = step.compiled.lowered.split.program, step.compiled.fns
     views = step.static.views(sizes)
     inputs = step.binding.inputs(views, step.constants)
@@ -62,6 +63,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
             except BaseException:  # or the next step would read another slot than its own
                 step.ring.resume()
                 raise
+            plan_padding(step, mode, descriptor, sizes, views)
             warm_up(step.recorder, program, fns, inputs, _written(step), sizes, host)
             replay = capture(
                 step.recorder, program, fns, step.compiled.rows, inputs, mode, descriptor,

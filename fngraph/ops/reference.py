@@ -33,13 +33,18 @@ def run(
     """See `fngraph.ops.attention`; shape letters are listed there."""
     write(kv[0], k_TKD, meta.slot_mapping, k_scale)
     write(kv[1], v_TKD, meta.slot_mapping, v_scale)
-    gathered = meta.block_tables.shape[1] * kv[0][0].numel()
-    at_once = max(1, AT_ONCE // gathered)
+    options = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+    attend_to(q_THD, kv, meta, out_THD, config, **options)
+
+
+def attend_to(
+    q_THD: Tensor, kv: tuple[Tensor, Tensor], meta: Any, out: Tensor, config: Any, **options: Any
+) -> None:
+    """`attend` into `out`, some tokens at a time."""
+    at_once = max(1, AT_ONCE // (meta.block_tables.shape[1] * kv[0][0].numel()))
     for first in range(0, q_THD.shape[0], at_once):
         part = slice(first, first + at_once)
-        out_THD[part].copy_(
-            attend(q_THD[part], kv, meta, config, sinks, k_scale, v_scale, first=first)
-        )
+        out[part].copy_(attend(q_THD[part], kv, meta, config, **options, first=first))
 
 
 AT_ONCE = 1 << 27

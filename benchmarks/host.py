@@ -129,24 +129,26 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     step(kit.cache, kit.device)
     ready, ring = step.ready[spec[:7]], step.ring
 
+    parts = [fn.args[1] if takes_host else fn for fn, takes_host in ready.calls]
+
     def bare() -> None:
-        for fn, tensors in ready.calls:
-            if tensors is None:
-                fn()
-            else:
-                q, k, v, k_cache, v_cache, *meta, out = tensors
+        for part in parts:
+            if isinstance(part, tuple):
+                q, k, v, k_cache, v_cache, *meta, out, _, _, _ = part
                 copies(q, k, v, (k_cache, v_cache), meta, out)
+            else:
+                part()
         ready.views[0].detach()
 
-    pieces = sum(tensors is None for _, tensors in ready.calls)
+    pieces = sum(not takes_host for _, takes_host in ready.calls)
     whole = times_us(functools.partial(step, kit.cache), lambda: step.host_batch(spec), repeats)
     ring.resume()
-    parts = times_us(lambda _: bare(), int, repeats)
+    alone = times_us(lambda _: bare(), int, repeats)
     ring.resume()
-    each = [(a - b) / pieces for a, b in zip(whole, parts)]
+    each = [(a - b) / pieces for a, b in zip(whole, alone)]
     named = (
         ("PIECEWISE step, pinned batch, borrowed", whole),
-        ("its replays and backend calls alone", parts),
+        ("its replays and backend calls alone", alone),
         (f"the rest, for each of {pieces} pieces", each),
     )
     return [{"call": n, "first us": a, "later us": b} for n, (a, b) in named]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from fngraph.core import Support
 from fngraph.core.program import Step
@@ -14,8 +12,8 @@ from fngraph.errors import BackendError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.split import Cut, Pieces
 from fngraph.ops.choice import Choice, Choices, Hybrid, choices_of
-from fngraph.ops.planner import Planner
-from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
+from fngraph.ops.plan import Planner
+from fngraph.ops.primitive import PRIMITIVES, Backend, CutFn, Primitive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +46,12 @@ class PrimitiveCall:
             for kind, backend in zip(kinds, self.backends)
         ]
 
-    def compile(self) -> Callable[..., tuple[Any, ...]]:
-        """`fn(sizes, host, *tensors) -> ()`."""
-        template = list(self.cut.template)
-        places = self.cut.places
-        call, mixed, uniform, config = self.primitive.call, self.backend, self.uniform, self.config
-        planners = self.planners
+    def compile(self) -> CutFn:
+        """`fn(sizes, host, *tensors) -> ()`.
+
+        Raises:
+            BackendError: a backend that is but a name with a level.
+        """
         for backend in self.backends:
             if not backend.shipped:
                 raise BackendError(
@@ -61,22 +59,10 @@ class PrimitiveCall:
                     f"alone is known, so that Lowered can be studied. Write its run(...) and "
                     f"register it: fg.ops.Backend({backend.name!r}, run, support)"
                 )
-
-        def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
-            args = template.copy()
-            for i, tensor in zip(places, tensors):
-                args[i] = tensor
-            key = None if host is None else host.key
-            own = None if key is None or key.query_len is None else uniform
-            backend = own or mixed
-            if backend.name in planners:
-                plan = planners[backend.name].buffers(key)
-                call(backend, tuple(args), config, host, plan=plan)
-            else:
-                call(backend, tuple(args), config, host)
-            return ()
-
-        return run
+        return CutFn(
+            self.primitive, self.backend, self.config, tuple(self.cut.template), self.cut.places,
+            self.uniform, self.planners,
+        )  # fmt: skip
 
 
 def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCall, ...]:

@@ -119,6 +119,10 @@ class CaptureError(FnGraphError, RuntimeError):
     """A graph that could not be captured. Pool and donated state are as they were before."""
 
 
+class SleepError(FnGraphError, RuntimeError):
+    """A step was called while it sleeps: `step.wake()` first."""
+
+
 class PackageError(FnGraphError, ImportError):
     """A package that is not installed, and that what was asked for needs."""
 

@@ -41,6 +41,7 @@ from fngraph.graphs.recorder import Recorder, check_name
 from fngraph.ops.choice import Choices, check_choices
 from fngraph.stages import Options, Traced, trace_function
 from fngraph.step.allocate import check_outputs
+from fngraph.step.book import Rules
 from fngraph.step.call import check_no_transform
 from fngraph.step.captured import Captured
 
@@ -96,6 +97,7 @@ class Graphified:
         self._captured[key] = step  # the most recently used is last
         if len(self._captured) > self.max_keys:
             evicted = self._captured.pop(next(iter(self._captured)))
+            evicted.release()  # waits for the device, which may still run a graph of it
             self._evicted = self._evicted + evicted.stats
         return step(*[v for i, v in enumerate(values) if i not in held])
 
@@ -205,6 +207,9 @@ class Bound:
         recorder: str | Recorder | None = None,
         progress: bool = True,
         batch: Any = None,
+        lazy: bool = False,
+        memory_budget: int | None = None,
+        on_failure: str | None = None,
         guards: bool | None = None,
     ) -> Captured:
         """Trace, lower, compile and capture every key: `capture(cache, limits)`.
@@ -215,6 +220,7 @@ class Bound:
             recorder: a name; or another step's, `recorder=step.recorder`, to share its pool.
             guards: poison padding and expired results; None: as graphify was told.
             progress: show a progress bar.
+            lazy, memory_budget, on_failure: see `Compiled.capture`.
 
         Raises:
             FnGraphError: see the classes in `fngraph.errors`.
@@ -235,7 +241,8 @@ class Bound:
         compiled = fn.trace(*bound, batch=batch, limits=limits).split().lower().compile()
         return compiled.capture(
             *bound, recorder=recorder or fn.recorder, outputs=outputs or fn.outputs,
-            progress=progress, guards=fn.guards if guards is None else guards,
+            progress=progress, lazy=lazy, memory_budget=memory_budget, on_failure=on_failure,
+            guards=fn.guards if guards is None else guards,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -279,6 +286,8 @@ def graphify(
     cost: Callable[[BatchDescriptor], float] | None = None,
     allow_copies: bool | int | None = None,
     on_ambient: str = "recapture",
+    memory_budget: int | None = None,
+    on_failure: str = "raise",
     generators: Iterable[torch.Generator] = (),
     guards: bool = False,
     **resolve: Any,
@@ -315,6 +324,7 @@ def graphify(
         on_ambient: of a call under other autocast, default dtype, grad or inference mode, matmul
             precision, determinism, ... than the trace. Where forward computes the same under it,
             nothing happens; else "recapture", or "error", which raises `AmbientError`.
+        memory_budget, on_failure: of every step; see `Compiled.capture`.
         generators: what `forward` may draw from, `torch.rand(n, generator=g)`. A call advances them
             as eager does at the padded size; seed them between calls.
         guards: for finding bugs, at some cost: padding rows, where no pad is declared or relied on,
@@ -329,8 +339,8 @@ def graphify(
             graphify, modes=modes, donate=donate, stage=stage, limits=limits, sizes=sizes,
             query_lens=query_lens, backends=backends, recorder=recorder, outputs=outputs,
             max_keys=max_keys, adapters=adapters, fields=fields, cost=cost,
-            allow_copies=allow_copies, on_ambient=on_ambient, generators=generators,
-            guards=guards, **resolve,
+            allow_copies=allow_copies, on_ambient=on_ambient, memory_budget=memory_budget,
+            on_failure=on_failure, generators=generators, guards=guards, **resolve,
         )  # fmt: skip
     for name, choices in (backends or {}).items():
         check_choices(name, choices)  # unknown names fail here, where they are written
@@ -355,8 +365,11 @@ def graphify(
         resolve,
         COPY_LIMIT if allow_copies is None else allow_copies,
         on_ambient,
+        memory_budget,
+        on_failure,
         generators,
     )
+    Rules(memory_budget, on_failure)  # what means nothing fails here
     return Graphified(fn, options, donate, stage, limits, recorder, outputs, max_keys, guards)
 
 

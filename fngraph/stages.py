@@ -8,6 +8,7 @@ Every stage prints (`repr`, `as_text()`), and runs without a GPU; `Captured` doe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from fngraph.core import (
     resolve,
     trees,
 )
+from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Program, Step
 from fngraph.core.text import count, table
 from fngraph.errors import FieldError, SpecError
@@ -39,6 +41,7 @@ from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.dtypes import pin
+from fngraph.fx.estimate import Lifetimes, estimate, lifetimes
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.refusals import Refusals
@@ -49,7 +52,7 @@ from fngraph.fx.split import Cut, Piece, Pieces, split
 from fngraph.fx.trace import Graph, trace
 from fngraph.graphs.recorder import Recorder
 from fngraph.ops.choice import Choices
-from fngraph.ops.planner import Planner
+from fngraph.ops.plan import Planner
 from fngraph.ops.primitive import PRIMITIVES
 
 if TYPE_CHECKING:
@@ -71,6 +74,8 @@ class Options:
         resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
         allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
         on_ambient: "recapture" or "error", for calls under other ambient state.
+        memory_budget: bytes that a step's pool and graphs may take; None: anything.
+        on_failure: "raise", or "eager": a key that cannot be captured is served eagerly.
         generators: those that `forward` may draw from.
     """
 
@@ -84,6 +89,8 @@ class Options:
     resolve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     allow_copies: bool | int = COPY_LIMIT
     on_ambient: str = "recapture"
+    memory_budget: int | None = None
+    on_failure: str = "raise"
     generators: tuple[torch.Generator, ...] = ()
 
 
@@ -336,6 +343,22 @@ class Lowered:
         planners = {id(p): p for call in self.calls for p in call.planners.values()}
         return Compiled(self, tuple(fns), tuple(planners.values()))
 
+    def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
+        """Bytes that a key will take in the pool and for its graphs. See `fngraph.fx.estimate`."""
+        limits, pieces = self.limits, self.split.pieces
+        sizes = key_sizes(descriptor.num_tokens, descriptor.num_reqs, limits.max_reqs, limits.dims)
+        outputs = len(pieces.program.outputs)
+        return estimate(pieces, self._lifetimes, mode, sizes, outputs)
+
+    @property
+    def memory(self) -> MemoryTable:
+        """What every key will take, estimated."""
+        return MemoryTable(tuple(KeyMemory(*key, self.estimate(*key)) for key in self.table))
+
+    @functools.cached_property
+    def _lifetimes(self) -> Lifetimes:
+        return lifetimes(self.split.pieces, self.split.traced.graph)
+
     def as_text(self) -> str:
         """Backends, modes, keys and buffers."""
         rows = [[i, *pair] for i, c in enumerate(self.calls) for pair in c.levels()]
@@ -395,6 +418,8 @@ class Compiled:
         outputs: str = "own",
         progress: bool = False,
         lazy: bool = False,
+        memory_budget: int | None = None,
+        on_failure: str | None = None,
         guards: bool = False,
     ) -> Captured:
         """Bind the held and donated arguments (in `forward`'s order) and capture every key.
@@ -404,6 +429,11 @@ class Compiled:
             outputs: "own": results are the caller's; "borrow": views, good until the next call.
             progress: show a progress bar.
             lazy: capture each key when it is first dispatched to, not now.
+            memory_budget: bytes that the pool and all graphs may take together. Keys beyond it are
+                captured when they are needed, and the least recently used ones go for them.
+                None: as graphify was told.
+            on_failure: of a key that cannot be captured: "raise", or "eager": its batches run
+                eagerly, and the reason is counted. None: as graphify was told, which is "raise".
             guards: poison padding and expired results, to find what reads them.
 
         Raises:
@@ -412,8 +442,12 @@ class Compiled:
             CaptureError: a key that could not be captured.
         """
         from fngraph.step.allocate import bind_and_allocate
+        from fngraph.step.book import Rules
 
-        captured = bind_and_allocate(self, bound, recorder, outputs, guards).under_ambient()
+        options = self.lowered.split.traced.options
+        budget = options.memory_budget if memory_budget is None else memory_budget
+        rules = Rules(budget, on_failure or options.on_failure)
+        captured = bind_and_allocate(self, bound, recorder, outputs, rules, guards).under_ambient()
         if not lazy:
             captured.capture_all(progress=progress)
         return captured

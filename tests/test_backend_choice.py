@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import toys
+from toys import FULL, LIMITS, NONE, PIECEWISE, SIZES
 
 import fngraph as fg
 from fngraph.errors import BackendError
 from fngraph.ops import ATTENTION, Backend, Hybrid, Plan
-from tests import toys
-from tests.toys import FULL, LIMITS, NONE, PIECEWISE, SIZES
 
 CALLS: Counter[Any] = Counter()
 
@@ -244,7 +244,7 @@ def test_a_leaf_that_forward_computes_rejects_the_backend_when_lowered(add):
 
 
 def test_a_leaf_that_comes_on_the_device_is_refused_and_not_waited_for():
-    from fngraph.ops.planner import Planner
+    from fngraph.ops.plan import Planner
 
     plan = Plan(("seq_lens",), lambda *a: None, lambda *a: None)
     planner = Planner("p", plan, None, (0,), ("batch.seq_lens",), {"T": 1, "R": 1})

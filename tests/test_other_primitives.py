@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from torch import Tensor
 from torch.nn.functional import silu, softplus
+from toys import LIMITS, SIZES, B, E, S
 
 import fngraph as fg
-from tests import toys
-from tests.toys import LIMITS, SIZES, B, E, S
 
 MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"]
 V, SLOTS = toys.V, 4

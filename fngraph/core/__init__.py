@@ -81,6 +81,11 @@ from fngraph.core.planner import planned_cost as planned_cost
 from fngraph.core.flight import Flight as Flight
 from fngraph.core.flight import Replayed as Replayed
 
+# memory.py: what keys cost
+from fngraph.core.memory import Bytes as Bytes
+from fngraph.core.memory import KeyMemory as KeyMemory
+from fngraph.core.memory import MemoryTable as MemoryTable
+
 # stats.py: counts of what ran
 from fngraph.core.stats import Stats as Stats
 
@@ -110,6 +115,7 @@ __all__ = [
     "BatchSpec",
     "Buffer",
     "BufferPlan",
+    "Bytes",
     "Candidate",
     "Decision",
     "Dim",
@@ -123,8 +129,10 @@ __all__ = [
     "HostBounds",
     "Item",
     "KeyBounds",
+    "KeyMemory",
     "Ladders",
     "Limits",
+    "MemoryTable",
     "Mode",
     "Packed",
     "Path",

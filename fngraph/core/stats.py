@@ -1,4 +1,5 @@
-"""Counts of what the steps ran as, per (tokens, padded tokens, mode), and why some ran eagerly."""
+"""Counts of what the steps ran as, per (tokens, padded tokens, mode), why some ran eagerly, and how
+long captures took."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 from fngraph.core import text
+from fngraph.core.descriptor import BatchDescriptor
 from fngraph.core.lookup import Dispatch
 from fngraph.core.modes import Mode
 
@@ -19,6 +21,22 @@ class Row(NamedTuple):
     steps: int
 
 
+class Took(NamedTuple):
+    """Captures of one key: how many, and whole microseconds in all, so that sums are exact."""
+
+    times: int
+    us: int
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds in all."""
+        return self.us / 1000
+
+
+CaptureKey = tuple[Mode, BatchDescriptor, bool]
+"""A key, and whether it was captured in a step, which had to wait for it."""
+
+
 class Stats:
     """What the steps ran as.
 
@@ -28,17 +46,20 @@ class Stats:
     Attributes:
         counts: (num_tokens, padded tokens, mode) -> steps.
         reasons: why steps ran eagerly -> how many did.
+        captures: (mode, key, whether in a step) -> how often and how long it was captured.
     """
 
-    __slots__ = ("counts", "reasons")
+    __slots__ = ("captures", "counts", "reasons")
 
     def __init__(
         self,
         counts: Mapping[tuple[int, int, Mode], int] | None = None,
         reasons: Mapping[str, int] | None = None,
+        captures: Mapping[CaptureKey, Took] | None = None,
     ) -> None:
         self.counts = dict(counts or {})
         self.reasons = dict(reasons or {})
+        self.captures = dict(captures or {})
 
     def observe(self, num_tokens: int, ran: Dispatch) -> None:
         """Counts one step of `num_tokens` true tokens that ran as `ran`."""
@@ -48,6 +69,13 @@ class Stats:
         counts[row] = counts.get(row, 0) + 1
         if mode is Mode.NONE:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def observe_capture(
+        self, mode: Mode, key: BatchDescriptor, us: int, in_step: bool = False
+    ) -> None:
+        """Counts one capture of a key, which took `us` microseconds."""
+        times, before = self.captures.get((mode, key, in_step), (0, 0))
+        self.captures[mode, key, in_step] = Took(times + 1, before + us)
 
     @property
     def steps(self) -> int:
@@ -93,28 +121,53 @@ class Stats:
         if self.reasons:
             why = sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
             parts.append(text.table(("eager because", "count"), why))
+        if self.captures:
+            slowest = sorted(self.captures.items(), key=lambda item: -item[1].us)
+            taken = [(mode, key, "in a step" if in_step else "ahead", took.times, f"{took.ms:.1f}")
+                     for (mode, key, in_step), took in slowest]  # fmt: skip
+            parts.append(text.table(("captured", "key", "when", "times", "ms"), taken))
         return "\n\n".join(parts)
 
     def copy(self) -> Self:
         """The counts as they stand, to subtract later."""
-        return type(self)(self.counts, self.reasons)
+        return type(self)(self.counts, self.reasons, self.captures)
 
     def __add__(self, other: Stats) -> Stats:
-        return Stats(_sum(self.counts, other.counts, 1), _sum(self.reasons, other.reasons, 1))
+        return self._with(other, 1)
 
     def __sub__(self, earlier: Stats) -> Stats:
-        return Stats(_sum(self.counts, earlier.counts, -1), _sum(self.reasons, earlier.reasons, -1))
+        return self._with(earlier, -1)
+
+    def _with(self, other: Stats, sign: int) -> Stats:
+        pairs = {
+            key: (self.captures.get(key, _NONE), other.captures.get(key, _NONE))
+            for key in {**self.captures, **other.captures}
+        }
+        took = {
+            key: Took(mine.times + sign * theirs.times, mine.us + sign * theirs.us)
+            for key, (mine, theirs) in pairs.items()
+        }
+        return Stats(
+            _sum(self.counts, other.counts, sign),
+            _sum(self.reasons, other.reasons, sign),
+            {key: both for key, both in took.items() if both.times},
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stats):
             return NotImplemented
-        return self.counts == other.counts and self.reasons == other.reasons
+        return (self.counts, self.reasons, self.captures) == (
+            other.counts, other.reasons, other.captures
+        )  # fmt: skip
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         shares = (f"{m} {self.share(m):.0%}" for m in (Mode.FULL, Mode.PIECEWISE, Mode.NONE))
         return f"Stats({text.count(self.steps, 'step')}: {', '.join(shares)})"
+
+
+_NONE = Took(0, 0)
 
 
 def _sum(one: Mapping, other: Mapping, sign: int) -> dict:

@@ -17,7 +17,8 @@ from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
 from fngraph.core.program import Program, groups, run
 from fngraph.core.text import count
 from fngraph.graphs.inside import Counts, dot, key_name
-from fngraph.graphs.ranges import RangedFn, RangedRecording
+from fngraph.graphs.memory import preserved
+from fngraph.graphs.ranges import RangedRecording, in_range
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging import Sizes
 
@@ -29,28 +30,36 @@ class EagerCall:
     """A cut between two replays: its arguments live at fixed addresses, its rows vary.
 
     Attributes:
+        fn: `bind(tensors)`, if it has that, makes its function of the step's host bounds.
         tensors: static arguments, as long as the key.
         rows: for each, its first dim in T and R, or None where it does not vary.
+        range: a name that it shows as in profiles.
     """
 
     name: str
-    fn: StepFn
+    fn: Any
     tensors: tuple[torch.Tensor, ...]
     rows: tuple[Dim | None, ...]
+    range: str | None = None
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(list(x.shape)) for x in self.tensors)
         return f"EagerCall({self.name}: {shapes})"
 
-    def bind(self, true: Sizes) -> list[torch.Tensor]:
-        """The arguments' true rows; the rest of the output is zero, as the piece before made it."""
-        return [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
+    def bind(self, true: Sizes) -> Callable[[HostBounds | None], Any]:
+        """The call over the true rows; the rest of the output is zero: the piece before made it."""
+        rows = [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
+        if hasattr(self.fn, "bind"):
+            call = self.fn.bind(rows)
+        else:
+            call = lambda host: self.fn(true, host, *rows)  # noqa: E731
+        return call if self.range is None else functools.partial(in_range, self.range, call)
 
 
-BoundCalls = Sequence[tuple[Callable[..., Any], list[torch.Tensor] | None]]  # None: takes nothing
+BoundCalls = Sequence[tuple[Callable[..., Any], bool]]  # and whether it takes the host bounds
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Replay:
     """One captured key. `graph` (or `graphs`) is there to look at.
 
@@ -58,6 +67,7 @@ class Replay:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
         first: the node that takes a batch in; it holds memory that the graph reads.
+        used: the step that used it last, counted from 1; 0: none. The one that changes.
     """
 
     mode: Mode
@@ -65,6 +75,7 @@ class Replay:
     calls: tuple[Recording | EagerCall, ...]
     outputs: tuple[torch.Tensor, ...]
     first: Callable[[], None]
+    used: int = 0
 
     @property
     def graphs(self) -> tuple[Any, ...]:
@@ -106,8 +117,7 @@ class Replay:
         calls: list[Recording | EagerCall] = []
         for i, call in enumerate(self.without_ranges().calls):
             if isinstance(call, EagerCall):
-                fn = RangedFn(call.fn, f"{name} [{i}] {call.name}")
-                calls.append(dataclasses.replace(call, fn=fn))
+                calls.append(dataclasses.replace(call, range=f"{name} [{i}] {call.name}"))
             else:
                 part = f"{name} [{i}]" if len(self.calls) > 1 else name
                 calls.append(RangedRecording(call, part))
@@ -117,22 +127,21 @@ class Replay:
         """The same without ranges."""
         calls: list[Recording | EagerCall] = []
         for call in self.calls:
-            if isinstance(call, EagerCall) and isinstance(call.fn, RangedFn):
-                call = dataclasses.replace(call, fn=call.fn.fn)
+            if isinstance(call, EagerCall):
+                call = dataclasses.replace(call, range=None)
             calls.append(call.recording if isinstance(call, RangedRecording) else call)
         return dataclasses.replace(self, calls=tuple(calls))
 
     def bind(self, true: Sizes) -> BoundCalls:
-        """What to call for a batch of sizes `true`: a replay with nothing, an eager call's function
-        with sizes, host bounds and these tensors."""
+        """What to call for a batch of sizes `true`: replays, and eager calls of the host bounds."""
         return [
-            (c.fn, c.bind(true)) if isinstance(c, EagerCall) else (c.replay, None)
+            (c.bind(true), True) if isinstance(c, EagerCall) else (c.replay, False)
             for c in self.calls
         ]
 
     def __call__(self, true: Sizes, host: HostBounds | None) -> None:
         """Replay on what has been staged."""
-        launch(self.bind(true), true, host)
+        launch(self.bind(true), host)
 
     def __repr__(self) -> str:
         eager = sum(isinstance(c, EagerCall) for c in self.calls)
@@ -142,13 +151,13 @@ class Replay:
         return f"Replay({self.mode} {self.descriptor}: {graphs}, {count(eager, 'eager call')})"
 
 
-def launch(calls: BoundCalls, true: Sizes, host: HostBounds | None) -> None:
+def launch(calls: BoundCalls, host: HostBounds | None) -> None:
     """Make the calls of a replay, in order."""
-    for fn, tensors in calls:
-        if tensors is None:
-            fn()
+    for fn, takes_host in calls:
+        if takes_host:
+            fn(host)
         else:
-            fn(true, host, *tensors)
+            fn()
 
 
 def capture(
@@ -242,9 +251,5 @@ def warm_up(
     Args:
         written: donated leaves that the program writes other than through null slots.
     """
-    saved = [w.clone() for w in written]
-    try:
+    with preserved(written):
         recorder.warm_up(lambda: run(program, fns, inputs, sizes, host))
-    finally:
-        for tensor, before in zip(written, saved):
-            tensor.copy_(before)

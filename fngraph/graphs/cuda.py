@@ -23,7 +23,7 @@ from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.cuda_nodes import read
 from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
-from fngraph.graphs.recorder import describe
+from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import Witness
 
@@ -78,6 +78,7 @@ class CudaRecorder:
     """Captures on `device` into one private pool."""
 
     name = "cuda"
+    lazy_kernels = True
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -92,7 +93,9 @@ class CudaRecorder:
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()
         self.turn = Turn(self.device)
-        self._anchor = self._capture_nothing()  # holds the pool while it has no other graph
+        self._anchor: torch.cuda.CUDAGraph | None = None  # holds the pool while no other graph does
+        self._open: torch.cuda.CUDAGraph | None = None
+        self._entered = False
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` on the capture stream, ordered after and before the caller's work."""
@@ -103,6 +106,30 @@ class CudaRecorder:
                     fn()
             finally:  # or what undoes a failed warm-up would run before it
                 torch.cuda.current_stream().wait_stream(self.stream)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """The capture stream, no garbage collection, and a device at rest before and after.
+
+        A graph is captured in 0.7 ms, and each of these would cost it 10 us and more. Collection
+        is off rather than frozen: `gc.unfreeze` would also free what the caller has frozen.
+        """
+        if self._entered:
+            yield
+            return
+        self._entered = True
+        try:
+            with torch.cuda.device(self.device), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                torch.cuda.synchronize()
+                with torch.cuda.stream(self.stream), torch.no_grad(), _gc_paused():
+                    try:
+                        yield
+                    finally:
+                        self._end_stray()
+                        self.stream.synchronize()  # copies made for a graph may be replayed at once
+        finally:
+            self._entered = False
 
     def record(
         self,
@@ -116,26 +143,27 @@ class CudaRecorder:
         graph = _graph(generators, keep_graph=True)  # to look inside; in host memory
         failure: BaseException | None = None
         result = None
-        with torch.cuda.device(self.device):
-            torch.cuda.synchronize()
-            with torch.cuda.stream(self.stream), torch.no_grad(), _gc_paused():
-                witness = Witness(self.device, sys._getframe().f_code) if watched else None
+        with self.recording():
+            if self._anchor is None:
+                self._anchor = self._capture_nothing()
+            witness = Witness(self.device, sys._getframe().f_code) if watched else None
+            self._open = graph
+            try:
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    with witness or contextlib.nullcontext():
-                        result = fn()
-                except BaseException as error:
-                    failure = error
-                try:
-                    with warnings.catch_warnings():
-                        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-                        graph.capture_end()
-                        graph.instantiate()
-                except RuntimeError as error:  # what fn did has invalidated the capture
-                    if witness and witness.aside and not failure:
-                        error.add_note(f"the last op on another stream is {witness.aside}")
-                    failure = failure or error
-                    self._abandon(graph, generators)
+                with witness or contextlib.nullcontext():
+                    result = fn()
+            except BaseException as error:
+                failure = error
+            try:
+                graph.capture_end()
+                if failure is None:
+                    graph.instantiate()
+            except RuntimeError as error:  # what fn did has invalidated the capture
+                if witness and witness.aside and not failure:
+                    error.add_note(f"the last op on another stream is {witness.aside}")
+                failure = failure or error
+                self._abandon(graph, generators)
+            self._open = None
         if failure is not None:
             traceback.clear_frames(failure.__traceback__)  # or it keeps the pool's memory alive
             if not isinstance(failure, Exception):
@@ -145,8 +173,40 @@ class CudaRecorder:
             raise CaptureError(f"the capture failed: {describe(failure)}") from failure
         return CudaRecording(graph), result
 
+    def _end_stray(self) -> None:
+        """End a capture that an interrupt has left open, between `record`'s own lines."""
+        graph, self._open = self._open, None
+        if graph is not None and torch.cuda.is_current_stream_capturing():
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._abandon(graph, ())
+
+    def usage(self) -> Usage:
+        """What torch has reserved, and the rest of what the device has given away."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        reserved = int(stats["reserved_bytes"]["all"]["current"]) if stats else 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return Usage(reserved, total - free - reserved)
+
+    def synchronize(self) -> None:
+        """Wait for the whole device: a graph may run on any stream."""
+        torch.cuda.synchronize(self.device)
+
+    def renew(self) -> None:
+        """See `Recorder.renew`. torch frees a pool's memory once no graph is in it, and gives it to
+        the device when its cache is emptied."""
+        self._anchor = None
+        with torch.cuda.device(self.device):
+            self.pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
+
     def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
         """Undo what a failed `capture_end` leaves behind up to torch 2.13, as far as one can.
+
+        A throwaway pool for each risky capture would keep the good one whole, but every mode's
+        largest key would be captured twice. This way a failure costs that later keys do not share
+        memory with earlier ones; largest first, what fails is mostly the first, and costs nothing.
 
         The device's allocator goes on allocating into the pool, which is ended here. So does the
         allocator of pinned memory, which cannot be told; hence a new pool for what comes, and

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,14 +58,7 @@ class RangedRecording:
             self.recording.replay()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RangedFn:
-    """A function of an eager call whose runs show as `name`."""
-
-    fn: Any
-    name: str
-
-    def __call__(self, *args: Any) -> Any:
-        """Call it in a range."""
-        with named_range(self.name):
-            return self.fn(*args)
+def in_range(name: str, fn: Callable[[Any], Any], host: Any) -> Any:
+    """`fn(host)` in a range."""
+    with named_range(name):
+        return fn(host)

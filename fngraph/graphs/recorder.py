@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -42,13 +43,30 @@ class Recording(Protocol):
         ...
 
 
+class Usage(NamedTuple):
+    """Bytes in use; two looks differ by what was done between them.
+
+    Attributes:
+        pool: by the allocator that pools belong to.
+        other: of the device by anything else, graphs first of all.
+    """
+
+    pool: int
+    other: int
+
+
 @runtime_checkable
 class Recorder(Protocol):
-    """Records functions on one device and one pool."""
+    """Records functions on one device and one pool.
+
+    Attributes:
+        lazy_kernels: whether a kernel's first run does what a recording may not hold.
+    """
 
     name: str
     device: torch.device
     loans: Loans  # of borrowed results, where functions are guarded
+    lazy_kernels: bool
     turn: Turn
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
@@ -70,6 +88,25 @@ class Recorder(Protocol):
 
         Raises:
             CaptureError: `fn` did what a graph cannot hold, or raised. Nothing is left behind.
+        """
+        ...
+
+    def recording(self) -> AbstractContextManager[None]:
+        """What one or many calls of `record` need about them; entered once it costs once."""
+        ...
+
+    def usage(self) -> Usage:
+        """Memory in use now."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device is done: what it runs must not be freed."""
+        ...
+
+    def renew(self) -> None:
+        """Record into a new pool from now on, and give unused memory back to the device.
+
+        The old pool lives on with the recordings that it has, and goes with the last of them.
         """
         ...
 

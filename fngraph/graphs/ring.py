@@ -20,6 +20,9 @@ from fngraph.core import BufferPlan
 from fngraph.errors import TreeError
 
 SLOTS = 4
+STATE = (
+    3  # the device's words: its count, programs that have finished, where the host reads the count
+)
 HEADER = 2  # words before those of the leaves: tokens of the batch, stride of padding offsets
 
 
@@ -31,7 +34,7 @@ class Ring:
         words: (slots, words) int64, pinned on CUDA: what `unpack` reads.
         rooms: for each slot, buffers shaped as the plan's, pinned on CUDA.
         zero: one offset of 0, which padding begins at when there is no batch.
-        state: the device's own count of steps, and what `unpack` keeps with it.
+        state: the device's own words, see STATE; then those of a slot, as `unpack` has read them.
         told: the device's count as the device last told the host.
     """
 
@@ -49,7 +52,7 @@ class Ring:
         self._struct = struct.Struct(f"<{self.words.shape[1]}q")
         self._device = self.state.get_device()
         self._addresses = [[room.data_ptr() for room in rooms] for rooms in self.rooms]
-        self._starts = {address for slot in self._addresses for address in slot}
+        self._starts = {address for slot in self._addresses for address in slot if address}
         self._may_negate = [x.is_floating_point() or x.is_complex() for x in self.rooms[0]]
         self._kept: list[torch.Tensor] = []  # copies that the step in flight reads
 
@@ -159,6 +162,6 @@ def make_ring(plan: BufferPlan, device: torch.device) -> Ring:
         tuple(made(b.shape, dtype=getattr(torch, b.buffer.dtype)) for b in plan.buffers)
         for _ in range(SLOTS)
     )
-    state = torch.tensor([0, 0, told.data_ptr()], dtype=torch.int64, device="cpu").to(device)
+    state = torch.tensor([0, 0, told.data_ptr(), *[0] * words], dtype=torch.int64, device="cpu")
     zero = made(1, dtype=torch.int64)
-    return Ring(made((SLOTS, words), dtype=torch.int64), rooms, zero, state, told)
+    return Ring(made((SLOTS, words), dtype=torch.int64), rooms, zero, state.to(device), told)

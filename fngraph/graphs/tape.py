@@ -8,11 +8,13 @@ memory reused) shows here too. docs/recorders.md lists what it cannot show.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -20,12 +22,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fngraph.core.memory import GRAPH_BYTES, NODE_BYTES
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs import tape_nodes
 from fngraph.graphs.arena import POISON, Arena, subtract
 from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
-from fngraph.graphs.recorder import describe
+from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.tape_nodes import Call
 from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import check_no_read, op_at
@@ -35,7 +38,7 @@ _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_e
           "aten::new_empty_strided"}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TapeRecording:
     """Calls in order, and the memory that is dead once they have run.
 
@@ -88,6 +91,7 @@ class TapeRecorder:
     """Records CPU work into one arena."""
 
     name = "tape"
+    lazy_kernels = False
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -96,9 +100,29 @@ class TapeRecorder:
         self.arena = Arena()
         self.loans = Loans()
         self.turn = Turn(device)
+        self._graph_bytes = 0
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Nothing on the CPU is set up lazily in a way that a recording would miss."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Nothing is needed."""
+        yield
+
+    def usage(self) -> Usage:
+        """The arena; and what CUDA would take for graphs of as many nodes as there are calls."""
+        return Usage(self.arena.nbytes, self._graph_bytes)
+
+    def synchronize(self) -> None:
+        """The CPU is done when a call returns."""
+
+    def renew(self) -> None:
+        """See `Recorder.renew`."""
+        self.arena = Arena()
+
+    def _forget(self, nbytes: int) -> None:
+        self._graph_bytes -= nbytes
 
     def record(
         self,
@@ -114,16 +138,20 @@ class TapeRecorder:
         try:
             with torch.no_grad(), mode:
                 result = fn()
-        except Exception as error:
+        except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # or it keeps the pool's memory alive
-            if isinstance(error, FnGraphError):
+            if isinstance(error, FnGraphError) or not isinstance(error, Exception):
                 raise
             raise CaptureError(f"the recording failed: {describe(error)}") from error
         fresh = self.arena.handed_out
         dead = subtract(fresh, list(self.arena.live.items()))
         for window in self.arena.windows(fresh):
             window.fill_(POISON)
-        return TapeRecording(tuple(mode.calls), tuple(self.arena.windows(dead))), result
+        recording = TapeRecording(tuple(mode.calls), tuple(self.arena.windows(dead)))
+        nbytes = GRAPH_BYTES + NODE_BYTES * len(recording.graph)
+        self._graph_bytes += nbytes
+        weakref.finalize(recording, self._forget, nbytes).atexit = False
+        return recording, result
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Recorder.unowned`."""

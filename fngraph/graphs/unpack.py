@@ -54,9 +54,9 @@ def bytes_of(planned: PlannedBuffer, sizes: Sizes) -> int:
 
 
 def _word(pad: object, dtype: torch.dtype) -> int:
-    """The pad's bytes as the low end of an int64."""
-    data = torch.tensor([pad], dtype=dtype, device="cpu").view(torch.uint8).tolist()
-    return int.from_bytes(bytes(data), "little", signed=len(data) == 8)
+    """The pad's bytes, again and again, as an int64."""
+    data = bytes(torch.tensor([pad], dtype=dtype, device="cpu").view(torch.uint8).tolist())
+    return int.from_bytes((data * 8)[:8], "little", signed=True)
 
 
 def _on_cpu(

@@ -16,6 +16,7 @@ from fngraph.graphs.ring import make_ring
 from fngraph.graphs.staging import allocate
 from fngraph.stages import Compiled
 from fngraph.step.binding import assembler, bind
+from fngraph.step.book import Book, Rules
 from fngraph.step.captured import Captured
 from fngraph.step.guards import guarded
 from fngraph.step.ready import CALLED, Hot, make_entry
@@ -36,6 +37,7 @@ def sibling(step: Captured, ambient: Ambient) -> Captured:
     Raises:
         AmbientError: it does matter, and `on_ambient="error"` was asked for.
     """
+    step.book.check_awake()
     lowered = step.compiled.lowered
     traced = lowered.split.traced
     again = traced if traced.serves(ambient) else traced.again()
@@ -51,7 +53,9 @@ def sibling(step: Captured, ambient: Ambient) -> Captured:
     treedefs, leaves = step.compiled.args.treedefs, step.binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in step.binding.spans.items()]
     outputs = "borrow" if step.borrow else "own"
-    made = bind_and_allocate(compiled, values, step.recorder, outputs, step.guards, step.tables)
+    made = bind_and_allocate(
+        compiled, values, step.recorder, outputs, step.book.rules, step.guards, step.tables
+    )
     return dataclasses.replace(made, stats=step.stats, siblings=step.siblings)
 
 
@@ -61,6 +65,7 @@ def bind_and_allocate(
     values: Sequence[Any],
     recorder: str | Recorder | None,
     outputs: str,
+    rules: Rules | None = None,
     guards: bool = False,
     tables: Tables | None = None,
 ) -> Captured:
@@ -97,6 +102,6 @@ def bind_and_allocate(
     step = Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
         Stats(), entry, make_ring(lowered.plan, made.device), {},
-        Hot(plain_state(made.device.type)), tables=tables,
+        Hot(plain_state(made.device.type)), Book(rules or Rules()), tables=tables,
     )  # fmt: skip
     return guarded(step) if guards else step

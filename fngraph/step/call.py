@@ -16,7 +16,7 @@ from fngraph.errors import TransformError, TreeError
 from fngraph.fx.ambient import is_plain
 from fngraph.graphs.staging import check_leaves, true_sizes
 from fngraph.graphs.watch import Watch
-from fngraph.step.keys import capture_key
+from fngraph.step.keys import find_replay
 from fngraph.step.plans import plan_step
 from fngraph.step.ready import CALLED, MOST_READY, Handed, Ready, Room, kinds_of, make_ready
 
@@ -66,7 +66,7 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
             ready = step.ready.get(spec[:7]) or _prepare(step, spec)
         leaves = _leaves(step, value, ready) if handed is None else None
         if ready.replay is None and ready.chosen.mode is not Mode.NONE:
-            _find_replay(step, ready)
+            find_replay(step, ready, spec)
         if ready.free or (settled and turn.is_here()):
             results = _results(step, ready, spec, value, leaves, handed)
         else:
@@ -132,15 +132,9 @@ def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
     return room
 
 
-def forget(step: Captured) -> None:
-    """After replays have gone or changed: the next calls look them up again."""
-    step.ready.clear()
-    if step.hot.handed is not None:
-        step.hot.handed = step.hot.handed._replace(ready=None)
-
-
 def _prepare(step: Captured, spec: BatchSpec) -> Ready:
     """All that the counts of a batch decide, kept for the next one that has the same."""
+    step.book.check_awake()  # no call is found ready while it sleeps
     step.limits.check(spec)
     chosen = dispatch(step.table, spec)
     true = true_sizes(spec, step.limits.dims)
@@ -163,14 +157,6 @@ def _spec_of(step: Captured, batch: Any) -> BatchSpec:
         f"{step.compiled.args.batch_name}.{field} is {spec!r}, not a BatchSpec. Say what the "
         f"batch holds: {field}=fg.BatchSpec(num_tokens=..., num_reqs=...)"
     )
-
-
-def _find_replay(step: Captured, ready: Ready) -> None:
-    """Captured now, if it is not yet."""
-    mode, key, _ = ready.chosen
-    replay = step.replays.get((mode, key)) or capture_key(step, mode, key)
-    ready.replay, ready.calls = replay, replay.bind(ready.true)
-    ready.free = mode is Mode.FULL and step.borrow
 
 
 def _results(
@@ -202,12 +188,13 @@ def _results(
             stats.observe(spec[0], ready.chosen)
             return results
         ring.put(ready.words, leaves, own)
+    ready.replay.used = ring.taken
     try:
-        for fn, tensors in ready.calls:
-            if tensors is None:
-                fn()
+        for fn, takes_host in ready.calls:
+            if takes_host:
+                fn(spec.host)
             else:
-                fn(ready.true, spec.host, *tensors)
+                fn()
     except BaseException:
         ring.resume()
         raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fngraph.core import (
     dispatch,
     explain,
 )
+from fngraph.core.memory import MemoryTable
 from fngraph.errors import SpecError
 from fngraph.fx.ambient import Ambient, check_modes, read
 from fngraph.graphs.capture import Replay
@@ -35,12 +37,15 @@ from fngraph.graphs.ring import Ring
 from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.binding import Assemble, Binding
+from fngraph.step.book import Book, Key
+from fngraph.step.budget import memory
 from fngraph.step.call import call, host_batch
 from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.inside import Times, show_ranges, times
-from fngraph.step.keys import capture_all
+from fngraph.step.keys import capture_all, capture_some, recapture, release
 from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.rebind import rebind
+from fngraph.step.sleep import family, sleep, wake
 from fngraph.step.slots import load_slot
 from fngraph.step.static_leaf import static_leaf
 from fngraph.step.tables import Tables, put_changed
@@ -58,6 +63,7 @@ class Captured:
         siblings: the step for each ambient state that calls have come under; itself for its own.
         stats: what ran, counted.
         tables: of the batch's leaves that are device state, `rows="changed"`.
+        book: what is kept of the keys beside their replays.
     """
 
     compiled: Compiled
@@ -74,6 +80,7 @@ class Captured:
     ring: Ring
     ready: dict[tuple[Any, ...], Ready]
     hot: Hot
+    book: Book
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
     tables: Tables | None = None
 
@@ -204,12 +211,83 @@ class Captured:
         load_slot(self, slot, held)
 
     def capture_all(self, progress: bool = False) -> None:
-        """Capture every key of the table that is not yet, largest first.
+        """Capture every key of the table that is not yet, largest first, as far as the memory
+        budget goes.
 
         Raises:
             CaptureError: what was captured before stays.
+            SleepError: while it sleeps.
         """
-        capture_all(self, progress)
+        with self.recorder.turn.taken():
+            capture_all(self.under_ambient(), progress)
+
+    def capture_some(self, budget_ms: float) -> int:
+        """Capture missing keys between two steps, largest first, until `budget_ms` milliseconds
+        are used, but at least one; returns how many keys are missing still.
+
+        Raises:
+            CaptureError, SleepError: as `capture_all`.
+        """
+        with self.recorder.turn.taken():
+            return capture_some(self.under_ambient(), budget_ms)
+
+    def release(self, *descriptors: BatchDescriptor) -> None:
+        """Free the graphs of these keys (none: of all), once the device has done with them.
+
+        A released key that is dispatched to is captured again, and counted in `stats.captures`.
+        The pool keeps its memory while another key has a graph in it; with all of them it goes.
+
+        Raises:
+            KeyError: no key of the table.
+        """
+        with self.recorder.turn.taken():
+            for step in family(self):
+                release(step, descriptors)
+
+    def recapture(self, *descriptors: BatchDescriptor) -> None:
+        """Release these keys (none: all that are captured or failed) and capture them again.
+
+        Raises:
+            KeyError: no key of the table. CaptureError, SleepError: as `capture_all`.
+        """
+        with self.recorder.turn.taken():
+            now = self.under_ambient()
+            for step in family(now):
+                if step is not now:
+                    release(step, descriptors)
+            recapture(now, descriptors)
+
+    def sleep(self, cache: bool = False) -> None:
+        """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
+
+        Args:
+            cache: give back the donated leaves too. What they hold is lost.
+
+        Raises:
+            CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
+        """
+        with self.recorder.turn.taken():
+            sleep(self, cache)
+
+    def wake(self) -> None:
+        """Take the memory again and capture the keys that were captured. A cache that was given
+        back holds zeros, in the same tensors.
+
+        Raises:
+            CaptureError: too little memory, and the step sleeps on; or a key that fails.
+        """
+        with self.recorder.turn.taken():
+            wake(self)
+
+    @property
+    def memory(self) -> MemoryTable:
+        """Memory of each key: estimated, measured, last used."""
+        return memory(self)
+
+    @property
+    def failed(self) -> Mapping[Key, str]:
+        """Keys that are served eagerly since their capture failed, and why."""
+        return MappingProxyType(self.book.failed)
 
     @contextlib.contextmanager
     def fixed_ambient(self) -> Iterator[None]:

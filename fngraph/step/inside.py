@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import time
@@ -15,10 +14,11 @@ from fngraph.core import BatchDescriptor, HostBounds
 from fngraph.core.text import table
 from fngraph.graphs.capture import EagerCall, Replay, launch
 from fngraph.graphs.inside import key_name
-from fngraph.graphs.staging import Sizes
-from fngraph.step.call import forget
-from fngraph.step.keys import _sizes, _written
+from fngraph.graphs.memory import preserved
+from fngraph.graphs.staging import Sizes, kept
 from fngraph.step.plans import plan_padding
+from fngraph.step.ready import forget
+from fngraph.step.warm import sizes_of, written
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -53,30 +53,22 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: at least 1")
     replay = step[descriptor]
-    sizes = _sizes(step, descriptor)
+    sizes = sizes_of(step, descriptor)
     host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
     device = step.recorder.device
     timed = _on_cuda if device.type == "cuda" else _on_cpu
-    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     rounds, lag = [], 0.0
-    with step.recorder.turn.lock, step.fixed_ambient(), current:
-        step.recorder.turn.order(step.recorder.turn.current())
-        written = _written(step)
-        saved = [w.clone() for w in written]
-        try:
-            for _ in range(repeats + 1):
-                step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
-                if step.compiled.planners:
-                    none = [torch.zeros_like(x) for x in step.static.views(sizes)]
-                    plan_padding(step, replay.mode, descriptor, sizes, none)
-                us, lag = timed(replay, sizes, host, lag)
-                rounds.append(us)
-        except BaseException:
-            step.ring.resume()
-            raise
-        finally:
-            for tensor, before in zip(written, saved):
-                tensor.copy_(before)
+    with step.recorder.turn.taken(), step.fixed_ambient():
+        with preserved(written(step)), kept(step.static.views(sizes)):
+            try:
+                for _ in range(repeats + 1):
+                    step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
+                    plan_padding(step, replay.mode, descriptor, sizes)
+                    us, lag = timed(replay, sizes, host, lag)
+                    rounds.append(us)
+            except BaseException:
+                step.ring.resume()
+                raise
     del rounds[0]  # it warms up, and tells how far the device is ahead of the host
     names = [
         call.name if isinstance(call, EagerCall) else f"graph {i}"
@@ -89,7 +81,7 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
 
 def show_ranges(step: Captured, on: bool) -> None:
     """See `Captured.show_ranges`."""
-    with step.recorder.turn.lock:
+    with step.recorder.turn.taken():
         for key, replay in step.replays.items():
             step.replays[key] = replay.with_ranges() if on else replay.without_ranges()
         forget(step)
@@ -98,7 +90,7 @@ def show_ranges(step: Captured, on: bool) -> None:
 def _on_cpu(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tuple[Us, float]:
     marks = [time.perf_counter()]
     for bound in replay.bind(sizes):
-        launch([bound], sizes, host)
+        launch([bound], host)
         marks.append(time.perf_counter())
     return [(b - a) * 1e6 for a, b in pairwise(marks)], 0.0
 
@@ -113,7 +105,7 @@ def _on_cuda(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tupl
     began = time.perf_counter()
     marks[0].record()
     for bound, mark in zip(calls, marks[1:]):
-        launch([bound], sizes, host)
+        launch([bound], host)
         mark.record()
     lag = time.perf_counter() - began
     torch.cuda.synchronize()

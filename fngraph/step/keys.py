@@ -1,87 +1,125 @@
-"""The keys of a step: captured ahead of time or when first dispatched to."""
+"""The keys of a step: captured ahead of time or when first dispatched to, released, captured again.
+
+Every change of what is captured goes through here, so that what calls have looked up is forgotten.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode, key_sizes
+from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode
 from fngraph.errors import CaptureError
-from fngraph.fx.generators import preserved
-from fngraph.graphs.capture import Replay, capture, warm_up
-from fngraph.graphs.inside import key_name
-from fngraph.graphs.ranges import named_range
-from fngraph.graphs.recorder import current, describe
-from fngraph.graphs.staging import kept
-from fngraph.graphs.unpack import unpacker
-from fngraph.step.plans import plan_padding
+from fngraph.graphs.memory import preserved
+from fngraph.step import budget
+from fngraph.step.book import Key
+from fngraph.step.obtain import as_captured, failure, obtain, refuse
+from fngraph.step.ready import Ready
+from fngraph.step.warm import cold, run_padding, written
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
+def missing(step: Captured) -> list[Key]:
+    """Keys that are neither captured nor known to fail, largest first."""
+    return [key for key in step.table if key not in step.replays and key not in step.book.failed]
+
+
 def capture_all(step: Captured, progress: bool = False) -> None:
-    """Capture every key of the table that is not yet, largest first.
+    """Capture every key of the table that is not yet, largest first, as far as the budget goes.
 
     Raises:
         CaptureError: what was captured before stays.
     """
-    keys: Iterable[Any] = [key for key in step.table if key not in step.replays]
+    capture_ahead(step, missing(step), progress)
+
+
+def capture_some(step: Captured, budget_ms: float) -> int:
+    """Capture missing keys, largest first, until the time is used; at least one that fits.
+
+    Returns:
+        How many keys are missing still.
+    """
+    step.book.check_awake()
+    until = time.perf_counter() + budget_ms / 1000
+    for key in missing(step):
+        obtain(step, key)
+        if key in step.replays and time.perf_counter() >= until:
+            break
+    return len(missing(step))
+
+
+def capture_ahead(step: Captured, keys: Sequence[Key], progress: bool = False) -> None:
+    """Capture these keys in order: one warm-up for each kind, then one session of the recorder."""
+    step.book.check_awake()
+    warm_ahead(step, [key for key in keys if budget.fits(step, key)])
+    shown: Iterable[Key] = keys
     if progress:
         from fngraph.report.progress import track
 
-        keys = track(list(keys), f"capturing on {step.recorder.name}")
-    for mode, descriptor in keys:
-        capture_key(step, mode, descriptor)
+        shown = track(list(keys), f"capturing on {step.recorder.name}")
+    with step.recorder.recording():
+        for key in shown:
+            obtain(step, key)
 
 
-def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Replay:
-    """Capture one key on an all-padding batch, whose writes go to null slots.
-
-    Raises:
-        CaptureError: naming the key; pool and donated state are as they were.
-    """
-    sizes = _sizes(step, descriptor)
-    host = KeyBounds(descriptor) if mode is Mode.FULL else HostBounds(descriptor.num_tokens)
-    program, fns = step.compiled.lowered.split.program, step.compiled.fns
-    views = step.static.views(sizes)
-    inputs = step.binding.inputs(views, step.constants)
-    generators = step.compiled.lowered.split.traced.options.generators
-    watched = all(m is not mode for m, _ in step.replays)  # the first key of its mode
-    named = named_range(f"capture {key_name(mode, descriptor)}")
-    with (
-        current(step.recorder.device), step.fixed_ambient(), named, preserved(generators),
-        kept(views),  # the next batch may be there already
-    ):  # fmt: skip
+def warm_ahead(step: Captured, keys: list[Key]) -> None:
+    """Warm one key of each kind that is cold, saving donated leaves once for all of them."""
+    firsts = cold(step, keys)
+    if not firsts:
+        return
+    with as_captured(step):
         try:
-            first = step.guard(unpacker(step.static, step.ring, sizes), sizes)
-            step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
-            try:
-                first()
-            except BaseException:  # or the next step would read another slot than its own
-                step.ring.resume()
+            with preserved(written(step)):
+                for key in firsts:
+                    try:
+                        run_padding(step, key)
+                    except Exception as error:
+                        refuse(step, key, failure(key, error))
+        except CaptureError:  # no memory for the copies, as each key will find for itself
+            if step.book.rules.on_failure == "raise":
                 raise
-            plan_padding(step, mode, descriptor, sizes, views)
-            warm_up(step.recorder, program, fns, inputs, _written(step), sizes, host)
-            replay = capture(
-                step.recorder, program, fns, step.compiled.rows, inputs, mode, descriptor,
-                sizes, host, tuple(step.cut(step.outputs, sizes)), first, generators, watched,
-            )  # fmt: skip
-        except Exception as error:  # whatever a backend or an op raises
-            raise CaptureError(f"{mode} {descriptor}: {describe(error)}") from error
-    step.replays[mode, descriptor] = replay
-    return replay
 
 
-def _written(step: Captured) -> list[torch.Tensor]:
-    """Donated leaves that are written other than by primitives, whose slots are null."""
-    rows = {row.path: row for row in step.compiled.lowered.split.traced.donation.rows}
-    named = zip(step.binding.paths, step.binding.leaves)
-    return [x for path, x in named if path in rows and not rows[path].null_slots]
+def find_replay(step: Captured, ready: Ready, spec: BatchSpec) -> None:
+    """The replay of what a batch was dispatched to, captured now if it is not yet.
+
+    Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
+    """
+    step.book.check_awake()
+    mode, descriptor, _ = ready.chosen
+    key = (mode, descriptor)
+    replay = step.replays.get(key) or obtain(step, key, in_step=True)
+    if replay is None:
+        reason = f"capture failed: {step.book.failed[key]}"
+        ready.chosen = Dispatch(Mode.NONE, spec.descriptor(), reason)
+        return
+    ready.replay, ready.calls = replay, replay.bind(ready.true)
+    ready.free = mode is Mode.FULL and step.borrow
 
 
-def _sizes(step: Captured, key: BatchDescriptor) -> dict[str, int]:
-    limits = step.limits
-    return key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
+def release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]:
+    """Free the graphs of these keys, or of all; those that were captured, or had failed."""
+    known = {descriptor for _, descriptor in step.table}
+    for descriptor in descriptors:
+        if descriptor not in known:
+            raise KeyError(f"{descriptor} is no key of {step.table!r}")
+    wanted = [key for key in step.table if not descriptors or key[1] in descriptors]
+    found = [key for key in wanted if key in step.replays or key in step.book.failed]
+    for key in found:
+        step.book.failed.pop(key, None)
+    if descriptors:
+        budget.free(step, found)
+    else:
+        budget.begin_again(step)
+    return found
+
+
+def recapture(step: Captured, descriptors: Sequence[BatchDescriptor]) -> None:
+    """Release and capture again, at the addresses of now; a key that failed is tried again."""
+    step.book.check_awake()
+    keys = release(step, descriptors)
+    named = [key for key in step.table if key[1] in descriptors]
+    capture_ahead(step, named if descriptors else keys)

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fngraph.core import BatchDescriptor, Dispatch, Mode
+from fngraph.core import BatchDescriptor, Dispatch, Mode, PlannedBuffer, key_sizes
 from fngraph.graphs.staging import Sizes
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-def plan_padding(
-    step: Captured, mode: Mode, key: BatchDescriptor, sizes: Sizes, views: Sequence[torch.Tensor]
-) -> None:
-    """Plan a batch of nothing but padding, which is staged in `views`."""
+def plan_padding(step: Captured, mode: Mode, key: BatchDescriptor, sizes: Sizes) -> None:
+    """Plan a batch of nothing but padding."""
     if step.compiled.planners:
-        leaves = [view.cpu() for view in views]
+        stride = key.query_len or 0
+        leaves = [_padding(planned, sizes, stride) for planned in step.static.plan.buffers]
         for planner in step.compiled.planners:
             planner.fill(key if mode is Mode.FULL else None, sizes, leaves)
 
@@ -28,9 +27,17 @@ def plan_step(
     step: Captured, chosen: Dispatch, true: Sizes, leaves: Sequence[torch.Tensor]
 ) -> None:
     """Plan a batch: at its key's sizes where the key is one graph, else at its own."""
-    from fngraph.step.keys import _sizes
-
-    full = chosen.mode is Mode.FULL
-    sizes = _sizes(step, chosen.descriptor) if full else true
+    key, sizes, limits = None, true, step.limits
+    if chosen.mode is Mode.FULL:
+        key = chosen.descriptor
+        sizes = key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
     for planner in step.compiled.planners:
-        planner.fill(chosen.descriptor if full else None, sizes, leaves)
+        planner.fill(key, sizes, leaves)
+
+
+def _padding(planned: PlannedBuffer, sizes: Sizes, stride: int) -> torch.Tensor:
+    shape, pad = planned.buffer.shape(sizes), planned.buffer.pad
+    dtype = getattr(torch, planned.buffer.dtype)
+    if pad == "stride":
+        return torch.arange(shape[0], dtype=dtype) * stride
+    return torch.full(shape, pad, dtype=dtype)  # type: ignore[arg-type]

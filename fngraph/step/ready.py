@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,9 @@ from fngraph.graphs.ring import SLOTS
 from fngraph.graphs.unpack import words_of
 from fngraph.graphs.watch import Watch
 from fngraph.step.binding import Binding, flatten_as
+
+if TYPE_CHECKING:
+    from fngraph.step.captured import Captured
 
 CALLED = (Role.DONATED, Role.STAGED)  # what a step takes
 MOST_READY = 4096  # counts that are kept
@@ -181,3 +184,10 @@ class Hot:
     step: Any = None
     settled: bool = False
     handed: Handed | None = None
+
+
+def forget(step: Captured) -> None:
+    """After replays have gone or changed: the next calls look them up again."""
+    step.ready.clear()
+    if step.hot.handed is not None:
+        step.hot.handed = step.hot.handed._replace(ready=None)

@@ -22,17 +22,17 @@ from fngraph.graphs.addresses import check_places, places
 from fngraph.graphs.watch import Watch
 from fngraph.stages import Compiled, trace_function
 from fngraph.step.binding import Binding
-from fngraph.step.call import forget
+from fngraph.step.budget import free
 from fngraph.step.given import Given, given, is_same, loaded, storages, write
-from fngraph.step.keys import capture_key
-from fngraph.step.ready import make_entry
+from fngraph.step.keys import capture_ahead
+from fngraph.step.ready import forget, make_entry
 from fngraph.step.tied import check_tied
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-KEPT = {"replays", "ready", "stats", "siblings"}  # of a step, whatever it is bound to
+KEPT = {"replays", "ready", "stats", "siblings", "book"}  # of a step, whatever it is bound to
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,22 +165,22 @@ def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:
     """Memory and graphs anew, in the same pool, of the keys that were captured."""
     from fngraph.step.allocate import bind_and_allocate
 
-    if step.recorder.device.type == "cuda":
-        torch.cuda.synchronize(step.recorder.device)  # a step in flight still reads its slot
     keys = list(step.replays)
-    step.replays.clear()
-    forget(step)
+    step.recorder.synchronize()  # a step in flight still reads its slot
+    free(step, keys)
+    step.book.failed.clear()
+    step.book.warm.clear()
     treedefs, leaves = compiled.args.treedefs, binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in binding.spans.items()]
     outputs = "borrow" if step.borrow else "own"
-    made = bind_and_allocate(compiled, values, step.recorder, outputs, step.guards, step.tables)
+    made = bind_and_allocate(
+        compiled, values, step.recorder, outputs, step.book.rules, step.guards, step.tables
+    )
     new = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in KEPT}
     donated = make_entry(compiled.args, binding).donated
     entry = dataclasses.replace(made.entry, donated=donated)
     _set(step, **{**new, "binding": binding, "entry": entry})
-    for key in keys:
-        if key in compiled.lowered.table:
-            capture_key(step, *key)
+    capture_ahead(step, [key for key in keys if key in compiled.lowered.table])
 
 
 def _set(step: Captured, **fields: Any) -> None:

@@ -164,7 +164,7 @@ REFUSED: list[tuple[type[PurityError], str, dict[str, Value]]] = [
     (BranchError, "Write one computation for every size (masks, torch.where)", BRANCHES),
     (BranchError, "fixes the number of tokens at T = ", NUMBERS),
     (HostFieldError, "e.g. batch.seq_lens", FIELDS),
-    (RandomError, "Pass the numbers in as an argument", DRAWS),
+    (RandomError, "pass the numbers in as an argument", DRAWS),
     (MutationError, "writes into p['w']", WRITES),
     (OperatorError, "torch.where(condition, a, b)", COND),
 ]

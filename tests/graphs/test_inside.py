@@ -487,14 +487,14 @@ def test_ranges_name_each_part_of_a_piecewise_key(device: Any):
 
 
 def test_nvtx_ranges_are_balanced_also_when_a_replay_fails(monkeypatch: pytest.MonkeyPatch):
-    from fngraph.graphs.ranges import RangedFn, named_range
+    from fngraph.graphs.ranges import in_range, named_range
 
     said: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("pop"))
     with named_range("outer"), pytest.raises(ZeroDivisionError):
-        RangedFn(lambda: 1 / 0, "inner")()
+        in_range("inner", lambda host: 1 / 0, None)
     assert said == ["outer", "inner", "pop", "pop"]
 
 

@@ -17,7 +17,7 @@ from fngraph.core.buffers import parse_dims
 from fngraph.graphs.ring import SLOTS, make_ring
 from fngraph.graphs.staging import allocate
 from fngraph.graphs.unpack import unpacker
-from fngraph.step import keys
+from fngraph.step import warm
 
 
 def kit(device: Any) -> Any:
@@ -127,7 +127,7 @@ def test_a_capture_whose_first_node_fails_leaves_the_ring_in_step(monkeypatch):
         return node
 
     with monkeypatch.context() as patch:
-        patch.setattr(keys, "unpacker", broken)
+        patch.setattr(warm, "unpacker", broken)
         with pytest.raises(KeyboardInterrupt):
             fast(params, cache, batches[1])
     for batch in (batches[1], batches[0]):

@@ -20,14 +20,15 @@ class On:
     """A recorder in name, of one device."""
 
     name = "cuda"
-    turn = None
+    turn = loans = None
+    lazy_kernels = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def warm_up(self) -> None: ...
 
-    record = unowned = warm_up
+    record = unowned = recording = usage = synchronize = renew = warm_up
 
 
 def test_a_recorder_of_another_index_is_refused():

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_attention import BATCHES, Case, bits, case
 from torch import Tensor
 
 import fngraph as fg
 from fngraph.ops import ATTENTION, AttentionMeta
-from tests.ops.test_attention import BATCHES, Case, bits, case
 
 NAN = float("nan")
 NAMES = ["sdpa", "varlen", "flex", "flash_attn", "flash_attn_3"]

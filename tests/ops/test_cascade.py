@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import toys
+from test_attention import Case, bits, case, naive
 
 import fngraph as fg
 from fngraph.ops.cascade_attention import merge
-from tests import toys
-from tests.ops.test_attention import Case, bits, case, naive
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

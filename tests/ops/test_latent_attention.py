@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_attention import BATCHES, Case, bits, case
 from torch import Tensor
 
 import fngraph as fg
-from tests.ops.test_attention import BATCHES, Case, bits, case
 
 NAN = float("nan")
 H, L, D, P = 4, 6, 2, 5  # heads, latent, rotated, head dim of keys and values before absorption

@@ -1,0 +1,130 @@
+"""Ways of bringing a batch to the device, in device time a step: python -m benchmarks staging
+
+    slot        the graph's first node reads the batch out of a pinned slot, over the bus
+    copied      a captured copy of the pinned slot to the device, then the node reads it there
+    ahead       the same copy outside of the graph, on a side stream while the step before runs;
+                in the graph the node alone, and the host pays for a copy and two events
+    on device   the batch is on the device already
+
+The Llama batch, decode, 512 blocks a request. Host time is that of launching, hot; the copy of
+`ahead` included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import fngraph as fg
+from benchmarks.record import write
+from models import llama
+
+BLOCKS, REPEATS = 512, 50
+
+
+def captured(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """`fn` in a graph, warm."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph
+
+
+def timed(launch: Callable[[], Any]) -> tuple[float, float]:
+    """Device and host us of one launch: medians over runs of REPEATS in a row."""
+    device, host = [], []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000)  # the host gets ahead
+        begin.record()
+        began = time.perf_counter_ns()
+        for _ in range(REPEATS):
+            launch()
+        host.append((time.perf_counter_ns() - began) / REPEATS / 1e3)
+        end.record()
+        torch.cuda.synchronize()
+        device.append(begin.elapsed_time(end) / REPEATS * 1e3)
+    return median(device), median(host)
+
+
+def forward(x: torch.Tensor, batch: llama.Batch) -> torch.Tensor:
+    """Next to nothing, over the staged leaves."""
+    return x[batch.logits_indices]
+
+
+def measure(num_reqs: int) -> list[dict[str, Any]]:
+    """A row for each way, for a decode batch of so many requests."""
+    x, spec = torch.zeros(512, device="cuda"), fg.BatchSpec(num_reqs, num_reqs, query_len=1)
+    fast = fg.graphify(forward, modes="FULL", stage="batch", sizes=(num_reqs,))
+    limits = fg.Limits(max_tokens=num_reqs, max_reqs=num_reqs, B=BLOCKS)
+    step = fast.bind(x).capture(limits, progress=False)
+    step(step.host_batch(spec))
+    words, ring, node = (
+        step.ready[spec[:7]].words,
+        step.ring,
+        next(iter(step.replays.values())).first,
+    )
+    there = [torch.zeros_like(x) for x in step.static.tensors]
+    nbytes = sum(x.nbytes for x in there)
+    pinned = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+    arena, side = torch.zeros(nbytes, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+    done, read = torch.cuda.Event(), torch.cuda.Event()
+
+    def fill(leaves: list[torch.Tensor]) -> None:
+        for _ in range(len(ring.words)):  # every slot, so that any replay finds it
+            ring.put(words, leaves)
+            node()
+        torch.cuda.synchronize()
+
+    def both() -> None:
+        arena.copy_(pinned, non_blocking=True)
+        node()
+
+    def ahead() -> None:
+        with torch.cuda.stream(side):
+            side.wait_event(read)
+            arena.copy_(pinned, non_blocking=True)
+            done.record()
+        done.wait()
+        alone.replay()
+        read.record()
+
+    fill([x.cpu() for x in there])
+    alone, copied = captured(node), captured(both)
+    rows = {"slot": timed(alone.replay)}
+    fill(there)
+    rows |= {
+        "copied": timed(copied.replay),
+        "ahead": timed(ahead),
+        "on device": timed(alone.replay),
+    }
+    return [
+        {"requests": num_reqs, "bytes": nbytes, "way": way, "device us": d, "host us": h}
+        for way, (d, h) in rows.items()
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """Print the rows; `--json` keeps them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks staging", description=__doc__)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("staging needs a CUDA device")
+        return 1
+    rows = [row for num_reqs in (1, 64, 256) for row in measure(num_reqs)]
+    cells = [[*(r[k] for k in ("requests", "bytes", "way")), f"{r['device us']:.1f}",
+              f"{r['host us']:.1f}"] for r in rows]  # fmt: skip
+    print(fg.core.text.table(["requests", "bytes", "way", "device us", "host us"], cells))
+    if args.json:
+        write(args.json, rows)
+    return 0

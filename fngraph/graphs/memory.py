@@ -1,0 +1,86 @@
+"""Memory that is put aside and put back: donated leaves over a warm-up, storages over a sleep."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from fngraph.errors import CaptureError
+
+LOG = logging.getLogger("fngraph")
+Emptied = list[tuple[torch.Tensor, int]]
+
+
+@contextlib.contextmanager
+def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What these tensors hold comes back bit for bit, however the body ends.
+
+    Raises:
+        CaptureError: no memory for the copies. Nothing has been written then.
+    """
+    if not written:
+        yield
+        return
+    written = [_as_stored(x) for x in written]
+    nbytes = sum(x.numel() * x.itemsize for x in written)
+    LOG.info("saving %d donated leaves, %d bytes, over the warm-up", len(written), nbytes)
+    try:
+        saved = [x.clone() for x in written]
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise CaptureError(
+            f"no memory for copies of {len(written)} donated leaves, {nbytes} bytes, which a "
+            "warm-up writes other than through null slots. Leave more memory free, or write the "
+            "leaf by a primitive whose padding writes nowhere"
+        ) from error
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(written, saved)  # one call: an interrupt falls not between
+
+
+def _as_stored(x: torch.Tensor) -> torch.Tensor:
+    """The same memory without a conjugate or negative bit, which `_foreach_copy_` refuses."""
+    x = x.conj() if x.is_conj() else x
+    return torch._neg_view(x) if x.is_neg() else x
+
+
+def empty(tensors: Sequence[torch.Tensor]) -> Emptied:
+    """Give the tensors' memory back; the tensors stay, for `fill_again`.
+
+    Raises:
+        CaptureError: memory that torch does not own. Nothing is given back then.
+    """
+    storages = {x.untyped_storage()._cdata: x for x in tensors}
+    fixed = [x for x in storages.values() if not x.untyped_storage().resizable()]
+    if fixed:
+        raise CaptureError(
+            f"the memory of a tensor {list(fixed[0].shape)} {fixed[0].dtype} is not torch's own "
+            "(mapped from a file, or NumPy's), so it cannot be given back. Clone it first"
+        )
+    emptied = [(x, x.untyped_storage().nbytes()) for x in storages.values()]
+    for tensor, _ in emptied:
+        tensor.untyped_storage().resize_(0)
+    return emptied
+
+
+def fill_again(emptied: Emptied) -> None:
+    """Zeros for each emptied tensor, at addresses that may be others.
+
+    Raises:
+        CaptureError: too little memory. It may be called again.
+    """
+    for tensor, nbytes in emptied:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == nbytes:
+            continue
+        try:
+            storage.resize_(nbytes)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise CaptureError(f"no memory to wake up: {nbytes} bytes are asked for") from error
+        with torch.inference_mode(False):
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        whole.set_(storage, 0, (nbytes,), (1,)).zero_()

@@ -1,0 +1,76 @@
+"""Sleep and wake: a step's device memory given back between bursts of work, and taken again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fngraph.fx.leaves import Role
+from fngraph.graphs.addresses import places
+from fngraph.graphs.memory import empty, fill_again
+from fngraph.step.binding import Binding
+from fngraph.step.book import Asleep
+from fngraph.step.budget import begin_again
+from fngraph.step.keys import capture_ahead
+
+if TYPE_CHECKING:
+    from fngraph.step.captured import Captured
+
+
+def family(step: Captured) -> list[Captured]:
+    """The step, and those for other ambient states."""
+    return list({id(one): one for one in (step, *step.siblings.values())}.values())
+
+
+def sleep(step: Captured, cache: bool = False) -> None:
+    """Give back graphs, pool, static buffers and outputs; with `cache` the donated leaves too.
+
+    Raises:
+        CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
+    """
+    donated = _donated(step.binding) if cache else []
+    step.recorder.synchronize()
+    emptied = empty(donated)  # first, since it may refuse
+    for one in family(step):
+        before = one.book.asleep or Asleep(tuple(one.replays), [])
+        begin_again(one)
+        own = [] if one.book.asleep else empty([*one.static.tensors, *one.outputs])
+        shared = [(x, nbytes) for x, nbytes in emptied if nbytes]
+        one.book.asleep = Asleep(before.keys, [*before.emptied, *own, *shared])
+        _bind_again(one.binding)
+    step.recorder.renew()  # once more: now it is all unused
+
+
+def wake(step: Captured) -> None:
+    """Take the memory again and capture exactly the keys that were captured (of a step for another
+    ambient state, when they are needed).
+
+    A cache that was given back holds zeros, at other addresses, which are the bound ones from now
+    on.
+
+    Raises:
+        CaptureError: too little memory: the step sleeps on. Or a key that fails, by `on_failure`.
+    """
+    slept = [(one, one.book.asleep) for one in family(step) if one.book.asleep]
+    for _, asleep in slept:
+        fill_again(asleep.emptied)
+    for one, _ in slept:
+        one.book.asleep = None
+        _bind_again(one.binding)
+    now = step.under_ambient()
+    for one, asleep in slept:
+        if one is now:  # a graph is captured under its own ambient state, so others wait for theirs
+            capture_ahead(one, asleep.keys)
+
+
+def _donated(binding: Binding) -> list[torch.Tensor]:
+    leaves = binding.args.leaves
+    return [x for i, x in zip(binding.indices, binding.leaves) if leaves[i].role is Role.DONATED]
+
+
+def _bind_again(binding: Binding) -> None:
+    """The addresses of now are the right ones."""
+    for old, new in zip(binding.recorded, places(binding.leaves)):
+        old[:] = new  # type: ignore[index]
+    binding.watch.reset()

@@ -106,7 +106,7 @@ def run(
         safe_NQS = torch.cat([seen_NQS[..., :1] | none_NQ[..., None], seen_NQS[..., 1:]], -1)
         out_NKQD = attend(q_NKQD, k_NKSD, v_NKSD, repeat(safe_NQS, "n q s -> n (g q) s", g=G))
         out_NQHD = rearrange(out_NKQD, "n k (g q) d -> n q (k g) d", g=G)
-        parts.append(out_NQHD.masked_fill(none_NQ[..., None, None], 0.0).flatten(0, 1))
+        parts.append(out_NQHD.flatten(0, 1))  # a query that sees nothing has seen a zero
     out_THD.copy_(torch.cat(parts)[rows.row_T].masked_fill(~rows.owned_T[:, None, None], 0.0))
 
 

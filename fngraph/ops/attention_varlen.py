@@ -1,8 +1,9 @@
 """The `varlen` backend of attention: torch's own FlashAttention 2, `torch.nn.attention.varlen`.
 
-Where torch reads pages (2.12 and newer) and they are as FlashAttention 2 wants them, it reads the
-cache in place; else the keys are gathered first, one request behind the other. What is in the
-window's way but outside of it must be finite: FlashAttention masks it by a product with zero.
+The keys are gathered first, one request behind the other: torch reads pages through `block_table=`
+(2.12 and newer) with FlashAttention 3 or 4 alone. Where one of them is active,
+`torch.nn.attention.activate_flash_attention_impl("FA3")`, the cache is read in place. What lies
+before the window must be finite: FlashAttention masks it by a product with zero.
 
 UNIFORM_BATCH: a graph bakes in the key's longest query, from which FlashAttention chooses its grid.
 The longest key is the block table's whole row.
@@ -22,8 +23,6 @@ from fngraph.ops.attention_config import present
 from fngraph.ops.primitive import Backend
 from fngraph.ops.reference import write
 
-PAGE = 256  # rows that a page of FlashAttention 2 is a multiple of
-
 
 def run(
     q_THD: Tensor,
@@ -42,7 +41,7 @@ def run(
     T, S = q_THD.shape[0], meta.block_tables.shape[1] * config.block_size
     max_q = min(T, (host and host.max_query_len) or T)
     options = _options(config)
-    if "block_table" in _parameters() and config.block_size % PAGE == 0:
+    if paged():
         keys = kv
         options |= {"block_table": meta.block_tables.int(), "seqused_k": meta.seq_lens.int()}
         starts_k = None
@@ -69,6 +68,14 @@ def compact(meta: Any, block_size: int) -> tuple[Tensor, Tensor]:
     block_N = meta.block_tables.long()[owner_N, at_N // block_size]
     starts = torch.nn.functional.pad(ends_R, (1, 0)).int()
     return starts, block_N * block_size + at_N % block_size
+
+
+def paged() -> bool:
+    """Whether torch can read the cache in place."""
+    from torch.nn import attention
+
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    return current in ("FA3", "FA4") and "block_table" in _parameters()
 
 
 def _options(config: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from test_attention import BATCHES, Case, bits, case
 from torch import Tensor
 
@@ -86,6 +87,15 @@ def test_uniform_batches_with_padding_requests_of_no_length(name, device, query_
         name, fg.HostBounds(max_query_len=query_len), *rows, heads=(8, 2, 64), block_size=16,
         query_len=query_len, pad_reqs=3, pad_tokens=3 * query_len, device=device,
         dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name, device", CASES)
+def test_tokens_of_nobody_behind_full_requests(name, device):
+    """A mixed key's padding: tokens, but no further request."""
+    check(
+        name, fg.HostBounds(max_query_len=3), (3, 5), (3, 0), heads=(4, 2, 64), pad_tokens=2,
+        dtype=torch.bfloat16, device=device,
     )  # fmt: skip
 
 
@@ -187,6 +197,47 @@ def test_a_graph_captured_at_the_worst_case_serves_every_batch_of_its_class(
         want = run("reference", c)
         graph.replay()
         assert worst_row(out, want) < 1e-2
+
+
+# --- levels, by whole models ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa", "flex"])
+@pytest.mark.parametrize("modes", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE"])
+@pytest.mark.parametrize("query_lens", [(1,), (1, 3)])
+def test_a_batch_outside_of_the_class_is_never_one_graph(
+    name, modes, query_lens, recorder_name, device
+):
+    """And every batch is as bare `forward` with `reference` has it, whatever it ran as."""
+    move = lambda tree: fg.core.trees.map_leaves(lambda x: x.to(device), tree)  # noqa: E731
+    params, cache = move(toys.attention_params()), move(toys.attention_cache())
+    fast = fg.graphify(
+        toys.attend, modes=modes, donate="cache", stage="batch", sizes=toys.SIZES,
+        query_lens=query_lens, backends={"attention": name},
+    )  # fmt: skip
+    split = fast.trace(params, cache, limits=toys.LIMITS).split()
+    if (name, device.type, modes) == ("flex", "cpu", "FULL"):
+        with pytest.raises(fg.errors.ModesError, match=r"flex.* \(NEVER\) can never be captured"):
+            split.lower()
+        return
+    call, _ = split.lower().calls
+    level = call.backend.support(call.config)
+    step = fast.bind(params).capture(cache, toys.LIMITS, recorder=recorder_name, progress=False)
+    plain = toys.clone(cache)
+    for rows, query_len in [
+        ([3, 1, 5], None), ([(1, 3), (1, 1), (1, 5)], 1), ([(3, 4), (3, 2), (3, 6)], 3),
+        ([(1, 7), (1, 5)], 1), ([(1, 8), (1, 6), (1, 9)], None), ([(3, 9), (3, 7)], 3),
+    ]:  # fmt: skip
+        batch = toys.on(toys.batch(*rows, query_len=query_len, seed=len(rows)), device)
+        want, plain = toys.bare(toys.attend, params, plain, batch)
+        got, _ = step(cache, batch)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        mode = step.dispatch(batch.spec).mode
+        if level is not fg.Support.ALWAYS and query_len not in query_lens:
+            assert mode is not fg.Mode.FULL
+        elif level is not fg.Support.NEVER and modes != "PIECEWISE":
+            always = modes == "FULL" and level is fg.Support.ALWAYS
+            assert (mode is fg.Mode.FULL) == (always or query_len in query_lens)
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -170,9 +170,15 @@ def test_uniform_batches_padded_with_requests_of_no_length(where, kind, query_le
 
 
 @kinds
-def test_a_batch_of_nothing_but_padding_leaves_the_state_bitwise_alone(where, kind):
+@pytest.mark.parametrize("slots", ["none", "some"])
+def test_a_batch_of_nothing_but_padding_leaves_the_state_bitwise_alone(where, kind, slots):
+    """By its slots, and by its lengths alone."""
     c = case(kind, (2, 3), (1, 0), device=where)
     before = c.state.clone()
+    if slots == "some":
+        c.meta = c.meta._replace(seq_lens=torch.zeros_like(c.meta.seq_lens))
+        assert call(kind, c).eq(0).all() and bits(c.state).equal(bits(before))
+        return
     c.meta = StateMeta(torch.full_like(c.meta.state_slots, -1),
                        torch.zeros_like(c.meta.seq_lens), c.meta.query_start_loc)  # fmt: skip
     assert call(kind, c).eq(0).all() and bits(c.state).equal(bits(before))

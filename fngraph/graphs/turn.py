@@ -22,6 +22,7 @@ class Turn:
     Attributes:
         lock: held for a whole step, and for a capture.
         current: the handle of the caller's stream; always 0 on the CPU.
+        capturing: whether a capture is going on there.
         stream: of the last step; None before the first.
     """
 
@@ -30,7 +31,9 @@ class Turn:
         self.device = device
         self.stream: int | None = None
         self.current: Callable[[], int] = int
+        self.capturing: Callable[[], bool] = bool
         if device.type == "cuda":
+            self.capturing = torch._C._cuda_isCurrentStreamCapturing
             self.current = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
     def is_here(self) -> bool:
@@ -42,7 +45,7 @@ class Turn:
         """Work between two steps, on the caller's stream: after the last one, alone."""
         with self.lock:
             stream = self.current()
-            if stream != self.stream:
+            if stream != self.stream or self.capturing():
                 self.order(stream)
             yield
 

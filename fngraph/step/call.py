@@ -45,7 +45,7 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
             _meet(step, state)
         settled, step = hot.settled, hot.step
         stream = turn.current()
-        if stream != turn.stream:
+        if stream != turn.stream or turn.capturing():
             turn.order(stream)
         entry = step.entry
         if kwargs or len(args) != entry.count:
@@ -216,12 +216,20 @@ def _is_settled(step: Captured) -> bool:
 def run_eagerly(
     step: Captured, batch: Sequence[torch.Tensor], true: dict[str, int], spec: BatchSpec
 ) -> list[torch.Tensor]:
-    """Unpadded, on the batch's own tensors."""
+    """Unpadded, on the batch's own tensors; those in host memory may be refilled at once."""
     pieces = step.compiled.lowered.split.pieces
     device = step.recorder.device
-    inputs = step.binding.inputs([x.to(device) for x in batch], step.constants)
+    inputs = step.binding.inputs([_on(device, x) for x in batch], step.constants)
     results = run(pieces.program, step.compiled.fns, inputs, true, spec.host)
     return [r.clone() if old else r for r, old in zip(results, pieces.output_aliased)]
+
+
+def _on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """A leaf on the device, without a wait: torch keeps pinned memory until it is read."""
+    if device.type == "cpu" or x.device.type != "cpu":
+        return x.to(device)
+    pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x)
+    return pinned.to(device, non_blocking=True)
 
 
 def check_no_transform() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,26 +27,34 @@ from fngraph.ops.reference import write
 WORKSPACE = 128 << 20  # bytes; what flashinfer's own examples use
 
 
+class Wrapped(NamedTuple):
+    """A wrapper of flashinfer's, for decode over fixed buffers or for any batch."""
+
+    wrapper: Any
+    decodes: bool
+
+
 @functools.cache
-def _workspace(device: int) -> Tensor:
+def _workspace(device: torch.device) -> Tensor:
     """Scratch memory of all wrappers of a device, which run one after another."""
-    return torch.empty(WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", device))
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
-def buffers(config: Any, sizes: Mapping[str, int], key: BatchDescriptor | None) -> Any:
-    """A wrapper: for decode over fixed buffers, or for any batch where nothing is captured."""
+def buffers(config: Any, sizes: Mapping[str, int], key: BatchDescriptor | None) -> Wrapped:
+    """Fixed buffers for a key that is captured; for eager calls, buffers that come and go."""
     import flashinfer
 
-    scratch = _workspace(torch.cuda.current_device())
+    scratch = _workspace(torch.empty(0, device=config.device).device)
     if key is None:
-        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD")
+        return Wrapped(flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD"), False)
     fixed = functools.partial(torch.zeros, dtype=torch.int32, device=scratch.device)
-    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         scratch, "NHD", use_cuda_graph=True, use_tensor_cores=True,
         paged_kv_indptr_buffer=fixed(sizes["R"] + 1),
         paged_kv_indices_buffer=fixed(sizes["R"] * sizes["B"]),
         paged_kv_last_page_len_buffer=fixed(sizes["R"]),
     )  # fmt: skip
+    return Wrapped(wrapper, True)
 
 
 def pages(
@@ -64,7 +72,7 @@ def pages(
     return offsets, block_tables[used].int(), last.int()
 
 
-def fill(wrapper: Any, config: Any, sizes: Mapping[str, int], leaves: Sequence[Tensor]) -> None:
+def fill(planned: Wrapped, config: Any, sizes: Mapping[str, int], leaves: Sequence[Tensor]) -> None:
     """`wrapper.plan` for a step."""
     seq_lens, query_start_loc, block_tables = leaves
     table = pages(seq_lens, block_tables, config.block_size, sizes["R"])
@@ -74,11 +82,11 @@ def fill(wrapper: Any, config: Any, sizes: Mapping[str, int], leaves: Sequence[T
         "window_left": -1 if config.window is None else config.window - 1,
         "q_data_type": config.dtype, "kv_data_type": config.cache_dtype,
     }  # fmt: skip
-    if hasattr(wrapper, "_qo_indptr_buf"):  # prefill's
-        wrapper.plan(query_start_loc.int(), *table, *heads, config.block_size, causal=True,
-                     **options)  # fmt: skip
+    if planned.decodes:
+        planned.wrapper.plan(*table, *heads, config.block_size, **options)
     else:
-        wrapper.plan(*table, *heads, config.block_size, **options)
+        starts = query_start_loc.int()
+        planned.wrapper.plan(starts, *table, *heads, config.block_size, causal=True, **options)
 
 
 def run(
@@ -91,12 +99,12 @@ def run(
     *,
     config: Any,
     host: HostBounds | None,
-    plan: Any,
+    plan: Wrapped,
 ) -> None:
     """See `fngraph.ops.attention`."""
     for cache, x_TKD in zip(kv, (k_TKD, v_TKD)):
         write(cache, x_TKD, meta.slot_mapping)
-    out = plan.run(q_THD, kv)
+    out = plan.wrapper.run(q_THD, kv)
     out_THD.copy_(torch.where(present(meta, len(out))[:, None, None], out, 0.0))
 
 

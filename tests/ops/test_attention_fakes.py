@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from itertools import pairwise
 from types import ModuleType
@@ -9,12 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from test_attention import BATCHES, bits, case
 from test_attention_backends import NAN, arguments, worst_row
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.ops import ATTENTION, attention_flash, attention_varlen
+from fngraph.ops import (
+    ATTENTION,
+    AttentionMeta,
+    attention_flash,
+    attention_flashinfer,
+    attention_varlen,
+    reference,
+)
 
 
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor], starts: list[int], scale: float,
@@ -128,3 +137,86 @@ def test_what_flash_attention_cannot_compute_is_refused(change, reason, monkeypa
     if reason is None:
         pages = ATTENTION.backend("flash_attn").supports(config._replace(block_size=16))
         assert pages == "block_size 16 is not a multiple of 256"
+
+
+# --- flashinfer -----------------------------------------------------------------------------------
+
+
+class Paged:
+    """What both wrappers do: `plan` on the host, `run` over what it has put on the device."""
+
+    def __init__(self, scratch: Tensor, layout: str, **buffers: Any) -> None:
+        assert layout == "NHD"
+        self.fixed = {name: x for name, x in buffers.items() if name.endswith("_buffer")}
+
+    def plan(self, starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, num_heads: int,
+             num_kv_heads: int, head_dim: int, page_size: int, *, sm_scale: float, **rest: Any
+             ) -> None:  # fmt: skip
+        assert all(x.dtype is torch.int32 for x in (starts, indptr, indices, last))
+        assert rest["window_left"] == -1 and rest["logits_soft_cap"] is None
+        given = {"indptr": indptr, "indices": indices, "last_page_len": last}
+        for name, x in given.items():
+            into = self.fixed.get(f"paged_kv_{name}_buffer")
+            if into is not None:
+                assert name == "indices" or into.shape == x.shape
+                into[: len(x)] = x
+                given[name] = into
+        self.given, self.starts, self.page, self.scale = given, starts, page_size, sm_scale
+
+    def run(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        indptr, indices, last = self.given.values()
+        num = indptr.diff()
+        lens = torch.where(num > 0, (num - 1) * self.page + last, 0)
+        at = indptr[:-1, None] + torch.arange(toys.B)
+        tables = indices[at.clamp(max=len(indices) - 1)]
+        config = ATTENTION.configure(
+            q, *kv, *kv, *[None] * 5, self.scale, None, None, True, None, None, None
+        )
+        config = config._replace(num_kv_heads=kv[0].shape[2], block_size=self.page)
+        meta = AttentionMeta(None, lens, self.starts, tables)  # type: ignore[arg-type]
+        return reference.attend(q, kv, meta, config)
+
+
+class Decode(Paged):
+    """One token a request."""
+
+    def plan(self, indptr: Tensor, *args: Any, **options: Any) -> None:
+        super().plan(torch.arange(len(indptr), dtype=torch.int32), indptr, *args, **options)
+
+
+class Prefill(Paged):
+    """Any batch; nothing is fixed."""
+
+    def plan(self, *args: Any, causal: bool, **options: Any) -> None:
+        assert causal and not self.fixed
+        super().plan(*args, **options)
+
+
+def test_flashinfer_is_planned_for_each_step(monkeypatch):
+    module = ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
+    module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(attention_flashinfer, "WORKSPACE", 16)
+    backend = dataclasses.replace(
+        attention_flashinfer.BACKEND, supports=lambda config: None, missing=lambda: None
+    )
+    monkeypatch.setitem(ATTENTION.backends, "flashinfer", backend)
+    fast = fg.graphify(
+        toys.attend, donate="cache", stage="batch", sizes=toys.SIZES, query_lens=(1, 2),
+        backends={"attention": "flashinfer"}, recorder="tape",
+    )  # fmt: skip
+    params, cache = toys.attention_params(), toys.attention_cache()
+    step = fast.bind(params).capture(cache, toys.LIMITS, progress=False)
+    ran = []
+    for rows, query_len in [
+        ([3, 1, 5], None), ([(1, 3), (1, 1), (1, 5)], 1), ([(1, 4), (1, 2), (1, 6)], 1),
+        ([(2, 5), (2, 3)], 2), ([(1, 7), (3, 5), (1, 7)], None), ([(1, 8)], 1),
+    ]:  # fmt: skip
+        batch = toys.batch(*rows, query_len=query_len, seed=len(rows))
+        want, after = toys.bare(toys.attend, params, cache, batch)
+        got, _ = step(cache, batch)
+        ran.append(step.dispatch(batch.spec).mode.name)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        toys.assert_trees(cache, after, atol=1e-5, rtol=1e-5)
+    assert ran == ["PIECEWISE", "FULL", "FULL", "PIECEWISE", "PIECEWISE", "FULL"]

@@ -157,16 +157,19 @@ def test_any_mix_of_requests(where, kind, rows, dtype, pads):
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_uniform_batches_padded_with_requests_of_no_length(where, kind, query_len):
     rows = [(query_len, 4), (query_len, 0), (query_len, 2)]
-    plain = case(kind, *rows, device=where)
-    c = case(kind, *rows, pad_tokens=2 * query_len, pad_reqs=2, query_len=query_len, device=where)
-    n = 3 * query_len
-    for x, y in zip(c.tokens, plain.tokens):
-        x[:n], x[n:] = y, NAN
-    c.weights, c.state = plain.weights, plain.state.clone()
-    c.meta.state_slots[:3] = plain.meta.state_slots
-    want, got = call(kind, plain), call(kind, c)
-    assert got[:n].equal(want) and got[n:].eq(0).all()
-    assert bits(c.state).equal(bits(plain.state))
+    n, plain, ran = 3 * query_len, case(kind, *rows, device=where), []
+    for poison in (0.0, NAN):
+        c = case(kind, *rows, pad_tokens=2 * query_len, pad_reqs=2, query_len=query_len,
+                 device=where)  # fmt: skip
+        for x, y in zip(c.tokens, plain.tokens):
+            x[:n], x[n:] = y, poison
+        c.weights, c.state = plain.weights, plain.state.clone()
+        c.meta.state_slots[:3] = plain.meta.state_slots
+        ran.append((call(kind, c), c.state))
+    (got, state), (other, other_state) = ran
+    assert got.equal(other) and bits(state).equal(bits(other_state)) and got[n:].eq(0).all()
+    torch.testing.assert_close(got[:n], call(kind, plain))
+    torch.testing.assert_close(state, plain.state, equal_nan=True)
 
 
 @kinds

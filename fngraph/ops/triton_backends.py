@@ -40,7 +40,15 @@ def _backend(name: str, module: str, level: Support) -> Backend:
     def run(q_THD: torch.Tensor, *args: Any, **options: Any) -> None:
         _loaded(name, module, q_THD.device.type).run(q_THD, *args, **options)
 
-    return Backend(name, run, lambda config: level, supports)
+    return Backend(
+        name,
+        run,
+        lambda config: level,
+        supports,
+        options=("bidirectional", "sinks", "cache scales", "fp8 cache"),
+        needs="Triton, CUDA",
+        missing=missing,
+    )
 
 
 BACKENDS = (

@@ -9,7 +9,7 @@ import torch
 from test_attention import case
 
 from fngraph.errors import BackendError
-from fngraph.ops import AttentionConfig, primitive
+from fngraph.ops import AttentionConfig, primitive, triton_backends
 from fngraph.ops.triton_launch import missing
 
 CONFIG = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.125)
@@ -33,6 +33,7 @@ def test_a_configuration_that_it_has_not_is_refused_with_the_reason(backend, cha
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_where_triton_cannot_run_it_says_why_and_writes_nothing(backend, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    triton_backends._loaded.cache_clear()
     c = case((3, 5))
     before = c.k_cache.clone()
     with pytest.raises(BackendError, match=f"{backend!r}.*(pip install|TRITON_INTERPRET=1)"):

@@ -24,8 +24,8 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
 
     The tensors are the module's own memory, without `requires_grad`: an optimiser's step or
     `load_state_dict` shows in both. What is tied is listed once, under its first name, and is tied
-    in `forward` too. What gives the module other memory (`net.double()`, `net.to(...)`) does not:
-    make the tensors anew then. Whether it trains or evaluates is what the module says when
+    in `forward` too. What gives the module other memory (`net.double()`, `net.to(...)`) does not
+    show: take them out again then. Whether it trains or evaluates is what the module says when
     `forward` runs.
 
     A module that writes its buffers (a BatchNorm that trains) writes them in `buffers`, in place.

@@ -18,7 +18,7 @@ BLOCK = 1024  # bytes of a program
 
 
 @triton.jit
-def _read(ring, state, slots, words, STATE: tl.constexpr, WORDS: tl.constexpr):
+def _read_slot(ring, state, slots, words, STATE: tl.constexpr, WORDS: tl.constexpr):
     """The slot's words, to behind the state."""
     at = tl.arange(0, WORDS)
     slot = ring + (tl.load(state) % slots) * words
@@ -70,6 +70,6 @@ def launch(table: torch.Tensor, ring: torch.Tensor, state: torch.Tensor, nbytes:
     """Launch them on the current stream; no leaf of the key has more than `nbytes` bytes."""
     slots, words = ring.shape
     padded = triton.next_power_of_2(words)
-    _read[(1,)](ring, state, slots, words, STATE=STATE, WORDS=padded, num_warps=1)
+    _read_slot[(1,)](ring, state, slots, words, STATE=STATE, WORDS=padded, num_warps=1)
     grid = (len(table), triton.cdiv(nbytes, BLOCK))
     _unpack[grid](table, state, len(table), STATE=STATE, BLOCK=BLOCK)

@@ -12,8 +12,9 @@ from fngraph.errors import BackendError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.split import Cut, Pieces
 from fngraph.ops.choice import Choice, Choices, Hybrid, choices_of
+from fngraph.ops.cut import CutFn
 from fngraph.ops.plan import Planner
-from fngraph.ops.primitive import PRIMITIVES, Backend, CutFn, Primitive
+from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
 
 
 @dataclasses.dataclass(frozen=True)

@@ -280,6 +280,10 @@ def test_the_listing_prints_every_backend(capsys):
     assert {"reference", "sdpa", "varlen", "flex", "flash_attn", "flashinfer"} <= set(rows)
     assert rows["reference"].usable == rows["sdpa"].usable == "yes"
     assert "pip install" in rows["flashinfer"].usable
+    levels = {name: rows[name].level.name for name in ("reference", *NAMES, "flashinfer")}
+    uniform = dict.fromkeys(("sdpa", "varlen", "flex", "flash_attn"), "UNIFORM_BATCH")
+    always = dict.fromkeys(("reference", "flash_attn_3"), "ALWAYS")
+    assert levels == uniform | always | {"flashinfer": "UNIFORM_SINGLE_TOKEN_DECODE"}
     assert rows["CUTLASS MLA"].level is fg.Support.UNIFORM_SINGLE_TOKEN_DECODE
     assert "not shipped" in rows["FlashMLA"].usable
 

@@ -38,7 +38,7 @@ from fngraph.fx.purity import is_tracing
 from fngraph.fx.refusals import Refusals
 from fngraph.fx.signature import Names, signature
 from fngraph.graphs.recorder import Recorder, check_name
-from fngraph.ops.primitive import primitive
+from fngraph.ops.choice import Choices, check_choices
 from fngraph.stages import Options, Traced, trace_function
 from fngraph.step.allocate import check_outputs
 from fngraph.step.book import Rules
@@ -277,7 +277,7 @@ def graphify(
     limits: Limits | None = None,
     sizes: Sequence[int] | None = None,
     query_lens: Iterable[int] = (1,),
-    backends: Mapping[str, str] | None = None,
+    backends: Mapping[str, Choices] | None = None,
     recorder: str | None = None,
     outputs: str = "own",
     max_keys: int = 4,
@@ -308,7 +308,8 @@ def graphify(
         limits: bounds of every step; None: 8192 tokens, 256 requests, the rest as the first batch.
         sizes: capture sizes in tokens; None: the default ladder.
         query_lens: query lengths whose uniform batches get FULL keys of their own.
-        backends: primitive name to backend name, {"attention": "reference"}.
+        backends: primitive name to backend name, {"attention": "reference"}; to an `fg.ops.Hybrid`;
+            or to one of them a call, as a list or {number of the call: ...}.
         recorder: "cuda" or "tape"; None: by the arguments' device.
         outputs: "own": results are yours; "borrow": views, good until the next call.
         adapters: most adapters (LoRA) that a batch brings; each power of two gets keys of its own.
@@ -341,8 +342,8 @@ def graphify(
             allow_copies=allow_copies, on_ambient=on_ambient, memory_budget=memory_budget,
             on_failure=on_failure, generators=generators, guards=guards, **resolve,
         )  # fmt: skip
-    for name, backend in (backends or {}).items():
-        primitive(name).backend(backend)  # unknown names fail here, where they are written
+    for name, choices in (backends or {}).items():
+        check_choices(name, choices)  # unknown names fail here, where they are written
     for name in resolve.keys() - inspect.signature(core.resolve).parameters.keys():
         raise TypeError(f"graphify() and fg.resolve() take no argument {name!r}")
     if on_ambient not in ("recapture", "error"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fngraph.calls import PrimitiveCall, choose, with_planners
 from fngraph.core import (
     BatchDescriptor,
     BufferPlan,
@@ -34,7 +35,7 @@ from fngraph.core import (
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Program, Step
 from fngraph.core.text import count, table
-from fngraph.errors import BackendError, FieldError, SpecError
+from fngraph.errors import FieldError, SpecError
 from fngraph.fx.ambient import Ambient, check_modes, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
@@ -50,7 +51,9 @@ from fngraph.fx.signature import Signature
 from fngraph.fx.split import Cut, Piece, Pieces, split
 from fngraph.fx.trace import Graph, trace
 from fngraph.graphs.recorder import Recorder
-from fngraph.ops.primitive import PRIMITIVES, Backend, CutFn, Primitive
+from fngraph.ops.choice import Choices
+from fngraph.ops.plan import Planner
+from fngraph.ops.primitive import PRIMITIVES
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -64,7 +67,7 @@ class Options:
         modes: requested; None: the default. Backends may lower them.
         sizes: capture sizes in tokens; None: the default ladder.
         query_lens: query lengths whose uniform batches get keys of their own.
-        backends: primitive name to backend name; a primitive left out takes its default.
+        backends: primitive name to backends; a primitive left out takes its default.
         adapters: counts of active adapters that get keys of their own.
         fields: user-defined fields of specs and keys.
         cost: what "least" means, of a key; None: its token count.
@@ -79,7 +82,7 @@ class Options:
     modes: Mode | None = None
     sizes: tuple[int, ...] | None = None
     query_lens: tuple[int, ...] = (1,)
-    backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    backends: Mapping[str, Choices] = dataclasses.field(default_factory=dict)
     adapters: tuple[int, ...] = (0,)
     fields: tuple[Field, ...] = ()
     cost: Callable[[BatchDescriptor], float] | None = None
@@ -253,12 +256,9 @@ class Split:
                 "R are fixed by the trace. Trace with the same: trace(..., limits=limits)"
             )
         traced.graph.check_limits(limits)
-        calls = tuple(_choose(cut, options.backends) for cut in self.cuts)
+        calls = choose(self.pieces, options.backends)
         self._check_null_slots()
-        support = {
-            f"{call.primitive.name} {i} ({call.backend.name})": call.backend.support(call.config)
-            for i, call in enumerate(calls)
-        } or Support.ALWAYS
+        support = dict(pair for call in calls for pair in call.levels()) or Support.ALWAYS
         resolution = resolve(
             options.modes, support, query_lens=options.query_lens, limits=limits,
             sizes=None if options.sizes is None else check_sizes(options.sizes, limits),
@@ -266,10 +266,13 @@ class Split:
         )  # fmt: skip
         dispatch_table = build_table(
             resolution.modes, resolution.sizes, limits, options.adapters, options.fields,
-            options.cost,
+            options.cost, own_uniform=any(call.uniform is not None for call in calls),
         )  # fmt: skip
         top = key_sizes(dispatch_table.top, None, limits.max_reqs, limits.dims)
         plan = plan_buffers(traced.args.fields, top)
+        most = {**limits.dims, "T": limits.max_tokens, "R": limits.max_reqs}
+        most |= {name: max(most[name], top[name]) for name in ("T", "R")}
+        calls = with_planners(calls, self.pieces, traced.args.leaves, most)
         return Lowered(self, limits, calls, resolution, dispatch_table, plan)
 
     def _check_null_slots(self) -> None:
@@ -305,33 +308,6 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True)
-class PrimitiveCall:
-    """A cut with the backend that will run it and the configuration that it was chosen for."""
-
-    cut: Cut
-    primitive: Primitive
-    backend: Backend
-    config: Any
-
-    def compile(self) -> Callable[..., tuple[Any, ...]]:
-        """`fn(sizes, host, *tensors) -> ()`."""
-        cut = self.cut
-        return CutFn(self.primitive, self.backend, self.config, tuple(cut.template), cut.places)
-
-
-def _choose(cut: Cut, backends: Mapping[str, str]) -> PrimitiveCall:
-    primitive = PRIMITIVES[cut.op]
-    backend = primitive.backend(backends.get(primitive.name))
-    config = primitive.configure(*cut.example)
-    reason = backend.supports(config)
-    if reason is not None:
-        raise BackendError(
-            f"backend {backend.name!r} cannot run {primitive.name} with {config}: {reason}"
-        )
-    return PrimitiveCall(cut, primitive, backend, config)
-
-
-@dataclasses.dataclass(frozen=True)
 class Lowered:
     """Everything decided that can be without running: modes, backends, keys, buffers.
 
@@ -364,7 +340,8 @@ class Lowered:
             else shared.setdefault(id(p), _piece_fn(p, generators))
             for p in self.split.pieces.parts
         ]
-        return Compiled(self, tuple(fns))
+        planners = {id(p): p for call in self.calls for p in call.planners.values()}
+        return Compiled(self, tuple(fns), tuple(planners.values()))
 
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
         """Bytes that a key will take in the pool and for its graphs. See `fngraph.fx.estimate`."""
@@ -384,10 +361,9 @@ class Lowered:
 
     def as_text(self) -> str:
         """Backends, modes, keys and buffers."""
-        rows = [[i, c.primitive.name, c.backend.name, c.backend.support(c.config)]
-                for i, c in enumerate(self.calls)]  # fmt: skip
+        rows = [[i, *pair] for i, c in enumerate(self.calls) for pair in c.levels()]
         parts = [self.table.as_text(), self.plan.as_text()]
-        parts += [table(["cut", "primitive", "backend", "support"], rows)] if rows else []
+        parts += [table(["cut", "primitive (backend)", "support"], rows)] if rows else []
         parts += self.notes
         return "\n\n".join(parts)
 
@@ -415,10 +391,15 @@ def _piece_fn(piece: Piece, generators: Generators) -> Callable[..., tuple[Any, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A callable for each step of the program. Equal pieces share theirs."""
+    """A callable for each step of the program. Equal pieces share theirs.
+
+    Attributes:
+        planners: what is planned on the host before each step.
+    """
 
     lowered: Lowered
     fns: tuple[Callable[..., tuple[Any, ...]], ...]
+    planners: tuple[Planner, ...] = ()
 
     @property
     def args(self) -> Arguments:

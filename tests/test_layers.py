@@ -24,14 +24,18 @@ STDLIB = set(sys.stdlib_module_names)
 # layer -> what may be imported anywhere in it, and what only inside a function
 BASE = {"fngraph.errors", "fngraph.core"}
 LOWER = BASE | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "torch"}
-STAGES = LOWER | {"fngraph.stages", "fngraph.step"}
+STAGES = LOWER | {"fngraph.calls", "fngraph.stages", "fngraph.step"}
 TRANSFORMS = STAGES | {"fngraph.graphify", "fngraph.encoder", "fngraph.loops"}
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
-    "fngraph.ops": (BASE | {"fngraph.ops", "torch", "einops", "triton"}, set()),
+    "fngraph.ops": (
+        BASE | {"fngraph.ops", "torch", "einops", "triton"},
+        {"flash_attn", "flash_attn_interface", "flashinfer"},  # backends, chosen when present
+    ),
     "fngraph.fx": (BASE | {"fngraph.fx", "torch", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
     "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton", "numpy"}, {"cuda"}),
+    "fngraph.calls": (LOWER, set()),
     "fngraph.stages": (STAGES, set()),
     "fngraph.step": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.graphify": (TRANSFORMS, set()),

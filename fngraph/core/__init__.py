@@ -14,6 +14,7 @@ from fngraph.core.modes import runtime_modes as runtime_modes
 from fngraph.core.descriptor import BatchDescriptor as BatchDescriptor
 from fngraph.core.spec import BatchSpec as BatchSpec
 from fngraph.core.spec import HostBounds as HostBounds
+from fngraph.core.spec import KeyBounds as KeyBounds
 
 # limits.py: bounds of every step
 from fngraph.core.limits import Limits as Limits
@@ -127,6 +128,7 @@ __all__ = [
     "Flight",
     "HostBounds",
     "Item",
+    "KeyBounds",
     "KeyMemory",
     "Ladders",
     "Limits",

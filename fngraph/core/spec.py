@@ -28,6 +28,28 @@ class HostBounds(NamedTuple):
     max_query_len: int | None = None
     max_seq_len: int | None = None
 
+    @property
+    def key(self) -> BatchDescriptor | None:
+        """The key that is being captured in one graph; None in an eager call over true rows."""
+        return None
+
+
+class KeyBounds(HostBounds):
+    """The bounds that a key itself sets, to be baked into its graph; `key` says which it is."""
+
+    _key: BatchDescriptor
+
+    def __new__(cls, key: BatchDescriptor) -> Self:
+        """Of a key."""
+        self = super().__new__(cls, max_query_len=key.query_len or key.num_tokens)
+        self._key = key
+        return self
+
+    @property
+    def key(self) -> BatchDescriptor:
+        """The key that is being captured."""
+        return self._key
+
 
 NO_BOUNDS = HostBounds()
 

@@ -55,11 +55,13 @@ def support_of(model: Any, layers: Sequence[Layer], lowered: Lowered) -> ModelSu
     for layer, call in zip(layers, lowered.calls):
         asks = [f"{n} {getattr(call.config, n)}" for n in ("window", "softcap")
                 if getattr(call.config, n) is not None]  # fmt: skip
-        others = [b for b in call.primitive.backends.values() if b is not call.backend]
-        refused = [f"not {b.name}: {why}" for b in others if (why := b.supports(call.config))]
+        others = [b for b in call.primitive.backends.values() if b not in call.backends]
+        usable = [b for b in others if b.missing() is None]
+        refused = [f"not {b.name}: {why}" for b in usable if (why := b.refusal(call.config))]
         rows.append(
             LayerSupport(
-                paths[id(layer.module)], call.backend.name, call.backend.support(call.config),
+                paths[id(layer.module)], " + ".join(b.name for b in call.backends),
+                min(level for _, level in call.levels()),
                 "; ".join([*asks, *refused]) or "causal, nothing more",
             )
         )  # fmt: skip

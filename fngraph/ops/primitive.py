@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from fngraph.core import HostBounds, Support
+from fngraph.core import Support
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
+from fngraph.ops.listing import Function
+from fngraph.ops.plan import Plan
 from fngraph.ops.transforms import is_transformed
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LIBRARY = torch.library.Library("fngraph", "FRAGMENT")
 
 
@@ -36,12 +39,30 @@ class Backend:
             `support` is not NEVER, launch anything that depends on values in device memory.
         support: configuration to the level at which its graphs can be captured.
         supports: configuration to None, or the reason why it cannot be run.
+        options: what it can of what a configuration `asks` beyond the common; what is not listed
+            is refused, so that a backend never meets an option that it has not heard of.
+        needs: what it takes to run it, in words.
+        missing: None, or the reason why it cannot be run on this machine at all.
+        plan: host-side work before each step; None: it has none.
+        shipped: whether there is a `run`; without, it is a name with a level, to study.
     """
 
     name: str
     run: Callable[..., None]
     support: Callable[[Any], Support]
     supports: Callable[[Any], str | None] = lambda config: None
+    options: tuple[str, ...] = ()
+    needs: str = "torch"
+    missing: Callable[[], str | None] = lambda: None
+    plan: Plan | None = None
+    shipped: bool = True
+
+    def refusal(self, config: Any) -> str | None:
+        """Why it cannot run a configuration here, or None."""
+        unknown = [ask for ask in getattr(config, "asks", ()) if ask not in self.options]
+        if unknown:
+            return f"it has no {' and no '.join(unknown)}"
+        return self.supports(config) or self.missing()
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"
@@ -55,7 +76,8 @@ class Primitive:
         name: of the op in the `fngraph` library, and of the key in `backends=`.
         op: the overload that appears in traced graphs.
         configure: the op's arguments (tensors or fakes) to a hashable configuration.
-        call: `call(backend, args, config, host)` groups the flat arguments for `backend.run`.
+        call: `call(backend, args, config, host)` groups the flat arguments for `backend.run`, and
+            hands it `plan=` where the backend has one.
         backends: by name; the first one is the default.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
             alone, or does not say.
@@ -64,7 +86,7 @@ class Primitive:
     name: str
     op: Any
     configure: Callable[..., Any]
-    call: Callable[[Backend, tuple[Any, ...], Any, HostBounds | None], None]
+    call: Callable[..., None]
     backends: dict[str, Backend]
     null_slots: str | None = None
 
@@ -79,42 +101,23 @@ class Primitive:
         if name not in self.backends:
             near = difflib.get_close_matches(name, self.backends, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
+            shipped = [repr(b.name) for b in self.backends.values() if b.shipped]
             raise BackendError(
                 f"primitive {self.name!r} has no backend {name!r}; "
-                f"there are {', '.join(map(repr, self.backends))}.{hint}"
+                f"there are {', '.join(shipped)}.{hint}"
             )
         return self.backends[name]
 
+    def register(self, *backends: Backend) -> None:
+        """Make backends known by name; one of the same name is replaced."""
+        self.backends.update({backend.name: backend for backend in backends})
+
+    def function(self, fn: Callable[P, R]) -> Function[P, R]:
+        """A decorator: the function that users call, which can also tell of the backends."""
+        return Function(self, fn)
+
     def __repr__(self) -> str:
         return f"Primitive({self.name!r}, backends={list(self.backends)})"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CutFn:
-    """A cut as a function: `fn(sizes, host, *tensors) -> ()`.
-
-    Attributes:
-        template: the op's arguments, literals where they are, anything where tensors go.
-        places: where they go, in order.
-    """
-
-    primitive: Primitive
-    backend: Backend
-    config: Any
-    template: tuple[Any, ...]
-    places: Sequence[int]
-
-    def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[[HostBounds | None], None]:
-        """The call over these tensors, which takes the step's host bounds."""
-        args = list(self.template)
-        for i, tensor in zip(self.places, tensors):
-            args[i] = tensor
-        return functools.partial(self.primitive.call, self.backend, tuple(args), self.config)
-
-    def __call__(self, sizes: Any, host: HostBounds | None, *tensors: torch.Tensor) -> tuple[()]:
-        """Call it once."""
-        self.bind(tensors)(host)
-        return ()
 
 
 PRIMITIVES: dict[str, Primitive] = {}  # by op name, "fngraph::attention"
@@ -125,7 +128,7 @@ def define(
     schema: str,
     *,
     configure: Callable[..., Any],
-    call: Callable[[Backend, tuple[Any, ...], Any, HostBounds | None], None],
+    call: Callable[..., None],
     default: Backend,
     null_slots: str | None = None,
 ) -> Primitive:

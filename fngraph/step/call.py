@@ -17,6 +17,7 @@ from fngraph.fx.ambient import is_plain
 from fngraph.graphs.staging import check_leaves, true_sizes
 from fngraph.graphs.watch import Watch
 from fngraph.step.keys import find_replay
+from fngraph.step.plans import plan_step
 from fngraph.step.ready import CALLED, MOST_READY, Handed, Ready, Room, kinds_of, make_ready
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ def _results(
         handed: as it was handed out then.
     """
     ring, stats = step.ring, step.stats
+    if step.compiled.planners:
+        plan_step(step, ready.chosen, ready.true, step.entry.leaves(batch))
     if handed is not None and ready.replay is not None and handed.lies_ready(ring.taken):
         ring.memory[handed.room.place] = handed.room.words
         ring.taken += 1

@@ -16,6 +16,7 @@ from fngraph.graphs.capture import EagerCall, Replay, launch
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.staging import Sizes, kept
+from fngraph.step.plans import plan_padding
 from fngraph.step.ready import forget
 from fngraph.step.warm import sizes_of, written
 
@@ -62,6 +63,7 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
             try:
                 for _ in range(repeats + 1):
                     step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
+                    plan_padding(step, replay.mode, descriptor, sizes)
                     us, lag = timed(replay, sizes, host, lag)
                     rounds.append(us)
             except BaseException:

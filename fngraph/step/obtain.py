@@ -96,7 +96,7 @@ def as_captured(step: Captured) -> Iterator[None]:
 
 def _record(step: Captured, mode: Mode, descriptor: BatchDescriptor, watched: bool) -> Replay:
     generators = step.compiled.lowered.split.traced.options.generators
-    sizes, host, inputs, first = given(step, descriptor)
+    sizes, host, inputs, first = given(step, (mode, descriptor))
     program, compiled = step.compiled.lowered.split.program, step.compiled
     return capture(
         step.recorder, program, compiled.fns, compiled.rows, inputs, mode, descriptor,

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fngraph.core import BatchDescriptor, HostBounds, key_sizes
+from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode, key_sizes
 from fngraph.graphs.capture import warm_up
 from fngraph.graphs.staging import kept
 from fngraph.graphs.unpack import unpacker
 from fngraph.step.book import Key
+from fngraph.step.plans import plan_padding
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -33,10 +34,12 @@ class Given(NamedTuple):
     first: Any
 
 
-def given(step: Captured, descriptor: BatchDescriptor) -> Given:
-    """For a key, at the addresses of now."""
+def given(step: Captured, key: Key) -> Given:
+    """For a key, at the addresses of now; what is planned on the host is planned for padding."""
+    mode, descriptor = key
     sizes = sizes_of(step, descriptor)
-    host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
+    host = KeyBounds(descriptor) if mode is Mode.FULL else HostBounds(descriptor.num_tokens)
+    plan_padding(step, mode, descriptor, sizes)
     inputs = step.binding.inputs(step.static.views(sizes), step.constants)
     first = step.guard(unpacker(step.static, step.ring, sizes), sizes)
     return Given(sizes, host, inputs, first)
@@ -58,7 +61,7 @@ def run_padding(step: Captured, key: Key) -> None:
 
     Other writes land: see `preserved` and `written`.
     """
-    sizes, host, inputs, first = given(step, key[1])
+    sizes, host, inputs, first = given(step, key)
     with kept(step.static.views(sizes)):  # the next batch may be there already
         try:
             step.ring.put_padding(step.static.plan, key[1].query_len or 0)

@@ -259,8 +259,10 @@ def test_support_says_what_each_layer_asks_for_and_who_refuses(backends, wanted)
     fast = graphify(wanted("Gemma2", "cpu").model)
     first, second = fast.support.rows
     assert first.layer == "model.layers.0.self_attn" and second.layer.endswith("1.self_attn")
-    assert first.reason == f"window {WINDOW}; softcap 2.0; not plain: it has no window"
-    assert second.reason == "softcap 2.0"
+    no_cap = "not sdpa: scaled_dot_product_attention has no softcap"
+    refused = f"{no_cap}; not plain: it has no window"
+    assert first.reason == f"window {WINDOW}; softcap 2.0; {refused}"
+    assert second.reason == f"softcap 2.0; {no_cap}"
     assert (first.backend, first.level) == ("reference", fg.Support.ALWAYS)
     lines = repr(fast.support).splitlines()
     assert lines[0].split("|")[1:5] == [s for s in lines[0].split("|")[1:5] if s.strip()]

@@ -1,0 +1,150 @@
+"""A primitive's calls in a split graph, with the backends that will run them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fngraph.core import Support
+from fngraph.core.program import Step
+from fngraph.errors import BackendError
+from fngraph.fx.leaves import Leaf
+from fngraph.fx.split import Cut, Pieces
+from fngraph.ops.choice import Choice, Choices, Hybrid, choices_of
+from fngraph.ops.cut import CutFn
+from fngraph.ops.plan import Planner
+from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
+
+
+@dataclasses.dataclass(frozen=True)
+class PrimitiveCall:
+    """A cut with the backend that will run it and the configuration that it was chosen for.
+
+    Attributes:
+        uniform: the backend of uniform keys, if they have one of their own.
+        planners: of backends that plan on the host, by their name.
+    """
+
+    name: str
+    cut: Cut
+    primitive: Primitive
+    backend: Backend
+    config: Any
+    uniform: Backend | None = None
+    planners: Mapping[str, Planner] = dataclasses.field(default_factory=dict)
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """All that may run it."""
+        return (self.backend,) if self.uniform is None else (self.uniform, self.backend)
+
+    def levels(self) -> list[tuple[str, Support]]:
+        """The level of each backend, by name and layer."""
+        kinds = [""] if self.uniform is None else ["uniform: ", "mixed: "]
+        return [
+            (f"{self.name} ({kind}{backend.name})", backend.support(self.config))
+            for kind, backend in zip(kinds, self.backends)
+        ]
+
+    def compile(self) -> CutFn:
+        """`fn(sizes, host, *tensors) -> ()`.
+
+        Raises:
+            BackendError: a backend that is but a name with a level.
+        """
+        for backend in self.backends:
+            if not backend.shipped:
+                raise BackendError(
+                    f"{self.name} cannot run: fngraph does not ship {backend.name!r}, whose level "
+                    f"alone is known, so that Lowered can be studied. Write its run(...) and "
+                    f"register it: fg.ops.Backend({backend.name!r}, run, support)"
+                )
+        return CutFn(
+            self.primitive, self.backend, self.config, tuple(self.cut.template), self.cut.places,
+            self.uniform, self.planners,
+        )  # fmt: skip
+
+
+def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCall, ...]:
+    """A backend, or two, for each cut.
+
+    Raises:
+        BackendError: one that is unknown, or cannot run the configuration.
+    """
+    steps = [step for step in pieces.program.steps if step.cut]
+    cuts = [part for part in pieces.parts if isinstance(part, Cut)]
+    ops = [cut.op for cut in cuts]
+    chosen = {
+        op: iter(choices_of(PRIMITIVES[op], backends.get(PRIMITIVES[op].name), ops.count(op)))
+        for op in dict.fromkeys(ops)
+    }
+    return tuple(_choose(step.name, cut, next(chosen[cut.op])) for step, cut in zip(steps, cuts))
+
+
+def _choose(name: str, cut: Cut, choice: Choice) -> PrimitiveCall:
+    primitive = PRIMITIVES[cut.op]
+    hybrid = isinstance(choice, Hybrid)
+    backend = primitive.backend(choice.mixed if isinstance(choice, Hybrid) else choice)
+    uniform = primitive.backend(choice.uniform) if isinstance(choice, Hybrid) else None
+    config = primitive.configure(*cut.example)
+    call = PrimitiveCall(name, cut, primitive, backend, config, uniform)
+    for one in call.backends:
+        reason = one.refusal(config) if one.shipped else None
+        if reason is not None:
+            where = f"{name}: " if hybrid else ""
+            raise BackendError(
+                f"{where}backend {one.name!r} cannot run {primitive.name} with {config}: {reason}"
+            )
+    return call
+
+
+def with_planners(
+    calls: Sequence[PrimitiveCall], pieces: Pieces, leaves: Sequence[Leaf], most: Mapping[str, int]
+) -> tuple[PrimitiveCall, ...]:
+    """The calls with planners for backends that plan on the host, shared where all is equal.
+
+    Args:
+        leaves: of the function's arguments.
+        most: the largest size of each letter.
+
+    Raises:
+        BackendError: a leaf that the plan reads is not on the host.
+    """
+    staged = [i for i, leaf in enumerate(leaves) if leaf.buffer is not None]
+    steps = [step for step in pieces.program.steps if step.cut]
+    shared: dict[Any, Planner] = {}
+    planned = []
+    for step, call in zip(steps, calls):
+        planners = {}
+        for backend in call.backends:
+            if backend.plan is None:
+                continue
+            read = [_host_leaf(step, call, backend, name, leaves) for name in backend.plan.leaves]
+            numbers = tuple(staged.index(i) for i in read)
+            paths = tuple(leaves[i].path for i in read)
+            planners[backend.name] = shared.setdefault(
+                (backend.name, call.config, numbers),
+                Planner(backend.name, backend.plan, call.config, numbers, paths, most),
+            )
+        planned.append(dataclasses.replace(call, planners=planners))
+    return tuple(planned)
+
+
+def _host_leaf(
+    step: Step, call: PrimitiveCall, backend: Backend, name: str, leaves: Sequence[Leaf]
+) -> int:
+    """Number of the leaf that a plan reads as argument `name`."""
+    names = [a.name for a in call.primitive.op._schema.arguments]
+    slot = step.reads[call.cut.places.index(names.index(name))]
+    buffer = leaves[slot].buffer if slot < len(leaves) else None
+    if buffer is None:
+        why = f"{name}, which is no leaf of the batch: forward computes it, or holds it"
+    elif buffer.changed:
+        why = f'{leaves[slot].path}, which lives on the device (rows="changed")'
+    else:
+        return slot
+    raise BackendError(
+        f"backend {backend.name!r} of {step.name} plans on the host, where it reads {why}. "
+        f"Pass {name} as a field of the batch, in host memory; or choose another backend"
+    )

@@ -1,0 +1,76 @@
+"""What attention is told of a batch, and what its backends may be chosen by."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AttentionMeta(NamedTuple):
+    """Where the tokens of a batch belong.
+
+    Attributes:
+        slot_mapping: (T,) int64, block * block_size + row for each token's k and v; -1 writes none.
+        seq_lens: (R,) int32, tokens of each request, this step's included; 0 is a padding request.
+        query_start_loc: (R + 1,) int32, offset of each request's first token among the T.
+        block_tables: (R, B) int32, the blocks of each request, in order.
+    """
+
+    slot_mapping: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    block_tables: Tensor
+
+
+class AttentionConfig(NamedTuple):
+    """What a backend may be chosen by: everything that is the same for every batch.
+
+    Attributes:
+        window: tokens that a token sees at most, itself included; None: all before it.
+        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
+        causal: whether a token sees none behind it.
+        sinks: whether each head has a sink.
+        scaled: whether the cache holds k / k_scale and v / v_scale.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: str
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    sinks: bool = False
+    scaled: bool = False
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """What only a backend that lists it in its `options` is asked to do."""
+        asked = {
+            "bidirectional": not self.causal,
+            "sinks": self.sinks,
+            "cache scales": self.scaled,
+            "fp8 cache": self.cache_dtype.itemsize == 1,
+        }
+        return tuple(name for name, yes in asked.items() if yes)
+
+
+def meta_of(batch: Any) -> AttentionMeta:
+    """The fields of a batch that attention reads."""
+    return AttentionMeta(
+        batch.slot_mapping, batch.seq_lens, batch.query_start_loc, batch.block_tables
+    )
+
+
+def present(meta: AttentionMeta, num_tokens: int) -> Tensor:
+    """(T,) bool: whether a token belongs to a request that is not empty."""
+    token_T = torch.arange(num_tokens, device=meta.seq_lens.device)
+    owner_T = (token_T[:, None] >= meta.query_start_loc[1:]).sum(1)
+    R = meta.seq_lens.shape[0]
+    return (owner_T < R) & (meta.seq_lens[owner_T.clamp(max=R - 1)] > 0)

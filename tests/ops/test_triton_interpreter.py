@@ -1,0 +1,31 @@
+"""Triton's kernels under its interpreter: those of their tests that fit a CPU.
+
+Triton decides on import whether it interprets, so they run in a Python of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = ("test_triton_attention.py", "test_triton_levels.py")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernels_are_right_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "default"]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [*command, *(str(HERE / name) for name in FILES)],
+        capture_output=True, text=True, env=env, cwd=HERE.parent.parent, check=False,
+    )  # fmt: skip
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert passed and int(passed[1]) > 60

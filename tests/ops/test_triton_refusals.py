@@ -1,0 +1,54 @@
+"""What Triton's attention backends refuse, and how they say it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from test_attention import case
+
+from fngraph.errors import BackendError
+from fngraph.ops import AttentionConfig, primitive, triton_backends
+from fngraph.ops.triton_launch import missing
+
+CONFIG = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.125)
+BACKENDS = ["triton", "triton_decode"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"dtype": torch.float64}, "float64"), ({"cache_dtype": torch.int8}, "int8"),
+     ({"head_dim": 512}, "512")],
+)  # fmt: skip
+def test_a_configuration_that_it_has_not_is_refused_with_the_reason(backend, change, why):
+    supports = primitive("attention").backend(backend).supports
+    assert supports(CONFIG) is None
+    assert why in supports(CONFIG._replace(**change))
+    fits = {"dtype": torch.float32, "cache_dtype": torch.float8_e4m3fn, "head_dim": 256}
+    assert supports(CONFIG._replace(**fits)) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_where_triton_cannot_run_it_says_why_and_writes_nothing(backend, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    triton_backends._loaded.cache_clear()
+    c = case((3, 5))
+    before = c.k_cache.clone()
+    with pytest.raises(BackendError, match=f"{backend!r}.*(pip install|TRITON_INTERPRET=1)"):
+        primitive("attention").backend(backend).run(
+            c.q, c.k, c.v, (c.k_cache, c.v_cache), c.meta, torch.empty_like(c.q),
+            config=CONFIG, host=None,
+        )  # fmt: skip
+    assert c.k_cache.nan_to_num().equal(before.nan_to_num())
+
+
+def test_what_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert missing("cuda") is None and "CUDA" in str(missing("cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert missing("cpu") is None and missing() is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in str(missing("cuda"))

@@ -1,0 +1,136 @@
+"""What the tests of Triton's kernels share: calls of a backend, and how far a result is off."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from test_attention import Case, case
+from torch import Tensor
+
+from fngraph.core import HostBounds
+from fngraph.ops import AttentionConfig, AttentionMeta, primitive
+from fngraph.ops.triton_launch import interpreted
+
+WHERE = "cpu" if interpreted() else "cuda"
+LIMIT = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+TENSORS = ("sinks", "k_scale", "v_scale")
+POISON = float("nan")
+
+
+def run(backend: str, c: Case, query_len: int | None = None, **options: Any) -> Tensor:
+    """The backend's output, poisoned beforehand; the caches are written."""
+    out = torch.full_like(c.q, POISON)
+    call(backend, c, out, query_len, **options)
+    return out
+
+
+def call(backend: str, c: Case, out: Tensor, query_len: int | None = None, **options: Any) -> None:
+    """One run into `out`, as a graph's node or an eager step would call it."""
+    tensors = {name: options.pop(name) for name in TENSORS if name in options}
+    config = AttentionConfig(
+        *c.q.shape[1:2], *c.k.shape[1:], c.k_cache.shape[1], c.q.dtype, c.k_cache.dtype, WHERE,
+        options.pop("scale", c.q.shape[-1] ** -0.5), options.pop("window", None),
+        options.pop("softcap", None),
+    )  # fmt: skip
+    extra = {"causal": True, "sinks": "sinks" in tensors, "scaled": "k_scale" in tensors} | options
+    chosen = primitive("attention").backend(backend)
+    assert chosen.supports(config) is None, chosen.supports(config)
+    chosen.run(
+        c.q, c.k, c.v, (c.k_cache, c.v_cache), c.meta, out, **tensors,
+        config=SimpleNamespace(**config._asdict() | extra),
+        host=HostBounds(max_query_len=query_len),
+    )  # fmt: skip
+
+
+def reference(c: Case, **options: Any) -> Tensor:
+    """In float32, from the same numbers; a copy of the caches is written."""
+    q, k, v = (x.float() for x in (c.q, c.k, c.v))
+    exact = Case(q, k, v, c.k_cache.clone(), c.v_cache.clone(), c.meta, c.rows)
+    return run("reference", exact, **options)
+
+
+def dense(
+    c: Case,
+    window: int | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Attention with all options, a request at a time, in float64; the caches are written by now.
+
+    Its own, so that options are tested whatever `reference` knows.
+    """
+    out = torch.zeros_like(c.q, dtype=torch.float64)
+    S, group = c.k_cache.shape[1], c.q.shape[1] // c.k.shape[1]
+    for r, (n, past) in enumerate(c.rows):
+        first, last = c.meta.query_start_loc[r : r + 2].tolist()
+        i = torch.arange(n + past, device=WHERE)
+        block = c.meta.block_tables[r, i // S].long()
+        k, v = (
+            x.double()[block, i % S] * (1 if by is None else by.double().view(-1, 1))
+            for x, by in ((c.k_cache, k_scale), (c.v_cache, v_scale))
+        )
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", c.q[first:last].double(), k) * c.q.shape[-1] ** -0.5
+        behind = (past + i[:n])[:, None] - i[None]
+        hidden = behind < 0 if causal else torch.zeros_like(behind, dtype=torch.bool)
+        if window is not None:
+            hidden |= behind.abs() >= window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.double().view(-1, 1, 1).expand(-1, n, 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.softmax(-1)[..., : n + past]
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out
+
+
+def worst(got: Tensor, want: Tensor) -> float:
+    """The largest error of a (token, head) row, by the row's own norm; both may be zero."""
+    assert got.isfinite().all()
+    got, want = got.double(), want.double()
+    error, norm = (got - want).norm(dim=-1), want.norm(dim=-1)
+    assert error[norm == 0].eq(0).all()
+    return float((error / norm.clamp(min=1e-30)).max())
+
+
+def part(c: Case, r: int, B: int) -> Case:
+    """Request `r` alone, over caches of its own, with a block table of `B` columns."""
+    first, last = c.meta.query_start_loc[r : r + 2].tolist()
+    meta = AttentionMeta(
+        c.meta.slot_mapping[first:last],
+        c.meta.seq_lens[r : r + 1],
+        torch.tensor([0, last - first], dtype=torch.int32, device=c.q.device),
+        wide(c.meta.block_tables[r : r + 1], B),
+    )
+    q, k, v = (x[first:last] for x in (c.q, c.k, c.v))
+    return Case(q, k, v, c.k_cache.clone(), c.v_cache.clone(), meta, c.rows[r : r + 1])
+
+
+def padded(c: Case, reqs: int, query_len: int | None) -> Case:
+    """The same batch as a larger key has it: `reqs` requests of no length, and their tokens."""
+    tokens = reqs * (query_len or 5)
+    slots, lens, starts, tables = c.meta
+    ends = torch.arange(1, reqs + 1, dtype=torch.int32, device=WHERE) * (query_len or 0)
+    pad = torch.nn.functional.pad
+    meta = AttentionMeta(
+        pad(slots, (0, tokens), value=-1),
+        pad(lens, (0, reqs)),
+        torch.cat([starts, starts[-1] + ends]),
+        pad(tables, (0, 0, 0, reqs)),
+    )
+    q, k, v = (torch.cat([x, x.new_full((tokens, *x.shape[1:]), POISON)]) for x in (c.q, c.k, c.v))
+    return Case(q, k, v, c.k_cache.clone(), c.v_cache.clone(), meta, c.rows)
+
+
+def wide(tables: Tensor, B: int) -> Tensor:
+    """The block tables with further columns, up to B, that name no block there is."""
+    return torch.nn.functional.pad(tables, (0, B - tables.shape[1]), value=10**6)
+
+
+def build(*rows: tuple[int, int], **options: Any) -> Case:
+    """`case` on the device under test."""
+    return case(*rows, device=WHERE, **options)

@@ -1,0 +1,262 @@
+"""Hybrids, backends per layer, names that are only studied, and plans on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import toys
+from toys import FULL, LIMITS, NONE, PIECEWISE, SIZES
+
+import fngraph as fg
+from fngraph.errors import BackendError
+from fngraph.ops import ATTENTION, Backend, Hybrid, Plan
+
+CALLS: Counter[Any] = Counter()
+
+
+@pytest.fixture
+def add(monkeypatch):
+    """Adds a backend that counts its calls and then does as `reference`."""
+
+    def add(name: str, level: fg.Support, **more: Any) -> None:
+        def run(q: Any, *args: Any, host: Any, **options: Any) -> None:
+            CALLS[name, q.shape[0], host and host.key] += 1
+            ATTENTION.backend("reference").run(q, *args, host=host, **options)
+
+        CALLS.clear()
+        backend = Backend(name, more.pop("run", run), lambda config: level, **more)
+        monkeypatch.setitem(ATTENTION.backends, name, backend)
+
+    return add
+
+
+def lowered(choice: Any, modes: str | None = None, layers: int = 2) -> Any:
+    fast = fg.graphify(
+        toys.attend, modes=modes, donate="cache", stage="batch", sizes=SIZES,
+        backends={"attention": choice}, recorder="tape",
+    )  # fmt: skip
+    params, cache = toys.attention_params(layers), toys.attention_cache(layers)
+    return fast.trace(params, cache, limits=LIMITS).split().lower()
+
+
+def used(keys: Any) -> set[tuple[str, Any]]:
+    return {(name, key and key.query_len) for name, _, key in keys}
+
+
+def test_a_hybrid_runs_uniform_keys_with_one_and_all_else_with_the_other(add):
+    add("one", fg.Support.UNIFORM_BATCH)
+    add("two", fg.Support.ALWAYS)
+    low = lowered(Hybrid(uniform="one", mixed="two"))
+    assert low.resolution.modes is fg.Mode.FULL_AND_PIECEWISE
+    params, cache = toys.attention_params(), toys.attention_cache()
+    step = low.compile().capture(params, cache, recorder="tape")
+    captured = [key for key in CALLS if key[2] is not None]
+    assert used(captured) == {("one", 1)}
+    for batch, mode, name in [
+        (toys.decode(3), FULL, None), (toys.batch(3, 2), PIECEWISE, "two"),
+        (toys.batch(1, 1, 1), PIECEWISE, "two"),
+    ]:  # fmt: skip
+        CALLS.clear()
+        want = toys.bare(toys.attend, params, cache, batch)
+        CALLS.clear()
+        got, _ = step(cache, batch)
+        torch.testing.assert_close(got, want[0])
+        assert step.dispatch(batch.spec).mode is mode
+        assert used(CALLS) == ({(name, None)} if name else set())
+
+
+def test_in_mode_full_uniform_batches_get_keys_of_their_own(add):
+    add("one", fg.Support.ALWAYS)
+    add("two", fg.Support.ALWAYS)
+    low = lowered(Hybrid(uniform="one", mixed="two"), "FULL")
+    assert low.resolution.modes is FULL
+    assert {key.query_len for _, key in low.table} == {None, 1}
+    assert {key.query_len for _, key in lowered("one", "FULL").table} == {None}
+    params, cache = toys.attention_params(), toys.attention_cache()
+    low.compile().capture(params, cache, recorder="tape")
+    assert used(CALLS) == {("one", 1), ("two", None)}
+
+
+def test_the_level_of_a_hybrid_is_the_lower_one_and_says_whose_it_is(add):
+    add("one", fg.Support.UNIFORM_SINGLE_TOKEN_DECODE)
+    add("two", fg.Support.ALWAYS)
+    low = lowered(["two", Hybrid("one", mixed="two")], "FULL")
+    (reason,) = low.resolution.reasons
+    assert "attention 1 (uniform: one) (UNIFORM_SINGLE_TOKEN_DECODE)" in reason
+    assert "uniform: one" in low.as_text()
+    (reason,) = lowered({0: Hybrid("two", mixed="one")}, "FULL").resolution.reasons
+    assert "attention 0 (mixed: one)" in reason
+
+
+def test_a_backend_for_each_layer(add):
+    add("one", fg.Support.ALWAYS)
+    add("never", fg.Support.NEVER)
+    assert [c.backend.name for c in lowered(["one", "reference"]).calls] == ["one", "reference"]
+    low = lowered({1: "never"})
+    assert [c.backend.name for c in low.calls] == ["reference", "never"]
+    (reason,) = low.resolution.reasons
+    assert "attention 1 (never) (NEVER) can never be captured" in reason
+
+
+@pytest.mark.parametrize(
+    "choice, message",
+    [
+        (["reference"], "lists 1 backends, and forward calls attention 2 times"),
+        ({2: "reference"}, r"forward calls attention 2 times, number 0 to 1"),
+        (Hybrid("reference", mixed="refrence"), "no backend 'refrence'"),
+        ({0: "refrence"}, "no backend 'refrence'"),
+        (3, r"pass a name, or fg.ops.Hybrid"),
+    ],
+)
+def test_a_choice_that_fits_nothing_is_refused(choice, message):
+    with pytest.raises(BackendError, match=message):
+        lowered(choice)
+
+
+def test_a_refusal_names_the_layer_of_a_hybrid(add):
+    add("one", fg.Support.ALWAYS, supports=lambda config: "it is Tuesday")
+    with pytest.raises(BackendError, match=r"attention 1: backend 'one' .*it is Tuesday"):
+        lowered(["reference", Hybrid("one", mixed="reference")])
+
+
+def test_what_is_not_shipped_can_be_lowered_but_not_compiled():
+    low = lowered("CUTLASS MLA", "FULL")
+    assert low.resolution.modes is fg.Mode.FULL_AND_PIECEWISE
+    assert "CUTLASS MLA" in low.resolution.reasons[0]
+    with pytest.raises(BackendError, match=r"attention 0 cannot run: .*not ship 'CUTLASS MLA'"):
+        low.compile()
+
+
+# --- plans on the host ----------------------------------------------------------------------------
+
+
+def planned(add: Any, level: fg.Support, leaves: tuple[str, ...] = ("seq_lens",)) -> list[Any]:
+    """Adds the backend `planned`: it attends over the lengths that its plan has put into a buffer,
+    not those on the device. What is filled is noted in the list."""
+    filled: list[Any] = []
+
+    def buffers(config: Any, sizes: Any, key: Any) -> Any:
+        return key, torch.full((sizes["R"],), 99, dtype=torch.int32)
+
+    def fill(buffers: Any, config: Any, sizes: Any, leaves: Any) -> None:
+        key, lens = buffers
+        filled.append((key, dict(sizes), leaves[0].tolist()))
+        lens.zero_()[: len(leaves[0])] = leaves[0]
+
+    def run(
+        q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, *, plan: Any, **rest: Any
+    ) -> None:
+        meta = meta._replace(seq_lens=plan[1][: meta.seq_lens.shape[0]])
+        ATTENTION.backend("reference").run(q, k, v, kv, meta, out, **rest)
+
+    add("planned", level, run=run, plan=Plan(leaves, buffers, fill))
+    return filled
+
+
+def test_a_plan_is_made_before_each_step_into_the_keys_own_buffers(add):
+    filled = planned(add, fg.Support.UNIFORM_BATCH)
+    low = lowered("planned")
+    params, cache = toys.attention_params(), toys.attention_cache()
+    compiled = low.compile()
+    assert len(compiled.planners) == 1  # two layers, one plan
+    step = compiled.capture(params, cache, recorder="tape")
+    keys = {key for key, _, _ in filled}
+    assert None in keys and {key.num_tokens for key in keys if key} == {1, 2, 4}
+    for batch, mode in [
+        (toys.decode(3), FULL), (toys.decode(2, past=5), FULL), (toys.batch(3, 2), PIECEWISE),
+        (toys.decode(3, past=7), FULL), (toys.batch(9, 3, 2, 2), PIECEWISE),
+    ]:  # fmt: skip
+        filled.clear()
+        want = toys.bare(toys.attend, params, cache, batch)
+        got, _ = step(cache, batch)
+        torch.testing.assert_close(got, want[0])
+        ((key, sizes, lens),) = filled
+        chosen = step.dispatch(batch.spec)
+        assert chosen.mode is mode and lens == batch.seq_lens.tolist()
+        assert key == (chosen.descriptor if mode is FULL else None)
+        T = chosen.descriptor.num_tokens if mode is FULL else batch.spec.num_tokens
+        assert sizes["T"] == T
+
+
+def test_a_batch_that_was_handed_out_is_planned_too(add):
+    filled = planned(add, fg.Support.UNIFORM_BATCH)
+    params, cache = toys.attention_params(), toys.attention_cache()
+    step = lowered("planned").compile().capture(params, cache, recorder="tape")
+    batch = toys.decode(3, past=4)
+    want = toys.bare(toys.attend, params, cache, batch)
+    for _ in range(2):
+        filled.clear()
+        mine = step.host_batch(batch.spec)
+        for name in fg.core.buffers_of(toys.Batch):
+            getattr(mine, name).copy_(getattr(batch, name))
+        got, _ = step(cache, mine)
+        torch.testing.assert_close(got, want[0])
+        assert [lens for _, _, lens in filled] == [[5, 5, 5]]
+
+
+def test_an_eager_batch_is_planned_too(add):
+    planned(add, fg.Support.NEVER)
+    params, cache = toys.attention_params(), toys.attention_cache()
+    step = lowered("planned", "NONE").compile().capture(params, cache, recorder="tape")
+    batch = toys.batch(5, 2, 6)
+    want = toys.bare(toys.attend, params, cache, batch)
+    assert step.dispatch(batch.spec).mode is NONE
+    torch.testing.assert_close(step(cache, batch)[0], want[0])
+
+
+@fg.struct
+class Changed:
+    token_ids: torch.Tensor = fg.buffer("T", "int64")
+    slot_mapping: torch.Tensor = fg.buffer("T", "int64", pad=-1)
+    seq_lens: torch.Tensor = fg.buffer("R", "int32", pad=0)
+    query_start_loc: torch.Tensor = fg.buffer("R + 1", "int32", pad="stride")
+    block_tables: torch.Tensor = fg.buffer("R B", "int32", pad=0, rows="changed")
+    spec: fg.BatchSpec = fg.host()
+
+
+def test_a_leaf_that_lives_on_the_device_rejects_the_backend_when_lowered(add):
+    planned(add, fg.Support.ALWAYS, ("block_tables",))
+
+    def forward(params: Any, cache: Any, batch: Changed) -> Any:
+        return toys.attend(params, cache, batch)
+
+    fast = fg.graphify(forward, donate="cache", stage="batch", backends={"attention": "planned"})
+    split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=LIMITS).split()
+    with pytest.raises(BackendError, match=r"batch.block_tables, which lives on the device"):
+        split.lower()
+
+
+def test_a_leaf_that_forward_computes_rejects_the_backend_when_lowered(add):
+    planned(add, fg.Support.ALWAYS)
+
+    def forward(params: Any, cache: Any, batch: toys.Batch) -> Any:
+        lens = dataclasses.replace(batch, seq_lens=batch.seq_lens + 0)
+        return toys.attend(params, cache, lens)
+
+    fast = fg.graphify(forward, donate="cache", stage="batch", backends={"attention": "planned"})
+    split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=LIMITS).split()
+    with pytest.raises(BackendError, match=r"seq_lens, which is no leaf of the batch: forward"):
+        split.lower()
+
+
+def test_a_leaf_that_comes_on_the_device_is_refused_and_not_waited_for():
+    from fngraph.ops.plan import Planner
+
+    plan = Plan(("seq_lens",), lambda *a: None, lambda *a: None)
+    planner = Planner("p", plan, None, (0,), ("batch.seq_lens",), {"T": 1, "R": 1})
+    with pytest.raises(BackendError, match=r"reads batch.seq_lens, which is on meta.*host_batch"):
+        planner.fill(None, {}, [torch.zeros(1, device="meta")])
+
+
+def test_flashinfers_page_table():
+    from fngraph.ops.attention_flashinfer import pages
+
+    tables = torch.tensor([[7, 3, 5], [2, 9, 0], [4, 0, 0]], dtype=torch.int32)
+    offsets, used, last = pages(torch.tensor([9, 8, 1], dtype=torch.int32), tables, 4, 5)
+    assert offsets.tolist() == [0, 3, 5, 6, 6, 6]
+    assert used.tolist() == [7, 3, 5, 2, 9, 4]
+    assert last.tolist()[:3] == [1, 4, 1] and len(last) == 5

@@ -190,3 +190,28 @@ def test_device_memory_is_back_within_a_percent():
     step.wake()
     assert abs(torch.cuda.mem_get_info()[0] - awake) <= max(awake // 100, 32 << 20)
     assert torch.equal(step(cache, batch)[0], want) and not cache.any()
+
+
+def test_weights_are_written_while_asleep_but_not_replaced(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    made.step.sleep()
+    assert "asleep" in repr(made.step)
+    new = toys.trees.map_leaves(lambda x: x * 2, made.params)
+    made.step.rebind(params=new)
+    longer = toys.trees.map_leaves(lambda x: torch.cat([x, x]), new)
+    with pytest.raises(SleepError):
+        made.step.rebind(params=longer)
+    toys.assert_trees(made.params, new)  # nothing of it was written
+    made.step.wake()
+    assert "asleep" not in repr(made.step)
+    made.check(MIXED)
+
+
+def test_what_is_asked_of_a_key_while_asleep_says_to_wake_it(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    key = made.step.dispatch(MIXED.spec).descriptor
+    made.step.sleep()
+    with pytest.raises(SleepError):
+        made.step.static_buffer(key, "token_ids")
+    with pytest.raises(KeyError, match=r"step\.wake\(\)"):
+        made.step[key]

@@ -285,6 +285,7 @@ class Captured:
         back holds zeros, in the same tensors.
 
         Raises:
+            TreeError: a bound leaf has another shape or dtype by now; the step sleeps on.
             CaptureError: too little memory, and the step sleeps on; or a key that fails.
         """
         with self.recorder.turn.taken():

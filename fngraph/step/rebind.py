@@ -72,7 +72,7 @@ def _rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
     )
     where = zip(binding.indices, zip(*now.recorded), zip(*binding.recorded))
     moved = {i for i, a, b in where if a != b}
-    if same and not moved & _read(compiled):
+    if same and (step.book.asleep or not moved & _read(compiled)):  # `wake` captures again
         _set(step, compiled=compiled, binding=now)
     else:
         _recapture(step, compiled, now)

@@ -11,7 +11,7 @@ import toys
 
 import fngraph as fg
 from fngraph.core import BatchDescriptor
-from fngraph.errors import AddressError, CaptureError, SleepError
+from fngraph.errors import AddressError, CaptureError, SleepError, TreeError
 
 MIXED, UNIFORM = toys.batch(3, 2, seed=1), toys.decode(3, 2, seed=2)
 
@@ -215,3 +215,28 @@ def test_what_is_asked_of_a_key_while_asleep_says_to_wake_it(recorder_name, devi
         made.step.static_buffer(key, "token_ids")
     with pytest.raises(KeyError, match=r"step\.wake\(\)"):
         made.step[key]
+
+
+def test_weights_that_move_while_asleep_are_taken_where_they_are(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    made.step.sleep()
+    for leaf in toys.leaves(made.params):
+        leaf.data = leaf.clone()
+    made.step.rebind(params=made.params)
+    assert held(made) == 0  # nothing is taken before it wakes
+    made.step.wake()
+    made.check(MIXED)
+
+
+def test_weights_of_another_dtype_do_not_wake(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    made.step.sleep()
+    leaf = toys.leaves(made.params)[0]
+    old = leaf.data
+    leaf.data = old.double()
+    with pytest.raises(TreeError, match="traced as float32"):
+        made.step.wake()
+    assert held(made) == 0
+    leaf.data = old
+    made.step.wake()
+    made.check(MIXED)

@@ -167,7 +167,7 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
         AmbientError: naming what has changed.
     """
     before, seed = read(device), torch.initial_seed()
-    deterministic, precision = torch.are_deterministic_algorithms_enabled(), _matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     after, reseeded = before, False
     try:
         yield
@@ -177,10 +177,10 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
         torch.set_default_dtype(before.default_dtype)
         if device != "meta":
             torch.set_autocast_enabled(device, before.autocast is not None)
-        if after.kernels != before.kernels:  # or "none" would become "ieee"
+        if after.kernels != before.kernels:
             torch.use_deterministic_algorithms(deterministic)
-            if precision is not None:
-                torch.set_float32_matmul_precision(precision)
+            for backend, precision in zip(("cuda", "mkldnn"), before.kernels):
+                torch._C._set_fp32_precision_setter(backend, "matmul", precision)
         if after.modes != before.modes:
             torch.set_default_device(next((m[1] for m in before.modes if type(m) is tuple), None))
     if after != before or reseeded:
@@ -189,10 +189,3 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
             f"{defined_at(fn)}: forward changes state outside of it ({what}), which a graph would "
             "not do again. Change it around the call, or for a part: with torch.autocast(...):"
         )
-
-
-def _matmul_precision() -> str | None:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set through the newer switches
-        return None

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
-from fngraph.core.program import Program, groups, run
+from fngraph.core.program import Program, groups
 from fngraph.core.text import count
 from fngraph.graphs.inside import Counts, dot, key_name
-from fngraph.graphs.memory import preserved
 from fngraph.graphs.ranges import RangedRecording, in_range
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging import Sizes
@@ -235,21 +234,3 @@ def capture(
         calls.clear()
         raise
     return Replay(mode, descriptor, tuple(calls), outputs, first)
-
-
-def warm_up(
-    recorder: Recorder,
-    program: Program,
-    fns: Sequence[StepFn],
-    inputs: Sequence[torch.Tensor],
-    written: Sequence[torch.Tensor],
-    sizes: Sizes,
-    host: HostBounds,
-) -> None:
-    """Run the program once on what is staged (padding), leaving `written` as it was.
-
-    Args:
-        written: donated leaves that the program writes other than through null slots.
-    """
-    with preserved(written):
-        recorder.warm_up(lambda: run(program, fns, inputs, sizes, host))

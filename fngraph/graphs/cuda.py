@@ -97,6 +97,9 @@ class CudaRecorder:
         self._open: torch.cuda.CUDAGraph | None = None
         self._entered = False
 
+    def __repr__(self) -> str:
+        return f"CudaRecorder({self.device})"
+
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` on the capture stream, ordered after and before the caller's work."""
         with torch.cuda.device(self.device):

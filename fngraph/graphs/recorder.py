@@ -7,7 +7,6 @@ nothing until the first replay. Memory that dies inside `fn` serves later record
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -121,11 +120,6 @@ def describe(error: BaseException) -> str:
     notes = list(getattr(error, "__notes__", ()))
     line = "" if notes else raised_at(error.__traceback__)
     return ", ".join([first, *notes, *([f"at {line}"] if line and line not in first else [])])
-
-
-def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes a CUDA device the current one: Triton launches there, whatever its arguments say."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def check_name(name: str | Recorder | None) -> None:

@@ -20,9 +20,7 @@ from fngraph.core import BufferPlan
 from fngraph.errors import TreeError
 
 SLOTS = 4
-STATE = (
-    3  # the device's words: its count, programs that have finished, where the host reads the count
-)
+STATE = 3  # the device's own words: its count, finished programs, where the host reads the count
 HEADER = 2  # words before those of the leaves: tokens of the batch, stride of padding offsets
 
 

@@ -102,6 +102,9 @@ class TapeRecorder:
         self.turn = Turn(device)
         self._graph_bytes = 0
 
+    def __repr__(self) -> str:
+        return f"TapeRecorder({self.device})"
+
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Nothing on the CPU is set up lazily in a way that a recording would miss."""
 

@@ -50,13 +50,17 @@ def sibling(step: Captured, ambient: Ambient) -> Captured:
             'fg.graphify(..., on_ambient="recapture")'
         )
     compiled = again.split().lower(lowered.limits).compile()
-    treedefs, leaves = step.compiled.args.treedefs, step.binding.leaves
+    return dataclasses.replace(anew(step, compiled), stats=step.stats, siblings=step.siblings)
+
+
+def anew(step: Captured, compiled: Compiled) -> Captured:
+    """Memory for another trace of the function, over the step's leaves and in its pool."""
+    treedefs, leaves = compiled.args.treedefs, step.binding.leaves
     values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in step.binding.spans.items()]
     outputs = "borrow" if step.borrow else "own"
-    made = bind_and_allocate(
+    return bind_and_allocate(
         compiled, values, step.recorder, outputs, step.book.rules, step.guards, step.tables
     )
-    return dataclasses.replace(made, stats=step.stats, siblings=step.siblings)
 
 
 @torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in

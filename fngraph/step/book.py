@@ -34,7 +34,7 @@ class Rules:
             raise CaptureError(f'on_failure={self.on_failure!r}: "raise" or "eager"')
         budget = self.memory_budget
         if budget is not None and (type(budget) is not int or budget < 0):
-            raise CaptureError(f"memory_budget={budget!r}: a number of bytes, or None")
+            raise CaptureError(f"memory_budget={budget!r}: a number of bytes, 2 << 30, or None")
 
 
 class Asleep(NamedTuple):

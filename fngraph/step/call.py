@@ -36,6 +36,7 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
         AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
         TransformError: within a `torch.func` transform.
         CaptureError: a key that cannot be captured, or a step within a capture of the caller's.
+        SleepError: while it sleeps.
     """
     turn = step.recorder.turn
     with turn.lock:

@@ -42,7 +42,7 @@ from fngraph.step.budget import memory
 from fngraph.step.call import call, host_batch
 from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.inside import Times, show_ranges, times
-from fngraph.step.keys import capture_all, capture_some, recapture, release
+from fngraph.step.keys import capture_all, capture_some, check_key, recapture, release
 from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.rebind import rebind
 from fngraph.step.sleep import family, sleep, wake
@@ -56,10 +56,17 @@ class Captured:
     """A step over bound weights and state; a mapping from descriptors to replays.
 
     Attributes:
+        binding: held and donated leaves, and their addresses.
+        static: buffers of the batch's leaves, read by every key.
+        constants: of the trace, on the device.
         outputs: static output buffers, written by every key.
         borrow: whether results are views of them, good until the next call.
         assemble: results and donated containers to `forward`'s whole output.
         replays: what has been captured.
+        entry: how a call's arguments are read.
+        ring: host memory in which batches wait for their graphs.
+        ready: what a batch's counts decide, by those counts.
+        hot: what the last call found, for the next one.
         siblings: the step for each ambient state that calls have come under; itself for its own.
         stats: what ran, counted.
         tables: of the batch's leaves that are device state, `rows="changed"`.
@@ -165,7 +172,7 @@ class Captured:
             leaf: the field's name, or the path: "hidden" or "batch.hidden".
 
         Raises:
-            SpecError: not a key of the table. TreeError: no such leaf.
+            SpecError: not a key of the table. TreeError: no such leaf. SleepError: while it sleeps.
         """
         return static_leaf(self.under_ambient(), descriptor, leaf)
 
@@ -187,6 +194,7 @@ class Captured:
             TreeError: another structure, an unknown path, no tensor, or different values for
                 leaves that share memory.
             AddressError: a leaf that is not given has moved.
+            SleepError: another shape or dtype, while it sleeps. The same ones can be written then.
             FnGraphError: `forward` refuses the new shapes. Nothing has been written.
             CaptureError: a key cannot be captured again; the others are, or will be when needed.
         """
@@ -260,6 +268,9 @@ class Captured:
     def sleep(self, cache: bool = False) -> None:
         """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
 
+        Tensors over that memory (borrowed results, views of static buffers, a cache given back)
+        must not be used before `wake`: torch does not check, and reads at address 0.
+
         Args:
             cache: give back the donated leaves too. What they hold is lost.
 
@@ -274,6 +285,7 @@ class Captured:
         back holds zeros, in the same tensors.
 
         Raises:
+            TreeError: a bound leaf has another shape or dtype by now; the step sleeps on.
             CaptureError: too little memory, and the step sleeps on; or a key that fails.
         """
         with self.recorder.turn.taken():
@@ -332,13 +344,20 @@ class Captured:
         show_ranges(self, on)
 
     def __getitem__(self, descriptor: BatchDescriptor) -> Replay:
-        """The replay of a captured key."""
+        """The replay of a captured key.
+
+        Raises:
+            KeyError: it is not captured, or no key of the table.
+        """
         for mode in (Mode.FULL, Mode.PIECEWISE):
             if (mode, descriptor) in self.replays:
                 return self.replays[mode, descriptor]
         distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
         near = sorted((d for _, d in self.replays), key=distance)[:3]
-        raise KeyError(f"{descriptor} is not captured; the nearest that are: {near}")
+        missing = f"{descriptor} is not captured; the nearest that are: {near or 'none'}"
+        check_key(self, descriptor, f"{missing}. It")
+        fix = "wake()" if self.book.asleep else f"recapture({descriptor})"
+        raise KeyError(f"{missing}. Capture it: step.{fix}")
 
     def __iter__(self) -> Iterator[BatchDescriptor]:
         return iter(descriptor for _, descriptor in self.replays)
@@ -347,8 +366,9 @@ class Captured:
         return len(self.replays)
 
     def __repr__(self) -> str:
-        done = f"{len(self.replays)} of {len(self.table)} keys"
-        return f"Captured({done} on {self.recorder.name}; {self.table!r})"
+        done = f"{len(self.replays)} of {len(self.table)} keys on {self.recorder.name}"
+        asleep = ", asleep" if self.book.asleep else ""
+        return f"{type(self).__name__}({done}{asleep}; {self.table!r})"
 
 
 def _checked(spec: BatchSpec) -> BatchSpec:

@@ -85,13 +85,16 @@ class Table:
             )
         fits = isinstance(rows, torch.Tensor) and rows.dtype is torch.int64 and rows.dim() == 1
         if not fits or rows.device.type != "cpu":
-            raise TreeError(f"{path}: ChangedRows.rows is an int64 tensor (n,) in host memory")
+            place = f" on {rows.device}" if fits else ""
+            raise TreeError(
+                f"{path}: ChangedRows.rows should be torch.int64 (n,) in host memory, got "
+                f"{_kind(rows)}{place}"
+            )
         want = (len(rows), *self.data.shape[1:])
         like = self.data[:1].expand(want)
         if not isinstance(values, torch.Tensor) or not _is_like(values, like):
-            got = f"{values.dtype} {list(values.shape)}" if hasattr(values, "shape") else values
             raise TreeError(
-                f"{path}: ChangedRows.values should be {self.data.dtype} {list(want)}, got {got}"
+                f"{path}: ChangedRows.values should be {_kind(like)}, got {_kind(values)}"
             )
         indices = rows.tolist()
         if not indices:
@@ -114,6 +117,10 @@ class Table:
 def _is_like(x: torch.Tensor, like: torch.Tensor) -> bool:
     dense = x.layout is torch.strided and not x.is_meta
     return dense and x.dtype is like.dtype and x.shape == like.shape
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 def _upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

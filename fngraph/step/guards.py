@@ -26,7 +26,7 @@ from fngraph.step.ready import CALLED
 Node = Callable[[], None]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Guarded(Captured):
     """A step that poisons.
 

@@ -18,7 +18,7 @@ from fngraph.graphs.memory import preserved
 from fngraph.graphs.staging import Sizes, kept
 from fngraph.step.plans import plan_padding
 from fngraph.step.ready import forget
-from fngraph.step.warm import sizes_of, written
+from fngraph.step.warm import bounds_of, sizes_of, written
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -54,7 +54,7 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
         raise ValueError(f"repeats={repeats}: at least 1")
     replay = step[descriptor]
     sizes = sizes_of(step, descriptor)
-    host = HostBounds(max_query_len=descriptor.query_len or descriptor.num_tokens)
+    host = bounds_of((replay.mode, descriptor))
     device = step.recorder.device
     timed = _on_cuda if device.type == "cuda" else _on_cpu
     rounds, lag = [], 0.0

@@ -100,12 +100,19 @@ def find_replay(step: Captured, ready: Ready, spec: BatchSpec) -> None:
     ready.free = mode is Mode.FULL and step.borrow
 
 
+def check_key(step: Captured, descriptor: BatchDescriptor, subject: str = "") -> None:
+    """Raise `KeyError` unless the table has this key."""
+    if all(known != descriptor for _, known in step.table):
+        raise KeyError(
+            f"{subject or descriptor} is no key of {step.table!r}. Ask for the one that a batch "
+            "runs as: step.dispatch(spec).descriptor"
+        )
+
+
 def release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]:
     """Free the graphs of these keys, or of all; those that were captured, or had failed."""
-    known = {descriptor for _, descriptor in step.table}
     for descriptor in descriptors:
-        if descriptor not in known:
-            raise KeyError(f"{descriptor} is no key of {step.table!r}")
+        check_key(step, descriptor)
     wanted = [key for key in step.table if not descriptors or key[1] in descriptors]
     found = [key for key in wanted if key in step.replays or key in step.book.failed]
     for key in found:

@@ -18,7 +18,7 @@ from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
 from fngraph.step import budget
 from fngraph.step.book import Key
-from fngraph.step.warm import cold, given, run_padding, written
+from fngraph.step.warm import cold, operands, run_padding, written
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -96,7 +96,7 @@ def as_captured(step: Captured) -> Iterator[None]:
 
 def _record(step: Captured, mode: Mode, descriptor: BatchDescriptor, watched: bool) -> Replay:
     generators = step.compiled.lowered.split.traced.options.generators
-    sizes, host, inputs, first = given(step, (mode, descriptor))
+    sizes, host, inputs, first = operands(step, (mode, descriptor))
     program, compiled = step.compiled.lowered.split.program, step.compiled
     return capture(
         step.recorder, program, compiled.fns, compiled.rows, inputs, mode, descriptor,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fngraph.core import trees
 from fngraph.errors import TreeError
 from fngraph.fx.kinds import overlaps
 from fngraph.fx.leaves import Leaf, TensorSpec
@@ -57,6 +56,8 @@ def _rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
     changes = {one.at: _change(binding, one, memory) for one in given(binding, arguments)}
     _check_the_rest(binding, changes)
     replaced = {at for at, change in changes.items() if change.replaces}
+    if replaced:
+        step.book.check_awake()  # it may have to be captured again
     check_tied(binding, {at: change.one for at, change in changes.items()}, replaced)
     specs = {binding.indices[at]: change.spec for at, change in changes.items()}
     leaves = [
@@ -71,7 +72,7 @@ def _rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
     )
     where = zip(binding.indices, zip(*now.recorded), zip(*binding.recorded))
     moved = {i for i, a, b in where if a != b}
-    if same and not moved & _read(compiled):
+    if same and (step.book.asleep or not moved & _read(compiled)):  # `wake` captures again
         _set(step, compiled=compiled, binding=now)
     else:
         _recapture(step, compiled, now)
@@ -163,19 +164,14 @@ def _read(compiled: Compiled) -> set[int]:
 
 def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:
     """Memory and graphs anew, in the same pool, of the keys that were captured."""
-    from fngraph.step.allocate import bind_and_allocate
+    from fngraph.step.allocate import anew
 
     keys = list(step.replays)
     step.recorder.synchronize()  # a step in flight still reads its slot
     free(step, keys)
     step.book.failed.clear()
     step.book.warm.clear()
-    treedefs, leaves = compiled.args.treedefs, binding.leaves
-    values = [trees.unflatten(treedefs[i], leaves[s]) for i, s in binding.spans.items()]
-    outputs = "borrow" if step.borrow else "own"
-    made = bind_and_allocate(
-        compiled, values, step.recorder, outputs, step.book.rules, step.guards, step.tables
-    )
+    made = anew(step, compiled)
     new = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in KEPT}
     donated = make_entry(compiled.args, binding).donated
     entry = dataclasses.replace(made.entry, donated=donated)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fngraph.fx.leaves import Role
+from fngraph.errors import TreeError
+from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.graphs.addresses import places
 from fngraph.graphs.memory import empty, fill_again
 from fngraph.step.binding import Binding
@@ -50,9 +51,12 @@ def wake(step: Captured) -> None:
     on.
 
     Raises:
+        TreeError: a bound leaf has another shape or dtype by now: the step sleeps on.
         CaptureError: too little memory: the step sleeps on. Or a key that fails, by `on_failure`.
     """
     slept = [(one, one.book.asleep) for one in family(step) if one.book.asleep]
+    for one, _ in slept:
+        _check_specs(one.binding)
     for _, asleep in slept:
         fill_again(asleep.emptied)
     for one, _ in slept:
@@ -67,6 +71,14 @@ def wake(step: Captured) -> None:
 def _donated(binding: Binding) -> list[torch.Tensor]:
     leaves = binding.args.leaves
     return [x for i, x in zip(binding.indices, binding.leaves) if leaves[i].role is Role.DONATED]
+
+
+def _check_specs(binding: Binding) -> None:
+    """A leaf may have moved meanwhile, but graphs are made for what was traced."""
+    for i, path, x in zip(binding.indices, binding.paths, binding.leaves):
+        traced, now = binding.args.leaves[i].spec, TensorSpec.of(x)
+        if now != traced:
+            raise TreeError(f"{path}: traced as {traced}, but {now} by now. Put it back and wake")
 
 
 def _bind_again(binding: Binding) -> None:

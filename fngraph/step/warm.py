@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode, key_sizes
-from fngraph.graphs.capture import warm_up
+from fngraph.core.program import run
 from fngraph.graphs.staging import kept
 from fngraph.graphs.unpack import unpacker
 from fngraph.step.book import Key
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """What the program of one key is called with: sizes, bounds, inputs and the first node."""
 
     sizes: dict[str, int]
@@ -34,21 +34,27 @@ class Given(NamedTuple):
     first: Any
 
 
-def given(step: Captured, key: Key) -> Given:
+def operands(step: Captured, key: Key) -> Operands:
     """For a key, at the addresses of now; what is planned on the host is planned for padding."""
     mode, descriptor = key
     sizes = sizes_of(step, descriptor)
-    host = KeyBounds(descriptor) if mode is Mode.FULL else HostBounds(descriptor.num_tokens)
+    host = bounds_of(key)
     plan_padding(step, mode, descriptor, sizes)
     inputs = step.binding.inputs(step.static.views(sizes), step.constants)
     first = step.guard(unpacker(step.static, step.ring, sizes), sizes)
-    return Given(sizes, host, inputs, first)
+    return Operands(sizes, host, inputs, first)
 
 
 def sizes_of(step: Captured, key: BatchDescriptor) -> dict[str, int]:
     """{"T", "R", ...} of a key."""
     limits = step.limits
     return key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
+
+
+def bounds_of(key: Key) -> HostBounds:
+    """A key's own upper bounds; those of one graph say which key it is."""
+    mode, descriptor = key
+    return KeyBounds(descriptor) if mode is Mode.FULL else HostBounds(descriptor.num_tokens)
 
 
 def kind(sizes: Mapping[str, int], descriptor: BatchDescriptor) -> Hashable:
@@ -61,7 +67,7 @@ def run_padding(step: Captured, key: Key) -> None:
 
     Other writes land: see `preserved` and `written`.
     """
-    sizes, host, inputs, first = given(step, key)
+    sizes, host, inputs, first = operands(step, key)
     with kept(step.static.views(sizes)):  # the next batch may be there already
         try:
             step.ring.put_padding(step.static.plan, key[1].query_len or 0)
@@ -70,7 +76,7 @@ def run_padding(step: Captured, key: Key) -> None:
             step.ring.resume()
             raise
         split, fns = step.compiled.lowered.split, step.compiled.fns
-        warm_up(step.recorder, split.program, fns, inputs, (), sizes, host)
+        step.recorder.warm_up(lambda: run(split.program, fns, inputs, sizes, host))
     step.book.warm[kind(sizes, key[1])] = key
 
 

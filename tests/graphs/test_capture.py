@@ -14,7 +14,8 @@ import fngraph as fg
 from fngraph.core import BatchDescriptor, Dim, HostBounds
 from fngraph.core.program import Program, Step, groups, run, with_drops
 from fngraph.errors import CaptureError
-from fngraph.graphs.capture import EagerCall, capture, warm_up
+from fngraph.graphs.capture import EagerCall, capture
+from fngraph.graphs.memory import preserved
 
 HOST = HostBounds(max_query_len=1)
 
@@ -208,7 +209,8 @@ def test_warm_up_leaves_what_is_written_as_it_was(kit):
     hand.state.view(torch.int32).bitwise_or_(77)  # a payload that a sum would lose
     before = hand.state.view(torch.int32).clone()
     inputs, sizes = [hand.x[:4], hand.state], {"T": 4, "R": 1}
-    warm_up(kit.recorder, hand.program, hand.fns, inputs, [hand.state], sizes, HOST)
+    with preserved([hand.state]):
+        kit.recorder.warm_up(lambda: run(hand.program, hand.fns, inputs, sizes, HOST))
     assert torch.equal(hand.state.view(torch.int32), before)
 
 
@@ -222,8 +224,8 @@ def test_warm_up_that_fails_leaves_what_is_written_as_it_was(kit):
 
     inputs, sizes = [hand.x[:4], hand.state], {"T": 4, "R": 1}
     fns = [*hand.fns[:-1], explode]
-    with pytest.raises(ValueError, match="boom"):
-        warm_up(kit.recorder, hand.program, fns, inputs, [hand.state], sizes, HOST)
+    with pytest.raises(ValueError, match="boom"), preserved([hand.state]):
+        kit.recorder.warm_up(lambda: run(hand.program, fns, inputs, sizes, HOST))
     assert hand.state.item() == 0 and hand.seen == [4]
 
 

@@ -10,7 +10,7 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import CaptureError
-from fngraph.graphs.recorder import current, make_recorder
+from fngraph.graphs.recorder import make_recorder
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two_gpus")
 ONE = torch.device("cuda", 1)
@@ -36,11 +36,6 @@ def test_a_recorder_of_another_index_is_refused():
     assert make_recorder(On(ONE), torch.device("cuda")).device == ONE  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match=r"cuda:1.*cuda:0"):
         make_recorder(On(ONE), torch.device("cuda", 0))  # type: ignore[arg-type]
-
-
-def test_the_cpu_has_no_current_device():
-    with current(torch.device("cpu")):
-        pass
 
 
 def on_one(tree: Any) -> Any:

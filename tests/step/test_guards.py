@@ -294,3 +294,8 @@ def test_the_tree_of_results_is_the_same(recorder_name, device):
     assert trees.flatten(got)[1] == trees.flatten(want)[1]
     for a, b in zip(toys.leaves(got), toys.leaves(want)):
         torch.testing.assert_close(a.clone(), b)
+
+
+def test_a_guarded_step_prints_as_a_step_does(recorder_name, device):
+    step = make(simple, device, recorder_name)
+    assert repr(step).startswith("Guarded(") and len(repr(step)) < 200

@@ -11,7 +11,7 @@ import toys
 
 import fngraph as fg
 from fngraph.core import BatchDescriptor
-from fngraph.errors import AddressError, CaptureError, SleepError
+from fngraph.errors import AddressError, CaptureError, SleepError, TreeError
 
 MIXED, UNIFORM = toys.batch(3, 2, seed=1), toys.decode(3, 2, seed=2)
 
@@ -190,3 +190,53 @@ def test_device_memory_is_back_within_a_percent():
     step.wake()
     assert abs(torch.cuda.mem_get_info()[0] - awake) <= max(awake // 100, 32 << 20)
     assert torch.equal(step(cache, batch)[0], want) and not cache.any()
+
+
+def test_weights_are_written_while_asleep_but_not_replaced(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    made.step.sleep()
+    assert "asleep" in repr(made.step)
+    new = toys.trees.map_leaves(lambda x: x * 2, made.params)
+    made.step.rebind(params=new)
+    longer = toys.trees.map_leaves(lambda x: torch.cat([x, x]), new)
+    with pytest.raises(SleepError):
+        made.step.rebind(params=longer)
+    toys.assert_trees(made.params, new)  # nothing of it was written
+    made.step.wake()
+    assert "asleep" not in repr(made.step)
+    made.check(MIXED)
+
+
+def test_what_is_asked_of_a_key_while_asleep_says_to_wake_it(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    key = made.step.dispatch(MIXED.spec).descriptor
+    made.step.sleep()
+    with pytest.raises(SleepError):
+        made.step.static_buffer(key, "token_ids")
+    with pytest.raises(KeyError, match=r"step\.wake\(\)"):
+        made.step[key]
+
+
+def test_weights_that_move_while_asleep_are_taken_where_they_are(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    made.step.sleep()
+    for leaf in toys.leaves(made.params):
+        leaf.data = leaf.clone()
+    made.step.rebind(params=made.params)
+    assert held(made) == 0  # nothing is taken before it wakes
+    made.step.wake()
+    made.check(MIXED)
+
+
+def test_weights_of_another_dtype_do_not_wake(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    made.step.sleep()
+    leaf = toys.leaves(made.params)[0]
+    old = leaf.data
+    leaf.data = old.double()
+    with pytest.raises(TreeError, match="traced as float32"):
+        made.step.wake()
+    assert held(made) == 0
+    leaf.data = old
+    made.step.wake()
+    made.check(MIXED)

@@ -165,7 +165,7 @@ class Captured:
             leaf: the field's name, or the path: "hidden" or "batch.hidden".
 
         Raises:
-            SpecError: not a key of the table. TreeError: no such leaf.
+            SpecError: not a key of the table. TreeError: no such leaf. SleepError: it sleeps.
         """
         return static_leaf(self.under_ambient(), descriptor, leaf)
 
@@ -188,6 +188,7 @@ class Captured:
                 leaves that share memory.
             AddressError: a leaf that is not given has moved.
             FnGraphError: `forward` refuses the new shapes. Nothing has been written.
+            SleepError: keys are to be captured again, and it sleeps. Nothing has been written.
             CaptureError: a key cannot be captured again; the others are, or will be when needed.
         """
         rebind(self, held)
@@ -216,7 +217,7 @@ class Captured:
 
         Raises:
             CaptureError: what was captured before stays.
-            SleepError: while it sleeps.
+            SleepError: while it sleeps. AddressError: a bound leaf has moved.
         """
         with self.recorder.turn.taken():
             capture_all(self.under_ambient(), progress)
@@ -226,7 +227,7 @@ class Captured:
         are used, but at least one; returns how many keys are missing still.
 
         Raises:
-            CaptureError, SleepError: as `capture_all`.
+            CaptureError, SleepError, AddressError: as `capture_all`.
         """
         with self.recorder.turn.taken():
             return capture_some(self.under_ambient(), budget_ms)
@@ -248,7 +249,7 @@ class Captured:
         """Release these keys (none: all that are captured or failed) and capture them again.
 
         Raises:
-            KeyError: no key of the table. CaptureError, SleepError: as `capture_all`.
+            KeyError: no key of the table. CaptureError, SleepError, AddressError: as `capture_all`.
         """
         with self.recorder.turn.taken():
             now = self.under_ambient()
@@ -259,6 +260,8 @@ class Captured:
 
     def sleep(self, cache: bool = False) -> None:
         """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
+
+        Borrowed results go too: never read one after this (with guards=True, a `StaleError`).
 
         Args:
             cache: give back the donated leaves too. What they hold is lost.
@@ -275,6 +278,7 @@ class Captured:
 
         Raises:
             CaptureError: too little memory, and the step sleeps on; or a key that fails.
+            SleepError: a bound leaf that another function gave back: wake that one first.
         """
         with self.recorder.turn.taken():
             wake(self)

@@ -58,6 +58,7 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     timed = _on_cuda if device.type == "cuda" else _on_cpu
     rounds, lag = [], 0.0
     with step.recorder.turn.taken(), step.fixed_ambient():
+        step.recorder.loans.expire(step.outputs, "times()")
         with preserved(written(step)), kept(step.static.views(sizes)):
             try:
                 for _ in range(repeats + 1):

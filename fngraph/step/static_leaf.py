@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def static_leaf(step: Captured, descriptor: BatchDescriptor, leaf: str) -> torch.Tensor:
     """See `Captured.static_buffer`."""
+    step.book.check_awake()
     if not any((mode, descriptor) in step.table for mode in (Mode.FULL, Mode.PIECEWISE)):
         raise SpecError(
             f"{descriptor!r} is no key of this step. Ask for the one that a batch runs as: "

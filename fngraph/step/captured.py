@@ -317,12 +317,12 @@ class Captured:
     def times(self, descriptor: BatchDescriptor, repeats: int = 20) -> Times:
         """Device time of each graph and eager call of a captured key; CPU time on the tape.
 
-        It replays a batch that is all padding, so donated state is as before; what is written
-        other than through null slots is saved first. Attention sees no keys there, so its time
-        is a lower bound. Borrowed outputs are overwritten, as by a step.
+        It replays a batch that is all padding, so donated state and generators are as before; what
+        is written other than through null slots is saved first. Attention sees no keys there, so
+        its time is a lower bound. Borrowed outputs are overwritten, as by a step.
 
         Raises:
-            KeyError: a key that is not captured.
+            KeyError: a key that is not captured. AddressError: a bound leaf has moved.
         """
         return times(self, descriptor, repeats)
 

@@ -92,6 +92,14 @@ def test_tracing_and_capturing_leave_a_generator_where_it_was(device):
     assert torch.equal(g.get_state(), before)
 
 
+def test_looking_at_times_leaves_a_generator_where_it_was(device):
+    g = generator(device)
+    step, _ = captured(sampling(g), device, generators=(g,))
+    before = g.get_state()
+    step.times(next(iter(step)), repeats=2)
+    assert torch.equal(g.get_state(), before)
+
+
 def test_what_a_warm_up_draws_is_undone(device, monkeypatch):
     from fngraph.graphs.tape import TapeRecorder
 

@@ -26,7 +26,7 @@ class Loan:
     Attributes:
         by: the function and its call, "decode (call 3 of the pool)".
         tensors: as lent, without guard.
-        expired_by: the call that expired it; None: it is good.
+        expired_by: the call, or "sleep()", that expired it; None: it is good.
     """
 
     by: str
@@ -52,12 +52,19 @@ class Loans:
     def begin(self, name: str) -> None:
         """A call of the function `name` begins: all that was lent is poisoned."""
         self.generation += 1
-        by = self._call_of(name)
-        for loan in self.running:
+        self._expire(self.running, self._call_of(name))
+
+    def expire(self, outputs: Iterable[torch.Tensor], by: str) -> None:
+        """What is lent of these buffers is poisoned, before `by` takes or overwrites them."""
+        memory = _storages(outputs)
+        self._expire([x for x in self.running if _storages(x.tensors) & memory], by)
+
+    def _expire(self, loans: list[Loan], by: str) -> None:
+        for loan in loans:
             loan.expired_by = by
             for tensor in loan.tensors:
                 poison(tensor)
-        self.running = []
+        self.running = [x for x in self.running if x.expired_by is None]
 
     def lend(self, name: str, results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The results as `Borrowed`, until the next call begins."""
@@ -70,8 +77,11 @@ class Loans:
 
     def storages(self) -> set[int]:
         """Addresses of the memory that is lent."""
-        lent = (x for loan in self.running for x in loan.tensors)
-        return {x.untyped_storage().data_ptr() for x in lent}
+        return _storages(x for loan in self.running for x in loan.tensors)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in tensors}
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -224,7 +224,7 @@ class Captured:
 
         Raises:
             CaptureError: what was captured before stays.
-            SleepError: while it sleeps.
+            SleepError: while it sleeps. AddressError: a bound leaf has moved.
         """
         with self.recorder.turn.taken():
             capture_all(self.under_ambient(), progress)
@@ -234,7 +234,7 @@ class Captured:
         are used, but at least one; returns how many keys are missing still.
 
         Raises:
-            CaptureError, SleepError: as `capture_all`.
+            CaptureError, SleepError, AddressError: as `capture_all`.
         """
         with self.recorder.turn.taken():
             return capture_some(self.under_ambient(), budget_ms)
@@ -256,7 +256,7 @@ class Captured:
         """Release these keys (none: all that are captured or failed) and capture them again.
 
         Raises:
-            KeyError: no key of the table. CaptureError, SleepError: as `capture_all`.
+            KeyError: no key of the table. CaptureError, SleepError, AddressError: as `capture_all`.
         """
         with self.recorder.turn.taken():
             now = self.under_ambient()
@@ -269,7 +269,8 @@ class Captured:
         """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
 
         Tensors over that memory (borrowed results, views of static buffers, a cache given back)
-        must not be used before `wake`: torch does not check, and reads at address 0.
+        must not be used before `wake`: torch does not check, and reads at address 0. With
+        guards=True the use of a borrowed result is a `StaleError`.
 
         Args:
             cache: give back the donated leaves too. What they hold is lost.
@@ -287,6 +288,7 @@ class Captured:
         Raises:
             TreeError: a bound leaf has another shape or dtype by now; the step sleeps on.
             CaptureError: too little memory, and the step sleeps on; or a key that fails.
+            SleepError: a bound leaf that another function gave back: wake that one first.
         """
         with self.recorder.turn.taken():
             wake(self)
@@ -325,12 +327,12 @@ class Captured:
     def times(self, descriptor: BatchDescriptor, repeats: int = 20) -> Times:
         """Device time of each graph and eager call of a captured key; CPU time on the tape.
 
-        It replays a batch that is all padding, so donated state is as before; what is written
-        other than through null slots is saved first. Attention sees no keys there, so its time
-        is a lower bound. Borrowed outputs are overwritten, as by a step.
+        It replays a batch that is all padding, so donated state and generators are as before; what
+        is written other than through null slots is saved first. Attention sees no keys there, so
+        its time is a lower bound. Borrowed outputs are overwritten, as by a step.
 
         Raises:
-            KeyError: a key that is not captured.
+            KeyError: a key that is not captured. AddressError: a bound leaf has moved.
         """
         return times(self, descriptor, repeats)
 

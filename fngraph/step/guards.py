@@ -80,7 +80,7 @@ class Guarded(Captured):
         values = list(args)
         if kwargs or len(args) != entry.count:
             values = list(self.compiled.args.signature.values(args, kwargs, *CALLED))
-        batch = values[entry.staged_at]
+        batch = given = values[entry.staged_at]
         leaves, treedef = trees.flatten(batch)
         lent = loans.storages()
         kept = [_own(x, lent) for x in leaves]
@@ -89,6 +89,8 @@ class Guarded(Captured):
             values[entry.staged_at] = batch = trees.unflatten(treedef, kept)
             if entry.spec_field is not None:
                 batch.__dict__[entry.spec_field] = spec
+            if self.hot.handed is not None and self.hot.handed.batch is given:
+                self.hot.handed = self.hot.handed._replace(batch=batch)
         loans.begin(self.name)
         if isinstance(spec, BatchSpec):
             true = true_sizes(spec, self.limits.dims)
@@ -101,7 +103,8 @@ class Guarded(Captured):
 def _own(x: Any, lent: set[int]) -> Any:
     """A leaf, or a copy if it is a borrowed result, or lies in the memory of one."""
     if isinstance(x, ChangedRows):
-        return dataclasses.replace(x, values=_own(x.values, lent))
+        values = _own(x.values, lent)
+        return x if values is x.values else dataclasses.replace(x, values=values)
     if not isinstance(x, torch.Tensor):
         return x
     is_lent = isinstance(x, Borrowed) or x.untyped_storage().data_ptr() in lent

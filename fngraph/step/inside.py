@@ -16,6 +16,7 @@ from fngraph.graphs.capture import EagerCall, Replay, launch
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.staging import Sizes, kept
+from fngraph.step.obtain import as_captured
 from fngraph.step.plans import plan_padding
 from fngraph.step.ready import forget
 from fngraph.step.warm import bounds_of, sizes_of, written
@@ -58,7 +59,9 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     device = step.recorder.device
     timed = _on_cuda if device.type == "cuda" else _on_cpu
     rounds, lag = [], 0.0
-    with step.recorder.turn.taken(), step.fixed_ambient():
+    with step.recorder.turn.taken(), as_captured(step):
+        step.binding.check()
+        step.recorder.loans.expire(step.outputs, "times()")
         with preserved(written(step)), kept(step.static.views(sizes)):
             try:
                 for _ in range(repeats + 1):

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
+def check_ready(step: Captured) -> None:
+    """Raise unless keys can be captured now: awake, and with every leaf where it was bound, or
+    the new graphs would read other memory than the old ones.
+
+    Raises:
+        SleepError, AddressError
+    """
+    step.book.check_awake()
+    step.binding.check()
+
+
 def missing(step: Captured) -> list[Key]:
     """Keys that are neither captured nor known to fail, largest first."""
     return [key for key in step.table if key not in step.replays and key not in step.book.failed]
@@ -42,7 +53,7 @@ def capture_some(step: Captured, budget_ms: float) -> int:
     Returns:
         How many keys are missing still.
     """
-    step.book.check_awake()
+    check_ready(step)
     until = time.perf_counter() + budget_ms / 1000
     for key in missing(step):
         obtain(step, key)
@@ -53,7 +64,7 @@ def capture_some(step: Captured, budget_ms: float) -> int:
 
 def capture_ahead(step: Captured, keys: Sequence[Key], progress: bool = False) -> None:
     """Capture these keys in order: one warm-up for each kind, then one session of the recorder."""
-    step.book.check_awake()
+    check_ready(step)
     warm_ahead(step, [key for key in keys if budget.fits(step, key)])
     shown: Iterable[Key] = keys
     if progress:
@@ -125,8 +136,8 @@ def release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]
 
 
 def recapture(step: Captured, descriptors: Sequence[BatchDescriptor]) -> None:
-    """Release and capture again, at the addresses of now; a key that failed is tried again."""
-    step.book.check_awake()
+    """Release and capture again, where they were bound; a key that failed is tried again."""
+    check_ready(step)
     keys = release(step, descriptors)
     named = [key for key in step.table if key[1] in descriptors]
     capture_ahead(step, named if descriptors else keys)

@@ -65,17 +65,20 @@ def _rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
         for i, leaf in enumerate(binding.args.leaves)
     ]
     compiled, same = _retraced(step.compiled, leaves)
+    where = zip(binding.indices, zip(*places(binding.leaves)), zip(*binding.recorded))
+    moved = {i for i, a, b in where if a != b} | {binding.indices[at] for at in replaced}
+    again = not same or bool(
+        moved & _read(compiled) and not step.book.asleep
+    )  # `wake` does it then
     for change in changes.values():
         change.apply()
     now = dataclasses.replace(
         binding, args=compiled.args, recorded=places(binding.leaves), watch=Watch(binding.leaves)
     )
-    where = zip(binding.indices, zip(*now.recorded), zip(*binding.recorded))
-    moved = {i for i, a, b in where if a != b}
-    if same and (step.book.asleep or not moved & _read(compiled)):  # `wake` captures again
-        _set(step, compiled=compiled, binding=now)
-    else:
+    if again:
         _recapture(step, compiled, now)
+    else:
+        _set(step, compiled=compiled, binding=now)
     if moved:
         step.siblings.clear()  # what served another ambient state is made again when needed
         step.hot.state = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fngraph.errors import TreeError
+from fngraph.errors import SleepError, TreeError
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.graphs.addresses import places
 from fngraph.graphs.memory import empty, fill_again
@@ -36,6 +36,7 @@ def sleep(step: Captured, cache: bool = False) -> None:
     for one in family(step):
         before = one.book.asleep or Asleep(tuple(one.replays), [])
         begin_again(one)
+        one.recorder.loans.expire(one.outputs, "sleep()")
         own = [] if one.book.asleep else empty([*one.static.tensors, *one.outputs])
         shared = [(x, nbytes) for x, nbytes in emptied if nbytes]
         one.book.asleep = Asleep(before.keys, [*before.emptied, *own, *shared])
@@ -53,12 +54,14 @@ def wake(step: Captured) -> None:
     Raises:
         TreeError: a bound leaf has another shape or dtype by now: the step sleeps on.
         CaptureError: too little memory: the step sleeps on. Or a key that fails, by `on_failure`.
+        SleepError: a bound leaf that another function has given back: the step sleeps on.
     """
     slept = [(one, one.book.asleep) for one in family(step) if one.book.asleep]
     for one, _ in slept:
         _check_specs(one.binding)
-    for _, asleep in slept:
+    for one, asleep in slept:
         fill_again(asleep.emptied)
+        _check_filled(one.binding)
     for one, _ in slept:
         one.book.asleep = None
         _bind_again(one.binding)
@@ -79,6 +82,16 @@ def _check_specs(binding: Binding) -> None:
         traced, now = binding.args.leaves[i].spec, TensorSpec.of(x)
         if now != traced:
             raise TreeError(f"{path}: traced as {traced}, but {now} by now. Put it back and wake")
+
+
+def _check_filled(binding: Binding) -> None:
+    """Raise `SleepError` if a leaf has no memory: another function that sleeps gave it back."""
+    for path, x in zip(binding.paths, binding.leaves):
+        if x.numel() and not x.untyped_storage().nbytes():
+            raise SleepError(
+                f"{path} has no memory: another function over it sleeps and gave it back. "
+                "Wake that one first, other.wake(), then this one"
+            )
 
 
 def _bind_again(binding: Binding) -> None:

@@ -99,8 +99,9 @@ def test_a_row_beyond_the_batch_may_be_given_ahead(recorder_name, device):
     check(step, params, changed([2, 4], table[[2, 4]]), table)
 
 
-def test_a_batch_of_host_batch_gives_whole_rows_or_changed_ones(recorder_name, device):
-    step, params = make(device, recorder_name)
+@pytest.mark.parametrize("guards", [False, True])
+def test_a_batch_of_host_batch_gives_whole_rows_or_changed_ones(recorder_name, device, guards):
+    step, params = make(device, recorder_name, guards=guards)
     table = torch.arange(TOP * B, dtype=torch.int32).view(TOP, B)
     for turn in range(8):
         row, spec = turn % 4, fg.BatchSpec(4, 4, query_len=1)
@@ -238,5 +239,13 @@ def test_changed_values_may_be_a_borrowed_result(recorder_name, device):
     check(step, params, table, table)
     values = next_tables(table)
     check(step, params, fg.ChangedRows(torch.arange(2), values), table + 1)
+    filled = step.host_batch(
+        fg.BatchSpec(2, 2, query_len=1), tables=fg.ChangedRows(torch.arange(2), next_tables(table))
+    )
+    filled.ids.copy_(torch.arange(2))
+    want, _ = forward(params, {}, batch(table + 1, 2))
+    assert torch.equal(step({}, filled)[0][0].clone(), want[0])
+    values = next_tables(table)
+    step({}, batch(table, 2))
     with pytest.raises(StaleError):
         step({}, batch(fg.ChangedRows(torch.arange(2), values), 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import steps
 import torch
 import toys
 from torch import Tensor
@@ -299,3 +300,25 @@ def test_the_tree_of_results_is_the_same(recorder_name, device):
 def test_a_guarded_step_prints_as_a_step_does(recorder_name, device):
     step = make(simple, device, recorder_name)
     assert repr(step).startswith("Guarded(") and len(repr(step)) < 200
+
+
+@pytest.mark.parametrize("by", ["sleep", "times"])
+def test_what_a_step_does_to_its_outputs_between_calls_expires_them(recorder_name, device, by: str):
+    made = steps.make(recorder_name, device, outputs="borrow", guards=True)
+    other = steps.make(
+        recorder_name, device, outputs="borrow", guards=True, recorder=made.step.recorder
+    )
+    batch = toys.on(toys.batch(3, 2), device)
+    for step, is_mine in ((made.step, True), (other.step, False)):
+        result, _ = step(made.state if is_mine else other.state, batch)
+        kept = result.clone()
+        if by == "sleep":
+            made.step.sleep()
+            made.step.wake()
+        else:
+            made.step.times(made.step.dispatch(batch.spec).descriptor)
+        if is_mine:
+            with pytest.raises(StaleError, match=rf"{by}\(\) has expired it"):
+                result + 1
+        else:  # memory of its own
+            assert torch.equal(result, kept)

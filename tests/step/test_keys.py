@@ -12,6 +12,7 @@ from toys import FULL, PIECEWISE
 
 import fngraph as fg
 from fngraph.core import BatchDescriptor, Stats
+from fngraph.errors import AddressError
 from fngraph.graphs.capture import EagerCall
 
 MIXED, UNIFORM = toys.batch(3, 2, seed=1), toys.decode(3, 2, seed=2)
@@ -158,3 +159,18 @@ def test_two_thousand_cycles_leave_device_memory_flat():
     torch.cuda.synchronize()
     assert abs(torch.cuda.mem_get_info()[0] - free) <= 4 << 20
     made.check(MIXED)
+
+
+@pytest.mark.parametrize("how", ["capture_all", "capture_some", "recapture"])
+def test_a_leaf_that_is_away_for_a_while_is_not_captured_there(recorder_name, device, how: str):
+    made = steps.make(recorder_name, device)
+    made.check(toys.batch(3, 2))
+    head, keys = made.params["head"], made.keys
+    home, away = head.data, head.data * 3  # other weights for an evaluation
+    head.data = away
+    with pytest.raises(AddressError, match="head"):
+        getattr(made.step, how)(*[1000] * (how == "capture_some"))
+    assert made.keys == keys
+    head.data = home
+    for batch in (toys.batch(3, 2), toys.decode(2), toys.batch(9)):
+        made.check(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ def test_a_call_while_asleep_says_what_to_do(recorder_name, device, cache: bool)
         lambda: made.step(made.state, toys.on(toys.batch(9), device)),
         lambda: made.step(made.state, handed),
         lambda: made.step.host_batch(MIXED.spec),
+        lambda: made.step.static_buffer(made.step.dispatch(MIXED.spec).descriptor, "token_ids"),
         made.step.capture_all,
         made.step.recapture,
         lambda: made.step.capture_some(1),
@@ -239,4 +241,40 @@ def test_weights_of_another_dtype_do_not_wake(recorder_name, device):
     assert held(made) == 0
     leaf.data = old
     made.step.wake()
+    made.check(MIXED)
+
+
+def test_a_cache_that_another_function_gave_back_is_its_to_bring(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    fast = fg.graphify(
+        toys.attend, donate="cache", stage="batch", sizes=toys.SIZES, limits=toys.LIMITS
+    )
+    other = fast.bind(made.params).capture(
+        made.state, toys.LIMITS, recorder=made.step.recorder, progress=False
+    )
+    made.step.sleep(cache=True)
+    other.sleep(cache=True)
+    with pytest.raises(SleepError, match=r"cache\[0\]\[0\] has no memory"):
+        other.wake()
+    with pytest.raises(SleepError, match=r"step\.wake\(\)"):  # it sleeps on
+        other(made.state, toys.on(MIXED, device))
+    made.step.wake()
+    other.wake()
+    made.check(MIXED)
+    dataclasses.replace(made, step=other).check(UNIFORM)
+
+
+def test_a_shape_that_needs_new_graphs_is_refused_asleep_before_a_write(recorder_name, device):
+    made = steps.make(recorder_name, device, lazy=False)
+    keys, head = made.keys, made.params["head"].clone()
+    made.step.sleep()
+    wider = torch.randn(toys.E, 2 * toys.V, device=device)
+    with pytest.raises(SleepError, match=r"step\.wake\(\)"):
+        made.step.rebind(params={"params['head']": wider})
+    assert torch.equal(made.params["head"], head) and held(made) == 0
+    made.step.rebind(params={"params['head']": head * 2})  # of the same shape, it is but written
+    made.step.wake()
+    assert made.keys == keys
+    made.check(MIXED)
+    made.step.rebind(params={"params['head']": wider})
     made.check(MIXED)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fngraph.errors import AddressError
 
-Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
+Places = tuple[list[int], list[torch.Size], list[tuple[Any, ...]]]
 
 
 def places(tensors: Sequence[torch.Tensor]) -> Places:
-    """Where each tensor's elements are: addresses, shapes and strides.
+    """Where each tensor's elements are and how they are read: addresses, shapes, and the rest.
 
-    Shapes too, since `resize_`, `t_()` and `.data = x.view(...)` change them in place.
+    Shapes too, since `resize_`, `t_()` and `.data = x.view(...)` change them in place; and dtypes,
+    since `.data = x.view(torch.int32)` does.
     """
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
         list(map(torch.Tensor.size, tensors)),
-        list(map(torch.Tensor.stride, tensors)),
+        [(x.stride(), x.dtype, x.is_conj(), x.is_neg()) for x in tensors],
     )
 
 

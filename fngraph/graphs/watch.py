@@ -42,13 +42,13 @@ def _reader(tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
     """A function that gives the words now."""
     addresses = sorted({a for x in tensors for a in _addresses(x)})
     if not addresses or any(x.dim() > 5 for x in tensors):
-        return lambda: [(x.data_ptr(), x.shape, x.stride()) for x in tensors]
+        return lambda: places(tensors)
     low = min(addresses)
     words = np.ctypeslib.as_array(
         (ctypes.c_int64 * ((max(addresses) - low + 8) // 8)).from_address(low)
     )
-    places = np.array([(a - low) // 8 for a in addresses])
-    gather = functools.partial(words.__getitem__, places)  # `take` is half as fast
+    where = np.array([(a - low) // 8 for a in addresses])
+    gather = functools.partial(words.__getitem__, where)  # `take` is half as fast
     return lambda: gather().tobytes()
 
 
@@ -59,7 +59,8 @@ def _addresses(x: torch.Tensor) -> list[int]:
         return []
     impl, storage = x._cdata, x.untyped_storage()._cdata
     held = id(x) + 8 * found.impl
-    offsets = [found.storage, found.offset, *found.sizes[: x.dim()], *found.strides[: x.dim()]]
+    offsets = [found.storage, found.offset, *found.kinds]
+    offsets += [*found.sizes[: x.dim()], *found.strides[: x.dim()]]
     return [held, *(impl + 8 * i for i in offsets), storage + 8 * found.data]
 
 
@@ -70,6 +71,7 @@ class _Layout:
     Attributes:
         impl: of a Python tensor, where its TensorImpl is.
         storage, offset, sizes, strides: of a TensorImpl.
+        kinds: of a TensorImpl, the dtype, and what says that it is conjugated or negative.
         data: of a StorageImpl, where its memory is.
     """
 
@@ -78,6 +80,7 @@ class _Layout:
     offset: int
     sizes: range
     strides: range
+    kinds: tuple[int, ...]
     data: int
 
 
@@ -108,7 +111,21 @@ def layout() -> _Layout | None:
     if len(found) != 1:
         return None
     impl_at, storage, at, first, step, data_at = found.pop()
-    return _Layout(impl_at, storage, at, range(first, first + 5), range(step, step + 5), data_at)
+    z = torch.empty(8, dtype=torch.complex64)
+    pairs = ((base.view(torch.int32), base.view(torch.float32)), (z, z.conj()), (z, z._neg_view()))
+    kinds = [_first_other(a, b, range(at + 1, at + 6)) for a, b in pairs]
+    if None in kinds:
+        return None
+    return _Layout(
+        impl_at, storage, at, range(first, first + 5), range(step, step + 5),
+        tuple(sorted({k for k in kinds if k is not None})), data_at,
+    )  # fmt: skip
+
+
+def _first_other(a: torch.Tensor, b: torch.Tensor, among: range) -> int | None:
+    """The first word in which two TensorImpls differ."""
+    one, other = _words(a._cdata, _WORDS), _words(b._cdata, _WORDS)
+    return next((i for i in among if one[i] != other[i]), None)
 
 
 def _words(address: int, count: int) -> list[int]:

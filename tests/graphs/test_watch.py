@@ -16,6 +16,8 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "data of a view": lambda x: setattr(x, "data", x.data[1:]),
     "resize, more": lambda x: x.resize_(80, 80),
     "resize, less": lambda x: x.resize_(4, 8),
+    "data of another dtype": lambda x: setattr(x, "data", x.data.view(torch.int32)),
+    "negative data": lambda x: setattr(x, "data", torch._neg_view(x.data)),
     "t_": lambda x: x.t_(),
     "unsqueeze_": lambda x: x.unsqueeze_(0),
     "set_": lambda x: x.set_(torch.empty(40, 8)),

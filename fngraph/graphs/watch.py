@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from fngraph.graphs.addresses import places
+
 _WORDS = 40  # of a TensorImpl, as far as is looked
 
 

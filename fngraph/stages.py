@@ -343,10 +343,14 @@ class Lowered:
         planners = {id(p): p for call in self.calls for p in call.planners.values()}
         return Compiled(self, tuple(fns), tuple(planners.values()))
 
+    def sizes(self, key: BatchDescriptor) -> dict[str, int]:
+        """{"T": padded tokens, "R": padded requests, ...} of a key."""
+        limits = self.limits
+        return key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
+
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
         """Bytes that a key will take in the pool and for its graphs. See `fngraph.fx.estimate`."""
-        limits, pieces = self.limits, self.split.pieces
-        sizes = key_sizes(descriptor.num_tokens, descriptor.num_reqs, limits.max_reqs, limits.dims)
+        pieces, sizes = self.split.pieces, self.sizes(descriptor)
         outputs = len(pieces.program.outputs)
         return estimate(pieces, self._lifetimes, mode, sizes, outputs)
 

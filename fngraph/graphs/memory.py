@@ -15,31 +15,40 @@ Emptied = list[tuple[torch.Tensor, int]]
 
 
 @contextlib.contextmanager
-def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What these tensors hold comes back bit for bit, however the body ends.
-
-    Raises:
-        CaptureError: no memory for the copies. Nothing has been written then.
-    """
-    if not written:
+def kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What these tensors hold comes back bit for bit, however the body ends."""
+    if not tensors:
         yield
         return
-    written = [_as_stored(x) for x in written]
-    nbytes = sum(x.numel() * x.itemsize for x in written)
-    LOG.info("saving %d donated leaves, %d bytes, over the warm-up", len(written), nbytes)
-    try:
-        saved = [x.clone() for x in written]
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise CaptureError(
-            f"no memory for copies of {len(written)} donated leaves, {nbytes} bytes, which a "
-            "warm-up writes other than through null slots. Leave more memory free, or write the "
-            "leaf by a primitive whose padding writes nowhere"
-        ) from error
+    stored = [_as_stored(x) for x in tensors]
+    saved = [x.clone() for x in stored]
     try:
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(written, saved)  # one call: an interrupt falls not between
+            torch._foreach_copy_(stored, saved)  # one call: an interrupt falls not between
+
+
+@contextlib.contextmanager
+def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """`kept`, of donated leaves: their bytes are announced.
+
+    Raises:
+        CaptureError: no memory for the copies. Nothing has been written then.
+    """
+    nbytes = sum(x.numel() * x.itemsize for x in written)
+    if written:
+        LOG.info("saving %d donated leaves, %d bytes, over the warm-up", len(written), nbytes)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(kept(written))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise CaptureError(
+                f"no memory for copies of {len(written)} donated leaves, {nbytes} bytes, which a "
+                "warm-up writes other than through null slots. Leave more memory free, or write "
+                "the leaf by a primitive whose padding writes nowhere"
+            ) from error
+        yield
 
 
 def _as_stored(x: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,8 @@ address for every key. `unpack` fills it, and pads the rows beyond the batch's o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,17 +15,6 @@ from fngraph.core import BatchSpec, BufferPlan, PlannedBuffer
 from fngraph.errors import TreeError
 
 Sizes = Mapping[str, int]
-
-
-@contextlib.contextmanager
-def kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Tensors that hold afterwards what they held before."""
-    before = [x.clone() for x in tensors]
-    try:
-        yield
-    finally:
-        for x, value in zip(tensors, before):
-            x.copy_(value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -191,7 +191,7 @@ def _results(
         ring.put(ready.words, leaves, own)
     ready.replay.used = ring.taken
     try:
-        for fn, takes_host in ready.calls:
+        for fn, takes_host in ready.calls:  # as `launch` does; a frame less, in each step
             if takes_host:
                 fn(spec.host)
             else:

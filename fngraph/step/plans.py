@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fngraph.core import BatchDescriptor, Dispatch, Mode, PlannedBuffer, key_sizes
+from fngraph.core import BatchDescriptor, Dispatch, Mode, PlannedBuffer
 from fngraph.graphs.staging import Sizes
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ def plan_step(
     step: Captured, chosen: Dispatch, true: Sizes, leaves: Sequence[torch.Tensor]
 ) -> None:
     """Plan a batch: at its key's sizes where the key is one graph, else at its own."""
-    key, sizes, limits = None, true, step.limits
+    key, sizes = None, true
     if chosen.mode is Mode.FULL:
         key = chosen.descriptor
-        sizes = key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
+        sizes = step.compiled.lowered.sizes(key)
     for planner in step.compiled.planners:
         planner.fill(key, sizes, leaves)
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode, key_sizes
+from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode
 from fngraph.core.program import run
-from fngraph.graphs.staging import kept
+from fngraph.graphs.memory import kept
 from fngraph.graphs.unpack import unpacker
 from fngraph.step.book import Key
 from fngraph.step.plans import plan_padding
@@ -47,8 +47,7 @@ def operands(step: Captured, key: Key) -> Operands:
 
 def sizes_of(step: Captured, key: BatchDescriptor) -> dict[str, int]:
     """{"T", "R", ...} of a key."""
-    limits = step.limits
-    return key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
+    return step.compiled.lowered.sizes(key)
 
 
 def bounds_of(key: Key) -> HostBounds:

@@ -1,13 +1,12 @@
 """Greedy text for many prompts at once: python -m models.generate --prompts FILE --modes ...
 
-`serve` is the whole loop; `reference` is what it has to agree with, token by token.
+`models.serve` is the loop; `reference` is what it has to agree with, token by token.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,17 @@ from torch import Tensor
 
 import fngraph as fg
 from models import llama
+from models.blocks import blocks_for
 from models.checkpoint import BYTES, load_checkpoint
-from models.requests import Served, State, blocks_for, start, submit
-from models.schedule import advance, schedule
+from models.policy import Policy
+from models.requests import State, start, submit
+from models.serve import serve
 from models.show import show
+from models.steps import make_steps
+from models.tally import Tally
 
 BLOCK_SIZE = 16
 PROMPTS = Path(__file__).parent / "prompts.txt"
-Step = Callable[[Any, llama.Batch], tuple[Tensor, Any]]  # cache, batch -> logits, cache
-
-
-@torch.no_grad()
-def serve(step: Step, cache: Any, state: State, limits: fg.Limits) -> Iterator[Served]:
-    """Run until every request has its tokens, a step at a time. The cache is used up."""
-    while state.live:
-        began = time.perf_counter()
-        state, batch = schedule(state, limits)
-        logits_RV, cache = step(cache, batch)
-        state = advance(state, batch, logits_RV.argmax(-1).tolist())
-        yield Served(state, batch.spec, time.perf_counter() - began)
 
 
 @torch.no_grad()
@@ -123,19 +114,19 @@ def to_tokens(text: str) -> tuple[int, ...]:
 
 
 def plan(
-    prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int
-) -> tuple[State, fg.Limits]:
-    """A state with every prompt waiting, and limits just wide enough for each of them.
+    prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int, **policy: Any
+) -> tuple[State, Policy]:
+    """A state with every prompt waiting, and a policy just wide enough for each of them.
 
     The cache has blocks for `max_reqs` of the longest, so that rows, not blocks, run out first.
     """
     tokens = [to_tokens(prompt) for prompt in prompts]
     B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)
-    limits = fg.Limits(max_tokens, max_reqs, B=B)
-    state = start(num_blocks=B * max_reqs, block_size=BLOCK_SIZE)
+    wide = Policy(max_tokens, max_reqs, B, BLOCK_SIZE, **policy)
+    state = start(B * max_reqs, wide)
     for t in tokens:
-        state = submit(state, t, max_new, limits)
-    return state, limits
+        state = submit(state, wide, t, max_new)
+    return state, wide
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -143,21 +134,22 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser().parse_args(argv)
     device = pick_device(flags.device)
     config, params = load_checkpoint(flags.checkpoint, device=device)
-    state, limits = plan(
+    state, policy = plan(
         read_prompts(flags.prompts),
         flags.max_new,
         max_tokens=flags.max_tokens,
         max_reqs=flags.max_reqs,
+        query_lens=(1, 1 + flags.drafts) if flags.drafts else (1,),
     )
-    cache = llama.init_cache(config, len(state.free), block_size=BLOCK_SIZE, device=device)
-    step = make_step(
-        params, cache, limits, modes=flags.modes, recorder=flags.recorder,
+    cache = llama.init_cache(config, state.pool.num_blocks, block_size=BLOCK_SIZE, device=device)
+    steps = make_steps(
+        llama.forward, params, cache, policy, modes=flags.modes, recorder=flags.recorder,
         sizes=ladder(flags.max_tokens), progress=True,
     )  # fmt: skip
-    console = Console()
-    for _ in show(serve(step, cache, state, limits), state, console):
+    tally = Tally()
+    for _ in show(tally.watch(serve(steps, cache, state, policy)), state, Console()):
         pass
-    print(f"\n\n{step.stats.as_text()}")
+    print(f"\n\n{tally.as_text()}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -168,6 +160,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")
     p.add_argument("--max-tokens", type=int, default=32, help="token budget of a step")
     p.add_argument("--max-reqs", type=int, default=8, help="requests in a step")
+    p.add_argument("--drafts", type=int, default=0, help="draft tokens a step, by prompt lookup")
     p.add_argument("--recorder", choices=["tape", "cuda"], help="default: as the device allows")
     p.add_argument("--device", help="default: cuda where there is one")
     p.add_argument("--checkpoint", type=Path, default=BYTES)

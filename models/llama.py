@@ -89,8 +89,10 @@ class Batch:
 def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
 
+    attention = fg.ops.cascade if hasattr(batch, "prefix_len") else fg.ops.attention
+
     def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
-        return fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch)
+        return attention(q_THD, k_TKD, v_TKD, kv, batch)
 
     x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, attend)
     return logits(params, x_TE[batch.logits_indices]), cache

@@ -254,3 +254,11 @@ def test_more_filters_than_tokens():
 def test_a_setting_out_of_range_names_its_request(bad: dict[str, Any]):
     with pytest.raises(ValueError, match=r"request 1: Settings\("):
         stack([Settings(), Settings(**bad)])
+
+
+def test_rows_that_say_nothing_harm_nothing():
+    """Such as a row of padding may be: any id, but one that there is."""
+    for empty in (math.nan, -math.inf, math.inf):
+        for s in FILTERS:
+            got = sample(torch.full((1, V), empty), stack([s]), torch.tensor([3]))
+            assert 0 <= int(got) < V

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from models.requests import Served, State
+from models.text import Decode, to_text
 
 
 def show(
-    served: Iterator[Served], state: State, console: Console, *, transient: bool = False
-) -> Iterator[Served]:
+    served: Iterator[Served], state: State, console: Console, *, transient: bool = False,
+    decode: Decode = to_text,
+) -> Iterator[Served]:  # fmt: skip
     """Pass steps through while the texts grow on the console, above a progress bar.
 
     What `transient` shows is gone at the end; off a terminal, it shows nothing.
@@ -29,23 +31,18 @@ def show(
     bar = Progress(*columns, console=console)
     total = sum(request.max_new for request in state.requests)
     task = bar.add_task("", total=total)
-    look = Group(texts(state), bar)
+    look = Group(texts(state, decode), bar)
     with Live(look, console=console, refresh_per_second=8, transient=transient) as live:
         for one in served:
             bar.update(task, completed=sum(len(r.generated) for r in one.state.requests))
-            live.update(Group(texts(one.state), bar))
+            live.update(Group(texts(one.state, decode), bar))
             yield one
 
 
-def texts(state: State) -> Table:
+def texts(state: State, decode: Decode = to_text) -> Table:
     """Every request: its prompt, then its text in bold."""
     table = Table.grid(padding=(0, 1))
     for request in state.requests:
-        text = Text(to_text(request.prompt)).append(to_text(request.generated), style="bold")
+        text = Text(decode(request.prompt)).append(decode(request.generated), style="bold")
         table.add_row(f"{request.id}", text)
     return table
-
-
-def to_text(tokens: Sequence[int]) -> str:
-    """What the bytes read as; a broken character shows as one replacement mark."""
-    return bytes(tokens).decode("utf-8", errors="replace")

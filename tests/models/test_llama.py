@@ -10,8 +10,8 @@ import torch
 from fngraph.core import trees
 from models import llama
 from models.checkpoint import BYTES, CheckpointError, load_checkpoint, save_checkpoint
-from models.layers import rotate, rotation
 from models.requests import Request
+from models.rope import rotate, rotation
 from models.schedule import lay_out
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import fngraph as fg
-from models import demo, generate, llama, show
+from models import demo, generate, llama, text
 from models.checkpoint import save_checkpoint
 from models.requests import start, submit
 from tests.models.conftest import wide_params
@@ -65,8 +65,8 @@ def test_prompts_come_from_a_file(tmp_path):
 
 
 def test_text_and_bytes():
-    assert show.to_text(generate.to_tokens("caf\u00e9")) == "caf\u00e9"
-    assert show.to_text((104, 105, 0xC3)) == "hi\ufffd"
+    assert text.to_text(text.to_tokens("caf\u00e9")) == "caf\u00e9"
+    assert text.to_text((104, 105, 0xC3)) == "hi\ufffd"
 
 
 def test_ladders_end_where_they_are_told():

@@ -10,7 +10,7 @@ import torch
 from fngraph.core import trees
 from models import llama
 from models.checkpoint import BYTES, CheckpointError, load_checkpoint, save_checkpoint
-from models.layers import rotate, rotation
+from models.rope import rotate, rotation
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 from tests.models.rows import llama_batch

@@ -73,6 +73,26 @@ def test_other_rows_draw_at_their_last_place_alone():
     assert batch.spec.query_len is None and batch.query_start_loc.tolist() == [0, 3, 4]
 
 
+def test_every_element_of_a_slot_is_filled():
+    """A slot holds what was last in it."""
+    kind = batch_type("sampling", "adapters", "cascade", "states")
+    state = start(12, POLICY)
+    for prompt in ((1, 2, 3), (4,)):
+        state = submit(state, POLICY, prompt, 9)
+    rows, batches = plan(state, POLICY).rows, []
+    for old in (3, 5):
+
+        def host_batch(spec, old=old):
+            batch = empty_batch(kind, POLICY, spec)
+            for name in fg.core.buffers_of(kind):
+                getattr(batch, name).fill_(old)
+            return batch
+
+        batches.append(lay_out(rows, POLICY, host_batch))
+    for name in fg.core.buffers_of(kind):
+        assert torch.equal(*(getattr(batch, name) for batch in batches)), name
+
+
 def test_settings_and_adapters_are_laid_out():
     policy = Policy(16, 3, 6, 4)
     state = submit(start(12, policy), policy, (1, 2, 3), 9, adapter=4)

@@ -69,6 +69,8 @@ def check_blocks(state: State) -> None:
     assert sorted([*held, *pool.free.tolist()]) == list(range(pool.num_blocks))
     assert {block: n for block, n in held.items() if n > 1} == dict(pool.holders)
     assert not any(len(job.blocks) or job.computed for job in state.waiting)
+    order = [job.id for job in (*state.running, *state.waiting)]
+    assert order == sorted(order)  # who was thrown out is before all who came later
     assert {name: block for block, name in pool.names.items()} == dict(pool.named)
     assert set(pool.names) <= set(held)
     assert all(type(before) is tuple or before in pool.names for before, _ in pool.named)

@@ -48,6 +48,7 @@ def _backend(name: str, module: str, level: Support) -> Backend:
         options=("bidirectional", "sinks", "cache scales", "fp8 cache"),
         needs="Triton, CUDA",
         missing=missing,
+        preferred=lambda config: name == "triton" and config.device == "cuda",
     )
 
 

@@ -41,12 +41,10 @@ def device(recorder_name: str) -> Any:
 
 @pytest.fixture
 def kit(recorder_name: str, device: Any) -> Kit:
-    """A new recorder.
-
-    On CUDA one was used before: what torch's generators keep for graphs comes with the first one.
-    """
+    """A recorder whose first capture is behind it: on CUDA what holds the pool comes with that."""
     from fngraph.graphs.recorder import make_recorder
 
+    kit = Kit(make_recorder(recorder_name, device), device)
     if recorder_name == "cuda":
-        make_recorder(recorder_name, device).record(lambda: None)
-    return Kit(make_recorder(recorder_name, device), device)
+        kit.recorder.record(lambda: None)
+    return kit

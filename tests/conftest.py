@@ -41,7 +41,12 @@ def device(recorder_name: str) -> Any:
 
 @pytest.fixture
 def kit(recorder_name: str, device: Any) -> Kit:
-    """A new recorder."""
+    """A new recorder.
+
+    On CUDA one was used before: what torch's generators keep for graphs comes with the first one.
+    """
     from fngraph.graphs.recorder import make_recorder
 
+    if recorder_name == "cuda":
+        make_recorder(recorder_name, device).record(lambda: None)
     return Kit(make_recorder(recorder_name, device), device)

@@ -67,6 +67,7 @@ def _backends(
         return Backend(
             name, run, lambda config: level, supports,
             options=options, needs="Triton, CUDA", missing=missing,
+            preferred=lambda config: name == "triton" and config.device == "cuda",
         )  # fmt: skip
 
     return (

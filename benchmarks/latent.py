@@ -114,16 +114,16 @@ def decode(heads: int, query_len: int, n: int, context: int, peak: float,
     return row
 
 
-def prefill(lens: tuple[int, ...], heads: int = 16) -> dict[str, Any]:
+def prefill(lens: tuple[int, ...]) -> dict[str, Any]:
     """Whole prompts by the absorbed formula: us and TFLOP/s."""
-    c = compressed(heads, [*lens], [*lens], BF16)
+    c = compressed(16, [*lens], [*lens], BF16)
     want = runner("reference", c, None)().clone()
     call = runner("triton", c, None)
     error = worst(call(), want)
     if not error < 1e-2:
         raise SystemExit(f"wrong in prefill of {lens}: {error}")
     us = device_us(call)
-    flops = sum(n * n * heads * (C + L) for n in lens)  # half of the square, two products
+    flops = sum(n * n * 16 * (C + L) for n in lens)  # half of the square, two products
     return {"prompts": lens, "triton": us, "TFLOP/s": flops / us / 1e6, "error": error}
 
 
@@ -154,9 +154,8 @@ def sweep(peak: float) -> None:
                   f"{times[how]:.1f} us, {share:.0%}, {how}")  # fmt: skip
     c = compressed(16, [4096], [4096], BF16)
     for tile in itertools.starmap(Tile, PREFILL_TILES):
-        print(
-            f"prefill of 4096: {_tried(ops.triton_latent_unified.attend, c, tile):.1f} us, {tile}"
-        )
+        us = _tried(ops.triton_latent_unified.attend, c, tile)
+        print(f"prefill of 4096: {us:.1f} us, {tile}")
 
 
 def _tried(attend: Callable[..., None], c: Compressed, *how: Any) -> float:

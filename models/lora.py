@@ -2,7 +2,7 @@
 
     forward = lora.adapted(llama.forward)              # (params, adapters, cache, batch)
     adapters = lora.slots(params, count=8, rank=16)    # held leaves, stacked along the first dim
-    step.load_slot(3, adapters=lora.load(folder, adapters, llama.FORMAT.names))   # no capture
+    step.load_slot(3, adapters=load_adapter(folder, ...))  # models/lora_load.py; no capture
 
 A row's update goes through two products over all slots at once, the first masked to the row's own
 slot between them: two more matrix products a projection, whatever adapters a batch mixes. Batches

@@ -13,12 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models import llama
+from models.loading import CheckpointError, mismatches
 
 BYTES = Path(__file__).parent / "checkpoints" / "bytes.safetensors"
-
-
-class CheckpointError(ValueError):
-    """A file that is no checkpoint of ours, or whose tensors do not fit its config."""
 
 
 def save_checkpoint(path: Path, config: llama.Config, named: Mapping[str, Tensor]) -> None:
@@ -58,16 +55,3 @@ def load_checkpoint(
         raise CheckpointError(f"{path} does not fit its config:\n" + "\n".join(wrong))
     placed = {n: w.to(device=device, dtype=dtype) for n, w in named.items()}
     return config, llama.from_named(config, placed)
-
-
-def mismatches(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """A line for each tensor that is missing, extra or of another shape."""
-    lines = [f"  {n}: missing, expected {s}" for n, s in wanted.items() if n not in found]
-    lines += [f"  {n}: unknown, of shape {s}" for n, s in found.items() if n not in wanted]
-    return lines + [
-        f"  {n}: expected {s}, got {found[n]}"
-        for n, s in wanted.items()
-        if n in found and found[n] != s
-    ]

@@ -7,6 +7,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+import fngraph as fg
+from models.naming import shape
+
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm, computed in float32."""
@@ -20,18 +23,30 @@ def swiglu(x_TE: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor
     return linear(silu(linear(x_TE, w_gate)) * linear(x_TE, w_up), w_down)
 
 
-def rotation(
-    positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, 1, D/2) for all layers; in float32, as positions run to thousands."""
-    pair = torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32)
-    frequency = theta ** (-pair / head_dim)
-    angle = rearrange(positions_T.float(), "t -> t 1 1") * frequency
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+def heads(x_TE: Tensor, weight: Tensor, head_dim: int) -> Tensor:
+    """(T, H, D): the projection of each head; `weight` is (H*D, E)."""
+    return rearrange(linear(x_TE, weight), "t (h d) -> t h d", d=head_dim)
 
 
-def rotate(x_THD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding; a pair is (i, i + D/2), as in the Hugging Face checkpoints."""
-    cos, sin = rope
-    a, b = x_THD.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def join(x_THD: Tensor, weight: Tensor) -> Tensor:
+    """(T, E): all heads projected back; `weight` is (E, H*D)."""
+    return linear(rearrange(x_THD, "t h d -> t (h d)"), weight)
+
+
+@fg.struct
+class Mlp:
+    """Weights of a gated mlp, matrices as (out, in)."""
+
+    w_gate: Tensor  # (F, E)
+    w_up: Tensor  # (F, E)
+    w_down: Tensor  # (E, F)
+
+
+def mlp(weights: Mlp, x_TE: Tensor) -> Tensor:
+    """(T, E): `swiglu` with its weights as one."""
+    return swiglu(x_TE, weights.w_gate, weights.w_up, weights.w_down)
+
+
+def mlp_of(dim: int, hidden: int) -> Mlp:
+    """Shapes of a gated mlp."""
+    return Mlp(shape(hidden, dim), shape(hidden, dim), shape(dim, hidden))

@@ -1,0 +1,78 @@
+"""Each family against transformers' own model, loaded from the folder that transformers saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fngraph as fg
+from models import generate, loading
+from models.requests import blocks_for
+from tests.models import tiny
+
+COUNT = 64
+NUM_BLOCKS = blocks_for(len(tiny.PROMPT) + COUNT, generate.BLOCK_SIZE)
+
+
+class Case(NamedTuple):
+    """A family with a model of it, ours and theirs."""
+
+    family: Any
+    params: Any
+    theirs: Any
+    tokens: tuple[int, ...]  # that theirs generates
+
+
+@pytest.fixture(scope="module", params=tiny.GENERATIVE)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    theirs = tiny.save(request.param, folder)
+    family = loading.family(folder)
+    _, params = family.load(folder)
+    return Case(family, params, theirs, tiny.greedy(theirs, tiny.PROMPT, COUNT))
+
+
+def new_cache(case: Case) -> Any:
+    return case.family.init_cache(
+        case.params.config, NUM_BLOCKS, block_size=generate.BLOCK_SIZE, num_slots=2
+    )
+
+
+def test_the_text_is_varied_enough_to_tell_models_apart(case: Case):
+    assert len(case.tokens) == COUNT and len(set(case.tokens)) >= 50
+
+
+def test_logits_of_a_prefill(case: Case):
+    text = [*tiny.PROMPT, *case.tokens]
+    batch = generate.alone(text, 0, NUM_BLOCKS, "cpu", case.family.Batch)
+    everywhere = type(batch)(**{**vars(batch), "logits_indices": torch.arange(len(text))})
+    got_SV, _ = case.family.forward(case.params, new_cache(case), everywhere)
+    torch.testing.assert_close(got_SV, tiny.logits(case.theirs, text), atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_of_bare_forward(case: Case):
+    got = generate.reference(case.params, tiny.PROMPT, COUNT, case.family)
+    assert got == case.tokens
+
+
+def test_greedy_tokens_on_the_tape(case: Case):
+    """A prompt in two chunks, then one token a step: PIECEWISE, then FULL."""
+    cache = new_cache(case)
+    limits = fg.Limits(16, 2, B=NUM_BLOCKS)
+    step = generate.make_step(
+        case.params, cache, limits, forward=case.family.forward, modes="FULL_AND_PIECEWISE",
+        sizes=(1, 2, 8), recorder="tape",
+    )  # fmt: skip
+    text, computed = list(tiny.PROMPT), 0
+    for end in (4, *range(len(text), len(text) + COUNT)):
+        batch = generate.alone(text[:end], computed, NUM_BLOCKS, "cpu", case.family.Batch)
+        logits_RV, cache = step(cache, batch)
+        computed = end
+        if end >= len(text):
+            text.append(int(logits_RV.argmax()))
+    assert tuple(text[len(tiny.PROMPT) :]) == case.tokens
+    ran = {mode: step.stats.share(mode) * step.stats.steps for mode in ("FULL", "PIECEWISE")}
+    assert ran == {"FULL": COUNT - 1, "PIECEWISE": 2}

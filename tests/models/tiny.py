@@ -1,0 +1,82 @@
+"""Tiny models of transformers, one a family, wild enough that their greedy text keeps changing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB = 1024
+PROMPT = [7, 250, 3, 3, 99, 0, 41, 180, 12, 77, 5]
+Make = Callable[[], Any]
+
+
+def llama() -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 24,
+        },
+        tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
+def qwen3() -> Any:
+    return transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=128,
+        eos_token_id=None, bos_token_id=None,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+            "original_max_position_embeddings": 24,
+        },
+    )  # fmt: skip
+
+
+GENERATIVE: dict[str, Make] = {"llama": llama, "qwen3": qwen3}
+DRAWN: dict[str, tuple[int, float]] = {"llama": (35, 0.3), "qwen3": (3, 0.3)}
+"""A family's seed, and how wide its matrices are drawn: found by looking for a lively text."""
+
+
+def model(name: str) -> Any:
+    """The model, in float32, with every weight random."""
+    seed, width = DRAWN.get(name, (0, 0.25))
+    torch.manual_seed(seed)
+    made = transformers.AutoModelForCausalLM.from_config(
+        GENERATIVE[name](), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    for weight_name, weight in made.named_parameters():
+        if weight.ndim > 1:
+            weight.normal_(0, width)
+        elif "A_log" not in weight_name and "dt_bias" not in weight_name:
+            weight.add_(torch.rand_like(weight) - 0.5)
+    return made
+
+
+def save(name: str, folder: Path) -> Any:
+    """The model, saved to a folder."""
+    made = model(name)
+    made.save_pretrained(folder)
+    return made
+
+
+def logits(model: Any, tokens: list[int]) -> Tensor:
+    """(S, V): after each token."""
+    out: Tensor = model(torch.tensor([tokens])).logits[0]
+    return out
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
+    """Its own greedy generation."""
+    tokens = torch.tensor([prompt])
+    out = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count,
+        do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    return tuple(out[0, len(prompt) :].tolist())

@@ -16,6 +16,7 @@ import torch
 import fngraph as fg
 from models.policy import Policy
 from models.requests import Row
+from models.sample import Settings, stack
 
 Fields = dict[str, tuple[str, str, int | str]]  # name -> dims, dtype, pad
 
@@ -119,9 +120,9 @@ def fill_more(jobs: Sequence[Any], counts: np.ndarray, shared: int, into: dict[s
     if "adapter_ids" in into:
         into["adapter_ids"][:] = np.repeat([job.request.adapter for job in jobs], counts)
     if "keys" in into:
-        settings = [job.request.settings for job in jobs]
+        sampling = stack([job.request.settings or Settings() for job in jobs])
         for name in MORE["sampling"]:
-            into[name][:] = [getattr(one, name) for one in settings]
+            into[name][:] = getattr(sampling, name).numpy()
 
 
 def spec_of(

@@ -165,9 +165,11 @@ def main(argv: list[str]) -> int:
         }
         for key, value in tiny.items():
             setattr(args, key, value)
-    found = [measure(name, args) for name in args.models]
-    if args.json:
-        write(args.json, found)
+    found = []
+    for name in args.models:
+        found.append(measure(name, args))
+        if args.json:
+            write(args.json, found)
     lines = [f"{one['model']}, {line}" for one in found for line in broken(one["decode"])]
     if lines and args.device == "cuda":
         print(*lines, sep="\n")

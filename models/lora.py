@@ -6,7 +6,7 @@
 
 A row's update goes through two products over all slots at once, the first masked to the row's own
 slot between them: two more matrix products a projection, whatever adapters a batch mixes. Batches
-without any are better served by the plain `forward`, over the same cache; `either` does that.
+without any are better served by the plain `forward`, over the same cache, as `models.steps` does.
 
 Shape letters: T tokens, N slots, r rank of the slots, I and O what a projection takes and gives.
 """
@@ -136,15 +136,3 @@ def _fits(place: LowRank, a: Tensor, b: Tensor) -> bool:
     widths = (place.a.shape[1], place.b.shape[1])
     two = a.dim() == b.dim() == 2
     return two and len(a) == len(b) <= len(place.a) and (a.shape[1], b.shape[1]) == widths
-
-
-def either(plain: Callable[..., Any], adapted: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that calls `adapted` for batches that use adapters, and `plain` for the others.
-
-    Two captured functions over one cache: `capture(..., recorder=other.recorder)`.
-    """
-
-    def step(cache: Any, batch: Any) -> Any:
-        return (adapted if batch.spec.adapters else plain)(cache, batch)
-
-    return step

@@ -21,7 +21,7 @@ from models import llama
 from models.batches import batch_type, empty_batch, lay_out
 from models.policy import Policy
 from models.requests import Job, Request, Row
-from models.sample import Settings
+from models.sample import Settings, key_of
 from models.tokens import Tokens
 
 DRAWN = Settings(temperature=0.8, top_p=0.95)
@@ -65,7 +65,7 @@ def decode_batch(
     for i in range(num_reqs):
         tokens = Tokens(tuple((i + 7 * j) % vocab_size for j in range(context)))
         blocks = Tokens(tuple(range(i * per, (i + 1) * per)))
-        request = Request(i, (1,), context, settings=DRAWN._replace(seed=i))
+        request = Request(i, (1,), context, settings=DRAWN, key=key_of(i))
         rows.append(Row(Job(request, tokens, context - 1, blocks, -1), 1))
     kind = batch_type(*more)
     host = lay_out(rows, policy, lambda spec: empty_batch(kind, policy, spec))

@@ -14,6 +14,7 @@ from benchmarks.serve_decode import DRAWN
 from benchmarks.traffic import Arrival, quantile
 from models.policy import Policy
 from models.requests import State, start, submit
+from models.sample import Settings
 from models.serve import serve
 from models.steps import Steps
 from models.tally import Tally
@@ -36,7 +37,7 @@ def run(
         while due and due[-1].at <= clock.now():
             one = due.pop()
             last[state.submitted] = (one.at, True)
-            drawn = None if one.seed is None else DRAWN._replace(seed=one.seed)
+            drawn = Settings() if one.seed is None else DRAWN._replace(seed=one.seed)
             state = submit(
                 state, policy, one.prompt, one.max_new, adapter=one.adapter, settings=drawn
             )

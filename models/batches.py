@@ -16,7 +16,7 @@ import torch
 import fngraph as fg
 from models.policy import Policy
 from models.requests import Row
-from models.sample import Settings, stack
+from models.sample import Settings
 
 Fields = dict[str, tuple[str, str, int | str]]  # name -> dims, dtype, pad
 
@@ -120,9 +120,10 @@ def fill_more(jobs: Sequence[Any], counts: np.ndarray, shared: int, into: dict[s
     if "adapter_ids" in into:
         into["adapter_ids"][:] = np.repeat([job.request.adapter for job in jobs], counts)
     if "keys" in into:
-        sampling = stack([job.request.settings or Settings() for job in jobs])
-        for name in MORE["sampling"]:
-            into[name][:] = getattr(sampling, name).numpy()
+        into["keys"][:] = [job.request.key for job in jobs]
+        drawing = np.array([job.request.settings[:4] for job in jobs])
+        for column, name in enumerate(Settings._fields[:4]):
+            into[name][:] = drawing[:, column]
 
 
 def spec_of(

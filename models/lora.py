@@ -38,13 +38,6 @@ Adapters = tuple[Mapping[str, LowRank], ...]
 """For each layer its adapted projections, by the names that the layer's weights have."""
 
 
-@fg.struct
-class AdapterRows:
-    """What a batch says of adapters; `spec.adapters` is how many distinct ones it uses."""
-
-    adapter_ids: Tensor = fg.buffer("T", "int64", pad=-1)  # the slot of each token; -1: none
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdaptedWeight:
     """Stands for a weight where the model calls `linear(x, weight)`, and nowhere else.
@@ -76,7 +69,8 @@ class AdaptedWeight:
 def adapted(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward(params, cache, batch)` as `(params, adapters, cache, batch)`.
 
-    `params.layers` are structs with the adapted weights; `batch` has `adapter_ids`.
+    `params.layers` are structs with the adapted weights; `batch.adapter_ids` are (T,) int64, the
+    slot of each token or -1, padded with -1.
     """
 
     def adapted_forward(params: Any, adapters: Adapters, cache: Any, batch: Any) -> Any:

@@ -21,6 +21,8 @@ class Policy:
         share: whether prompts that begin alike share blocks; not where there is recurrent state.
         cascade: tokens that all requests of a step must share for a cascade batch; 0: none ever.
         cascade_reqs: requests that such a batch has at least.
+        reserve: blocks that stay free for each running request when another one joins, or it would
+            soon be thrown out again.
         num_slots: slots of recurrent state, of which each running request has one; 0: no state.
     """
 
@@ -33,6 +35,7 @@ class Policy:
     share: bool = True
     cascade: int = 0
     cascade_reqs: int = 2
+    reserve: int = 1
     num_slots: int = 0
 
     def __post_init__(self) -> None:

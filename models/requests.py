@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from models.blocks import Pool, blocks_for, new_pool, release
 from models.policy import Policy
+from models.sample import Settings, stack
 from models.tokens import Tokens
+
+GREEDY = Settings()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Request:
         max_new: tokens to generate, unless it stops before.
         stop: runs of tokens that end it, `((eos,), (13, 13))`; they are its last tokens then.
         adapter: number of its LoRA adapter; -1: none.
-        settings: how its tokens are drawn; None: greedy.
+        settings: how its tokens are drawn.
+        key: of its random numbers, made of the seed.
     """
 
     id: int
@@ -31,7 +35,8 @@ class Request:
     max_new: int
     stop: tuple[tuple[int, ...], ...] = ()
     adapter: int = -1
-    settings: Any = None
+    settings: Settings = GREEDY
+    key: int = 0
 
 
 class Job(NamedTuple):
@@ -126,12 +131,13 @@ def start(num_blocks: int, policy: Policy) -> State:
 
 def submit(
     state: State, policy: Policy, prompt: Iterable[int], max_new: int,
-    *, stop: Sequence[Sequence[int]] = (), adapter: int = -1, settings: Any = None,
+    *, stop: Sequence[Sequence[int]] = (), adapter: int = -1, settings: Settings = GREEDY,
 ) -> State:  # fmt: skip
     """The state with one more request waiting, number `state.submitted`.
 
     Raises:
-        ValueError: a request that could never run, so that it would wait for ever.
+        ValueError: a request that could never run, so that it would wait for ever; settings out of
+            their range.
     """
     tokens = tuple(prompt)
     ends = tuple(tuple(run) for run in stop)
@@ -148,7 +154,8 @@ def submit(
             f"{state.pool.num_blocks}. Pass Policy(max_blocks={needed}) and a larger cache, or "
             "shorten the request"
         )
-    request = Request(state.submitted, tokens, max_new, ends, adapter, settings)
+    (key,) = stack([settings]).keys.tolist()
+    request = Request(state.submitted, tokens, max_new, ends, adapter, settings, key)
     job = Job(request, Tokens(tokens), 0, no_blocks(), -1)
     return dataclasses.replace(state, waiting=(*state.waiting, job), submitted=state.submitted + 1)
 

@@ -10,7 +10,6 @@ Shape letters: R requests, Q tokens drawn for each, V vocab.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -131,7 +130,6 @@ def uniform(keys: Tensor, counters: Tensor) -> Tensor:
     return high.double() * 2.0**-32
 
 
-@functools.lru_cache(1 << 16)  # a request's at each of its steps
 def key_of(seed: int) -> int:
     """An odd key of irregular bits, as Squares needs, from any int; as a signed 64-bit int.
 

@@ -101,10 +101,7 @@ def grow(job: Job, pool: Pool, num_tokens: int, policy: Policy) -> tuple[Job, Po
 def join(
     job: Job, pool: Pool, slots: tuple[int, ...], policy: Policy, running: int
 ) -> tuple[Job, Pool, tuple[int, ...]] | None:
-    """A waiting job with blocks for all its tokens, shared ones first; None if there are too few.
-
-    One block for each of those that run stays free, or they would soon throw it out again.
-    """
+    """A waiting job with blocks for its tokens, shared ones first; None if there are too few."""
     if policy.num_slots and not slots:
         return None
     found: list[int] = []
@@ -112,7 +109,7 @@ def join(
         shared = job.tokens.view(0, min(len(job.request.prompt), len(job.tokens) - 1))
         found = blocks.find_prefix(pool, shared, policy.block_size, job.request.adapter)
     needed = blocks_for(len(job.tokens), policy.block_size) - len(found)
-    if needed + running > len(pool.free):
+    if needed + policy.reserve * running > len(pool.free):
         return None
     pool, new = blocks.take(blocks.share(pool, found) if found else pool, needed)
     job = job._replace(

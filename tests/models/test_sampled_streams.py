@@ -32,10 +32,10 @@ SCHEDULES = {  # name -> policy, blocks, steps between arrivals, modes
 }
 
 
-def settings_of(one: Arrival) -> Settings | None:
+def settings_of(one: Arrival) -> Settings:
     """Some greedy, the others with filters that differ."""
     if one.seed is None:
-        return None
+        return Settings()
     top_k, top_p, min_p = [(0, 1.0, 0.0), (40, 0.9, 0.0), (0, 0.95, 0.02)][one.seed % 3]
     return Settings(0.9, top_k, top_p, min_p, one.seed)
 
@@ -44,7 +44,7 @@ def settings_of(one: Arrival) -> Settings | None:
 def alone(params: llama.Params, one: Arrival) -> tuple[int, ...]:
     """Bare `forward` and draws, one request at a time."""
     device = params.embed.device
-    settings = stack([settings_of(one) or Settings()])
+    settings = stack([settings_of(one)])
     settings = type(settings)(**{n: x.to(device) for n, x in vars(settings).items()})
     tokens, computed = list(one.prompt), 0
     cache = llama.init_cache(params.config, 8, block_size=16, device=device)

@@ -35,7 +35,7 @@ policies = st.builds(
     lambda reqs, spare, **more: Policy(reqs + spare, reqs, MOST, SIZE, **more),
     st.integers(1, 5), st.integers(0, 20),
     query_lens=st.sampled_from([(1,), (1, 3), (1, 2, 4)]), ngram=st.integers(1, 2),
-    share=st.booleans(), cascade=st.sampled_from([0, 4, 8]),
+    share=st.booleans(), cascade=st.sampled_from([0, 4, 8]), reserve=st.integers(0, 1),
 )  # fmt: skip
 
 

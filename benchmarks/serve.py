@@ -22,7 +22,7 @@ import torch
 import fngraph as fg
 from benchmarks.host import shape
 from benchmarks.record import write
-from benchmarks.serve_decode import broken, by_batch, by_hand, decode_batch, sweep
+from benchmarks.serve_decode import broken, by_batch, decode_batch, sweep
 from benchmarks.serve_stream import run, shares
 from benchmarks.traffic import PROFILES, Lengths, Profile, as_text, stream
 from models import llama, lora
@@ -85,8 +85,8 @@ class Bench:
         )  # fmt: skip
 
     def bare(self) -> Callable[[Any, Any], Any]:
-        """`forward` and the draw, called."""
-        step = served_forward(by_hand(self.args.mixed), *self.more)
+        """`forward` and the draw, called: it runs the attention that suits the device."""
+        step = served_forward(llama.forward, *self.more)
         return lambda cache, batch: step(self.params, cache, batch)
 
 

@@ -1,8 +1,8 @@
 """Decode steps of fixed batches in every mode, in turns with bare `forward` (`benchmarks serve`).
 
 A step is the model, the draw of its tokens and the wait for them. All ways get the same batch, on
-the device, and run the same backends. In each round every way has its share of steps, so that a
-clock or a neighbour that changes meanwhile changes all of them.
+the device. In each round every way has its share of steps, so that a clock or a neighbour that
+changes meanwhile changes all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from models import llama
 from models.batches import batch_type, empty_batch, lay_out
 from models.policy import Policy
 from models.requests import Job, Request, Row
@@ -27,33 +26,6 @@ from models.tokens import Tokens
 DRAWN = Settings(temperature=0.8, top_p=0.95)
 ROUNDS, ROUND_S, MOST = 5, 0.05, 100  # of one way: rounds, seconds of each, steps of each at most
 Step = Callable[[Any, Any], tuple[Tensor, Any]]  # cache, batch -> ids, cache
-
-
-def by_hand(backend: str) -> Callable[..., Any]:
-    """`llama.forward` over a backend of our choice: outside of `graphify` it takes the default."""
-    run = fg.ops.ATTENTION.backend(backend).run
-    made: list[Any] = []  # the configuration, which is the same at each call
-
-    def forward(params: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
-        """As `llama.forward`."""
-        meta = fg.ops.AttentionMeta(
-            batch.slot_mapping, batch.seq_lens, batch.query_start_loc, batch.block_tables
-        )
-
-        def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: Any) -> tuple[Tensor, Any]:
-            if not made:
-                options = (q_THD.shape[-1] ** -0.5, None, None, True, None, None, None)
-                tensors = (q_THD, k_TKD, v_TKD, *kv, *meta)
-                made.append(fg.ops.ATTENTION.configure(*tensors, None, *options))
-            out_THD = q_THD.new_zeros(q_THD.shape)
-            run(q_THD, k_TKD, v_TKD, kv, meta, out_THD, config=made[0], host=batch.spec.host)
-            return out_THD, kv
-
-        ids_T, positions_T = batch.token_ids, batch.positions
-        x_TE, cache = llama.transformer(params, ids_T, positions_T, cache, attend)
-        return llama.logits(params, x_TE[batch.logits_indices]), cache
-
-    return forward
 
 
 def decode_batch(

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import fngraph as fg
 from benchmarks import serve
-from benchmarks.serve_decode import broken, by_hand, decode_batch
+from benchmarks.serve_decode import broken, decode_batch
 from benchmarks.serve_stream import Clock
 from benchmarks.traffic import stream
-from models import llama
 from models.policy import Policy
-from tests.models.conftest import wide_params
 
 
 @pytest.mark.parametrize(
@@ -60,19 +59,13 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
     assert all(mode in shown for mode in modes) and "tokens/s" in shown
 
 
-def test_bare_forward_by_hand_is_forward(config):
-    params, policy = wide_params(config), Policy(16, 8, 8, 4)
-    batch = decode_batch(3, 20, policy, "cpu", vocab_size=256)
-    assert batch.spec.query_len == 1 and batch.seq_lens.tolist() == [20] * 3
-    caches = [llama.init_cache(config, 24, block_size=4) for _ in range(2)]
-    for cache in caches:
-        for kv in cache:
-            for x in kv:
-                x.normal_(generator=torch.Generator().manual_seed(0))
-    want, _ = llama.forward(params, caches[0], batch)
-    for _ in range(2):  # the second call finds its configuration made
-        got, _ = by_hand("reference")(params, caches[1], batch)
-        assert got.shape == (3, 1, 256) and torch.equal(got, want)
+def test_a_decode_batch_reads_blocks_of_its_own():
+    batch = decode_batch(3, 20, Policy(16, 8, 8, 4), "cpu", "sampling", vocab_size=256)
+    assert batch.spec == fg.BatchSpec(3, 3, query_len=1, host=fg.HostBounds(1, 20))
+    assert batch.seq_lens.tolist() == [20] * 3 and batch.positions.tolist() == [19] * 3
+    assert batch.block_tables[:, :5].tolist() == [list(range(i, i + 5)) for i in (0, 5, 10)]
+    assert batch.slot_mapping.tolist() == [19, 39, 59] and len(set(batch.keys.tolist())) == 3
+    assert (batch.temperature > 0).all()
 
 
 GOOD: dict[str, float] = {

@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
             "models": ["tiny"],
             "batches": [1, 3],
             "context": 20,
-            "max_tokens": 32,
+            "max_tokens": 16,
             "requests": 12,
             "uniform": "reference",
             "mixed": "reference",

@@ -87,7 +87,9 @@ def alone(params: llama.Params, ids: list[int], ones: dict[int, Any]) -> list[Te
     return [torch.stack(prefill), torch.stack(decode)]
 
 
-def make(params: llama.Params, recorder: str, modes: str, counts: Any = (COUNT,)) -> Any:
+def make(
+    params: llama.Params, recorder: str, modes: str, counts: Any = (COUNT,), *, lazy: bool = False
+) -> Any:
     """A captured step, its cache and its slots."""
     adapters, cache = lora.slots(params, count=COUNT, rank=RANK, names=NAMES), cache_of(params)
     fast = fg.graphify(
@@ -95,7 +97,7 @@ def make(params: llama.Params, recorder: str, modes: str, counts: Any = (COUNT,)
         recorder=recorder, adapters=counts,
     )  # fmt: skip
     step = fast.bind(params, adapters).capture(
-        cache, LIMITS, batch=batch_of([0, -1]), progress=False
+        cache, LIMITS, batch=batch_of([0, -1]), lazy=lazy, progress=False
     )
     return step, cache, adapters
 
@@ -153,7 +155,7 @@ def test_loading_a_slot_captures_nothing_and_changes_its_rows_alone(params):
 )  # fmt: skip
 def test_keys_by_the_number_of_adapters(counts, chosen, params):
     """A count of its own, the next one that is captured, or none: eager, and it says so."""
-    step, cache, _ = make(params, "tape", "FULL_AND_PIECEWISE", counts)
+    step, cache, _ = make(params, "tape", "FULL_AND_PIECEWISE", counts, lazy=True)
     ids = {0: [-1, -1, -1], 1: [1, -1, 1], 2: [1, -1, 2], 3: [1, 0, 2]}
     for distinct, count in chosen.items():
         for decode in (False, True):

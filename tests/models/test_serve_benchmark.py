@@ -44,6 +44,7 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
         assert row["requests"] == 12
         assert row["new tokens"] == asked
         assert 0 < row["between tokens p50 ms"] <= row["between tokens p99 ms"]
+        assert 0 < row["the loop's part p50 ms"] < row["step p50 ms"]
         assert 0 < row["first token p50 ms"] <= row["first token p99 ms"]
         assert (row["padding"] > 0) == (row["modes"] not in ("NONE", "FULL_DECODE_ONLY"))
     for mode in modes:

@@ -106,9 +106,10 @@ def stream(profile: Profile, count: int, *, vocab_size: int, seed: int = 0) -> t
             head = systems[system] if systems else ()
             prompt = head + tokens(profile.prompt.draw(rng))
             max_new = profile.output.draw(rng)
-            adapter = popular(profile.adapters, rng) if rng.random() < profile.adapted else -1
-            own = rng.randrange(2**32) if rng.random() < profile.sampled else None
-            arrivals.append(Arrival(at, prompt, max_new, system, adapter, own))
+            chances, own = (rng.random(), rng.random()), rng.randrange(2**32)
+            adapter = popular(profile.adapters, rng) if chances[0] < profile.adapted else -1
+            drawn = own if chances[1] < profile.sampled else None
+            arrivals.append(Arrival(at, prompt, max_new, system, adapter, drawn))
     return tuple(arrivals)
 
 

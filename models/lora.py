@@ -2,11 +2,11 @@
 
     forward = lora.adapted(llama.forward)              # (params, adapters, cache, batch)
     adapters = lora.slots(params, count=8, rank=16)    # held leaves, stacked along the first dim
-    step.load_slot(3, adapters=lora.load(folder, adapters, llama.FORMAT.names))   # no capture
+    step.load_slot(3, adapters=load_adapter(folder, ...))  # models/lora_load.py; no capture
 
 A row's update goes through two products over all slots at once, the first masked to the row's own
 slot between them: two more matrix products a projection, whatever adapters a batch mixes. Batches
-without any are better served by the plain `forward`, over the same cache; `either` does that.
+without any are better served by the plain `forward`, over the same cache, as `models.steps` does.
 
 Shape letters: T tokens, N slots, r rank of the slots, I and O what a projection takes and gives.
 """
@@ -36,13 +36,6 @@ class LowRank:
 
 Adapters = tuple[Mapping[str, LowRank], ...]
 """For each layer its adapted projections, by the names that the layer's weights have."""
-
-
-@fg.struct
-class AdapterRows:
-    """What a batch says of adapters; `spec.adapters` is how many distinct ones it uses."""
-
-    adapter_ids: Tensor = fg.buffer("T", "int64", pad=-1)  # the slot of each token; -1: none
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +69,8 @@ class AdaptedWeight:
 def adapted(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward(params, cache, batch)` as `(params, adapters, cache, batch)`.
 
-    `params.layers` are structs with the adapted weights; `batch` has `adapter_ids`.
+    `params.layers` are structs with the adapted weights; `batch.adapter_ids` are (T,) int64, the
+    slot of each token or -1, padded with -1.
     """
 
     def adapted_forward(params: Any, adapters: Adapters, cache: Any, batch: Any) -> Any:
@@ -136,15 +130,3 @@ def _fits(place: LowRank, a: Tensor, b: Tensor) -> bool:
     widths = (place.a.shape[1], place.b.shape[1])
     two = a.dim() == b.dim() == 2
     return two and len(a) == len(b) <= len(place.a) and (a.shape[1], b.shape[1]) == widths
-
-
-def either(plain: Callable[..., Any], adapted: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that calls `adapted` for batches that use adapters, and `plain` for the others.
-
-    Two captured functions over one cache: `capture(..., recorder=other.recorder)`.
-    """
-
-    def step(cache: Any, batch: Any) -> Any:
-        return (adapted if batch.spec.adapters else plain)(cache, batch)
-
-    return step

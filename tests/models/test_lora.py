@@ -5,40 +5,41 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import fngraph as fg
 from models import llama, lora
-from models.requests import Request
-from models.schedule import lay_out
+from models.batches import batch_type, empty_batch, lay_out
+from models.policy import Policy
+from models.requests import Job, Request, Row
+from models.tokens import Tokens
 from tests.models.conftest import wide_params
 
 COUNT, RANK, BLOCK_SIZE, B = 3, 4, 4, 4
-LIMITS = fg.Limits(16, 8, B=B)
+POLICY = Policy(16, 8, B, BLOCK_SIZE, share=False)
+LIMITS = POLICY.limits
 TEXTS = [(7, 8, 9, 10, 11), (250, 3, 99), (42,), (100, 90, 80, 70)]
 NAMES = (*lora.ATTENTION, "w_gate", "w_down")
 
 
-@fg.struct
-class Batch(llama.Batch, lora.AdapterRows):
-    """The model's batch, and each token's adapter."""
-
-
-def batch_of(ids: list[int], *, decode: bool = False) -> Batch:
+def batch_of(ids: list[int], *, decode: bool = False) -> Any:
     """A step of the first texts, request i with adapter ids[i]."""
     rows = []
-    for i, text in enumerate(TEXTS[: len(ids)]):
-        request = Request(i, text, 1, blocks=(2 * i, 2 * i + 1))
-        if decode:
-            request = dataclasses.replace(request, computed=len(text), generated=(5,))
-        rows.append((request, request.missing))
-    plain = lay_out(rows, B, BLOCK_SIZE)
-    adapter_ids = torch.tensor([x for x, (_, count) in zip(ids, rows) for _ in range(count)])
-    distinct = len({x for x in ids if x >= 0})
-    spec = plain.spec._replace(adapters=distinct)
-    return Batch(**{**vars(plain), "spec": spec}, adapter_ids=adapter_ids)
+    for i, (text, adapter) in enumerate(zip(TEXTS, ids)):
+        tokens, computed = Tokens(text + (5,) * decode), len(text) * decode
+        blocks = Tokens((2 * i, 2 * i + 1), np.int32)
+        job = Job(Request(i, text, 1, adapter=adapter), tokens, computed, blocks, -1)
+        rows.append(Row(job, job.missing))
+    return lay_out(rows, POLICY, lambda spec: empty_batch(batch_type("adapters"), POLICY, spec))
+
+
+def forward(params: Any, cache: Any, batch: batch_type("adapters")) -> Any:
+    """`llama.forward`, (R, V)."""
+    logits_R1V, cache = llama.forward(params, cache, batch)
+    return logits_R1V[:, 0], cache
 
 
 def random_adapter(adapters: lora.Adapters, seed: int, rank: int = RANK) -> Any:
@@ -79,23 +80,24 @@ def alone(params: llama.Params, ids: list[int], ones: dict[int, Any]) -> list[Te
         cache = cache_of(params)
         for out, step in ((prefill, False), (decode, True)):
             whole = batch_of([-1] * len(ids), decode=step)
-            moved = {
-                n: getattr(whole, n).to(params.embed.device) for n in fg.core.buffers_of(Batch)
-            }
-            logits_RV, cache = llama.forward(own, cache, dataclasses.replace(whole, **moved))
+            names = fg.core.buffers_of(type(whole))
+            moved = {n: getattr(whole, n).to(params.embed.device) for n in names}
+            logits_RV, cache = forward(own, cache, dataclasses.replace(whole, **moved))
             out.append(logits_RV[i])
     return [torch.stack(prefill), torch.stack(decode)]
 
 
-def make(params: llama.Params, recorder: str, modes: str, counts: Any = (COUNT,)) -> Any:
+def make(
+    params: llama.Params, recorder: str, modes: str, counts: Any = (COUNT,), *, lazy: bool = False
+) -> Any:
     """A captured step, its cache and its slots."""
     adapters, cache = lora.slots(params, count=COUNT, rank=RANK, names=NAMES), cache_of(params)
     fast = fg.graphify(
-        lora.adapted(llama.forward), modes=modes, donate="cache", stage="batch", sizes=(4, 16),
+        lora.adapted(forward), modes=modes, donate="cache", stage="batch", sizes=(4, 16),
         recorder=recorder, adapters=counts,
     )  # fmt: skip
     step = fast.bind(params, adapters).capture(
-        cache, LIMITS, batch=batch_of([0, -1]), progress=False
+        cache, LIMITS, batch=batch_of([0, -1]), lazy=lazy, progress=False
     )
     return step, cache, adapters
 
@@ -127,9 +129,8 @@ def test_a_row_without_an_adapter_is_bitwise_plain(params):
         }
         for x in one
     )
-    forward = lora.adapted(llama.forward)
-    got, _ = forward(params, adapters, cache_of(params), batch_of([-1, 0, -1]))
-    plain, _ = llama.forward(params, cache_of(params), batch_of([-1, -1, -1]))
+    got, _ = lora.adapted(forward)(params, adapters, cache_of(params), batch_of([-1, 0, -1]))
+    plain, _ = forward(params, cache_of(params), batch_of([-1, -1, -1]))
     assert torch.equal(got[[0, 2]], plain[[0, 2]]) and not torch.equal(got[1], plain[1])
 
 
@@ -154,7 +155,7 @@ def test_loading_a_slot_captures_nothing_and_changes_its_rows_alone(params):
 )  # fmt: skip
 def test_keys_by_the_number_of_adapters(counts, chosen, params):
     """A count of its own, the next one that is captured, or none: eager, and it says so."""
-    step, cache, _ = make(params, "tape", "FULL_AND_PIECEWISE", counts)
+    step, cache, _ = make(params, "tape", "FULL_AND_PIECEWISE", counts, lazy=True)
     ids = {0: [-1, -1, -1], 1: [1, -1, 1], 2: [1, -1, 2], 3: [1, 0, 2]}
     for distinct, count in chosen.items():
         for decode in (False, True):
@@ -177,18 +178,18 @@ def test_batches_without_adapters_pay_nothing(params):
     adapted, cache, adapters = make(params, "tape", "FULL")
     adapted.load_slot(2, adapters=random_adapter(adapters, 2))
     fast = fg.graphify(
-        llama.forward, modes="FULL", donate="cache", stage="batch", sizes=(4, 16), recorder="tape"
+        forward, modes="FULL", donate="cache", stage="batch", sizes=(4, 16), recorder="tape"
     )
     plain = fast.bind(params).capture(
         cache, LIMITS, batch=batch_of([-1]), recorder=adapted.recorder, progress=False
     )
-    step = lora.either(plain, adapted)
+    step = lambda cache, batch: (adapted if batch.spec.adapters else plain)(cache, batch)  # noqa: E731
     wanted = alone(params, [2, -1, 2], {2: random_adapter(adapters, 2)})
     got = [step(cache, batch_of([2, -1, 2], decode=decode))[0] for decode in (False, True)]
     for g, want in zip(got, wanted):
         torch.testing.assert_close(g, want, atol=2e-4, rtol=1e-4)
     none, _ = step(cache, batch_of([-1, -1]))
-    bare, _ = llama.forward(params, cache_of(params), batch_of([-1, -1]))
+    bare, _ = forward(params, cache_of(params), batch_of([-1, -1]))
     torch.testing.assert_close(none, bare, atol=2e-4, rtol=1e-4)
     assert (plain.stats.steps, adapted.stats.steps) == (1, 2)
     nodes = [s[s.dispatch(b.spec).descriptor].counts.nodes

@@ -186,6 +186,31 @@ def test_the_same_in_any_batch_padding_and_mode(modes, recorder_name, device):
     assert len(set(wanted)) > 15
 
 
+@pytest.mark.gpu
+def test_the_same_in_any_batch_of_a_whole_vocabulary():
+    """CUDA sorts one row, up to 127 and more of them in three different ways."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits_RV = (torch.randn(256, 151_936, generator=generator, device="cuda") * 2).bfloat16()
+    settings = stack([FILTERS[i % len(FILTERS)]._replace(seed=i) for i in range(256)])
+    leaves = {name: x.cuda() for name, x in vars(settings).items()}
+    places = torch.arange(256, device="cuda")
+
+    def first(count: int, begin: int = 0) -> Tensor:
+        rows = slice(begin, begin + count)
+        part = Sampling(**{name: x[rows] for name, x in leaves.items()})
+        return sample(logits_RV[rows], part, places[rows])
+
+    wanted = torch.cat([first(1, i) for i in range(256)])
+    assert wanted.unique().numel() > 200
+    for count in (2, 64, 127, 128, 256):
+        assert torch.equal(first(count), wanted[:count])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = first(count)
+        graph.replay()
+        assert torch.equal(got, wanted[:count])
+
+
 def test_few_kernels(recorder_name, device):
     step = fg.graphify(forward, stage="batch", sizes=(4,), recorder=recorder_name)
     step = step.bind(BANK.to(device)).capture(fg.Limits(4, 4), progress=False)

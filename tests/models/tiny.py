@@ -39,8 +39,17 @@ def qwen3() -> Any:
     )  # fmt: skip
 
 
-GENERATIVE: dict[str, Make] = {"llama": llama, "qwen3": qwen3}
-DRAWN: dict[str, tuple[int, float]] = {"llama": (35, 0.3), "qwen3": (3, 0.3)}
+def qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=128,
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+        mlp_only_layers=[1], eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
+GENERATIVE: dict[str, Make] = {"llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
+DRAWN: dict[str, tuple[int, float]] = {"llama": (35, 0.3), "qwen3": (3, 0.3), "qwen3_moe": (0, 0.4)}
 """A family's seed, and how wide its matrices are drawn: found by looking for a lively text."""
 
 

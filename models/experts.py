@@ -53,9 +53,9 @@ def mix(
     Args:
         real_T: (T,) bool, whether a row is a token and not padding.
     """
-    share_TC = torch.where(real_T[:, None], share_TC, 0).to(x_TE.dtype)
     run = _grouped if x_TE.dtype == torch.bfloat16 else _dense
-    return run(experts, x_TE, expert_TC, share_TC, real_T)
+    out_TE = run(experts, x_TE, expert_TC, share_TC.to(x_TE.dtype), real_T)
+    return torch.where(real_T[:, None], out_TE, 0)
 
 
 def _grouped(
@@ -71,9 +71,7 @@ def _grouped(
     hidden_NF = silu(_by_group(x_NE, experts.w_gate, end_X)) * _by_group(x_NE, experts.w_up, end_X)
     out_NE = _by_group(hidden_NF, experts.w_down, end_X)
     back_TC = rearrange(order_N.argsort(), "(t c) -> t c", c=C)
-    out_TCE = torch.where(
-        real_T[:, None, None], out_NE[back_TC], 0
-    )  # rows of no group hold anything
+    out_TCE = out_NE[back_TC]  # of padding, whatever was there
     return fg.trust_rows((out_TCE * share_TC[..., None]).sum(1))
 
 

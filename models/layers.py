@@ -23,9 +23,9 @@ def swiglu(x_TE: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor
     return linear(silu(linear(x_TE, w_gate)) * linear(x_TE, w_up), w_down)
 
 
-def heads(x_TE: Tensor, weight: Tensor, head_dim: int) -> Tensor:
-    """(T, H, D): the projection of each head; `weight` is (H*D, E)."""
-    return rearrange(linear(x_TE, weight), "t (h d) -> t h d", d=head_dim)
+def heads(x_TE: Tensor, weight: Tensor, head_dim: int, bias: Tensor | None = None) -> Tensor:
+    """(T, H, D): the projection of each head; `weight` is (H*D, E), `bias` (H*D,)."""
+    return rearrange(linear(x_TE, weight, bias), "t (h d) -> t h d", d=head_dim)
 
 
 def join(x_THD: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 import fngraph as fg
 from models import generate, loading
-from models.requests import blocks_for
+from models.requests import blocks_for, start, submit
 from tests.models import tiny
 
 COUNT = 64
@@ -76,3 +76,24 @@ def test_greedy_tokens_on_the_tape(case: Case):
     assert tuple(text[len(tiny.PROMPT) :]) == case.tokens
     ran = {mode: step.stats.share(mode) * step.stats.steps for mode in ("FULL", "PIECEWISE")}
     assert ran == {"FULL": COUNT - 1, "PIECEWISE": 2}
+
+
+def test_served_with_others_on_the_tape(case: Case):
+    """Five requests on two rows, joining and leaving; each gets what it gets alone."""
+    prompts = [tiny.PROMPT, tiny.PROMPT[:1], tiny.PROMPT[3:], [*tiny.PROMPT, *case.tokens[:9]], [8]]
+    limits = fg.Limits(8, 2, B=3)
+    state = start(6, generate.BLOCK_SIZE)
+    for i, prompt in enumerate(prompts):
+        state = submit(state, prompt, 4 + 3 * i, limits)
+    cache = case.family.init_cache(
+        case.params.config, 6, block_size=generate.BLOCK_SIZE, num_slots=2
+    )
+    step = generate.make_step(
+        case.params, cache, limits, forward=case.family.forward, modes="FULL_AND_PIECEWISE",
+        sizes=(1, 2, 4, 8), recorder="tape",
+    )  # fmt: skip
+    *_, last = generate.serve(step, cache, state, limits, case.family.Batch)
+    for request in last.state.requests:
+        want = generate.reference(case.params, request.prompt, request.max_new, case.family)
+        assert request.generated == want
+    assert step.stats.share("FULL") + step.stats.share("PIECEWISE") == 1

@@ -48,17 +48,28 @@ def qwen3_moe() -> Any:
     )  # fmt: skip
 
 
-GENERATIVE: dict[str, Make] = {"llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
-DRAWN: dict[str, tuple[int, float]] = {"llama": (35, 0.3), "qwen3": (3, 0.3), "qwen3_moe": (0, 0.4)}
-"""A family's seed, and how wide its matrices are drawn: found by looking for a lively text."""
+def mamba2() -> Any:
+    return transformers.Mamba2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8,
+        state_size=8, n_groups=2, chunk_size=16, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
+GENERATIVE: dict[str, tuple[Make, int, float]] = {
+    "llama": (llama, 35, 0.3),
+    "qwen3": (qwen3, 3, 0.3),
+    "qwen3_moe": (qwen3_moe, 0, 0.4),
+    "mamba2": (mamba2, 0, 0.35),
+}
+"""Config, seed, and how wide matrices are drawn: found by looking for texts that keep changing."""
 
 
 def model(name: str) -> Any:
     """The model, in float32, with every weight random."""
-    seed, width = DRAWN.get(name, (0, 0.25))
+    make, seed, width = GENERATIVE[name]
     torch.manual_seed(seed)
     made = transformers.AutoModelForCausalLM.from_config(
-        GENERATIVE[name](), attn_implementation="eager", dtype=torch.float32
+        make(), attn_implementation="eager", dtype=torch.float32
     ).eval()
     for weight_name, weight in made.named_parameters():
         if weight.ndim > 1:

@@ -50,3 +50,22 @@ def mlp(weights: Mlp, x_TE: Tensor) -> Tensor:
 def mlp_of(dim: int, hidden: int) -> Mlp:
     """Shapes of a gated mlp."""
     return Mlp(shape(hidden, dim), shape(hidden, dim), shape(dim, hidden))
+
+
+def mlp_names(ours: str, theirs: str) -> dict[str, str]:
+    """What Hugging Face calls the weights of a gated mlp, for `loading.Format.names`."""
+    return {
+        f"layers.*.{ours}.w_gate": f"model.layers.*.{theirs}.gate_proj.weight",
+        f"layers.*.{ours}.w_up": f"model.layers.*.{theirs}.up_proj.weight",
+        f"layers.*.{ours}.w_down": f"model.layers.*.{theirs}.down_proj.weight",
+    }
+
+
+DECODER_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "layers.*.attn_norm": "model.layers.*.input_layernorm.weight",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
+}
+"""Likewise of what decoders have in common."""

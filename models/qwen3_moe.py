@@ -15,7 +15,7 @@ from torch import Tensor
 import fngraph as fg
 from models import llama, loading, naming, qwen3
 from models.experts import Experts, experts_of, mix, route
-from models.layers import Mlp, mlp, mlp_of, rms_norm
+from models.layers import Mlp, mlp, mlp_names, mlp_of, rms_norm
 from models.llama import KV, Batch as Batch, init_cache as init_cache
 from models.naming import shape
 from models.qwen3 import Attention, attention, attention_of, logits
@@ -142,11 +142,11 @@ def read_experts(raw: loading.Raw) -> dict[str, Any]:
     }
 
 
-EXPERTS = {
+EXPERT_NAMES = {
     "layers.*.mlp.router": "model.layers.*.mlp.gate.weight",
-    "layers.*.mlp.experts.w_gate": "model.layers.*.mlp.experts.*.gate_proj.weight",
-    "layers.*.mlp.experts.w_up": "model.layers.*.mlp.experts.*.up_proj.weight",
-    "layers.*.mlp.experts.w_down": "model.layers.*.mlp.experts.*.down_proj.weight",
+    **mlp_names("mlp.experts", "mlp.experts.*"),
 }
-FORMAT = qwen3.FORMAT._replace(read=read_config, blank=blank, names=qwen3.NAMES | EXPERTS)
+FORMAT = qwen3.FORMAT._replace(
+    read=read_config, blank=blank, names={**qwen3.FORMAT.names, **EXPERT_NAMES}
+)
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

@@ -18,6 +18,13 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return (wide_TE * scale_T1).to(x_TE.dtype) * weight_E
 
 
+def centred_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm whose weight is added to 1, computed in float32."""
+    wide_TE = x_TE.float()
+    scale_T1 = torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
+    return (wide_TE * scale_T1 * (1 + weight_E.float())).to(x_TE.dtype)
+
+
 def swiglu(x_TE: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
     """The gated mlp; matrices as (out, in)."""
     return linear(silu(linear(x_TE, w_gate)) * linear(x_TE, w_up), w_down)

@@ -71,12 +71,24 @@ def deepseek_v2() -> Any:
     )  # fmt: skip
 
 
+def qwen3_next() -> Any:
+    return transformers.Qwen3NextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=96,
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24, mlp_only_layers=[2], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+        eos_token_id=None, bos_token_id=None, rms_norm_eps=1e-4,
+    )  # fmt: skip
+
+
 GENERATIVE: dict[str, tuple[Make, int, float]] = {
     "llama": (llama, 35, 0.3),
     "qwen3": (qwen3, 3, 0.3),
     "qwen3_moe": (qwen3_moe, 0, 0.4),
-    "mamba2": (mamba2, 0, 0.35),
+    "mamba2": (mamba2, 1, 0.35),
     "deepseek_v2": (deepseek_v2, 7, 0.25),
+    "qwen3_next": (qwen3_next, 1, 0.2),
 }
 """Config, seed, and how wide matrices are drawn: found by looking for texts that keep changing."""
 
@@ -91,7 +103,9 @@ def model(name: str) -> Any:
     for weight_name, weight in made.named_parameters():
         if weight.ndim > 1:
             weight.normal_(0, width)
-        elif "A_log" not in weight_name and "dt_bias" not in weight_name:
+        elif "A_log" in weight_name:  # sums of large decays would cost their prefill digits
+            weight.uniform_(-3, 0)
+        else:
             weight.add_(torch.rand_like(weight) - 0.5)
     return made
 

@@ -22,7 +22,7 @@ from models import blocks
 from models.blocks import Pool, blocks_for
 from models.policy import Policy
 from models.requests import Event, Job, Row, State, drop, no_blocks
-from models.speculate import accept, with_drafts
+from models.speculate import accept, find_drafts
 
 
 def plan(state: State, policy: Policy) -> State:
@@ -40,41 +40,33 @@ def plan(state: State, policy: Policy) -> State:
     slots = (*state.slots, *(job.slot for job in state.running[len(kept) :] if job.slot >= 0))
     waiting = thrown + state.waiting
 
-    running, rows, left = [], [], policy.max_tokens
+    decoding = [job for job in kept if job.decoding][: policy.max_tokens]
+    decoding, pool = grow(decoding, pool, policy)
+    left = policy.max_tokens - len(decoding)
     late: list[Row] = []
     for job in kept:
-        if job.decoding and left:
-            job, pool = grow(job, pool, len(job.tokens), policy)
-            rows.append(Row(job, 1))
-            left -= 1
-        running.append(job)
-    for job in running:
-        if not job.decoding and left:
+        if left and not job.decoding:
             late.append(row := Row(job, min(job.missing, left)))
             left -= row.new
             pool = publish(row, pool, policy)
-    while waiting and left and not thrown and len(running) < policy.max_reqs:
-        joined = join(waiting[0], pool, slots, policy, len(running))
-        if joined is None:
+    joined: list[Job] = []
+    while waiting and left and not thrown and len(kept) + len(joined) < policy.max_reqs:
+        found = join(waiting[0], pool, slots, policy, len(kept) + len(joined))
+        if found is None:
             break
-        job, pool, slots = joined
+        job, pool, slots = found
         waiting = waiting[1:]
-        running.append(job)
+        joined.append(job)
         late.append(row := Row(job, min(job.missing, left)))
         left -= row.new
         pool = publish(row, pool, policy)
-    if rows and not late:
-        wide = with_drafts(rows, policy, len(pool.free))
-        if wide is not None:
-            rows = []
-            for row in wide:
-                job, pool = grow(row.job, pool, len(row.job.tokens) + len(row.drafts), policy)
-                rows.append(row._replace(job=job))
-    held = {row.job.id: row.job for row in rows}
-    return State(
-        waiting, tuple(held.get(job.id, job) for job in running), (*rows, *late), pool, slots,
-        state.submitted,
-    )  # fmt: skip
+    drafts = [] if late else find_drafts(decoding, policy, len(pool.free))
+    if drafts:
+        decoding, pool = grow(decoding, pool, policy, len(drafts[0]))
+    rows = [Row(job, 1, guess) for job, guess in zip(decoding, drafts or [()] * len(decoding))]
+    grown = {job.id: job for job in decoding}
+    running = (*(grown.get(job.id, job) for job in kept), *joined)
+    return State(waiting, running, (*rows, *late), pool, slots, state.submitted)
 
 
 def make_room(state: State, policy: Policy) -> tuple[tuple[Job, ...], Pool]:
@@ -90,13 +82,18 @@ def make_room(state: State, policy: Policy) -> tuple[tuple[Job, ...], Pool]:
     return kept, pool
 
 
-def grow(job: Job, pool: Pool, num_tokens: int, policy: Policy) -> tuple[Job, Pool]:
-    """The job with blocks for so many tokens."""
-    lacking = blocks_for(num_tokens, policy.block_size) - len(job.blocks)
-    if lacking <= 0:
-        return job, pool
-    pool, new = blocks.take(pool, lacking)
-    return job._replace(blocks=job.blocks.append(new)), pool
+def grow(jobs: Sequence[Job], pool: Pool, policy: Policy, more: int = 0) -> tuple[list[Job], Pool]:
+    """The jobs with blocks for all their tokens and so many more each."""
+    size = policy.block_size
+    lacking = [max(0, blocks_for(len(job.tokens) + more, size) - len(job.blocks)) for job in jobs]
+    pool, new = blocks.take(pool, sum(lacking))
+    at, grown = 0, list(jobs)
+    for i, count in enumerate(lacking):
+        if count:
+            own = jobs[i].blocks.append(new[at : at + count])
+            grown[i] = jobs[i]._replace(blocks=own)
+            at += count
+    return grown, pool
 
 
 def join(

@@ -14,29 +14,26 @@ from collections.abc import Sequence
 
 from models.blocks import blocks_for
 from models.policy import Policy
-from models.requests import Row
+from models.requests import Job
 
 
-def with_drafts(rows: Sequence[Row], policy: Policy, free: int) -> list[Row] | None:
-    """The rows of a verify step in place of those of a decode step; None where none pays.
+def find_drafts(jobs: Sequence[Job], policy: Policy, free: int) -> list[tuple[int, ...]]:
+    """The drafts of each job of a verify step; none at all where a decode step does as well.
 
     Args:
         free: blocks that the drafts may take.
     """
     longest = max(policy.query_lens) - 1
-    if not longest:
-        return None
-    found = [row.job.tokens.after_first(policy.ngram, longest) for row in rows]
+    if not longest or not jobs:
+        return []
+    found = [job.tokens.after_first(policy.ngram, longest) for job in jobs]
     query_len = choose([len(guess) for guess in found], policy.query_lens)
-    while query_len > 1 and not fits(rows, query_len, policy, free):
+    while query_len > 1 and not fits(jobs, query_len, policy, free):
         query_len = max(q for q in policy.query_lens if q < query_len)
-    if query_len == 1:
-        return None
     k = query_len - 1
-    return [
-        row._replace(drafts=(*guess, *[row.job.tokens.last] * k)[:k])
-        for row, guess in zip(rows, found)
-    ]
+    if not k:
+        return []
+    return [(*guess, *[job.tokens.last] * k)[:k] for job, guess in zip(jobs, found)]
 
 
 def choose(found: Sequence[int], query_lens: Sequence[int]) -> int:
@@ -45,14 +42,14 @@ def choose(found: Sequence[int], query_lens: Sequence[int]) -> int:
     return max(q for q in query_lens if 2 * filled(q - 1) >= len(found) * (q - 1))
 
 
-def fits(rows: Sequence[Row], query_len: int, policy: Policy, free: int) -> bool:
+def fits(jobs: Sequence[Job], query_len: int, policy: Policy, free: int) -> bool:
     """Whether such a step stays within the token budget, each table, and the free blocks."""
-    ends = [blocks_for(len(row.job.tokens) + query_len - 1, policy.block_size) for row in rows]
-    extra = sum(
-        end - len(row.job.blocks) for row, end in zip(rows, ends) if end > len(row.job.blocks)
-    )
-    within = max(ends) <= policy.max_blocks and query_len * len(rows) <= policy.max_tokens
-    return within and extra <= free
+    if query_len * len(jobs) > policy.max_tokens:
+        return False
+    size = policy.block_size
+    ends = [blocks_for(len(job.tokens) + query_len - 1, size) for job in jobs]
+    extra = sum(max(0, end - len(job.blocks)) for job, end in zip(jobs, ends))
+    return max(ends) <= policy.max_blocks and extra <= free
 
 
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from models.policy import Policy
-from models.requests import Job, Request, Row
-from models.speculate import accept, choose, with_drafts
+from models.requests import Job, Request
+from models.speculate import accept, choose, find_drafts
 from models.tokens import Tokens
 
 runs = st.lists(st.integers(0, 2), max_size=6)
@@ -71,10 +71,10 @@ def test_drafts_are_kept_up_to_the_first_that_differs(drafts, drawn, got):
     assert accept(drafts, drawn) == got
 
 
-def rows(*texts: list[int]) -> list[Row]:
-    """Rows that decode these texts, in a block of 8 each."""
+def jobs(*texts: list[int]) -> list[Job]:
+    """Jobs that decode these texts, in a block of 8 each."""
     return [
-        Row(Job(Request(i, tuple(t[:1]), 9), Tokens(t), len(t) - 1, Tokens([i], np.int32), -1), 1)
+        Job(Request(i, tuple(t[:1]), 9), Tokens(t), len(t) - 1, Tokens([i], np.int32), -1)
         for i, t in enumerate(texts)
     ]
 
@@ -82,11 +82,11 @@ def rows(*texts: list[int]) -> list[Row]:
 def test_drafts_fill_up_with_the_last_token_and_mind_all_bounds():
     policy = Policy(8, 2, 1, 8, query_lens=(1, 3), ngram=1)
     repeats, new = [1, 2, 3, 1], [4, 5]
-    assert [row.drafts for row in with_drafts(rows(repeats, new), policy, 0)] == [(2, 3), (5, 5)]
-    assert with_drafts(rows(new, new), policy, 9) is None
-    assert with_drafts(rows([1] * 7, new), policy, 9) is None  # the table of the first is full
+    assert find_drafts(jobs(repeats, new), policy, 0) == [(2, 3), (5, 5)]
+    assert find_drafts(jobs(new, new), policy, 9) == []
+    assert find_drafts(jobs([1] * 7, new), policy, 9) == []  # the table of the first is full
     tight = Policy(5, 2, 1, 8, query_lens=(1, 3), ngram=1)
-    assert with_drafts(rows(repeats, repeats), tight, 9) is None  # 6 tokens
+    assert find_drafts(jobs(repeats, repeats), tight, 9) == []  # 6 tokens
     wide = Policy(8, 2, 2, 8, query_lens=(1, 3), ngram=1)
-    assert with_drafts(rows([1] * 7, repeats), wide, 0) is None  # no block for it
-    assert with_drafts(rows([1] * 7, repeats), wide, 1) is not None
+    assert find_drafts(jobs([1] * 7, repeats), wide, 0) == []  # no block for it
+    assert find_drafts(jobs([1] * 7, repeats), wide, 1) != []

@@ -126,7 +126,9 @@ def test_specs_say_what_the_rows_are(coming, policy, num_blocks):
         assert (spec.num_tokens, spec.num_reqs) == (sum(lens), len(rows))
         assert 1 <= spec.num_reqs <= policy.max_reqs and spec.num_tokens <= policy.max_tokens
         assert spec.host == fg.HostBounds(max(lens), int(batch.seq_lens.max()))
-        past = all(row.job.computed >= len(row.job.request.prompt) for row in rows)
+        past = all(
+            row.job.computed >= len(row.job.request.prompt) and row.job.missing == 1 for row in rows
+        )
         assert (spec.query_len is not None) == past == (kind in ("decode", "verify"))
         if past:
             assert set(lens) == {spec.query_len} and spec.query_len in policy.query_lens

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fngraph as fg
-from models import llama
+from models import generate, llama
 from models.batches import batch_type, empty_batch, lay_out
 from models.policy import Policy
 from models.requests import cancel, start, submit
@@ -130,6 +130,29 @@ def test_a_tally_counts_steps_tokens_and_padding(params):
     assert (
         tally.as_text().splitlines()[2].startswith("| decode  | FULL      | BatchDescriptor(3, 3")
     )
+
+
+def test_a_shared_prefix_is_read_once(params, monkeypatch):
+    """Cascade batches, and no others, go through the cascade primitive, told how long it is."""
+    seen, honest = [], fg.ops.cascade
+
+    def spy(*args, **kwargs):
+        seen.append(int(args[-1].prefix_len))
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(fg.ops, "cascade", spy)
+    policy = Policy(64, 3, 6, 8, cascade=16, cascade_reqs=3)
+    state, want = start(18, policy), {}
+    for i in range(3):
+        prompt = (*range(20), i)
+        want[i] = generate.reference(params, prompt, 3 + i)
+        state = submit(state, policy, prompt, 3 + i)
+    steps = bare_steps(llama.forward, params, policy)
+    served = list(serve(steps, llama.init_cache(params.config, 18, block_size=8), state, policy))
+    assert gather(stream(served)) == want
+    cascades = [one.spec.cascade for one in served]
+    assert cascades == [True, True, True, False, False]  # then fewer than three are left
+    assert seen == [16] * 3 * params.config.num_layers
 
 
 @pytest.mark.gpu

@@ -29,16 +29,16 @@ def supports(config: Any) -> str | None:
 
 
 @functools.cache
-def _loaded(name: str, module: str, device: str) -> Any:
+def _loaded(primitive: str, name: str, module: str, device: str) -> Any:
     reason = missing(device)
     if reason is not None:
-        raise BackendError(f"backend {name!r} of attention: {reason}")
+        raise BackendError(f"backend {name!r} of {primitive}: {reason}")
     return importlib.import_module(f"fngraph.ops.{module}")
 
 
 def _backend(name: str, module: str, level: Support) -> Backend:
     def run(q_THD: torch.Tensor, *args: Any, **options: Any) -> None:
-        _loaded(name, module, q_THD.device.type).run(q_THD, *args, **options)
+        _loaded("attention", name, module, q_THD.device.type).run(q_THD, *args, **options)
 
     return Backend(
         name,

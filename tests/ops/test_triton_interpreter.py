@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = ("test_triton_attention.py", "test_triton_levels.py")
+FILES = ("test_triton_attention.py", "test_triton_levels.py", "test_triton_recurrent.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

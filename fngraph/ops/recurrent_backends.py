@@ -20,10 +20,9 @@ def supports(config: Any) -> str | None:
     for what, dtype in (("tokens", config.dtype), ("states", config.state_dtype)):
         if dtype not in MULTIPLIED:
             return f"its {what} are float32, float16 or bfloat16, not {dtype}"
-    keys = getattr(config, "key_dim", None) or getattr(config, "state_dim", 0)
-    values = getattr(config, "value_dim", None) or getattr(config, "head_dim", 0)
-    if keys > 256 or values > 256:
-        return f"its tiles hold keys and values up to 256, not {keys} and {values}"
+    for what in ("key_dim", "value_dim", "state_dim", "head_dim"):
+        if getattr(config, what, 0) > 256:
+            return f"its tiles hold a {what} up to 256, not {getattr(config, what)}"
     return None
 
 

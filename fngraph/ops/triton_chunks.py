@@ -73,7 +73,7 @@ def chunk_kernel(
     end = T
     live = False
     if r < R:
-        begin, end, live, past = request(starts, lens, r, T)
+        begin, end, live, _ = request(starts, lens, r, T)
     first = begin + (tile - (begin // C + r)) * C
     if (first < end) & ((r == R) | (end - begin > SHORT)):
         i = tl.arange(0, C)

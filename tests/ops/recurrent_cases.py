@@ -1,4 +1,4 @@
-"""What the tests of Triton's recurrent kernels share: batches, a backend's call, the exact result."""
+"""What the tests of Triton's recurrent kernels share: batches, calls, exact results."""
 
 from __future__ import annotations
 

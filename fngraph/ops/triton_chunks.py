@@ -34,16 +34,6 @@ def _dot(x, y, FLOAT32: tl.constexpr):
 
 
 @triton.jit
-def _dot_exact(x, y, FLOAT32: tl.constexpr):
-    """In float32, or nearly, by three products in tf32."""
-    if FLOAT32:
-        product = tl.dot(x, y, input_precision="ieee")
-    else:
-        product = tl.dot(x, y, input_precision="tf32x3")
-    return product
-
-
-@triton.jit
 def _rates(rate, decay, rate_row, decay_row, token, real, DELTA: tl.constexpr):
     """(rate, logarithm of the decay) of tokens; zero where none is."""
     by = tl.load(rate + token * rate_row, mask=real, other=0.0).to(tl.float32)
@@ -104,8 +94,8 @@ def chunk_kernel(
                     half = i >> level
                     pair = half >> 1
                     joins = (pair[:, None] == pair[None, :]) & (half[:, None] != half[None, :])
-                    below = _dot_exact(x, tl.where(joins, a, 0.0), FLOAT32)
-                    x -= _dot_exact(below, x, FLOAT32)
+                    below = _dot(x, tl.where(joins, a, 0.0), FLOAT32)
+                    x -= _dot(below, x, FLOAT32)
                 tl.store(inverse + at, x, mask=real[:, None])
         else:
             value = tl.arange(0, VS)

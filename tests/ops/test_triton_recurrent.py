@@ -15,6 +15,7 @@ import torch
 from recurrent_cases import KINDS, Case, build, call, exact, off, run
 from test_attention import bits
 from test_recurrent import BATCHES
+from torch.nn.functional import normalize
 from triton_cases import LIMIT, POISON, WHERE
 
 from fngraph.ops import StateMeta, primitive
@@ -23,8 +24,8 @@ GPU = WHERE == "cuda"
 pytestmark = [pytest.mark.gpu] if GPU else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCHES = BATCHES | {
-    "around a chunk": [(63, 0), (64, 3), (65, 0), (9, 2), (8, 4), (17, 0)],
-    "long": [(200, 0), (1, 30), (130, 7)],
+    "around a chunk": [(63, 0), (65, 3), (9, 2), (8, 4)],
+    "long": [(140, 0), (1, 30)],
 }
 DIMS: dict[str, list[Any]] = {
     "gated_delta": [(1, 1, 20, 9), (1, 3, 32, 40)],
@@ -70,7 +71,7 @@ def test_uniform_batches_padded_with_requests_of_no_length(kind, query_len, dtyp
 @pytest.mark.parametrize(("kind", "dims"), [(kind, dims) for kind in KINDS for dims in DIMS[kind]])
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:1])
 def test_dims_and_groups(kind, dims, dtype):
-    for query_len, rows in ((None, [(3, 5), (1, 40), (90, 0)]), (2, [(2, 5), (2, 0)])):
+    for query_len, rows in ((None, [(3, 5), (1, 40), (35, 0)]), (2, [(2, 5), (2, 0)])):
         check(build(kind, *rows, dims=dims, dtype=dtype), LIMIT[dtype], query_len)
 
 
@@ -126,7 +127,7 @@ def test_strided_inputs_and_states(kind):
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:1])
 def test_decays_from_none_to_all(kind, dtype):
     """Sums of logarithms far below zero sit in the same chunk as small ones."""
-    for n in (6, 150):
+    for n in (6, 200 if GPU else 40):
         c = build(kind, (n, 3), (n, 0), dtype=dtype)
         if kind == "gated_delta":
             g = c.args[3]
@@ -137,12 +138,25 @@ def test_decays_from_none_to_all(kind, dtype):
         check(c, LIMIT[dtype])
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:1])
+def test_keys_that_are_nearly_alike_and_hardly_decay(noise, dtype):
+    """Each token then takes back nearly all that the one before wrote."""
+    dims = (1, 2, 128, 128) if GPU else (1, 1, 32, 16)
+    c = build("gated_delta", (150 if GPU else 40, 0), (20, 5), dims=dims, dtype=dtype)
+    base = torch.rand(dims[2], device=WHERE)
+    for i in range(2):
+        c.args[i] = normalize(base + noise * c.args[i].float(), dim=-1).to(dtype)
+    c.args[3], c.args[4] = c.args[3] / 1000, torch.full_like(c.args[4], 0.99)
+    check(c, 1e-4 if dtype == torch.float32 else 1e-2)
+
+
 @kinds
 def test_a_prefill_in_parts_comes_to_the_same(kind):
-    whole = build(kind, (150, 0))
+    whole = build(kind, (40, 0))
     parts = dataclasses.replace(whole, state=whole.state.clone())
     want, got = run(whole), []
-    for a, b in ((0, 70), (70, 71), (71, 76), (76, 150)):
+    for a, b in ((0, 17), (17, 18), (18, 23), (23, 40)):
         meta = StateMeta(
             whole.meta.state_slots,
             torch.tensor([b], dtype=torch.int32, device=WHERE),
@@ -158,7 +172,9 @@ def test_a_prefill_in_parts_comes_to_the_same(kind):
 
 @kinds
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:1])
-@pytest.mark.parametrize("rows", [[(1, 9), (3, 0), (70, 4), (20, 0)], [(1, 5), (1, 0), (1, 3)]])
+@pytest.mark.parametrize(
+    "rows", [[(1, 9), (3, 0), (200 if GPU else 20, 4), (9, 0)], [(1, 5), (1, 0), (1, 3)]]
+)
 def test_rows_are_bitwise_the_same_alone_and_in_any_batch(kind, rows, dtype):
     """Alone, among others, padded as for a larger key, with its bound and without one."""
     dims = {"gated_delta": (2, 4, 128, 128), "ssd": (4, 2, 64, 128)}.get(kind) if GPU else None

@@ -31,11 +31,12 @@ def _register(primitive: Primitive, module: str, function: str) -> None:
         loaded = _loaded(primitive.name, "triton", module, x.device.type)
         getattr(loaded, function)(x, *args, **options)
 
-    level = Support.ALWAYS
-    needs = "Triton, CUDA"
     primitive.register(
-        Backend("triton", run, lambda config: level, supports, needs=needs, missing=missing)
-    )
+        Backend(
+            "triton", run, lambda config: Support.ALWAYS, supports, needs="Triton, CUDA",
+            missing=missing, preferred=lambda config: config.device == "cuda",
+        )
+    )  # fmt: skip
 
 
 _register(GATED_DELTA, "triton_linear", "gated_delta")

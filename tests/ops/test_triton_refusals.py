@@ -10,9 +10,11 @@ from test_attention import case
 
 from fngraph.errors import BackendError
 from fngraph.ops import AttentionConfig, primitive, triton_backends
+from fngraph.ops.latent_attention import MLAConfig
 from fngraph.ops.triton_launch import missing
 
 CONFIG = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.125)
+LATENT = MLAConfig(16, 512, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.1)
 BACKENDS = ["triton", "triton_decode"]
 
 
@@ -31,6 +33,18 @@ def test_a_configuration_that_it_has_not_is_refused_with_the_reason(backend, cha
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"dtype": torch.float64}, "float64"), ({"cache_dtype": torch.int8}, "int8"),
+     ({"rank": 513}, "513"), ({"rope_dim": 128}, "128")],
+)  # fmt: skip
+def test_a_latent_configuration_that_it_has_not_is_refused_with_the_reason(backend, change, why):
+    supports = primitive("mla").backend(backend).supports
+    assert supports(LATENT) is None
+    assert why in supports(LATENT._replace(**change))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_where_triton_cannot_run_it_says_why_and_writes_nothing(backend, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     triton_backends._loaded.cache_clear()
@@ -40,6 +54,11 @@ def test_where_triton_cannot_run_it_says_why_and_writes_nothing(backend, monkeyp
         primitive("attention").backend(backend).run(
             c.q, c.k, c.v, (c.k_cache, c.v_cache), c.meta, torch.empty_like(c.q),
             config=CONFIG, host=None,
+        )  # fmt: skip
+    with pytest.raises(BackendError, match=f"{backend!r} of mla.*(pip install|TRITON_INTERPRET=1)"):
+        primitive("mla").backend(backend).run(
+            c.q, c.k[:, 0], c.k_cache[:, :, 0], c.meta, torch.empty_like(c.q), config=LATENT,
+            host=None,
         )  # fmt: skip
     assert c.k_cache.nan_to_num().equal(before.nan_to_num())
 

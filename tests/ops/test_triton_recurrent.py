@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from recurrent_cases import KINDS, Case, build, call, exact, off, run
+from recurrent_cases import KINDS, Case, build, exact, off, run
 from test_attention import bits
 from test_recurrent import BATCHES
 from torch.nn.functional import normalize
 from triton_cases import LIMIT, POISON, WHERE
 
-from fngraph.ops import StateMeta, primitive
+from fngraph.ops import StateMeta
 
 GPU = WHERE == "cuda"
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -33,10 +33,10 @@ DIMS: dict[str, list[Any]] = {
     "causal_conv": [(130, 4), (5, 2), (3, 2), (4, 7)],
 }
 if GPU:
-    BATCHES |= {"4k": [(4096, 0)], "mix": [(1, 9), (2500, 700), (1, 0), (40, 0), (3, 5), (700, 0)]}
-    DIMS["gated_delta"] += [(16, 32, 128, 128), (4, 8, 256, 64), (2, 4, 64, 256), (2, 2, 96, 80)]
-    DIMS["ssd"] += [(64, 1, 64, 128), (8, 8, 64, 64), (24, 1, 64, 256), (80, 8, 80, 96)]
-    DIMS["causal_conv"] += [(8192, 4), (4352, 4)]
+    BATCHES |= {"long mix": [(1, 9), (900, 700), (1, 0), (40, 0), (3, 5), (700, 0)]}
+    DIMS["gated_delta"] += [(4, 8, 256, 64), (2, 4, 64, 256), (2, 2, 96, 80)]
+    DIMS["ssd"] += [(8, 8, 64, 64), (24, 1, 64, 256), (80, 8, 80, 96)]
+    DIMS["causal_conv"] += [(4352, 4)]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -73,6 +73,18 @@ def test_uniform_batches_padded_with_requests_of_no_length(kind, query_len, dtyp
 def test_dims_and_groups(kind, dims, dtype):
     for query_len, rows in ((None, [(3, 5), (1, 40), (35, 0)]), (2, [(2, 5), (2, 0)])):
         check(build(kind, *rows, dims=dims, dtype=dtype), LIMIT[dtype], query_len)
+
+
+MODELS = {"gated_delta": (16, 32, 128, 128), "ssd": (64, 1, 64, 128), "causal_conv": (8192, 4)}
+
+
+@pytest.mark.gpu
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [[(4096, 0)], [(1, 9), (2500, 700), (1, 0), (64, 0), (700, 3)]])
+def test_shapes_of_models_at_length(kind, dtype, rows):
+    """Qwen3-Next's and Mamba-2's."""
+    check(build(kind, *rows, dims=MODELS[kind], dtype=dtype, pad_tokens=70), LIMIT[dtype])
 
 
 @kinds
@@ -177,7 +189,7 @@ def test_a_prefill_in_parts_comes_to_the_same(kind):
 )
 def test_rows_are_bitwise_the_same_alone_and_in_any_batch(kind, rows, dtype):
     """Alone, among others, padded as for a larger key, with its bound and without one."""
-    dims = {"gated_delta": (2, 4, 128, 128), "ssd": (4, 2, 64, 128)}.get(kind) if GPU else None
+    dims = MODELS[kind] if GPU else None
     c = build(kind, *rows, dims=dims, dtype=dtype)
     uniform = len({n for n, _ in rows}) == 1
     before, starts = c.state.clone(), c.meta.query_start_loc.tolist()
@@ -203,16 +215,3 @@ def test_rows_are_bitwise_the_same_alone_and_in_any_batch(kind, rows, dtype):
         assert bits(run(alone)).equal(bits(got[first:last]))
         slot = int(meta.state_slots)
         assert bits(alone.state[slot]).equal(bits(c.state[slot]))
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-@kinds
-def test_float64_is_refused_with_the_reason(kind):
-    c = build(kind, (1, 0))
-    known = primitive(kind)
-    c.args = [x.double() for x in c.args]
-    with pytest.raises(AssertionError, match=r"float64"):
-        call(c, torch.empty_like(c.like))
-    assert known.backend("triton").support(None).name == "ALWAYS"

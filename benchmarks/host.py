@@ -131,13 +131,12 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     step(kit.cache, kit.device)
     ready, ring = step.ready[spec[:7]], step.ring
 
-    parts = [fn.args[1] if takes_host else fn for fn, takes_host in ready.calls]
+    parts = [fn.args if takes_host else fn for fn, takes_host in ready.calls]
 
     def bare() -> None:
         for part in parts:
             if isinstance(part, tuple):
-                q, k, v, k_cache, v_cache, *meta = part[:9]
-                copies(q, k, v, (k_cache, v_cache), meta, part[9])
+                copies(*part)
             else:
                 part()
         ready.views[0].detach()

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from fngraph.core import Support
+from fngraph.core import HostBounds, Support
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.listing import Function
@@ -78,8 +79,9 @@ class Primitive:
         name: of the op in the `fngraph` library, and of the key in `backends=`.
         op: the overload that appears in traced graphs.
         configure: the op's arguments (tensors or fakes) to a hashable configuration.
-        call: `call(backend, args, config, host)` groups the flat arguments for `backend.run`, and
-            hands it `plan=` where the backend has one.
+        group: the op's flat arguments to those of a backend's `run`.
+        options: the op's arguments to more of them, by name; those that are not asked for are left
+            out, so that a backend without them can run.
         backends: by name; the first one is the definition, which runs every configuration.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
             alone, or does not say.
@@ -88,9 +90,23 @@ class Primitive:
     name: str
     op: Any
     configure: Callable[..., Any]
-    call: Callable[..., None]
+    group: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    options: Callable[[tuple[Any, ...]], dict[str, Any]]
     backends: dict[str, Backend]
     null_slots: str | None = None
+
+    def bind(
+        self, backend: Backend, args: tuple[Any, ...], config: Any, **plan: Any
+    ) -> functools.partial[None]:
+        """The call of a backend over these arguments of the op, as yet without `host=`."""
+        options = self.options(args) | plan
+        return functools.partial(backend.run, *self.group(args), config=config, **options)
+
+    def call(
+        self, backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None
+    ) -> None:
+        """Run a backend that has no plan on these arguments of the op."""
+        self.bind(backend, args, config)(host=host)
 
     def suited(self, config: Any) -> Backend:
         """The backend of a configuration where none is named: a preferred one, or the first."""
@@ -135,8 +151,9 @@ def define(
     schema: str,
     *,
     configure: Callable[..., Any],
-    call: Callable[..., None],
     default: Backend,
+    group: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple,
+    options: Callable[[tuple[Any, ...]], dict[str, Any]] = lambda args: {},
     null_slots: str | None = None,
 ) -> Primitive:
     """Make the op `fngraph::name` with `schema` (its written arguments marked) and register it.
@@ -150,7 +167,7 @@ def define(
 
     def eager(*args: Any) -> None:
         config = configure(*args)
-        call(made.suited(config), args, config, None)
+        made.call(made.suited(config), args, config, None)
 
     def refuse_gradients(*args: Any) -> None:
         if is_transformed(*args):
@@ -162,7 +179,8 @@ def define(
     LIBRARY.impl(name, refuse_gradients, "Autograd")
     LIBRARY.impl(name, lambda *args: refuse_transform(name), "FuncTorchBatched")
     torch.library.register_fake(f"fngraph::{name}", lambda *args: None, lib=LIBRARY)
-    made = Primitive(name, op, configure, call, {default.name: default}, null_slots)
+    backends = {default.name: default}
+    made = Primitive(name, op, configure, group, options, backends, null_slots)
     PRIMITIVES[f"fngraph::{name}"] = made
     return made
 

@@ -13,12 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models import llama
+from models.loading import CheckpointError, mismatches
+from models.rope import Llama3, Yarn
 
 BYTES = Path(__file__).parent / "checkpoints" / "bytes.safetensors"
-
-
-class CheckpointError(ValueError):
-    """A file that is no checkpoint of ours, or whose tensors do not fit its config."""
 
 
 def save_checkpoint(path: Path, config: llama.Config, named: Mapping[str, Tensor]) -> None:
@@ -52,22 +50,12 @@ def load_checkpoint(
         raise CheckpointError(
             f"{path} has no config in its metadata, so it was not written by save_checkpoint"
         )
-    config = llama.Config(**json.loads(described))
+    raw = json.loads(described)
+    if scaling := raw.get("rope_scaling"):
+        raw["rope_scaling"] = (Llama3 if len(scaling) == len(Llama3._fields) else Yarn)(*scaling)
+    config = llama.Config(**raw)
     wanted, found = llama.shapes(config), {n: tuple(w.shape) for n, w in named.items()}
     if wrong := mismatches(wanted, found):
         raise CheckpointError(f"{path} does not fit its config:\n" + "\n".join(wrong))
     placed = {n: w.to(device=device, dtype=dtype) for n, w in named.items()}
     return config, llama.from_named(config, placed)
-
-
-def mismatches(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """A line for each tensor that is missing, extra or of another shape."""
-    lines = [f"  {n}: missing, expected {s}" for n, s in wanted.items() if n not in found]
-    lines += [f"  {n}: unknown, of shape {s}" for n, s in found.items() if n not in wanted]
-    return lines + [
-        f"  {n}: expected {s}, got {found[n]}"
-        for n, s in wanted.items()
-        if n in found and found[n] != s
-    ]

@@ -1,90 +1,89 @@
-"""Greedy text for many prompts at once: python -m models.generate --prompts FILE --modes ...
+"""Greedy text for many prompts at once: python -m models.generate --model FOLDER --modes ...
 
-`serve` is the whole loop; `reference` is what it has to agree with, token by token.
+`models.serve` is the loop; `reference` is what it has to agree with, token by token.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 import fngraph as fg
-from models import llama
+from models import llama, loading
+from models.blocks import blocks_for
 from models.checkpoint import BYTES, load_checkpoint
-from models.requests import Served, State, blocks_for, start, submit
-from models.schedule import advance, schedule
+from models.policy import Policy
+from models.requests import State, start, submit
+from models.serve import serve
 from models.show import show
+from models.steps import make_steps
+from models.tally import Tally
+from models.text import BYTES as BYTES_TEXT, Text, read_text
 
 BLOCK_SIZE = 16
 PROMPTS = Path(__file__).parent / "prompts.txt"
-Step = Callable[[Any, llama.Batch], tuple[Tensor, Any]]  # cache, batch -> logits, cache
 
 
 @torch.no_grad()
-def serve(step: Step, cache: Any, state: State, limits: fg.Limits) -> Iterator[Served]:
-    """Run until every request has its tokens, a step at a time. The cache is used up."""
-    while state.live:
-        began = time.perf_counter()
-        state, batch = schedule(state, limits)
-        logits_RV, cache = step(cache, batch)
-        state = advance(state, batch, logits_RV.argmax(-1).tolist())
-        yield Served(state, batch.spec, time.perf_counter() - began)
-
-
-@torch.no_grad()
-def reference(params: llama.Params, prompt: Sequence[int], max_new: int) -> tuple[int, ...]:
-    """The same tokens from `llama.forward` itself: one request, its own cache, no scheduler."""
+def reference(
+    params: Any, prompt: Sequence[int], max_new: int, family: Any = llama
+) -> tuple[int, ...]:
+    """The same tokens from bare `forward`: one request, its own cache, no scheduler."""
     device = params.embed.device
     num_blocks = blocks_for(len(prompt) + max_new, BLOCK_SIZE)
-    cache = llama.init_cache(params.config, num_blocks, block_size=BLOCK_SIZE, device=device)
+    cache = family.init_cache(
+        params.config, num_blocks, block_size=BLOCK_SIZE, num_slots=1, device=device,
+        dtype=params.embed.dtype,
+    )  # fmt: skip
     tokens, computed = list(prompt), 0
     for _ in range(max_new):
-        batch = alone(tokens, computed, num_blocks, device)
-        logits_RV, cache = llama.forward(params, cache, batch)
+        batch = alone(tokens, computed, num_blocks, device, family.Batch)
+        logits_RV, cache = family.forward(params, cache, batch)
         computed = len(tokens)
         tokens.append(int(logits_RV.argmax()))
     return tuple(tokens[len(prompt) :])
 
 
 def alone(
-    tokens: Sequence[int], computed: int, num_blocks: int, device: torch.device
-) -> llama.Batch:
+    tokens: Sequence[int], computed: int, num_blocks: int, device: torch.device | str,
+    Batch: Any = llama.Batch,
+) -> Any:  # fmt: skip
     """The batch of one request whose token i lives in slot i, from token `computed` on."""
     new = torch.arange(computed, len(tokens))
-    batch = llama.Batch(
-        token_ids=torch.tensor(tokens[computed:]),
-        positions=new,
-        slot_mapping=new,
-        seq_lens=torch.tensor([len(tokens)], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, len(new)], dtype=torch.int32),
-        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-        logits_indices=torch.tensor([len(new) - 1]),
-        spec=fg.BatchSpec(len(new), 1),
-    )
-    return to_device(batch, device)
-
-
-def to_device(batch: llama.Batch, device: torch.device) -> llama.Batch:
-    """The batch for a bare `llama.forward`; fngraph moves batches by itself."""
-    moved: dict[str, Any] = {
-        n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()
+    leaves = {
+        "token_ids": torch.tensor(tokens[computed:]),
+        "positions": new,
+        "slot_mapping": new,
+        "seq_lens": torch.tensor([len(tokens)], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, len(new)], dtype=torch.int32),
+        "block_tables": torch.arange(num_blocks, dtype=torch.int32)[None],
+        "state_slots": torch.tensor([0]),
+        "logits_indices": torch.tensor([len(new) - 1]),
     }
-    return llama.Batch(**moved)
+    query_len = 1 if computed and len(new) == 1 else None
+    return select(Batch, leaves, fg.BatchSpec(len(new), 1, query_len=query_len), device)
+
+
+def select(
+    Batch: Any, leaves: Mapping[str, Any], spec: fg.BatchSpec, device: torch.device | str = "cpu"
+) -> Any:
+    """The `Batch` of a family, of those leaves that it has."""
+    names = {field.name for field in dataclasses.fields(Batch)} - {"spec"}
+    return Batch(**{n: x.to(device) for n, x in leaves.items() if n in names}, spec=spec)
 
 
 def make_step(
-    params: llama.Params, cache: Any, limits: fg.Limits, *, modes: str, progress: bool = False,
-    **options: Any,
+    params: Any, cache: Any, limits: fg.Limits, *, modes: str, forward: Any = llama.forward,
+    progress: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """`llama.forward`, weights bound and graphs captured; `options` are `fg.graphify`'s."""
-    fast = fg.graphify(llama.forward, modes=modes, donate="cache", stage="batch", **options)
+    """`forward`, weights bound and graphs captured; `options` are `fg.graphify`'s."""
+    fast = fg.graphify(forward, modes=modes, donate="cache", stage="batch", **options)
     return fast.bind(params).capture(cache, limits, progress=progress)
 
 
@@ -117,47 +116,66 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def to_tokens(text: str) -> tuple[int, ...]:
-    """UTF-8 bytes."""
-    return tuple(text.encode("utf-8"))
-
-
 def plan(
-    prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int
-) -> tuple[State, fg.Limits]:
-    """A state with every prompt waiting, and limits just wide enough for each of them.
+    prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int,
+    text: Text = BYTES_TEXT, **policy: Any,
+) -> tuple[State, Policy]:  # fmt: skip
+    """A state with every prompt waiting, and a policy just wide enough for each of them.
 
     The cache has blocks for `max_reqs` of the longest, so that rows, not blocks, run out first.
     """
-    tokens = [to_tokens(prompt) for prompt in prompts]
+    tokens = [text.encode(prompt) for prompt in prompts]
     B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)
-    limits = fg.Limits(max_tokens, max_reqs, B=B)
-    state = start(num_blocks=B * max_reqs, block_size=BLOCK_SIZE)
+    wide = Policy(max_tokens, max_reqs, B, BLOCK_SIZE, **policy)
+    state = start(B * max_reqs, wide)
     for t in tokens:
-        state = submit(state, t, max_new, limits)
-    return state, limits
+        state = submit(state, wide, t, max_new)
+    return state, wide
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command."""
     flags = parser().parse_args(argv)
     device = pick_device(flags.device)
-    config, params = load_checkpoint(flags.checkpoint, device=device)
-    state, limits = plan(
+    family, config, params, text = read_model(flags, device)
+    states = family_states(family)
+    state, policy = plan(
         read_prompts(flags.prompts),
         flags.max_new,
         max_tokens=flags.max_tokens,
         max_reqs=flags.max_reqs,
+        text=text,
+        query_lens=(1, 1 + flags.drafts) if flags.drafts else (1,),
+        share=not states,
+        num_slots=flags.max_reqs if states else 0,
     )
-    cache = llama.init_cache(config, len(state.free), block_size=BLOCK_SIZE, device=device)
-    step = make_step(
-        params, cache, limits, modes=flags.modes, recorder=flags.recorder,
-        sizes=ladder(flags.max_tokens), progress=True,
+    cache = family.init_cache(
+        config, state.pool.num_blocks, block_size=BLOCK_SIZE, num_slots=flags.max_reqs,
+        device=device, dtype=params.embed.dtype,
     )  # fmt: skip
-    console = Console()
-    for _ in show(serve(step, cache, state, limits), state, console):
+    steps = make_steps(
+        family.forward, params, cache, policy, *states, modes=flags.modes,
+        recorder=flags.recorder, sizes=ladder(flags.max_tokens), progress=True,
+    )  # fmt: skip
+    tally = Tally()
+    served = tally.watch(serve(steps, cache, state, policy))
+    for _ in show(served, state, Console(), decode=text.decode):
         pass
-    print(f"\n\n{step.stats.as_text()}")
+    print(f"\n\n{tally.as_text()}")
+
+
+def family_states(family: Any) -> tuple[str, ...]:
+    """What its batches have beside the paged fields."""
+    names = {field.name for field in dataclasses.fields(family.Batch)}
+    return ("states",) if "state_slots" in names else ()
+
+
+def read_model(flags: argparse.Namespace, device: str) -> tuple[Any, Any, Any, Text]:
+    """The family, config, weights and text of `--model`, or of the checkpoint over bytes."""
+    if flags.model is None:
+        return llama, *load_checkpoint(flags.checkpoint, device=device), BYTES_TEXT
+    family = loading.family(flags.model, generative=True)
+    return family, *family.load(flags.model, device=device), read_text(flags.model)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -168,9 +186,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")
     p.add_argument("--max-tokens", type=int, default=32, help="token budget of a step")
     p.add_argument("--max-reqs", type=int, default=8, help="requests in a step")
+    p.add_argument("--drafts", type=int, default=0, help="draft tokens a step, by prompt lookup")
     p.add_argument("--recorder", choices=["tape", "cuda"], help="default: as the device allows")
     p.add_argument("--device", help="default: cuda where there is one")
-    p.add_argument("--checkpoint", type=Path, default=BYTES)
+    p.add_argument("--checkpoint", type=Path, default=BYTES, help="one file, a model over bytes")
+    p.add_argument("--model", type=Path, help="in its place: a Hugging Face folder")
     return p
 
 

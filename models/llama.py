@@ -1,4 +1,4 @@
-"""A Llama-style decoder as pure functions: forward(params, cache, batch) -> (logits, cache).
+"""Llama 3 as pure functions: forward(params, cache, batch) -> (logits, cache).
 
 Shape letters: T query tokens, R requests, H query heads, K kv heads, D head dim, E model dim,
 F mlp hidden, V vocab, B blocks per request; N blocks in the cache, S tokens in a block.
@@ -7,16 +7,19 @@ F mlp hidden, V vocab, B blocks per request; N blocks in the cache, S tokens in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
-from models.layers import rms_norm, rotate, rotation, swiglu
+from models import loading, naming
+from models.layers import DECODER_NAMES, attend, heads, join, rms_norm, swiglu
+from models.naming import shape
+from models.rope import Scaling, Turn, read_rope, rotate, rotation
 
 KV = tuple[Tensor, Tensor]  # one layer's (k, v), each (N, S, K, D)
 Attend = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]  # q, k, v, kv -> out_THD, kv
@@ -36,6 +39,7 @@ class Config:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tied: bool = False  # the head is the embedding
+    rope_scaling: Scaling | None = None
 
 
 def tiny_bytes() -> Config:
@@ -89,10 +93,10 @@ class Batch:
 def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
 
-    def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
-        return fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch)
+    def paged(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
+        return attend(q_THD, k_TKD, v_TKD, kv, batch)
 
-    x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, attend)
+    x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, paged)
     return logits(params, x_TE[batch.logits_indices]), cache
 
 
@@ -106,7 +110,9 @@ def transformer(
     """
     x_TE = params.embed[token_ids_T]
     config, kept = params.config, []
-    rope = rotation(positions_T, config.head_dim, config.rope_theta, x_TE.dtype)
+    rope = rotation(
+        positions_T, config.head_dim, config.rope_theta, x_TE.dtype, config.rope_scaling
+    )
     for layer, kv in zip(params.layers, cache, strict=True):
         x_TE, kv = decoder_layer(config, layer, x_TE, rope, kv, attend)
         kept.append(kv)
@@ -114,7 +120,7 @@ def transformer(
 
 
 def decoder_layer(
-    config: Config, layer: Layer, x_TE: Tensor, rope: tuple[Tensor, Tensor], kv: Any, attend: Attend
+    config: Config, layer: Layer, x_TE: Tensor, rope: Turn, kv: Any, attend: Attend
 ) -> tuple[Tensor, Any]:
     """x + attention(norm(x)), plus the mlp of its norm; and what the layer keeps."""
     x_TE, kv = attention_block(config, layer, x_TE, rope, kv, attend)
@@ -123,15 +129,15 @@ def decoder_layer(
 
 
 def attention_block(
-    config: Config, layer: Layer, x_TE: Tensor, rope: tuple[Tensor, Tensor], kv: Any, attend: Attend
+    config: Config, layer: Layer, x_TE: Tensor, rope: Turn, kv: Any, attend: Attend
 ) -> tuple[Tensor, Any]:
     """x + attention(norm(x)), and what the layer keeps."""
     normed_TE = rms_norm(x_TE, layer.attn_norm, config.norm_eps)
-    q_THD = rearrange(linear(normed_TE, layer.wq), "t (h d) -> t h d", d=config.head_dim)
-    k_TKD = rearrange(linear(normed_TE, layer.wk), "t (k d) -> t k d", d=config.head_dim)
-    v_TKD = rearrange(linear(normed_TE, layer.wv), "t (k d) -> t k d", d=config.head_dim)
+    q_THD, k_TKD, v_TKD = (
+        heads(normed_TE, weight, config.head_dim) for weight in (layer.wq, layer.wk, layer.wv)
+    )
     out_THD, kv = attend(rotate(q_THD, rope), rotate(k_TKD, rope), v_TKD, kv)
-    return x_TE + linear(rearrange(out_THD, "t h d -> t (h d)"), layer.wo), kv
+    return x_TE + join(out_THD, layer.wo), kv
 
 
 def logits(params: Params, x_RE: Tensor) -> Tensor:
@@ -140,35 +146,31 @@ def logits(params: Params, x_RE: Tensor) -> Tensor:
     return linear(rms_norm(x_RE, params.norm, params.config.norm_eps), head_VE)
 
 
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every weight by name, `layers.0.wq`, with its shape: the one list that init and files use."""
+def blank(config: Config) -> Params:
+    """`Params` of meta tensors: the one list of weights that init and files go by."""
     E, F, V, D = config.dim, config.mlp_dim, config.vocab_size, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
-    layer = {
-        "attn_norm": (E,), "wq": (q, E), "wk": (kv, E), "wv": (kv, E), "wo": (E, q),
-        "mlp_norm": (E,), "w_gate": (F, E), "w_up": (F, E), "w_down": (E, F),
-    }  # fmt: skip
-    named = {"embed": (V, E), "norm": (E,)} | ({} if config.tied else {"head": (V, E)})
-    stacked = {f"layers.{i}.{n}": s for i in range(config.num_layers) for n, s in layer.items()}
-    return named | stacked
+    layer = Layer(
+        attn_norm=shape(E), wq=shape(q, E), wk=shape(kv, E), wv=shape(kv, E), wo=shape(E, q),
+        mlp_norm=shape(E), w_gate=shape(F, E), w_up=shape(F, E), w_down=shape(E, F),
+    )  # fmt: skip
+    head = None if config.tied else shape(V, E)
+    return Params(shape(V, E), (layer,) * config.num_layers, shape(E), head, config)
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every weight by name, `layers.0.wq`, with its shape."""
+    return naming.shapes(blank(config))
 
 
 def from_named(config: Config, named: Mapping[str, Tensor]) -> Params:
     """`Params` over the tensors of `shapes(config)`."""
-    layers = (
-        Layer(**{n: named[f"layers.{i}.{n}"] for n in Layer.__annotations__})
-        for i in range(config.num_layers)
-    )
-    return Params(named["embed"], tuple(layers), named["norm"], named.get("head"), config)
+    return naming.filled(blank(config), named)
 
 
 def to_named(params: Params) -> dict[str, Tensor]:
     """The weights of `params` by the names of `shapes`."""
-    named = {"embed": params.embed, "norm": params.norm}
-    named |= {} if params.head is None else {"head": params.head}
-    for i, layer in enumerate(params.layers):
-        named |= {f"layers.{i}.{n}": getattr(layer, n) for n in Layer.__annotations__}
-    return named
+    return naming.named(params)
 
 
 def init_params(
@@ -179,17 +181,8 @@ def init_params(
     dtype: torch.dtype = torch.float32,
 ) -> Params:
     """Random weights, the same on every device: normal, 0.02 wide, less where layers add up."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape)
-        residual = name.endswith(("wo", "w_down"))
-        std = 0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02
-        return torch.randn(shape, generator=generator) * std
-
-    drawn = {name: draw(name, shape) for name, shape in shapes(config).items()}
-    return from_named(config, {n: w.to(device=device, dtype=dtype) for n, w in drawn.items()})
+    depth = config.num_layers
+    return naming.drawn(blank(config), depth=depth, seed=seed, device=device, dtype=dtype)
 
 
 def init_cache(
@@ -197,10 +190,58 @@ def init_cache(
     num_blocks: int,
     *,
     block_size: int = 16,
+    num_slots: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[KV, ...]:
-    """An empty paged cache: for each layer a pair of (num_blocks, block_size, K, D) tensors."""
+    """An empty paged cache: for each layer a pair of (num_blocks, block_size, K, D) tensors.
+
+    There are no states, so `num_slots` is not used.
+    """
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
     zeros = lambda: torch.zeros(shape, device=device, dtype=dtype)  # noqa: E731
     return tuple((zeros(), zeros()) for _ in range(config.num_layers))
+
+
+def read_config(raw: loading.Raw) -> Config:
+    """The config of a config.json."""
+    return Config(**read_fields(raw))
+
+
+def read_fields(raw: loading.Raw) -> dict[str, Any]:
+    """What Llama's relatives say in the same words."""
+    theta, scaling = read_rope(raw)
+    num_heads = raw["num_attention_heads"]
+    return {
+        "vocab_size": raw["vocab_size"],
+        "num_layers": raw["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": raw.get("num_key_value_heads") or num_heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // num_heads,
+        "dim": raw["hidden_size"],
+        "mlp_dim": raw["intermediate_size"],
+        "rope_theta": theta,
+        "norm_eps": raw["rms_norm_eps"],
+        "tied": raw.get("tie_word_embeddings", False),
+        "rope_scaling": scaling,
+    }
+
+
+FORMAT = loading.Format(
+    read_config,
+    blank,
+    names={
+        **DECODER_NAMES,
+        "layers.*.wq": "model.layers.*.self_attn.q_proj.weight",
+        "layers.*.wk": "model.layers.*.self_attn.k_proj.weight",
+        "layers.*.wv": "model.layers.*.self_attn.v_proj.weight",
+        "layers.*.wo": "model.layers.*.self_attn.o_proj.weight",
+        "layers.*.w_gate": "model.layers.*.mlp.gate_proj.weight",
+        "layers.*.w_up": "model.layers.*.mlp.up_proj.weight",
+        "layers.*.w_down": "model.layers.*.mlp.down_proj.weight",
+    },
+    only={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    skipped=("lm_head.weight", "model.layers.*.self_attn.rotary_emb.inv_freq"),
+)
+
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

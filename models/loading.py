@@ -1,0 +1,195 @@
+"""Models from Hugging Face folders: config.json, and safetensors in one file or in shards.
+
+`FAMILIES` says which module reads which `model_type`; a family says as a `Format`, which is data,
+what its weights are called in such files. Nothing of transformers is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models import naming
+
+FAMILIES = {
+    "bert": "models.bert",
+    "deepseek_v2": "models.deepseek_v2",
+    "llama": "models.llama",
+    "mamba2": "models.mamba2",
+    "qwen3": "models.qwen3",
+    "qwen3_moe": "models.qwen3_moe",
+    "qwen3_next": "models.qwen3_next",
+}
+"""model_type of a config.json -> module."""
+POOLING = {"bert"}
+
+Raw = Mapping[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is none, or whose tensors do not fit its config."""
+
+
+class Format(NamedTuple):
+    """How the folders of a family are read.
+
+    Attributes:
+        read: a config from what config.json says; a KeyError names what it lacks.
+        blank: the `Params` of a config, of meta tensors.
+        names: our name of a weight -> its name in the files. The first star on either side is
+            the layer's number; one more on theirs numbers tensors that are stacked, as experts are.
+        only: what the family can do no other way, by key of config.json.
+        skipped: patterns of tensors that may be there and are not read.
+    """
+
+    read: Callable[[Raw], Any]
+    blank: Callable[[Any], Any]
+    names: Mapping[str, str]
+    only: Raw
+    skipped: tuple[str, ...] = ()
+
+
+def family(folder: str | Path, *, generative: bool = False) -> ModuleType:
+    """The module of the family that a folder's config.json names.
+
+    Raises:
+        CheckpointError: no config.json; a `model_type` that is not here, or writes no text.
+    """
+    kind = read_json(Path(folder)).get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"{folder}: model_type {kind!r} is none of {', '.join(FAMILIES)}, "
+            "the families of models.loading.FAMILIES"
+        )
+    if generative and kind in POOLING:
+        raise CheckpointError(
+            f"{folder}: a model of type {kind!r} writes no text. Its sentence embeddings are what "
+            f"{FAMILIES[kind]}.forward returns"
+        )
+    return importlib.import_module(FAMILIES[kind])
+
+
+def load(
+    format: Format,
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> tuple[Any, Any]:
+    """The config and the weights of a folder; dtypes stay as they are stored if `dtype` is None.
+
+    Raises:
+        CheckpointError: no such files; a config that the family cannot run; tensors missing,
+            extra or misshapen. All of one kind are listed.
+    """
+    folder = Path(folder)
+    config = read_config(format, folder)
+    blank = format.blank(config)
+    sources = {n: sources_of(format.names, n, x) for n, x in naming.named(blank).items()}
+    wanted = {n: shape for part in sources.values() for n, shape in part.items()}
+    with ExitStack() as stack:
+        files = open_tensors(folder, stack)
+        shapes = {n: tuple(file.get_slice(n).get_shape()) for n, file in files.items()}
+        found = {n: s for n, s in shapes.items() if n in wanted or not matches(n, format.skipped)}
+        if wrong := mismatches(wanted, found):
+            raise CheckpointError(f"{folder} does not fit its config:\n" + "\n".join(wrong))
+
+        def read(name: str, x: Tensor) -> Tensor:
+            parts = [files[n].get_tensor(n).to(device=device, dtype=dtype) for n in sources[name]]
+            return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
+
+        return config, naming.replaced(blank, read)
+
+
+def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tuple[int, ...]]:
+    """The tensors of the files that make up one of ours, in order, with their shapes."""
+    theirs = names[re.sub(r"\.\d+\.", ".*.", name)]
+    for number in re.findall(r"\.(\d+)\.", name):
+        theirs = theirs.replace("*", number, 1)
+    if "*" not in theirs:
+        return {theirs: tuple(x.shape)}
+    return {theirs.replace("*", str(i)): tuple(x.shape[1:]) for i in range(x.shape[0])}
+
+
+def read_config(format: Format, folder: Path) -> Any:
+    """The config of a folder.
+
+    Raises:
+        CheckpointError: keys that are missing, or ask for what the family cannot do.
+    """
+    raw = read_json(folder)
+    wrong = [
+        f"  {key} is {raw[key]!r}, only {value!r} can be run"
+        for key, value in format.only.items()
+        if key in raw and raw[key] != value
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder / 'config.json'}:\n" + "\n".join(wrong))
+    try:
+        return format.read(raw)
+    except KeyError as error:
+        raise CheckpointError(f"{folder / 'config.json'} lacks {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+
+
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A JSON file of a folder.
+
+    Raises:
+        CheckpointError: it is not there, or no JSON.
+    """
+    try:
+        return json.loads((folder / name).read_text("utf-8"))  # type: ignore[no-any-return]
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{folder / name}: {error}. Pass a folder as transformers' save_pretrained writes it"
+        ) from None
+
+
+def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file that holds each tensor.
+
+    Raises:
+        CheckpointError: no safetensors, or a file that cannot be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.exists():
+        names = set(read_json(folder, index.name)["weight_map"].values())
+    found: dict[str, Any] = {}
+    for name in sorted(names):
+        try:
+            file = stack.enter_context(safe_open(folder / name, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name}: {error}") from None
+        found |= dict.fromkeys(file.keys(), file)
+    return found
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether any pattern fits."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def mismatches(wanted: Shapes, found: Shapes) -> list[str]:
+    """A line for each tensor that is missing, extra or of another shape."""
+    lines = [f"  {n}: missing, expected {s}" for n, s in wanted.items() if n not in found]
+    lines += [f"  {n}: unknown, of shape {s}" for n, s in found.items() if n not in wanted]
+    return lines + [
+        f"  {n}: expected {s}, got {found[n]}"
+        for n, s in wanted.items()
+        if n in found and found[n] != s
+    ]

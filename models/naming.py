@@ -1,0 +1,80 @@
+"""Weights by name: `layers.0.attn.wq` is the path of a tensor in `Params`.
+
+A family says its weights once, as `Params` of meta tensors: shapes without memory. Initial
+values, files and training all go by the names of that tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def shape(*dims: int) -> Tensor:
+    """A tensor of this shape and no memory."""
+    return torch.empty(dims, device="meta")
+
+
+def named(tree: Any) -> dict[str, Tensor]:
+    """The tensors of a tree of structs and tuples, by path."""
+    found: dict[str, Tensor] = {}
+    replaced(tree, lambda name, x: found.setdefault(name, x))
+    return found
+
+
+def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a tree's tensors, by path."""
+    return {name: tuple(x.shape) for name, x in named(tree).items()}
+
+
+def filled(tree: Any, values: Mapping[str, Tensor]) -> Any:
+    """The tree with the tensor of each name in `values`."""
+    return replaced(tree, lambda name, x: values[name])
+
+
+def replaced(tree: Any, new: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """The tree with `new(path, tensor)` for each of its tensors; anything else stays."""
+    if isinstance(tree, Tensor):
+        return new(path, tree)
+    dot = f"{path}." if path else ""
+    if type(tree) is tuple:
+        return tuple(replaced(x, new, f"{dot}{i}") for i, x in enumerate(tree))
+    if not dataclasses.is_dataclass(tree):
+        return tree
+    parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+    made: Any = type(tree)
+    return made(**{name: replaced(x, new, f"{dot}{name}") for name, x in parts.items()})
+
+
+def drawn(
+    tree: Any,
+    *,
+    depth: int,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    vectors: Mapping[str, float] | None = None,
+) -> Any:
+    """Random weights of a tree's shapes, the same on every device.
+
+    Matrices are normal, 0.02 wide, less where `depth` layers add up (`wo`, `w_down`). A vector is
+    1, or what `vectors` says of its last name.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, x: Tensor) -> Tensor:
+        last = name.rsplit(".", 1)[-1]
+        if x.ndim == 1:
+            value = torch.full(x.shape, (vectors or {}).get(last, 1.0))
+        else:
+            residual = last in ("wo", "w_down")
+            std = 0.02 / math.sqrt(2 * depth) if residual else 0.02
+            value = torch.randn(x.shape, generator=generator) * std
+        return value.to(device=device, dtype=dtype)
+
+    return replaced(tree, draw)

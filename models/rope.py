@@ -1,0 +1,152 @@
+"""Rotary embedding: angles by position, and the two ways of stretching them to long contexts.
+
+Shape letters: T tokens, H heads, D rotated columns of a head, a pair of which turns together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+Turn = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, D/2)
+
+
+class Llama3(NamedTuple):
+    """Pairs that turn seldom over the trained context turn `factor` times slower.
+
+    Attributes:
+        low: up to so many turns a pair is slowed down in full; from
+        high: turns on not at all; in between, in proportion.
+        trained: tokens of the context that the model was trained on at first.
+
+    Source: Llama 3.1's `rope_type: llama3`.
+    """
+
+    factor: float
+    low: float
+    high: float
+    trained: int
+
+
+class Yarn(NamedTuple):
+    """YaRN: as `Llama3`, in proportion to a pair's number; attention gets sharper too.
+
+    Attributes:
+        fast, slow: turns over the trained context, above and below which the proportion ends.
+        trained: tokens of the context that the model was trained on at first.
+        amplitude: of cosines and sines.
+        sharper: of the scores, where a model asks for it (DeepSeek-V2).
+        whole: whether the ends are rounded to whole pairs.
+
+    Source: Peng et al., "YaRN", 2023, section 3; the mscales are DeepSeek-V2's.
+    """
+
+    factor: float
+    fast: float
+    slow: float
+    trained: int
+    amplitude: float = 1.0
+    sharper: float = 1.0
+    whole: bool = True
+
+
+Scaling = Llama3 | Yarn
+
+
+def frequencies(
+    D: int, theta: float, scaling: Scaling | None, device: torch.device | None = None
+) -> Tensor:
+    """(D/2,) float32, radians a token."""
+    pair = torch.arange(0, D, 2, device=device, dtype=torch.float32)
+    frequency = 1 / theta ** (pair / D)
+    if scaling is None:
+        return frequency
+    if isinstance(scaling, Llama3):
+        turns = scaling.trained / (2 * math.pi / frequency)
+        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    else:
+        first, last = _ends(D, theta, scaling)
+        kept = 1 - ((pair / 2 - first) / (last - first)).clamp(0, 1)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
+
+
+def _ends(D: int, theta: float, yarn: Yarn) -> tuple[float, float]:
+    """The pairs that turn `fast` and `slow` times over the trained context."""
+    first, last = (
+        D * math.log(yarn.trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (yarn.fast, yarn.slow)
+    )
+    if yarn.whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, D - 1)
+    return first, last + 0.001 if first == last else last
+
+
+def rotation(
+    positions_T: Tensor, D: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None
+) -> Turn:
+    """Cosines and sines (T, 1, D/2) for all layers; in float32, as positions run to thousands."""
+    frequency = frequencies(D, theta, scaling, positions_T.device)
+    angle = rearrange(positions_T.float(), "t -> t 1 1") * frequency
+    cos, sin = angle.cos(), angle.sin()
+    if isinstance(scaling, Yarn) and scaling.amplitude != 1:
+        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+    return cos.to(dtype), sin.to(dtype)
+
+
+def rotate(x_THD: Tensor, rope: Turn) -> Tensor:
+    """Rotary embedding; a pair is (i, i + D/2), as in the Hugging Face checkpoints.
+
+    Columns past the D that `rope` has angles for stay as they are.
+    """
+    cos, sin = rope
+    half = cos.shape[-1]
+    a, b, rest = x_THD.split([half, half, x_THD.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def rotate_neighbours(x_THD: Tensor, rope: Turn) -> Tensor:
+    """Rotary embedding of pairs (2i, 2i + 1), which come out as (i, i + D/2).
+
+    Scores see no order of columns, as long as queries and keys agree.
+    """
+    return rotate(rearrange(x_THD, "t h (i two) -> t h (two i)", two=2), rope)
+
+
+def read_rope(raw: Mapping[str, Any]) -> tuple[float, Scaling | None]:
+    """Theta and scaling from a config.json, of transformers 4 (`rope_scaling`) or 5.
+
+    Raises:
+        ValueError: a kind of scaling that is not here.
+    """
+    rope = {"rope_theta": raw.get("rope_theta", 10_000.0)}
+    rope |= raw.get("rope_scaling") or {}
+    rope |= raw.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta, trained = rope["rope_theta"], rope.get("original_max_position_embeddings")
+    if kind == "default":
+        return theta, None
+    trained = trained or raw["max_position_embeddings"]
+    if kind == "llama3":
+        return theta, Llama3(
+            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], trained
+        )
+    if kind == "yarn":
+        factor = rope["factor"] or raw["max_position_embeddings"] / trained
+        mscale, every = rope.get("mscale"), rope.get("mscale_all_dim")
+        amplitude = _mscale(factor, mscale) / _mscale(factor, every) if mscale and every else None
+        return theta, Yarn(
+            factor, rope.get("beta_fast") or 32, rope.get("beta_slow") or 1, trained,
+            rope.get("attention_factor") or amplitude or _mscale(factor, 1),
+            _mscale(factor, every) ** 2 if every else 1.0, rope.get("truncate", True),
+        )  # fmt: skip
+    raise ValueError(f"rope of type {kind!r}; there are default, llama3 and yarn")
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1

@@ -1,0 +1,171 @@
+"""Hugging Face folders: what is read, what is refused, and text from one by the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models as kinds, pre_tokenizers
+
+from models import generate, llama, loading, naming
+from models.loading import CheckpointError
+from models.text import read_text
+from tests.models import tiny
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Qwen3 with a tokenizer of single bytes."""
+    tiny.save("qwen3", tmp_path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(kinds.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def change(folder: Path, **keys: object) -> None:
+    """Other values in config.json."""
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | keys))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return naming.named(loading.family(folder).load(folder)[1])
+
+
+def test_shards_are_one_model(folder: Path):
+    whole = weights(folder)
+    named = list(load_file(folder / FILE).items())
+    parts = {"a.safetensors": dict(named[:9]), "b.safetensors": dict(named[9:])}
+    for name, part in parts.items():
+        save_file(part, folder / name)
+    index = {n: name for name, part in parts.items() for n in part}
+    (folder / f"{FILE}.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / FILE).unlink()
+    again = weights(folder)
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(again[n], w) for n, w in whole.items())
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"b\.safetensors"):
+        weights(folder)
+
+
+def test_all_that_does_not_fit_is_one_error(folder: Path):
+    named = load_file(folder / FILE)
+    named["model.layers.1.self_attn.q_norm.weight"] = torch.ones(5)
+    named["model.layers.7.mlp.up_proj.weight"] = named.pop("model.layers.0.mlp.up_proj.weight")
+    del named["model.norm.weight"]
+    save_file(named, folder / FILE)
+    with pytest.raises(CheckpointError) as error:
+        weights(folder)
+    assert str(error.value).splitlines()[1:] == [
+        "  model.layers.0.mlp.up_proj.weight: missing, expected (48, 32)",
+        "  model.norm.weight: missing, expected (32,)",
+        "  model.layers.7.mlp.up_proj.weight: unknown, of shape (48, 32)",
+        "  model.layers.1.self_attn.q_norm.weight: expected (12,), got (5,)",
+    ]
+
+
+def test_a_config_that_cannot_be_run_is_refused(folder: Path):
+    change(folder, hidden_act="gelu", attention_bias=True)
+    with pytest.raises(CheckpointError) as error:
+        weights(folder)
+    for line in ("hidden_act is 'gelu', only 'silu'", "attention_bias is True, only False"):
+        assert line in str(error.value)
+
+
+def test_what_else_may_be_wrong_with_a_config(folder: Path):
+    change(folder, rope_parameters={"rope_type": "spiral", "rope_theta": 1.0})
+    with pytest.raises(CheckpointError, match="'spiral'; there are default, llama3 and yarn"):
+        weights(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["rms_norm_eps"]
+    (folder / "config.json").write_text(json.dumps(raw | {"rope_parameters": None}))
+    with pytest.raises(CheckpointError, match="lacks 'rms_norm_eps'"):
+        weights(folder)
+    change(folder, model_type="gpt9")
+    with pytest.raises(CheckpointError, match="'gpt9' is none of bert, deepseek_v2, llama"):
+        weights(folder)
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        loading.family(folder / "nowhere")
+
+
+def test_dtypes_are_kept_or_cast(folder: Path):
+    save_file({n: w.bfloat16() for n, w in load_file(folder / FILE).items()}, folder / FILE)
+    assert {w.dtype for w in weights(folder).values()} == {torch.bfloat16}
+    _, params = loading.family(folder).load(folder, dtype=torch.float32)
+    assert {w.dtype for w in naming.named(params).values()} == {torch.float32}
+
+
+def test_a_tied_head_is_not_read(tmp_path: Path):
+    tiny.save("llama", tmp_path)
+    assert llama.load(tmp_path)[1].head is None
+    named = load_file(tmp_path / FILE)
+    save_file(
+        named | {"lm_head.weight": named["model.embed_tokens.weight"].clone()}, tmp_path / FILE
+    )
+    assert llama.load(tmp_path)[1].head is None
+    change(tmp_path, tie_word_embeddings=False)
+    assert llama.load(tmp_path)[1].head is not None
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.GENERATIVE if name != "mamba2"])
+def test_a_config_of_transformers_4_reads_the_same(name: str, tmp_path: Path):
+    tiny.save(name, tmp_path)
+    family = loading.family(tmp_path)
+    now = family.load(tmp_path)[0]
+    raw = json.loads((tmp_path / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    rope["type"] = rope.pop("rope_type")
+    if rope["type"] == "default":
+        raw["rope_scaling"] = None
+    if "num_local_experts" in raw:
+        raw["num_experts"] = raw.pop("num_local_experts")
+    raw.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert family.load(tmp_path)[0] == now
+
+
+def test_an_infinite_limit_reads_the_same_as_transformers_4_writes_it(tmp_path: Path):
+    tiny.save("mamba2", tmp_path)
+    family = loading.family(tmp_path)
+    now = family.load(tmp_path)[0]
+    assert now.dt_limit == (0.0, float("inf"))
+    change(tmp_path, time_step_limit=[0.0, float("inf")])
+    assert family.load(tmp_path)[0] == now
+
+
+def test_text_ends_where_the_model_says(folder: Path):
+    change(folder, eos_token_id=[7, 9])
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    text = read_text(folder)
+    tokens = text.encode("caf\u00e9")
+    assert text.decode(tokens) == "caf\u00e9" and text.stops == {7, 9}
+    assert text.decode((*tokens, 9, *tokens)) == "caf\u00e9"
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        read_text(folder)
+
+
+def test_the_command_writes_text_from_a_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    (tmp_path / "prompts.txt").write_text("The\nReturn a list\n")
+    family = loading.family(folder)
+    params = family.load(folder)[1]
+    text = read_text(folder)
+    words = ["--model", str(folder), "--prompts", str(tmp_path / "prompts.txt")]
+    generate.main([*words, "--max-new", "5", "--max-tokens", "8", "--max-reqs", "2"])
+    out = "".join(capsys.readouterr().out.split())
+    assert "FULL|" in out and "PIECEWISE|" in out
+    for prompt in ("The", "Return a list"):
+        new = generate.reference(params, text.encode(prompt), 5, family)
+        assert "".join(f"{prompt}{text.decode(new)}".split()) in out

@@ -19,7 +19,7 @@ import torch
 import fngraph as fg
 from benchmarks.host import shape
 from benchmarks.record import write
-from benchmarks.steps import BLOCK_SIZE, CONTEXT
+from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_backend
 from models import llama
 
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
@@ -49,7 +49,7 @@ def free() -> int:
 
 
 def measure(
-    device: str, layers: int, dim: int, top: int, counts: list[int], modes: list[str]
+    device: str, backend: str, layers: int, dim: int, top: int, counts: list[int], modes: list[str]
 ) -> Iterator[dict[str, Any]]:
     """A row for each mode, number of sizes and pass."""
     config = shape(layers, dim)
@@ -62,11 +62,13 @@ def measure(
     for mode in modes:
         for count in counts:
             fast = fg.graphify(
-                llama.forward, modes=mode, donate="cache", stage="batch", sizes=ladder(count, top)
-            )
+                llama.forward, modes=mode, donate="cache", stage="batch", sizes=ladder(count, top),
+                backends={"attention": backend},
+            )  # fmt: skip
             step = fast.bind(params).capture(cache, limits, lazy=True, progress=False)
             for which in ("first", "second"):
-                yield {"mode": mode, "sizes": count, "pass": which} | capture(step)
+                row = {"attention": backend, "mode": mode, "sizes": count, "pass": which}
+                yield row | capture(step)
                 step.release()
             step.sleep()
             del step
@@ -100,6 +102,7 @@ def main(argv: list[str]) -> int:
     """Print the rows; 1 where a second pass takes more than is asked for the full shape."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks capture", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", help=BACKEND_HELP)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--top", type=int, default=512, help="the largest size")
@@ -107,8 +110,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    backend = args.backend or attention_backend(args.device)
+    sizes = args.layers, args.dim, args.top
     with torch.no_grad():
-        rows = list(measure(args.device, args.layers, args.dim, args.top, args.sizes, args.modes))
+        rows = list(measure(args.device, backend, *sizes, args.sizes, args.modes))
     cells = [[f"{v:.2f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
     print(fg.core.text.table(list(rows[0]), cells))
     if args.json:

@@ -21,7 +21,7 @@ import torch
 
 import fngraph as fg
 from benchmarks.record import write
-from benchmarks.steps import BLOCK_SIZE, CONTEXT, batch_of
+from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_backend, batch_of
 from models import llama
 
 BURST = 4
@@ -61,11 +61,13 @@ class Kit:
     cache: Any
     device: llama.Batch
     host: llama.Batch
+    backend: str
 
     def step(self, **options: Any) -> Any:
         """A captured step."""
         limits = fg.Limits(max_tokens=64, max_reqs=64, B=CONTEXT // BLOCK_SIZE)
         outputs = options.pop("outputs", "borrow")
+        options = {"backends": {"attention": self.backend}} | options
         fast = fg.graphify(llama.forward, donate="cache", stage="batch", sizes=(1, 64), **options)
         return fast.bind(self.params).capture(self.cache, limits, outputs=outputs, progress=False)
 
@@ -129,13 +131,12 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     step(kit.cache, kit.device)
     ready, ring = step.ready[spec[:7]], step.ring
 
-    parts = [fn.args[1] if takes_host else fn for fn, takes_host in ready.calls]
+    parts = [fn.args if takes_host else fn for fn, takes_host in ready.calls]
 
     def bare() -> None:
         for part in parts:
             if isinstance(part, tuple):
-                q, k, v, k_cache, v_cache, *meta, out, _, _, _ = part
-                copies(q, k, v, (k_cache, v_cache), meta, out)
+                copies(*part)
             else:
                 part()
         ready.views[0].detach()
@@ -169,6 +170,7 @@ def main(argv: list[str]) -> int:
     """Print the rows; `--json` keeps them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks host", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", help=BACKEND_HELP)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=100)
@@ -188,11 +190,12 @@ def main(argv: list[str]) -> int:
             on_device = {
                 n: getattr(host, n).to(args.device) for n in fg.core.buffers_of(llama.Batch)
             }
-            kit = Kit(params, cache, dataclasses.replace(host, **on_device), host)
+            backend = args.backend or attention_backend(args.device)
+            kit = Kit(params, cache, dataclasses.replace(host, **on_device), host, backend)
             found = full(kit, args.repeats) + piecewise(kit, args.repeats)
             if num_reqs == 1 and not args.no_peers and args.device == "cuda":
                 found += others(kit, args.repeats)
-            rows += [{"batch": num_reqs, **row} for row in found]
+            rows += [{"batch": num_reqs, "attention": backend, **row} for row in found]
     cells = [[r["batch"], r["call"], f"{r['first us']:.1f}", f"{r['later us']:.1f}"] for r in rows]
     print(fg.core.text.table(["batch", "call", "first, idle, us", "later, busy, us"], cells))
     if args.json:

@@ -11,7 +11,7 @@ from fngraph.core.program import Step
 from fngraph.errors import BackendError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.split import Cut, Pieces
-from fngraph.ops.choice import Choice, Choices, Hybrid, choices_of
+from fngraph.ops.choice import Choice, Choices, choices_of
 from fngraph.ops.cut import CutFn
 from fngraph.ops.plan import Planner
 from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
@@ -84,15 +84,19 @@ def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCa
 
 def _choose(name: str, cut: Cut, choice: Choice) -> PrimitiveCall:
     primitive = PRIMITIVES[cut.op]
-    hybrid = isinstance(choice, Hybrid)
-    backend = primitive.backend(choice.mixed if isinstance(choice, Hybrid) else choice)
-    uniform = primitive.backend(choice.uniform) if isinstance(choice, Hybrid) else None
     config = primitive.configure(*cut.example)
+    uniform = None
+    if choice is None:
+        backend = primitive.suited(config)
+    elif isinstance(choice, str):
+        backend = primitive.backend(choice)
+    else:
+        uniform, backend = primitive.backend(choice.uniform), primitive.backend(choice.mixed)
     call = PrimitiveCall(name, cut, primitive, backend, config, uniform)
     for one in call.backends:
         reason = one.refusal(config) if one.shipped else None
         if reason is not None:
-            where = f"{name}: " if hybrid else ""
+            where = f"{name}: " if uniform else ""
             raise BackendError(
                 f"{where}backend {one.name!r} cannot run {primitive.name} with {config}: {reason}"
             )

@@ -41,7 +41,10 @@ def device(recorder_name: str) -> Any:
 
 @pytest.fixture
 def kit(recorder_name: str, device: Any) -> Kit:
-    """A new recorder."""
+    """A recorder whose first capture is behind it: on CUDA what holds the pool comes with that."""
     from fngraph.graphs.recorder import make_recorder
 
-    return Kit(make_recorder(recorder_name, device), device)
+    kit = Kit(make_recorder(recorder_name, device), device)
+    if recorder_name == "cuda":
+        kit.recorder.record(lambda: None)
+    return kit

@@ -172,7 +172,6 @@ DOUBLE = define(
     "toy_double",
     "(Tensor x, Tensor(a!) out, float factor)",
     configure=lambda x, out, factor: (x.dtype, factor),
-    call=lambda backend, args, config, host: backend.run(*args, config=config, host=host),
     default=Backend("plain", _run_double, support=lambda config: fg.Support.ALWAYS),
 )
 

@@ -29,7 +29,7 @@ class EagerCall:
     """A cut between two replays: its arguments live at fixed addresses, its rows vary.
 
     Attributes:
-        fn: `bind(tensors)`, if it has that, makes its function of the step's host bounds.
+        fn: `bind(tensors)`, if it has that, makes its function of the step's bounds, `host=`.
         tensors: static arguments, as long as the key.
         rows: for each, its first dim in T and R, or None where it does not vary.
         range: a name that it shows as in profiles.
@@ -45,13 +45,13 @@ class EagerCall:
         shapes = ", ".join(str(list(x.shape)) for x in self.tensors)
         return f"EagerCall({self.name}: {shapes})"
 
-    def bind(self, true: Sizes) -> Callable[[HostBounds | None], Any]:
+    def bind(self, true: Sizes) -> Callable[..., Any]:
         """The call over the true rows; the rest of the output is zero: the piece before made it."""
         rows = [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
         if hasattr(self.fn, "bind"):
             call = self.fn.bind(rows)
         else:
-            call = lambda host: self.fn(true, host, *rows)  # noqa: E731
+            call = lambda *, host: self.fn(true, host, *rows)  # noqa: E731
         return call if self.range is None else functools.partial(in_range, self.range, call)
 
 
@@ -154,7 +154,7 @@ def launch(calls: BoundCalls, host: HostBounds | None) -> None:
     """Make the calls of a replay, in order."""
     for fn, takes_host in calls:
         if takes_host:
-            fn(host)
+            fn(host=host)
         else:
             fn()
 

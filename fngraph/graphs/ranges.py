@@ -58,7 +58,7 @@ class RangedRecording:
             self.recording.replay()
 
 
-def in_range(name: str, fn: Callable[[Any], Any], host: Any) -> Any:
-    """`fn(host)` in a range."""
+def in_range(name: str, fn: Callable[..., Any], *, host: Any) -> Any:
+    """`fn(host=host)` in a range."""
     with named_range(name):
-        return fn(host)
+        return fn(host=host)

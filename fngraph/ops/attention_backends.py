@@ -25,8 +25,9 @@ ATTENTION.register(
     attention_flash.FLASH_ATTN,
     attention_flash.FLASH_ATTN_3,
     attention_flashinfer.BACKEND,
-    *triton_backends.BACKENDS,
+    *triton_backends.ATTENTION,
 )
+MLA.register(*triton_backends.LATENT)
 
 
 def published(name: str, level: Support, needs: str) -> Backend:

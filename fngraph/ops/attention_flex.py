@@ -2,7 +2,8 @@
 
 It is called without `torch.compile`, which would compile once a shape, and so once a key: so it is
 not fused, and holds all scores in memory. It is here to compare with, and for score rules that
-nothing else has. On the CPU it is never captured: the tape sees ATen ops, and this is none.
+nothing else has. It is never captured: unfused, torch copies a number to the device on the way,
+which no graph can hold, and the tape sees ATen ops, which this is none of.
 """
 
 from __future__ import annotations
@@ -49,12 +50,9 @@ def run(
     attention_dense.run(attend, q_THD, new, kv, meta, out_THD, config, host, scales)
 
 
-def support(config: Any) -> Support:
-    """On CUDA as `sdpa`; nothing on the CPU."""
-    on_cpu = config is not None and config.device == "cpu"
-    return Support.NEVER if on_cpu else Support.UNIFORM_BATCH
-
-
 BACKEND = Backend(
-    "flex", run, support=support, options=("bidirectional", "cache scales", "fp8 cache")
+    "flex",
+    run,
+    support=lambda config: Support.NEVER,
+    options=("bidirectional", "cache scales", "fp8 cache"),
 )

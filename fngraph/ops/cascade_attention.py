@@ -87,12 +87,9 @@ def _configure(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, *rest: Any) -> 
     )  # fmt: skip
 
 
-def _call(
-    backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None, **plan: Any
-) -> None:
+def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, k, v, k_cache, v_cache, *meta, prefix_len, out, _ = args
-    kv, where = (k_cache, v_cache), AttentionMeta(*meta)
-    backend.run(q, k, v, kv, where, prefix_len, out, config=config, host=host, **plan)
+    return q, k, v, (k_cache, v_cache), AttentionMeta(*meta), prefix_len, out
 
 
 CASCADE = define(
@@ -101,7 +98,7 @@ CASCADE = define(
     "Tensor seq_lens, Tensor query_start_loc, Tensor block_tables, Tensor prefix_len, "
     "Tensor(c!) out, float scale)",
     configure=_configure,
-    call=_call,
+    group=_group,
     default=Backend("reference", run, support=lambda config: Support.NEVER),
     null_slots="slot_mapping",
 )

@@ -26,7 +26,7 @@ class Hybrid:
 
 Choice: TypeAlias = str | Hybrid | None
 Choices: TypeAlias = Choice | Sequence[Choice] | Mapping[int, Choice]
-"""For every call of a primitive; one a call, in order; or by number, others take the default."""
+"""For every call of a primitive; one a call, in order; or by number, others take what is suited."""
 
 
 def check_choices(name: str, choices: Choices) -> None:
@@ -39,9 +39,9 @@ def check_choices(name: str, choices: Choices) -> None:
     for choice in _listed(choices):
         if isinstance(choice, Hybrid):
             known.backend(choice.uniform), known.backend(choice.mixed)
-        elif choice is None or isinstance(choice, str):
+        elif isinstance(choice, str):
             known.backend(choice)
-        else:
+        elif choice is not None:
             raise BackendError(
                 f"backends={{{name!r}: {choice!r}}}: pass a name, or "
                 'fg.ops.Hybrid(uniform="...", mixed="...")'

@@ -70,12 +70,9 @@ def _configure(x: Tensor, weight: Tensor, state: Tensor, *rest: Any) -> CausalCo
     return CausalConvConfig(C, W, x.dtype, state.dtype, x.device.type)
 
 
-def _call(
-    backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None, **plan: Any
-) -> None:
+def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, weight, state, slots, lens, starts, out = args
-    meta = StateMeta(slots, lens, starts)
-    backend.run(x, weight, state, meta, out, config=config, host=host, **plan)
+    return x, weight, state, StateMeta(slots, lens, starts), out
 
 
 CAUSAL_CONV = define(
@@ -83,7 +80,7 @@ CAUSAL_CONV = define(
     "(Tensor x, Tensor weight, Tensor(a!) state, Tensor state_slots, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor(b!) out)",
     configure=_configure,
-    call=_call,
+    group=_group,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
 )

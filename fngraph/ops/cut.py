@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,23 +32,23 @@ class CutFn:
     uniform: Backend | None = None
     planners: Mapping[str, Planner] = dataclasses.field(default_factory=dict)
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[[HostBounds | None], None]:
-        """The eager call over these tensors, which takes the step's host bounds."""
+    def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
+        """The eager call over these tensors, which takes the step's bounds as `host=`."""
         return self._bound(self.backend, tensors, None)
 
     def __call__(self, sizes: Any, host: HostBounds | None, *tensors: torch.Tensor) -> tuple[()]:
         """Call it once: by the bounds, for a key that is captured in one graph, or eagerly."""
         key = None if host is None else host.key
         own = None if key is None or key.query_len is None else self.uniform
-        self._bound(own or self.backend, tensors, key)(host)
+        self._bound(own or self.backend, tensors, key)(host=host)
         return ()
 
     def _bound(
         self, backend: Backend, tensors: Sequence[torch.Tensor], key: BatchDescriptor | None
-    ) -> Callable[[HostBounds | None], None]:
+    ) -> Callable[..., None]:
         args = list(self.template)
         for i, tensor in zip(self.places, tensors):
             args[i] = tensor
-        call = functools.partial(self.primitive.call, backend, tuple(args), self.config)
         planner = self.planners.get(backend.name)
-        return call if planner is None else functools.partial(call, plan=planner.buffers(key))
+        plan = {} if planner is None else {"plan": planner.buffers(key)}
+        return self.primitive.bind(backend, tuple(args), self.config, **plan)

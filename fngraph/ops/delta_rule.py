@@ -71,12 +71,9 @@ def _configure(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> GatedDeltaConfig:
     )
 
 
-def _call(
-    backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None, **plan: Any
-) -> None:
+def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, k, v, g, beta, state, slots, lens, starts, out, _ = args
-    meta = StateMeta(slots, lens, starts)
-    backend.run(q, k, v, g, beta, state, meta, out, config=config, host=host, **plan)
+    return q, k, v, g, beta, state, StateMeta(slots, lens, starts), out
 
 
 GATED_DELTA = define(
@@ -84,7 +81,7 @@ GATED_DELTA = define(
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor state_slots, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor(b!) out, float scale)",
     configure=_configure,
-    call=_call,
+    group=_group,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
 )

@@ -70,11 +70,9 @@ def _configure(q: Tensor, new: Tensor, cache: Tensor, *rest: Any) -> MLAConfig:
     )  # fmt: skip
 
 
-def _call(
-    backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None, **plan: Any
-) -> None:
+def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, new, cache, *meta, out, _, _ = args
-    backend.run(q, new, cache, AttentionMeta(*meta), out, config=config, host=host, **plan)
+    return q, new, cache, AttentionMeta(*meta), out
 
 
 MLA = define(
@@ -82,7 +80,7 @@ MLA = define(
     "(Tensor q, Tensor new, Tensor(a!) cache, Tensor slot_mapping, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor block_tables, Tensor(b!) out, int rank, float scale)",
     configure=_configure,
-    call=_call,
+    group=_group,
     default=Backend(
         "reference", run, support=lambda config: Support.ALWAYS, options=("fp8 cache",)
     ),

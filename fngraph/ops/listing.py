@@ -33,7 +33,7 @@ class BackendRow(NamedTuple):
 
 
 class Listing(tuple[BackendRow, ...]):
-    """Backends of a primitive, the default one first; prints as a table."""
+    """Backends of a primitive, the definition first; prints as a table."""
 
     def __repr__(self) -> str:
         return table(BackendRow._fields, self)

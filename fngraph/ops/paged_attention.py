@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fngraph.core import HostBounds
 from fngraph.ops import reference
 from fngraph.ops.attention_config import AttentionConfig, AttentionMeta, meta_of
 from fngraph.ops.attention_inline import inline
-from fngraph.ops.primitive import Backend, define
+from fngraph.ops.primitive import define
 from fngraph.ops.transforms import inlined, is_transformed
 
 
@@ -31,18 +30,14 @@ def _configure(
     )  # fmt: skip
 
 
-def _call(
-    backend: Backend,
-    args: tuple[Any, ...],
-    config: AttentionConfig,
-    host: HostBounds | None,
-    **plan: Any,
-) -> None:
-    q, k, v, k_cache, v_cache, slots, lens, starts, tables, out, *_, sinks, k_scale, v_scale = args
-    meta = AttentionMeta(slots, lens, starts, tables)
-    options = {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
-    given = {name: x for name, x in options.items() if x is not None} | plan
-    backend.run(q, k, v, (k_cache, v_cache), meta, out, config=config, host=host, **given)
+def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    q, k, v, k_cache, v_cache, slots, lens, starts, tables, out, *_ = args
+    return q, k, v, (k_cache, v_cache), AttentionMeta(slots, lens, starts, tables), out
+
+
+def _options(args: tuple[Any, ...]) -> dict[str, Any]:
+    named = zip(("sinks", "k_scale", "v_scale"), args[-3:])
+    return {name: x for name, x in named if x is not None}
 
 
 ATTENTION = define(
@@ -51,7 +46,8 @@ ATTENTION = define(
     "Tensor seq_lens, Tensor query_start_loc, Tensor block_tables, Tensor(c!) out, float scale, "
     "int? window, float? softcap, bool causal, Tensor? sinks, Tensor? k_scale, Tensor? v_scale)",
     configure=_configure,
-    call=_call,
+    group=_group,
+    options=_options,
     default=reference.BACKEND,
     null_slots="slot_mapping",
 )

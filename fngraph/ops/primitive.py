@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from fngraph.core import Support
+from fngraph.core import HostBounds, Support
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.listing import Function
@@ -45,6 +46,7 @@ class Backend:
         missing: None, or the reason why it cannot be run on this machine at all.
         plan: host-side work before each step; None: it has none.
         shipped: whether there is a `run`; without, it is a name with a level, to study.
+        preferred: the configurations for which it is taken where none is named, if it can run.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Backend:
     missing: Callable[[], str | None] = lambda: None
     plan: Plan | None = None
     shipped: bool = True
+    preferred: Callable[[Any], bool] = lambda config: False
 
     def refusal(self, config: Any) -> str | None:
         """Why it cannot run a configuration here, or None."""
@@ -76,9 +79,10 @@ class Primitive:
         name: of the op in the `fngraph` library, and of the key in `backends=`.
         op: the overload that appears in traced graphs.
         configure: the op's arguments (tensors or fakes) to a hashable configuration.
-        call: `call(backend, args, config, host)` groups the flat arguments for `backend.run`, and
-            hands it `plan=` where the backend has one.
-        backends: by name; the first one is the default.
+        group: the op's flat arguments to those of a backend's `run`.
+        options: the op's arguments to more of them, by name; those that are not asked for are left
+            out, so that a backend without them can run.
+        backends: by name; the first one is the definition, which runs every configuration.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
             alone, or does not say.
     """
@@ -86,18 +90,37 @@ class Primitive:
     name: str
     op: Any
     configure: Callable[..., Any]
-    call: Callable[..., None]
+    group: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    options: Callable[[tuple[Any, ...]], dict[str, Any]]
     backends: dict[str, Backend]
     null_slots: str | None = None
 
-    def backend(self, name: str | None = None) -> Backend:
-        """The backend called `name`, or the default one.
+    def bind(
+        self, backend: Backend, args: tuple[Any, ...], config: Any, **plan: Any
+    ) -> functools.partial[None]:
+        """The call of a backend over these arguments of the op, as yet without `host=`."""
+        options = self.options(args) | plan
+        return functools.partial(backend.run, *self.group(args), config=config, **options)
+
+    def call(
+        self, backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None
+    ) -> None:
+        """Run a backend that has no plan on these arguments of the op."""
+        self.bind(backend, args, config)(host=host)
+
+    def suited(self, config: Any) -> Backend:
+        """The backend of a configuration where none is named: a preferred one, or the first."""
+        for backend in self.backends.values():
+            if backend.preferred(config) and backend.refusal(config) is None:
+                return backend
+        return next(iter(self.backends.values()))
+
+    def backend(self, name: str) -> Backend:
+        """The backend called `name`.
 
         Raises:
             BackendError: no such backend; lists those there are and the nearest name.
         """
-        if name is None:
-            return next(iter(self.backends.values()))
         if name not in self.backends:
             near = difflib.get_close_matches(name, self.backends, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -128,20 +151,23 @@ def define(
     schema: str,
     *,
     configure: Callable[..., Any],
-    call: Callable[..., None],
     default: Backend,
+    group: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple,
+    options: Callable[[tuple[Any, ...]], dict[str, Any]] = lambda args: {},
     null_slots: str | None = None,
 ) -> Primitive:
     """Make the op `fngraph::name` with `schema` (its written arguments marked) and register it.
 
-    Called outside a graphified function, the op runs `default`. It has no rule for gradients or
-    `vmap`, and says so where one is needed: torch's own fallback would make it silently constant.
+    Called outside a graphified function, the op runs what is `suited`, as a graphified one does
+    where no backend is named. It has no rule for gradients or `vmap`, and says so where one is
+    needed: torch's own fallback would make it silently constant.
     """
     LIBRARY.define(f"{name}{schema} -> ()")
     op = getattr(torch.ops.fngraph, name).default
 
     def eager(*args: Any) -> None:
-        call(default, args, configure(*args), None)
+        config = configure(*args)
+        made.call(made.suited(config), args, config, None)
 
     def refuse_gradients(*args: Any) -> None:
         if is_transformed(*args):
@@ -153,9 +179,10 @@ def define(
     LIBRARY.impl(name, refuse_gradients, "Autograd")
     LIBRARY.impl(name, lambda *args: refuse_transform(name), "FuncTorchBatched")
     torch.library.register_fake(f"fngraph::{name}", lambda *args: None, lib=LIBRARY)
-    primitive = Primitive(name, op, configure, call, {default.name: default}, null_slots)
-    PRIMITIVES[f"fngraph::{name}"] = primitive
-    return primitive
+    backends = {default.name: default}
+    made = Primitive(name, op, configure, group, options, backends, null_slots)
+    PRIMITIVES[f"fngraph::{name}"] = made
+    return made
 
 
 def refuse_transform(name: str) -> NoReturn:

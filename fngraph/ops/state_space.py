@@ -64,12 +64,9 @@ def _configure(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *rest: An
     return SSDConfig(H, P, G, N, x.dtype, rest[0].dtype, x.device.type)
 
 
-def _call(
-    backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None, **plan: Any
-) -> None:
+def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
     *given, state, slots, lens, starts, out = args
-    meta = StateMeta(slots, lens, starts)
-    backend.run(*given, state, meta, out, config=config, host=host, **plan)
+    return *given, state, StateMeta(slots, lens, starts), out
 
 
 SSD = define(
@@ -77,7 +74,7 @@ SSD = define(
     "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) state, Tensor state_slots, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor(b!) out)",
     configure=_configure,
-    call=_call,
+    group=_group,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
 )

@@ -1,9 +1,10 @@
-"""The `triton` and `triton_decode` backends of attention. Triton is loaded when one first runs."""
+"""The `triton` and `triton_decode` backends. Triton is loaded when one first runs."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,41 +18,68 @@ MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)
 STORED = (*MULTIPLIED, torch.float8_e4m3fn)
 
 
-def supports(config: Any) -> str | None:
-    """Why neither backend can run a configuration, or None."""
+def _dtypes(config: Any) -> str | None:
     if config.dtype not in MULTIPLIED:
         return f"it multiplies float32, float16 and bfloat16, not {config.dtype}"
     if config.cache_dtype not in STORED:
         return f"its cache holds those, or float8_e4m3fn, not {config.cache_dtype}"
-    if config.head_dim > 256:
-        return f"its tiles hold head dims up to 256, not {config.head_dim}"
     return None
 
 
+def supports(config: Any) -> str | None:
+    """Why neither backend of attention can run a configuration, or None."""
+    if config.head_dim > 256:
+        return f"its tiles hold head dims up to 256, not {config.head_dim}"
+    return _dtypes(config)
+
+
+def supports_latent(config: Any) -> str | None:
+    """Why neither backend of latent attention can run a configuration, or None."""
+    if config.rank > 512 or config.rope_dim > 64:
+        return (
+            "its tiles hold ranks up to 512 and rotated keys up to 64, "
+            f"not {config.rank} and {config.rope_dim}"
+        )
+    return _dtypes(config)
+
+
 @functools.cache
-def _loaded(name: str, module: str, device: str) -> Any:
+def _loaded(primitive: str, name: str, module: str, device: str) -> Any:
     reason = missing(device)
     if reason is not None:
-        raise BackendError(f"backend {name!r} of attention: {reason}")
+        raise BackendError(f"backend {name!r} of {primitive}: {reason}")
     return importlib.import_module(f"fngraph.ops.{module}")
 
 
-def _backend(name: str, module: str, level: Support) -> Backend:
-    def run(q_THD: torch.Tensor, *args: Any, **options: Any) -> None:
-        _loaded(name, module, q_THD.device.type).run(q_THD, *args, **options)
+def _backends(
+    primitive: str,
+    unified: str,
+    decode: str,
+    supports: Callable[[Any], str | None],
+    options: tuple[str, ...],
+) -> tuple[Backend, Backend]:
+    """By the modules that have their `run`."""
 
-    return Backend(
-        name,
-        run,
-        lambda config: level,
-        supports,
-        options=("bidirectional", "sinks", "cache scales", "fp8 cache"),
-        needs="Triton, CUDA",
-        missing=missing,
+    def backend(name: str, module: str, level: Support) -> Backend:
+        def run(q: torch.Tensor, *args: Any, **given: Any) -> None:
+            _loaded(primitive, name, module, q.device.type).run(q, *args, **given)
+
+        return Backend(
+            name, run, lambda config: level, supports,
+            options=options, needs="Triton, CUDA", missing=missing,
+            preferred=lambda config: name == "triton" and config.device == "cuda",
+        )  # fmt: skip
+
+    return (
+        backend("triton", unified, Support.ALWAYS),
+        backend("triton_decode", decode, Support.UNIFORM_BATCH),
     )
 
 
-BACKENDS = (
-    _backend("triton", "triton_unified", Support.ALWAYS),
-    _backend("triton_decode", "triton_decode", Support.UNIFORM_BATCH),
+ATTENTION = _backends(
+    "attention", "triton_unified", "triton_decode", supports,
+    ("bidirectional", "sinks", "cache scales", "fp8 cache"),
+)  # fmt: skip
+LATENT = _backends(
+    "mla", "triton_latent_unified", "triton_latent_decode", supports_latent, ("fp8 cache",)
 )

@@ -64,15 +64,20 @@ def attend_keys(
                 if not CAUSAL:
                     seen = seen & (n[None, :] < position[:, None] + window)
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 1)
+        weights, fade, top, total = weigh(scores, top, total)
         acc = acc * fade[:, None]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        top = higher
     return acc, top, total
+
+
+@triton.jit
+def weigh(scores, top, total):
+    """A further tile's weights, what earlier sums are multiplied with, the new top and total."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    return weights, fade, higher, total * fade + tl.sum(weights, 1)
 
 
 @triton.jit

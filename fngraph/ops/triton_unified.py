@@ -22,6 +22,21 @@ from fngraph.ops.triton_write import dense, scale_of, write
 
 
 @triton.jit
+def find(starts, lens, tile, T, R, BQ: tl.constexpr, REQS: tl.constexpr):
+    """Request of a tile, the tile's first token, the end of the request's tokens, its length."""
+    i = tl.arange(0, REQS)
+    begins = tl.load(starts + i, mask=i <= R, other=0)
+    r = tl.sum(((i <= R) & (begins // BQ + i <= tile)).to(tl.int32), 0) - 1
+    begin = tl.load(starts + r)
+    end = T
+    length = 0
+    if r < R:
+        end = tl.load(starts + r + 1)
+        length = tl.load(lens + r)
+    return r, begin + (tile - (begin // BQ + r)) * BQ, end, length
+
+
+@triton.jit
 def unified_kernel(
     q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out, T, R,
     q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
@@ -34,16 +49,7 @@ def unified_kernel(
     """One tile of query rows of one kv head, over all the keys that it sees."""
     head = tl.program_id(0).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tokens see most keys: they go first
-    i = tl.arange(0, REQS)
-    begins = tl.load(starts + i, mask=i <= R, other=0)
-    r = tl.sum(((i <= R) & (begins // BQ + i <= tile)).to(tl.int32), 0) - 1
-    begin = tl.load(starts + r)
-    end = T
-    length = 0
-    if r < R:
-        end = tl.load(starts + r + 1)
-        length = tl.load(lens + r)
-    first_token = begin + (tile - (begin // BQ + r)) * BQ
+    r, first_token, end, length = find(starts, lens, tile, T, R, BQ, REQS)
     if first_token < end:
         m = tl.arange(0, ROWS)
         token = first_token + m // GROUP
@@ -162,7 +168,7 @@ def tile_of(config: Any) -> Tile:
     elif width <= 64:
         tile = Tile(128, 64, 4, 3)
     elif width <= 128:
-        tile = Tile(128, 64, 8, 3)
+        tile = Tile(128, 128, 8, 3)
     else:
         tile = Tile(64, 32, 4, 2)
     return tile._replace(rows=power_of_two(group, at_least=tile.rows))

@@ -1,12 +1,12 @@
-"""The Triton kernel that writes a step's k and v to the cache: a program a token, exact."""
+"""The Triton kernels that write a step's k and v, or its rows, to the cache: a program a token."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fngraph.ops.reference import rounded
 from fngraph.ops.triton_launch import launch, power_of_two
 
 
@@ -57,9 +57,9 @@ def write(
 ) -> None:
     """cache[slot] = new / scale for each token whose slot is not -1; nothing else changes."""
     k_cache, v_cache = kv
-    if not k_cache.is_cuda and k_cache.dtype.itemsize == 1:  # the interpreter rounds it wrongly
-        k_TKD = _rounded(k_TKD, k_cache.dtype, k_scale)
-        v_TKD = _rounded(v_TKD, v_cache.dtype, v_scale)
+    if not k_cache.is_cuda and k_cache.dtype != k_TKD.dtype:  # the interpreter rounds it wrongly
+        k_TKD = rounded(k_TKD, k_cache.dtype, k_scale)
+        v_TKD = rounded(v_TKD, v_cache.dtype, v_scale)
         k_scale = v_scale = None
     k_TKD, v_TKD = dense(k_TKD), dense(v_TKD)
     T, K, D = k_TKD.shape
@@ -82,10 +82,38 @@ def write(
     )  # fmt: skip
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    x = x.float() if scale is None else x.float() / scale.view(-1, 1)
-    most = torch.finfo(dtype).max
-    return x.clamp(-most, most).to(dtype)
+@triton.jit
+def row_kernel(
+    slots, new, cache, by_token, by_block, by_slot,
+    C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Row t to its slot; nothing where the slot is -1."""
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + t)
+    if slot >= 0:
+        c = tl.arange(0, BLOCK)
+        x = tl.load(new + t * by_token + c, mask=c < C)
+        at = slot // SIZE * by_block + slot % SIZE * by_slot + c
+        _store(cache, x, 1.0, at, c < C, EXACT, False)
+
+
+def write_rows(new_TC: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """`write` for a cache of one row a token, (num_blocks, block_size, C)."""
+    if not cache.is_cuda:  # the interpreter rounds wrongly
+        new_TC = rounded(new_TC, cache.dtype)
+    new_TC = dense(new_TC)
+    T, C = new_TC.shape
+    launch(
+        row_kernel,
+        (T,),
+        (slot_mapping, new_TC),
+        (cache,),
+        (new_TC.stride(0), *cache.stride()[:2]),
+        C=C,
+        SIZE=cache.shape[1],
+        BLOCK=power_of_two(C),
+        EXACT=cache.dtype == new_TC.dtype,
+    )
 
 
 def scale_of(scale: Tensor | None, other: Tensor) -> tuple[Tensor, int]:

@@ -193,7 +193,7 @@ def _results(
     try:
         for fn, takes_host in ready.calls:  # as `launch` does; a frame less, in each step
             if takes_host:
-                fn(spec.host)
+                fn(host=spec.host)
             else:
                 fn()
     except BaseException:

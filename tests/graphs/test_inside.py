@@ -501,7 +501,7 @@ def test_nvtx_ranges_are_balanced_also_when_a_replay_fails(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("pop"))
     with named_range("outer"), pytest.raises(ZeroDivisionError):
-        in_range("inner", lambda host: 1 / 0, None)
+        in_range("inner", lambda host: 1 / 0, host=None)
     assert said == ["outer", "inner", "pop", "pop"]
 
 

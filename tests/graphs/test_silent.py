@@ -34,7 +34,6 @@ NAUGHTY = define(
     "toy_naughty",
     "(Tensor x, Tensor(a!) out)",
     configure=lambda x, out: x.dtype,
-    call=lambda backend, args, config, host: backend.run(*args, config=config, host=host),
     default=Backend("plain", _run, support=lambda config: fg.Support.ALWAYS),
 )
 

@@ -248,7 +248,7 @@ def backends(monkeypatch: pytest.MonkeyPatch):
         def supports(config: Any) -> str | None:
             return f"it has no {refuses}" if refuses and getattr(config, refuses) else None
 
-        new = Backend(name, attend.backend().run, lambda config: level, supports)
+        new = Backend(name, attend.backend("reference").run, lambda config: level, supports)
         monkeypatch.setitem(attend.backends, name, new)
 
     return add

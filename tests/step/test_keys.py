@@ -141,7 +141,7 @@ def test_many_cycles_leave_memory_flat(recorder_name, device):
     for _ in range(30):
         made.check(MIXED)
         made.step.release()
-    assert recorder.usage().pool == before.pool
+    assert recorder.usage().pool <= before.pool
     if recorder.name == "tape":
         assert recorder.usage() == before
 

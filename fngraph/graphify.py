@@ -281,7 +281,7 @@ def graphify(
     recorder: str | None = None,
     outputs: str = "own",
     max_keys: int = 4,
-    adapters: int = 0,
+    adapters: int | Iterable[int] = 0,
     fields: Iterable[Field] = (),
     cost: Callable[[BatchDescriptor], float] | None = None,
     allow_copies: bool | int | None = None,
@@ -313,6 +313,8 @@ def graphify(
         recorder: "cuda" or "tape"; None: by the arguments' device.
         outputs: "own": results are yours; "borrow": views, good until the next call.
         adapters: most adapters (LoRA) that a batch brings; each power of two gets keys of its own.
+            Or the counts that do, (4,): a batch runs as the next one; without a 0, those without
+            adapters run eagerly.
         fields: user-defined fields of specs and keys, with their covering rules.
         cost: what "least" means, of a key; None: its token count.
         resolve: what else `fg.resolve` takes: pooling=, encoder_decoder=, layerwise=,
@@ -359,7 +361,7 @@ def graphify(
         None if sizes is None else tuple(sizes),
         tuple(query_lens),
         dict(backends or {}),
-        adapter_counts(adapters, powers=True),
+        adapter_counts(adapters, powers=True) if isinstance(adapters, int) else tuple(adapters),
         tuple(fields),
         cost,
         resolve,

@@ -25,15 +25,17 @@ from models.generate import (
     BLOCK_SIZE,
     PROMPTS,
     ladder,
-    make_step,
     pick_device,
     plan,
     read_prompts,
     reference,
-    serve,
 )
+from models.policy import Policy
 from models.requests import State
+from models.serve import gather, serve, stream
 from models.show import show, texts
+from models.steps import make_steps
+from models.tally import Tally
 
 # what a mode promises, (decode batches, mixed batches); written out, since it judges fngraph's own
 MEANING = {
@@ -51,14 +53,14 @@ class Run(NamedTuple):
 
     Attributes:
         modes: its name.
-        final: the state at the end.
+        texts: what each request got.
         expected: how many steps should have run as FULL, PIECEWISE, NONE.
         shares: the shares of steps that did.
         ms: the median step, scheduling and sampling included.
     """
 
     modes: str
-    final: State
+    texts: dict[int, tuple[int, ...]]
     expected: Counter[str]
     shares: dict[str, float]
     ms: float
@@ -73,23 +75,26 @@ def expected_mode(modes: str, spec: fg.BatchSpec) -> str:
 
 
 def run_mode(
-    modes: str, params: llama.Params, state: State, limits: fg.Limits, recorder: str, out: Console
+    modes: str, params: llama.Params, state: State, policy: Policy, recorder: str, out: Console
 ) -> Run:
     """Capture, generate everything, and report on the way."""
     out.print(Rule(modes))
     device = params.embed.device
-    cache = llama.init_cache(params.config, len(state.free), block_size=BLOCK_SIZE, device=device)
-    step = make_step(
-        params, cache, limits, modes=modes, sizes=SIZES, recorder=recorder, progress=out.is_terminal
-    )
-    steps = list(show(serve(step, cache, state, limits), state, out, transient=True))
-    print(step.table.as_text(), step.stats.as_text(), sep="\n\n")
-    ms = median(one.seconds for one in steps) * 1e3
-    print(f"\n{ms:.2f} ms a step (median of {len(steps)})\n")
+    num_blocks = state.pool.num_blocks
+    cache = llama.init_cache(params.config, num_blocks, block_size=BLOCK_SIZE, device=device)
+    steps = make_steps(
+        llama.forward, params, cache, policy, modes=modes, sizes=SIZES, recorder=recorder,
+        progress=out.is_terminal,
+    )  # fmt: skip
+    served = list(show(serve(steps, cache, state, policy), state, out, transient=True))
+    (step,) = steps.captured
+    print(step.table.as_text(), step.stats.as_text(), Tally(served).as_text(), sep="\n\n")
+    ms = median(one.seconds for one in served) * 1e3
+    print(f"\n{ms:.2f} ms a step (median of {len(served)})\n")
     return Run(
         modes=modes,
-        final=steps[-1].state,
-        expected=Counter(expected_mode(modes, one.spec) for one in steps),
+        texts=gather(stream(served)),
+        expected=Counter(expected_mode(modes, one.spec) for one in served),
         shares={name: step.stats.share(name) for name in ("FULL", "PIECEWISE", "NONE")},
         ms=ms,
     )
@@ -97,8 +102,7 @@ def run_mode(
 
 def verdict(run: Run, wanted: dict[int, tuple[int, ...]]) -> tuple[str, bool]:
     """The last line of a mode, and whether all is well."""
-    got = {request.id: request.generated for request in run.final.finished}
-    wrong = [i for i, tokens in wanted.items() if got.get(i) != tokens]
+    wrong = [i for i, tokens in wanted.items() if run.texts.get(i) != tokens]
     total = run.expected.total()
     off = [
         f"{name} should be {run.expected[name] / total:.1%}"
@@ -119,19 +123,20 @@ def main(argv: list[str] | None = None) -> int:
     out = Console(width=100 if not sys.stdout.isatty() else None)
     _, params = load_checkpoint(flags.checkpoint, device=device)
     prompts = read_prompts(flags.prompts)
-    state, limits = plan(prompts, flags.max_new, max_tokens=SIZES[-1], max_reqs=8)
+    state, policy = plan(prompts, flags.max_new, max_tokens=SIZES[-1], max_reqs=8)
     print(f"{len(prompts)} prompts, {flags.max_new} tokens each, on {device} with the {recorder}")
 
+    requests = [job.request for job in state.waiting]
     began = time.perf_counter()
     wanted = {
         request.id: reference(params, request.prompt, request.max_new)
-        for request in track(state.waiting, "bare forward", console=out, transient=True)
+        for request in track(requests, "bare forward", console=out, transient=True)
     }
     print(f"bare forward, one request at a time: {time.perf_counter() - began:.1f} s\n")
-    runs = [run_mode(modes, params, state, limits, recorder, out) for modes in MEANING]
+    runs = [run_mode(modes, params, state, policy, recorder, out) for modes in MEANING]
 
     out.print(Rule("text"))
-    out.print(texts(runs[-1].final))
+    out.print(texts(requests, runs[-1].texts))
     out.print(Rule("against bare forward, one request at a time"))
     lines = [verdict(run, wanted) for run in runs]
     print("\n".join(line for line, _ in lines))

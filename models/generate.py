@@ -1,59 +1,33 @@
 """Greedy text for many prompts at once: python -m models.generate --model FOLDER --modes ...
 
-`serve` is the whole loop; `reference` is what it has to agree with, token by token.
+`models.serve` is the loop; `reference` is what it has to agree with, token by token.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 import fngraph as fg
 from models import llama, loading
+from models.blocks import blocks_for
 from models.checkpoint import BYTES, load_checkpoint
-from models.requests import Served, State, blocks_for, start, submit
-from models.schedule import advance, schedule
+from models.policy import Policy
+from models.requests import State, start, submit
+from models.serve import serve
 from models.show import show
+from models.steps import make_steps
+from models.tally import Tally
 from models.text import BYTES as BYTES_TEXT, Text, read_text
 
 BLOCK_SIZE = 16
 PROMPTS = Path(__file__).parent / "prompts.txt"
-Step = Callable[[Any, llama.Batch], tuple[Tensor, Any]]  # cache, batch -> logits, cache
-
-
-@torch.no_grad()
-def serve(
-    step: Step, cache: Any, state: State, limits: fg.Limits, Batch: Any = llama.Batch
-) -> Iterator[Served]:
-    """Run until every request has its tokens, a step at a time. The cache is used up.
-
-    A family with recurrent states has `limits.max_reqs` slots for them, in batches of its own.
-    """
-    slots: dict[int, int] = {}
-    while state.live:
-        began = time.perf_counter()
-        state, batch = schedule(state, limits)
-        slots = take_slots(slots, [request.id for request in state.running], limits.max_reqs)
-        rows = state.running[: batch.spec.num_reqs]
-        leaves = vars(batch) | {"state_slots": torch.tensor([slots[row.id] for row in rows])}
-        logits_RV, cache = step(cache, select(Batch, leaves, batch.spec))
-        state = advance(state, batch, logits_RV.argmax(-1).tolist())
-        yield Served(state, batch.spec, time.perf_counter() - began)
-
-
-def take_slots(slots: Mapping[int, int], running: Sequence[int], count: int) -> dict[int, int]:
-    """The slot of each running request: its old one, or the lowest that is free."""
-    kept = {i: slots[i] for i in running if i in slots}
-    free = iter(sorted(set(range(count)) - set(kept.values())))
-    return kept | {i: next(free) for i in running if i not in kept}
 
 
 @torch.no_grad()
@@ -143,19 +117,20 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def plan(
-    prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int, text: Text = BYTES_TEXT
-) -> tuple[State, fg.Limits]:
-    """A state with every prompt waiting, and limits just wide enough for each of them.
+    prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int,
+    text: Text = BYTES_TEXT, **policy: Any,
+) -> tuple[State, Policy]:  # fmt: skip
+    """A state with every prompt waiting, and a policy just wide enough for each of them.
 
     The cache has blocks for `max_reqs` of the longest, so that rows, not blocks, run out first.
     """
     tokens = [text.encode(prompt) for prompt in prompts]
     B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)
-    limits = fg.Limits(max_tokens, max_reqs, B=B)
-    state = start(num_blocks=B * max_reqs, block_size=BLOCK_SIZE)
+    wide = Policy(max_tokens, max_reqs, B, BLOCK_SIZE, **policy)
+    state = start(B * max_reqs, wide)
     for t in tokens:
-        state = submit(state, t, max_new, limits)
-    return state, limits
+        state = submit(state, wide, t, max_new)
+    return state, wide
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -163,25 +138,36 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser().parse_args(argv)
     device = pick_device(flags.device)
     family, config, params, text = read_model(flags, device)
-    state, limits = plan(
+    states = family_states(family)
+    state, policy = plan(
         read_prompts(flags.prompts),
         flags.max_new,
         max_tokens=flags.max_tokens,
         max_reqs=flags.max_reqs,
         text=text,
+        query_lens=(1, 1 + flags.drafts) if flags.drafts else (1,),
+        share=not states,
+        num_slots=flags.max_reqs if states else 0,
     )
     cache = family.init_cache(
-        config, len(state.free), block_size=BLOCK_SIZE, num_slots=limits.max_reqs, device=device,
-        dtype=params.embed.dtype,
+        config, state.pool.num_blocks, block_size=BLOCK_SIZE, num_slots=flags.max_reqs,
+        device=device, dtype=params.embed.dtype,
     )  # fmt: skip
-    step = make_step(
-        params, cache, limits, modes=flags.modes, forward=family.forward, recorder=flags.recorder,
-        sizes=ladder(flags.max_tokens), progress=True,
+    steps = make_steps(
+        family.forward, params, cache, policy, *states, modes=flags.modes,
+        recorder=flags.recorder, sizes=ladder(flags.max_tokens), progress=True,
     )  # fmt: skip
-    served = serve(step, cache, state, limits, family.Batch)
+    tally = Tally()
+    served = tally.watch(serve(steps, cache, state, policy))
     for _ in show(served, state, Console(), decode=text.decode):
         pass
-    print(f"\n\n{step.stats.as_text()}")
+    print(f"\n\n{tally.as_text()}")
+
+
+def family_states(family: Any) -> tuple[str, ...]:
+    """What its batches have beside the paged fields."""
+    names = {field.name for field in dataclasses.fields(family.Batch)}
+    return ("states",) if "state_slots" in names else ()
 
 
 def read_model(flags: argparse.Namespace, device: str) -> tuple[Any, Any, Any, Text]:
@@ -200,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")
     p.add_argument("--max-tokens", type=int, default=32, help="token budget of a step")
     p.add_argument("--max-reqs", type=int, default=8, help="requests in a step")
+    p.add_argument("--drafts", type=int, default=0, help="draft tokens a step, by prompt lookup")
     p.add_argument("--recorder", choices=["tape", "cuda"], help="default: as the device allows")
     p.add_argument("--device", help="default: cuda where there is one")
     p.add_argument("--checkpoint", type=Path, default=BYTES, help="one file, a model over bytes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -28,6 +30,12 @@ def centred_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 def swiglu(x_TE: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
     """The gated mlp; matrices as (out, in)."""
     return linear(silu(linear(x_TE, w_gate)) * linear(x_TE, w_up), w_down)
+
+
+def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: Any, batch: Any) -> tuple[Tensor, Any]:
+    """Causal attention; a batch with a `prefix_len` has its shared prefix read once for all."""
+    attention = fg.ops.cascade if hasattr(batch, "prefix_len") else fg.ops.attention
+    return attention(q_THD, k_TKD, v_TKD, kv, batch)
 
 
 def heads(x_TE: Tensor, weight: Tensor, head_dim: int, bias: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from models import loading, naming
-from models.layers import DECODER_NAMES, heads, join, rms_norm, swiglu
+from models.layers import DECODER_NAMES, attend, heads, join, rms_norm, swiglu
 from models.naming import shape
 from models.rope import Scaling, Turn, read_rope, rotate, rotation
 
@@ -93,10 +93,10 @@ class Batch:
 def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
 
-    def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
-        return fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch)
+    def paged(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
+        return attend(q_THD, k_TKD, v_TKD, kv, batch)
 
-    x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, attend)
+    x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, paged)
     return logits(params, x_TE[batch.logits_indices]), cache
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from models import llama, loading, naming
-from models.layers import DECODER_NAMES, Mlp, heads, join, mlp, mlp_names, mlp_of, rms_norm
+from models.layers import DECODER_NAMES, Mlp, attend, heads, join, mlp, mlp_names, mlp_of, rms_norm
 from models.llama import KV, Batch as Batch, Config as Config, init_cache as init_cache
 from models.naming import shape
 from models.rope import Turn, rotate, rotation
@@ -86,7 +86,7 @@ def attention(
     )
     q_THD = rotate(rms_norm(q_THD, weights.q_norm, config.norm_eps), rope)
     k_TKD = rotate(rms_norm(k_TKD, weights.k_norm, config.norm_eps), rope)
-    out_THD, kv = fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch)
+    out_THD, kv = attend(q_THD, k_TKD, v_TKD, kv, batch)
     return join(out_THD, weights.wo), kv
 
 

@@ -1,116 +1,188 @@
-"""Requests and the state of serving as values: who waits, who runs, who is done, what is free."""
+"""Requests and the state of serving as values: who waits, who runs, what is free."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import fngraph as fg
+import numpy as np
+
+from models.blocks import Pool, blocks_for, new_pool, release
+from models.policy import Policy
+from models.sample import Settings, stack
+from models.tokens import Tokens
+
+GREEDY = Settings()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One text under way.
+    """What was asked for.
 
     Attributes:
         id: its number, in the order of submission.
         prompt: tokens to start from, at least one.
-        max_new: tokens to generate.
-        generated: tokens so far.
-        computed: how many of `tokens` have their k and v in the cache.
-        blocks: its blocks of the cache, in order; none unless it is running.
+        max_new: tokens to generate, unless it stops before.
+        stop: runs of tokens that end it, `((eos,), (13, 13))`; they are its last tokens then.
+        adapter: number of its LoRA adapter; -1: none.
+        settings: how its tokens are drawn.
+        key: of its random numbers, made of the seed.
     """
 
     id: int
     prompt: tuple[int, ...]
     max_new: int
-    generated: tuple[int, ...] = ()
-    computed: int = 0
-    blocks: tuple[int, ...] = ()
+    stop: tuple[tuple[int, ...], ...] = ()
+    adapter: int = -1
+    settings: Settings = GREEDY
+    key: int = 0
+
+
+class Job(NamedTuple):
+    """How far a request is.
+
+    Attributes:
+        tokens: the prompt and what was generated.
+        computed: how many of them are in the cache.
+        blocks: its blocks of the cache, in order; none unless it is running.
+        slot: of its recurrent state; -1 where there is none.
+    """
+
+    request: Request
+    tokens: Tokens
+    computed: int
+    blocks: Tokens
+    slot: int
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        """The prompt and what was generated."""
-        return self.prompt + self.generated
+    def id(self) -> int:
+        """The request's number."""
+        return self.request.id
 
     @property
-    def decoding(self) -> bool:
-        """Whether its prompt is in the cache, so that each step brings it one token further."""
-        return self.computed >= len(self.prompt)
+    def generated(self) -> tuple[int, ...]:
+        """Tokens so far."""
+        return tuple(self.tokens.view(len(self.request.prompt)).tolist())
 
     @property
     def missing(self) -> int:
         """Tokens that the next step would have to compute to reach a new one."""
-        return len(self.prompt) + len(self.generated) - self.computed
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its prompt is in the cache, and a step of one token brings it further."""
+        return self.computed >= len(self.request.prompt) and self.missing == 1
+
+
+class Row(NamedTuple):
+    """A job's part of a step: its next `new` tokens, then the drafts behind them."""
+
+    job: Job
+    new: int
+    drafts: tuple[int, ...] = ()
+
+
+class Event(NamedTuple):
+    """What a step did for one request.
+
+    Attributes:
+        id: the request's number.
+        tokens: its new tokens.
+        end: why these are its last: "stop" or "length"; None: there will be more.
+    """
+
+    id: int
+    tokens: tuple[int, ...]
+    end: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """Everything that scheduling depends on.
+    """Everything that scheduling depends on. Finished requests are not kept.
 
     Attributes:
-        waiting: not started, first come first.
-        running: hold blocks; those of the step under way come first, row by row.
-        finished: done, in the order in which they ended.
-        free: blocks that nobody holds.
-        block_size: tokens a block.
+        waiting: first come first; those that were thrown out go before the others.
+        running: hold blocks; in the order in which they joined.
+        rows: of the step under way.
+        pool: the blocks.
+        slots: of recurrent state that are free.
+        submitted: how many requests ever were.
     """
 
-    waiting: tuple[Request, ...]
-    running: tuple[Request, ...]
-    finished: tuple[Request, ...]
-    free: tuple[int, ...]
-    block_size: int
+    waiting: tuple[Job, ...]
+    running: tuple[Job, ...]
+    rows: tuple[Row, ...]
+    pool: Pool
+    slots: tuple[int, ...]
+    submitted: int
 
     @property
     def live(self) -> bool:
         """Whether there is work left."""
         return bool(self.waiting or self.running)
 
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """All requests by number."""
-        return tuple(
-            sorted(self.waiting + self.running + self.finished, key=lambda request: request.id)
-        )
 
-
-class Served(NamedTuple):
-    """One step as a serving loop reports it: the state after it, its spec and its wall time."""
-
-    state: State
-    spec: fg.BatchSpec
-    seconds: float
-
-
-def start(num_blocks: int, block_size: int) -> State:
+def start(num_blocks: int, policy: Policy) -> State:
     """A state without requests, over a cache of that many free blocks."""
-    return State((), (), (), tuple(range(num_blocks)), block_size)
+    return State((), (), (), new_pool(num_blocks), tuple(range(policy.num_slots)), 0)
 
 
-def submit(state: State, prompt: Sequence[int], max_new: int, limits: fg.Limits) -> State:
-    """The state with one more request waiting.
+def submit(
+    state: State, policy: Policy, prompt: Iterable[int], max_new: int,
+    *, stop: Sequence[Sequence[int]] = (), adapter: int = -1, settings: Settings = GREEDY,
+) -> State:  # fmt: skip
+    """The state with one more request waiting, number `state.submitted`.
 
     Raises:
-        ValueError: a request that could never run, so that it would wait for ever.
+        ValueError: a request that could never run, so that it would wait for ever; settings out of
+            their range.
     """
-    if not prompt or max_new < 1:
+    tokens = tuple(prompt)
+    ends = tuple(tuple(run) for run in stop)
+    if not tokens or max_new < 1 or not all(ends):
         raise ValueError(
-            f"a request needs a prompt token and max_new >= 1, got {len(prompt)} and {max_new}"
+            f"a request needs a prompt token, max_new >= 1 and no empty stop, got {len(tokens)}, "
+            f"{max_new} and {ends}"
         )
-    needed, most = blocks_for(len(prompt) + max_new, state.block_size), limits["B"]
-    total = len(state.free) + sum(len(request.blocks) for request in state.running)
-    if needed > min(most, total):
+    needed = blocks_for(len(tokens) + max_new, policy.block_size)
+    if needed > min(policy.max_blocks, state.pool.num_blocks):
         raise ValueError(
-            f"{len(prompt)} prompt tokens and {max_new} new ones take {needed} blocks of "
-            f"{state.block_size}, but a request may have {most} and the cache has {total}. "
-            f"Pass Limits(..., B={needed}) and a larger cache, or shorten the request"
+            f"{len(tokens)} prompt tokens and {max_new} new ones take {needed} blocks of "
+            f"{policy.block_size}, but a request may have {policy.max_blocks} and the cache has "
+            f"{state.pool.num_blocks}. Pass Policy(max_blocks={needed}) and a larger cache, or "
+            "shorten the request"
         )
-    request = Request(len(state.requests), tuple(prompt), max_new)
-    return dataclasses.replace(state, waiting=(*state.waiting, request))
+    (key,) = stack([settings]).keys.tolist()
+    request = Request(state.submitted, tokens, max_new, ends, adapter, settings, key)
+    job = Job(request, Tokens(tokens), 0, no_blocks(), -1)
+    return dataclasses.replace(state, waiting=(*state.waiting, job), submitted=state.submitted + 1)
 
 
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-num_tokens // block_size)
+def no_blocks() -> Tokens:
+    """The blocks of a job that waits."""
+    return Tokens((), dtype=np.int32)
+
+
+def cancel(state: State, id: int) -> State:
+    """The state without a request; as it was where that one has ended by itself.
+
+    A step under way may finish: `advance` drops what it did for the request.
+    """
+    for job in (*state.running, *state.waiting):
+        if job.id == id:
+            return drop(state, [job])
+    return state
+
+
+def drop(state: State, jobs: Sequence[Job]) -> State:
+    """The state without these jobs; what they held is free again."""
+    gone = {job.id for job in jobs}
+    return dataclasses.replace(
+        state,
+        waiting=tuple(job for job in state.waiting if job.id not in gone),
+        running=tuple(job for job in state.running if job.id not in gone),
+        pool=release(state.pool, [block for job in jobs for block in job.blocks]),
+        slots=(*state.slots, *(job.slot for job in jobs if job.slot >= 0)),
+    )

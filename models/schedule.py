@@ -1,114 +1,179 @@
-"""Continuous batching as pure functions: schedule(state) -> (state, batch), then advance(state).
+"""Continuous batching as two pure functions: plan(state) -> state with rows, advance -> events.
 
-Requests join when a row and all the blocks that they will ever need are free, so none has to be
-thrown out half-way. Every running decode gets its token first; prefills share what is left of
-the token budget, in the order in which they came, in chunks.
+Every running decode gets its token first; prefills share what is left of the token budget in
+chunks, in the order in which they came. A request joins when its tokens so far find blocks. Where
+a decode finds none, the request that joined last is thrown out: it waits in front of the others,
+keeps its tokens and computes them again.
 
-| batch   | holds                                        | `spec.query_len` |
-|---------|----------------------------------------------|------------------|
-| decode  | only requests that are past their prompt     | 1                |
-| mixed   | any other, a last chunk of one token as well | None             |
-
-Shape letters: T tokens of the step, R requests of the step, B blocks per request.
+| rows                                    | kind    | `query_len` |
+|-----------------------------------------|---------|-------------|
+| all past their prompt                   | decode  | 1           |
+| the same, each with k tokens of drafts  | verify  | 1 + k       |
+| none past its prompt                    | prefill | None        |
+| any other                               | mixed   | None        |
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 
-import torch
+from models import blocks
+from models.blocks import Pool, blocks_for
+from models.policy import Policy
+from models.requests import Event, Job, Row, State, drop, no_blocks
+from models.speculate import accept, with_drafts
 
-import fngraph as fg
-from models.llama import Batch
-from models.requests import Request, State, blocks_for
 
-
-def schedule(state: State, limits: fg.Limits) -> tuple[State, Batch]:
-    """Admit what fits, hand out the token budget, and lay the step's batch out.
-
-    Returns:
-        The state, whose first R running requests are the batch's rows; and the batch, on the host.
+def plan(state: State, policy: Policy) -> State:
+    """Decide what each request computes in the next step; `rows` of the new state say so.
 
     Raises:
         ValueError: nothing to do.
     """
-    state = admit(state, limits)
-    if not state.running:
+    if not state.live:
         raise ValueError("no request is waiting or running; check state.live before scheduling")
-    running = tuple(sorted(state.running, key=lambda request: not request.decoding))
-    rows, left = [], limits.max_tokens
-    for request in running:
-        count = min(request.missing, left)
-        left -= count
-        if count:
-            rows.append((request, count))
-    return dataclasses.replace(state, running=running), lay_out(rows, limits["B"], state.block_size)
+    kept, pool = make_room(state, policy)
+    thrown = tuple(
+        job._replace(computed=0, blocks=no_blocks(), slot=-1) for job in state.running[len(kept) :]
+    )
+    slots = (*state.slots, *(job.slot for job in state.running[len(kept) :] if job.slot >= 0))
+    waiting = thrown + state.waiting
 
-
-def admit(state: State, limits: fg.Limits) -> State:
-    """Move requests from waiting to running, in order, while rows and blocks last."""
-    waiting, running, free = list(state.waiting), list(state.running), state.free
-    while waiting and len(running) < limits.max_reqs:
-        first = waiting[0]
-        needed = blocks_for(len(first.prompt) + first.max_new, state.block_size)
-        if needed > len(free):
+    running, rows, left = [], [], policy.max_tokens
+    late: list[Row] = []
+    for job in kept:
+        if job.decoding and left:
+            job, pool = grow(job, pool, len(job.tokens), policy)
+            rows.append(Row(job, 1))
+            left -= 1
+        running.append(job)
+    for job in running:
+        if not job.decoding and left:
+            late.append(row := Row(job, min(job.missing, left)))
+            left -= row.new
+            pool = publish(row, pool, policy)
+    while waiting and left and not thrown and len(running) < policy.max_reqs:
+        joined = join(waiting[0], pool, slots, policy, len(running))
+        if joined is None:
             break
-        running.append(dataclasses.replace(waiting.pop(0), blocks=free[:needed]))
-        free = free[needed:]
-    return dataclasses.replace(state, waiting=tuple(waiting), running=tuple(running), free=free)
+        job, pool, slots = joined
+        waiting = waiting[1:]
+        running.append(job)
+        late.append(row := Row(job, min(job.missing, left)))
+        left -= row.new
+        pool = publish(row, pool, policy)
+    if rows and not late:
+        wide = with_drafts(rows, policy, len(pool.free))
+        if wide is not None:
+            rows = []
+            for row in wide:
+                job, pool = grow(row.job, pool, len(row.job.tokens) + len(row.drafts), policy)
+                rows.append(row._replace(job=job))
+    held = {row.job.id: row.job for row in rows}
+    return State(
+        waiting, tuple(held.get(job.id, job) for job in running), (*rows, *late), pool, slots,
+        state.submitted,
+    )  # fmt: skip
 
 
-def lay_out(rows: Sequence[tuple[Request, int]], B: int, block_size: int) -> Batch:
-    """The batch in which each request computes its next `count` tokens."""
-    spans = [(request, range(request.computed, request.computed + n)) for request, n in rows]
-    ends = list(accumulate(count for _, count in rows))
-    decode = all(request.decoding for request, _ in rows)
-    bounds = fg.HostBounds(
-        max_query_len=max(len(span) for _, span in spans),
-        max_seq_len=max(span.stop for _, span in spans),
+def make_room(state: State, policy: Policy) -> tuple[tuple[Job, ...], Pool]:
+    """Running jobs but for those that must go, last in first out, so that all decodes find room."""
+    size, pool, kept = policy.block_size, state.pool, state.running
+    needed = [
+        max(0, blocks_for(len(job.tokens), size) - len(job.blocks)) if job.decoding else 0
+        for job in kept
+    ]  # drafts may have left a job with more than it needs
+    while sum(needed) > len(pool.free):
+        pool = blocks.release(pool, kept[-1].blocks)
+        kept, needed = kept[:-1], needed[:-1]
+    return kept, pool
+
+
+def grow(job: Job, pool: Pool, num_tokens: int, policy: Policy) -> tuple[Job, Pool]:
+    """The job with blocks for so many tokens."""
+    lacking = blocks_for(num_tokens, policy.block_size) - len(job.blocks)
+    if lacking <= 0:
+        return job, pool
+    pool, new = blocks.take(pool, lacking)
+    return job._replace(blocks=job.blocks.append(new)), pool
+
+
+def join(
+    job: Job, pool: Pool, slots: tuple[int, ...], policy: Policy, running: int
+) -> tuple[Job, Pool, tuple[int, ...]] | None:
+    """A waiting job with blocks for its tokens, shared ones first; None if there are too few."""
+    if policy.num_slots and not slots:
+        return None
+    found: list[int] = []
+    if policy.share:  # all but the last token, from which the next one is drawn
+        shared = job.tokens.view(0, min(len(job.request.prompt), len(job.tokens) - 1))
+        found = blocks.find_prefix(pool, shared, policy.block_size, job.request.adapter)
+    needed = blocks_for(len(job.tokens), policy.block_size) - len(found)
+    if needed + policy.reserve * running > len(pool.free):
+        return None
+    pool, new = blocks.take(blocks.share(pool, found) if found else pool, needed)
+    job = job._replace(
+        computed=len(found) * policy.block_size, blocks=job.blocks.append([*found, *new])
     )
-    return Batch(
-        token_ids=torch.tensor([token for r, s in spans for token in r.tokens[s.start : s.stop]]),
-        positions=torch.tensor([i for _, s in spans for i in s]),
-        slot_mapping=torch.tensor(
-            [r.blocks[i // block_size] * block_size + i % block_size for r, s in spans for i in s]
-        ),
-        seq_lens=torch.tensor([span.stop for _, span in spans], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, *ends], dtype=torch.int32),
-        block_tables=torch.tensor(
-            [r.blocks + (0,) * (B - len(r.blocks)) for r, _ in rows], dtype=torch.int32
-        ),
-        logits_indices=torch.tensor(ends) - 1,
-        spec=fg.BatchSpec(ends[-1], len(rows), query_len=1 if decode else None, host=bounds),
+    return (job._replace(slot=slots[-1]), pool, slots[:-1]) if slots else (job, pool, slots)
+
+
+def publish(row: Row, pool: Pool, policy: Policy) -> Pool:
+    """Name the blocks of the prompt that a prefill fills: rows that follow may read them at once,
+    since a step writes all its keys before it reads any."""
+    job, prompt = row.job, len(row.job.request.prompt)
+    first, end = (
+        min(n, prompt) // policy.block_size for n in (job.computed, job.computed + row.new)
+    )
+    if not policy.share or first == end:
+        return pool
+    text = job.tokens.view(0, end * policy.block_size)
+    return blocks.give_names(
+        pool, job.blocks.view(), text, policy.block_size, job.request.adapter, first
     )
 
 
-def advance(state: State, batch: Batch, tokens: Iterable[int]) -> State:
-    """The state after a step: `tokens` has the next token of each row of `batch`.
+def advance(state: State, drawn: Sequence[Sequence[int]]) -> tuple[State, tuple[Event, ...]]:
+    """The state after a step, and what it did.
 
-    A row still inside its prompt computed a chunk and its token is dropped. A request that has
-    all its tokens leaves, and its blocks are free again.
+    Args:
+        drawn: for each of `state.rows`, the tokens drawn at its last places. A row inside its
+            prompt computed a chunk, and what it drew is dropped.
     """
-    counts = batch.query_start_loc.diff().tolist()
-    stepped = [
-        step(request, count, token) for request, count, token in zip(state.running, counts, tokens)
-    ]
-    done = [request for request in stepped if len(request.generated) == request.max_new]
-    kept = [request for request in stepped if len(request.generated) < request.max_new]
-    freed = (block for request in done for block in request.blocks)
-    return dataclasses.replace(
-        state,
-        running=(*kept, *state.running[len(stepped) :]),
-        finished=(*state.finished, *(dataclasses.replace(r, blocks=()) for r in done)),
-        free=(*state.free, *freed),
-    )
+    stepped: dict[int, Job] = {}
+    events: list[Event] = []
+    done: list[Job] = []
+    live = {job.id for job in state.running}
+    for (job, count, drafts), tokens in zip(state.rows, drawn, strict=True):
+        if job.id not in live:  # cancelled meanwhile
+            continue
+        computed = job.computed + count
+        if computed < len(job.tokens):
+            stepped[job.id] = job._replace(computed=computed)
+            continue
+        new, end = cut(job, accept(drafts, tokens))
+        request, text, _, held, slot = job
+        job = Job(request, text.append(new), computed + len(new) - 1, held, slot)
+        stepped[job.id] = job
+        events.append(Event(job.id, new, end))
+        if end is not None:
+            done.append(job)
+    running = tuple(stepped.get(job.id, job) for job in state.running)
+    state = dataclasses.replace(state, running=running, rows=())
+    return drop(state, done) if done else state, tuple(events)
 
 
-def step(request: Request, count: int, token: int) -> Request:
-    """The request after `count` more of its tokens were computed, the last one yielding `token`."""
-    new = (token,) if count == request.missing else ()
-    return dataclasses.replace(
-        request, computed=request.computed + count, generated=request.generated + new
-    )
+def cut(job: Job, new: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
+    """The new tokens up to where the request ends, and why it does."""
+    request = job.request
+    room = request.max_new - (len(job.tokens) - len(request.prompt))
+    new = new[:room]
+    if request.stop:
+        longest = max(map(len, request.stop))
+        first = max(len(request.prompt), len(job.tokens) - longest + 1)
+        text = (*job.tokens.view(first).tolist(), *new)
+        for end in range(len(text) - len(new) + 1, len(text) + 1):
+            if any(text[:end][-len(run) :] == run for run in request.stop):
+                return new[: end - (len(text) - len(new))], "stop"
+    return new, "length" if len(new) == room else None

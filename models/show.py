@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -10,17 +10,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from models.requests import Served, State
+from models.requests import Request, State
+from models.serve import Served
 from models.text import Decode, to_text
 
 
 def show(
-    served: Iterator[Served], state: State, console: Console, *, transient: bool = False,
+    served: Iterable[Served], state: State, console: Console, *, transient: bool = False,
     decode: Decode = to_text,
 ) -> Iterator[Served]:  # fmt: skip
     """Pass steps through while the texts grow on the console, above a progress bar.
 
     What `transient` shows is gone at the end; off a terminal, it shows nothing.
+
+    Args:
+        state: before the first step, with every request waiting.
     """
     columns = (
         TextColumn("tokens"),
@@ -29,20 +33,25 @@ def show(
         TextColumn("{task.speed:.0f}/s"),
     )
     bar = Progress(*columns, console=console)
-    total = sum(request.max_new for request in state.requests)
-    task = bar.add_task("", total=total)
-    look = Group(texts(state, decode), bar)
+    requests = [job.request for job in state.waiting]
+    grown: dict[int, list[int]] = {request.id: [] for request in requests}
+    task = bar.add_task("", total=sum(request.max_new for request in requests))
+    look = Group(texts(requests, grown, decode), bar)
     with Live(look, console=console, refresh_per_second=8, transient=transient) as live:
         for one in served:
-            bar.update(task, completed=sum(len(r.generated) for r in one.state.requests))
-            live.update(Group(texts(one.state, decode), bar))
+            for event in one.events:
+                grown[event.id] += event.tokens
+            bar.update(task, completed=sum(map(len, grown.values())))
+            live.update(Group(texts(requests, grown, decode), bar))
             yield one
 
 
-def texts(state: State, decode: Decode = to_text) -> Table:
-    """Every request: its prompt, then its text in bold."""
+def texts(
+    requests: Sequence[Request], grown: Mapping[int, Sequence[int]], decode: Decode = to_text
+) -> Table:
+    """Every request: its prompt, then what it got so far in bold."""
     table = Table.grid(padding=(0, 1))
-    for request in state.requests:
-        text = Text(decode(request.prompt)).append(decode(request.generated), style="bold")
+    for request in requests:
+        text = Text(decode(request.prompt)).append(decode(grown[request.id]), style="bold")
         table.add_row(f"{request.id}", text)
     return table

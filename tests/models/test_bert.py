@@ -12,11 +12,11 @@ from torch import Tensor
 
 import fngraph as fg
 from models import bert, loading
+from models.blocks import blocks_for
 from models.generate import select
 from models.loading import CheckpointError
-from models.requests import Request, blocks_for
-from models.schedule import lay_out
 from models.text import read_text
+from tests.models.rows import llama_batch
 
 B, BLOCK_SIZE = 4, 16
 LIMITS = fg.Limits(96, 6, B=B)
@@ -30,12 +30,12 @@ SENTENCES = [
 
 def batch_of(texts: list[list[int]]) -> Any:
     """Whole texts, each in blocks of its own."""
-    rows, first = [], 1
-    for i, text in enumerate(texts):
+    spans, first = [], 1
+    for text in texts:
         last = first + blocks_for(len(text), BLOCK_SIZE)
-        rows.append((Request(i, tuple(text), 1, blocks=tuple(range(first, last))), len(text)))
+        spans.append((text, range(first, last), 0, len(text)))
         first = last
-    batch = lay_out(rows, B, BLOCK_SIZE)
+    batch = llama_batch(spans, B, BLOCK_SIZE)
     return select(bert.Batch, vars(batch), batch.spec)
 
 

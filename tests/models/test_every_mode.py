@@ -8,6 +8,7 @@ over each finished text, and the mode of each step from the table in `models.dem
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,12 +19,14 @@ from torch import Tensor
 
 import fngraph as fg
 from models import demo, generate, llama
-from models.requests import Request, State, start, submit
-from models.schedule import advance, schedule
+from models.batches import batch_type
+from models.policy import Policy
+from models.requests import Row, start, submit
+from models.serve import advance, gather, schedule
 from tests.models.conftest import wide_params
 
 SIZES = (1, 2, 4, 8, 16, 32)
-LIMITS = fg.Limits(40, 16, B=6)
+POLICY = Policy(40, 16, 6, share=False)
 BUDGETS = (18, 25, 16, 32, 21, 40, 29)  # steps of 33 to 40 tokens find no graph in any mode
 NUM_BLOCKS = 80
 WAVES = {0: 16, 33: 8, 68: 4}  # step -> requests that come
@@ -49,20 +52,30 @@ def prompts() -> list[tuple[list[int], int]]:
     return [(torch.randint(256, (n,), generator=generator).tolist(), draw(16, 49)) for n in lengths]
 
 
-def drive(step: Any, cache: Any, look: Callable[[tuple[Request, ...], Any, Tensor], None]) -> State:
-    """Serve all prompts, in three waves; `look` at each step."""
-    state, coming, number = start(NUM_BLOCKS, generate.BLOCK_SIZE), prompts(), 0
+def logits_forward(params: Any, cache: Any, batch: batch_type()) -> Any:
+    """`llama.forward` over the serving batch, for those who look at logits."""
+    return llama.forward(params, cache, batch)
+
+
+def drive(
+    step: Any, cache: Any, look: Callable[[tuple[Row, ...], Any, Tensor], None]
+) -> dict[int, tuple[int, ...]]:
+    """Serve all prompts, in three waves; `look` at each step. Returns what each request got."""
+    state, coming, number, events = start(NUM_BLOCKS, POLICY), prompts(), 0, []
     while coming or state.live:
         for _ in range(WAVES.get(number, 0)):
-            state = submit(state, *coming.pop(0), LIMITS)
-        budget = fg.Limits(BUDGETS[number % len(BUDGETS)], LIMITS.max_reqs, B=LIMITS["B"])
-        state, batch = schedule(state, budget)
-        logits_RV, back = step(cache, batch)
+            state = submit(state, POLICY, *coming.pop(0))
+        budget = dataclasses.replace(POLICY, max_tokens=BUDGETS[number % len(BUDGETS)])
+        state, batch = schedule(state, budget, step.host_batch)
+        spec, rows = batch.spec, state.rows
+        logits_R1V, back = step(cache, batch)
         assert back is cache
-        look(state.running[: batch.spec.num_reqs], batch, logits_RV)
-        state = advance(state, batch, logits_RV.argmax(-1).tolist())
+        look(rows, spec, logits_R1V[:, 0])
+        state, new = advance(state, logits_R1V.argmax(-1).tolist())
+        events += new
         number += 1
-    return state
+    assert len(state.pool.free) == NUM_BLOCKS
+    return gather(events)
 
 
 class Wanted(NamedTuple):
@@ -93,10 +106,10 @@ def want(params: llama.Params) -> Wanted:
     for i, (prompt, max_new) in enumerate(prompts()):
         tokens[i] = generate.reference(params, prompt, max_new)
         text = [*prompt, *tokens[i]]
-        batch = generate.alone(text, 0, LIMITS["B"], params.embed.device)
+        batch = generate.alone(text, 0, POLICY.max_blocks, params.embed.device)
         everywhere = torch.arange(len(text), device=params.embed.device)
         batch = llama.Batch(**{**vars(batch), "logits_indices": everywhere})
-        logits[i], _ = llama.forward(params, new_cache(params, LIMITS["B"]), batch)
+        logits[i], _ = llama.forward(params, new_cache(params, POLICY.max_blocks), batch)
     return Wanted(params, tokens, logits)
 
 
@@ -115,9 +128,9 @@ def capture(params: llama.Params, modes: str, recorder: str, outputs: str = "own
     """The step, and the cache that it is bound to."""
     cache = new_cache(params, NUM_BLOCKS)
     fast = fg.graphify(
-        llama.forward, modes=modes, donate="cache", stage="batch", sizes=SIZES, recorder=recorder
+        logits_forward, modes=modes, donate="cache", stage="batch", sizes=SIZES, recorder=recorder
     )
-    step = fast.bind(params).capture(cache, LIMITS, outputs=outputs, progress=False)
+    step = fast.bind(params).capture(cache, POLICY.limits, outputs=outputs, progress=False)
     return step, cache
 
 
@@ -128,15 +141,14 @@ def test_tokens_logits_and_shares(modes, device, recorder, wanted):
     step, cache = capture(params, modes, recorder)
     should, specs = Counter(), []
 
-    def look(rows: tuple[Request, ...], batch: llama.Batch, got_RV: Tensor) -> None:
-        ends = batch.seq_lens.tolist()
-        want_RV = torch.stack([logits_SV[row.id][end - 1] for row, end in zip(rows, ends)])
+    def look(rows: tuple[Row, ...], spec: fg.BatchSpec, got_RV: Tensor) -> None:
+        ends = [(job.id, job.computed + new) for job, new, _ in rows]
+        want_RV = torch.stack([logits_SV[id][end - 1] for id, end in ends])
         torch.testing.assert_close(got_RV, want_RV, atol=1e-5, rtol=0)
-        should[demo.expected_mode(modes, batch.spec)] += 1
-        specs.append(batch.spec)
+        should[demo.expected_mode(modes, spec)] += 1
+        specs.append(spec)
 
-    state = drive(step, cache, look)
-    assert {request.id: request.generated for request in state.finished} == tokens
+    assert drive(step, cache, look) == tokens
     assert len(set().union(*tokens.values())) >= 50
 
     assert len(specs) >= 64 and {spec.num_reqs for spec in specs} >= {1, 3, 5, 12, 15, 16}
@@ -155,30 +167,30 @@ def test_replayed_logits_come_from_fixed_addresses(device, recorder, wanted):
     addresses: dict[Any, set[int]] = {}
     held = []  # so that an eager step's output cannot be given the same memory again
 
-    def look(rows: tuple[Request, ...], batch: llama.Batch, got_RV: Tensor) -> None:
-        mode, key, _ = step.dispatch(batch.spec)
+    def look(rows: tuple[Row, ...], spec: fg.BatchSpec, got_RV: Tensor) -> None:
+        mode, key, _ = step.dispatch(spec)
         if mode is not fg.Mode.NONE:
             addresses.setdefault((mode, key), set()).add(got_RV.data_ptr())
             held.append(got_RV)
 
-    state = drive(step, cache, look)
+    got = drive(step, cache, look)
     assert {mode for mode, _ in addresses} == {fg.Mode.FULL, fg.Mode.PIECEWISE}
     assert len(addresses) >= 7
     assert all(len(seen) == 1 for seen in addresses.values())
-    assert {request.id: request.generated for request in state.finished} == tokens
+    assert got == tokens
 
 
 @pytest.mark.parametrize("device, recorder", DEVICES)
 def test_a_drop_in_for_forward(device, recorder, wanted):
     """`fast(params, cache, batch)`, nothing captured ahead; batches on the device and the host."""
     params, tokens, _ = wanted(device)
-    cache = new_cache(params, LIMITS["B"])
+    cache = new_cache(params, POLICY.max_blocks)
     fast = fg.graphify(llama.forward, donate="cache", stage="batch", recorder=recorder)
     prompt, max_new = prompts()[0]
     text, computed = list(prompt), 0
     for i in range(max_new):
         where = params.embed.device if i % 2 else torch.device("cpu")
-        batch = generate.alone(text, computed, LIMITS["B"], where)
+        batch = generate.alone(text, computed, POLICY.max_blocks, where)
         got_RV, back = fast(params, cache, batch)
         assert back is cache
         computed = len(text)

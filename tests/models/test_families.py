@@ -11,7 +11,11 @@ import torch
 
 import fngraph as fg
 from models import generate, loading, naming
-from models.requests import blocks_for, start, submit
+from models.blocks import blocks_for
+from models.policy import Policy
+from models.requests import start, submit
+from models.serve import gather, serve, stream
+from models.steps import make_steps
 from tests.models import tiny
 
 COUNT = 64
@@ -141,17 +145,21 @@ def test_greedy_tokens_of_graphs(case: Case):
 def test_served_with_others(case: Case):
     """Five requests on two rows, joining and leaving; each gets what it gets alone."""
     prompts = [tiny.PROMPT, tiny.PROMPT[:1], tiny.PROMPT[3:], [*tiny.PROMPT, *case.tokens[:9]], [8]]
-    limits = fg.Limits(8, 2, B=3)
-    state = start(6, generate.BLOCK_SIZE)
+    states = generate.family_states(case.family)
+    policy = Policy(
+        8, 2, 3, generate.BLOCK_SIZE, share=not states, num_slots=2 if states else 0,
+        query_lens=(1,) if states else (1, 3), ngram=1,
+    )  # fmt: skip
+    state = start(6, policy)
     for i, prompt in enumerate(prompts):
-        state = submit(state, prompt, 3 + 2 * i, limits)
+        state = submit(state, policy, prompt, 3 + 2 * i)
     cache = new_cache(case, 6)
-    step = generate.make_step(
-        case.params, cache, limits, forward=case.family.forward, modes="FULL_AND_PIECEWISE",
+    steps = make_steps(
+        case.family.forward, case.params, cache, policy, *states, modes="FULL_AND_PIECEWISE",
         sizes=(2, 8), recorder=case.recorder,
     )  # fmt: skip
-    *_, last = generate.serve(step, cache, state, limits, case.family.Batch)
-    for request in last.state.requests:
-        want = generate.reference(case.params, request.prompt, request.max_new, case.family)
-        assert request.generated == want
+    texts = gather(stream(serve(steps, cache, state, policy)))
+    for i, prompt in enumerate(prompts):
+        assert texts[i] == generate.reference(case.params, prompt, 3 + 2 * i, case.family)
+    (step,) = steps.captured
     assert step.stats.share("FULL") + step.stats.share("PIECEWISE") == 1

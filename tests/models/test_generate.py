@@ -9,21 +9,28 @@ import pytest
 import fngraph as fg
 from models import demo, generate, llama, text
 from models.checkpoint import save_checkpoint
+from models.policy import Policy
 from models.requests import start, submit
+from models.serve import gather, serve, stream
+from models.steps import bare_steps
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 
 PROMPTS = [(5, 200, 17), tuple(range(60, 110)), (9,), tuple(range(33, 0, -1)), (128, 7, 7, 7, 90)]
 
 
-def serve_bare(params, limits, new=12, num_blocks=12):
+def serve_bare(params, policy, new=12, num_blocks=12):
     """Every step of serving PROMPTS with `llama.forward` itself."""
-    state = start(num_blocks, generate.BLOCK_SIZE)
+    state = start(num_blocks, policy)
     for i, prompt in enumerate(PROMPTS):
-        state = submit(state, prompt, new + 3 * i, limits)
+        state = submit(state, policy, prompt, new + 3 * i)
     cache = llama.init_cache(params.config, num_blocks, block_size=generate.BLOCK_SIZE)
-    step = lambda cache, batch: llama.forward(params, cache, batch)  # noqa: E731
-    return list(generate.serve(step, cache, state, limits))
+    return list(serve(bare_steps(llama.forward, params, policy), cache, state, policy))
+
+
+def texts_of(served):
+    """What each request got."""
+    return gather(stream(served))
 
 
 def test_reference_is_greedy_over_the_dense_model(params):
@@ -37,13 +44,13 @@ def test_reference_is_greedy_over_the_dense_model(params):
 
 @pytest.mark.parametrize("max_tokens, max_reqs", [(3, 1), (5, 3), (16, 4), (64, 5)])
 def test_served_tokens_are_those_of_the_reference(params, max_tokens, max_reqs):
-    served = serve_bare(params, fg.Limits(max_tokens, max_reqs, B=6))
-    for request in served[-1].state.requests:
-        assert request.generated == generate.reference(params, request.prompt, request.max_new)
+    texts = texts_of(serve_bare(params, Policy(max_tokens, max_reqs, 6)))
+    for i, prompt in enumerate(PROMPTS):
+        assert texts[i] == generate.reference(params, prompt, 12 + 3 * i)
 
 
 def test_steps_are_chunked_to_the_budget_and_decodes_are_marked(params):
-    served = serve_bare(params, fg.Limits(16, 3, B=6))
+    served = serve_bare(params, Policy(16, 3, 6))
     assert max(one.spec.num_tokens for one in served) == 16  # the prompt of 50 comes in chunks
     kinds = Counter(one.spec.query_len for one in served)
     assert kinds[None] >= 4 and kinds[1] >= 20
@@ -76,9 +83,9 @@ def test_ladders_end_where_they_are_told():
 
 
 def test_the_plan_fits_the_longest_prompt():
-    state, limits = generate.plan(["a", "b" * 40], 8, max_tokens=16, max_reqs=4)
-    assert limits == fg.Limits(16, 4, B=3)
-    assert len(state.waiting) == 2 and len(state.free) == 12
+    state, policy = generate.plan(["a", "b" * 40], 8, max_tokens=16, max_reqs=4)
+    assert policy == Policy(16, 4, 3, generate.BLOCK_SIZE)
+    assert len(state.waiting) == 2 and state.pool.num_blocks == 12
 
 
 def test_the_demo_has_prompts_of_many_lengths():
@@ -108,7 +115,7 @@ def test_the_expected_mode_of_a_step():
 
 @pytest.fixture(scope="module")
 def final(config):
-    return serve_bare(wide_params(config), fg.Limits(16, 3, B=6))[-1].state
+    return texts_of(serve_bare(wide_params(config), Policy(16, 3, 6)))
 
 
 def run(final, **shares: float) -> demo.Run:
@@ -117,7 +124,7 @@ def run(final, **shares: float) -> demo.Run:
 
 
 def test_the_verdict_is_good_only_when_tokens_and_shares_are(final):
-    wanted = {request.id: request.generated for request in final.finished}
+    wanted = dict(final)
     right = {"FULL": 0.75, "PIECEWISE": 0.25, "NONE": 0.0}
     line, well = demo.verdict(run(final, **right), wanted)
     assert well and "tokens equal" in line and "FULL 75.0%" in line
@@ -166,9 +173,9 @@ def test_the_demo_exits_with_1_when_tokens_differ(words, capsys, monkeypatch):
 
 
 def test_the_demo_exits_with_1_when_a_mode_does_not_replay(words, capsys, monkeypatch):
-    honest = demo.make_step
+    honest = demo.make_steps
     eager = {"modes": "NONE"}
-    monkeypatch.setattr(demo, "make_step", lambda *args, **o: honest(*args, **{**o, **eager}))
+    monkeypatch.setattr(demo, "make_steps", lambda *args, **o: honest(*args, **{**o, **eager}))
     assert demo.main(words) == 1
     assert "WRONG: FULL should be 100.0%" in capsys.readouterr().out
 
@@ -176,5 +183,5 @@ def test_the_demo_exits_with_1_when_a_mode_does_not_replay(words, capsys, monkey
 def test_generate_prints_the_texts_and_what_ran(words, params, capsys):
     generate.main([*words, "--modes", "FULL", "--max-tokens", "16", "--max-reqs", "2"])
     out = capsys.readouterr().out
-    assert "| tokens | padded |" in out and "| NONE" not in out
+    assert "| padding |" in out and "| FULL" in out and "| NONE" not in out
     assert "0 The" in out and "1 Return a list" in out

@@ -10,11 +10,10 @@ import torch
 from fngraph.core import trees
 from models import llama
 from models.checkpoint import BYTES, CheckpointError, load_checkpoint, save_checkpoint
-from models.requests import Request
 from models.rope import Llama3, Yarn, rotate, rotation
-from models.schedule import lay_out
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
+from tests.models.rows import llama_batch
 
 BLOCK_SIZE, B = 4, 6
 TEXTS = [tuple(range(7, 27)), (250, 3, 3, 99, 0), tuple(range(100, 80, -1)), (42,)]
@@ -30,11 +29,8 @@ def run(params: llama.Params, *steps: list[tuple[int, int, int]]) -> list[torch.
         v_NSKD.fill_(torch.nan)
     out = []
     for step in steps:
-        rows = [
-            (Request(i, TEXTS[i], 1, computed=first, blocks=BLOCKS[i]), last - first)
-            for i, first, last in step
-        ]
-        logits_RV, cache = llama.forward(params, cache, lay_out(rows, B, BLOCK_SIZE))
+        spans = [(TEXTS[i], BLOCKS[i], first, last) for i, first, last in step]
+        logits_RV, cache = llama.forward(params, cache, llama_batch(spans, B, BLOCK_SIZE))
         out.append(logits_RV)
     return out
 
@@ -91,7 +87,7 @@ def test_the_head_runs_on_the_asked_rows_only(params, monkeypatch):
 
 
 def test_any_row_may_be_asked_for(params):
-    batch = lay_out([(Request(0, TEXTS[0], 1, blocks=BLOCKS[0]), 20)], B, BLOCK_SIZE)
+    batch = llama_batch([(TEXTS[0], BLOCKS[0], 0, 20)], B, BLOCK_SIZE)
     asked = dataclasses.replace(batch, logits_indices=torch.tensor([4, 19, 0]))
     cache = llama.init_cache(params.config, 18, block_size=BLOCK_SIZE)
     got_RV, _ = llama.forward(params, cache, asked)
@@ -125,7 +121,7 @@ def test_rope_scores_depend_on_the_distance(config):
 
 def test_the_cache_comes_back_as_it_was_passed(params):
     cache = llama.init_cache(params.config, 18, block_size=BLOCK_SIZE)
-    batch = lay_out([(Request(0, TEXTS[0], 1, blocks=BLOCKS[0]), 3)], B, BLOCK_SIZE)
+    batch = llama_batch([(TEXTS[0], BLOCKS[0], 0, 3)], B, BLOCK_SIZE)
     _, after = llama.forward(params, cache, batch)
     assert [[id(t) for t in kv] for kv in after] == [[id(t) for t in kv] for kv in cache]
     written = cache[0][0].flatten(0, 1).abs().sum((1, 2)).nonzero().flatten().tolist()

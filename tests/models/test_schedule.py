@@ -2,176 +2,299 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
-import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fngraph as fg
-from models.requests import State, blocks_for, start, submit
-from models.schedule import advance, schedule
+from models.policy import Policy
+from models.requests import State, cancel, start, submit
+from models.schedule import advance, plan
+from models.serve import gather, kind_of
+from tests.models.traffic import generate, next_token, simulate
 
-BLOCK_SIZE = 4
-Arrival = tuple[int, int, int]  # step of arrival, prompt length, max_new
-
-arrivals = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12
-)
-unhurried = settings(deadline=None)  # a shared machine stalls now and then
-limit_values = st.tuples(st.integers(1, 5), st.integers(0, 20), st.integers(11, 30))
+SIZE, MOST = 4, 10  # tokens a block, blocks a request
+HEAD = (9, 8, 7, 6, 5, 4, 3, 2, 1)  # many prompts begin with some of it
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def next_token(position: int, request: int) -> int:
-    """A stand-in for the model: what it says depends on place and request alone."""
-    return (position * 31 + request * 7 + 1) % 251
+@st.composite
+def requests(draw) -> tuple:
+    """(step of arrival, prompt, max_new, stop, adapter, step at which it is cancelled or None)."""
+    prompt = HEAD[: draw(st.integers(0, 9))] + tuple(draw(st.lists(st.integers(0, 2), max_size=18)))
+    stop = tuple(draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=1)))
+    return (
+        draw(st.integers(0, 12)), prompt or (0,), draw(st.integers(1, 12)), stop,
+        draw(st.sampled_from([-1, -1, 0, 3])), draw(st.one_of(st.none(), st.integers(0, 20))),
+    )  # fmt: skip
 
 
-def simulate(coming: list[Arrival], limits: fg.Limits, num_blocks: int):
-    """Yield (state before, batch, state after) for every step; checks the blocks on the way."""
-    state, step, coming = start(num_blocks, BLOCK_SIZE), 0, sorted(coming)
-    while coming or state.live:
-        while coming and (coming[0][0] <= step or not state.live):
-            _, length, max_new = coming.pop(0)
-            state = submit(state, range(length), max_new, limits)
-        before, batch = schedule(state, limits)
-        ends = batch.seq_lens.tolist()
-        tokens = [next_token(end, r.id) for end, r in zip(ends, before.running)]
-        state = advance(before, batch, tokens)
-        for moment in (before, state):
-            check_blocks(moment, num_blocks)
-        yield before, batch, state
-        step += 1
+arrivals = st.lists(requests(), min_size=1, max_size=12)
+policies = st.builds(
+    lambda reqs, spare, **more: Policy(reqs + spare, reqs, MOST, SIZE, **more),
+    st.integers(1, 5), st.integers(0, 20),
+    query_lens=st.sampled_from([(1,), (1, 3), (1, 2, 4)]), ngram=st.integers(1, 2),
+    share=st.booleans(), cascade=st.sampled_from([0, 4, 8]), reserve=st.integers(0, 1),
+)  # fmt: skip
 
 
-def check_blocks(state: State, num_blocks: int) -> None:
-    """Every block is free once, or held by one running request."""
-    held = [block for request in state.running for block in request.blocks]
-    assert sorted([*held, *state.free]) == list(range(num_blocks))
-    assert not any(request.blocks for request in (*state.waiting, *state.finished))
+def run(coming: list[tuple], policy: Policy, num_blocks: int):
+    """Every step of serving what comes, the requests by number, who was cancelled, and the states
+    that were planned from."""
+    coming = sorted(coming, key=lambda one: one[0])
+    number, asked, gone, planned = -1, {}, set(), []
+
+    def inbox(state: State) -> State:
+        nonlocal number
+        number += 1
+        while coming and (coming[0][0] <= number or not state.live):
+            _, prompt, max_new, stop, adapter, end = coming.pop(0)
+            asked[state.submitted] = prompt, max_new, stop, adapter, end
+            state = submit(state, policy, prompt, max_new, stop=stop, adapter=adapter)
+        for id, (*_, end) in asked.items():
+            if end is not None and end <= number and id not in gone:
+                gone.add(id)
+                state = cancel(state, id)
+        planned.append(state)
+        return state
+
+    return simulate(start(num_blocks, policy), policy, inbox), asked, gone, planned
 
 
-@unhurried
-@given(coming=arrivals, numbers=limit_values)
-def test_every_token_runs_once_in_its_place(coming, numbers):
-    max_reqs, spare_tokens, num_blocks = numbers
-    limits = fg.Limits(max_reqs + spare_tokens, max_reqs, B=11)
-    contents: dict[int, tuple[int, int]] = {}  # slot -> request and position it holds
-    positions: dict[int, list[int]] = {}  # request -> positions computed, in order
-    state = start(num_blocks, BLOCK_SIZE)
-    for before, batch, state in simulate(coming, limits, num_blocks):  # noqa: B007
-        starts = batch.query_start_loc.tolist()
-        num_reqs = len(starts) - 1
-        rows = before.running[:num_reqs]
-
-        assert 1 <= batch.spec.num_tokens == len(batch.token_ids) <= limits.max_tokens
-        assert 1 <= batch.spec.num_reqs == num_reqs <= limits.max_reqs
-        assert batch.block_tables.shape == (num_reqs, limits["B"])
-        assert batch.logits_indices.tolist() == [end - 1 for end in starts[1:]]
-        limits.check(batch.spec)
-
-        for row, request in enumerate(rows):
-            span = slice(starts[row], starts[row + 1])
-            own = batch.positions[span].tolist()
-            assert own, "a row without tokens"
-            assert own[-1] + 1 == batch.seq_lens[row]
-            assert batch.token_ids[span].tolist() == [request.tokens[i] for i in own]
-            for position, slot in zip(own, batch.slot_mapping[span].tolist()):
-                block = batch.block_tables[row, position // BLOCK_SIZE]
-                assert slot == block * BLOCK_SIZE + position % BLOCK_SIZE
-                assert slot // BLOCK_SIZE in request.blocks
-                contents[slot] = (request.id, position)
-            positions.setdefault(request.id, []).extend(own)
-            # all that it will look at is still there
-            for position in range(own[-1] + 1):
-                block = int(batch.block_tables[row, position // BLOCK_SIZE])
-                slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-                assert contents[slot] == (request.id, position)
-
-    assert not state.live and len(state.finished) == len(coming)
-    for request in state.finished:
-        assert len(request.generated) == request.max_new
-        first = len(request.prompt)
-        ends = range(first, first + request.max_new)
-        assert list(request.generated) == [next_token(end, request.id) for end in ends]
-        assert positions[request.id] == list(range(first + request.max_new - 1))
+def check_blocks(state: State) -> None:
+    """Every block is free once, or held by as many running requests as the pool says."""
+    pool = state.pool
+    held = Counter(block for job in state.running for block in job.blocks)
+    assert sorted([*held, *pool.free.tolist()]) == list(range(pool.num_blocks))
+    assert {block: n for block, n in held.items() if n > 1} == dict(pool.holders)
+    assert not any(len(job.blocks) or job.computed for job in state.waiting)
+    order = [job.id for job in (*state.running, *state.waiting)]
+    assert order == sorted(order)  # who was thrown out is before all who came later
+    assert {name: block for block, name in pool.names.items()} == dict(pool.named)
+    assert set(pool.names) <= set(held)
+    assert all(type(before) is tuple or before in pool.names for before, _ in pool.named)
 
 
 @unhurried
-@given(coming=arrivals, numbers=limit_values)
-def test_a_batch_is_uniform_exactly_when_every_row_decodes(coming, numbers):
-    max_reqs, spare_tokens, num_blocks = numbers
-    limits = fg.Limits(max_reqs + spare_tokens, max_reqs, B=11)
-    for before, batch, _ in simulate(coming, limits, num_blocks):
-        rows = before.running[: batch.spec.num_reqs]
+@given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
+def test_each_request_gets_its_tokens_whatever_else_happens(coming, policy, num_blocks):
+    steps, asked, gone, _ = run(coming, policy, num_blocks)
+    events, state = [], None
+    for step in steps:
+        state = step.after
+        events += step.events
+        check_blocks(step.before)
+        check_blocks(state)
+    got, ended = gather(events), [event.id for event in events if event.end]
+    assert len(set(ended)) == len(ended)
+    for id, (prompt, max_new, stop, adapter, _) in asked.items():
+        want = generate(prompt, max_new, stop, adapter)
+        if id in ended:
+            assert got[id] == want
+        else:
+            assert id in gone
+            assert got.get(id, ()) == want[: len(got.get(id, ()))]
+    if state is not None:
+        for id in gone:  # some after the last step
+            state = cancel(state, id)
+        assert not state.live and len(state.pool.free) == num_blocks and not state.pool.named
+
+
+@unhurried
+@given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
+def test_a_full_shared_block_is_never_written(coming, policy, num_blocks):
+    steps, _, _, planned = run(coming, policy, num_blocks)
+    for step in steps:
+        slots = step.batch.slot_mapping.tolist()
+        assert len(set(slots)) == len(slots)
+        written = {slot // SIZE for slot in slots}
+        full = set(planned[-1].pool.names.items()) & set(step.before.pool.names.items())
+        filled = set(step.before.pool.names) - {block for block, _ in full}  # in this step
+        assert written.isdisjoint(block for block, _ in full)
+        assert written.isdisjoint(set(step.before.pool.holders) - filled)
+
+
+@unhurried
+@given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
+def test_specs_say_what_the_rows_are(coming, policy, num_blocks):
+    steps, _, _, _ = run(coming, policy, num_blocks)
+    for step in steps:
+        rows, spec, batch = step.before.rows, step.batch.spec, step.batch
         lens = batch.query_start_loc.diff().tolist()
-        past_prompt = all(r.computed >= len(r.prompt) for r in rows)
-        assert (batch.spec.query_len == 1) == past_prompt
-        assert batch.spec.query_len in (None, 1)
-        assert batch.spec.host == fg.HostBounds(max(lens), int(batch.seq_lens.max()))
+        kind = kind_of(rows)
+        assert (spec.num_tokens, spec.num_reqs) == (sum(lens), len(rows))
+        assert 1 <= spec.num_reqs <= policy.max_reqs and spec.num_tokens <= policy.max_tokens
+        assert spec.host == fg.HostBounds(max(lens), int(batch.seq_lens.max()))
+        past = all(row.job.computed >= len(row.job.request.prompt) for row in rows)
+        assert (spec.query_len is not None) == past == (kind in ("decode", "verify"))
+        if past:
+            assert set(lens) == {spec.query_len} and spec.query_len in policy.query_lens
+            assert (spec.query_len > 1) == (kind == "verify")
+        used = {row.job.request.adapter for row in rows} - {-1}
+        assert spec.adapters == len(used)
+        if spec.cascade:
+            assert policy.cascade and len(rows) > 1
+            prefixes = {tuple(row.job.tokens)[: policy.cascade] for row in rows}
+            assert len(prefixes) == 1
 
 
 @unhurried
-@given(coming=arrivals, numbers=limit_values)
-def test_decodes_never_wait_and_the_budget_is_used(coming, numbers):
-    max_reqs, spare_tokens, num_blocks = numbers
-    limits = fg.Limits(max_reqs + spare_tokens, max_reqs, B=11)
-    for before, batch, _ in simulate(coming, limits, num_blocks):
-        left_out = before.running[batch.spec.num_reqs :]
-        assert not any(request.decoding for request in left_out)
-        wanted = sum(request.missing for request in before.running)
-        assert batch.spec.num_tokens == min(wanted, limits.max_tokens)
-        if before.waiting and len(before.running) < limits.max_reqs:
-            first = before.waiting[0]
-            needed = blocks_for(len(first.prompt) + first.max_new, BLOCK_SIZE)
-            assert needed > len(before.free), "room for it, yet it waits"
+@given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
+def test_decodes_never_wait_and_the_budget_is_used(coming, policy, num_blocks):
+    steps, _, _, planned = run(coming, policy, num_blocks)
+    for step in steps:
+        state = step.before
+        computed = {job.id: job.computed for job in planned[-1].running}
+        now = {job.id: job.computed for job in state.running}
+        if computed.keys() - now.keys():  # thrown out: nobody joins in the same step
+            assert now.keys() <= computed.keys()
+        assert all(now[id] >= computed.get(id, 0) for id in now)
+        in_step = {row.job.id for row in state.rows}
+        assert not any(job.decoding and job.id not in in_step for job in state.running)
+        wanted = sum(job.missing for job in state.running)
+        drafts = sum(len(row.drafts) for row in state.rows)
+        assert step.batch.spec.num_tokens == min(wanted, policy.max_tokens) + drafts
 
 
-def test_prefill_mixed_and_decode_batches_all_occur():
-    coming = [(0, 3, 6), (0, 25, 6), (4, 9, 6)]
-    kinds = set()
-    for before, batch, _ in simulate(coming, fg.Limits(8, 2, B=11), 24):
-        rows = before.running[: batch.spec.num_reqs]
-        kinds.add((len(rows), frozenset(request.decoding for request in rows)))
-    prefill, decode, both = frozenset({False}), frozenset({True}), frozenset({True, False})
-    assert kinds >= {(2, prefill), (2, both), (2, decode), (1, decode)}
+def test_who_joined_last_is_thrown_out_and_goes_first():
+    policy = Policy(16, 3, 4, SIZE)
+    state = start(5, policy)
+    for prompt in ((1,) * 7, (2,) * 3, (3,)):
+        state = submit(state, policy, prompt, 8)
+    seen, thrown = [], []
+    for step in simulate(state, policy):
+        now = [job.id for job in step.before.running]
+        thrown += [id for id in (seen[-1] if seen else []) if id not in now]
+        seen.append(now)
+    assert seen[0] == [0, 1]  # the third would leave too little room for them
+    assert 1 in thrown and 0 not in thrown[: thrown.index(1)]
+
+
+def test_prompts_that_begin_alike_share_blocks_in_the_very_same_step():
+    policy = Policy(64, 4, MOST, SIZE)
+    state = start(30, policy)
+    for tail in (1, 2, 3):
+        state = submit(state, policy, (*HEAD, tail), 2)
+    state = submit(state, policy, (*HEAD, 1), 2, adapter=0)
+    state = plan(state, policy)
+    first, second, third, other = (list(job.blocks) for job in state.running)
+    assert first[:2] == second[:2] == third[:2] and first[2] != second[2] != third[2]
+    assert not set(other) & {*first, *second, *third}
+    assert [row.new for row in state.rows] == [10, 2, 2, 10]
+
+
+def test_all_of_a_prompt_is_never_shared():
+    """The last token is computed in any case, or there would be nothing to draw from."""
+    policy = Policy(64, 4, MOST, SIZE)
+    state = start(30, policy)
+    for _ in range(2):
+        state = submit(state, policy, HEAD[:8], 2)
+    assert [row.new for row in plan(state, policy).rows] == [8, 4]
+
+
+def test_prefill_mixed_decode_verify_and_cascade_all_occur():
+    policy = Policy(12, 3, MOST, SIZE, query_lens=(1, 3), ngram=1, cascade=8)
+    state = start(40, policy)
+    for tail in (1, 2):
+        state = submit(state, policy, (*HEAD, *(tail,) * 9), 12)
+    steps = list(simulate(state, policy))
+    kinds = {(kind_of(step.before.rows), step.batch.spec.cascade) for step in steps}
+    assert kinds >= {("prefill", False), ("mixed", True), ("decode", True), ("verify", True)}
 
 
 def test_a_last_chunk_of_one_token_is_no_decode():
-    limits = fg.Limits(4, 1, B=4)
-    state = submit(start(4, BLOCK_SIZE), range(5), 2, limits)
-    specs = []
-    while state.live:
-        state, batch = schedule(state, limits)
-        state = advance(state, batch, [7])
-        specs.append((batch.spec.num_tokens, batch.spec.query_len))
-    assert specs == [(4, None), (1, None), (1, 1)]
+    policy = Policy(4, 1, 4, SIZE)
+    state = submit(start(4, policy), policy, range(5), 2)
+    specs = [step.batch.spec for step in simulate(state, policy)]
+    assert [(spec.num_tokens, spec.query_len) for spec in specs] == [(4, None), (1, None), (1, 1)]
 
 
 def test_states_are_values():
-    limits = fg.Limits(8, 2, B=4)
-    state = submit(start(8, BLOCK_SIZE), (1, 2, 3), 2, limits)
-    first, batch = schedule(state, limits)
-    again, same = schedule(state, limits)
-    assert first == again and state.waiting and not state.running
-    assert torch.equal(batch.slot_mapping, same.slot_mapping)
-    assert advance(first, batch, [9]) == advance(first, batch, [9])
-    assert first.running[0].computed == 0
+    policy = Policy(8, 2, 4, SIZE)
+    state = submit(start(8, policy), policy, (1, 2, 3), 3)
+    first, again = plan(state, policy), plan(state, policy)
+    assert first.rows == again.rows and state.waiting and not state.running
+    one, _ = advance(first, [[9]])
+    other, _ = advance(first, [[5]])
+    assert tuple(one.running[0].tokens) == (1, 2, 3, 9)
+    assert tuple(other.running[0].tokens) == (1, 2, 3, 5)
+    assert tuple(first.running[0].tokens) == (1, 2, 3) and first.running[0].computed == 0
+
+
+def test_recurrent_states_have_a_slot_each_and_give_it_back():
+    policy = Policy(8, 2, 4, SIZE, share=False, num_slots=2)
+    state = start(30, policy)
+    for _ in range(4):
+        state = submit(state, policy, (1, 2, 3), 4)
+    for step in simulate(state, policy):
+        slots = [job.slot for job in step.before.running]
+        assert sorted([*slots, *step.before.slots]) == [0, 1]
+    assert sorted(step.after.slots) == [0, 1]
+
+
+def test_a_cancel_during_a_step_is_heeded():
+    policy = Policy(8, 2, 4, SIZE)
+    state = start(8, policy)
+    for _ in range(2):
+        state = submit(state, policy, (1, 2, 3), 4)
+    state = cancel(plan(state, policy), 0)
+    state, events = advance(state, [[7], [8]])
+    assert [event.id for event in events] == [1]
+    assert [job.id for job in state.running] == [1]
+    assert cancel(state, 0) is state
+    check_blocks(state)
 
 
 @pytest.mark.parametrize(
-    "prompt, max_new, says",
+    "stop, want, end",
+    [((), 6, "length"), (((1,),), None, "stop"), (((2, 0), (0, 0, 0)), None, "stop")],
+)
+def test_a_request_ends_with_its_stop_or_its_length(stop, want, end):
+    for query_lens in ((1,), (1, 4)):
+        policy = Policy(16, 2, 8, SIZE, query_lens=query_lens, ngram=1)
+        state = submit(start(8, policy), policy, (1, 0, 2, 0, 1, 0), 20 if stop else 6, stop=stop)
+        events = [event for step in simulate(state, policy) for event in step.events]
+        got = gather(events)[0]
+        assert events[-1].end == end and not any(event.end for event in events[:-1])
+        if stop:
+            assert len(got) < 20 and any(got[-len(run) :] == run for run in stop)
+            assert got == generate((1, 0, 2, 0, 1, 0), 20, stop)
+        else:
+            assert len(got) == want
+
+
+def test_a_stop_does_not_begin_in_the_prompt():
+    policy = Policy(16, 1, 8, SIZE)
+    token = next_token((1, 2))
+    state = submit(start(8, policy), policy, (1, 2), 3, stop=((2, token),))
+    (*_, last) = simulate(state, policy)
+    assert last.events[0].end == "length"
+
+
+@pytest.mark.parametrize(
+    "prompt, max_new, stop, says",
     [
-        (range(9), 8, r"take 5 blocks of 4, but a request may have 4 .* B=5"),
-        ((), 1, "needs a prompt token"),
-        ((1,), 0, "max_new >= 1"),
+        (range(9), 8, (), r"take 5 blocks of 4, but a request may have 4 .*max_blocks=5"),
+        ((), 1, (), "needs a prompt token"),
+        ((1,), 0, (), "max_new >= 1"),
+        ((1,), 1, ((),), "no empty stop"),
     ],
 )
-def test_a_request_that_could_never_run_is_refused(prompt, max_new, says):
-    state = start(8, BLOCK_SIZE)
+def test_a_request_that_could_never_run_is_refused(prompt, max_new, stop, says):
+    policy = Policy(8, 2, 4, SIZE)
     with pytest.raises(ValueError, match=says):
-        submit(state, prompt, max_new, fg.Limits(8, 2, B=4))
-    assert not state.live
+        submit(start(8, policy), policy, prompt, max_new, stop=stop)
 
 
 def test_nothing_to_schedule_is_said():
+    policy = Policy(8, 2, 4, SIZE)
     with pytest.raises(ValueError, match=r"state\.live"):
-        schedule(start(8, BLOCK_SIZE), fg.Limits(8, 2, B=4))
+        plan(start(8, policy), policy)
+
+
+def test_a_policy_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="lacks 1"):
+        Policy(8, 2, 4, query_lens=(3,))
+    with pytest.raises(ValueError, match="cannot be shared"):
+        Policy(8, 2, 4, num_slots=2)

@@ -11,8 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from models import corpus, llama, train, train_bytes
 from models.checkpoint import load_checkpoint
-from models.requests import Request
-from models.schedule import lay_out
+from tests.models.rows import llama_batch
 
 
 @pytest.fixture
@@ -24,10 +23,8 @@ def flags() -> argparse.Namespace:
 
 def test_the_loss_is_that_of_the_served_model(params):
     text_NS = torch.randint(256, (3, 18), generator=torch.Generator().manual_seed(0))
-    rows = [
-        (Request(i, tuple(text), 1, blocks=(i,)), 17) for i, text in enumerate(text_NS.tolist())
-    ]
-    batch = lay_out(rows, B=1, block_size=17)
+    spans = [(text, (i,), 0, 17) for i, text in enumerate(text_NS.tolist())]
+    batch = llama_batch(spans, B=2, block_size=17)
     batch = llama.Batch(**{**vars(batch), "logits_indices": torch.arange(3 * 17)})
     cache = llama.init_cache(params.config, 3, block_size=17)
     logits_TV, _ = llama.forward(params, cache, batch)

@@ -1,0 +1,201 @@
+"""Serving in every mode, with random weights in bf16: python -m benchmarks serve
+
+decode     fixed batches, in turns with bare `forward`; see benchmarks/serve_decode.py
+traffic    a stream of benchmarks/traffic.py through models/serve.py: tokens a second, time to first
+           token, time between tokens, what ran as what, padding. Where nothing is to be done, the
+           clock jumps to the next arrival.
+
+--tiny: small enough for the tape, on a CPU. Both models and all modes take some minutes on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fngraph as fg
+from benchmarks.host import shape
+from benchmarks.record import write
+from benchmarks.serve_decode import broken, by_batch, decode_batch, sweep
+from benchmarks.serve_stream import run, shares
+from benchmarks.traffic import PROFILES, Lengths, Profile, as_text, stream
+from models import llama, lora
+from models.policy import Policy
+from models.steps import Steps, make_steps, served_forward
+
+MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384, 512)
+SHAPES = {
+    "1B": shape(16, 2048),
+    "8B": llama.Config(
+        vocab_size=128256, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, dim=4096,
+        mlp_dim=14336,
+    ),
+    "tiny": llama.Config(
+        vocab_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dim=64, mlp_dim=128
+    ),
+}  # fmt: skip
+TINY = Profile(200, Lengths(9, 0.5, 24), Lengths(6, 0.5, 12), burst=3, systems=(8,))
+
+
+def random_params(config: llama.Config, device: str, dtype: torch.dtype) -> llama.Params:
+    """Drawn where they stay; `llama.init_params` draws on the host, a minute for 8B."""
+    named = {}
+    for name, size in llama.shapes(config).items():
+        one = torch.ones if len(size) == 1 else torch.randn
+        named[name] = one(size, device=device, dtype=dtype) * (1 if len(size) == 1 else 0.02)
+    return llama.from_named(config, named)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A model with its cache, and what is measured on it.
+
+    Attributes:
+        adapters: slots, or None.
+    """
+
+    args: argparse.Namespace
+    config: llama.Config
+    params: Any
+    cache: Any
+    policy: Policy
+    num_blocks: int
+    adapters: Any
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """What batches have beside the paged fields."""
+        return ("sampling",) * self.args.sampled
+
+    def steps(self, modes: str) -> Steps:
+        """Captured. In mode FULL one backend runs all batches, so that mixed ones have graphs."""
+        uniform, mixed = self.args.uniform, self.args.mixed
+        choice = mixed if modes == "FULL" else fg.ops.Hybrid(uniform, mixed=mixed)
+        return make_steps(
+            llama.forward, self.params, self.cache, self.policy, *self.more, modes=modes,
+            sizes=tuple(size for size in SIZES if size <= self.policy.max_tokens),
+            backends={"attention": choice}, outputs="borrow", adapters=self.adapters,
+        )  # fmt: skip
+
+    def bare(self) -> Callable[[Any, Any], Any]:
+        """`forward` and the draw, called: it runs the attention that suits the device."""
+        step = served_forward(llama.forward, *self.more)
+        return lambda cache, batch: step(self.params, cache, batch)
+
+
+def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
+    """One model, with room for the batches of both parts."""
+    config, block_size, most = SHAPES[name], 16, max(args.batches)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    B = -(-max(profile.longest, args.context + 1) // block_size)
+    num_blocks = args.blocks or most * max(B // 2, -(-args.context // block_size))
+    params = random_params(config, args.device, dtype)
+    cache = llama.init_cache(
+        config, num_blocks, block_size=block_size, device=args.device, dtype=dtype
+    )
+    adapters = lora.slots(params, count=args.adapters, rank=16) if args.adapters else None
+    policy = Policy(args.max_tokens, most, B, block_size)
+    return Bench(args, config, params, cache, policy, num_blocks, adapters)
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All that is asked for of one model; printed on the way."""
+    profile = dataclasses.replace(
+        TINY if args.tiny else PROFILES[args.profile], adapters=args.adapters, adapted=0.5,
+        sampled=float(args.sampled),
+    )  # fmt: skip
+    profile = dataclasses.replace(profile, rate=profile.rate * args.speed)
+    bench = make_bench(name, args, profile)
+    vocab_size = bench.config.vocab_size
+    captured = {}
+    for mode in args.modes:
+        began = time.perf_counter()
+        captured[mode] = bench.steps(mode)
+        keys = sum(len(step) for step in captured[mode].captured)
+        print(f"{name} {mode}: {keys} keys captured in {time.perf_counter() - began:.1f} s")
+    found: dict[str, Any] = {"model": name, "decode": [], "traffic": [], "shares": []}
+    if "decode" in args.parts:
+        device = args.device
+        batches = [
+            decode_batch(n, args.context, bench.policy, device, *bench.more, vocab_size=vocab_size)
+            for n in args.batches
+        ]
+        ways = {"bare forward": bench.bare()} | {m: s.run for m, s in captured.items()}
+        found["decode"] = sweep(ways, bench.cache, batches)
+        print(table(by_batch(found["decode"])))
+    if "traffic" in args.parts:
+        arrivals = stream(profile, args.requests, vocab_size=vocab_size, seed=args.seed)
+        print(as_text(arrivals))
+        for mode, steps in captured.items():
+            served = steps, bench.cache, bench.policy, bench.num_blocks
+            run(*served, arrivals[:8])  # kernels of eager steps compile as they come
+            row, tally = run(*served, arrivals)
+            found["traffic"].append({"modes": mode, **row})
+            found["shares"] += [{"modes": mode, **line} for line in shares(tally)]
+        print(table(found["shares"]), table(found["traffic"]), sep="\n\n")
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """As Markdown."""
+    cells = [[f"{v:.3f}" if isinstance(v, float) else v for v in r.values()] for r in rows]
+    return "\n" + fg.core.text.table(list(rows[0]), cells) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """Print the rows; 1 where a GPU does not do what is asked of it."""
+    args = parser().parse_args(argv)
+    if args.tiny:
+        tiny = {
+            "device": "cpu",
+            "models": ["tiny"],
+            "batches": [1, 3],
+            "context": 20,
+            "max_tokens": 16,
+            "requests": 12,
+            "uniform": "reference",
+            "mixed": "reference",
+        }
+        for key, value in tiny.items():
+            setattr(args, key, value)
+    found = []
+    for name in args.models:
+        found.append(measure(name, args))
+        if args.json:
+            write(args.json, found)
+    lines = [f"{one['model']}, {line}" for one in found for line in broken(one["decode"])]
+    if lines and args.device == "cuda":
+        print(*lines, sep="\n")
+        return 1
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    p = argparse.ArgumentParser(prog="python -m benchmarks serve", description=__doc__)
+    p.add_argument("--tiny", action="store_true")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--models", nargs="+", default=["1B", "8B"], choices=list(SHAPES))
+    p.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    p.add_argument("--parts", nargs="+", default=["decode", "traffic"])
+    p.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    p.add_argument("--context", type=int, default=512, help="tokens of each request, decode")
+    p.add_argument("--max-tokens", type=int, default=512, help="token budget of a step")
+    p.add_argument("--blocks", type=int, default=0, help="of the cache; 0: by the profile")
+    p.add_argument("--profile", choices=list(PROFILES), default="chat")
+    p.add_argument("--requests", type=int, default=100)
+    p.add_argument("--speed", type=float, default=1.0, help="times the profile's rate")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--sampled", action="store_true", help="draw by temperature and top-p")
+    p.add_argument("--adapters", type=int, default=0, help="LoRA, used by half of the requests")
+    p.add_argument("--uniform", default="triton_decode", help="attention of uniform batches")
+    p.add_argument("--mixed", default="triton", help="attention of the others, and of FULL")
+    p.add_argument("--json", type=Path)
+    return p

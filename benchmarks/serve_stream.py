@@ -1,0 +1,108 @@
+"""A request stream through the loop, and what its requests see of it (`benchmarks serve`).
+
+Requests are submitted when they are due by a clock that jumps over idle time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.serve_decode import DRAWN
+from benchmarks.traffic import Arrival, quantile
+from models.policy import Policy
+from models.requests import State, start, submit
+from models.sample import Settings
+from models.serve import serve
+from models.steps import Steps
+from models.tally import Tally
+
+
+def run(
+    steps: Steps, cache: Any, policy: Policy, num_blocks: int, arrivals: Sequence[Arrival]
+) -> tuple[dict[str, Any], Tally]:
+    """What a stream sees: one row, and what ran as what."""
+    due, clock = list(reversed(arrivals)), Clock()
+    last: dict[int, tuple[float, bool]] = {}  # when a request came or had a token, and which
+    first: list[float] = []
+    gaps: list[float] = []
+    inside: list[float] = []
+    longest = 0
+
+    def timed(cache: Any, batch: Any) -> tuple[Any, Any]:
+        began = time.perf_counter()
+        ids, cache = steps.run(cache, batch)
+        ids = ids.cpu()  # waits for them
+        inside.append(time.perf_counter() - began)
+        return ids, cache
+
+    def inbox(state: State) -> State:
+        nonlocal longest
+        if due and not state.live:
+            clock.jump(due[-1].at)
+        while due and due[-1].at <= clock.now():
+            one = due.pop()
+            last[state.submitted] = (one.at, True)
+            drawn = Settings() if one.seed is None else DRAWN._replace(seed=one.seed)
+            state = submit(
+                state, policy, one.prompt, one.max_new, adapter=one.adapter, settings=drawn
+            )
+        longest = max(longest, len(state.waiting))
+        return state
+
+    tally, took, new = Tally(), [], 0
+    began = time.perf_counter()
+    state = start(num_blocks, policy)
+    for one in tally.watch(serve(steps._replace(run=timed), cache, state, policy, inbox)):
+        now = clock.now()
+        took.append(one.seconds)
+        for event in one.events:
+            if not event.tokens:
+                continue
+            before, is_first = last[event.id]
+            (first if is_first else gaps).append(now - before)
+            gaps += [0.0] * (len(event.tokens) - 1)
+            last[event.id] = (now, False)
+            new += len(event.tokens)
+    wall = time.perf_counter() - began
+    total = tally.total("tokens") + tally.total("padding")
+    row = {
+        "requests": len(arrivals), "steps": len(took), "new tokens": new,
+        "tokens/s": new / wall, "step p50 ms": median(took) * 1e3,
+        "the loop's part p50 ms": median(a - b for a, b in zip(took, inside)) * 1e3,
+        "between tokens p50 ms": quantile(gaps, 0.5) * 1e3,
+        "between tokens p99 ms": quantile(gaps, 0.99) * 1e3,
+        "first token p50 ms": quantile(first, 0.5) * 1e3,
+        "first token p99 ms": quantile(first, 0.99) * 1e3,
+        "most waiting": longest, "padding": tally.total("padding") / total,
+    }  # fmt: skip
+    return row, tally
+
+
+class Clock:
+    """Seconds since it was made, idle ones left out."""
+
+    def __init__(self) -> None:
+        self._zero = time.perf_counter()
+
+    def now(self) -> float:
+        """Where it stands."""
+        return time.perf_counter() - self._zero
+
+    def jump(self, to: float) -> None:
+        """Go on from `to`, if that is later."""
+        self._zero -= max(0.0, to - self.now())
+
+
+def shares(tally: Tally) -> list[dict[str, Any]]:
+    """A row for each kind of batch, mode and key, as shares of steps and of tokens."""
+    return [
+        {
+            "kind": line.kind, "mode": str(line.mode), "key": str(line.key or ""),
+            "steps": line.steps / tally.total(), "tokens": line.tokens / tally.total("tokens"),
+            "padding": line.padding / (line.tokens + line.padding),
+        }
+        for line in tally.lines
+    ]  # fmt: skip

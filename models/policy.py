@@ -1,0 +1,53 @@
+"""`Policy`: what a server is set to, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import fngraph as fg
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """What a server is set to. Nothing here changes the tokens of any request.
+
+    Attributes:
+        max_tokens: token budget of a step.
+        max_reqs: requests in a step, and running at all.
+        max_blocks: of one request (B).
+        block_size: tokens a block.
+        query_lens: of the uniform batches that are captured: 1, and 1 + k for k draft tokens.
+        ngram: tokens that must have occurred before, for what followed them to be a draft.
+        share: whether prompts that begin alike share blocks; not where there is recurrent state.
+        cascade: tokens that all requests of a step must share for a cascade batch; 0: none ever.
+        cascade_reqs: requests that such a batch has at least.
+        reserve: blocks that stay free for each running request when another one joins, or it would
+            soon be thrown out again.
+        num_slots: slots of recurrent state, of which each running request has one; 0: no state.
+    """
+
+    max_tokens: int
+    max_reqs: int
+    max_blocks: int
+    block_size: int = 16
+    query_lens: tuple[int, ...] = (1,)
+    ngram: int = 3
+    share: bool = True
+    cascade: int = 0
+    cascade_reqs: int = 2
+    reserve: int = 1
+    num_slots: int = 0
+
+    def __post_init__(self) -> None:
+        if 1 not in self.query_lens:
+            raise ValueError(f"query_lens={self.query_lens} lacks 1, a step without drafts")
+        if self.num_slots and (self.share or self.query_lens != (1,)):
+            raise ValueError(
+                "a recurrent state cannot be shared, nor go back over rejected drafts. Pass "
+                "share=False, query_lens=(1,)"
+            )
+
+    @property
+    def limits(self) -> fg.Limits:
+        """Of every step; Q is the tokens that a request draws at most."""
+        return fg.Limits(self.max_tokens, self.max_reqs, B=self.max_blocks, Q=max(self.query_lens))

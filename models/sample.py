@@ -1,0 +1,142 @@
+"""Tokens from logits, inside the graph: greedy, temperature, top-k, top-p, min-p.
+
+The token drawn depends on its row of logits, the request's settings and key, and the place of the
+token in its text; not on the other rows, padding, the mode, or how often the step is repeated.
+Two things make that exact. Random numbers are a function of (key, place), and probabilities are
+added up as integers, which no order of adding changes.
+
+Shape letters: R requests, Q tokens drawn for each, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fngraph as fg
+
+COLD = 1e-5  # a temperature below it is greedy: logits over it would leave float32
+WEIGHT_BITS = 34  # of the likeliest token: sums over 2**18 tokens are exact in a float64 too
+
+
+class Settings(NamedTuple):
+    """How one request wants its tokens drawn.
+
+    Attributes:
+        temperature: logits are divided by it; 0: greedy, whatever else is said.
+        top_k: only the k likeliest tokens; 0: all.
+        top_p: of these, the fewest likeliest that have at least this share of their probability.
+        min_p: only tokens at least this often as likely as the likeliest.
+        seed: any int; equal seeds give equal numbers.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@fg.struct
+class Sampling:
+    """The settings of a step's requests; rows of padding are greedy."""
+
+    keys: Tensor = fg.buffer("R", "int64", pad=0)  # `key_of` the seed
+    temperature: Tensor = fg.buffer("R", "float32", pad=0)
+    top_k: Tensor = fg.buffer("R", "int32", pad=0)
+    top_p: Tensor = fg.buffer("R", "float32", pad=1)
+    min_p: Tensor = fg.buffer("R", "float32", pad=0)
+
+
+def stack(settings: Sequence[Settings]) -> Sampling:
+    """The leaves of so many requests, in host memory.
+
+    Raises:
+        ValueError: a setting out of its range, with the request's number.
+    """
+    for i, s in enumerate(settings):
+        if not (s.temperature >= 0 and s.top_k >= 0 and 0 < s.top_p <= 1 and 0 <= s.min_p <= 1):
+            raise ValueError(
+                f"request {i}: {s} needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and "
+                "0 <= min_p <= 1; Settings() is greedy, Settings(1.0) draws from all tokens"
+            )
+    temperature, top_k, top_p, min_p, seeds = zip(*settings)
+    return Sampling(
+        keys=torch.tensor([key_of(seed) for seed in seeds]),
+        temperature=torch.tensor(temperature, dtype=torch.float32),
+        top_k=torch.tensor(top_k, dtype=torch.int32),
+        top_p=torch.tensor(top_p, dtype=torch.float32),
+        min_p=torch.tensor(min_p, dtype=torch.float32),
+    )
+
+
+def sample(logits: Tensor, sampling: Sampling, places: Tensor, *, greedy: bool = False) -> Tensor:
+    """The next token of each row; of equal logits, the lowest id counts as the likeliest.
+
+    All three filters keep the first so many of the tokens by falling probability, so one sort
+    serves them, and the token is found on the running sum by bisection.
+
+    Args:
+        logits: (R, V) or (R, Q, V); -inf: never drawn, but one of a row is finite.
+        sampling: leaves (R,).
+        places: (R,) or (R, Q) int64, the place in its text of the token that is drawn.
+        greedy: no request of any batch draws: argmax, and `sampling` is not read.
+
+    Returns:
+        ids, int64, of the shape of `places`.
+    """
+    if greedy:
+        return logits.argmax(-1)
+    vocab, ones = logits.shape[-1], (1,) * (logits.dim() - 1)
+    keys, heat, top_k, top_p, min_p = (
+        x.view(-1, *ones)
+        for x in (sampling.keys, sampling.temperature, sampling.top_k, sampling.top_p,
+                  sampling.min_p)
+    )  # fmt: skip
+    cold = heat < COLD
+    costs, ids = torch.sort(logits / heat.neg().masked_fill(cold, -1), dim=-1, stable=True)
+    least = costs[..., :1]
+    weights = ((least - costs).exp() * 2.0**WEIGHT_BITS).long()
+    sums = weights.cumsum(-1)
+
+    last = top_k.long().masked_fill(top_k < 1, vocab).clamp(max=vocab).sub(1)
+    last = last.expand(ids[..., :1].shape)  # the rank of the last token that is kept
+    share = sums.gather(-1, last).double() * top_p
+    last = torch.minimum(last, torch.searchsorted(sums, share.long()))
+    in_sight = torch.searchsorted(costs, least - min_p.log(), right=True)
+    last = torch.minimum(last, in_sight.sub(1)).masked_fill(cold, 0)
+
+    drawn = uniform(keys, places.unsqueeze(-1)) * sums.gather(-1, last)
+    rank = torch.searchsorted(sums, drawn.long(), right=True)
+    return ids.gather(-1, torch.minimum(rank, last)).squeeze(-1)
+
+
+def uniform(keys: Tensor, counters: Tensor) -> Tensor:
+    """Numbers in [0, 1), float64 of 32 random bits, by key and counter (int64, broadcast).
+
+    Source: Widynski, Squares: A Fast Counter-Based RNG, 2020 (arXiv:2004.06278), four rounds.
+    Products wrap at 64 bits; signs do not matter to the bits.
+    """
+    y = counters * keys
+    z = y + keys
+    x = y
+    for add in (y, z, y):
+        x = torch.addcmul(add, x, x)
+        x = x.unsqueeze(-1).view(torch.int32).flip(-1).view(torch.int64).squeeze(-1)  # swap halves
+    high = (torch.addcmul(z, x, x) >> 32) & 0xFFFFFFFF  # a shift that leaves the sign behind
+    return high.double() * 2.0**-32
+
+
+def key_of(seed: int) -> int:
+    """An odd key of irregular bits, as Squares needs, from any int; as a signed 64-bit int.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    word = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) % 2**64  # 0 would stay 0
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    word = (word ^ word >> 31) | 1
+    return word - 2**64 if word >= 2**63 else word

@@ -1,0 +1,145 @@
+"""What the loop calls: a model's forward and the draw of its tokens, captured as one function.
+
+What few batches need has a function of its own, over the same cache and pool: adapters, and cascade
+attention, which is never part of a graph, so that its batches run PIECEWISE where there is that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fngraph as fg
+from models import lora
+from models.batches import batch_type, empty_batch
+from models.policy import Policy
+from models.sample import sample
+
+Forward = Callable[[Any, Any, Any], tuple[Tensor, Any]]
+
+
+class Steps(NamedTuple):
+    """How the loop reaches a model.
+
+    Attributes:
+        host_batch: spec -> a batch to be filled.
+        run: cache, batch -> token ids (R, Q), cache.
+        dispatch: spec -> what it runs as.
+        captured: the functions beneath, the one for plain batches first.
+    """
+
+    host_batch: Callable[[fg.BatchSpec], Any]
+    run: Callable[[Any, Any], tuple[Tensor, Any]]
+    dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
+    captured: tuple[Any, ...] = ()
+
+
+def served_forward(forward: Forward, *more: str) -> Callable[..., tuple[Tensor, Any]]:
+    """`forward`, then the draw: what is captured. Batches have the fields of `batch_type(*more)`.
+
+    With "adapters" it takes them behind the params, as `lora.adapted(forward)` does.
+    """
+
+    def draw(logits_RQV: Tensor, batch: Any) -> Tensor:
+        places_RQ = batch.positions[batch.logits_indices] + 1
+        return sample(logits_RQV, batch, places_RQ, greedy="sampling" not in more)
+
+    def step(params: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+        logits_RQV, cache = forward(params, cache, batch)
+        return draw(logits_RQV, batch), cache
+
+    def adapted(params: Any, adapters: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+        logits_RQV, cache = lora.adapted(forward)(params, adapters, cache, batch)
+        return draw(logits_RQV, batch), cache
+
+    chosen = adapted if "adapters" in more else step
+    chosen.__annotations__["batch"] = batch_type(*more)
+    return chosen
+
+
+def make_steps(
+    forward: Forward, params: Any, cache: Any, policy: Policy, *more: str, modes: str,
+    adapters: Any = None, progress: bool = False, **options: Any,
+) -> Steps:  # fmt: skip
+    """`forward` and the draw, weights bound and graphs captured.
+
+    Args:
+        more: names of `models.batches.MORE` for all batches: "sampling", "states".
+        adapters: `lora.slots(...)`.
+        options: `fg.graphify`'s.
+    """
+    cascading = "PIECEWISE" if modes in ("PIECEWISE", "FULL_AND_PIECEWISE") else "NONE"
+    captured: dict[Case, Any] = {}
+    for case, names in cases(policy, adapters, more).items():
+        own: dict[str, Any] = {"modes": cascading if case.cascade else modes}
+        if case.adapted:
+            own["adapters"] = (len(next(iter(adapters[0].values())).a),)
+        fast = fg.graphify(
+            served_forward(forward, *names), donate="cache", stage="batch",
+            query_lens=policy.query_lens, **{**options, **own},
+        )  # fmt: skip
+        if captured:
+            options["recorder"] = captured[PLAIN].recorder
+        bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
+        captured[case] = bound.capture(cache, policy.limits, progress=progress)
+    functions = tuple(captured.values())
+    if len(functions) == 1:
+        return Steps(functions[0].host_batch, functions[0], functions[0].dispatch, functions)
+    of = lambda spec: captured[case_of(spec)]  # noqa: E731
+    return Steps(
+        lambda spec: of(spec).host_batch(spec),
+        lambda cache, batch: of(batch.spec)(cache, batch),
+        lambda spec: of(spec).dispatch(spec),
+        functions,
+    )
+
+
+def bare_steps(
+    forward: Forward, params: Any, policy: Policy, *more: str, adapters: Any = None,
+    device: torch.device | str = "cpu",
+) -> Steps:  # fmt: skip
+    """The same without fngraph: `forward` itself, eager, which all modes are held to."""
+    all_names = cases(policy, adapters, more)
+
+    def host_batch(spec: fg.BatchSpec) -> Any:
+        return empty_batch(batch_type(*all_names[case_of(spec)]), policy, spec)
+
+    def run(cache: Any, batch: Any) -> tuple[Tensor, Any]:
+        leaves = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()}
+        case = case_of(batch.spec)
+        held = (params, adapters) if case.adapted else (params,)
+        step = served_forward(forward, *all_names[case])
+        return step(*held, cache, type(batch)(**leaves))
+
+    def dispatch(spec: fg.BatchSpec) -> fg.core.Dispatch:
+        return fg.core.Dispatch(fg.Mode.NONE, spec.descriptor(), "bare forward")
+
+    return Steps(host_batch, run, dispatch)
+
+
+class Case(NamedTuple):
+    """Which function serves a batch."""
+
+    cascade: bool
+    adapted: bool
+
+
+PLAIN = Case(False, False)
+
+
+def case_of(spec: fg.BatchSpec) -> Case:
+    """The case of a batch."""
+    return Case(spec.cascade, spec.adapters > 0)
+
+
+def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tuple[str, ...]]:
+    """Every case that can come, with the names of what its batches have beside the paged fields."""
+    either = (False, True)
+    return {
+        Case(cascade, adapted): ("cascade",) * cascade + ("adapters",) * adapted + more
+        for cascade in either[: 1 + bool(policy.cascade)]
+        for adapted in either[: 1 + (adapters is not None)]
+    }

@@ -1,0 +1,30 @@
+"""A batch of given texts in given blocks, laid out by the serving loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from models import llama
+from models.batches import batch_type, empty_batch, lay_out
+from models.policy import Policy
+from models.requests import Job, Request, Row
+from models.tokens import Tokens
+
+Span = tuple[Sequence[int], Sequence[int], int, int]  # text, its blocks, first token, last + 1
+
+
+def llama_batch(spans: Sequence[Span], B: int, block_size: int) -> llama.Batch:
+    """Each text computes its tokens from first to last."""
+    policy = Policy(4096, len(spans), B, block_size)
+    rows = [
+        Row(Job(Request(i, tuple(text), 1), Tokens(text), first, Tokens(blocks, np.int32), -1),
+            last - first)
+        for i, (text, blocks, first, last) in enumerate(spans)
+    ]  # fmt: skip
+    batch = lay_out(rows, policy, lambda spec: empty_batch(batch_type(), policy, spec))
+    names = [field.name for field in dataclasses.fields(llama.Batch)]
+    fields = {name: getattr(batch, name) for name in names}
+    return llama.Batch(**{**fields, "logits_indices": batch.logits_indices[:, 0]})

@@ -1,0 +1,80 @@
+"""Adapters that PEFT saved, by its layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from models import lora
+from models.lora_load import load_adapter
+
+RANK, ALPHA = 3, 12
+NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "layers.*.wq": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.w_down": "model.layers.*.mlp.down_proj.weight",
+}
+PREFIX = "base_model.model.model.layers"
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    """A folder as PEFT's save_pretrained leaves one."""
+    said = {
+        "peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "use_rslora": False,
+        "target_modules": ["q_proj", "down_proj"], "modules_to_save": None, "alpha_pattern": {},
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(said | config))
+    save_file({name: x.contiguous() for name, x in tensors.items()},
+              folder / "adapter_model.safetensors")  # fmt: skip
+    return folder
+
+
+def tensors_of(params: Any) -> dict[str, torch.Tensor]:
+    """q_proj of each layer, down_proj of the second alone."""
+    generator = torch.Generator().manual_seed(0)
+    out = {}
+    for i, layer in enumerate(params.layers):
+        for module, weight in (("self_attn.q_proj", layer.wq), ("mlp.down_proj", layer.w_down)):
+            if i == 0 and module == "mlp.down_proj":
+                continue
+            name = f"{PREFIX}.{i}.{module}"
+            out[f"{name}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator)
+            out[f"{name}.lora_B.weight"] = torch.randn(weight.shape[0], RANK, generator=generator)
+    return out
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_update_is_scale_times_b_times_a(params, tmp_path, rslora):
+    adapters = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
+    tensors = tensors_of(params)
+    slot = load_adapter(write(tmp_path, tensors, use_rslora=rslora), adapters, NAMES)
+    scale = ALPHA / (RANK**0.5 if rslora else RANK)
+    for i, module, name in ((0, "self_attn.q_proj", "wq"), (1, "mlp.down_proj", "w_down")):
+        a, b = (tensors[f"{PREFIX}.{i}.{module}.lora_{half}.weight"] for half in "AB")
+        pair = slot[i][name]
+        assert pair.a.shape[0] == pair.b.shape[0] == 4
+        torch.testing.assert_close((pair.a.T @ pair.b).T, scale * b @ a)
+    assert not slot[0]["w_down"].a.any() and not slot[0]["w_down"].b.any()
+
+
+def test_all_that_is_wrong_is_listed(params, tmp_path):
+    adapters = lora.slots(params, count=2, rank=2, names=("wq",))
+    tensors = tensors_of(params)
+    del tensors[f"{PREFIX}.0.self_attn.q_proj.lora_B.weight"]
+    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(2, 2)
+    folder = write(tmp_path, tensors, use_dora=True, bias="all")
+    with pytest.raises(ValueError) as error:
+        load_adapter(folder, adapters, NAMES)
+    for line in (
+        "use_dora=True is not supported", "bias='all' is not supported",
+        "base_model.model.lm_head.lora_A.weight: unknown",
+        "layers.0.wq: lora_B is missing", "layers.1.wq: rank 2 at most",
+        "layers.1.w_down: no slots",
+    ):  # fmt: skip
+        assert line in str(error.value)

@@ -1,0 +1,100 @@
+"""`python -m benchmarks serve --tiny`, and how its figures are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import fngraph as fg
+from benchmarks import serve
+from benchmarks.serve_decode import broken, decode_batch
+from benchmarks.serve_stream import Clock
+from benchmarks.traffic import stream
+from models.policy import Policy
+
+
+@pytest.mark.parametrize(
+    "modes, more",
+    [
+        (["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"], []),
+        (["FULL_AND_PIECEWISE"], ["--sampled", "--adapters", "2"]),
+    ],
+    ids=["greedy", "sampled and adapted"],
+)
+def test_a_tiny_run(modes, more, tmp_path, capsys):
+    flags = ["--tiny", "--modes", *modes, "--json", str(tmp_path / "serve.json"), *more]
+    assert serve.main(flags) == 0
+    written = json.loads((tmp_path / "serve.json").read_text())
+    assert written["environment"]["torch"] == torch.__version__
+    (found,) = written["figures"]
+    assert found["model"] == "tiny"
+    ways = ["bare forward", *modes]
+    assert [(r["batch"], r["way"]) for r in found["decode"]] == [
+        (n, w) for n in (1, 3) for w in ways
+    ]
+    for row in found["decode"]:
+        assert row["tokens/s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
+    profile = dataclasses.replace(serve.TINY, adapters=2 * bool(more), adapted=0.5)
+    asked = sum(one.max_new for one in stream(profile, 12, vocab_size=256))
+    for row in found["traffic"]:
+        assert row["requests"] == 12
+        assert row["new tokens"] == asked
+        assert 0 < row["between tokens p50 ms"] <= row["between tokens p99 ms"]
+        assert 0 < row["the loop's part p50 ms"] < row["step p50 ms"]
+        assert 0 < row["first token p50 ms"] <= row["first token p99 ms"]
+        assert (row["padding"] > 0) == (row["modes"] not in ("NONE", "FULL_DECODE_ONLY"))
+    for mode in modes:
+        lines = [line for line in found["shares"] if line["modes"] == mode]
+        for count in ("steps", "tokens"):
+            assert sum(line[count] for line in lines) == pytest.approx(1)
+        ran = {(line["kind"], line["mode"]) for line in lines}
+        assert not more or any(kind.endswith(" lora") for kind, _ in ran)
+        assert (
+            ("decode", "NONE" if mode == "NONE" else "FULL") in ran or more or mode == "PIECEWISE"
+        )
+    shown = capsys.readouterr().out
+    assert all(mode in shown for mode in modes) and "tokens/s" in shown
+
+
+def test_a_decode_batch_reads_blocks_of_its_own():
+    batch = decode_batch(3, 20, Policy(16, 8, 8, 4), "cpu", "sampling", vocab_size=256)
+    assert batch.spec == fg.BatchSpec(3, 3, query_len=1, host=fg.HostBounds(1, 20))
+    assert batch.seq_lens.tolist() == [20] * 3 and batch.positions.tolist() == [19] * 3
+    assert batch.block_tables[:, :5].tolist() == [list(range(i, i + 5)) for i in (0, 5, 10)]
+    assert batch.slot_mapping.tolist() == [19, 39, 59] and len(set(batch.keys.tolist())) == 3
+    assert (batch.temperature > 0).all()
+
+
+GOOD: dict[str, float] = {
+    "bare forward": 10.0, "NONE": 10.4, "PIECEWISE": 6.0, "FULL": 4.0, "FULL_DECODE_ONLY": 3.9,
+    "FULL_AND_PIECEWISE": 3.95,
+}  # fmt: skip
+
+
+def rows(batch: int = 4, waits: int = 0, **changed: float) -> list[dict[str, Any]]:
+    """Figures of one batch."""
+    ms = GOOD | {way.replace("_forward", " forward"): ms for way, ms in changed.items()}
+    return [{"batch": batch, "way": way, "ms": ms[way], "waits": waits} for way in ms]
+
+
+def test_what_is_not_met_is_said():
+    assert broken(rows()) == []
+    assert broken(rows(PIECEWISE=3.0)) == ["batch 4: FULL_AND_PIECEWISE is 0.759 of the best mode"]
+    assert broken(rows(bare_forward=9.0)) == ["batch 4: NONE takes 1.156 times bare forward"]
+    slow = rows(FULL_AND_PIECEWISE=4.2, FULL=4.2, FULL_DECODE_ONLY=4.2)
+    assert broken(slow) == ["batch 4: FULL_AND_PIECEWISE is 2.48 times NONE"]
+    assert broken([{**row, "batch": 16} for row in slow]) == []
+    assert len(broken(rows(waits=1))) == 5 and "NONE: a step waits" in broken(rows(waits=1))[3]
+    assert broken([row for row in rows() if row["way"] == "FULL_AND_PIECEWISE"]) == []
+
+
+def test_idle_time_is_skipped():
+    clock = Clock()
+    clock.jump(100.0)
+    assert 100 <= clock.now() < 101
+    clock.jump(50.0)
+    assert clock.now() >= 100

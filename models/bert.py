@@ -127,7 +127,7 @@ def mean(x_TE: Tensor, batch: Batch) -> Tensor:
     starts = batch.query_start_loc.long()
     token_T = torch.arange(x_TE.shape[0], device=x_TE.device)
     real_T = batch.slot_mapping >= 0
-    own_RT = (token_T >= starts[:-1, None]) & (token_T < starts[1:, None]) & real_T
+    own_RT = (token_T >= starts[:-1, None]) & (token_T < starts[1:, None])
     x_TE = torch.where(real_T[:, None], x_TE.float(), 0)
     sum_RE = einsum(own_RT.float(), x_TE, "r t, t e -> r e")
     return sum_RE / batch.seq_lens.clamp(min=1)[:, None]

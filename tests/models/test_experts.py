@@ -67,6 +67,17 @@ def test_padding_disturbs_no_row(dtype: torch.dtype, poison: float):
     assert torch.equal(poisoned, run(x_TE)) and not poisoned[~REAL].any()
 
 
+def test_padding_is_in_no_group(monkeypatch: pytest.MonkeyPatch):
+    made, router, x_TE = weights(torch.bfloat16)
+    ends: list[int] = []
+    honest = experts.grouped_mm
+    monkeypatch.setattr(
+        experts, "grouped_mm", lambda *a, offs: ends.append(int(offs[-1])) or honest(*a, offs=offs)
+    )
+    experts.mix(made, x_TE, *experts.route(x_TE, router, C, normalized=True), REAL)
+    assert ends == [int(REAL.sum()) * C] * 3
+
+
 @pytest.mark.parametrize(
     "device, recorder", [("cpu", "tape"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)]
 )

@@ -106,14 +106,12 @@ def give_names(
 ) -> Pool:
     """Name the blocks that `tokens` fill, from block number `first` on.
 
-    A text that another request wrote before keeps that one's blocks: these stay without a name,
-    and so do all behind them.
+    Where another request's block has the name already, as the last one of two equal prompts, this
+    one stays without.
     """
     named, names = dict(pool.named), dict(pool.names)
     for i in range(first, len(tokens) // block_size):
         before: Any = int(blocks[i - 1]) if i else (root,)
-        if i and before not in names:
-            break
         block = int(blocks[i])
         name = (before, tokens[i * block_size : (i + 1) * block_size].tobytes())
         if named.setdefault(name, block) != block:

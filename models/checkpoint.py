@@ -14,6 +14,7 @@ from torch import Tensor
 
 from models import llama
 from models.loading import CheckpointError, mismatches
+from models.rope import Llama3, Yarn
 
 BYTES = Path(__file__).parent / "checkpoints" / "bytes.safetensors"
 
@@ -49,7 +50,10 @@ def load_checkpoint(
         raise CheckpointError(
             f"{path} has no config in its metadata, so it was not written by save_checkpoint"
         )
-    config = llama.Config(**json.loads(described))
+    raw = json.loads(described)
+    if scaling := raw.get("rope_scaling"):
+        raw["rope_scaling"] = (Llama3 if len(scaling) == len(Llama3._fields) else Yarn)(*scaling)
+    config = llama.Config(**raw)
     wanted, found = llama.shapes(config), {n: tuple(w.shape) for n, w in named.items()}
     if wrong := mismatches(wanted, found):
         raise CheckpointError(f"{path} does not fit its config:\n" + "\n".join(wrong))

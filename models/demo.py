@@ -32,7 +32,7 @@ from models.generate import (
 )
 from models.policy import Policy
 from models.requests import State
-from models.serve import gather, serve
+from models.serve import gather, serve, stream
 from models.show import show, texts
 from models.steps import make_steps
 from models.tally import Tally
@@ -93,7 +93,7 @@ def run_mode(
     print(f"\n{ms:.2f} ms a step (median of {len(served)})\n")
     return Run(
         modes=modes,
-        texts=gather(event for one in served for event in one.events),
+        texts=gather(stream(served)),
         expected=Counter(expected_mode(modes, one.spec) for one in served),
         shares={name: step.stats.share(name) for name in ("FULL", "PIECEWISE", "NONE")},
         ms=ms,

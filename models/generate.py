@@ -37,7 +37,10 @@ def reference(
     """The same tokens from bare `forward`: one request, its own cache, no scheduler."""
     device = params.embed.device
     num_blocks = blocks_for(len(prompt) + max_new, BLOCK_SIZE)
-    cache = family.init_cache(params.config, num_blocks, block_size=BLOCK_SIZE, device=device)
+    cache = family.init_cache(
+        params.config, num_blocks, block_size=BLOCK_SIZE, num_slots=1, device=device,
+        dtype=params.embed.dtype,
+    )  # fmt: skip
     tokens, computed = list(prompt), 0
     for _ in range(max_new):
         batch = alone(tokens, computed, num_blocks, device, family.Batch)

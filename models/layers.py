@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -18,14 +20,27 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return (wide_TE * scale_T1).to(x_TE.dtype) * weight_E
 
 
+def centred_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm whose weight is added to 1, computed in float32."""
+    wide_TE = x_TE.float()
+    scale_T1 = torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
+    return (wide_TE * scale_T1 * (1 + weight_E.float())).to(x_TE.dtype)
+
+
 def swiglu(x_TE: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
     """The gated mlp; matrices as (out, in)."""
     return linear(silu(linear(x_TE, w_gate)) * linear(x_TE, w_up), w_down)
 
 
-def heads(x_TE: Tensor, weight: Tensor, head_dim: int) -> Tensor:
-    """(T, H, D): the projection of each head; `weight` is (H*D, E)."""
-    return rearrange(linear(x_TE, weight), "t (h d) -> t h d", d=head_dim)
+def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: Any, batch: Any) -> tuple[Tensor, Any]:
+    """Causal attention; a batch with a `prefix_len` has its shared prefix read once for all."""
+    attention = fg.ops.cascade if hasattr(batch, "prefix_len") else fg.ops.attention
+    return attention(q_THD, k_TKD, v_TKD, kv, batch)
+
+
+def heads(x_TE: Tensor, weight: Tensor, head_dim: int, bias: Tensor | None = None) -> Tensor:
+    """(T, H, D): the projection of each head; `weight` is (H*D, E), `bias` (H*D,)."""
+    return rearrange(linear(x_TE, weight, bias), "t (h d) -> t h d", d=head_dim)
 
 
 def join(x_THD: Tensor, weight: Tensor) -> Tensor:
@@ -50,3 +65,22 @@ def mlp(weights: Mlp, x_TE: Tensor) -> Tensor:
 def mlp_of(dim: int, hidden: int) -> Mlp:
     """Shapes of a gated mlp."""
     return Mlp(shape(hidden, dim), shape(hidden, dim), shape(dim, hidden))
+
+
+def mlp_names(ours: str, theirs: str) -> dict[str, str]:
+    """What Hugging Face calls the weights of a gated mlp, for `loading.Format.names`."""
+    return {
+        f"layers.*.{ours}.w_gate": f"model.layers.*.{theirs}.gate_proj.weight",
+        f"layers.*.{ours}.w_up": f"model.layers.*.{theirs}.up_proj.weight",
+        f"layers.*.{ours}.w_down": f"model.layers.*.{theirs}.down_proj.weight",
+    }
+
+
+DECODER_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "layers.*.attn_norm": "model.layers.*.input_layernorm.weight",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
+}
+"""Likewise of what decoders have in common."""

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from models import loading, naming
-from models.layers import heads, join, rms_norm, swiglu
+from models.layers import DECODER_NAMES, attend, heads, join, rms_norm, swiglu
 from models.naming import shape
 from models.rope import Scaling, Turn, read_rope, rotate, rotation
 
@@ -93,12 +93,10 @@ class Batch:
 def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
 
-    attention = fg.ops.cascade if hasattr(batch, "prefix_len") else fg.ops.attention
+    def paged(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
+        return attend(q_THD, k_TKD, v_TKD, kv, batch)
 
-    def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
-        return attention(q_THD, k_TKD, v_TKD, kv, batch)
-
-    x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, attend)
+    x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, paged)
     return logits(params, x_TE[batch.logits_indices]), cache
 
 
@@ -233,15 +231,11 @@ FORMAT = loading.Format(
     read_config,
     blank,
     names={
-        "embed": "model.embed_tokens.weight",
-        "norm": "model.norm.weight",
-        "head": "lm_head.weight",
-        "layers.*.attn_norm": "model.layers.*.input_layernorm.weight",
+        **DECODER_NAMES,
         "layers.*.wq": "model.layers.*.self_attn.q_proj.weight",
         "layers.*.wk": "model.layers.*.self_attn.k_proj.weight",
         "layers.*.wv": "model.layers.*.self_attn.v_proj.weight",
         "layers.*.wo": "model.layers.*.self_attn.o_proj.weight",
-        "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
         "layers.*.w_gate": "model.layers.*.mlp.gate_proj.weight",
         "layers.*.w_up": "model.layers.*.mlp.up_proj.weight",
         "layers.*.w_down": "model.layers.*.mlp.down_proj.weight",

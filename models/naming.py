@@ -47,7 +47,8 @@ def replaced(tree: Any, new: Callable[[str, Tensor], Tensor], path: str = "") ->
     if not dataclasses.is_dataclass(tree):
         return tree
     parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-    return type(tree)(**{name: replaced(x, new, f"{dot}{name}") for name, x in parts.items()})
+    made: Any = type(tree)
+    return made(**{name: replaced(x, new, f"{dot}{name}") for name, x in parts.items()})
 
 
 def drawn(

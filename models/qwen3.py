@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from models import llama, loading, naming
-from models.layers import Mlp, heads, join, mlp, mlp_of, rms_norm
+from models.layers import DECODER_NAMES, Mlp, attend, heads, join, mlp, mlp_names, mlp_of, rms_norm
 from models.llama import KV, Batch as Batch, Config as Config, init_cache as init_cache
 from models.naming import shape
 from models.rope import Turn, rotate, rotation
@@ -86,7 +86,7 @@ def attention(
     )
     q_THD = rotate(rms_norm(q_THD, weights.q_norm, config.norm_eps), rope)
     k_TKD = rotate(rms_norm(k_TKD, weights.k_norm, config.norm_eps), rope)
-    out_THD, kv = fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch)
+    out_THD, kv = attend(q_THD, k_TKD, v_TKD, kv, batch)
     return join(out_THD, weights.wo), kv
 
 
@@ -123,26 +123,18 @@ def init_params(
     return naming.drawn(blank(config), depth=depth, seed=seed, device=device, dtype=dtype)
 
 
-NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "layers.*.attn_norm": "model.layers.*.input_layernorm.weight",
+ATTENTION_NAMES = {
     "layers.*.attn.wq": "model.layers.*.self_attn.q_proj.weight",
     "layers.*.attn.wk": "model.layers.*.self_attn.k_proj.weight",
     "layers.*.attn.wv": "model.layers.*.self_attn.v_proj.weight",
     "layers.*.attn.wo": "model.layers.*.self_attn.o_proj.weight",
     "layers.*.attn.q_norm": "model.layers.*.self_attn.q_norm.weight",
     "layers.*.attn.k_norm": "model.layers.*.self_attn.k_norm.weight",
-    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.mlp.w_gate": "model.layers.*.mlp.gate_proj.weight",
-    "layers.*.mlp.w_up": "model.layers.*.mlp.up_proj.weight",
-    "layers.*.mlp.w_down": "model.layers.*.mlp.down_proj.weight",
 }
 FORMAT = loading.Format(
     llama.read_config,
     blank,
-    names=NAMES,
+    names={**DECODER_NAMES, **ATTENTION_NAMES, **mlp_names("mlp", "mlp")},
     only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     skipped=("lm_head.weight",),
 )

@@ -100,10 +100,14 @@ def rotation(
 
 
 def rotate(x_THD: Tensor, rope: Turn) -> Tensor:
-    """Rotary embedding; a pair is (i, i + D/2), as in the Hugging Face checkpoints."""
+    """Rotary embedding; a pair is (i, i + D/2), as in the Hugging Face checkpoints.
+
+    Columns past the D that `rope` has angles for stay as they are.
+    """
     cos, sin = rope
-    a, b = x_THD.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    half = cos.shape[-1]
+    a, b, rest = x_THD.split([half, half, x_THD.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
 def rotate_neighbours(x_THD: Tensor, rope: Turn) -> Tensor:

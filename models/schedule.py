@@ -81,8 +81,9 @@ def make_room(state: State, policy: Policy) -> tuple[tuple[Job, ...], Pool]:
     """Running jobs but for those that must go, last in first out, so that all decodes find room."""
     size, pool, kept = policy.block_size, state.pool, state.running
     needed = [
-        blocks_for(len(job.tokens), size) - len(job.blocks) if job.decoding else 0 for job in kept
-    ]
+        max(0, blocks_for(len(job.tokens), size) - len(job.blocks)) if job.decoding else 0
+        for job in kept
+    ]  # drafts may have left a job with more than it needs
     while sum(needed) > len(pool.free):
         pool = blocks.release(pool, kept[-1].blocks)
         kept, needed = kept[:-1], needed[:-1]

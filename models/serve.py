@@ -2,9 +2,8 @@
 
     steps = make_steps(llama.forward, params, cache, policy, modes="FULL_AND_PIECEWISE")
     state = submit(start(num_blocks, policy), policy, prompt, max_new)
-    for served in serve(steps, cache, state, policy):
-        for event in served.events:
-            print(event.id, event.tokens)
+    for id, tokens, end in stream(serve(steps, cache, state, policy)):
+        print(id, tokens, end or "")
 
 The host waits for a step's tokens and for nothing else.
 """
@@ -70,6 +69,11 @@ def serve(
         state, events = advance(state, ids_RQ.tolist())
         seconds = time.perf_counter() - began
         yield Served(state, spec, kind, steps.dispatch(spec), events, seconds)
+
+
+def stream(served: Iterable[Served]) -> Iterator[Event]:
+    """What the steps did, event by event."""
+    return (event for one in served for event in one.events)
 
 
 def gather(events: Iterable[Event]) -> dict[int, tuple[int, ...]]:

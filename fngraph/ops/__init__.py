@@ -1,6 +1,9 @@
 """Primitives: opaque ops at which graphs are cut, each with several backends."""
 
-from fngraph.ops import attention_backends as attention_backends
+from fngraph.ops import (
+    attention_backends as attention_backends,
+    recurrent_backends as recurrent_backends,
+)
 from fngraph.ops.attention_config import (
     AttentionConfig as AttentionConfig,
     AttentionMeta as AttentionMeta,

@@ -10,7 +10,11 @@ import torch
 
 import fngraph as fg
 from models import generate, loading
-from models.requests import blocks_for
+from models.blocks import blocks_for
+from models.policy import Policy
+from models.requests import start, submit
+from models.serve import gather, serve, stream
+from models.steps import make_steps
 from tests.models import tiny
 
 COUNT = 64
@@ -53,6 +57,44 @@ def test_logits_of_a_prefill(case: Case):
     torch.testing.assert_close(got_SV, tiny.logits(case.theirs, text), atol=1e-4, rtol=0)
 
 
+def test_logits_of_several_rows_a_request(case: Case):
+    """`logits_indices` (R, Q), as a verify step has them."""
+    batch = generate.alone(tiny.PROMPT, 0, NUM_BLOCKS, "cpu", case.family.Batch)
+    asked = type(batch)(**{**vars(batch), "logits_indices": torch.tensor([[3, 10]])})
+    got_RQV, _ = case.family.forward(case.params, new_cache(case), asked)
+    want_SV = tiny.logits(case.theirs, tiny.PROMPT)
+    torch.testing.assert_close(got_RQV, want_SV[[3, 10]][None], atol=1e-4, rtol=0)
+
+
+def test_nothing_is_refused(case: Case):
+    batch = generate.alone(tiny.PROMPT, 0, NUM_BLOCKS, "cpu", case.family.Batch)
+    report = fg.check(
+        case.family.forward, case.params, new_cache(case), batch, donate="cache", stage="batch"
+    )
+    assert report.ok, report.as_text()
+
+
+BODIES = {  # of a layer: a function, its runs in a trace of as many layers that are not alike
+    "qwen3": ("attention", 1),
+    "qwen3_moe": ("attention", 2),
+    "mamba2": ("mixer", 1),
+    "deepseek_v2": ("attention", 2),
+    "qwen3_next": ("mixture", 2),
+}
+
+
+def test_layers_that_are_alike_are_traced_once(case: Case, monkeypatch: pytest.MonkeyPatch):
+    name = case.family.__name__.removeprefix("models.")
+    if name not in BODIES:
+        pytest.skip("training passes another attention to these layers")
+    body, runs = BODIES[name]
+    plain, calls = getattr(case.family, body), []
+    monkeypatch.setattr(case.family, body, lambda *a: calls.append(1) or plain(*a))
+    made = fg.graphify(case.family.forward, donate="cache", stage="batch")
+    made.trace(case.params, new_cache(case), limits=fg.Limits(8, 2, B=NUM_BLOCKS))
+    assert len(calls) == runs < len(case.params.layers)
+
+
 def test_greedy_tokens_of_bare_forward(case: Case):
     got = generate.reference(case.params, tiny.PROMPT, COUNT, case.family)
     assert got == case.tokens
@@ -76,3 +118,28 @@ def test_greedy_tokens_on_the_tape(case: Case):
     assert tuple(text[len(tiny.PROMPT) :]) == case.tokens
     ran = {mode: step.stats.share(mode) * step.stats.steps for mode in ("FULL", "PIECEWISE")}
     assert ran == {"FULL": COUNT - 1, "PIECEWISE": 2}
+
+
+def test_served_with_others_on_the_tape(case: Case):
+    """Five requests on two rows, joining and leaving; each gets what it gets alone."""
+    prompts = [tiny.PROMPT, tiny.PROMPT[:1], tiny.PROMPT[3:], [*tiny.PROMPT, *case.tokens[:9]], [8]]
+    states = generate.family_states(case.family)
+    policy = Policy(
+        8, 2, 3, generate.BLOCK_SIZE, share=not states, num_slots=2 if states else 0,
+        query_lens=(1,) if states else (1, 3), ngram=1,
+    )  # fmt: skip
+    state = start(6, policy)
+    for i, prompt in enumerate(prompts):
+        state = submit(state, policy, prompt, 4 + 3 * i)
+    cache = case.family.init_cache(
+        case.params.config, 6, block_size=generate.BLOCK_SIZE, num_slots=2
+    )
+    steps = make_steps(
+        case.family.forward, case.params, cache, policy, *states, modes="FULL_AND_PIECEWISE",
+        sizes=(1, 2, 4, 8), recorder="tape",
+    )  # fmt: skip
+    texts = gather(stream(serve(steps, cache, state, policy)))
+    for i, prompt in enumerate(prompts):
+        assert texts[i] == generate.reference(case.params, prompt, 4 + 3 * i, case.family)
+    (step,) = steps.captured
+    assert step.stats.share("FULL") + step.stats.share("PIECEWISE") == 1

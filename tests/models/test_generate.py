@@ -11,7 +11,7 @@ from models import demo, generate, llama, text
 from models.checkpoint import save_checkpoint
 from models.policy import Policy
 from models.requests import start, submit
-from models.serve import gather, serve
+from models.serve import gather, serve, stream
 from models.steps import bare_steps
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
@@ -30,7 +30,7 @@ def serve_bare(params, policy, new=12, num_blocks=12):
 
 def texts_of(served):
     """What each request got."""
-    return gather(event for one in served for event in one.events)
+    return gather(stream(served))
 
 
 def test_reference_is_greedy_over_the_dense_model(params):

@@ -10,7 +10,7 @@ import torch
 from fngraph.core import trees
 from models import llama
 from models.checkpoint import BYTES, CheckpointError, load_checkpoint, save_checkpoint
-from models.rope import rotate, rotation
+from models.rope import Llama3, Yarn, rotate, rotation
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 from tests.models.rows import llama_batch
@@ -143,7 +143,11 @@ def test_init_is_the_same_each_time_and_of_the_listed_shapes(config):
     assert not torch.equal(once["embed"], llama.init_params(config, seed=6).embed)
 
 
-def test_a_checkpoint_comes_back(config, params, tmp_path):
+@pytest.mark.parametrize(
+    "scaling", [None, Llama3(8.0, 1.0, 4.0, 64), Yarn(4.0, 32, 1, 64)], ids=["", "llama3", "yarn"]
+)
+def test_a_checkpoint_comes_back(config, params, scaling, tmp_path):
+    config = dataclasses.replace(config, rope_scaling=scaling)
     path = tmp_path / "a" / "model.safetensors"
     save_checkpoint(path, config, llama.to_named(params))
     loaded_config, loaded = load_checkpoint(path)

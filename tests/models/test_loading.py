@@ -116,17 +116,30 @@ def test_a_tied_head_is_not_read(tmp_path: Path):
     assert llama.load(tmp_path)[1].head is not None
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", [name for name in tiny.GENERATIVE if name != "mamba2"])
 def test_a_config_of_transformers_4_reads_the_same(name: str, tmp_path: Path):
     tiny.save(name, tmp_path)
     family = loading.family(tmp_path)
     now = family.load(tmp_path)[0]
-    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
-    theta = rope.pop("rope_theta")
-    change(tmp_path, rope_parameters=None, rope_theta=theta, rope_scaling=rope)
-    assert family.load(tmp_path)[0] == now
+    raw = json.loads((tmp_path / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     rope["type"] = rope.pop("rope_type")
-    change(tmp_path, rope_scaling=rope)
+    if rope["type"] == "default":
+        raw["rope_scaling"] = None
+    if "num_local_experts" in raw:
+        raw["num_experts"] = raw.pop("num_local_experts")
+    raw.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert family.load(tmp_path)[0] == now
+
+
+def test_an_infinite_limit_reads_the_same_as_transformers_4_writes_it(tmp_path: Path):
+    tiny.save("mamba2", tmp_path)
+    family = loading.family(tmp_path)
+    now = family.load(tmp_path)[0]
+    assert now.dt_limit == (0.0, float("inf"))
+    change(tmp_path, time_step_limit=[0.0, float("inf")])
     assert family.load(tmp_path)[0] == now
 
 

@@ -14,7 +14,7 @@ from models.schedule import advance, plan
 from models.serve import gather, kind_of
 from tests.models.traffic import generate, next_token, simulate
 
-SIZE, MOST = 4, 11  # tokens a block, blocks a request
+SIZE, MOST = 4, 10  # tokens a block, blocks a request
 HEAD = (9, 8, 7, 6, 5, 4, 3, 2, 1)  # many prompts begin with some of it
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -68,9 +68,12 @@ def check_blocks(state: State) -> None:
     held = Counter(block for job in state.running for block in job.blocks)
     assert sorted([*held, *pool.free.tolist()]) == list(range(pool.num_blocks))
     assert {block: n for block, n in held.items() if n > 1} == dict(pool.holders)
-    assert not any(len(job.blocks) for job in state.waiting)
+    assert not any(len(job.blocks) or job.computed for job in state.waiting)
+    order = [job.id for job in (*state.running, *state.waiting)]
+    assert order == sorted(order)  # who was thrown out is before all who came later
     assert {name: block for block, name in pool.names.items()} == dict(pool.named)
     assert set(pool.names) <= set(held)
+    assert all(type(before) is tuple or before in pool.names for before, _ in pool.named)
 
 
 @unhurried
@@ -139,9 +142,14 @@ def test_specs_say_what_the_rows_are(coming, policy, num_blocks):
 @unhurried
 @given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
 def test_decodes_never_wait_and_the_budget_is_used(coming, policy, num_blocks):
-    steps, _, _, _ = run(coming, policy, num_blocks)
+    steps, _, _, planned = run(coming, policy, num_blocks)
     for step in steps:
         state = step.before
+        computed = {job.id: job.computed for job in planned[-1].running}
+        now = {job.id: job.computed for job in state.running}
+        if computed.keys() - now.keys():  # thrown out: nobody joins in the same step
+            assert now.keys() <= computed.keys()
+        assert all(now[id] >= computed.get(id, 0) for id in now)
         in_step = {row.job.id for row in state.rows}
         assert not any(job.decoding and job.id not in in_step for job in state.running)
         wanted = sum(job.missing for job in state.running)

@@ -18,7 +18,7 @@ Make = Callable[[], Any]
 def llama() -> Any:
     return transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=128,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=96,
         rope_parameters={
             "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 24,
@@ -30,7 +30,7 @@ def llama() -> Any:
 def qwen3() -> Any:
     return transformers.Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=128,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=96,
         eos_token_id=None, bos_token_id=None,
         rope_parameters={
             "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
@@ -39,22 +39,73 @@ def qwen3() -> Any:
     )  # fmt: skip
 
 
-GENERATIVE: dict[str, Make] = {"llama": llama, "qwen3": qwen3}
-DRAWN: dict[str, tuple[int, float]] = {"llama": (35, 0.3), "qwen3": (3, 0.3)}
-"""A family's seed, and how wide its matrices are drawn: found by looking for a lively text."""
+def qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=96,
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+        mlp_only_layers=[1], eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
+def mamba2() -> Any:
+    return transformers.Mamba2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8,
+        state_size=8, n_groups=2, chunk_size=16, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
+def deepseek_v2() -> Any:
+    return transformers.DeepseekV2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16,
+        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=6,
+        n_shared_experts=2, num_experts_per_tok=2, moe_intermediate_size=16,
+        first_k_dense_replace=1, routed_scaling_factor=1.5, max_position_embeddings=96,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 0.9,
+            "mscale_all_dim": 0.7, "original_max_position_embeddings": 24, "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
+def qwen3_next() -> Any:
+    return transformers.Qwen3NextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=96,
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24, mlp_only_layers=[2], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+        eos_token_id=None, bos_token_id=None, rms_norm_eps=1e-4,
+    )  # fmt: skip
+
+
+GENERATIVE: dict[str, tuple[Make, int, float]] = {
+    "llama": (llama, 35, 0.3),
+    "qwen3": (qwen3, 3, 0.3),
+    "qwen3_moe": (qwen3_moe, 0, 0.4),
+    "mamba2": (mamba2, 1, 0.35),
+    "deepseek_v2": (deepseek_v2, 7, 0.25),
+    "qwen3_next": (qwen3_next, 1, 0.2),
+}
+"""Config, seed, and how wide matrices are drawn: found by looking for texts that keep changing."""
 
 
 def model(name: str) -> Any:
     """The model, in float32, with every weight random."""
-    seed, width = DRAWN.get(name, (0, 0.25))
+    make, seed, width = GENERATIVE[name]
     torch.manual_seed(seed)
     made = transformers.AutoModelForCausalLM.from_config(
-        GENERATIVE[name](), attn_implementation="eager", dtype=torch.float32
+        make(), attn_implementation="eager", dtype=torch.float32
     ).eval()
     for weight_name, weight in made.named_parameters():
         if weight.ndim > 1:
             weight.normal_(0, width)
-        elif "A_log" not in weight_name and "dt_bias" not in weight_name:
+        elif "A_log" in weight_name:  # sums of large decays would cost their prefill digits
+            weight.uniform_(-3, 0)
+        else:
             weight.add_(torch.rand_like(weight) - 0.5)
     return made
 

@@ -1,4 +1,4 @@
-"""What Triton's attention backends refuse, and how they say it."""
+"""What Triton's backends refuse, and how they say it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from test_attention import case
 
 from fngraph.errors import BackendError
 from fngraph.ops import AttentionConfig, primitive, triton_backends
+from fngraph.ops.convolution import CausalConvConfig
+from fngraph.ops.delta_rule import GatedDeltaConfig
 from fngraph.ops.latent_attention import MLAConfig
+from fngraph.ops.state_space import SSDConfig
 from fngraph.ops.triton_launch import missing
 
 CONFIG = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.125)
 LATENT = MLAConfig(16, 512, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.1)
+LOW, F32 = torch.bfloat16, torch.float32
+RECURRENT = {
+    "gated_delta": GatedDeltaConfig(32, 16, 128, 128, LOW, F32, "cuda", 0.1),
+    "ssd": SSDConfig(64, 64, 1, 128, LOW, F32, "cuda"),
+    "causal_conv": CausalConvConfig(8192, 4, LOW, F32, "cuda"),
+}
 BACKENDS = ["triton", "triton_decode"]
 
 
@@ -42,6 +51,32 @@ def test_a_latent_configuration_that_it_has_not_is_refused_with_the_reason(backe
     supports = primitive("mla").backend(backend).supports
     assert supports(LATENT) is None
     assert why in supports(LATENT._replace(**change))
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"dtype": torch.float64}, "float64"), ({"state_dtype": torch.int8}, "int8"),
+     ({"key_dim": 257}, "257"), ({"value_dim": 300}, "300"), ({"state_dim": 512}, "512"),
+     ({"head_dim": 384}, "384")],
+)  # fmt: skip
+def test_recurrent_state_that_it_has_not_is_refused_with_the_reason(kind, change, why):
+    config, known = RECURRENT[kind], primitive(kind)
+    triton = known.backend("triton")
+    assert triton.supports(config) is None and triton.preferred(config)
+    if set(change) <= set(config._fields):
+        changed = config._replace(**change)
+        assert why in triton.supports(changed)
+        assert known.suited(changed).name == "reference"
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_where_triton_cannot_run_recurrent_state_says_why(kind, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    triton_backends._loaded.cache_clear()
+    x = torch.zeros(2, 2, 2)
+    with pytest.raises(BackendError, match=f"'triton' of {kind}.*(pip|TRITON_INTERPRET=1)"):
+        primitive(kind).backend("triton").run(x, x, x, None, x, config=RECURRENT[kind], host=None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

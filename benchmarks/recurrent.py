@@ -1,0 +1,141 @@
+"""Recurrent kernels against the device's copy and the reference: python -m benchmarks recurrent
+
+Gated delta rule in Qwen3-Next's shape (16 key heads, 32 value heads, 128 by 128), state space in a
+Mamba-2 shape (64 heads of 64, state 128, 1 group), bf16 tokens, float32 states, a convolution of
+8192 channels and 4 taps. Decode: TB/s of states read and written. Prefill: ms of whole
+prompts, the reference's in the same run. Times are of replayed graphs, medians; the reference's
+prefill, thousands of launches, is timed eagerly, once. Every result is compared with the
+reference's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+import fngraph as fg
+from benchmarks.attention import copy_bandwidth, device_us, draw, show, worst
+
+BATCHES = [*itertools.product((1, 8, 32, 128), (1,)), (32, 4)]  # (requests, query length)
+PREFILLS = ((4096,), (1024,) * 4, (3072, 700, 300, 24))
+ops: Any = fg.ops
+
+
+class Batch(NamedTuple):
+    """One call's arguments, in their order but for the output."""
+
+    name: str
+    args: tuple[Tensor, ...]
+    state: Tensor
+    meta: Any
+    like: Tensor
+    rest: tuple[float, ...] = ()
+
+    def call(self, backend: str, query_len: int, state: Tensor) -> Tensor:
+        """One run over `state`, into a new output."""
+        known, out = ops.primitive(self.name), torch.empty_like(self.like)
+        args = (*self.args, state, *self.meta, out, *self.rest)
+        host = fg.HostBounds(max_query_len=query_len)
+        known.call(known.backend(backend), args, known.configure(*args), host)
+        return out
+
+
+def batch(name: str, new: tuple[int, ...], past: int) -> Batch:
+    """Requests of `new` tokens each, all with as long a past."""
+    T, R = sum(new), len(new)
+    starts = torch.tensor([0, *itertools.accumulate(new)], device="cuda", dtype=torch.int32)
+    lens = starts.diff() + past
+    meta = ops.StateMeta(torch.randperm(R, device="cuda"), lens, starts)
+    if name == "gated_delta":
+        q, k = (normalize(draw(T, 16, 128).abs(), dim=-1) for _ in range(2))
+        v, g, beta = draw(T, 32, 128), -draw(T, 32).float().abs(), draw(T, 32).sigmoid()
+        state = draw(R, 32, 128, 128).float()
+        return Batch(name, (q, k, v, g, beta), state, meta, v, (128**-0.5,))
+    if name == "ssd":
+        x, dt, a = draw(T, 64, 64), softplus(draw(T, 64).float()), -draw(64).float().abs()
+        b, c = (draw(T, 1, 128).abs() for _ in range(2))
+        return Batch(name, (x, dt, a, b, c), draw(R, 64, 64, 128).float(), meta, x)
+    x = draw(T, 8192)
+    return Batch(name, (x, draw(8192, 4)), draw(R, 8192, 3), meta, x)
+
+
+def compared(b: Batch, query_len: int) -> float:
+    """The largest error of a row or of a state, by its own norm."""
+    mine, theirs = b.state.clone(), b.state.clone()
+    got, want = b.call("triton", query_len, mine), b.call("reference", query_len, theirs)
+    error = max(worst(got, want), worst(mine.flatten(2), theirs.flatten(2)))
+    if not error < 1e-2:
+        raise SystemExit(f"wrong: {b.name} of {b.meta.query_start_loc.tolist()}: {error}")
+    return error
+
+
+def decode(name: str, n: int, query_len: int, peak: float) -> dict[str, Any]:
+    """One point: us of each backend, TB/s of the state, its share of the copy bandwidth."""
+    b = batch(name, (query_len,) * n, 100)
+    error = compared(b, query_len)
+    us = {
+        backend: device_us(lambda backend=backend: b.call(backend, query_len, b.state))  # type: ignore[misc]
+        for backend in ("triton", "reference")
+    }
+    moved = 2 * b.state.nbytes / us["triton"] / 1e6
+    return {
+        "primitive": name, "batch": n, "query_len": query_len, **us,
+        "ratio": us["reference"] / us["triton"], "TB/s": moved, "share of copy": moved / peak,
+        "error": error,
+    }  # fmt: skip
+
+
+def once_ms(fn: Callable[[], Any]) -> float:
+    """Of one eager call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    fn()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def prefill(name: str, new: tuple[int, ...]) -> dict[str, Any]:
+    """Whole prompts: ms of each backend."""
+    b = batch(name, new, 0)
+    error = compared(b, max(new))
+    ours = device_us(lambda: b.call("triton", max(new), b.state)) / 1e3
+    theirs = once_ms(lambda: b.call("reference", max(new), b.state))
+    return {
+        "primitive": name, "prompts": new, "triton ms": ours, "reference ms": theirs,
+        "ratio": theirs / ours, "M tokens/s": sum(new) / ours / 1e3, "error": error,
+    }  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks recurrent", description=__doc__)
+    parser.add_argument("--json", type=Path, help="keep the figures here")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks recurrent needs a CUDA device")
+    torch.manual_seed(0)
+    peak = copy_bandwidth()
+    print(f"copy: {peak:.2f} TB/s")
+    names = ("gated_delta", "ssd", "causal_conv")
+    decodes = [decode(name, n, q, peak) for name in names for n, q in BATCHES]
+    show("decode, us a call", decodes)
+    prefills = [prefill(name, new) for name in names for new in PREFILLS]
+    show("prefill", prefills)
+    if args.json:
+        from benchmarks.record import write
+
+        write(args.json, {"copy TB/s": peak, "decode": decodes, "prefill": prefills})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""Triton's recurrent kernels compile for an H100, without one: the interpreter checks no types."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fngraph.core import HostBounds
+from fngraph.ops import StateMeta, triton_launch
+
+HERE = Path(__file__)
+POINTERS = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+SHARED = 227 * 1024  # bytes that a program may have
+
+
+def compile_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **options: Any) -> int:
+    """As a launch would; the bytes of shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    tuning = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    signature, constants, hints = {}, {}, {}
+    given = dict(zip(kernel.arg_names, (*reads, *writes, *numbers))) | options
+    for i, name in enumerate(kernel.arg_names):
+        x = given[name]
+        if name in options or (isinstance(x, int) and x == 1):
+            signature[name], constants[(i,)] = "constexpr", x
+            continue
+        number = "fp32" if isinstance(x, float) else "i32"
+        signature[name] = POINTERS[x.dtype] if isinstance(x, Tensor) else number
+        if isinstance(x, Tensor) or (isinstance(x, int) and x % 16 == 0):
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, hints)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tuning).metadata.shared
+
+
+def kernels(dtype: torch.dtype, query_len: int) -> list[str]:
+    """What the backends launch for models' shapes, compiled; their names."""
+    from fngraph.ops import triton_convolution, triton_linear
+    from fngraph.ops.convolution import CausalConvConfig
+    from fngraph.ops.delta_rule import GatedDeltaConfig
+    from fngraph.ops.state_space import SSDConfig
+
+    names = []
+
+    def launch(kernel: Any, grid: Any, *given: Any, **options: Any) -> None:
+        assert compile_for_h100(kernel, *given, **options) <= SHARED
+        names.append(kernel.fn.__name__)
+
+    for module in (triton_linear, triton_convolution):
+        module.launch = launch  # type: ignore[attr-defined]
+    T, R, f32 = 32, 2, torch.float32
+    x = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)  # noqa: E731
+    starts = torch.tensor([0, 16, 32], dtype=torch.int32)
+    meta = StateMeta(torch.arange(R), starts[1:], starts)
+    host = HostBounds(max_query_len=query_len)
+    delta = GatedDeltaConfig(32, 16, 128, 128, dtype, f32, "cuda", 0.1)
+    q, v, g = x(T, 16, 128), x(T, 32, 128), x(T, 32, dtype=f32)
+    state = x(R, 32, 128, 128, dtype=f32)
+    triton_linear.gated_delta(q, q, v, g, g, state, meta, v, config=delta, host=host)
+    space = SSDConfig(64, 64, 1, 128, dtype, f32, "cuda")
+    v, dt, b, state = x(T, 64, 64), x(T, 64), x(T, 1, 128), x(R, 64, 64, 128, dtype=f32)
+    triton_linear.ssd(v, dt, x(64), b, b, state, meta, v, config=space, host=host)
+    conv = CausalConvConfig(8192, 4, dtype, dtype, "cuda")
+    y, taps, state = x(T, 8192), x(8192, 4), x(R, 8192, 3)
+    triton_convolution.run(y, taps, state, meta, y, config=conv, host=host)
+    return names
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_kernel_compiles_and_fits(dtype, tmp_path):
+    """In a Python of its own, with nothing compiled beforehand."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[2]), env.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, str(HERE), dtype], capture_output=True, text=True, env=env, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    chunks = ["recurrent_kernel", "chunk_kernel", "scan_kernel"]
+    decode = ["recurrent_kernel"] * 2
+    assert ran.stdout.split() == [*decode, "conv_kernel", *chunks, *chunks, "conv_kernel"]
+
+
+if __name__ == "__main__":
+    assert not triton_launch.interpreted()
+    print(*kernels(getattr(torch, sys.argv[1]), 1), *kernels(getattr(torch, sys.argv[1]), 16))

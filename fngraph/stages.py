@@ -39,6 +39,7 @@ from fngraph.errors import FieldError, SpecError
 from fngraph.fx.ambient import Ambient, check_modes, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
+from fngraph.fx.direct import direct
 from fngraph.fx.donation import COPY_LIMIT, DonationTable, donate
 from fngraph.fx.dtypes import pin
 from fngraph.fx.estimate import Lifetimes, estimate, lifetimes
@@ -380,7 +381,7 @@ class Lowered:
 
 def _piece_fn(piece: Piece, generators: Generators) -> Callable[..., tuple[Any, ...]]:
     gm = with_generators(piece.gm, generators)
-    forward = gm.forward  # not gm(...): nn.Module.__call__ takes some 3 us a piece
+    forward = direct(gm)  # not gm(...): nn.Module.__call__ takes some 3 us a piece
 
     def run(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         try:

@@ -55,7 +55,7 @@ class AdaptedWeight:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
-        if func is not linear or kwargs or not isinstance(args[1], cls):
+        if func is not linear or len(args) < 2 or not isinstance(args[1], cls):
             raise TypeError(
                 f"{getattr(func, '__name__', func)} meets an adapted weight, which is for "
                 "linear(x, weight) alone. Adapt other projections: lora.slots(params, names=...)"
@@ -63,9 +63,8 @@ class AdaptedWeight:
         x_TI, self, *bias = args
         a_NrI, b_NrO = self.pair.a, self.pair.b
         narrow_TNr = linear(x_TI, a_NrI.flatten(0, 1)).unflatten(1, a_NrI.shape[:2]) * self.gate
-        return torch.addmm(
-            linear(x_TI, self.weight, *bias), narrow_TNr.flatten(1), b_NrO.flatten(0, 1)
-        )
+        plain_TO = linear(x_TI, self.weight, *bias, **(kwargs or {}))
+        return torch.addmm(plain_TO, narrow_TNr.flatten(1), b_NrO.flatten(0, 1))
 
 
 def adapted(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 import fngraph as fg
 from models import llama, lora
@@ -211,6 +212,18 @@ def test_what_does_not_fit_is_listed(params):
     for line in ("layers.0.wq: rank 2 at most, 32 to 72", "layers.0.w_up: no slots",
                  "layers.7.wq: no slots", "layers.1.wo: rank 2 at most"):  # fmt: skip
         assert line in str(error.value)
+
+
+def test_a_bias_goes_along():
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    pair = lora.LowRank(torch.randn(2, 1, 4), torch.randn(2, 1, 5))
+    gate = torch.tensor([[1.0, 0], [0, 1], [0, 0]])[..., None]
+    held = lora.AdaptedWeight(weight, pair, gate)
+    updates = [x[i] @ pair.a[i].T @ pair.b[i] for i in range(2)]
+    want = x @ weight.T + bias + torch.stack([*updates, torch.zeros(5)])
+    for got in (linear(x, held, bias), linear(x, held, bias=bias)):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(linear(x, held, None), want - bias)
 
 
 def test_an_adapted_weight_is_for_linear_alone(params):

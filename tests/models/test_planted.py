@@ -23,7 +23,7 @@ SOURCE = Path(llama.__file__).read_text()
 EMBED = "x_TE = params.embed[token_ids_T]"
 LAYER = "x_TE, kv = decoder_layer(config, layer, x_TE, rope, kv, attend)"
 LAST = "return logits(params, x_TE[batch.logits_indices]), cache"
-HIDDEN = "x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, attend)"
+HIDDEN = "x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, paged)"
 PLANTS: dict[str, tuple[str, str, type[Exception]]] = {
     # what it was not given
     "global": (EMBED, f"{EMBED} * GLOBAL", errors.ClosureError),

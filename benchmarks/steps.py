@@ -19,12 +19,12 @@ from models.checkpoint import load_checkpoint
 
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 BLOCK_SIZE, CONTEXT = 16, 128
-BACKEND_HELP = "of attention; triton on CUDA and reference elsewhere, if none is named"
+BACKEND_HELP = "of attention; triton_decode on CUDA and reference elsewhere, if none is named"
 
 
 def attention_backend(device: torch.device | str) -> str:
     """What attention runs on where none is named."""
-    return "triton" if torch.device(device).type == "cuda" else "reference"
+    return "triton_decode" if torch.device(device).type == "cuda" else "reference"
 
 
 def batch_of(num_reqs: int, new: int, device: torch.device | str) -> llama.Batch:

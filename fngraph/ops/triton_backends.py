@@ -1,4 +1,9 @@
-"""The `triton` and `triton_decode` backends. Triton is loaded when one first runs."""
+"""The `triton` and `triton_decode` backends. Triton is loaded when one first runs.
+
+Both serve any batch. `triton_decode` splits the keys of uniform ones, by the key that is captured
+or the bounds of an eager step, and runs what `triton` runs else; so it is what is taken where none
+is named. A row's bits are the same in any batch with `triton`, in any uniform one with both.
+"""
 
 from __future__ import annotations
 
@@ -60,20 +65,17 @@ def _backends(
 ) -> tuple[Backend, Backend]:
     """By the modules that have their `run`."""
 
-    def backend(name: str, module: str, level: Support) -> Backend:
+    def backend(name: str, module: str) -> Backend:
         def run(q: torch.Tensor, *args: Any, **given: Any) -> None:
             _loaded(primitive, name, module, q.device.type).run(q, *args, **given)
 
         return Backend(
-            name, run, lambda config: level, supports,
+            name, run, lambda config: Support.ALWAYS, supports,
             options=options, needs="Triton, CUDA", missing=missing,
-            preferred=lambda config: name == "triton" and config.device == "cuda",
+            preferred=lambda config: name == "triton_decode" and config.device == "cuda",
         )  # fmt: skip
 
-    return (
-        backend("triton", unified, Support.ALWAYS),
-        backend("triton_decode", decode, Support.UNIFORM_BATCH),
-    )
+    return backend("triton", unified), backend("triton_decode", decode)
 
 
 ATTENTION = _backends(

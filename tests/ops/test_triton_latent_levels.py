@@ -24,7 +24,13 @@ if GPU:
 
 @pytest.mark.parametrize(
     ("backend", "query_len"),
-    [("triton", None), ("triton", 1), ("triton_decode", 1), ("triton_decode", 2)],
+    [
+        ("triton", None),
+        ("triton", 1),
+        ("triton_decode", None),
+        ("triton_decode", 1),
+        ("triton_decode", 2),
+    ],
 )
 @pytest.mark.parametrize(("sizes", "dtype"), SIZES)
 def test_one_capture_of_the_worst_case_serves_the_class_bit_for_bit(
@@ -62,7 +68,7 @@ def test_one_capture_of_the_worst_case_serves_the_class_bit_for_bit(
 
 
 @pytest.mark.parametrize("backend", ["triton", "triton_decode"])
-def test_a_graphified_model_equals_bare_forward_and_full_serves_no_other_class(backend):
+def test_a_graphified_model_equals_bare_forward_one_graph_a_step(backend):
     params, cache = others.setup(others.latent, WHERE)
     fast = fg.graphify(
         others.latent, donate="cache", stage="batch", limits=toys.LIMITS, sizes=toys.SIZES,
@@ -76,6 +82,4 @@ def test_a_graphified_model_equals_bare_forward_and_full_serves_no_other_class(b
         got, _ = fast(params, cache, given)
         modes += [mode for _, _, mode in (fast.stats - before).counts]
         toys.assert_trees((got, cache), (want, after), atol=1e-5, rtol=1e-5)
-    full, cut = fg.Mode.FULL, fg.Mode.PIECEWISE
-    mixed = full if backend == "triton" else cut
-    assert modes == [mixed if query_len is None else full for _, query_len in others.STEPS]
+    assert modes == [fg.Mode.FULL] * len(others.STEPS)

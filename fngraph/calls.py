@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -140,7 +141,15 @@ def _host_leaf(
 ) -> int:
     """Number of the leaf that a plan reads as argument `name`."""
     names = [a.name for a in call.primitive.op._schema.arguments]
-    slot = step.reads[call.cut.places.index(names.index(name))]
+    read = [names[place] for place in call.cut.places]
+    if name not in read:
+        near = difflib.get_close_matches(name, read, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise BackendError(
+            f"backend {backend.name!r}: its plan reads {name!r}, and {step.name} has the tensors "
+            f"{', '.join(read)}.{hint}"
+        )
+    slot = step.reads[read.index(name)]
     buffer = leaves[slot].buffer if slot < len(leaves) else None
     if buffer is None:
         why = f"{name}, which is no leaf of the batch: forward computes it, or holds it"

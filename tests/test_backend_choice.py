@@ -117,6 +117,41 @@ def test_a_choice_that_fits_nothing_is_refused(choice, message):
         lowered(choice)
 
 
+def test_backends_are_written_by_primitive():
+    with pytest.raises(BackendError, match=r"backends='sdpa'.*backends=\{\"attention\": 'sdpa'\}"):
+        fg.graphify(toys.attend, donate="cache", stage="batch", backends="sdpa")
+
+
+@pytest.mark.parametrize("answer", [False, True, 0])
+def test_supports_gives_a_reason_or_none(add, answer):
+    """`lambda config: config.head_dim <= 128` would refuse what it can run, and take the rest."""
+    add("odd", fg.Support.ALWAYS, supports=lambda config: answer)
+    with pytest.raises(BackendError, match=rf"'odd': supports\(config\) returned {answer}; return"):
+        lowered("odd")
+
+
+def test_what_is_no_backend_is_not_registered():
+    known = list(ATTENTION.backends)
+
+    def mine(*args: Any, **options: Any) -> None: ...
+
+    with pytest.raises(BackendError, match=r"pass a fg.ops.Backend, fg.ops.Backend\('mine', run"):
+        ATTENTION.register(ATTENTION.backend("reference"), mine)  # type: ignore[arg-type]
+    assert list(ATTENTION.backends) == known
+
+
+def test_a_level_in_place_of_a_function():
+    level = fg.Support.ALWAYS
+    with pytest.raises(BackendError, match=r"pass support=lambda config: fg.Support.ALWAYS"):
+        Backend("mine", lambda *args: None, support=level)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("typo, name", [("flashmla", "FlashMLA"), ("SDPA", "sdpa")])
+def test_the_nearest_name_is_so_in_either_case(typo, name):
+    with pytest.raises(BackendError, match=f"mean '{name}'"):
+        ATTENTION.backend(typo)
+
+
 def test_a_refusal_names_the_layer_of_a_hybrid(add):
     add("one", fg.Support.ALWAYS, supports=lambda config: "it is Tuesday")
     with pytest.raises(BackendError, match=r"attention 1: backend 'one' .*it is Tuesday"):
@@ -241,6 +276,14 @@ def test_a_leaf_that_forward_computes_rejects_the_backend_when_lowered(add):
     split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=LIMITS).split()
     with pytest.raises(BackendError, match=r"seq_lens, which is no leaf of the batch: forward"):
         split.lower()
+
+
+def test_a_plan_names_tensors_of_the_primitive(add):
+    planned(add, fg.Support.ALWAYS, leaves=("seq_len",))
+    with pytest.raises(BackendError, match=r"plan reads 'seq_len', and attention 0 .*'seq_lens'"):
+        lowered("planned")
+    with pytest.raises(BackendError, match=r"pass a tuple, \('seq_lens',\)"):
+        Plan("seq_lens", lambda *a: None, lambda *a: None)  # type: ignore[arg-type]
 
 
 def test_a_leaf_that_comes_on_the_device_is_refused_and_not_waited_for():

@@ -73,7 +73,7 @@ class Shapes:
             TreeError: it is something else.
         """
         try:
-            k_cache, v_cache = None if isinstance(kv, Tensor) else kv
+            k_cache, v_cache = [kv] if isinstance(kv, Tensor) else kv
         except (TypeError, ValueError):
             got = _shown(kv)
         else:

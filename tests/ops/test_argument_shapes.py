@@ -1,4 +1,4 @@
-"""What a primitive's arguments must look like: the one that does not fit is named, with what does."""
+"""What a primitive's arguments look like: the one that does not fit is named, with what does."""
 
 from __future__ import annotations
 

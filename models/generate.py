@@ -78,15 +78,6 @@ def select(
     return Batch(**{n: x.to(device) for n, x in leaves.items() if n in names}, spec=spec)
 
 
-def make_step(
-    params: Any, cache: Any, limits: fg.Limits, *, modes: str, forward: Any = llama.forward,
-    progress: bool = False, **options: Any,
-) -> Any:  # fmt: skip
-    """`forward`, weights bound and graphs captured; `options` are `fg.graphify`'s."""
-    fast = fg.graphify(forward, modes=modes, donate="cache", stage="batch", **options)
-    return fast.bind(params).capture(cache, limits, progress=progress)
-
-
 def ladder(top: int) -> tuple[int, ...]:
     """1, 2, 4, ... and `top`: few graphs to capture, and no step beyond them."""
     return (*(1 << i for i in range((top - 1).bit_length())), top)

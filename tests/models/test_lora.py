@@ -136,7 +136,7 @@ def test_a_row_without_an_adapter_is_bitwise_plain(params):
 
 
 def test_loading_a_slot_captures_nothing_and_changes_its_rows_alone(params):
-    step, cache, adapters = make(params, "tape", "FULL_AND_PIECEWISE")
+    step, cache, adapters = make(params, "tape", "FULL_AND_PIECEWISE", lazy=True)
     before, _ = step(cache, batch_of([0, 1, -1]))
     captures = step.stats.copy().captures
     step.load_slot(1, adapters=random_adapter(adapters, 9))

@@ -76,7 +76,7 @@ def make_steps(
     for case, names in cases(policy, adapters, more).items():
         own: dict[str, Any] = {"modes": cascading if case.cascade else modes}
         if case.adapted:
-            own["adapters"] = (len(next(iter(adapters[0].values())).a),)
+            own["adapters"] = (lora.slot_count(adapters),)
         fast = fg.graphify(
             served_forward(forward, *names), donate="cache", stage="batch",
             query_lens=policy.query_lens, **{**options, **own},

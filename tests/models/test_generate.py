@@ -167,6 +167,7 @@ def test_the_demo_prints_all_and_exits_with_0(words, capsys):
 
 def test_the_demo_exits_with_1_when_tokens_differ(words, capsys, monkeypatch):
     honest = demo.reference
+    monkeypatch.setattr(demo, "MEANING", {"NONE": demo.MEANING["NONE"]})  # the quickest of them
     monkeypatch.setattr(demo, "reference", lambda *args: (*honest(*args)[:-1], 0))
     assert demo.main(words) == 1
     assert "tokens differ in requests [" in capsys.readouterr().out
@@ -174,6 +175,7 @@ def test_the_demo_exits_with_1_when_tokens_differ(words, capsys, monkeypatch):
 
 def test_the_demo_exits_with_1_when_a_mode_does_not_replay(words, capsys, monkeypatch):
     honest = demo.make_steps
+    monkeypatch.setattr(demo, "MEANING", {"FULL": demo.MEANING["FULL"]})
     eager = {"modes": "NONE"}
     monkeypatch.setattr(demo, "make_steps", lambda *args, **o: honest(*args, **{**o, **eager}))
     assert demo.main(words) == 1

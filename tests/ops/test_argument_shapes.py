@@ -66,6 +66,7 @@ PAGED = [
     ({"slot_mapping": z(3).long()}, "slot_mapping", "(T,) with T = 5"),
     ({"seq_lens": z(3)}, "seq_lens", "int32 or int64 tensor of (R,)"),
     ({"seq_lens": [3, 1, 0]}, "seq_lens", "(R,)"),
+    ({"seq_lens": ints(3)[0]}, "seq_lens", "(R,)"),
     ({"query_start_loc": ints(3, 4, 4)}, "query_start_loc", "(R + 1,) with R = 3"),
     ({"block_tables": ints(0, 1, 2)}, "block_tables", "(R, B) with R = 3"),
     ({"block_tables": ints([0, 1])}, "block_tables", "(R, B) with R = 3"),

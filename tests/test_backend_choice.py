@@ -176,6 +176,12 @@ def test_what_is_no_backend_is_not_registered():
     assert list(ATTENTION.backends) == known
 
 
+def test_a_backend_shows_its_level():
+    assert "'sdpa', UNIFORM_BATCH" in repr(ATTENTION.backend("sdpa"))
+    by_width = Backend("mine", print, lambda config: fg.Support(config.head_dim > 8))
+    assert repr(by_width) == "Backend('mine')"
+
+
 def test_a_level_in_place_of_a_function():
     level = fg.Support.ALWAYS
     with pytest.raises(BackendError, match=r"pass support=lambda config: fg.Support.ALWAYS"):

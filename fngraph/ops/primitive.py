@@ -93,7 +93,10 @@ class Backend:
         return reason or self.missing()
 
     def __repr__(self) -> str:
-        return f"Backend({self.name!r})"
+        try:
+            return f"Backend({self.name!r}, {self.support(None)})"  # of a plain configuration
+        except Exception:  # the user's own, which may read the configuration
+            return f"Backend({self.name!r})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -73,6 +73,16 @@ def test_bare_forward_and_a_step_take_the_same_where_none_is_named(add):
         ATTENTION._suited.clear()
 
 
+def test_why_a_preferred_backend_is_passed_over_is_noted(add):
+    add("one", fg.Support.ALWAYS, preferred=lambda config: True, supports=lambda config: "no way")
+    ATTENTION._suited.clear()
+    try:
+        assert lowered(None).notes == ("attention runs on reference, not on one: no way",)
+        assert lowered("reference").notes == ()
+    finally:
+        ATTENTION._suited.clear()
+
+
 def test_a_hybrid_runs_uniform_keys_with_one_and_all_else_with_the_other(add):
     add("one", fg.Support.UNIFORM_BATCH)
     add("two", fg.Support.ALWAYS)

@@ -123,6 +123,11 @@ class Primitive:
             self._suited[config] = next(able, next(iter(self.backends.values())))
         return self._suited[config]
 
+    def passed_over(self, config: Any) -> list[str]:
+        """The preferred backends that cannot run a configuration, with the reasons."""
+        preferred = [b for b in self.backends.values() if b.preferred(config)]
+        return [f"{b.name}: {reason}" for b in preferred if (reason := b.refusal(config))]
+
     def backend(self, name: str) -> Backend:
         """The backend called `name`.
 

@@ -5,6 +5,8 @@ traffic    a stream of benchmarks/traffic.py through models/serve.py: tokens a s
            token, time between tokens, what ran as what, padding. Where nothing is to be done, the
            clock jumps to the next arrival.
 
+Both hold what is drawn to bare `forward`; see benchmarks/serve_check.py.
+
 --tiny: small enough for the tape, on a CPU. Both models and all modes take some minutes on a GPU.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,15 @@ import torch
 import fngraph as fg
 from benchmarks.host import shape
 from benchmarks.record import write
-from benchmarks.serve_decode import broken, by_batch, decode_batch, sweep
+from benchmarks.serve_check import share_of_texts, wrong
+from benchmarks.serve_decode import broken, by_batch, decode_batch, on_device, sweep
 from benchmarks.serve_stream import run, shares
-from benchmarks.traffic import PROFILES, Lengths, Profile, as_text, stream
+from benchmarks.traffic import PROFILES, Arrival, Lengths, Profile, as_text, stream
 from models import llama, lora
 from models.policy import Policy
-from models.steps import Steps, make_steps, served_forward
+from models.requests import Job, Request, Row
+from models.steps import Steps, bare_steps, make_steps
+from models.tokens import Tokens
 
 PARTS = ("decode", "traffic")
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -85,10 +90,29 @@ class Bench:
             backends={"attention": choice}, outputs="borrow", adapters=self.adapters,
         )  # fmt: skip
 
-    def bare(self) -> Callable[[Any, Any], Any]:
+    def bare(self) -> Steps:
         """`forward` and the draw, called: it runs the attention that suits the device."""
-        step = served_forward(llama.forward, *self.more)
-        return lambda cache, batch: step(self.params, cache, batch)
+        return bare_steps(
+            llama.forward, self.params, self.policy, *self.more, adapters=self.adapters,
+            device=self.args.device,
+        )  # fmt: skip
+
+    def logits(self, cache: Any, batch: Any) -> torch.Tensor:
+        """(R, Q, V), of `forward` alone."""
+        if batch.spec.adapters:
+            return lora.adapted(llama.forward)(self.params, self.adapters, cache, batch)[0]
+        return llama.forward(self.params, cache, batch)[0]
+
+    @torch.no_grad()
+    def logits_after(self, one: Arrival, text: Sequence[int]) -> torch.Tensor:
+        """(V,), of what follows the text that a request has so far."""
+        tokens = Tokens((*one.prompt, *text))
+        blocks = Tokens(tuple(range(self.policy.max_blocks)))
+        request = Request(0, one.prompt, one.max_new, adapter=one.adapter)
+        row = Row(Job(request, tokens, 0, blocks, -1), len(tokens))
+        names = ("adapters",) * (one.adapter >= 0)
+        batch = on_device([row], self.policy, self.args.device, *names)
+        return self.logits(self.cache, batch)[0, 0]
 
 
 def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
@@ -97,11 +121,15 @@ def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     B = -(-max(profile.longest, args.context + 1) // block_size)
     num_blocks = args.blocks or most * max(B // 2, -(-args.context // block_size))
+    torch.manual_seed(args.seed)
     params = random_params(config, args.device, dtype)
     cache = llama.init_cache(
         config, num_blocks, block_size=block_size, device=args.device, dtype=dtype
     )
     adapters = lora.slots(params, count=args.adapters, rank=16) if args.adapters else None
+    for pair in (pair for layer in adapters or () for pair in layer.values()):
+        pair.a.normal_(std=pair.a.shape[2] ** -0.5)
+        pair.b.normal_(std=pair.b.shape[1] ** -0.5)  # changes by about 1 what is about 1
     policy = Policy(args.max_tokens, most, B, block_size)
     return Bench(args, config, params, cache, policy, num_blocks, adapters)
 
@@ -129,21 +157,26 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if "decode" in args.parts:
         device = args.device
         batches = [
-            decode_batch(n, args.context, bench.policy, device, *bench.more, vocab_size=vocab_size)
+            decode_batch(
+                n, args.context, bench.policy, device, *bench.more, vocab_size=vocab_size,
+                adapters=args.adapters,
+            )
             for n in args.batches
-        ]
-        ways = {"bare forward": bench.bare()} | {m: s.run for m, s in captured.items()}
-        found["decode"] = sweep(ways, bench.cache, batches)
+        ]  # fmt: skip
+        ways = {"bare forward": bench.bare().run} | {m: s.run for m, s in captured.items()}
+        found["decode"] = sweep(ways, bench.cache, batches, bench.logits)
         print(table(by_batch(found["decode"])))
     if "traffic" in args.parts:
         arrivals = stream(profile, args.requests, vocab_size=vocab_size, seed=args.seed)
         print(as_text(arrivals))
+        held = bench.cache, bench.policy, bench.num_blocks
+        _, _, wanted = run(bench.bare(), *held, arrivals)
         for mode, steps in captured.items():
             print(f"{name} {mode}: serving {len(arrivals)} requests", flush=True)
-            served = steps, bench.cache, bench.policy, bench.num_blocks
-            run(*served, arrivals[:8])  # kernels of eager steps compile as they come
-            row, tally = run(*served, arrivals)
-            found["traffic"].append({"modes": mode, **row})
+            run(steps, *held, arrivals[:8])  # kernels of eager steps compile as they come
+            row, tally, texts = run(steps, *held, arrivals)
+            right = share_of_texts(texts, wanted, arrivals, bench.logits_after)
+            found["traffic"].append({"modes": mode, **row, "right": right})
             found["shares"] += [{"modes": mode, **line} for line in shares(tally)]
         print(table(found["shares"]), table(found["traffic"]), sep="\n\n")
     return found
@@ -156,18 +189,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the rows; 1 where a GPU does not do what is asked of it."""
+    """Print the rows; 1 where what is drawn is wrong, or a GPU does not do what is asked of it."""
     args = parse(argv)
     found = []
     for name in args.models:
         found.append(measure(name, args))
         if args.json:
             write(args.json, found)
-    lines = [f"{one['model']}, {line}" for one in found for line in broken(one["decode"])]
-    if lines and args.device == "cuda":
-        print(*lines, sep="\n")
-        return 1
-    return 0
+    lines = [f"{one['model']}, {line}" for one in found for line in wrong(one)]
+    if args.device == "cuda":
+        lines += [f"{one['model']}, {line}" for one in found for line in broken(one["decode"])]
+    for line in lines:
+        print(line)
+    return 1 if lines else 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
 A step is the model, the draw of its tokens and the wait for them. All ways get the same batch, on
 the device. In each round every way has its share of steps, so that a clock or a neighbour that
-changes meanwhile changes all of them.
+changes meanwhile changes all of them. What each of them draws is held to what bare `forward` does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
+from benchmarks.serve_check import refill, share_right
 from models.batches import batch_type, empty_batch, lay_out
 from models.policy import Policy
 from models.requests import Job, Request, Row
@@ -26,19 +27,30 @@ from models.tokens import Tokens
 DRAWN = Settings(temperature=0.8, top_p=0.95)
 ROUNDS, ROUND_S, MOST = 5, 0.05, 100  # of one way: rounds, seconds of each, steps of each at most
 Step = Callable[[Any, Any], tuple[Tensor, Any]]  # cache, batch -> ids, cache
+Logits = Callable[[Any, Any], Tensor]  # cache, batch -> bare forward's (R, Q, V)
 
 
 def decode_batch(
-    num_reqs: int, context: int, policy: Policy, device: Any, *more: str, vocab_size: int
-) -> Any:
-    """Requests of `context` tokens that draw their next one, in blocks of their own."""
+    num_reqs: int, context: int, policy: Policy, device: Any, *more: str, vocab_size: int,
+    adapters: int = 0,
+) -> Any:  # fmt: skip
+    """Requests of `context` tokens that draw their next one, in blocks of their own.
+
+    Of so many adapters, every second request uses one.
+    """
     per = -(-context // policy.block_size)
     rows = []
     for i in range(num_reqs):
         tokens = Tokens(tuple((i + 7 * j) % vocab_size for j in range(context)))
         blocks = Tokens(tuple(range(i * per, (i + 1) * per)))
-        request = Request(i, (1,), context, settings=DRAWN, key=key_of(i))
+        adapter = i // 2 % adapters if adapters and i % 2 == 0 else -1
+        request = Request(i, (1,), context, adapter=adapter, settings=DRAWN, key=key_of(i))
         rows.append(Row(Job(request, tokens, context - 1, blocks, -1), 1))
+    return on_device(rows, policy, device, *("adapters",) * bool(adapters), *more)
+
+
+def on_device(rows: Sequence[Row], policy: Policy, device: Any, *more: str) -> Any:
+    """The batch of these rows, each leaf on the device."""
     kind = batch_type(*more)
     host = lay_out(rows, policy, lambda spec: empty_batch(kind, policy, spec))
     leaves = {n: getattr(host, n).to(device) for n in fg.core.buffers_of(kind)}
@@ -68,10 +80,17 @@ def waits(step: Step, cache: Any, batch: Any) -> int:
 
 
 @torch.no_grad()
-def sweep(ways: Mapping[str, Step], cache: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
-    """A row for each batch and way: ms a step, and tokens a second over all its requests."""
+def sweep(
+    ways: Mapping[str, Step], cache: Any, batches: Sequence[Any], logits: Logits
+) -> list[dict[str, Any]]:
+    """A row for each batch and way: ms a step, and tokens a second over all its requests.
+
+    Args:
+        ways: bare `forward` first, which the others are held to.
+    """
     rows = []
     for batch in batches:
+        right = judge(ways, cache, batch, logits)
         steps: dict[str, int] = {}
         times: dict[str, list[float]] = {}
         for name, step in ways.items():
@@ -85,9 +104,23 @@ def sweep(ways: Mapping[str, Step], cache: Any, batches: Sequence[Any]) -> list[
             took = median(times[name])
             rows.append({
                 "batch": batch.spec.num_reqs, "way": name, "ms": took * 1e3,
+                "least ms": min(times[name]) * 1e3, "most ms": max(times[name]) * 1e3,
                 "tokens/s": batch.spec.num_reqs / took, "waits": waits(step, cache, batch),
+                "right": right[name],
             })  # fmt: skip
     return rows
+
+
+def judge(ways: Mapping[str, Step], cache: Any, batch: Any, logits: Logits) -> dict[str, float]:
+    """The share of each way's tokens that are right, all drawn from equal caches."""
+    drawn = {}
+    for name, step in ways.items():
+        refill(cache)
+        drawn[name] = step(cache, batch)[0].clone().flatten()
+    refill(cache)
+    logits_NV = logits(cache, batch).flatten(0, -2)
+    wanted_N = next(iter(drawn.values()))
+    return {name: share_right(logits_NV, drawn_N, wanted_N) for name, drawn_N in drawn.items()}
 
 
 def by_batch(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -13,17 +13,17 @@ from typing import Any
 from benchmarks.serve_decode import DRAWN
 from benchmarks.traffic import Arrival, quantile
 from models.policy import Policy
-from models.requests import State, start, submit
+from models.requests import Event, State, start, submit
 from models.sample import Settings
-from models.serve import serve
+from models.serve import gather, serve
 from models.steps import Steps
 from models.tally import Tally
 
 
 def run(
     steps: Steps, cache: Any, policy: Policy, num_blocks: int, arrivals: Sequence[Arrival]
-) -> tuple[dict[str, Any], Tally]:
-    """What a stream sees: one row, and what ran as what."""
+) -> tuple[dict[str, Any], Tally, dict[int, tuple[int, ...]]]:
+    """What a stream sees: one row, what ran as what, and the texts by their arrivals' numbers."""
     due, clock = list(reversed(arrivals)), Clock()
     last: dict[int, tuple[float, bool]] = {}  # when a request came or had a token, and which
     first: list[float] = []
@@ -53,11 +53,13 @@ def run(
         return state
 
     tally, took = Tally(), []
+    events: list[Event] = []
     began = time.perf_counter()
     state = start(num_blocks, policy)
     for one in tally.watch(serve(steps._replace(run=timed), cache, state, policy, inbox)):
         now = clock.now()
         took.append(one.seconds)
+        events += one.events
         for event in one.events:
             if not event.tokens:
                 continue
@@ -77,7 +79,7 @@ def run(
         "first token p99 ms": quantile(first, 0.99) * 1e3,
         "most waiting": longest, "padding": tally.total("padding") / total,
     }  # fmt: skip
-    return row, tally
+    return row, tally, gather(events)
 
 
 class Clock:

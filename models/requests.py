@@ -10,7 +10,7 @@ import numpy as np
 
 from models.blocks import Pool, blocks_for, new_pool, release
 from models.policy import Policy
-from models.sample import Settings, stack
+from models.sample import Settings, check, key_of
 from models.tokens import Tokens
 
 GREEDY = Settings()
@@ -154,7 +154,8 @@ def submit(
             f"{state.pool.num_blocks}. Pass Policy(max_blocks={needed}) and a larger cache, or "
             "shorten the request"
         )
-    (key,) = stack([settings]).keys.tolist()
+    check(settings)
+    key = key_of(settings.seed)
     request = Request(state.submitted, tokens, max_new, ends, adapter, settings, key)
     job = Job(request, Tokens(tokens), 0, no_blocks(), -1)
     return dataclasses.replace(state, waiting=(*state.waiting, job), submitted=state.submitted + 1)

@@ -51,18 +51,24 @@ class Sampling:
     min_p: Tensor = fg.buffer("R", "float32", pad=0)
 
 
+def check(settings: Settings, subject: str = "") -> None:
+    """Raise `ValueError` for a setting out of its range."""
+    temperature, top_k, top_p, min_p, _ = settings
+    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
+        raise ValueError(
+            f"{subject}{settings} needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and "
+            "0 <= min_p <= 1; Settings() is greedy, Settings(1.0) draws from all tokens"
+        )
+
+
 def stack(settings: Sequence[Settings]) -> Sampling:
     """The leaves of so many requests, in host memory.
 
     Raises:
         ValueError: a setting out of its range, with the request's number.
     """
-    for i, s in enumerate(settings):
-        if not (s.temperature >= 0 and s.top_k >= 0 and 0 < s.top_p <= 1 and 0 <= s.min_p <= 1):
-            raise ValueError(
-                f"request {i}: {s} needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and "
-                "0 <= min_p <= 1; Settings() is greedy, Settings(1.0) draws from all tokens"
-            )
+    for i, one in enumerate(settings):
+        check(one, f"request {i}: ")
     temperature, top_k, top_p, min_p, seeds = zip(*settings)
     return Sampling(
         keys=torch.tensor([key_of(seed) for seed in seeds]),

@@ -31,7 +31,7 @@ class Served(NamedTuple):
         state: after it.
         spec: of its batch.
         kind: decode, verify, prefill or mixed.
-        ran: mode, key and why.
+        ran: mode, key and why; NONE where graphs were meant and their capture failed.
         events: what it did for its requests.
         seconds: of wall time, scheduling included.
     """

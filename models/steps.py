@@ -27,7 +27,7 @@ class Steps(NamedTuple):
     Attributes:
         host_batch: spec -> a batch to be filled.
         run: cache, batch -> token ids (R, Q), cache.
-        dispatch: spec -> what it runs as.
+        dispatch: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
     """
 
@@ -87,12 +87,12 @@ def make_steps(
         captured[case] = bound.capture(cache, policy.limits, progress=progress)
     functions = tuple(captured.values())
     if len(functions) == 1:
-        return Steps(functions[0].host_batch, functions[0], functions[0].dispatch, functions)
+        return Steps(functions[0].host_batch, functions[0], functions[0].runs_as, functions)
     of = lambda spec: captured[case_of(spec)]  # noqa: E731
     return Steps(
         lambda spec: of(spec).host_batch(spec),
         lambda cache, batch: of(batch.spec)(cache, batch),
-        lambda spec: of(spec).dispatch(spec),
+        lambda spec: of(spec).runs_as(spec),
         functions,
     )
 

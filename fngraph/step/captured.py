@@ -42,7 +42,7 @@ from fngraph.step.budget import memory
 from fngraph.step.call import call, host_batch
 from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.inside import Times, show_ranges, times
-from fngraph.step.keys import capture_all, capture_some, check_key, recapture, release
+from fngraph.step.keys import capture_all, capture_some, check_key, recapture, refused, release
 from fngraph.step.ready import Entry, Hot, Ready
 from fngraph.step.rebind import rebind
 from fngraph.step.sleep import family, sleep, wake
@@ -113,6 +113,12 @@ class Captured:
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as."""
         return dispatch(self.table, _checked(spec))
+
+    def runs_as(self, spec: BatchSpec) -> Dispatch:
+        """As `dispatch`, but NONE where the key has failed in the step that the last call was."""
+        chosen, step = self.dispatch(spec), self.hot.step or self
+        key = chosen.mode, chosen.descriptor
+        return refused(step, key, spec) if key in step.book.failed else chosen
 
     def explain(self, spec: BatchSpec) -> Explanation:
         """Why `spec` runs as it does, and why not as anything else."""

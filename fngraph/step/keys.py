@@ -104,11 +104,15 @@ def find_replay(step: Captured, ready: Ready, spec: BatchSpec) -> None:
     key = (mode, descriptor)
     replay = step.replays.get(key) or obtain(step, key, in_step=True)
     if replay is None:
-        reason = f"capture failed: {step.book.failed[key]}"
-        ready.chosen = Dispatch(Mode.NONE, spec.descriptor(), reason)
+        ready.chosen = refused(step, key, spec)
         return
     ready.replay, ready.calls = replay, replay.bind(ready.true)
     ready.free = mode is Mode.FULL and step.borrow
+
+
+def refused(step: Captured, key: Key, spec: BatchSpec) -> Dispatch:
+    """What a batch runs as whose key cannot be captured."""
+    return Dispatch(Mode.NONE, spec.descriptor(), f"capture failed: {step.book.failed[key]}")
 
 
 def check_key(step: Captured, descriptor: BatchDescriptor, subject: str = "") -> None:

@@ -135,6 +135,20 @@ def test_a_tally_counts_steps_tokens_and_padding(params):
     )
 
 
+def test_a_tally_has_what_ran_and_not_what_was_meant(params):
+    cache = llama.init_cache(params.config, 12, block_size=8)
+    policy = Policy(16, 3, 6, 8)
+    steps = make_steps(
+        llama.forward, params, cache, policy, modes="FULL_AND_PIECEWISE", sizes=(2, 8),
+        recorder="tape", on_failure="eager", memory_budget=1,
+    )  # fmt: skip
+    state = submit(submit(start(12, policy), policy, (1, 2, 3), 5), policy, (4,), 5)
+    served = list(serve(steps, cache, state, policy))
+    assert Tally(served).share("NONE") == steps.captured[0].stats.share("NONE") == 1
+    assert Tally(served).total("padding") == 0
+    assert {one.ran.reason for one in served} == set(steps.captured[0].stats.reasons)
+
+
 def test_a_shared_prefix_is_read_once(params, monkeypatch):
     """Cascade batches, and no others, go through the cascade primitive, told how long it is."""
     seen, honest = [], fg.ops.cascade

@@ -11,10 +11,12 @@ import torch
 
 import fngraph as fg
 from benchmarks import serve
+from benchmarks.serve_check import share_of_texts, share_right
 from benchmarks.serve_decode import broken, decode_batch
 from benchmarks.serve_stream import Clock
-from benchmarks.traffic import stream
+from benchmarks.traffic import Arrival, stream
 from models.policy import Policy
+from models.steps import Steps
 
 
 @pytest.mark.parametrize(
@@ -38,11 +40,12 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
     ]
     for row in found["decode"]:
         assert row["tokens/s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
+        assert 0 < row["least ms"] <= row["ms"] <= row["most ms"] and row["right"] == 1
     profile = dataclasses.replace(serve.TINY, adapters=2 * bool(more), adapted=0.5)
     asked = sum(one.max_new for one in stream(profile, 12, vocab_size=256))
     for row in found["traffic"]:
         assert row["requests"] == 12
-        assert row["new tokens"] == asked
+        assert row["new tokens"] == asked and row["right"] == 1
         assert 0 < row["between tokens p50 ms"] <= row["between tokens p99 ms"]
         assert 0 < row["the loop's part p50 ms"] < row["step p50 ms"]
         assert 0 < row["first token p50 ms"] <= row["first token p99 ms"]
@@ -58,6 +61,77 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
         )
     shown = capsys.readouterr().out
     assert all(mode in shown for mode in modes) and "tokens/s" in shown
+
+
+def of_zeros(steps: Steps) -> Steps:
+    """A stub: it draws token 0."""
+
+    def run(cache, batch):
+        return torch.zeros(batch.logits_indices.shape, dtype=torch.int64), cache
+
+    return steps._replace(run=run)
+
+
+def over_zeros(steps: Steps) -> Steps:
+    """What the steps before have left in the cache is not read."""
+
+    def run(cache, batch):
+        for pair in cache:
+            for leaf in pair:
+                leaf.zero_()
+        return steps.run(cache, batch)
+
+    return steps._replace(run=run)
+
+
+def without_adapters(steps: Steps) -> Steps:
+    """Every token is said to use none."""
+
+    def run(cache, batch):
+        if batch.spec.adapters:
+            batch.adapter_ids.fill_(-1)
+        return steps.run(cache, batch)
+
+    return steps._replace(run=run)
+
+
+@pytest.mark.parametrize("part", ["decode", "traffic"])
+@pytest.mark.parametrize(
+    "break_, more",
+    [(of_zeros, []), (over_zeros, []), (without_adapters, ["--adapters", "2"])],
+)
+def test_wrong_tokens_are_not_measured(break_, more, part, monkeypatch, capsys):
+    real = serve.make_steps
+    monkeypatch.setattr(serve, "make_steps", lambda *args, **opts: break_(real(*args, **opts)))
+    monkeypatch.setattr(serve, "table", str)
+    assert serve.main(["--tiny", "--modes", "FULL_AND_PIECEWISE", "--parts", part, *more]) == 1
+    what = "traffic" if part == "traffic" else "batch 3"
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        line.startswith(f"tiny, {what}: FULL_AND_PIECEWISE draws other") for line in lines
+    ), lines
+
+
+def test_a_token_is_right_where_it_is_as_good():
+    logits_NV = torch.tensor([[4.0, 4.0, 3.98, -4.0]] * 4)
+    drawn_N, wanted_N = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 1, 1, 1])
+    assert share_right(logits_NV.bfloat16(), drawn_N, wanted_N) == 0.5
+    assert share_right(logits_NV, drawn_N, wanted_N) == 0.25
+    assert share_right(logits_NV * torch.nan, wanted_N, wanted_N) == 0
+
+
+def test_texts_are_judged_where_they_part():
+    asked = []
+
+    def logits_after(one, text):
+        asked.append((one, text))
+        return torch.tensor([0.0, 4.0, 4.0, 1.0])
+
+    arrivals = [Arrival(0.0, (i,), 3) for i in range(4)]
+    wanted = dict.fromkeys(range(4), (3, 1, 0))
+    texts = {0: (3, 1, 0), 1: (3, 2, 3), 2: (3, 3, 0), 3: (3, 1)}
+    assert share_of_texts(texts, wanted, arrivals, logits_after) == 0.5
+    assert asked == [(arrivals[1], (3,)), (arrivals[2], (3,))]
 
 
 def test_a_decode_batch_reads_blocks_of_its_own():

@@ -116,12 +116,14 @@ def test_a_failed_key_is_served_eagerly_and_counted(recorder_name, device):
     ((reason, times),) = made.step.stats.reasons.items()
     assert reason.startswith("capture failed: ") and "boom" in reason and times == 3
     assert {mode for _, _, mode in made.step.stats.counts} == {NONE}
+    assert made.step.runs_as(MIXED.spec) == (NONE, MIXED.spec.descriptor(), reason)
     assert made.fault.hits <= 2, "it was tried again at each step"
     made.fault.times = 0
     made.step.recapture(fg.BatchDescriptor(8))
     assert not made.step.failed and made.keys == [failed]
     made.check(MIXED)
     assert made.step.stats.counts[5, 8, PIECEWISE] == 1
+    assert made.step.runs_as(MIXED.spec) == made.step.dispatch(MIXED.spec)
 
 
 def test_capture_all_goes_on_past_a_failed_key(recorder_name, device):

@@ -25,7 +25,7 @@ from models.config_json import (
     Raw as Raw,
     misfits,
     read_json as read_json,
-)  # fmt: skip
+)
 
 FAMILIES = {
     "bert": "models.bert",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fngraph as fg
 
-HOT = 1e38  # the highest temperature: near the end of float32, -inf over it would be NaN
+HOT = 1e38  # the highest temperature: from 3.5e38 on it is inf in float32, and -inf over it NaN
 COLD = 1e-5  # a temperature below it is greedy: logits over it would leave float32
 WEIGHT_BITS = 34  # of the likeliest token: sums over 2**18 tokens are exact in a float64 too
 

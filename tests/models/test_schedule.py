@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fngraph as fg
+from models import blocks
 from models.blocks import blocks_for
 from models.policy import Policy
 from models.requests import State, cancel, start, submit
@@ -192,7 +194,6 @@ def test_what_is_hard_occurs_often():
         seen.update(kinds)
 
     look()
-    print(seen)
     assert len(seen) == 4 and min(seen.values()) >= 10, seen
 
 
@@ -237,6 +238,28 @@ def test_prompts_that_begin_alike_share_blocks_in_the_very_same_step():
     assert first[:2] == second[:2] == third[:2] and first[2] != second[2] != third[2]
     assert not set(other) & {*first, *second, *third}
     assert [row.new for row in state.rows] == [10, 2, 2, 10]
+
+
+def test_a_prefix_ends_where_a_block_of_it_is_missing():
+    pool, held = blocks.take(blocks.new_pool(8), 2)
+    text = np.array([1, 2, 5, 6])
+    pool = blocks.give_names(pool, np.array(held), text, 2, -1, 0)
+    assert blocks.find_prefix(pool, text, 2, -1) == held
+    assert blocks.find_prefix(pool, np.array([1, 2, 9, 9, 5, 6]), 2, -1) == held[:1]
+
+
+def test_of_two_blocks_alike_the_first_has_the_name():
+    pool = blocks.new_pool(8)
+    text, alike = np.array([1, 2]), []
+    for _ in range(2):
+        pool, held = blocks.take(pool, 1)
+        pool = blocks.give_names(pool, np.array(held), text, 2, -1, 0)
+        alike.append(held)
+    assert blocks.find_prefix(pool, text, 2, -1) == alike[0]
+    pool = blocks.release(pool, alike[0])
+    assert blocks.find_prefix(pool, text, 2, -1) == []
+    pool = blocks.release(pool, alike[1])
+    assert not pool.named and not pool.names
 
 
 def test_all_of_a_prompt_is_never_shared():

@@ -29,6 +29,7 @@ from models import llama, lora
 from models.policy import Policy
 from models.steps import Steps, make_steps, served_forward
 
+PARTS = ("decode", "traffic")
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384, 512)
 SHAPES = {
@@ -117,9 +118,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     captured = {}
     for mode in args.modes:
         began = time.perf_counter()
+        print(f"{name} {mode}: capturing", flush=True)
         captured[mode] = bench.steps(mode)
         keys = sum(len(step) for step in captured[mode].captured)
-        print(f"{name} {mode}: {keys} keys captured in {time.perf_counter() - began:.1f} s")
+        print(
+            f"{name} {mode}: {keys} keys captured in {time.perf_counter() - began:.1f} s",
+            flush=True,
+        )
     found: dict[str, Any] = {"model": name, "decode": [], "traffic": [], "shares": []}
     if "decode" in args.parts:
         device = args.device
@@ -134,6 +139,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         arrivals = stream(profile, args.requests, vocab_size=vocab_size, seed=args.seed)
         print(as_text(arrivals))
         for mode, steps in captured.items():
+            print(f"{name} {mode}: serving {len(arrivals)} requests", flush=True)
             served = steps, bench.cache, bench.policy, bench.num_blocks
             run(*served, arrivals[:8])  # kernels of eager steps compile as they come
             row, tally = run(*served, arrivals)
@@ -151,20 +157,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the rows; 1 where a GPU does not do what is asked of it."""
-    args = parser().parse_args(argv)
-    if args.tiny:
-        tiny = {
-            "device": "cpu",
-            "models": ["tiny"],
-            "batches": [1, 3],
-            "context": 20,
-            "max_tokens": 16,
-            "requests": 12,
-            "uniform": "reference",
-            "mixed": "reference",
-        }
-        for key, value in tiny.items():
-            setattr(args, key, value)
+    args = parse(argv)
     found = []
     for name in args.models:
         found.append(measure(name, args))
@@ -177,14 +170,28 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The flags; what `--tiny` makes smaller are defaults, which other flags still change."""
+    p = parser()
+    if p.parse_args(argv).tiny:
+        p.set_defaults(
+            device="cpu", models=["tiny"], batches=[1, 3], context=20, max_tokens=16, requests=12,
+            uniform="reference", mixed="reference",
+        )  # fmt: skip
+    return p.parse_args(argv)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    p = argparse.ArgumentParser(prog="python -m benchmarks serve", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks serve", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--models", nargs="+", default=["1B", "8B"], choices=list(SHAPES))
     p.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    p.add_argument("--parts", nargs="+", default=["decode", "traffic"])
+    p.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     p.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     p.add_argument("--context", type=int, default=512, help="tokens of each request, decode")
     p.add_argument("--max-tokens", type=int, default=512, help="token budget of a step")

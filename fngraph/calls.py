@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class PrimitiveCall:
     Attributes:
         uniform: the backend of uniform keys, if they have one of their own.
         planners: of backends that plan on the host, by their name.
+        note: why the backend is not the one that would have been preferred, or "".
     """
 
     name: str
@@ -33,6 +35,7 @@ class PrimitiveCall:
     config: Any
     uniform: Backend | None = None
     planners: Mapping[str, Planner] = dataclasses.field(default_factory=dict)
+    note: str = ""
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -85,14 +88,17 @@ def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCa
 def _choose(name: str, cut: Cut, choice: Choice) -> PrimitiveCall:
     primitive = PRIMITIVES[cut.op]
     config = primitive.configure(*cut.example)
-    uniform = None
+    uniform, note = None, ""
     if choice is None:
         backend = primitive.suited(config)
+        over = primitive.passed_over(config)
+        if over and not backend.preferred(config):
+            note = f"{primitive.name} runs on {backend.name}, not on {'; '.join(over)}"
     elif isinstance(choice, str):
         backend = primitive.backend(choice)
     else:
         uniform, backend = primitive.backend(choice.uniform), primitive.backend(choice.mixed)
-    call = PrimitiveCall(name, cut, primitive, backend, config, uniform)
+    call = PrimitiveCall(name, cut, primitive, backend, config, uniform, note=note)
     for one in call.backends:
         reason = one.refusal(config) if one.shipped else None
         if reason is not None:
@@ -140,7 +146,15 @@ def _host_leaf(
 ) -> int:
     """Number of the leaf that a plan reads as argument `name`."""
     names = [a.name for a in call.primitive.op._schema.arguments]
-    slot = step.reads[call.cut.places.index(names.index(name))]
+    read = [names[place] for place in call.cut.places]
+    if name not in read:
+        near = difflib.get_close_matches(name, read, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise BackendError(
+            f"backend {backend.name!r}: its plan reads {name!r}, and {step.name} has the tensors "
+            f"{', '.join(read)}.{hint}"
+        )
+    slot = step.reads[read.index(name)]
     buffer = leaves[slot].buffer if slot < len(leaves) else None
     if buffer is None:
         why = f"{name}, which is no leaf of the batch: forward computes it, or holds it"

@@ -33,7 +33,7 @@ class FieldError(FnGraphError, TypeError):
 
 
 class TreeError(FnGraphError, TypeError):
-    """Arguments whose structure, dtypes or shapes differ from those that were traced."""
+    """Arguments whose structure, dtypes or shapes are not those that were traced, or that fit."""
 
 
 class AddressError(FnGraphError, RuntimeError):

@@ -30,7 +30,7 @@ from fngraph.core import (
     buffers_of,
     trees,
 )
-from fngraph.errors import DonationError, TreeError
+from fngraph.errors import BackendError, DonationError, TreeError
 from fngraph.fx.arguments import arguments
 from fngraph.fx.donation import COPY_LIMIT
 from fngraph.fx.leaves import Role
@@ -344,6 +344,10 @@ def graphify(
             allow_copies=allow_copies, on_ambient=on_ambient, memory_budget=memory_budget,
             on_failure=on_failure, generators=generators, guards=guards, **resolve,
         )  # fmt: skip
+    if not isinstance(backends, Mapping | None):
+        raise BackendError(
+            f'backends={backends!r}: pass them by primitive, backends={{"attention": {backends!r}}}'
+        )
     for name, choices in (backends or {}).items():
         check_choices(name, choices)  # unknown names fail here, where they are written
     for name in resolve.keys() - inspect.signature(core.resolve).parameters.keys():

@@ -73,6 +73,16 @@ def test_bare_forward_and_a_step_take_the_same_where_none_is_named(add):
         ATTENTION._suited.clear()
 
 
+def test_why_a_preferred_backend_is_passed_over_is_noted(add):
+    add("one", fg.Support.ALWAYS, preferred=lambda config: True, supports=lambda config: "no way")
+    ATTENTION._suited.clear()
+    try:
+        assert lowered(None).notes == ("attention runs on reference, not on one: no way",)
+        assert lowered("reference").notes == ()
+    finally:
+        ATTENTION._suited.clear()
+
+
 def test_a_hybrid_runs_uniform_keys_with_one_and_all_else_with_the_other(add):
     add("one", fg.Support.UNIFORM_BATCH)
     add("two", fg.Support.ALWAYS)
@@ -141,6 +151,47 @@ def test_a_backend_for_each_layer(add):
 def test_a_choice_that_fits_nothing_is_refused(choice, message):
     with pytest.raises(BackendError, match=message):
         lowered(choice)
+
+
+def test_backends_are_written_by_primitive():
+    with pytest.raises(BackendError, match=r"backends='sdpa'.*backends=\{\"attention\": 'sdpa'\}"):
+        fg.graphify(toys.attend, donate="cache", stage="batch", backends="sdpa")
+
+
+@pytest.mark.parametrize("answer", [False, True, 0])
+def test_supports_gives_a_reason_or_none(add, answer):
+    """`lambda config: config.head_dim <= 128` would refuse what it can run, and take the rest."""
+    add("odd", fg.Support.ALWAYS, supports=lambda config: answer)
+    with pytest.raises(BackendError, match=rf"'odd': supports\(config\) returned {answer}; return"):
+        lowered("odd")
+
+
+def test_what_is_no_backend_is_not_registered():
+    known = list(ATTENTION.backends)
+
+    def mine(*args: Any, **options: Any) -> None: ...
+
+    with pytest.raises(BackendError, match=r"pass a fg.ops.Backend, fg.ops.Backend\('mine', run"):
+        ATTENTION.register(ATTENTION.backend("reference"), mine)  # type: ignore[arg-type]
+    assert list(ATTENTION.backends) == known
+
+
+def test_a_backend_shows_its_level():
+    assert "'sdpa', UNIFORM_BATCH" in repr(ATTENTION.backend("sdpa"))
+    by_width = Backend("mine", print, lambda config: fg.Support(config.head_dim > 8))
+    assert repr(by_width) == "Backend('mine')"
+
+
+def test_a_level_in_place_of_a_function():
+    level = fg.Support.ALWAYS
+    with pytest.raises(BackendError, match=r"pass support=lambda config: fg.Support.ALWAYS"):
+        Backend("mine", lambda *args: None, support=level)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("typo, name", [("flashmla", "FlashMLA"), ("SDPA", "sdpa")])
+def test_the_nearest_name_is_so_in_either_case(typo, name):
+    with pytest.raises(BackendError, match=f"mean '{name}'"):
+        ATTENTION.backend(typo)
 
 
 def test_a_refusal_names_the_layer_of_a_hybrid(add):
@@ -267,6 +318,14 @@ def test_a_leaf_that_forward_computes_rejects_the_backend_when_lowered(add):
     split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=LIMITS).split()
     with pytest.raises(BackendError, match=r"seq_lens, which is no leaf of the batch: forward"):
         split.lower()
+
+
+def test_a_plan_names_tensors_of_the_primitive(add):
+    planned(add, fg.Support.ALWAYS, leaves=("seq_len",))
+    with pytest.raises(BackendError, match=r"plan reads 'seq_len', and attention 0 .*'seq_lens'"):
+        lowered("planned")
+    with pytest.raises(BackendError, match=r"pass a tuple, \('seq_lens',\)"):
+        Plan("seq_lens", lambda *a: None, lambda *a: None)  # type: ignore[arg-type]
 
 
 def test_a_leaf_that_comes_on_the_device_is_refused_and_not_waited_for():

@@ -62,10 +62,15 @@ class AttentionConfig(NamedTuple):
 
 
 def meta_of(batch: Any) -> AttentionMeta:
-    """The fields of a batch that attention reads."""
-    return AttentionMeta(
-        batch.slot_mapping, batch.seq_lens, batch.query_start_loc, batch.block_tables
-    )
+    """The fields of a batch that attention reads, without gaps."""
+    fields = (getattr(batch, name) for name in AttentionMeta._fields)
+    return AttentionMeta(*map(dense, fields))
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x`, its last dim without gaps, as kernels take it; what is no such tensor as it is."""
+    gaps = isinstance(x, Tensor) and x.dim() > 0 and x.stride(-1) != 1
+    return x.contiguous() if gaps else x
 
 
 def present(meta: AttentionMeta, num_tokens: int) -> Tensor:

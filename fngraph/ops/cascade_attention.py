@@ -19,6 +19,7 @@ from torch import Tensor
 from fngraph.core import HostBounds, Support
 from fngraph.ops.attention_config import AttentionConfig, AttentionMeta, meta_of
 from fngraph.ops.attention_dense import rows_of
+from fngraph.ops.check_shapes import PAGED, Shapes
 from fngraph.ops.primitive import Backend, define
 from fngraph.ops.reference import AT_ONCE, read, write
 
@@ -104,6 +105,17 @@ CASCADE = define(
 )
 
 
+CACHE = "num_blocks block_size K D"
+SHAPES = Shapes(
+    "cascade",
+    {
+        "q_THD": "T H D", "k_TKD": "T K D", "v_TKD": "T K D", "kv[0]": CACHE, "kv[1]": CACHE,
+        **PAGED, "batch.prefix_len": "1",
+    },
+    shared=("H", "K"),
+)  # fmt: skip
+
+
 @CASCADE.function
 def cascade(
     q_THD: Tensor,
@@ -126,9 +138,15 @@ def cascade(
         (T, H, D) in q's dtype, zero in rows that belong to no request; and `kv` itself.
 
     Raises:
+        TreeError: an argument whose shape or dtype does not fit the others.
         TransformError: a gradient or a `torch.func` transform goes through it.
     """
-    out_THD = q_THD.new_zeros(q_THD.shape)
+    tensors = (
+        q_THD, k_TKD, v_TKD, *SHAPES.pair("kv", kv), *meta_of(batch), batch.prefix_len
+    )  # fmt: skip
+    SHAPES.check(*tensors)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
-    CASCADE.op(q_THD, k_TKD, v_TKD, *kv, *meta_of(batch), batch.prefix_len, out_THD, scale)
+    SHAPES.number("scale", scale, float)
+    out_THD = q_THD.new_zeros(q_THD.shape)
+    CASCADE.op(*tensors, out_THD, scale)
     return out_THD, kv

@@ -13,6 +13,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from fngraph.core import HostBounds, Support
+from fngraph.ops.check_shapes import STATES, Shapes
 from fngraph.ops.primitive import Backend, define
 from fngraph.ops.recurrent import StateMeta, load, meta_of, store
 
@@ -86,6 +87,11 @@ CAUSAL_CONV = define(
 )
 
 
+SHAPES = Shapes(
+    "causal_conv", {"x_TC": "T C", "weight_CW": "C W", "state": "num_slots C W-1", **STATES}
+)
+
+
 @CAUSAL_CONV.function
 def causal_conv(
     x_TC: Tensor, weight_CW: Tensor, state: Tensor, batch: Any
@@ -102,8 +108,11 @@ def causal_conv(
         (T, C) in x's dtype, zero in rows that belong to no request; and `state` itself.
 
     Raises:
+        TreeError: an argument whose shape or dtype does not fit the others.
         TransformError: a gradient or a `torch.func` transform goes through it.
     """
+    tensors = (x_TC, weight_CW, state, *meta_of(batch))
+    SHAPES.check(*tensors)
     out_TC = x_TC.new_zeros(x_TC.shape)
-    CAUSAL_CONV.op(x_TC, weight_CW, state, *meta_of(batch), out_TC)
+    CAUSAL_CONV.op(*tensors, out_TC)
     return out_TC, state

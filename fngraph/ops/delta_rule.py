@@ -15,6 +15,7 @@ from einops import einsum
 from torch import Tensor
 
 from fngraph.core import HostBounds, Support
+from fngraph.ops.check_shapes import STATES, Shapes
 from fngraph.ops.primitive import Backend, define
 from fngraph.ops.recurrent import StateMeta, meta_of, scan
 
@@ -87,6 +88,16 @@ GATED_DELTA = define(
 )
 
 
+SHAPES = Shapes(
+    "gated_delta",
+    {
+        "q_TGD": "T G D", "k_TGD": "T G D", "v_THV": "T H V", "g_TH": "T H", "beta_TH": "T H",
+        "state": "num_slots H D V", **STATES,
+    },
+    shared=("H", "G"),
+)  # fmt: skip
+
+
 @GATED_DELTA.function
 def gated_delta(
     q_TGD: Tensor,
@@ -116,9 +127,13 @@ def gated_delta(
         (T, H, V) in v's dtype, zero in rows that belong to no request; and `state` itself.
 
     Raises:
+        TreeError: an argument whose shape or dtype does not fit the others.
         TransformError: a gradient or a `torch.func` transform goes through it.
     """
-    out_THV = v_THV.new_zeros(v_THV.shape)
+    tensors = (q_TGD, k_TGD, v_THV, g_TH, beta_TH, state, *meta_of(batch))
+    SHAPES.check(*tensors)
     scale = q_TGD.shape[-1] ** -0.5 if scale is None else scale
-    GATED_DELTA.op(q_TGD, k_TGD, v_THV, g_TH, beta_TH, state, *meta_of(batch), out_THV, scale)
+    SHAPES.number("scale", scale, float)
+    out_THV = v_THV.new_zeros(v_THV.shape)
+    GATED_DELTA.op(*tensors, out_THV, scale)
     return out_THV, state

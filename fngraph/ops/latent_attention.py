@@ -17,6 +17,7 @@ from torch import Tensor
 from fngraph.core import HostBounds, Support
 from fngraph.ops import reference
 from fngraph.ops.attention_config import AttentionConfig, AttentionMeta, meta_of
+from fngraph.ops.check_shapes import PAGED, Shapes
 from fngraph.ops.primitive import Backend, define
 
 
@@ -88,6 +89,11 @@ MLA = define(
 )
 
 
+SHAPES = Shapes(
+    "mla", {"q_THC": "T H C", "new_TC": "T C", "cache": "num_blocks block_size C", **PAGED}
+)
+
+
 @MLA.function
 def mla(
     q_THC: Tensor, new_TC: Tensor, cache: Tensor, batch: Any, *, rank: int, scale: float
@@ -108,8 +114,15 @@ def mla(
         belong to no request. And `cache` itself.
 
     Raises:
+        TreeError: an argument whose shape or dtype does not fit the others.
         TransformError: a gradient or a `torch.func` transform goes through it.
     """
+    tensors = (q_THC, new_TC, cache, *meta_of(batch))
+    columns = SHAPES.check(*tensors)["C"]
+    SHAPES.number("rank", rank, int)
+    SHAPES.number("scale", scale, float)
+    if not 0 < rank <= columns:
+        raise ValueError(f"fg.ops.mla(rank={rank}): pass the latent's columns, 1 to {columns}")
     out_THL = q_THC.new_zeros(*q_THC.shape[:2], rank)
-    MLA.op(q_THC, new_TC, cache, *meta_of(batch), out_THL, rank, scale)
+    MLA.op(*tensors, out_THL, rank, scale)
     return out_THL, cache

@@ -53,13 +53,11 @@ class Function(Generic[P, R]):
         return self._fn(*args, **kwargs)
 
     def backends(self) -> Listing:
-        """Every backend with its level, what it needs, and whether it is usable here; printed."""
-        listing = Listing(
+        """Every backend with its level, what it needs, and whether it is usable here: a table."""
+        return Listing(
             BackendRow(b.name, b.support(None), b.needs, b.missing() or "yes")
             for b in self.primitive.backends.values()
         )
-        print(listing)
-        return listing
 
     def level(self, backend: str, config: Any = None) -> Support:
         """A backend's level, also of one that cannot be used here.

@@ -14,6 +14,7 @@ from torch import Tensor
 from fngraph.ops import reference
 from fngraph.ops.attention_config import AttentionConfig, AttentionMeta, meta_of
 from fngraph.ops.attention_inline import inline
+from fngraph.ops.check_shapes import PAGED, Shapes
 from fngraph.ops.primitive import define
 from fngraph.ops.transforms import inlined, is_transformed
 
@@ -50,6 +51,14 @@ ATTENTION = define(
     options=_options,
     default=reference.BACKEND,
     null_slots="slot_mapping",
+)
+
+
+CACHE = "num_blocks block_size K D"
+SHAPES = Shapes(
+    "attention",
+    {"q_THD": "T H D", "k_TKD": "T K D", "v_TKD": "T K D", "kv[0]": CACHE, "kv[1]": CACHE, **PAGED},
+    shared=("H", "K"),
 )
 
 
@@ -99,13 +108,13 @@ def attention(
 
     Raises:
         TransformError: `vmap` over another dim of the cache than its first, or an fp8 cache.
+        TreeError: an argument whose shape or dtype does not fit the others.
         ValueError: a window or softcap that is not above zero.
     """
-    for name, value in (("window", window), ("softcap", softcap)):
-        if value is not None and not value > 0:
-            raise ValueError(f"fg.ops.attention({name}={value}): pass a number above 0, or None")
-    tensors = (q_THD, k_TKD, v_TKD, *kv, *meta_of(batch))
+    tensors = (q_THD, k_TKD, v_TKD, *SHAPES.pair("kv", kv), *meta_of(batch))
+    sizes = SHAPES.check(*tensors)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    _check_options(sizes, scale, window, softcap, sinks, k_scale, v_scale)
     options = scale, window, softcap, causal, sinks, k_scale, v_scale
     if is_transformed(*tensors, sinks):
         with inlined("attention"):
@@ -113,3 +122,28 @@ def attention(
     out_THD = q_THD.new_zeros(q_THD.shape)
     ATTENTION.op(*tensors, out_THD, *options)
     return out_THD, kv
+
+
+def _check_options(
+    sizes: dict[str, int],
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    sinks: Any,
+    k_scale: Any,
+    v_scale: Any,
+) -> None:
+    """Raise where one is of another type or shape."""
+    SHAPES.number("scale", scale, float)
+    for name, value, kind in (("window", window, int), ("softcap", softcap, float)):
+        if value is not None:
+            SHAPES.number(name, value, kind)
+            if not value > 0:
+                raise ValueError(
+                    f"fg.ops.attention({name}={value}): pass a number above 0, or None"
+                )
+    if sinks is not None:
+        SHAPES.also("sinks", "H", sinks, sizes)
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if x is not None and not (isinstance(x, Tensor) and x.dim() == 0):
+            SHAPES.also(name, "K", x, sizes)

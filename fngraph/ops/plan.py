@@ -34,6 +34,15 @@ class Plan:
     buffers: Callable[[Any, Mapping[str, int], BatchDescriptor | None], Any]
     fill: Callable[[Any, Any, Mapping[str, int], Sequence[Tensor]], None]
 
+    def __post_init__(self) -> None:
+        """Raise where `leaves` is one name.
+
+        Raises:
+            BackendError: so it is.
+        """
+        if isinstance(self.leaves, str):
+            raise BackendError(f"Plan({self.leaves!r}, ...): pass a tuple, ({self.leaves!r},)")
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Planner:

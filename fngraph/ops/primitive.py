@@ -60,15 +60,43 @@ class Backend:
     shipped: bool = True
     preferred: Callable[[Any], bool] = lambda config: False
 
+    def __post_init__(self) -> None:
+        """Raise where a function is something else.
+
+        Raises:
+            BackendError: so it is.
+        """
+        for name in ("run", "support", "supports", "missing", "preferred"):
+            value = getattr(self, name)
+            if not callable(value):
+                shown = f"fg.Support.{value.name}" if isinstance(value, Support) else repr(value)
+                raise BackendError(
+                    f"backend {self.name!r}: {name}={shown} is no function; for one that always "
+                    f"answers so, pass {name}=lambda config: {shown}"
+                )
+
     def refusal(self, config: Any) -> str | None:
-        """Why it cannot run a configuration here, or None."""
+        """Why it cannot run a configuration here, or None.
+
+        Raises:
+            BackendError: `supports` returned neither a str nor None.
+        """
         unknown = [ask for ask in getattr(config, "asks", ()) if ask not in self.options]
         if unknown:
             return f"it has no {' and no '.join(unknown)}"
-        return self.supports(config) or self.missing()
+        reason = self.supports(config)
+        if reason is not None and not isinstance(reason, str):
+            raise BackendError(
+                f"backend {self.name!r}: supports(config) returned {reason!r}; return None where "
+                "it can run a configuration, else the reason as a str"
+            )
+        return reason or self.missing()
 
     def __repr__(self) -> str:
-        return f"Backend({self.name!r})"
+        try:
+            return f"Backend({self.name!r}, {self.support(None)})"  # of a plain configuration
+        except Exception:  # the user's own, which may read the configuration
+            return f"Backend({self.name!r})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +151,11 @@ class Primitive:
             self._suited[config] = next(able, next(iter(self.backends.values())))
         return self._suited[config]
 
+    def passed_over(self, config: Any) -> list[str]:
+        """The preferred backends that cannot run a configuration, with the reasons."""
+        preferred = [b for b in self.backends.values() if b.preferred(config)]
+        return [f"{b.name}: {reason}" for b in preferred if (reason := b.refusal(config))]
+
     def backend(self, name: str) -> Backend:
         """The backend called `name`.
 
@@ -130,8 +163,9 @@ class Primitive:
             BackendError: no such backend; lists those there are and the nearest name.
         """
         if name not in self.backends:
-            near = difflib.get_close_matches(name, self.backends, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            by_lower = {known.lower(): known for known in reversed(self.backends)}
+            near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+            hint = f" Did you mean {by_lower[near[0]]!r}?" if near else ""
             shipped = [repr(b.name) for b in self.backends.values() if b.shipped]
             raise BackendError(
                 f"primitive {self.name!r} has no backend {name!r}; "
@@ -140,7 +174,18 @@ class Primitive:
         return self.backends[name]
 
     def register(self, *backends: Backend) -> None:
-        """Make backends known by name; one of the same name is replaced."""
+        """Make backends known by name; one of the same name is replaced.
+
+        Raises:
+            BackendError: what is passed is no `Backend`.
+        """
+        for backend in backends:
+            if not isinstance(backend, Backend):
+                named = getattr(backend, "__name__", "mine")
+                raise BackendError(
+                    f"register({backend!r}): pass a fg.ops.Backend, "
+                    f"fg.ops.Backend({named!r}, run, support=lambda config: fg.Support.NEVER)"
+                )
         self.backends.update({backend.name: backend for backend in backends})
         self._suited.clear()
 

@@ -15,6 +15,7 @@ from einops import einsum
 from torch import Tensor
 
 from fngraph.core import HostBounds, Support
+from fngraph.ops.check_shapes import STATES, Shapes
 from fngraph.ops.primitive import Backend, define
 from fngraph.ops.recurrent import StateMeta, meta_of, scan
 
@@ -80,6 +81,16 @@ SSD = define(
 )
 
 
+SHAPES = Shapes(
+    "ssd",
+    {
+        "x_THP": "T H P", "dt_TH": "T H", "a_H": "H", "b_TGN": "T G N", "c_TGN": "T G N",
+        "state": "num_slots H P N", **STATES,
+    },
+    shared=("H", "G"),
+)  # fmt: skip
+
+
 @SSD.function
 def ssd(
     x_THP: Tensor,
@@ -105,8 +116,11 @@ def ssd(
         (T, H, P) in x's dtype, zero in rows that belong to no request; and `state` itself.
 
     Raises:
+        TreeError: an argument whose shape or dtype does not fit the others.
         TransformError: a gradient or a `torch.func` transform goes through it.
     """
+    tensors = (x_THP, dt_TH, a_H, b_TGN, c_TGN, state, *meta_of(batch))
+    SHAPES.check(*tensors)
     out_THP = x_THP.new_zeros(x_THP.shape)
-    SSD.op(x_THP, dt_TH, a_H, b_TGN, c_TGN, state, *meta_of(batch), out_THP)
+    SSD.op(*tensors, out_THP)
     return out_THP, state

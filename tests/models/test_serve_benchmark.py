@@ -98,3 +98,15 @@ def test_idle_time_is_skipped():
     assert 100 <= clock.now() < 101
     clock.jump(50.0)
     assert clock.now() >= 100
+
+
+def test_tiny_leaves_flags_that_were_given():
+    args = serve.parse(["--tiny", "--requests", "5", "--mixed", "sdpa"])
+    assert (args.requests, args.mixed) == (5, "sdpa")
+    assert (args.models, args.uniform, args.device) == (["tiny"], "reference", "cpu")
+
+
+def test_a_part_that_there_is_not(capsys):
+    with pytest.raises(SystemExit):
+        serve.parse(["--parts", "decod"])
+    assert "decode" in capsys.readouterr().err

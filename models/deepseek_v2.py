@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from models import loading, naming
-from models.experts import Experts, experts_of, mix, route
+from models.experts import Experts, chosen_of, experts_of, mix, route
 from models.layers import DECODER_NAMES, Mlp, heads, join, mlp, mlp_names, mlp_of, rms_norm
 from models.llama import Batch as Batch
 from models.naming import shape
@@ -202,7 +202,7 @@ def read_config(raw: loading.Raw) -> Config:
         mlp_dim=raw["intermediate_size"], rank=raw["kv_lora_rank"],
         rope_dim=raw["qk_rope_head_dim"], plain_dim=raw["qk_nope_head_dim"],
         value_dim=raw["v_head_dim"], num_experts=raw["n_routed_experts"],
-        num_chosen=raw["num_experts_per_tok"], expert_dim=raw["moe_intermediate_size"],
+        num_chosen=chosen_of(raw, raw["n_routed_experts"]), expert_dim=raw["moe_intermediate_size"],
         num_shared=raw["n_shared_experts"], num_dense=raw["first_k_dense_replace"],
         share_scale=raw["routed_scaling_factor"], rope_theta=theta, rope_scaling=scaling,
         norm_eps=raw["rms_norm_eps"], tied=raw.get("tie_word_embeddings", False),

@@ -6,6 +6,9 @@ are of true rows alone. Shape letters as in `models.llama`; X experts, C chosen 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
@@ -28,6 +31,18 @@ def experts_of(count: int, dim: int, hidden: int) -> Experts:
     """Shapes of a layer's experts."""
     up = shape(count, hidden, dim)
     return Experts(up, up, shape(count, dim, hidden))
+
+
+def chosen_of(raw: Mapping[str, Any], count: int) -> int:
+    """How many of so many experts a token has, from a config.json.
+
+    Raises:
+        ValueError: none, or more than there are.
+    """
+    chosen: int = raw["num_experts_per_tok"]
+    if not 1 <= chosen <= count:
+        raise ValueError(f"num_experts_per_tok is {chosen}, but there are {count} experts")
+    return chosen
 
 
 def route(

@@ -7,7 +7,6 @@ what its weights are called in such files. Nothing of transformers is needed.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -21,6 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models import naming
+from models.config_json import (
+    CheckpointError as CheckpointError,
+    Raw as Raw,
+    misfits,
+    read_json as read_json,
+)
 
 FAMILIES = {
     "bert": "models.bert",
@@ -33,13 +38,9 @@ FAMILIES = {
 }
 """model_type of a config.json -> module."""
 POOLING = {"bert"}
+STORED = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; others want scales of their own
 
-Raw = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is none, or whose tensors do not fit its config."""
 
 
 class Format(NamedTuple):
@@ -52,6 +53,7 @@ class Format(NamedTuple):
             the layer's number; one more on theirs numbers tensors that are stacked, as experts are.
         only: what the family can do no other way, by key of config.json.
         skipped: patterns of tensors that may be there and are not read.
+        layers: the kinds of layers that `layer_types` of config.json may name.
     """
 
     read: Callable[[Raw], Any]
@@ -59,6 +61,7 @@ class Format(NamedTuple):
     names: Mapping[str, str]
     only: Raw
     skipped: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ("full_attention",)
 
 
 def family(folder: str | Path, *, generative: bool = False) -> ModuleType:
@@ -68,7 +71,7 @@ def family(folder: str | Path, *, generative: bool = False) -> ModuleType:
         CheckpointError: no config.json; a `model_type` that is not here, or writes no text.
     """
     kind = read_json(Path(folder)).get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
             f"{folder}: model_type {kind!r} is none of {', '.join(FAMILIES)}, "
             "the families of models.loading.FAMILIES"
@@ -92,7 +95,7 @@ def load(
 
     Raises:
         CheckpointError: no such files; a config that the family cannot run; tensors missing,
-            extra or misshapen. All of one kind are listed.
+            extra, misshapen or quantized. All of one kind are listed.
     """
     folder = Path(folder)
     config = read_config(format, folder)
@@ -101,9 +104,17 @@ def load(
     wanted = {n: shape for part in sources.values() for n, shape in part.items()}
     with ExitStack() as stack:
         files = open_tensors(folder, stack)
-        shapes = {n: tuple(file.get_slice(n).get_shape()) for n, file in files.items()}
+        slices = {n: file.get_slice(n) for n, file in files.items()}
+        shapes = {n: tuple(part.get_shape()) for n, part in slices.items()}
         found = {n: s for n, s in shapes.items() if n in wanted or not matches(n, format.skipped)}
-        if wrong := mismatches(wanted, found):
+        wrong = mismatches(wanted, found)
+        kinds = {n: slices[n].get_dtype() for n in wanted if n in slices}
+        wrong += [
+            f"  {n}: is stored as {kind}, only {', '.join(STORED)} can be read"
+            for n, kind in kinds.items()
+            if kind not in STORED
+        ]
+        if wrong:
             raise CheckpointError(f"{folder} does not fit its config:\n" + "\n".join(wrong))
 
         def read(name: str, x: Tensor) -> Tensor:
@@ -127,48 +138,42 @@ def read_config(format: Format, folder: Path) -> Any:
     """The config of a folder.
 
     Raises:
-        CheckpointError: keys that are missing, or ask for what the family cannot do.
+        CheckpointError: keys that are missing, no numbers where they should be, or ask for what
+            the family cannot do.
     """
-    raw = read_json(folder)
+    raw, path = read_json(folder), folder / "config.json"
     wrong = [
         f"  {key} is {raw[key]!r}, only {value!r} can be run"
-        for key, value in format.only.items()
+        for key, value in {**format.only, "quantization_config": None}.items()
         if key in raw and raw[key] != value
     ]
-    if wrong:
-        raise CheckpointError(f"{folder / 'config.json'}:\n" + "\n".join(wrong))
     try:
-        return format.read(raw)
+        strange = [kind for kind in raw.get("layer_types") or () if kind not in format.layers]
+        if strange:
+            wrong.append(f"  layer_types has {strange[0]!r}, only {format.layers!r} can be run")
+        config = None if wrong else format.read(raw)
     except KeyError as error:
-        raise CheckpointError(f"{folder / 'config.json'} lacks {error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-
-
-def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """A JSON file of a folder.
-
-    Raises:
-        CheckpointError: it is not there, or no JSON.
-    """
-    try:
-        return json.loads((folder / name).read_text("utf-8"))  # type: ignore[no-any-return]
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{folder / name}: {error}. Pass a folder as transformers' save_pretrained writes it"
-        ) from None
+        raise CheckpointError(f"{path} lacks {error}") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if wrong := wrong or misfits(config):
+        raise CheckpointError(f"{path}:\n" + "\n".join(wrong))
+    return config
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """The open file that holds each tensor.
 
     Raises:
-        CheckpointError: no safetensors, or a file that cannot be read.
+        CheckpointError: no safetensors, a file that cannot be read, or an index of no files.
     """
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.exists():
-        names = set(read_json(folder, index.name)["weight_map"].values())
+        files = read_json(folder, index.name).get("weight_map")
+        if not (isinstance(files, dict) and all(isinstance(n, str) for n in files.values())):
+            raise CheckpointError(f"{index} has no weight_map, from tensors to files")
+        names = set(files.values())
     found: dict[str, Any] = {}
     for name in sorted(names):
         try:

@@ -23,6 +23,7 @@ ONLY: dict[str, Any] = {  # what the update above is right for, where a config s
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,),
     "fan_in_fan_out": (False,), "modules_to_save": (None, []), "alpha_pattern": (None, {}),
 }  # fmt: skip
+CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # inits that change base weights
 TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
 
@@ -43,6 +44,12 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
         for key, allowed in ONLY.items()
         if key in config and config[key] not in allowed
     ]
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(CHANGED):
+        wrong.append(
+            f"adapter_config.json: init_lora_weights={init!r} fits base weights that it changed; "
+            "save it with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
     halves, unknown = places(tensors, names)
     wrong += [f"{name}: unknown" for name in unknown]
     pairs: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fngraph as fg
 from models import llama, loading, naming, qwen3
-from models.experts import Experts, experts_of, mix, route
+from models.experts import Experts, chosen_of, experts_of, mix, route
 from models.layers import Mlp, mlp, mlp_names, mlp_of, rms_norm
 from models.llama import KV, Batch as Batch, init_cache as init_cache
 from models.naming import shape
@@ -120,12 +120,19 @@ def read_config(raw: loading.Raw) -> Config:
 
 
 def read_experts(raw: loading.Raw) -> dict[str, Any]:
-    """What Qwen's relatives say of experts."""
+    """What Qwen's relatives say of experts.
+
+    Raises:
+        ValueError: numbers that cannot be.
+    """
     step, plain = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step is {step}; 1: every layer has experts")
     layers = range(raw["num_hidden_layers"])
+    count = raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]
     return {
-        "num_experts": raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
-        "num_chosen": raw["num_experts_per_tok"],
+        "num_experts": count,
+        "num_chosen": chosen_of(raw, count),
         "expert_dim": raw["moe_intermediate_size"],
         "normalized": raw["norm_topk_prob"],
         "dense_layers": tuple(i for i in layers if i in plain or (i + 1) % step),

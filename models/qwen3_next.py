@@ -221,5 +221,6 @@ FORMAT = qwen3_moe.FORMAT._replace(
         "layers.*.mlp.shared_gate": "model.layers.*.mlp.shared_expert_gate.weight",
     },
     skipped=("lm_head.weight", "mtp.*"),
+    layers=("full_attention", "linear_attention"),
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

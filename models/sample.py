@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fngraph as fg
 
+HOT = 1e38  # the highest temperature: from 3.5e38 on it is inf in float32, and -inf over it NaN
 COLD = 1e-5  # a temperature below it is greedy: logits over it would leave float32
 WEIGHT_BITS = 34  # of the likeliest token: sums over 2**18 tokens are exact in a float64 too
 
@@ -26,7 +27,7 @@ class Settings(NamedTuple):
     """How one request wants its tokens drawn.
 
     Attributes:
-        temperature: logits are divided by it; 0: greedy, whatever else is said.
+        temperature: logits are divided by it; below 1e-5: greedy, whatever else is said.
         top_k: only the k likeliest tokens; 0: all.
         top_p: of these, the fewest likeliest that have at least this share of their probability.
         min_p: only tokens at least this often as likely as the likeliest.
@@ -54,9 +55,9 @@ class Sampling:
 def check(settings: Settings, subject: str = "") -> None:
     """Raise `ValueError` for a setting out of its range."""
     temperature, top_k, top_p, min_p, _ = settings
-    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
+    if not (0 <= temperature <= HOT and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
         raise ValueError(
-            f"{subject}{settings} needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and "
+            f"{subject}{settings} needs 0 <= temperature <= 1e38, top_k >= 0, 0 < top_p <= 1 and "
             "0 <= min_p <= 1; Settings() is greedy, Settings(1.0) draws from all tokens"
         )
 

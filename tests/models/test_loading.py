@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,87 @@ def test_what_else_may_be_wrong_with_a_config(folder: Path):
         weights(folder)
     with pytest.raises(CheckpointError, match="save_pretrained"):
         loading.family(folder / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"[]", "a list where an object should be"),
+        (b"\xff\xfe{}", "can't decode byte 0xff"),
+        (b'{"model_type": ["qwen3"]}', r"model_type \['qwen3'\] is none of"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(folder: Path, content: bytes, says: str):
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=says):
+        weights(folder)
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [
+        ({"hidden_size": "32"}, "dim is '32', not a whole number"),
+        ({"num_hidden_layers": 2.0}, "num_layers is 2.0, not a whole number"),
+        ({"vocab_size": -1}, "vocab_size is -1, not a whole number"),
+        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
+        ({"rms_norm_eps": None}, "norm_eps is None, not a number"),
+        ({"tie_word_embeddings": "no"}, "tied is 'no', not true or false"),
+        ({"rope_parameters": [1]}, r"config\.json: "),
+        (
+            {"rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 1.0, "factor": "4", "low_freq_factor": 1,
+                "high_freq_factor": 4,
+            }},
+            r"rope_scaling\.factor is '4', not a number",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types has 'sliding_attention', only \('full_attention',\)",
+        ),
+        ({"layer_types": 1}, "not iterable"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\}, only None"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_that_is_no_value_is_refused(folder: Path, keys: dict[str, Any], says: str):
+    change(folder, **keys)
+    with pytest.raises(CheckpointError, match=says):
+        weights(folder)
+
+
+@pytest.mark.parametrize(
+    "name, keys, says",
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, .* 6 experts"),
+        ("deepseek_v2", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0, .* 6 experts"),
+        ("qwen3_next", {"layer_types": ["chunked_attention"] * 4}, "has 'chunked_attention'"),
+    ],
+)
+def test_what_a_family_cannot_be_is_refused(name: str, keys: dict[str, Any], says: str, tmp_path):
+    tiny.save(name, tmp_path)
+    change(tmp_path, **keys)
+    with pytest.raises(CheckpointError, match=says):
+        weights(tmp_path)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}], ids=str)
+def test_an_index_of_no_files_is_refused(folder: Path, index: dict[str, Any]):
+    (folder / f"{FILE}.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        weights(folder)
+
+
+@pytest.mark.parametrize(
+    "stored, says", [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")], ids=str
+)
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+def test_quantized_weights_are_not_taken_for_plain_ones(folder: Path, stored, says, dtype):
+    named = load_file(folder / FILE)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(named | {name: named[name].to(stored)}, folder / FILE)
+    with pytest.raises(CheckpointError, match=rf"  {name}: is stored as {says}, only"):
+        loading.family(folder).load(folder, dtype=dtype)
 
 
 def test_dtypes_are_kept_or_cast(folder: Path):

@@ -78,3 +78,20 @@ def test_all_that_is_wrong_is_listed(params, tmp_path):
         "layers.1.w_down: no slots",
     ):  # fmt: skip
         assert line in str(error.value)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq"])
+def test_an_adapter_to_changed_weights_is_refused(params, tmp_path, init):
+    adapters = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
+    folder = write(tmp_path, tensors_of(params), init_lora_weights=init)
+    with pytest.raises(ValueError, match=f"init_lora_weights='{init}' fits base weights that"):
+        load_adapter(folder, adapters, NAMES)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva"])
+def test_how_else_an_adapter_began_does_not_matter(params, tmp_path, init):
+    adapters = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
+    slot = load_adapter(
+        write(tmp_path, tensors_of(params), init_lora_weights=init), adapters, NAMES
+    )
+    assert slot[0]["wq"].a.any()

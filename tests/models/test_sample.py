@@ -270,9 +270,24 @@ def test_more_filters_than_tokens():
     assert draws(row(size=1), Settings(1.0, top_k=2, top_p=0.5)).unique().tolist() == [0]
 
 
+@pytest.mark.parametrize("heat", [1e-45, 1e-39, 1e-30, 9e-6])
+def test_next_to_no_temperature_is_greedy(heat):
+    """Logits over it would be infinite, and their differences NaN."""
+    for logits_V in (row(), row() * 1e34):
+        got = draws(logits_V, Settings(heat))
+        assert got.unique().tolist() == [int(logits_V.argmax())]
+
+
+def test_all_temperature_that_there_may_be_draws_evenly():
+    logits_V = row().index_fill(0, torch.tensor([3]), -torch.inf)
+    even = torch.ones(V, dtype=torch.float64).index_fill(0, torch.tensor([3]), 0) / (V - 1)
+    assert p_value(draws(logits_V, Settings(1e38)).bincount(minlength=V), even * DRAWS) > 1e-3
+
+
 @pytest.mark.parametrize(
     "bad",
-    [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0},
+    [{"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf},
+     {"temperature": 3e38}, {"temperature": 1e39}, {"top_k": -1}, {"top_p": 0.0},
      {"top_p": 1.1}, {"min_p": 1.5}],
     ids=str,
 )  # fmt: skip

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fngraph as fg
+from models import blocks
+from models.blocks import blocks_for
 from models.policy import Policy
 from models.requests import State, cancel, start, submit
 from models.schedule import advance, plan
@@ -22,21 +25,28 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 @st.composite
 def requests(draw) -> tuple:
     """(step of arrival, prompt, max_new, stop, adapter, step at which it is cancelled or None)."""
-    prompt = HEAD[: draw(st.integers(0, 9))] + tuple(draw(st.lists(st.integers(0, 2), max_size=18)))
-    stop = tuple(draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=1)))
+    prompt = HEAD[: draw(st.integers(0, 9))] + tuple(draw(st.lists(st.integers(0, 2), max_size=9)))
+    run = st.lists(st.integers(0, 2), min_size=2, max_size=3).map(tuple)
     return (
-        draw(st.integers(0, 12)), prompt or (0,), draw(st.integers(1, 12)), stop,
-        draw(st.sampled_from([-1, -1, 0, 3])), draw(st.one_of(st.none(), st.integers(0, 20))),
+        draw(st.integers(0, 3) | st.integers(0, 12)), prompt or (0,), draw(st.integers(1, 20)),
+        tuple(draw(st.just([]) | st.lists(run, max_size=3))), draw(st.sampled_from([-1, -1, 0, 3])),
+        draw(st.none() | st.none() | st.integers(0, 20)),
     )  # fmt: skip
 
 
-arrivals = st.lists(requests(), min_size=1, max_size=12)
-policies = st.builds(
-    lambda reqs, spare, **more: Policy(reqs + spare, reqs, MOST, SIZE, **more),
-    st.integers(1, 5), st.integers(0, 20),
-    query_lens=st.sampled_from([(1,), (1, 3), (1, 2, 4)]), ngram=st.integers(1, 2),
-    share=st.booleans(), cascade=st.sampled_from([0, 4, 8]), reserve=st.integers(0, 1),
-)  # fmt: skip
+@st.composite
+def traffic(draw) -> tuple[list[tuple], Policy, int]:
+    """What arrives, the policy, and blocks: often hardly more than the longest request takes."""
+    count = draw(st.integers(1, 12))
+    coming = draw(st.lists(requests(), min_size=count, max_size=count))
+    longest = max(blocks_for(len(prompt) + max_new, SIZE) for _, prompt, max_new, *_ in coming)
+    policy = Policy(
+        draw(st.integers(1, 3) | st.integers(4, 25)), draw(st.integers(1, 6)), longest, SIZE,
+        query_lens=draw(st.sampled_from([(1,), (1, 3), (1, 2, 4)])),
+        ngram=draw(st.integers(1, 2)), share=draw(st.booleans()),
+        cascade=draw(st.sampled_from([0, 4, 8])), reserve=draw(st.integers(0, 1)),
+    )  # fmt: skip
+    return coming, policy, longest + draw(st.sampled_from([0, 0, 1, 1, 2, 4, 20]))
 
 
 def run(coming: list[tuple], policy: Policy, num_blocks: int):
@@ -77,9 +87,9 @@ def check_blocks(state: State) -> None:
 
 
 @unhurried
-@given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
-def test_each_request_gets_its_tokens_whatever_else_happens(coming, policy, num_blocks):
-    steps, asked, gone, _ = run(coming, policy, num_blocks)
+@given(traffic())
+def test_each_request_gets_its_tokens_whatever_else_happens(case):
+    steps, asked, gone, _ = run(*case)
     events, state = [], None
     for step in steps:
         state = step.after
@@ -98,13 +108,13 @@ def test_each_request_gets_its_tokens_whatever_else_happens(coming, policy, num_
     if state is not None:
         for id in gone:  # some after the last step
             state = cancel(state, id)
-        assert not state.live and len(state.pool.free) == num_blocks and not state.pool.named
+        assert not state.live and len(state.pool.free) == case[2] and not state.pool.named
 
 
 @unhurried
-@given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
-def test_a_full_shared_block_is_never_written(coming, policy, num_blocks):
-    steps, _, _, planned = run(coming, policy, num_blocks)
+@given(traffic())
+def test_a_full_shared_block_is_never_written(case):
+    steps, _, _, planned = run(*case)
     for step in steps:
         slots = step.batch.slot_mapping.tolist()
         assert len(set(slots)) == len(slots)
@@ -116,9 +126,10 @@ def test_a_full_shared_block_is_never_written(coming, policy, num_blocks):
 
 
 @unhurried
-@given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
-def test_specs_say_what_the_rows_are(coming, policy, num_blocks):
-    steps, _, _, _ = run(coming, policy, num_blocks)
+@given(traffic())
+def test_specs_say_what_the_rows_are(case):
+    steps, _, _, _ = run(*case)
+    policy = case[1]
     for step in steps:
         rows, spec, batch = step.before.rows, step.batch.spec, step.batch
         lens = batch.query_start_loc.diff().tolist()
@@ -142,9 +153,10 @@ def test_specs_say_what_the_rows_are(coming, policy, num_blocks):
 
 
 @unhurried
-@given(coming=arrivals, policy=policies, num_blocks=st.integers(MOST, 30))
-def test_decodes_never_wait_and_the_budget_is_used(coming, policy, num_blocks):
-    steps, _, _, planned = run(coming, policy, num_blocks)
+@given(traffic())
+def test_decodes_never_wait_and_the_budget_is_used(case):
+    steps, _, _, planned = run(*case)
+    policy = case[1]
     for step in steps:
         state = step.before
         computed = {job.id: job.computed for job in planned[-1].running}
@@ -157,6 +169,48 @@ def test_decodes_never_wait_and_the_budget_is_used(coming, policy, num_blocks):
         wanted = sum(job.missing for job in state.running)
         drafts = sum(len(row.drafts) for row in state.rows)
         assert step.batch.spec.num_tokens == min(wanted, policy.max_tokens) + drafts
+
+
+def test_what_is_hard_occurs_often():
+    """Or the properties above would say little."""
+    seen: Counter[str] = Counter()
+
+    @settings(unhurried, derandomize=True, database=None)
+    @given(traffic())
+    def look(case):
+        steps, asked, _, planned = run(*case)
+        policy, kinds = case[1], set()
+        for step in steps:
+            running = [job.id for job in step.before.running]
+            gone = {job.id for job in planned[-1].running} - set(running)
+            if gone:
+                kinds.add("thrown out")
+                if len(step.before.waiting) > len(gone):
+                    kinds.add("thrown out while others wait")
+            if len(running) == policy.max_tokens < policy.max_reqs:
+                kinds.add("more may run than tokens")
+            if any(event.end == "stop" and len(asked[event.id][2]) > 1 for event in step.events):
+                kinds.add("one of several stops")
+        seen.update(kinds)
+
+    look()
+    assert len(seen) == 4 and min(seen.values()) >= 10, seen
+
+
+def test_who_is_thrown_out_goes_before_those_who_never_ran():
+    policy = Policy(16, 3, 9, 1, reserve=0)
+    state = start(12, policy)
+    for _ in range(5):
+        state = submit(state, policy, (1, 2, 3), 6)
+    thrown = set()
+    while state.live:
+        before = {job.id for job in state.running}
+        state = plan(state, policy)
+        thrown |= before - {job.id for job in state.running}
+        ids = [job.id for job in state.waiting]
+        assert ids == sorted(ids)
+        state, _ = advance(state, [[0]] * len(state.rows))
+    assert thrown
 
 
 def test_who_joined_last_is_thrown_out_and_goes_first():
@@ -184,6 +238,28 @@ def test_prompts_that_begin_alike_share_blocks_in_the_very_same_step():
     assert first[:2] == second[:2] == third[:2] and first[2] != second[2] != third[2]
     assert not set(other) & {*first, *second, *third}
     assert [row.new for row in state.rows] == [10, 2, 2, 10]
+
+
+def test_a_prefix_ends_where_a_block_of_it_is_missing():
+    pool, held = blocks.take(blocks.new_pool(8), 2)
+    text = np.array([1, 2, 5, 6])
+    pool = blocks.give_names(pool, np.array(held), text, 2, -1, 0)
+    assert blocks.find_prefix(pool, text, 2, -1) == held
+    assert blocks.find_prefix(pool, np.array([1, 2, 9, 9, 5, 6]), 2, -1) == held[:1]
+
+
+def test_of_two_blocks_alike_the_first_has_the_name():
+    pool = blocks.new_pool(8)
+    text, alike = np.array([1, 2]), []
+    for _ in range(2):
+        pool, held = blocks.take(pool, 1)
+        pool = blocks.give_names(pool, np.array(held), text, 2, -1, 0)
+        alike.append(held)
+    assert blocks.find_prefix(pool, text, 2, -1) == alike[0]
+    pool = blocks.release(pool, alike[0])
+    assert blocks.find_prefix(pool, text, 2, -1) == []
+    pool = blocks.release(pool, alike[1])
+    assert not pool.named and not pool.names
 
 
 def test_all_of_a_prompt_is_never_shared():
@@ -264,6 +340,16 @@ def test_a_request_ends_with_its_stop_or_its_length(stop, want, end):
             assert got == generate((1, 0, 2, 0, 1, 0), 20, stop)
         else:
             assert len(got) == want
+
+
+def test_every_stop_ends_a_request():
+    policy = Policy(16, 3, 8, SIZE)
+    state = submit(start(8, policy), policy, (1,), 9, stop=((5,), (6, 7)))
+    got = []
+    for token in (4, 6, 7):
+        state, events = advance(plan(state, policy), [[token]])
+        got += [(event.tokens, event.end) for event in events]
+    assert got == [((4,), None), ((6,), None), ((7,), "stop")] and not state.live
 
 
 def test_a_stop_does_not_begin_in_the_prompt():

@@ -122,14 +122,14 @@ def plan(
 ) -> tuple[State, Policy]:  # fmt: skip
     """A state with every prompt waiting, and a policy just wide enough for each of them.
 
-    The cache has blocks for `max_reqs` of the longest, so that rows, not blocks, run out first.
+    Texts end where `text.stops` says. The cache has blocks for `max_reqs` of the longest, so that rows, not blocks, run out first.
     """
     tokens = [text.encode(prompt) for prompt in prompts]
     B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)
     wide = Policy(max_tokens, max_reqs, B, BLOCK_SIZE, **policy)
-    state = start(B * max_reqs, wide)
+    state, ends = start(B * max_reqs, wide), [(token,) for token in sorted(text.stops)]
     for t in tokens:
-        state = submit(state, wide, t, max_new)
+        state = submit(state, wide, t, max_new, stop=ends)
     return state, wide
 
 

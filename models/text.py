@@ -16,7 +16,7 @@ class Text(NamedTuple):
 
     Attributes:
         encode: text to tokens, with what the model wants in front.
-        decode: tokens to text.
+        decode: tokens to text, all of them.
         stops: tokens that end a text.
     """
 
@@ -54,13 +54,11 @@ def read_text(folder: str | Path) -> Text:
         raise CheckpointError(f"{path}: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    stops = frozenset(_stops(folder))
-
-    def decode(tokens: Sequence[int]) -> str:
-        end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-        return str(tokenizer.decode(list(tokens[:end])))
-
-    return Text(lambda text: tuple(tokenizer.encode(text).ids), decode, stops)
+    return Text(
+        lambda text: tuple(tokenizer.encode(text).ids),
+        lambda tokens: str(tokenizer.decode(list(tokens))),
+        frozenset(_stops(folder)),
+    )
 
 
 def _stops(folder: Path) -> list[int]:

@@ -122,7 +122,8 @@ def plan(
 ) -> tuple[State, Policy]:  # fmt: skip
     """A state with every prompt waiting, and a policy just wide enough for each of them.
 
-    Texts end where `text.stops` says. The cache has blocks for `max_reqs` of the longest, so that rows, not blocks, run out first.
+    Texts end where `text.stops` says. The cache has blocks for `max_reqs` of the longest, so that
+    rows, not blocks, run out first.
     """
     tokens = [text.encode(prompt) for prompt in prompts]
     B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)

@@ -146,6 +146,8 @@ def submit(
             f"a request needs a prompt token, max_new >= 1 and no empty stop, got {len(tokens)}, "
             f"{max_new} and {ends}"
         )
+    if adapter < -1:
+        raise ValueError(f"adapter={adapter}: pass a slot's number, from 0 on; -1 for none")
     needed = blocks_for(len(tokens) + max_new, policy.block_size)
     if needed > min(policy.max_blocks, state.pool.num_blocks):
         raise ValueError(

@@ -29,6 +29,11 @@ class Ability(NamedTuple):
     adapters: int = 0
     num_blocks: int | None = None
 
+    def __str__(self) -> str:
+        drawn = "sampling" if "sampling" in self.more else "greedy"
+        sizes = f"max_tokens={self.policy.max_tokens}, max_reqs={self.policy.max_reqs}"
+        return f"{drawn}, {self.adapters} adapters, {sizes}"
+
     def check(self, state: State, policy: Policy) -> None:
         """Refuse a planned step that would compute another thing than its requests ask for.
 

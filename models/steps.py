@@ -51,8 +51,8 @@ class Steps(NamedTuple):
     load_slot: Callable[[int, Any], None] = no_slots
 
     def __repr__(self) -> str:
-        keys = ", ".join(str(len(step)) for step in self.captured)
-        return f"Steps({keys or 'no'} keys, {self.can})"
+        keys = f"{sum(map(len, self.captured))} keys of {len(self.captured)} functions"
+        return f"Steps({keys}; {self.can})"
 
 
 def served_forward(forward: Forward, *more: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -108,7 +108,8 @@ def make_steps(
         if captured:
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
-        captured[case] = bound.capture(cache, policy.limits, progress=progress)
+        label = f"capturing {case.text}" if progress else False
+        captured[case] = bound.capture(cache, policy.limits, progress=label)
     functions = tuple(captured.values())
     if len(functions) == 1:
         return Steps(functions[0].host_batch, functions[0], functions[0].dispatch, functions, can)
@@ -156,6 +157,11 @@ class Case(NamedTuple):
 
     cascade: bool
     adapted: bool
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return " ".join(["cascade"] * self.cascade + ["adapters"] * self.adapted) or "plain"
 
 
 PLAIN, ADAPTED = Case(False, False), Case(False, True)

@@ -48,6 +48,11 @@ def read_text(folder: str | Path) -> Text:
 
     folder = Path(folder)
     path = folder / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json. Write one with transformers: "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # whatever the package raises is a plain Exception

@@ -21,7 +21,7 @@ POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)
 
 def made(
     params: llama.Params, *more: str, block_size: int = 16, num_blocks: int = 16, slots: int = 0,
-    modes: str = "NONE", policy: Policy = POLICY,
+    modes: str = "NONE", policy: Policy = POLICY, progress: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Steps and their cache."""
     cache = llama.init_cache(params.config, num_blocks, block_size=block_size)
@@ -29,7 +29,7 @@ def made(
     options = {} if modes == "NONE" else {"sizes": (2, 8)}
     steps = make_steps(
         llama.forward, params, cache, policy, *more, modes=modes, adapters=adapters,
-        progress=False, **options,
+        progress=progress, **options,
     )  # fmt: skip
     return steps, cache
 
@@ -130,3 +130,14 @@ def test_an_adapter_is_loaded_between_steps(cascade, params):
         steps.load_slot(2, lora.one_slot(slots, pairs))
     with pytest.raises(ValueError, match=r"make_steps\(\.\.\., adapters=lora\.slots"):
         made(params)[0].load_slot(0, lora.one_slot(slots, pairs))
+
+
+def test_captures_are_labelled_and_steps_read_in_a_line(params, capsys):
+    policy = dataclasses.replace(POLICY, cascade=16)
+    steps, _ = made(params, slots=2, modes="FULL", policy=policy, progress=True)
+    labels = [line.partition(" \u2501")[0] for line in capsys.readouterr().out.splitlines()]
+    assert labels[:2] == ["capturing plain", "capturing adapters"]
+    keys = sum(len(step) for step in steps.captured)
+    assert repr(steps) == (
+        f"Steps({keys} keys of 4 functions; greedy, 2 adapters, max_tokens=32, max_reqs=2)"
+    )

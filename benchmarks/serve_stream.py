@@ -52,7 +52,7 @@ def run(
         longest = max(longest, len(state.waiting))
         return state
 
-    tally, took, new = Tally(), [], 0
+    tally, took = Tally(), []
     began = time.perf_counter()
     state = start(num_blocks, policy)
     for one in tally.watch(serve(steps._replace(run=timed), cache, state, policy, inbox)):
@@ -65,9 +65,8 @@ def run(
             (first if is_first else gaps).append(now - before)
             gaps += [0.0] * (len(event.tokens) - 1)
             last[event.id] = (now, False)
-            new += len(event.tokens)
     wall = time.perf_counter() - began
-    total = tally.total("tokens") + tally.total("padding")
+    new, total = tally.total("new"), tally.total("tokens") + tally.total("padding")
     row = {
         "requests": len(arrivals), "steps": len(took), "new tokens": new,
         "tokens/s": new / wall, "step p50 ms": median(took) * 1e3,

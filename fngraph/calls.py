@@ -24,6 +24,7 @@ class PrimitiveCall:
     Attributes:
         uniform: the backend of uniform keys, if they have one of their own.
         planners: of backends that plan on the host, by their name.
+        note: why the backend is not the one that would have been preferred, or "".
     """
 
     name: str
@@ -33,6 +34,7 @@ class PrimitiveCall:
     config: Any
     uniform: Backend | None = None
     planners: Mapping[str, Planner] = dataclasses.field(default_factory=dict)
+    note: str = ""
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -85,14 +87,17 @@ def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCa
 def _choose(name: str, cut: Cut, choice: Choice) -> PrimitiveCall:
     primitive = PRIMITIVES[cut.op]
     config = primitive.configure(*cut.example)
-    uniform = None
+    uniform, note = None, ""
     if choice is None:
         backend = primitive.suited(config)
+        over = primitive.passed_over(config)
+        if over and not backend.preferred(config):
+            note = f"{primitive.name} runs on {backend.name}, not on {'; '.join(over)}"
     elif isinstance(choice, str):
         backend = primitive.backend(choice)
     else:
         uniform, backend = primitive.backend(choice.uniform), primitive.backend(choice.mixed)
-    call = PrimitiveCall(name, cut, primitive, backend, config, uniform)
+    call = PrimitiveCall(name, cut, primitive, backend, config, uniform, note=note)
     for one in call.backends:
         reason = one.refusal(config) if one.shipped else None
         if reason is not None:

@@ -329,7 +329,8 @@ class Lowered:
     @property
     def notes(self) -> tuple[str, ...]:
         """Why anything is not as it was asked for."""
-        return self.resolution.reasons + self.split.traced.notes
+        passed_over = dict.fromkeys(call.note for call in self.calls if call.note)
+        return self.resolution.reasons + tuple(passed_over) + self.split.traced.notes
 
     def compile(self) -> Compiled:
         """One callable for each distinct piece."""

@@ -72,7 +72,7 @@ def empty_batch(kind: type, policy: Policy, spec: fg.BatchSpec) -> Any:
 
 
 def lay_out(rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchSpec], Any]) -> Any:
-    """The batch in which each job computes its next `count` tokens, and its drafts.
+    """The batch in which each job computes its next `new` tokens, and its drafts.
 
     Args:
         host_batch: hands out the batch of a spec; each of its leaves is filled, in place.
@@ -91,9 +91,9 @@ def lay_out(rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchS
     position_T = into["positions"]
     np.add(np.arange(ends[-1]), (computed - first)[row_T], out=position_T)
     at = 0
-    for job, count, drafts in rows:
-        stop = at + count
-        into["token_ids"][at:stop] = job.tokens.view(job.computed, job.computed + count)
+    for job, new, drafts in rows:
+        stop = at + new
+        into["token_ids"][at:stop] = job.tokens.view(job.computed, job.computed + new)
         at = stop + len(drafts)
         into["token_ids"][stop:at] = drafts
     tables = into["block_tables"]

@@ -9,6 +9,7 @@ Shape letters as in `models.llama`; W words of a vocabulary, P positions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import torch
@@ -145,18 +146,9 @@ def blank(config: Config) -> Params:
     return Params(embed, positions, types, gain, (layer,) * config.num_layers, config)
 
 
-def init_params(
-    config: Config,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Params:
-    """Random weights, the same on every device: normal, 0.02 wide; biases are 0."""
-    return naming.drawn(
-        blank(config), depth=config.num_layers, seed=seed, device=device, dtype=dtype,
-        vectors={"bias": 0.0},
-    )  # fmt: skip
+init_params = functools.partial(
+    naming.init_params, blank, vectors={"bias": 0.0}
+)  # config, *, seed, device, dtype
 
 
 def init_cache(

@@ -24,7 +24,7 @@ from models.serve import serve
 from models.show import show
 from models.steps import make_steps
 from models.tally import Tally
-from models.text import BYTES as BYTES_TEXT, Text, read_text
+from models.text import BYTE_TEXT, Text, read_text
 
 BLOCK_SIZE = 16
 PROMPTS = Path(__file__).parent / "prompts.txt"
@@ -78,15 +78,6 @@ def select(
     return Batch(**{n: x.to(device) for n, x in leaves.items() if n in names}, spec=spec)
 
 
-def make_step(
-    params: Any, cache: Any, limits: fg.Limits, *, modes: str, forward: Any = llama.forward,
-    progress: bool = False, **options: Any,
-) -> Any:  # fmt: skip
-    """`forward`, weights bound and graphs captured; `options` are `fg.graphify`'s."""
-    fast = fg.graphify(forward, modes=modes, donate="cache", stage="batch", **options)
-    return fast.bind(params).capture(cache, limits, progress=progress)
-
-
 def ladder(top: int) -> tuple[int, ...]:
     """1, 2, 4, ... and `top`: few graphs to capture, and no step beyond them."""
     return (*(1 << i for i in range((top - 1).bit_length())), top)
@@ -118,7 +109,7 @@ def read_prompts(path: Path) -> list[str]:
 
 def plan(
     prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int,
-    text: Text = BYTES_TEXT, **policy: Any,
+    text: Text = BYTE_TEXT, **policy: Any,
 ) -> tuple[State, Policy]:  # fmt: skip
     """A state with every prompt waiting, and a policy just wide enough for each of them.
 
@@ -194,7 +185,7 @@ def family_states(family: Any) -> tuple[str, ...]:
 def read_model(flags: argparse.Namespace, device: str) -> tuple[Any, Any, Any, Text]:
     """The family, config, weights and text of `--model`, or of the checkpoint over bytes."""
     if flags.model is None:
-        return llama, *load_checkpoint(flags.checkpoint, device=device), BYTES_TEXT
+        return llama, *load_checkpoint(flags.checkpoint, device=device), BYTE_TEXT
     family = loading.family(flags.model, generative=True)
     return family, *family.load(flags.model, device=device), read_text(flags.model)
 

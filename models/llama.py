@@ -173,16 +173,7 @@ def to_named(params: Params) -> dict[str, Tensor]:
     return naming.named(params)
 
 
-def init_params(
-    config: Config,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Params:
-    """Random weights, the same on every device: normal, 0.02 wide, less where layers add up."""
-    depth = config.num_layers
-    return naming.drawn(blank(config), depth=depth, seed=seed, device=device, dtype=dtype)
+init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
 
 
 def init_cache(

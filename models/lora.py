@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
+from models import naming
 
 ATTENTION = ("wq", "wk", "wv", "wo")
 
@@ -35,7 +36,7 @@ class LowRank:
 
 
 Adapters = tuple[Mapping[str, LowRank], ...]
-"""For each layer its adapted projections, by the names that the layer's weights have."""
+"""For each layer its adapted projections, by the paths of its weights: "wq" or "attn.wq"."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -81,31 +82,49 @@ def adapted(forward: Callable[..., Any]) -> Callable[..., Any]:
                 f"{type(batch).__name__} has no adapter_ids, which say each token's slot. Give it, "
                 'before its spec, adapter_ids: Tensor = fg.buffer("T", "int64", pad=-1)'
             )
-        count = len(next(iter(adapters[0].values())).a)
+        count = slot_count(adapters)
         slots_N1 = torch.arange(count, device=batch.adapter_ids.device)[:, None]
         own_TN1 = batch.adapter_ids[:, None, None] == slots_N1
 
         def weight(x: Tensor, pair: LowRank) -> Any:
             return AdaptedWeight(x, pair, own_TN1.to(x.dtype))
 
-        layers = tuple(
-            dataclasses.replace(layer, **{n: weight(getattr(layer, n), p) for n, p in own.items()})
-            for layer, own in zip(params.layers, adapters, strict=True)
-        )
+        def adapt(layer: Any, own: Mapping[str, LowRank]) -> Any:
+            return naming.replaced(layer, lambda n, x: weight(x, own[n]) if n in own else x)
+
+        layers = tuple(adapt(*pair) for pair in zip(params.layers, adapters, strict=True))
         return forward(dataclasses.replace(params, layers=layers), cache, batch)
 
     return adapted_forward
 
 
 def slots(params: Any, *, count: int, rank: int, names: Sequence[str] = ATTENTION) -> Adapters:
-    """Empty slots for adapters of at most `rank`, which change nothing until one is loaded."""
+    """Empty slots for adapters of at most `rank`, which change nothing until one is loaded.
+
+    Args:
+        names: last names of weights, wherever a layer has them; a layer without has no slots.
+
+    Raises:
+        ValueError: no layer has any of them.
+    """
 
     def empty(weight: Tensor) -> LowRank:
         out_dim, in_dim = weight.shape
         zeros = lambda width: weight.new_zeros(count, rank, width)  # noqa: E731
         return LowRank(zeros(in_dim), zeros(out_dim))
 
-    return tuple({n: empty(getattr(layer, n)) for n in names} for layer in params.layers)
+    made = tuple(
+        {n: empty(x) for n, x in naming.named(layer).items() if n.rsplit(".", 1)[-1] in names}
+        for layer in params.layers
+    )
+    if not any(made):
+        raise ValueError(f"no layer has weights called {', '.join(names)}: pass names=")
+    return made
+
+
+def slot_count(adapters: Adapters) -> int:
+    """N."""
+    return next(len(pair.a) for own in adapters for pair in own.values())
 
 
 def one_slot(adapters: Adapters, pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]) -> Any:
@@ -121,7 +140,8 @@ def one_slot(adapters: Adapters, pairs: Mapping[tuple[int, str], tuple[Tensor, T
     for (i, name), (a, b) in pairs.items():
         place = layers[i].get(name) if i < len(layers) else None
         if place is None:
-            wrong.append(f"layers.{i}.{name}: no slots; lora.slots(params, names=(..., {name!r}))")
+            last = name.rsplit(".", 1)[-1]
+            wrong.append(f"layers.{i}.{name}: no slots; lora.slots(params, names=(..., {last!r}))")
         elif not _fits(place, a, b):
             want = f"rank {len(place.a)} at most, {place.a.shape[1]} to {place.b.shape[1]}"
             wrong.append(f"layers.{i}.{name}: {want}; given a {list(a.shape)}, b {list(b.shape)}")

@@ -148,18 +148,9 @@ def blank(config: Config) -> Params:
     return Params(shape(V, E), (layer,) * config.num_layers, shape(E), head, config)
 
 
-def init_params(
-    config: Config,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Params:
-    """Random weights, the same on every device: normal, 0.02 wide."""
-    return naming.drawn(
-        blank(config), depth=config.num_layers, seed=seed, device=device, dtype=dtype,
-        vectors={"conv_bias": 0.0, "dt_bias": -2.0},
-    )  # fmt: skip
+init_params = functools.partial(
+    naming.init_params, blank, vectors={"conv_bias": 0.0, "dt_bias": -2.0}
+)  # config, *, seed, device, dtype
 
 
 def init_cache(

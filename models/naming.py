@@ -51,19 +51,19 @@ def replaced(tree: Any, new: Callable[[str, Tensor], Tensor], path: str = "") ->
     return made(**{name: replaced(x, new, f"{dot}{name}") for name, x in parts.items()})
 
 
-def drawn(
-    tree: Any,
+def init_params(
+    blank: Callable[[Any], Any],
+    config: Any,
     *,
-    depth: int,
-    seed: int,
-    device: torch.device | str,
-    dtype: torch.dtype,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     vectors: Mapping[str, float] | None = None,
 ) -> Any:
-    """Random weights of a tree's shapes, the same on every device.
+    """Random weights, the same on every device: those of `blank(config)`, drawn.
 
-    Matrices are normal, 0.02 wide, less where `depth` layers add up (`wo`, `w_down`). A vector is
-    1, or what `vectors` says of its last name.
+    Matrices are normal, 0.02 wide, less where layers add up (`wo`, `w_down`). A vector is 1, or
+    what `vectors` says of its last name.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -73,8 +73,8 @@ def drawn(
             value = torch.full(x.shape, (vectors or {}).get(last, 1.0))
         else:
             residual = last in ("wo", "w_down")
-            std = 0.02 / math.sqrt(2 * depth) if residual else 0.02
+            std = 0.02 / math.sqrt(2 * config.num_layers) if residual else 0.02
             value = torch.randn(x.shape, generator=generator) * std
         return value.to(device=device, dtype=dtype)
 
-    return replaced(tree, draw)
+    return replaced(blank(config), draw)

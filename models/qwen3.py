@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -111,16 +110,7 @@ def attention_of(config: Any) -> Attention:
     return Attention(shape(q, E), shape(kv, E), shape(kv, E), shape(E, q), shape(D), shape(D))
 
 
-def init_params(
-    config: Config,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Params:
-    """Random weights, the same on every device: normal, 0.02 wide, less where layers add up."""
-    depth = config.num_layers
-    return naming.drawn(blank(config), depth=depth, seed=seed, device=device, dtype=dtype)
+init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
 
 
 ATTENTION_NAMES = {

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import fngraph as fg
@@ -112,16 +111,7 @@ def blank(config: Config) -> Params:
     return Params(shape(V, E), layers, shape(E), None if config.tied else shape(V, E), config)
 
 
-def init_params(
-    config: Config,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Params:
-    """Random weights, the same on every device: normal, 0.02 wide, less where layers add up."""
-    depth = config.num_layers
-    return naming.drawn(blank(config), depth=depth, seed=seed, device=device, dtype=dtype)
+init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
 
 
 def read_config(raw: loading.Raw) -> Config:

@@ -167,19 +167,10 @@ def blank(config: Config) -> Params:
     return Params(shape(V, E), layers, shape(E), None if config.tied else shape(V, E), config)
 
 
-def init_params(
-    config: Config,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Params:
-    """Random weights, the same on every device: normal, 0.02 wide, less where layers add up."""
-    centred = dict.fromkeys(("attn_norm", "mlp_norm", "norm", "q_norm", "k_norm"), 0.0)
-    return naming.drawn(
-        blank(config), depth=config.num_layers, seed=seed, device=device, dtype=dtype,
-        vectors=centred,
-    )  # fmt: skip
+CENTRED = dict.fromkeys(("attn_norm", "mlp_norm", "norm", "q_norm", "k_norm"), 0.0)
+init_params = functools.partial(
+    naming.init_params, blank, vectors=CENTRED
+)  # config, *, seed, device, dtype
 
 
 def init_cache(

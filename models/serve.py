@@ -29,6 +29,7 @@ class Served(NamedTuple):
 
     Attributes:
         state: after it.
+        spec: of its batch.
         kind: decode, verify, prefill or mixed.
         ran: mode, key and why.
         events: what it did for its requests.

@@ -185,4 +185,4 @@ def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tu
 
 def count_slots(adapters: Any) -> int:
     """How many adapters there are slots for."""
-    return 0 if adapters is None else len(next(iter(adapters[0].values())).a)
+    return 0 if adapters is None else lora.slot_count(adapters)

@@ -78,11 +78,4 @@ class Tally:
     def as_text(self) -> str:
         """A Markdown table, most steps first."""
         head = ("batch", "mode", "key", "steps", "tokens", "padding", "new")
-        cells = [head, *((*x[:2], x.key or "", *x[3:]) for x in self.lines)]
-        texts = [[str(cell) for cell in row] for row in cells]
-        widths = [max(map(len, column)) for column in zip(*texts)]
-        left = ((str.ljust, str.rjust)[i > 2] for i in range(len(head)))
-        align = list(zip(left, widths))
-        lines = [" | ".join(f(t, w) for (f, w), t in zip(align, row)) for row in texts]
-        rule = "|".join("-" * (w + 1) + ("-" if f is str.ljust else ":") for f, w in align)
-        return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
+        return fg.core.text.table(head, [(*x[:2], x.key or "", *x[3:]) for x in self.lines])

@@ -35,7 +35,7 @@ def to_text(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-BYTES = Text(to_tokens, to_text)
+BYTE_TEXT = Text(to_tokens, to_text)
 
 
 def read_text(folder: str | Path) -> Text:

@@ -47,6 +47,42 @@ def used(keys: Any) -> set[tuple[str, Any]]:
     return {(name, key and key.query_len) for name, _, key in keys}
 
 
+def test_where_none_is_named_a_preferred_backend_is_taken_if_it_can_run():
+    known = dataclasses.replace(ATTENTION, backends=dict(ATTENTION.backends), _suited={})
+    narrow = fg.ops.AttentionConfig(4, 2, 8, 4, torch.float32, torch.float32, "cpu", 1.0)
+    assert known.suited(narrow).name == "reference"
+    known.register(
+        Backend(
+            "narrow", print, lambda config: fg.Support.ALWAYS,
+            lambda config: "too wide" if config.head_dim > 8 else None,
+            preferred=lambda config: True,
+        )
+    )  # fmt: skip
+    assert known.suited(narrow).name == "narrow"
+    assert known.suited(narrow._replace(head_dim=16)).name == "reference"
+
+
+def test_bare_forward_and_a_step_take_the_same_where_none_is_named(add):
+    add("one", fg.Support.ALWAYS, preferred=lambda config: True)
+    ATTENTION._suited.clear()
+    try:
+        assert [call.backend.name for call in lowered(None).calls] == ["one", "one"]
+        toys.bare(toys.attend, toys.attention_params(), toys.attention_cache(), toys.batch(3, 2))
+        assert list(CALLS.items()) == [(("one", 5, None), 2)]
+    finally:
+        ATTENTION._suited.clear()
+
+
+def test_why_a_preferred_backend_is_passed_over_is_noted(add):
+    add("one", fg.Support.ALWAYS, preferred=lambda config: True, supports=lambda config: "no way")
+    ATTENTION._suited.clear()
+    try:
+        assert lowered(None).notes == ("attention runs on reference, not on one: no way",)
+        assert lowered("reference").notes == ()
+    finally:
+        ATTENTION._suited.clear()
+
+
 def test_a_hybrid_runs_uniform_keys_with_one_and_all_else_with_the_other(add):
     add("one", fg.Support.UNIFORM_BATCH)
     add("two", fg.Support.ALWAYS)

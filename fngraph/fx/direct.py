@@ -22,14 +22,19 @@ def direct(gm: fx.GraphModule) -> Callable[..., Any]:
     """`gm.forward`, its ops bound; files and lines in tracebacks stay those of `gm`."""
     forward: Any = type(gm).forward
     scope = dict(forward.__globals__)
+    names: dict[Any, str] = {}
+    stem = "bound_"
+    while stem in gm.code:  # a node may be called anything
+        stem = f"_{stem}"
 
     def bind(found: re.Match[str]) -> str:
         op: Any = getattr(getattr(getattr(torch.ops, found[1]), found[2]), found[3])
         if type(op) is not torch._ops.OpOverload:
             return found[0]
-        name = "_".join(("op", *found.groups()))
-        scope[name] = op._op  # what calling an OpOverload does is to call this
-        return name
+        if op not in names:
+            names[op] = f"{stem}{len(names)}"
+            scope[names[op]] = op._op  # what calling an OpOverload does is to call this
+        return names[op]
 
     source = OP.sub(bind, gm.code)
     exec(compile(source, forward.__code__.co_filename, "exec"), scope)  # fx's own text

@@ -62,10 +62,14 @@ class AttentionConfig(NamedTuple):
 
 
 def meta_of(batch: Any) -> AttentionMeta:
-    """The fields of a batch that attention reads."""
-    return AttentionMeta(
-        batch.slot_mapping, batch.seq_lens, batch.query_start_loc, batch.block_tables
-    )
+    """The fields of a batch that attention reads, without gaps."""
+    fields = (getattr(batch, name) for name in AttentionMeta._fields)
+    return AttentionMeta(*map(dense, fields))
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x`, its last dim without gaps, as kernels take it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def present(meta: AttentionMeta, num_tokens: int) -> Tensor:

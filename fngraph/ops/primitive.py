@@ -94,6 +94,7 @@ class Primitive:
     options: Callable[[tuple[Any, ...]], dict[str, Any]]
     backends: dict[str, Backend]
     null_slots: str | None = None
+    _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
 
     def bind(
         self, backend: Backend, args: tuple[Any, ...], config: Any, **plan: Any
@@ -109,11 +110,23 @@ class Primitive:
         self.bind(backend, args, config)(host=host)
 
     def suited(self, config: Any) -> Backend:
-        """The backend of a configuration where none is named: a preferred one, or the first."""
-        for backend in self.backends.values():
-            if backend.preferred(config) and backend.refusal(config) is None:
-                return backend
-        return next(iter(self.backends.values()))
+        """The backend of a configuration where none is named: a preferred one, or the first.
+
+        Kept, since bare `forward` asks at each call, and a look for a package takes 50 us.
+        """
+        if config not in self._suited:
+            able = (
+                backend
+                for backend in self.backends.values()
+                if backend.preferred(config) and backend.refusal(config) is None
+            )
+            self._suited[config] = next(able, next(iter(self.backends.values())))
+        return self._suited[config]
+
+    def passed_over(self, config: Any) -> list[str]:
+        """The preferred backends that cannot run a configuration, with the reasons."""
+        preferred = [b for b in self.backends.values() if b.preferred(config)]
+        return [f"{b.name}: {reason}" for b in preferred if (reason := b.refusal(config))]
 
     def backend(self, name: str) -> Backend:
         """The backend called `name`.
@@ -134,6 +147,7 @@ class Primitive:
     def register(self, *backends: Backend) -> None:
         """Make backends known by name; one of the same name is replaced."""
         self.backends.update({backend.name: backend for backend in backends})
+        self._suited.clear()
 
     def function(self, fn: Callable[P, R]) -> Function[P, R]:
         """A decorator: the function that users call, which can also tell of the backends."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fngraph.core import HostBounds
+from fngraph.ops.attention_config import dense
 from fngraph.ops.reference import write
 
 
@@ -48,8 +49,8 @@ class StateMeta(NamedTuple):
 
 
 def meta_of(batch: Any) -> StateMeta:
-    """The fields of a batch that such a primitive reads."""
-    return StateMeta(batch.state_slots, batch.seq_lens, batch.query_start_loc)
+    """The fields of a batch that such a primitive reads, without gaps."""
+    return StateMeta(*(dense(getattr(batch, name)) for name in StateMeta._fields))
 
 
 def load(state: Tensor, meta: StateMeta, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from fngraph.ops.convolution import CAUSAL_CONV
 from fngraph.ops.delta_rule import GATED_DELTA
 from fngraph.ops.primitive import Backend, Primitive
 from fngraph.ops.state_space import SSD
-from fngraph.ops.triton_backends import MULTIPLIED, _loaded
+from fngraph.ops.triton_backends import MULTIPLIED, loaded
 from fngraph.ops.triton_launch import missing
 
 
@@ -28,8 +28,8 @@ def supports(config: Any) -> str | None:
 
 def _register(primitive: Primitive, module: str, function: str) -> None:
     def run(x: torch.Tensor, *args: Any, **options: Any) -> None:
-        loaded = _loaded(primitive.name, "triton", module, x.device.type)
-        getattr(loaded, function)(x, *args, **options)
+        kernels = loaded(primitive.name, "triton", module, x.device.type)
+        getattr(kernels, function)(x, *args, **options)
 
     primitive.register(
         Backend(

@@ -41,6 +41,9 @@ def attend_to(
     q_THD: Tensor, kv: tuple[Tensor, Tensor], meta: Any, out: Tensor, config: Any, **options: Any
 ) -> None:
     """`attend` into `out`, some tokens at a time."""
+    if meta.seq_lens.shape[0] == 0:
+        out.zero_()
+        return
     at_once = max(1, AT_ONCE // (meta.block_tables.shape[1] * kv[0][0].numel()))
     for first in range(0, q_THD.shape[0], at_once):
         part = slice(first, first + at_once)

@@ -49,7 +49,12 @@ def supports_latent(config: Any) -> str | None:
 
 
 @functools.cache
-def _loaded(primitive: str, name: str, module: str, device: str) -> Any:
+def loaded(primitive: str, name: str, module: str, device: str) -> Any:
+    """The module of a backend's kernels, imported when it first runs.
+
+    Raises:
+        BackendError: Triton cannot run on such devices.
+    """
     reason = missing(device)
     if reason is not None:
         raise BackendError(f"backend {name!r} of {primitive}: {reason}")
@@ -67,7 +72,7 @@ def _backends(
 
     def backend(name: str, module: str) -> Backend:
         def run(q: torch.Tensor, *args: Any, **given: Any) -> None:
-            _loaded(primitive, name, module, q.device.type).run(q, *args, **given)
+            loaded(primitive, name, module, q.device.type).run(q, *args, **given)
 
         return Backend(
             name, run, lambda config: Support.ALWAYS, supports,

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.core import HostBounds
+from fngraph.ops.attention_config import dense
 from fngraph.ops.recurrent import StateMeta
 from fngraph.ops.triton_launch import launch, power_of_two
 from fngraph.ops.triton_recurrent import request
-from fngraph.ops.triton_write import dense
 
 TOKENS = 16  # a tile, at most
 CHANNELS = 128

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fngraph.core import HostBounds
 from fngraph.ops import triton_unified
+from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_keys import Tile, compute_dtype, options
 from fngraph.ops.triton_launch import launch, power_of_two, processors
 from fngraph.ops.triton_split import merge_kernel, split_kernel
-from fngraph.ops.triton_write import dense, scale_of, write
+from fngraph.ops.triton_write import scale_of, write
 
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 MERGED = 32  # splits merged at a time

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fngraph.core import HostBounds
 from fngraph.ops import triton_latent_unified
+from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_decode import How
 from fngraph.ops.triton_latent import attend_rows, constants, scale_of, tile_of
 from fngraph.ops.triton_launch import launch, power_of_two, processors
 from fngraph.ops.triton_split import merge_kernel
-from fngraph.ops.triton_write import dense, write_rows
+from fngraph.ops.triton_write import write_rows
 
 MAX_TOKENS = 8  # of a request: more is prefill
 MERGED = 16  # splits merged at a time

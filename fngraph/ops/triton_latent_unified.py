@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.core import HostBounds
+from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_keys import Tile
 from fngraph.ops.triton_latent import attend_rows, constants, scale_of, tile_of
 from fngraph.ops.triton_launch import launch, power_of_two
 from fngraph.ops.triton_unified import find
-from fngraph.ops.triton_write import dense, write_rows
+from fngraph.ops.triton_write import write_rows
 
 
 @triton.jit

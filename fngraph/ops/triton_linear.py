@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fngraph.core import HostBounds
+from fngraph.ops.attention_config import dense
 from fngraph.ops.recurrent import StateMeta
 from fngraph.ops.triton_chunks import chunk_kernel, scan_kernel
 from fngraph.ops.triton_launch import launch, power_of_two
 from fngraph.ops.triton_recurrent import recurrent_kernel
-from fngraph.ops.triton_write import dense
 
 SHORT = 8  # tokens that cost no more one by one than a chunk does
 CHUNK, EXACT_CHUNK = 64, 16  # tokens; float32 goes without tensor cores, in small tiles

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.core import HostBounds
+from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_keys import Tile, attend_keys, compute_dtype, finish, options
 from fngraph.ops.triton_launch import launch, power_of_two
-from fngraph.ops.triton_write import dense, scale_of, write
+from fngraph.ops.triton_write import scale_of, write
 
 
 @triton.jit

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fngraph.errors import BackendError
+from fngraph.ops.attention_config import dense
 from fngraph.ops.reference import rounded
 from fngraph.ops.triton_launch import launch, power_of_two
 
@@ -57,6 +59,8 @@ def write(
 ) -> None:
     """cache[slot] = new / scale for each token whose slot is not -1; nothing else changes."""
     k_cache, v_cache = kv
+    check_dense(k_cache)
+    check_dense(v_cache)
     if not k_cache.is_cuda and k_cache.dtype != k_TKD.dtype:  # the interpreter rounds it wrongly
         k_TKD = rounded(k_TKD, k_cache.dtype, k_scale)
         v_TKD = rounded(v_TKD, v_cache.dtype, v_scale)
@@ -99,6 +103,7 @@ def row_kernel(
 
 def write_rows(new_TC: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """`write` for a cache of one row a token, (num_blocks, block_size, C)."""
+    check_dense(cache)
     if not cache.is_cuda:  # the interpreter rounds wrongly
         new_TC = rounded(new_TC, cache.dtype)
     new_TC = dense(new_TC)
@@ -123,6 +128,15 @@ def scale_of(scale: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
     return scale, scale.stride(0) if scale.dim() else 0
 
 
-def dense(x: Tensor) -> Tensor:
-    """`x`, its last dim without gaps, as the kernels take it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def check_dense(cache: Tensor) -> None:
+    """Raise where the last dim of what is written has gaps, which the kernels would write into.
+
+    Raises:
+        BackendError: it has.
+    """
+    if cache.stride(-1) != 1:
+        raise BackendError(
+            f"a cache of shape {tuple(cache.shape)} and strides {cache.stride()} has gaps in its "
+            "last dim, which Triton's kernels do not step over: make it whole with .contiguous(), "
+            'or pass backends={"attention": "reference"}'
+        )

@@ -52,3 +52,24 @@ def test_an_error_is_still_traced_to_its_op():
     with pytest.raises(RuntimeError) as error:
         direct(gm)(torch.ones(2, 2), torch.ones(3, 2))
     assert (blame(gm, error.value) or "").startswith("aten.mm.default, from ")
+
+
+def test_ops_whose_names_join_to_one_are_not_confused():
+    kept = []
+    for namespace, name, by in (("joined", "ary_op", 2.0), ("joined_ary", "op", 100.0)):
+        library = torch.library.Library(namespace, "DEF")
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, lambda x, by=by: x * by, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", torch.empty_like, lib=library)
+        kept.append(library)
+    both = lambda x: (torch.ops.joined.ary_op(x), torch.ops.joined_ary.op(x))  # noqa: E731
+    two, hundred = direct(traced(both, torch.ones(2)))(torch.ones(2))
+    assert two.tolist() == [2, 2] and hundred.tolist() == [100, 100]
+
+
+def test_a_node_may_be_called_as_an_op_is_bound():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("bound_0")
+    graph.output(graph.call_function(torch.ops.aten.sin.default, (x,)))
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert torch.equal(direct(gm)(torch.ones(2)), torch.ones(2).sin())

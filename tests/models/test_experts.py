@@ -89,10 +89,12 @@ def test_one_capture_serves_whatever_is_routed_where(device: str, recorder: str)
     params = qwen3_moe.init_params(config, device=device, dtype=torch.bfloat16)
     options = {"block_size": 4, "device": device, "dtype": torch.bfloat16}
     cache, plain = (qwen3_moe.init_cache(config, 8, **options) for _ in range(2))
-    step = generate.make_step(
-        params, cache, fg.Limits(16, 4, B=4), modes="FULL", forward=qwen3_moe.forward,
-        sizes=(1, 8), recorder=recorder,
+    limits = fg.Limits(16, 4, B=4)
+    fast = fg.graphify(
+        qwen3_moe.forward, modes="FULL", donate="cache", stage="batch", sizes=(1, 8),
+        recorder=recorder,
     )  # fmt: skip
+    step = fast.bind(params).capture(cache, limits, progress=False)
     for end, start in ((5, 0), (6, 5), (7, 6), (12, 7)):
         batch = generate.alone(range(end), start, 4, device)
         got_RV, cache = step(cache, batch)
@@ -100,6 +102,6 @@ def test_one_capture_serves_whatever_is_routed_where(device: str, recorder: str)
         torch.testing.assert_close(got_RV, want_RV, atol=0.02, rtol=0)
     assert step.stats.share("FULL") == 1
     traced = fg.graphify(qwen3_moe.forward, donate="cache", stage="batch").trace(
-        params, cache, limits=fg.Limits(16, 4, B=4)
+        params, cache, limits=limits
     )
     assert traced.as_text().count("_grouped_mm.default(") == 6

@@ -125,11 +125,12 @@ def test_greedy_tokens_of_bare_forward(case: Case):
 def test_greedy_tokens_of_graphs(case: Case):
     """A prompt in two chunks, then one token a step: PIECEWISE, then FULL."""
     cache = new_cache(case)
-    limits = fg.Limits(16, 2, B=NUM_BLOCKS)
-    step = generate.make_step(
-        case.params, cache, limits, forward=case.family.forward, modes="FULL_AND_PIECEWISE",
+    fast = fg.graphify(
+        case.family.forward, modes="FULL_AND_PIECEWISE", donate="cache", stage="batch",
         sizes=(1, 8), recorder=case.recorder,
     )  # fmt: skip
+    limits = fg.Limits(16, 2, B=NUM_BLOCKS)
+    step = fast.bind(case.params).capture(cache, limits, progress=False)
     text, computed = list(tiny.PROMPT), 0
     for end in (4, *range(len(text), len(text) + COUNT)):
         batch = generate.alone(text[:end], computed, NUM_BLOCKS, case.device, case.family.Batch)

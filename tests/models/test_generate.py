@@ -89,7 +89,7 @@ def test_the_plan_fits_the_longest_prompt():
 
 
 def test_texts_end_where_the_tokenizer_says():
-    stops = text.BYTES._replace(stops=frozenset({7, 3}))
+    stops = text.BYTE_TEXT._replace(stops=frozenset({7, 3}))
     state, _ = generate.plan(["abc"], 8, max_tokens=8, max_reqs=1, text=stops)
     assert state.waiting[0].request.stop == ((3,), (7,))
 
@@ -173,6 +173,7 @@ def test_the_demo_prints_all_and_exits_with_0(words, capsys):
 
 def test_the_demo_exits_with_1_when_tokens_differ(words, capsys, monkeypatch):
     honest = demo.reference
+    monkeypatch.setattr(demo, "MEANING", {"NONE": demo.MEANING["NONE"]})  # the quickest of them
     monkeypatch.setattr(demo, "reference", lambda *args: (*honest(*args)[:-1], 0))
     assert demo.main(words) == 1
     assert "tokens differ in requests [" in capsys.readouterr().out
@@ -180,6 +181,7 @@ def test_the_demo_exits_with_1_when_tokens_differ(words, capsys, monkeypatch):
 
 def test_the_demo_exits_with_1_when_a_mode_does_not_replay(words, capsys, monkeypatch):
     honest = demo.make_steps
+    monkeypatch.setattr(demo, "MEANING", {"FULL": demo.MEANING["FULL"]})
     eager = {"modes": "NONE"}
     monkeypatch.setattr(demo, "make_steps", lambda *args, **o: honest(*args, **{**o, **eager}))
     assert demo.main(words) == 1

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
-from models import llama, lora
+from models import generate, llama, loading, lora, naming
 from models.batches import batch_type, empty_batch, lay_out
 from models.policy import Policy
 from models.requests import Job, Request, Row
 from models.tokens import Tokens
+from tests.models import tiny
 from tests.models.conftest import wide_params
 
 COUNT, RANK, BLOCK_SIZE, B = 3, 4, 4, 4
@@ -145,7 +146,7 @@ def test_a_row_without_an_adapter_is_bitwise_plain(params):
 
 
 def test_loading_a_slot_captures_nothing_and_changes_its_rows_alone(params):
-    step, cache, adapters = make(params, "tape", "FULL_AND_PIECEWISE")
+    step, cache, adapters = make(params, "tape", "FULL_AND_PIECEWISE", lazy=True)
     before, _ = step(cache, batch_of([0, 1, -1]))
     captures = step.stats.copy().captures
     step.load_slot(1, adapters=random_adapter(adapters, 9))
@@ -244,3 +245,28 @@ def test_an_adapted_weight_is_for_linear_alone(params):
         )
     with pytest.raises(TypeError):
         lora.adapted(odd)(params, adapters, None, batch_of([0]))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v2", "qwen3_next"])
+def test_every_family_with_attention_takes_adapters(name, tmp_path):
+    """Their projections lie deeper than Llama's, and some layers have none."""
+    tiny.save(name, tmp_path)
+    family = loading.family(tmp_path)
+    _, params = family.load(tmp_path)
+    adapters = lora.slots(params, count=2, rank=RANK)
+    one = random_adapter(adapters, 4)
+    for own, new in zip(adapters, one):
+        for path, pair in own.items():
+            pair.a[1], pair.b[1] = new[path].a, new[path].b
+    text = [3, 1, 4, 1, 5]
+    batch = generate.alone(text, 0, 4, "cpu", family.Batch)
+    merge = lambda own: lambda n, x: x + (own[n].a.T @ own[n].b).T if n in own else x  # noqa: E731
+    layers = tuple(naming.replaced(layer, merge(own)) for layer, own in zip(params.layers, one))
+    run = lambda forward, *held: forward(  # noqa: E731
+        *held, family.init_cache(params.config, 4, num_slots=1), batch
+    )[0]
+    want = run(family.forward, dataclasses.replace(params, layers=layers))
+    object.__setattr__(batch, "adapter_ids", torch.ones_like(batch.token_ids))
+    got = run(lora.adapted(family.forward), params, adapters)
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+    assert (got - run(family.forward, params)).abs().max() > 0.1

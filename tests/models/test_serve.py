@@ -25,7 +25,7 @@ from models.steps import Steps, make_steps
 from models.tally import Tally
 from tests.models.conftest import wide_params
 
-SIZES = (4, 8, 16, 32, 48)
+SIZES = (4, 12, 48)
 POLICY = Policy(
     56, 12, 8, generate.BLOCK_SIZE, query_lens=(1, 2, 4), ngram=1, cascade=32, cascade_reqs=3,
     reserve=0,

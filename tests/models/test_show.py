@@ -10,10 +10,10 @@ from models.generate import plan
 from models.requests import Event, start
 from models.serve import Served
 from models.show import show, texts
-from models.text import BYTES
+from models.text import BYTE_TEXT
 
 
-def shown(*prompts: str, answer: str, text=BYTES) -> str:
+def shown(*prompts: str, answer: str, text=BYTE_TEXT) -> str:
     """What `show` prints off a terminal, 40 columns wide."""
     state, policy = plan(prompts, 3000, max_tokens=8, max_reqs=1, text=text)
     console = Console(file=io.StringIO(), width=40)
@@ -39,6 +39,6 @@ def test_a_growing_text_is_folded():
 
 def test_a_text_ends_before_its_stop_and_a_prompt_does_not():
     """As in a chat template, where the end of each turn is the eos token."""
-    text = BYTES._replace(stops=frozenset({ord("#"), ord("!")}))
+    text = BYTE_TEXT._replace(stops=frozenset({ord("#"), ord("!")}))
     assert "user# ask! => answer\n" in shown("user# ask!", answer="answer#", text=text)
     assert "ask => \n" in shown("ask", answer="!", text=text)

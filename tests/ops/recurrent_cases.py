@@ -15,7 +15,7 @@ from fngraph.core import HostBounds
 from fngraph.ops import StateMeta, primitive
 
 Rows = Sequence[tuple[int, int]]  # (new tokens, tokens before) of each request
-DIMS = {"gated_delta": (2, 4, 16, 24), "ssd": (4, 2, 24, 16), "causal_conv": (12, 4)}
+DIMS = {"gated_delta": (1, 2, 16, 24), "ssd": (2, 1, 24, 16), "causal_conv": (12, 4)}
 KINDS = list(DIMS)
 
 

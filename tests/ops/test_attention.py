@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import BackendError
-from fngraph.ops import PRIMITIVES, AttentionMeta, Backend, attention, primitive
+from fngraph.ops import (
+    PRIMITIVES,
+    AttentionMeta,
+    Backend,
+    attention,
+    attention_config,
+    primitive,
+    recurrent,
+)
 
 NAN = float("nan")
 
@@ -418,3 +427,20 @@ def test_the_op_has_an_abstract_rule():
     assert out.shape == (3, 4, 8) and out.fake_mode is mode
     written = [a.name for a in PRIMITIVES["fngraph::attention"].op._schema.arguments if a.is_write]
     assert written == ["k_cache", "v_cache", "out"]
+
+
+def test_what_backends_are_told_has_no_gaps():
+    columns = torch.arange(8).view(4, 2)
+    for meta_of, names in (
+        (attention_config.meta_of, fg.ops.AttentionMeta._fields),
+        (recurrent.meta_of, fg.ops.StateMeta._fields),
+    ):
+        meta = meta_of(SimpleNamespace(**dict.fromkeys(names, columns[:, 1])))
+        assert all(x.is_contiguous() and x.tolist() == [1, 3, 5, 7] for x in meta)
+
+
+def test_no_requests():
+    c = case((3, 0))
+    none = AttentionMeta(*(x[:0] for x in c.meta[:2]), c.meta[2][:1], c.meta[3][:0])
+    out, _ = attention(c.q, c.k, c.v, (c.k_cache, c.v_cache), none._replace(slot_mapping=c.meta[0]))
+    assert out.eq(0).all()

@@ -12,6 +12,8 @@ import torch
 from test_attention import BATCHES, NAN, bits
 from triton_cases import LIMIT, WHERE, build, dense, padded, part, reference, run, wide, worst
 
+from fngraph.errors import BackendError
+
 pytestmark = [pytest.mark.gpu] if WHERE == "cuda" else []
 GPU = WHERE == "cuda"
 ALL = [torch.float32, torch.bfloat16, torch.float16]
@@ -234,3 +236,10 @@ def test_rows_are_bitwise_the_same_alone_and_in_any_batch(backend, query_len, ro
     want = torch.cat([run(backend, one, query_len) for one in alone])
     assert bits(run(backend, c, query_len)).equal(bits(want))
     assert bits(run(backend, larger, query_len)[: len(want)]).equal(bits(want))
+
+
+def test_a_cache_with_gaps_in_its_last_dim_is_refused():
+    c = build((3, 5))
+    c.k_cache = torch.cat([c.k_cache, c.k_cache], -1)[..., ::2]
+    with pytest.raises(BackendError, match="gaps in its last dim"):
+        run("triton", c)

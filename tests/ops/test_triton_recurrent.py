@@ -28,8 +28,8 @@ BATCHES = {name: BATCHES[name] for name in ("ragged prefill", "decode", "mixed")
     "long": [(140, 0), (1, 30)],
 }
 DIMS: dict[str, list[Any]] = {
-    "gated_delta": [(1, 1, 20, 9), (1, 3, 32, 40)],
-    "ssd": [(3, 1, 9, 20), (2, 2, 40, 32)],
+    "gated_delta": [(1, 1, 20, 9), (1, 3, 32, 40), (2, 4, 16, 24)],
+    "ssd": [(3, 1, 9, 20), (2, 2, 40, 32), (4, 2, 24, 16)],
     "causal_conv": [(130, 4), (5, 2), (3, 2), (4, 7)],
 }
 if GPU:

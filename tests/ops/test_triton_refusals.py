@@ -73,7 +73,7 @@ def test_recurrent_state_that_it_has_not_is_refused_with_the_reason(kind, change
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_where_triton_cannot_run_recurrent_state_says_why(kind, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    triton_backends._loaded.cache_clear()
+    triton_backends.loaded.cache_clear()
     x = torch.zeros(2, 2, 2)
     with pytest.raises(BackendError, match=f"'triton' of {kind}.*(pip|TRITON_INTERPRET=1)"):
         primitive(kind).backend("triton").run(x, x, x, None, x, config=RECURRENT[kind], host=None)
@@ -82,7 +82,7 @@ def test_where_triton_cannot_run_recurrent_state_says_why(kind, monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_where_triton_cannot_run_it_says_why_and_writes_nothing(backend, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    triton_backends._loaded.cache_clear()
+    triton_backends.loaded.cache_clear()
     c = case((3, 5))
     before = c.k_cache.clone()
     with pytest.raises(BackendError, match=f"{backend!r}.*(pip install|TRITON_INTERPRET=1)"):

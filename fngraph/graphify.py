@@ -205,7 +205,7 @@ class Bound:
         *donated: Any,
         outputs: str | None = None,
         recorder: str | Recorder | None = None,
-        progress: bool = True,
+        progress: bool | str = True,
         batch: Any = None,
         lazy: bool = False,
         memory_budget: int | None = None,
@@ -219,7 +219,7 @@ class Bound:
             outputs: "own" or "borrow"; None: as graphify was told.
             recorder: a name; or another step's, `recorder=step.recorder`, to share its pool.
             guards: poison padding and expired results; None: as graphify was told.
-            progress: show a progress bar.
+            progress: show a progress bar; a string is its label.
             lazy, memory_budget, on_failure: see `Compiled.capture`.
 
         Raises:

@@ -422,7 +422,7 @@ class Compiled:
         *bound: Any,
         recorder: str | Recorder | None = None,
         outputs: str = "own",
-        progress: bool = False,
+        progress: bool | str = False,
         lazy: bool = False,
         memory_budget: int | None = None,
         on_failure: str | None = None,
@@ -433,7 +433,7 @@ class Compiled:
         Args:
             recorder: "cuda", "tape", None for the one of the arguments' device, or one to share.
             outputs: "own": results are the caller's; "borrow": views, good until the next call.
-            progress: show a progress bar.
+            progress: show a progress bar; a string is its label.
             lazy: capture each key when it is first dispatched to, not now.
             memory_budget: bytes that the pool and all graphs may take together. Keys beyond it are
                 captured when they are needed, and the least recently used ones go for them.

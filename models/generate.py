@@ -113,14 +113,15 @@ def plan(
 ) -> tuple[State, Policy]:  # fmt: skip
     """A state with every prompt waiting, and a policy just wide enough for each of them.
 
-    The cache has blocks for `max_reqs` of the longest, so that rows, not blocks, run out first.
+    Texts end where `text.stops` says. The cache has blocks for `max_reqs` of the longest, so that
+    rows, not blocks, run out first.
     """
     tokens = [text.encode(prompt) for prompt in prompts]
     B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)
     wide = Policy(max_tokens, max_reqs, B, BLOCK_SIZE, **policy)
-    state = start(B * max_reqs, wide)
+    state, ends = start(B * max_reqs, wide), [(token,) for token in sorted(text.stops)]
     for t in tokens:
-        state = submit(state, wide, t, max_new)
+        state = submit(state, wide, t, max_new, stop=ends)
     return state, wide
 
 
@@ -128,31 +129,51 @@ def main(argv: list[str] | None = None) -> None:
     """The command."""
     flags = parser().parse_args(argv)
     device = pick_device(flags.device)
-    family, config, params, text = read_model(flags, device)
-    states = family_states(family)
-    state, policy = plan(
-        read_prompts(flags.prompts),
-        flags.max_new,
-        max_tokens=flags.max_tokens,
-        max_reqs=flags.max_reqs,
-        text=text,
-        query_lens=(1, 1 + flags.drafts) if flags.drafts else (1,),
-        share=not states,
-        num_slots=flags.max_reqs if states else 0,
-    )
+    try:
+        family, config, params, text = read_model(flags, device)
+        states = family_states(family)
+        state, policy = plan(
+            read_prompts(flags.prompts),
+            flags.max_new,
+            max_tokens=flags.max_tokens,
+            max_reqs=flags.max_reqs,
+            text=text,
+            query_lens=(1, 1 + flags.drafts) if flags.drafts else (1,),
+            share=not states,
+            num_slots=flags.max_reqs if states else 0,
+        )
+        check_length(flags.model, state)
+    except (loading.CheckpointError, ValueError) as error:
+        parser().error(str(error))
     cache = family.init_cache(
         config, state.pool.num_blocks, block_size=BLOCK_SIZE, num_slots=flags.max_reqs,
         device=device, dtype=params.embed.dtype,
     )  # fmt: skip
     steps = make_steps(
         family.forward, params, cache, policy, *states, modes=flags.modes,
-        recorder=flags.recorder, sizes=ladder(flags.max_tokens), progress=True,
+        recorder=flags.recorder, sizes=ladder(flags.max_tokens),
     )  # fmt: skip
     tally = Tally()
     served = tally.watch(serve(steps, cache, state, policy))
     for _ in show(served, state, Console(), decode=text.decode):
         pass
     print(f"\n\n{tally.as_text()}")
+
+
+def check_length(folder: Path | None, state: State) -> None:
+    """Refuse texts that would be longer than a folder's model has positions.
+
+    Raises:
+        ValueError: one that could be.
+    """
+    most = folder and loading.read_json(folder).get("max_position_embeddings")
+    requests = [job.request for job in state.waiting]
+    longest = max(requests, key=lambda request: len(request.prompt) + request.max_new)
+    if most and len(longest.prompt) + longest.max_new > most:
+        raise ValueError(
+            f"prompt {longest.id} has {len(longest.prompt)} tokens, and {longest.max_new} more are "
+            f"beyond the model's {most} positions. Pass --max-new {most - len(longest.prompt)}"
+        )
 
 
 def family_states(family: Any) -> tuple[str, ...]:

@@ -96,7 +96,10 @@ def load(
     Raises:
         CheckpointError: no such files; a config that the family cannot run; tensors missing,
             extra, misshapen or quantized. All of one kind are listed.
+        TypeError: a dtype that is none.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: pass one of torch's, dtype=torch.bfloat16")
     folder = Path(folder)
     config = read_config(format, folder)
     blank = format.blank(config)

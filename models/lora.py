@@ -77,6 +77,11 @@ def adapted(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def adapted_forward(params: Any, adapters: Adapters, cache: Any, batch: Any) -> Any:
         """`forward`, each token with the update of its own adapter."""
+        if not hasattr(batch, "adapter_ids"):
+            raise TypeError(
+                f"{type(batch).__name__} has no adapter_ids, which say each token's slot. Give it, "
+                'before its spec, adapter_ids: Tensor = fg.buffer("T", "int64", pad=-1)'
+            )
         count = slot_count(adapters)
         slots_N1 = torch.arange(count, device=batch.adapter_ids.device)[:, None]
         own_TN1 = batch.adapter_ids[:, None, None] == slots_N1

@@ -123,6 +123,11 @@ class State:
         """Whether there is work left."""
         return bool(self.waiting or self.running)
 
+    def __repr__(self) -> str:
+        free = f"{len(self.pool.free)} of {self.pool.num_blocks} blocks free"
+        rows = f"{len(self.rows)} rows under way"
+        return f"State({len(self.waiting)} waiting, {len(self.running)} running, {rows}, {free})"
+
 
 def start(num_blocks: int, policy: Policy) -> State:
     """A state without requests, over a cache of that many free blocks."""
@@ -131,21 +136,31 @@ def start(num_blocks: int, policy: Policy) -> State:
 
 def submit(
     state: State, policy: Policy, prompt: Iterable[int], max_new: int,
-    *, stop: Sequence[Sequence[int]] = (), adapter: int = -1, settings: Settings = GREEDY,
+    *, stop: Sequence[Sequence[int] | int] = (), adapter: int = -1, settings: Settings = GREEDY,
 ) -> State:  # fmt: skip
     """The state with one more request waiting, number `state.submitted`.
 
+    Args:
+        stop: tokens that end it, [eos]; or runs of them, [[13, 13]].
+
     Raises:
+        TypeError: a prompt or settings of another type.
         ValueError: a request that could never run, so that it would wait for ever; settings out of
             their range.
     """
+    if isinstance(prompt, str):
+        raise TypeError(f"prompt={prompt[:20]!r}: pass its tokens, text.encode(prompt)")
+    if not isinstance(settings, Settings):
+        raise TypeError(f"settings={settings!r}: pass Settings(temperature=0.8, ...)")
     tokens = tuple(prompt)
-    ends = tuple(tuple(run) for run in stop)
+    ends = tuple((run,) if isinstance(run, int) else tuple(run) for run in stop)
     if not tokens or max_new < 1 or not all(ends):
         raise ValueError(
             f"a request needs a prompt token, max_new >= 1 and no empty stop, got {len(tokens)}, "
             f"{max_new} and {ends}"
         )
+    if adapter < -1:
+        raise ValueError(f"adapter={adapter}: pass a slot's number, from 0 on; -1 for none")
     needed = blocks_for(len(tokens) + max_new, policy.block_size)
     if needed > min(policy.max_blocks, state.pool.num_blocks):
         raise ValueError(

@@ -137,12 +137,20 @@ def advance(state: State, drawn: Sequence[Sequence[int]]) -> tuple[State, tuple[
     Args:
         drawn: for each of `state.rows`, the tokens drawn at its last places. A row inside its
             prompt computed a chunk, and what it drew is dropped.
+
+    Raises:
+        ValueError: another number of rows, as where a state has been advanced already.
     """
+    if len(drawn) != len(state.rows):
+        raise ValueError(
+            f"advance got the tokens of {len(drawn)} rows, but {len(state.rows)} are under way. "
+            "Take the state that schedule returned, once: state, events = advance(state, tokens)"
+        )
     stepped: dict[int, Job] = {}
     events: list[Event] = []
     done: list[Job] = []
     live = {job.id for job in state.running}
-    for (job, count, drafts), tokens in zip(state.rows, drawn, strict=True):
+    for (job, count, drafts), tokens in zip(state.rows, drawn):
         if job.id not in live:  # cancelled meanwhile
             continue
         computed = job.computed + count

@@ -44,12 +44,16 @@ class Served(NamedTuple):
     seconds: float
 
 
-def schedule(
-    state: State, policy: Policy, host_batch: Callable[[fg.BatchSpec], Any]
-) -> tuple[State, Any]:
-    """Decide the next step's rows, and lay them out in the batch that `host_batch` hands out."""
+def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
+    """Decide the next step's rows, and lay them out in the batch that `steps` hand out.
+
+    Raises:
+        ValueError: nothing to do; requests, a policy or a pool that the steps were not made for.
+    """
     state = plan(state, policy)
-    return state, lay_out(state.rows, policy, host_batch)
+    if steps.can is not None:
+        steps.can.check(state, policy)
+    return state, lay_out(state.rows, policy, steps.host_batch)
 
 
 @torch.no_grad()
@@ -64,7 +68,7 @@ def serve(
     """
     while (state := inbox(state)).live:
         began = time.perf_counter()
-        state, batch = schedule(state, policy, steps.host_batch)
+        state, batch = schedule(state, policy, steps)
         kind, spec = kind_of(state.rows), batch.spec
         ids_RQ, cache = steps.run(cache, batch)
         state, events = advance(state, ids_RQ.tolist())

@@ -14,11 +14,20 @@ from torch import Tensor
 
 import fngraph as fg
 from models import lora
+from models.ability import Ability, check_names, count_blocks
 from models.batches import batch_type, empty_batch
 from models.policy import Policy
 from models.sample import sample
 
 Forward = Callable[[Any, Any, Any], tuple[Tensor, Any]]
+
+
+def no_slots(slot: int, adapter: Any) -> None:
+    """`load_slot` of steps without adapters."""
+    raise ValueError(
+        f"slot {slot}: these steps load no adapters. Make slots for them: "
+        "make_steps(..., adapters=lora.slots(params, count=8, rank=16))"
+    )
 
 
 class Steps(NamedTuple):
@@ -29,12 +38,21 @@ class Steps(NamedTuple):
         run: cache, batch -> token ids (R, Q), cache.
         dispatch: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
+        can: what they were made for; None: nothing is refused.
+        load_slot: slot, adapter -> writes what `load_adapter` or `lora.one_slot` made into the
+            slot, between two steps, while no request uses it. Nothing is captured.
     """
 
     host_batch: Callable[[fg.BatchSpec], Any]
     run: Callable[[Any, Any], tuple[Tensor, Any]]
     dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
     captured: tuple[Any, ...] = ()
+    can: Ability | None = None
+    load_slot: Callable[[int, Any], None] = no_slots
+
+    def __repr__(self) -> str:
+        keys = f"{sum(map(len, self.captured))} keys of {len(self.captured)} functions"
+        return f"Steps({keys}; {self.can})"
 
 
 def served_forward(forward: Forward, *more: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -62,21 +80,27 @@ def served_forward(forward: Forward, *more: str) -> Callable[..., tuple[Tensor, 
 
 def make_steps(
     forward: Forward, params: Any, cache: Any, policy: Policy, *more: str, modes: str,
-    adapters: Any = None, progress: bool = False, **options: Any,
+    adapters: Any = None, progress: bool = True, **options: Any,
 ) -> Steps:  # fmt: skip
     """`forward` and the draw, weights bound and graphs captured.
 
     Args:
-        more: names of `models.batches.MORE` for all batches: "sampling", "states".
+        cache: of `init_cache`, with blocks of `policy.block_size`.
+        more: what all batches have: "sampling", "states". Without "sampling", steps are greedy.
         adapters: `lora.slots(...)`.
+        progress: show a progress bar for each function.
         options: `fg.graphify`'s.
+
+    Raises:
+        ValueError: what does not fit together, see `models.ability`.
     """
+    can = Ability(policy, more, count_slots(adapters), count_blocks(cache, policy))
     cascading = "PIECEWISE" if modes in ("PIECEWISE", "FULL_AND_PIECEWISE") else "NONE"
     captured: dict[Case, Any] = {}
     for case, names in cases(policy, adapters, more).items():
         own: dict[str, Any] = {"modes": cascading if case.cascade else modes}
         if case.adapted:
-            own["adapters"] = (lora.slot_count(adapters),)
+            own["adapters"] = (can.adapters,)
         fast = fg.graphify(
             served_forward(forward, *names), donate="cache", stage="batch",
             query_lens=policy.query_lens, **{**options, **own},
@@ -84,16 +108,24 @@ def make_steps(
         if captured:
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
-        captured[case] = bound.capture(cache, policy.limits, progress=progress)
+        label = f"capturing {case.text}" if progress else False
+        captured[case] = bound.capture(cache, policy.limits, progress=label)
     functions = tuple(captured.values())
     if len(functions) == 1:
-        return Steps(functions[0].host_batch, functions[0], functions[0].runs_as, functions)
+        (only,) = functions
+        return Steps(only.host_batch, only, only.runs_as, functions, can)
     of = lambda spec: captured[case_of(spec)]  # noqa: E731
+
+    def load_slot(slot: int, adapter: Any) -> None:  # all functions hold the same slots
+        captured[ADAPTED].load_slot(slot, adapters=adapter)
+
     return Steps(
         lambda spec: of(spec).host_batch(spec),
         lambda cache, batch: of(batch.spec)(cache, batch),
         lambda spec: of(spec).runs_as(spec),
         functions,
+        can,
+        load_slot if can.adapters else no_slots,
     )
 
 
@@ -117,7 +149,8 @@ def bare_steps(
     def dispatch(spec: fg.BatchSpec) -> fg.core.Dispatch:
         return fg.core.Dispatch(fg.Mode.NONE, spec.descriptor(), "bare forward")
 
-    return Steps(host_batch, run, dispatch)
+    can = Ability(policy, more, count_slots(adapters))
+    return Steps(host_batch, run, dispatch, can=can)
 
 
 class Case(NamedTuple):
@@ -126,8 +159,13 @@ class Case(NamedTuple):
     cascade: bool
     adapted: bool
 
+    @property
+    def text(self) -> str:
+        """In words."""
+        return " ".join(["cascade"] * self.cascade + ["adapters"] * self.adapted) or "plain"
 
-PLAIN = Case(False, False)
+
+PLAIN, ADAPTED = Case(False, False), Case(False, True)
 
 
 def case_of(spec: fg.BatchSpec) -> Case:
@@ -137,9 +175,15 @@ def case_of(spec: fg.BatchSpec) -> Case:
 
 def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tuple[str, ...]]:
     """Every case that can come, with the names of what its batches have beside the paged fields."""
+    check_names(more, policy)
     either = (False, True)
     return {
         Case(cascade, adapted): ("cascade",) * cascade + ("adapters",) * adapted + more
         for cascade in either[: 1 + bool(policy.cascade)]
         for adapted in either[: 1 + (adapters is not None)]
     }
+
+
+def count_slots(adapters: Any) -> int:
+    """How many adapters there are slots for."""
+    return 0 if adapters is None else lora.slot_count(adapters)

@@ -71,6 +71,10 @@ class Tally:
         """The share of steps, or of another count, that ran in a mode; 0 to 1."""
         return self.total(count, mode) / (self.total(count) or 1)
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(sorted(self.kinds))
+        return f"Tally({self.total()} steps, {self.total('new')} new tokens; {kinds})"
+
     def as_text(self) -> str:
         """A Markdown table, most steps first."""
         head = ("batch", "mode", "key", "steps", "tokens", "padding", "new")

@@ -16,7 +16,7 @@ class Text(NamedTuple):
 
     Attributes:
         encode: text to tokens, with what the model wants in front.
-        decode: tokens to text.
+        decode: tokens to text, all of them.
         stops: tokens that end a text.
     """
 
@@ -48,19 +48,22 @@ def read_text(folder: str | Path) -> Text:
 
     folder = Path(folder)
     path = folder / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json. Write one with transformers: "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # whatever the package raises is a plain Exception
         raise CheckpointError(f"{path}: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    stops = frozenset(_stops(folder))
-
-    def decode(tokens: Sequence[int]) -> str:
-        end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-        return str(tokenizer.decode(list(tokens[:end])))
-
-    return Text(lambda text: tuple(tokenizer.encode(text).ids), decode, stops)
+    return Text(
+        lambda text: tuple(tokenizer.encode(text).ids),
+        lambda tokens: str(tokenizer.decode(list(tokens))),
+        frozenset(_stops(folder)),
+    )
 
 
 def _stops(folder: Path) -> list[int]:

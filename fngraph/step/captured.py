@@ -224,7 +224,7 @@ class Captured:
         """
         load_slot(self, slot, held)
 
-    def capture_all(self, progress: bool = False) -> None:
+    def capture_all(self, progress: bool | str = False) -> None:
         """Capture every key of the table that is not yet, largest first, as far as the memory
         budget goes.
 

@@ -38,7 +38,7 @@ def missing(step: Captured) -> list[Key]:
     return [key for key in step.table if key not in step.replays and key not in step.book.failed]
 
 
-def capture_all(step: Captured, progress: bool = False) -> None:
+def capture_all(step: Captured, progress: bool | str = False) -> None:
     """Capture every key of the table that is not yet, largest first, as far as the budget goes.
 
     Raises:
@@ -62,7 +62,7 @@ def capture_some(step: Captured, budget_ms: float) -> int:
     return len(missing(step))
 
 
-def capture_ahead(step: Captured, keys: Sequence[Key], progress: bool = False) -> None:
+def capture_ahead(step: Captured, keys: Sequence[Key], progress: bool | str = False) -> None:
     """Capture these keys in order: one warm-up for each kind, then one session of the recorder."""
     check_ready(step)
     warm_ahead(step, [key for key in keys if budget.fits(step, key)])
@@ -70,7 +70,8 @@ def capture_ahead(step: Captured, keys: Sequence[Key], progress: bool = False) -
     if progress:
         from fngraph.report.progress import track
 
-        shown = track(list(keys), f"capturing on {step.recorder.name}")
+        label = progress if isinstance(progress, str) else f"capturing on {step.recorder.name}"
+        shown = track(list(keys), label)
     with step.recorder.recording():
         for key in shown:
             obtain(step, key)

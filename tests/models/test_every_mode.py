@@ -23,6 +23,7 @@ from models.batches import batch_type
 from models.policy import Policy
 from models.requests import Row, start, submit
 from models.serve import advance, gather, schedule
+from models.steps import Steps
 from tests.models.conftest import wide_params
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -66,7 +67,7 @@ def drive(
         for _ in range(WAVES.get(number, 0)):
             state = submit(state, POLICY, *coming.pop(0))
         budget = dataclasses.replace(POLICY, max_tokens=BUDGETS[number % len(BUDGETS)])
-        state, batch = schedule(state, budget, step.host_batch)
+        state, batch = schedule(state, budget, Steps(step.host_batch, step, step.dispatch))
         spec, rows = batch.spec, state.rows
         logits_R1V, back = step(cache, batch)
         assert back is cache

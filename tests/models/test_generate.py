@@ -88,6 +88,12 @@ def test_the_plan_fits_the_longest_prompt():
     assert len(state.waiting) == 2 and state.pool.num_blocks == 12
 
 
+def test_texts_end_where_the_tokenizer_says():
+    stops = text.BYTE_TEXT._replace(stops=frozenset({7, 3}))
+    state, _ = generate.plan(["abc"], 8, max_tokens=8, max_reqs=1, text=stops)
+    assert state.waiting[0].request.stop == ((3,), (7,))
+
+
 def test_the_demo_has_prompts_of_many_lengths():
     lengths = [len(prompt) for prompt in generate.read_prompts(generate.PROMPTS)]
     assert len(lengths) >= 8 and len(set(lengths)) >= 8
@@ -186,4 +192,4 @@ def test_generate_prints_the_texts_and_what_ran(words, params, capsys):
     generate.main([*words, "--modes", "FULL", "--max-tokens", "16", "--max-reqs", "2"])
     out = capsys.readouterr().out
     assert "| padding |" in out and "| FULL" in out and "| NONE" not in out
-    assert "0 The" in out and "1 Return a list" in out
+    assert "0 The =>" in out and "1 Return a list =>" in out

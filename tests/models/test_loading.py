@@ -231,7 +231,7 @@ def test_text_ends_where_the_model_says(folder: Path):
     text = read_text(folder)
     tokens = text.encode("caf\u00e9")
     assert text.decode(tokens) == "caf\u00e9" and text.stops == {7, 9}
-    assert text.decode((*tokens, 9, *tokens)) == "caf\u00e9"
+    assert text.decode((*tokens, 9, *tokens)).count("caf\u00e9") == 2  # a prompt has them too
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         read_text(folder)
@@ -250,4 +250,5 @@ def test_the_command_writes_text_from_a_folder(
     assert "FULL|" in out and "PIECEWISE|" in out
     for prompt in ("The", "Return a list"):
         new = generate.reference(params, text.encode(prompt), 5, family)
-        assert "".join(f"{prompt}{text.decode(new)}".split()) in out
+        end = next((i for i, token in enumerate(new) if token in text.stops), len(new))
+        assert "".join(f"{prompt}=>{text.decode(new[:end])}".split()) in out

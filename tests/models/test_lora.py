@@ -120,6 +120,15 @@ def test_each_row_has_its_own_adapter(modes, recorder_name, device, config):
     assert step.stats.share("NONE") == (modes == "NONE")
 
 
+def test_a_batch_without_adapter_ids_is_told_what_it_lacks(params):
+    batch = empty_batch(batch_type(), POLICY, fg.BatchSpec(1, 1))
+    adapters = lora.slots(params, count=1, rank=2)
+    with pytest.raises(
+        TypeError, match=r'Batch has no adapter_ids.*fg\.buffer\("T", "int64", pad=-1'
+    ):
+        lora.adapted(forward)(params, adapters, cache_of(params), batch)
+
+
 def test_a_row_without_an_adapter_is_bitwise_plain(params):
     """At the same size, that is: another number of rows may add up in another order."""
     empty = lora.slots(params, count=COUNT, rank=RANK, names=NAMES)

@@ -6,10 +6,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from models import serve
-from models.batches import batch_type, empty_batch
+from models.batches import batch_type, empty_batch, lay_out
 from models.policy import Policy
 from models.requests import Event, State
+from models.schedule import advance, plan
 
 
 class Step(NamedTuple):
@@ -49,8 +49,9 @@ def simulate(
     """
     slots: dict[int, tuple[int, ...]] = {}
     while (state := inbox(state)).live:
-        before, batch = serve.schedule(
-            state, policy, lambda spec: empty_batch(batch_type("adapters"), policy, spec)
+        before = plan(state, policy)
+        batch = lay_out(
+            before.rows, policy, lambda spec: empty_batch(batch_type("adapters"), policy, spec)
         )
         policy.limits.check(batch.spec)
         starts = batch.query_start_loc.tolist()
@@ -77,5 +78,5 @@ def simulate(
                     assert slots[slot] == (job.request.adapter, *text[: position + 1])
                 ids.append(next_token(text, job.request.adapter))
             drawn.append(ids)
-        state, events = serve.advance(before, drawn)
+        state, events = advance(before, drawn)
         yield Step(before, batch, state, events)

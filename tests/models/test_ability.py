@@ -1,0 +1,143 @@
+"""What steps were not made for is refused, not left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import fngraph as fg
+from models import llama, lora
+from models.policy import Policy
+from models.requests import start, submit
+from models.sample import Settings
+from models.serve import gather, serve, stream
+from models.steps import bare_steps, make_steps
+
+POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)
+
+
+def made(
+    params: llama.Params, *more: str, block_size: int = 16, num_blocks: int = 16, slots: int = 0,
+    modes: str = "NONE", policy: Policy = POLICY, progress: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Steps and their cache."""
+    cache = llama.init_cache(params.config, num_blocks, block_size=block_size)
+    adapters = lora.slots(params, count=slots, rank=2) if slots else None
+    options = {} if modes == "NONE" else {"sizes": (2, 8)}
+    steps = make_steps(
+        llama.forward, params, cache, policy, *more, modes=modes, adapters=adapters,
+        progress=progress, **options,
+    )  # fmt: skip
+    return steps, cache
+
+
+def run(steps: Any, cache: Any, *requests: dict[str, Any], policy: Policy = POLICY) -> Any:
+    """What the requests get; the first asks for nothing special."""
+    state = start(16, policy)
+    for request in ({}, *requests):
+        state = submit(state, policy, [1, 2, 3], 4, **request)
+    return gather(stream(serve(steps, cache, state, policy)))
+
+
+def test_settings_are_not_dropped(params):
+    drawing = {"settings": Settings(5.0, seed=3)}
+    with pytest.raises(ValueError, match=r"request 1: these steps are greedy.*temperature=5\.0"):
+        run(*made(params), drawing)
+    assert run(*made(params), {"settings": Settings(0.0, top_k=3)}).keys() == {0, 1}
+    texts = run(*made(params, "sampling"), drawing)
+    assert texts[0] != texts[1]
+    with pytest.raises(ValueError, match=r'make_steps\(\.\.\., "sampling"\)'):
+        run(bare_steps(llama.forward, params, POLICY), llama.init_cache(params.config, 16), drawing)
+
+
+@pytest.mark.parametrize("slots, has, count", [(0, "none", 8), (2, "2 slots", 8)])
+@pytest.mark.parametrize("cascade", [0, 16])
+def test_an_adapter_without_a_slot(slots, has, count, cascade, params):
+    policy = dataclasses.replace(POLICY, cascade=cascade)
+    steps, cache = made(params, slots=slots, policy=policy)
+    with pytest.raises(ValueError, match=rf"request 1: adapter=7.*{has}.*count={count}"):
+        run(steps, cache, {"adapter": 7}, policy=policy)
+
+
+def test_an_adapter_below_none(params):
+    with pytest.raises(ValueError, match="adapter=-2"):
+        submit(start(16, POLICY), POLICY, [1], 1, adapter=-2)
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_a_cache_of_another_block_size(block_size, params):
+    with pytest.raises(ValueError, match=rf"cache leaf 0\.0 is \[16, {block_size}, 2, 12\].*=16"):
+        made(params, block_size=block_size)
+
+
+def test_a_cache_with_fewer_blocks_than_the_pool(params):
+    with pytest.raises(ValueError, match=r"start\(16, policy\).*Pass start\(1, policy\)"):
+        run(*made(params, num_blocks=1))
+
+
+def test_a_policy_that_the_steps_were_not_made_for(params):
+    steps, cache = made(params)
+    lower = dataclasses.replace(POLICY, max_tokens=2, max_reqs=1, share=False)
+    assert run(steps, cache, policy=lower)
+    for other in (
+        dataclasses.replace(POLICY, max_tokens=64),
+        dataclasses.replace(POLICY, max_blocks=5),
+        dataclasses.replace(POLICY, query_lens=(1, 3)),
+        dataclasses.replace(POLICY, cascade=16),
+    ):
+        with pytest.raises(ValueError, match=r"make_steps had Policy\(max_tokens=32"):
+            run(steps, cache, policy=other)
+
+
+@pytest.mark.parametrize("name", ["samplign", "adapters", "cascade"])
+def test_a_name_that_steps_cannot_have(name, params):
+    with pytest.raises(ValueError, match=rf"'{name}' is no name .*\"sampling\" or \"states\""):
+        made(params, name)
+
+
+def test_states_go_with_slots(params):
+    with pytest.raises(ValueError, match=r'make_steps\(\.\.\., "states"\)'):
+        made(params, "states")
+    with pytest.raises(ValueError, match="num_slots=2"):
+        made(params, policy=dataclasses.replace(POLICY, num_slots=2, share=False))
+
+
+@pytest.mark.parametrize("cascade", [0, 16])
+def test_an_adapter_is_loaded_between_steps(cascade, params):
+    policy = dataclasses.replace(POLICY, cascade=cascade)
+    steps, cache = made(params, slots=2, modes="FULL", policy=policy)
+    keys = [set(step.replays) for step in steps.captured]
+    before = run(steps, cache, {"adapter": 1}, policy=policy)
+    assert before[0] == before[1]  # an empty slot
+    draw = torch.Generator().manual_seed(3)
+    pairs = {
+        (i, name): (
+            torch.randn(2, pair.a.shape[2], generator=draw),
+            torch.randn(2, pair.b.shape[2], generator=draw),
+        )
+        for i, own in enumerate(lora.slots(params, count=2, rank=2))
+        for name, pair in own.items()
+    }
+    slots = lora.slots(params, count=2, rank=2)
+    steps.load_slot(1, lora.one_slot(slots, pairs))
+    after = run(steps, cache, {"adapter": 1}, {"adapter": 0}, policy=policy)
+    assert after[0] == after[2] == before[0] != after[1]
+    assert [set(step.replays) for step in steps.captured] == keys
+    with pytest.raises(fg.errors.TreeError, match="slot=2"):
+        steps.load_slot(2, lora.one_slot(slots, pairs))
+    with pytest.raises(ValueError, match=r"make_steps\(\.\.\., adapters=lora\.slots"):
+        made(params)[0].load_slot(0, lora.one_slot(slots, pairs))
+
+
+def test_captures_are_labelled_and_steps_read_in_a_line(params, capsys):
+    policy = dataclasses.replace(POLICY, cascade=16)
+    steps, _ = made(params, slots=2, modes="FULL", policy=policy, progress=True)
+    labels = [line.partition(" \u2501")[0] for line in capsys.readouterr().out.splitlines()]
+    assert labels[:2] == ["capturing plain", "capturing adapters"]
+    keys = sum(len(step) for step in steps.captured)
+    assert repr(steps) == (
+        f"Steps({keys} keys of 4 functions; greedy, 2 adapters, max_tokens=32, max_reqs=2)"
+    )

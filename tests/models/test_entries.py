@@ -1,0 +1,90 @@
+"""What a user may pass by mistake at the entries of serving is named, with what to pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from models import generate, loading
+from models.policy import Policy
+from models.requests import start, submit
+from models.sample import Settings
+from models.schedule import advance, plan
+from models.tally import Tally
+from models.text import read_text
+from tests.models import tiny
+
+POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)
+
+
+@pytest.mark.parametrize(
+    "sizes, named",
+    [((0, 0, 0), "max_tokens=0"), ((2, 1, 0), "max_blocks=0"), ((2, 8, 1), "max_tokens=8 or more")],
+)
+def test_a_policy_for_nothing(sizes, named):
+    with pytest.raises(ValueError, match=named):
+        Policy(*sizes)
+
+
+def test_a_request_of_another_type():
+    state = start(16, POLICY)
+    with pytest.raises(TypeError, match=r"prompt='abc': .*text\.encode\(prompt\)"):
+        submit(state, POLICY, "abc", 4)
+    with pytest.raises(TypeError, match=r"settings=.*pass Settings\(temperature=0\.8"):
+        submit(state, POLICY, [1], 4, settings={"temperature": 1.0})
+
+
+def test_a_stop_token_needs_no_list_of_its_own():
+    state = submit(start(16, POLICY), POLICY, [1], 4, stop=[258, [13, 13]])
+    assert state.waiting[0].request.stop == ((258,), (13, 13))
+
+
+def test_a_state_is_advanced_once():
+    state = plan(submit(start(16, POLICY), POLICY, [1], 4), POLICY)
+    after, _ = advance(state, [[5]])
+    with pytest.raises(ValueError, match="tokens of 1 rows, but 0 are under way"):
+        advance(after, [[5]])
+
+
+def test_states_and_tallies_read_in_a_line():
+    state = submit(start(5000, POLICY), POLICY, [1], 4, settings=Settings())
+    text = "1 waiting, 0 running, 0 rows under way, 5000 of 5000 blocks free"
+    assert repr(state) == f"State({text})"
+    assert repr(Tally()) == "Tally(0 steps, 0 new tokens; )"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama as transformers saves it, with a tokenizer of words."""
+    path = tmp_path_factory.mktemp("llama")
+    tiny.save("llama", path)
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_folder_without_a_tokenizer(folder, tmp_path):
+    with pytest.raises(loading.CheckpointError, match=r"no tokenizer\.json.*AutoTokenizer"):
+        read_text(tmp_path)
+
+
+def test_a_dtype_by_name(folder):
+    with pytest.raises(TypeError, match=r"dtype='bfloat16': .*torch\.bfloat16"):
+        loading.family(folder).load(folder, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--max-reqs", "0"], "max_reqs=0"),
+        (["--max-tokens", "4"], "max_tokens=4 is fewer than max_reqs=8"),
+        (["--max-new", "100000"], "positions. Pass --max-new"),
+        (["--model", "nowhere"], "nowhere"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_a_line(flags, named, folder, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["--model", str(folder), *flags])
+    assert named in capsys.readouterr().err

@@ -42,11 +42,6 @@ class Policy:
         for name in ("max_tokens", "max_reqs", "max_blocks", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: pass {name}=1 or more")
-        if self.max_tokens < self.max_reqs:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} is fewer than max_reqs={self.max_reqs}, and each "
-                f"running request takes a token a step. Pass max_tokens={self.max_reqs} or more"
-            )
         if 1 not in self.query_lens:
             raise ValueError(f"query_lens={self.query_lens} lacks 1, a step without drafts")
         if self.num_slots and (self.share or self.query_lens != (1,)):

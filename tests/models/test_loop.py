@@ -107,7 +107,7 @@ def test_settings_and_adapters_are_laid_out():
     assert batch.temperature.tolist() == [0, 0.5] and batch.top_k.tolist() == [0, 7]
     assert batch.top_p.tolist() == [1, 0.75] and batch.min_p.tolist() == [0, 0.25]
     assert batch.keys[0] != batch.keys[1] and batch.prefix_len.tolist() == [0]
-    with pytest.raises(ValueError, match="temperature >= 0"):
+    with pytest.raises(ValueError, match="0 <= temperature"):
         submit(state, policy, (1,), 1, settings=Settings(-1.0))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fngraph as fg
 from benchmarks.traffic import Arrival
-from fngraph.core import trees
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the best logit's way above the mean
 RIGHT = 0.9  # the share of a way's tokens, or of its texts, that have to be
@@ -26,7 +26,7 @@ LogitsAfter = Callable[[Arrival, Sequence[int]], Tensor]  # a request, its text 
 
 def refill(cache: Any) -> None:
     """Random numbers, the same each time: zeros would hide what attention reads."""
-    for leaf in trees.flatten(cache)[0]:
+    for leaf in fg.core.trees.flatten(cache)[0]:
         leaf.normal_(generator=torch.Generator(leaf.device).manual_seed(0))
 
 

@@ -240,7 +240,7 @@ def prefilling(lens: tuple[int, ...]) -> tuple[Callable[..., Tensor], Fn, Tensor
 
 # --- other tiles and splits -----------------------------------------------------------------------
 
-TILES = ((32, 4, 3), (32, 4, 5), (32, 4, 7), (64, 4, 3), (64, 4, 5), (64, 8, 5), (32, 2, 5))
+TILES = ((32, 4, 5), (32, 2, 5), (32, 1, 7), (64, 4, 3), (64, 2, 5), (64, 8, 5), (128, 4, 3))
 PREFILL_TILES = (
     (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3),
     (64, 128, 4, 2), (128, 64, 8, 5),
@@ -255,7 +255,8 @@ def splitting(p: Paged) -> tuple[Any, Callable[[Any], float]]:
         call = lambda: ops.triton_decode.attend(p.q, p.cache, p.meta, out, config(), 1, how=how)  # noqa: E731
         return device_us(call, 1.5)
 
-    return ops.triton_decode.how_to(config(), H // K, p.keys.shape[1]), us
+    pairs, places = len(p.q) * K, ops.triton_launch.processors(p.q.device)
+    return ops.triton_decode.how_to(config(), H // K, p.keys.shape[1], pairs, places), us
 
 
 def sweep(peak: float) -> None:
@@ -266,8 +267,8 @@ def sweep(peak: float) -> None:
         times = {how: us(how) for how in (usual, usual._replace(early=False))}
         for (keys, warps, stages), split in itertools.product(TILES, (128, 256, 512)):
             tile = usual.tile._replace(keys=keys, num_warps=warps, num_stages=stages)
-            for programs in (2, 3, 4, 6) if split == usual.split else (4,):
-                how = usual._replace(tile=tile, split=split, programs=programs)
+            for programs, spans in itertools.product((2, 4), (False, True)):
+                how = usual._replace(tile=tile, split=split, programs=programs, spans=spans)
                 times[how] = us(how)
         for name, how in [
             ("as it is", usual),
@@ -288,12 +289,16 @@ def invariant_cost() -> list[dict[str, Any]]:
     found = []
     for n, context in ((1, 4096), (1, 32768), (8, 4096), (32, 8192), (128, 4096)):
         usual, us = splitting(paged(n, context))
-        times = {split: us(usual._replace(split=split)) for split in (128, 256, 512, 1024, 2048)}
+        lengths = (128, 256, 512, 1024, 2048)
+        times = {split: us(usual._replace(split=split)) for split in lengths}
+        if usual.spans:  # also a request's keys in one piece, up to what the table holds
+            times[-(-context // 8)] = us(usual._replace(split=-(-context // 8)))
         best = min(times, key=times.__getitem__)
         fixed = times[usual.split]
         found.append({
             "batch": n, "context": context, "fixed": fixed, "split": usual.split,
-            "free": times[best], "best split": best, "cost": fixed / times[best] - 1,
+            "spans": usual.spans, "free": times[best], "best split": best,
+            "cost": fixed / times[best] - 1,
         })  # fmt: skip
     return found
 

@@ -1,8 +1,9 @@
-"""Triton attention for uniform batches of any query length: split-KV, in two phases.
+"""Triton attention for uniform batches of any query length: split-KV, in one phase or two.
 
-Each request's keys are cut into splits of a fixed number of keys, which are merged by log-sum-exp.
-How long a split is follows from the block table's width alone, and the grid from static shapes; so
-one graph serves every batch of its class, and a row's bits do not depend on the batch around it.
+Each request's keys are cut into splits and spans of a fixed number of keys, whose sums are folded
+in one order. How long they are follows from the block table's width alone; how many programs share
+them, from static shapes too, and changes no bit. So one graph serves every batch of its class, and
+a row's bits do not depend on the batch around it or on the size that served it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from fngraph.ops import triton_unified
 from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_keys import Tile, compute_dtype, options
 from fngraph.ops.triton_launch import launch, power_of_two, processors
-from fngraph.ops.triton_split import merge_kernel, split_kernel
+from fngraph.ops.triton_merge import SPLITS, empty, merge
+from fngraph.ops.triton_split import split_kernel
 from fngraph.ops.triton_write import scale_of, write
 
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
-MERGED = 32  # splits merged at a time
 
 
 def run(
@@ -67,74 +68,87 @@ def attend(
     numbers, constants = options(config, kv)
     rows = Q * constants["GROUP"]
     widest = meta.block_tables.shape[1] * config.block_size
-    tile, split, programs, early = how or how_to(config, rows, widest)
-    splits = -(-widest // split)
-    parts = q_THD.new_empty((R, K, splits, rows, D), dtype=torch.float32)
-    tops, totals = parts.new_empty((2, R, K, splits, rows)).unbind()
+    places = processors(q_THD.device)
+    tile, split, programs, spans, early = how or how_to(config, rows, widest, R * K, places)
+    unit = split * (SPLITS if spans else 1)
+    units = -(-widest // unit)
+    final = spans and units == 1
+    each = final or R * K * units <= places * EACH
+    sums = None if final else empty(q_THD, R, K, units, rows, D)
     by_k, k_step = scale_of(k_scale, q_THD)
     by_v, v_step = scale_of(v_scale, q_THD)
     launch(
         split_kernel,
-        (min(R * K * splits, processors(q_THD.device) * programs),),
+        (R * K * units if each else min(R * K * units, places * programs),),
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
-         by_k),
-        (parts, tops, totals),
-        (R, K, splits, *q_THD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-         meta.block_tables.stride(0), k_step, *numbers),
+         q_THD if sinks is None else sinks, by_k, by_v),
+        (*(sums or (out_THD,) * 3), out_THD),
+        (R, K, units, *q_THD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+         meta.block_tables.stride(0), *out_THD.stride()[:2], k_step, v_step, *numbers),
         ROWS=tile.rows,
         KEYS=tile.keys,
         Q=Q,
         SPLIT=split,
+        UNIT=unit,
         REQS=power_of_two(R, at_least=256),
+        EACH=each,
+        FINAL=final,
         K_SCALED=k_scale is not None,
+        V_SCALED=v_scale is not None,
+        SINKS=sinks is not None,
         early=early,
         programs=programs,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **constants,
     )  # fmt: skip
-    launch(
-        merge_kernel,
-        (R * Q, config.num_heads),
-        (meta.query_start_loc, meta.seq_lens, parts, tops, totals,
-         q_THD if sinks is None else sinks, by_v),
-        (out_THD,),
-        (R, splits, *out_THD.stride()[:2], numbers[2], v_step),
-        **{name: constants[name] for name in ("GROUP", "D", "WIDTH", "WINDOW")},
-        Q=Q,
-        SPLIT=split,
-        MERGED=MERGED,
-        SINKS=sinks is not None,
-        V_SCALED=v_scale is not None,
-        early=early,
-        num_warps=4,
-    )  # fmt: skip
+    if sums is not None:
+        merge(
+            sums, meta, out_THD, Q, unit, 1 if spans else SPLITS,
+            window=config.window, sinks=sinks, v_scale=None if v_scale is None else (by_v, v_step),
+            early=early,
+        )  # fmt: skip
 
 
 class How(NamedTuple):
-    """Static choices of the split kernel: its tile, keys a split, programs a multiprocessor.
+    """Static choices of the split kernel. Bits depend on `split` and the tile's keys alone.
 
     Attributes:
+        split: keys of a split, a multiple of the tile's.
+        programs: of a multiprocessor.
+        spans: whether a program takes a whole span of splits.
         early: whether both kernels are launched while the one ahead still runs.
     """
 
     tile: Tile
     split: int
     programs: int
+    spans: bool = False
     early: bool = True
 
 
-def how_to(config: Any, rows: int, widest: int) -> How:
-    """By what is the same for every batch; `widest` is what the block table can hold.
+def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
+    """By static shapes: `widest` keys in the block table, `pairs` of a request and a kv head.
 
-    Narrow tiles, so that several programs share a multiprocessor and keep loads in flight. Short
-    splits fill the device at batch 1; where requests can be long, fewer cost less to merge.
+    Where splits alone would give a multiprocessor more than EACH programs, they are taken by
+    spans, and many narrow programs keep loads in flight; below, more warps make a program faster.
+    Split and keys follow from `widest` and the config, so that bits are the same for all `pairs`.
     """
     rows = power_of_two(rows, at_least=16)
     width = power_of_two(config.head_dim, at_least=16)
-    split = next((split for most, split in SPLITS if widest <= most), 1024)
-    stages = 1 if compute_dtype(config) == torch.float32 else 5 if width <= 128 else 3
-    return How(Tile(rows, 32, 4, stages), split, 4 if rows <= 32 and width <= 128 else 2)
+    split = next((split for most, split in LENGTHS if widest <= most), 512)
+    items = pairs * -(-widest // split)
+    spans = items > places * EACH
+    if compute_dtype(config) == torch.float32:
+        tile = Tile(rows, 32, 4, 1)
+    elif width > 128:
+        tile = Tile(rows, 32, 4, 3)
+    elif rows > 16 or items <= places:
+        tile = Tile(rows, 32, 4, 5)
+    else:
+        tile = Tile(rows, 32, 1, 7) if spans else Tile(rows, 32, 2, 5)
+    return How(tile, split, 4 if rows <= 32 and width <= 128 else 2, spans)
 
 
-SPLITS = ((1024, 128), (16384, 256), (32768, 512))
+LENGTHS = ((4096, 128), (16384, 256))  # up to so many keys in the table, so many in a split
+EACH = 4  # programs of a multiprocessor, up to which every unit that there could be has its own

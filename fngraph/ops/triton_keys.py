@@ -50,24 +50,36 @@ def attend_keys(
         else:
             k = tl.load(k_cache + k_at)
             v = tl.load(v_cache + v_at)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if SOFTCAP:
-            small = tl.exp(-2.0 * tl.abs(scores))
-            bounded = (1.0 - small) / (1.0 + small) * softcap
-            scores = tl.where(scores < 0, -bounded, bounded)
-        if MASKED:
-            seen = live[None, :]
-            if CAUSAL:
-                seen = seen & (n[None, :] <= position[:, None])
-            if WINDOW:
-                seen = seen & (n[None, :] > position[:, None] - window)
-                if not CAUSAL:
-                    seen = seen & (n[None, :] < position[:, None] + window)
-            scores = tl.where(seen, scores, float("-inf"))
+        scores = score(
+            q, k, n, live, position, scale, softcap, window, CAUSAL, WINDOW, SOFTCAP, MASKED
+        )
         weights, fade, top, total = weigh(scores, top, total)
         acc = acc * fade[:, None]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
     return acc, top, total
+
+
+@triton.jit
+def score(
+    q, k, n, live, position, scale, softcap, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A tile's scores, in powers of two; with MASKED those that a row does not see are -inf."""
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    if SOFTCAP:
+        small = tl.exp(-2.0 * tl.abs(scores))
+        bounded = (1.0 - small) / (1.0 + small) * softcap
+        scores = tl.where(scores < 0, -bounded, bounded)
+    if MASKED:
+        seen = live[None, :]
+        if CAUSAL:
+            seen = seen & (n[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (n[None, :] > position[:, None] - window)
+            if not CAUSAL:
+                seen = seen & (n[None, :] < position[:, None] + window)
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores
 
 
 @triton.jit

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,11 +19,10 @@ from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_decode import How
 from fngraph.ops.triton_latent import attend_rows, constants, scale_of, tile_of
 from fngraph.ops.triton_launch import launch, power_of_two, processors
-from fngraph.ops.triton_split import merge_kernel
+from fngraph.ops.triton_merge import SPLITS, empty, merge
 from fngraph.ops.triton_write import write_rows
 
 MAX_TOKENS = 8  # of a request: more is prefill
-MERGED = 16  # splits merged at a time
 
 
 @triton.jit
@@ -105,17 +103,16 @@ def attend(
     q_THC = dense(q_THC)
     R, H, L = meta.seq_lens.shape[0], config.num_heads, config.rank
     widest = meta.block_tables.shape[1] * config.block_size
-    tile, split, programs, early = how or how_to(config, Q, widest)
+    tile, split, programs, _, early = how or how_to(config, Q, widest)
     known = constants(config, tile)
     splits = -(-widest // split)
-    parts = q_THC.new_empty((R, splits, Q, H, L), dtype=torch.float32)
-    tops, totals = parts.new_empty((2, R, splits, Q, H)).unbind()
+    sums = empty(q_THC, R, 1, splits, Q * H, L)
     tiles = -(-H // known["GROUP"]) * -(-Q // known["BQ"])
     launch(
         latent_split_kernel,
         (min(R * splits * tiles, processors(q_THC.device) * programs),),
         (q_THC, cache, meta.query_start_loc, meta.seq_lens, meta.block_tables),
-        (parts, tops, totals),
+        sums,
         (R, splits, *q_THC.stride()[:2], *cache.stride()[:2], meta.block_tables.stride(0),
          scale_of(config)),
         Q=Q,
@@ -127,24 +124,7 @@ def attend(
         num_stages=tile.num_stages,
         **known,
     )  # fmt: skip
-    launch(
-        merge_kernel,
-        (R * Q, H),
-        (meta.query_start_loc, meta.seq_lens, parts, tops, totals, q_THC, q_THC),
-        (out_THL,),
-        (R, splits, *out_THL.stride()[:2], 0, 0),
-        GROUP=H,
-        D=L,
-        WIDTH=known["WIDTH"],
-        WINDOW=False,
-        Q=Q,
-        SPLIT=split,
-        MERGED=MERGED,
-        SINKS=False,
-        V_SCALED=False,
-        early=early,
-        num_warps=4,
-    )  # fmt: skip
+    merge(sums, meta, out_THL, Q, split, SPLITS, early=early)
 
 
 def how_to(config: Any, Q: int, widest: int) -> How:

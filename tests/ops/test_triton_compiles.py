@@ -19,7 +19,7 @@ from fngraph.ops import StateMeta, triton_launch
 HERE = Path(__file__)
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 SHARED = 227 * 1024  # bytes that a program may have
 

@@ -1,0 +1,154 @@
+"""Sums over parts of a request's keys, and how they become its attention: always in one order.
+
+A split is a fixed number of keys; SPLITS splits in a row are a span. A span's sums are its splits'
+folded from the first to the last, by whichever kernel: a program that reads the whole span does it
+on the way, `merge_kernel` does it for splits that several programs read. Bits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fngraph.ops.triton_keys import finish
+from fngraph.ops.triton_launch import launch, power_of_two
+
+SPLITS = 8  # of a span
+MERGED = 4  # spans merged at a time
+
+
+@triton.jit
+def fold(acc, top, total, part, part_top, part_total):
+    """Sums so far and those of the keys that come next. Rounded alike wherever it is compiled."""
+    higher = tl.maximum(top, part_top)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    fade = tl.exp2(top - base)
+    weight = tl.exp2(part_top - base)
+    acc = tl.fma(part, weight[:, None], acc * fade[:, None])
+    return acc, higher, tl.fma(part_total, weight, total * fade)
+
+
+@triton.jit
+def merge_kernel(
+    starts, lens, parts, tops, totals, sinks, v_scale, out, R, UNITS, out_row, out_head, window,
+    v_step,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    Q: tl.constexpr, UNIT: tl.constexpr, PER: tl.constexpr, SPANS: tl.constexpr,
+    SINKS: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One query head of one token: its spans in order; zeros where there is no such token.
+
+    A unit of UNIT keys is what one program summed, PER of them are a span. What is read before
+    the wait was written before the kernel ahead began.
+    """
+    r, token = tl.program_id(0) // Q, tl.program_id(0) % Q
+    query_head = tl.program_id(1)
+    heads = tl.num_programs(1) // GROUP
+    begin, length = tl.load(starts + r), tl.load(lens + r)
+    new = tl.load(starts + r + 1) - begin
+    used = tl.load(starts + R)
+    d = tl.arange(0, WIDTH)
+    into = out + query_head.to(tl.int64) * out_head + d
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if r * Q + token >= used:  # a row past the last request
+        zeros = tl.zeros((WIDTH,), out.dtype.element_ty)
+        tl.store(into + (r * Q + token).to(tl.int64) * out_row, zeros, mask=d < D)
+    if token < new:
+        first = 0
+        if WINDOW:
+            first = tl.maximum(length - Q - window + 1, 0) // UNIT
+        last = (length + UNIT - 1) // UNIT
+        row = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS
+        row_in_unit = token * GROUP + query_head % GROUP
+        acc = tl.zeros((WIDTH,), tl.float32)
+        top = float("-inf")
+        total = 0.0
+        for span in tl.range(first // PER, (last + PER - 1) // PER, SPANS):
+            acc_S = tl.zeros((SPANS, WIDTH), tl.float32)
+            top_S = tl.full((SPANS,), float("-inf"), tl.float32)
+            total_S = tl.zeros((SPANS,), tl.float32)
+            for i in tl.static_range(PER):
+                unit = (span + tl.arange(0, SPANS)) * PER + i
+                live = (unit >= first) & (unit < last)
+                at = (row + unit) * (Q * GROUP) + row_in_unit
+                part_top = tl.load(tops + at, mask=live, other=float("-inf"))
+                part_total = tl.load(totals + at, mask=live, other=0.0)
+                there = live[:, None] & (d < D)[None, :]
+                part = tl.load(parts + at[:, None] * D + d[None, :], mask=there, other=0.0)
+                acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
+            higher = tl.maximum(top, tl.max(top_S, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight_S = tl.exp2(top_S - base)
+            fade = tl.exp2(top - base)
+            total = total * fade + tl.sum(total_S * weight_S, 0)
+            acc = acc * fade + tl.sum(acc_S * weight_S[:, None], 0)
+            top = higher
+        by_v = tl.load(v_scale + query_head // GROUP * v_step) if V_SCALED else 1.0
+        result = acc * finish(top, total, sinks, query_head, True, by_v, SINKS)
+        at = (begin + token).to(tl.int64) * out_row
+        tl.store(into + at, result.to(out.dtype.element_ty), mask=d < D)
+
+
+class Sums(NamedTuple):
+    """Of each request, kv head and unit, by rows (token by token, the head's query heads in each).
+
+    Attributes:
+        parts: (R, K, units, rows, D) float32, weighted values.
+        tops: (R, K, units, rows), the largest score, in powers of two.
+        totals: (R, K, units, rows), sums of weights.
+    """
+
+    parts: Tensor
+    tops: Tensor
+    totals: Tensor
+
+
+def empty(like: Tensor, R: int, K: int, units: int, rows: int, D: int) -> Sums:
+    """Room for sums, on the device of `like`."""
+    parts = like.new_empty((R, K, units, rows, D), dtype=torch.float32)
+    return Sums(parts, *parts.new_empty((2, R, K, units, rows)).unbind())
+
+
+def merge(
+    sums: Sums,
+    meta: Any,
+    out_THD: Tensor,
+    Q: int,
+    unit: int,
+    per: int,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    v_scale: tuple[Tensor, int] | None = None,
+    early: bool = True,
+) -> None:
+    """Launch `merge_kernel` for units of `unit` keys, `per` to a span, into all rows of `out_THD`.
+
+    `v_scale` are numbers of kv heads and the step from one head's to the next.
+    """
+    R, K, units, rows, D = sums.parts.shape
+    scale, step = v_scale or (out_THD, 0)
+    launch(
+        merge_kernel,
+        (R * Q, K * rows // Q),
+        (meta.query_start_loc, meta.seq_lens, *sums, out_THD if sinks is None else sinks, scale),
+        (out_THD,),
+        (R, units, *out_THD.stride()[:2], window or 0, step),
+        GROUP=rows // Q,
+        D=D,
+        WIDTH=power_of_two(D, at_least=16),
+        WINDOW=window is not None,
+        Q=Q,
+        UNIT=unit,
+        PER=per,
+        SPANS=MERGED,
+        SINKS=sinks is not None,
+        V_SCALED=v_scale is not None,
+        early=early,
+        num_warps=4,
+    )

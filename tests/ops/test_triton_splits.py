@@ -1,0 +1,83 @@
+"""However a decode batch is shared by programs, bits are the same: on CUDA, or interpreted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton_cases import WHERE, build, padded, part, reference as right, run, wide
+
+from fngraph.ops import ATTENTION, triton_launch
+from fngraph.testing.cases import arguments
+from fngraph.testing.differences import worst_row
+
+GPU = WHERE == "cuda"
+pytestmark = [pytest.mark.gpu] if GPU else []
+if triton_launch.missing() is None:
+    from fngraph.ops import triton_decode
+    from fngraph.ops.triton_keys import Tile
+LONG = (299, 530, 0)  # past tokens: up to 17 splits of 32, spans of 256
+SHORT = (200, 7, 253)  # in one span
+
+
+def attend(c: Any, Q: int, how: Any, **options: Any) -> torch.Tensor:
+    """Keys are read alone: `run` has written them."""
+    out = torch.full_like(c.q, float("nan"))
+    given = {name: options.pop(name, None) for name in ("sinks", "k_scale", "v_scale")}
+    config = ATTENTION.configure(*arguments(c, out, **options))
+    kv = (c.k_cache, c.v_cache)
+    triton_decode.attend(c.q, kv, c.meta, out, config, Q, **given, how=how)
+    return out
+
+
+@pytest.mark.parametrize("Q", [1, 3])
+@pytest.mark.parametrize("pasts", [LONG, SHORT], ids=["long", "short"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain, monkeypatch):
+    dtype = torch.bfloat16 if GPU else torch.float32
+    c = build(
+        *((Q, past) for past in pasts), heads=(8, 2, 128) if GPU else (4, 2, 16), dtype=dtype,
+        block_size=16, pad_tokens=Q, pad_reqs=1, query_len=Q,
+    )  # fmt: skip
+    c.meta = c.meta._replace(
+        block_tables=wide(c.meta.block_tables, 16) if pasts is SHORT else c.meta.block_tables
+    )
+    options: dict[str, Any] = {}
+    if not plain:
+        options = {
+            "window": 100,
+            "sinks": torch.randn(c.q.shape[1]).to(WHERE),
+            "v_scale": torch.rand(2).to(WHERE) + 0.5, "k_scale": torch.tensor(0.7).to(WHERE),
+        }  # fmt: skip
+    run("reference", c, Q, **options)  # writes the caches
+    found = []
+    warps = (1, 2, 4) if GPU else (4,)
+    for each in (0, 1000):
+        monkeypatch.setattr(triton_decode, "EACH", each)
+        for spans in (False, True):
+            tile = Tile(16, 32, warps[len(found) % len(warps)], 3 if GPU else 1)
+            found.append(attend(c, Q, triton_decode.How(tile, 32, 2, spans), **options))
+    assert all(x.equal(found[0]) for x in found[1:])
+    assert found[0][-Q:].eq(0).all()
+    if plain:
+        assert worst_row(found[0], right(c)) < (1e-2 if GPU else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="as many requests as a key of a serving loop has")
+@pytest.mark.parametrize("Q", [1, 4])
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
+def test_a_row_s_bits_are_the_same_whatever_the_size_of_the_key(Q, D, cache):
+    """1 to 300 requests over tables for 400 to 8192 keys: units of every kind are chosen."""
+    dtype = torch.float32 if cache is torch.float32 else torch.bfloat16
+    for past in (390, 3000, 8000):
+        rows = [(Q, past), (Q, past // 3)]
+        c = build(*rows, heads=(8, 2, D), dtype=dtype, cache_dtype=cache, block_size=16)
+        B = c.meta.block_tables.shape[1]
+        want = torch.cat([run("triton_decode", part(c, r, B), Q) for r in range(2)])
+        assert worst_row(want, right(c)) < (1e-5 if cache is torch.float32 else 1e-2)
+        for more in (14, 298):
+            larger = padded(c, more, Q)
+            assert run("triton_decode", larger, Q)[: len(want)].equal(want)

@@ -266,7 +266,7 @@ PLANTED = {
     "fx knows ops, relatively": ("fngraph/fx/trace.py", "from ..ops import PRIMITIVES"),
     "graphs know fx": ("fngraph/graphs/capture.py", "from fngraph.fx.split import Cut"),
     "graphs know stages": ("fngraph/graphs/capture.py", "from fngraph.stages import Compiled"),
-    "stages know graphify": ("fngraph/stages.py", "from fngraph.graphify import Graphified"),
+    "stages know graphify": ("fngraph/stages/traced.py", "from fngraph.graphify import Graphified"),
     "rich outside of report": ("fngraph/step/captured.py", LAZILY.format("import rich.progress")),
     "matplotlib in core": ("fngraph/core/table.py", LAZILY.format("import matplotlib.pyplot")),
     "rich at report's import": ("fngraph/report/progress.py", "import rich"),

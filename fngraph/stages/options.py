@@ -1,16 +1,19 @@
-"""`Options`: what `graphify` was asked for, which each stage carries along."""
+"""`Options`: what `graphify` was asked for, checked; each stage carries it along."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fngraph.core import BatchDescriptor, Field, Mode
+from fngraph import core
+from fngraph.core import BatchDescriptor, Field, Mode, adapter_counts
+from fngraph.errors import BackendError, DonationError
 from fngraph.fx.donation import COPY_LIMIT
-from fngraph.ops.choice import Choices
+from fngraph.ops.choice import Choices, check_choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,3 +49,57 @@ class Options:
     memory_budget: int | None = None
     on_failure: str = "raise"
     generators: tuple[torch.Generator, ...] = ()
+
+
+def parse_options(
+    *,
+    modes: Mode | str | None,
+    sizes: Sequence[int] | None,
+    query_lens: Iterable[int],
+    backends: Mapping[str, Choices] | None,
+    adapters: int | Iterable[int],
+    fields: Iterable[Field],
+    cost: Callable[[BatchDescriptor], float] | None,
+    allow_copies: bool | int | None,
+    on_ambient: str,
+    memory_budget: int | None,
+    on_failure: str,
+    generators: Iterable[torch.Generator],
+    resolve: Mapping[str, Any],
+) -> Options:
+    """`graphify`'s arguments as options; see there.
+
+    Raises:
+        ModesError, BackendError, DonationError, TypeError: one that names nothing.
+    """
+    if not isinstance(backends, Mapping | None):
+        raise BackendError(
+            f'backends={backends!r}: pass them by primitive, backends={{"attention": {backends!r}}}'
+        )
+    for name, choices in (backends or {}).items():
+        check_choices(name, choices)  # unknown names fail here, where they are written
+    for name in resolve.keys() - inspect.signature(core.resolve).parameters.keys():
+        raise TypeError(f"graphify() and fg.resolve() take no argument {name!r}")
+    if on_ambient not in ("recapture", "error"):
+        raise TypeError(f'on_ambient={on_ambient!r}: "recapture" or "error"')
+    if not isinstance(allow_copies, int | None) or (allow_copies or 0) < 0:
+        raise DonationError(f"allow_copies={allow_copies!r}: True, False or a number of bytes")
+    generators = tuple(generators)
+    for generator in generators:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(f"generators={generator!r}: a tuple of torch.Generator, (g,)")
+    return Options(
+        None if modes is None else Mode.parse(modes),
+        None if sizes is None else tuple(sizes),
+        tuple(query_lens),
+        dict(backends or {}),
+        adapter_counts(adapters, powers=True) if isinstance(adapters, int) else tuple(adapters),
+        tuple(fields),
+        cost,
+        resolve,
+        COPY_LIMIT if allow_copies is None else allow_copies,
+        on_ambient,
+        memory_budget,
+        on_failure,
+        generators,
+    )

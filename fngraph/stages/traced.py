@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fngraph.core import Limits, trees
-from fngraph.fx.ambient import Ambient, check_modes, noted, read, unchanged
+from fngraph.fx.ambient import Ambient, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation import DonationTable, donate
 from fngraph.fx.dtypes import pin
@@ -20,6 +20,7 @@ from fngraph.fx.returns import match_donated
 from fngraph.fx.rows.check import check_rows
 from fngraph.fx.signature import Signature
 from fngraph.fx.split import split
+from fngraph.fx.torch_modes import check_no_dispatch_mode
 from fngraph.fx.trace import Graph, trace
 from fngraph.ops.primitive import PRIMITIVES
 from fngraph.stages.options import Options
@@ -113,7 +114,7 @@ def trace_function(
     """Trace the function of `args`. See `fngraph.fx.trace` for the errors, kept in `refuse`."""
     found: dict[str, Any] = {}
     refuse = refuse or Refusals()
-    check_modes()
+    check_no_dispatch_mode()
     ambient = read(args.device.type)
 
     def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:

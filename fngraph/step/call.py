@@ -11,9 +11,9 @@ import torch
 from fngraph.core import BatchSpec, Mode, dispatch
 from fngraph.core.program import run
 from fngraph.core.trees import is_frozen
-from fngraph.core.where import user_line
-from fngraph.errors import TransformError, TreeError
+from fngraph.errors import TreeError
 from fngraph.fx.ambient import is_plain
+from fngraph.fx.torch_modes import check_no_transform
 from fngraph.graphs.staging import check_leaves, true_sizes
 from fngraph.graphs.watch import Watch
 from fngraph.step.keys import find_replay
@@ -231,17 +231,3 @@ def _on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
         return x.to(device)
     pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x)
     return pinned.to(device, non_blocking=True)
-
-
-def check_no_transform() -> None:
-    """Raise if a `torch.func` transform goes over a whole step: it would see constants.
-
-    Raises:
-        TransformError: always then.
-    """
-    if torch._C._are_functorch_transforms_active():
-        raise TransformError(
-            f"{user_line()}: a torch.func transform goes over a graphified function, whose results "
-            "are constants to it. Put the transform inside: fg.graphify(torch.func.vmap(f)), or "
-            "call torch.func.grad(f) in the function that is graphified"
-        )

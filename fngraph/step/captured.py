@@ -30,7 +30,8 @@ from fngraph.core import (
 )
 from fngraph.core.memory import MemoryTable
 from fngraph.errors import SpecError
-from fngraph.fx.ambient import Ambient, check_modes, read
+from fngraph.fx.ambient import Ambient, read
+from fngraph.fx.torch_modes import check_no_dispatch_mode
 from fngraph.graphs.capture import Replay
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.ring import Ring
@@ -132,7 +133,7 @@ class Captured:
         Raises:
             AmbientError: it does matter, and `on_ambient="error"` was asked for.
         """
-        check_modes()
+        check_no_dispatch_mode()
         ambient = read(self.recorder.device.type)
         step = self.siblings.get(ambient)
         if step is None:

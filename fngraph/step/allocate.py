@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fngraph.core import Stats, trees
-from fngraph.errors import AmbientError, TreeError
-from fngraph.fx.ambient import Ambient, plain_state
+from fngraph.errors import TreeError
+from fngraph.fx.ambient import plain_state
 from fngraph.graphs.recorder import Recorder, make_recorder
 from fngraph.graphs.ring import make_ring
 from fngraph.graphs.staging import allocate
@@ -29,28 +29,6 @@ def check_outputs(outputs: str) -> None:
         raise TreeError(
             f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views, good for one call)'
         )
-
-
-def sibling(step: Captured, ambient: Ambient) -> Captured:
-    """The step for another ambient state: itself, or traced again where that matters.
-
-    Raises:
-        AmbientError: it does matter, and `on_ambient="error"` was asked for.
-    """
-    step.book.check_awake()
-    lowered = step.compiled.lowered
-    traced = lowered.split.traced
-    again = traced if traced.serves(ambient) else traced.again()
-    if again is traced:
-        return step
-    if traced.options.on_ambient == "error":
-        raise AmbientError(
-            f"ambient state is not the trace's: {traced.ambient.changes(ambient)}, and forward "
-            "computes something else under it. Call under the same state, or "
-            'fg.graphify(..., on_ambient="recapture")'
-        )
-    compiled = again.split().lower(lowered.limits).compile()
-    return dataclasses.replace(anew(step, compiled), stats=step.stats, siblings=step.siblings)
 
 
 def anew(step: Captured, compiled: Compiled) -> Captured:

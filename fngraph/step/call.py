@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fngraph.core import BatchSpec, Mode, dispatch
+from fngraph.core import BatchSpec, Mode
 from fngraph.core.program import run
-from fngraph.core.trees import is_frozen
 from fngraph.errors import TreeError
-from fngraph.fx.ambient import is_plain
-from fngraph.fx.torch_modes import check_no_transform
-from fngraph.graphs.staging import check_leaves, true_sizes
-from fngraph.graphs.watch import Watch
-from fngraph.step.keys import find_replay
+from fngraph.graphs.staging import check_leaves
+from fngraph.step.ambient import fixed_ambient, meet
+from fngraph.step.obtain import find_replay
 from fngraph.step.plans import plan_step
-from fngraph.step.ready import CALLED, MOST_READY, Handed, Ready, Room, kinds_of, make_ready
+from fngraph.step.ready import CALLED, Ready, kinds_of, prepare
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
+    from fngraph.step.host_batch import Handed
 
 EXACT = BatchSpec(1, 1, query_len=1)  # stands for a batch that has exact shapes and no counts
 
@@ -43,7 +40,7 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
         hot = step.hot
         state = hot.look()
         if state != hot.state:
-            _meet(step, state)
+            meet(step, state)
         settled, step = hot.settled, hot.step
         stream = turn.current()
         if stream != turn.stream or turn.capturing():
@@ -64,25 +61,16 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
         else:
             handed, spec = None, _spec_of(step, value)
         if ready is None:
-            ready = step.ready.get(spec[:7]) or _prepare(step, spec)
+            ready = step.ready.get(spec[:7]) or prepare(step, spec)
         leaves = _leaves(step, value, ready) if handed is None else None
         if ready.replay is None and ready.chosen.mode is not Mode.NONE:
             find_replay(step, ready, spec)
         if ready.free or (settled and turn.is_here()):
             results = _results(step, ready, spec, value, leaves, handed)
         else:
-            with step.fixed_ambient():
+            with fixed_ambient(step):
                 results = _results(step, ready, spec, value, leaves, handed)
         return step.assemble(results, args)
-
-
-def _meet(step: Captured, state: tuple[Any, ...]) -> None:
-    """Another ambient state than the last call's: find the step that serves it."""
-    check_no_transform()
-    hot = step.hot
-    hot.step = step.under_ambient()
-    hot.settled = _is_settled(hot.step)
-    hot.state = state if is_plain(state) else None
 
 
 def _leaves(step: Captured, batch: Any, ready: Ready) -> Sequence[torch.Tensor]:
@@ -95,56 +83,6 @@ def _leaves(step: Captured, batch: Any, ready: Ready) -> Sequence[torch.Tensor]:
     if not right:
         check_leaves(step.static.plan, leaves, ready.true)
     return leaves
-
-
-def host_batch(step: Captured, spec: BatchSpec) -> Any:
-    """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
-
-    Its contents are whatever was last in the slot. It is good for one step, the next one.
-
-    Raises:
-        TreeError: a function without a spec, whose batches have exact shapes.
-    """
-    args, field, ring = step.compiled.args, step.entry.spec_field, step.ring
-    if field is None or args.batch_type is None:
-        raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
-    with step.recorder.turn.lock:
-        ready = step.ready.get(spec[:7]) or _prepare(step, spec)
-        slot = ring.wait()
-        room = ready.rooms.get(slot) or _room(step, ready, slot)
-        if room is None:  # an eager batch beyond the largest key
-            leaves = ring.new_leaves([shape for shape, *_ in ready.kinds])
-            return dataclasses.replace(args.batch_over(leaves), **{field: spec})
-        filled: Any = object.__new__(args.batch_type)
-        filled.__dict__.update(room.fields)
-        filled.__dict__[field] = spec
-        step.hot.handed = Handed(filled, spec, ready, room, ring.taken)
-        return filled
-
-
-def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
-    leaves = step.ring.leaves(slot, [shape for shape, *_ in ready.kinds])
-    if leaves is None:
-        return None
-    batch = step.compiled.args.batch_over(leaves)
-    frozen = is_frozen(batch) and step.tables is None  # whose rows are also device state
-    place, words = step.ring.place(slot), step.ring.pack(ready.words, leaves)
-    room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), frozen, place, words)
-    return room
-
-
-def _prepare(step: Captured, spec: BatchSpec) -> Ready:
-    """All that the counts of a batch decide, kept for the next one that has the same."""
-    step.book.check_awake()  # no call is found ready while it sleeps
-    step.limits.check(spec)
-    chosen = dispatch(step.table, spec)
-    true = true_sizes(spec, step.limits.dims)
-    with step.fixed_ambient():
-        ready = make_ready(step.static.plan, chosen, true, step.outputs, step.cut)
-    if len(step.ready) >= MOST_READY:
-        step.ready.clear()
-    step.ready[spec[:7]] = ready
-    return ready
 
 
 def _spec_of(step: Captured, batch: Any) -> BatchSpec:
@@ -203,15 +141,6 @@ def _results(
     if step.borrow:  # views of their own, since the caller may change what a view shows
         return [view.detach() for view in ready.views]
     return [view.clone() for view in ready.views]
-
-
-def _is_settled(step: Captured) -> bool:
-    """Whether the caller's own state is the one that steps run under."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled() is not step.binding.inference
-        or torch.is_autocast_enabled(step.recorder.device.type)
-    )
 
 
 def run_eagerly(

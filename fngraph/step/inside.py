@@ -50,7 +50,15 @@ class Times:
 
 
 def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Times:
-    """Device time (CPU time on the tape) of each part of a key. See `Captured.times`."""
+    """Device time of each graph and eager call of a captured key; CPU time on the tape.
+
+    It replays a batch that is all padding, so donated state and generators are as before; what
+    is written other than through null slots is saved first. Attention sees no keys there, so
+    its time is a lower bound. Borrowed outputs are overwritten, as by a step.
+
+    Raises:
+        KeyError: a key that is not captured. AddressError: a bound leaf has moved.
+    """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: at least 1")
     replay = step[descriptor]
@@ -82,8 +90,13 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     return Times(key_name(replay.mode, descriptor), tuple(zip(names, medians)), total)
 
 
-def show_ranges(step: Captured, on: bool) -> None:
-    """See `Captured.show_ranges`."""
+def show_ranges(step: Captured, on: bool = True) -> None:
+    """From now on, replays of the keys that are captured show in profiles, or no longer do.
+
+    Each is in a range that is named after its key, as `fngraph FULL 8x8 q1`: of torch.profiler,
+    and an NVTX one where there is CUDA. Keys captured later have none until this is called
+    again. A step that never was asked for them has no code for them.
+    """
     with step.recorder.turn.taken():
         for key, replay in step.replays.items():
             step.replays[key] = replay.with_ranges() if on else replay.without_ranges()

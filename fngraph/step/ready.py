@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fngraph.core import BatchSpec, BufferPlan, Dispatch, Mode, buffers_of, host_field
+from fngraph.core import BatchSpec, Dispatch, Mode, buffers_of, dispatch, host_field
 from fngraph.core.trees import is_frozen
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
 from fngraph.graphs.capture import BoundCalls, Replay
-from fngraph.graphs.ring import SLOTS
+from fngraph.graphs.staging import true_sizes
 from fngraph.graphs.unpack import words_of
-from fngraph.graphs.watch import Watch
+from fngraph.step.ambient import fixed_ambient
 from fngraph.step.binding import Binding, flatten_as
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
+    from fngraph.step.host_batch import Handed, Room
 
 CALLED = (Role.DONATED, Role.STAGED)  # what a step takes
 MOST_READY = 4096  # counts that are kept
@@ -111,60 +112,26 @@ class Ready:
 kinds_of = operator.attrgetter("shape", "dtype", "layout", "is_meta")
 
 
-def make_ready(
-    plan: BufferPlan,
-    chosen: Dispatch,
-    true: dict[str, int],
-    outputs: Sequence[torch.Tensor],
-    cut: Callable[[Sequence[torch.Tensor], dict[str, int]], list[torch.Tensor]],
-) -> Ready:
-    """For a batch of sizes `true` that runs as `chosen`."""
+def prepare(step: Captured, spec: BatchSpec) -> Ready:
+    """All that the counts of a batch decide, kept for the next one that has the same."""
+    step.book.check_awake()  # no call is found ready while it sleeps
+    step.limits.check(spec)
+    chosen = dispatch(step.table, spec)
+    true = true_sizes(spec, step.limits.dims)
+    plan = step.static.plan
     words = words_of(plan, true, chosen.descriptor.query_len or 0)
     kinds = [
         (planned.buffer.shape(true), getattr(torch, planned.buffer.dtype), torch.strided, False)
         for planned in plan.buffers
     ]
-    views = [] if chosen.mode is Mode.NONE else cut(outputs, true)
+    with fixed_ambient(step):
+        views = [] if chosen.mode is Mode.NONE else step.cut(step.outputs, true)
     row = (true["T"], chosen.descriptor.num_tokens, chosen.mode)
-    return Ready(chosen, true, kinds, words, views, row)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Room:
-    """A slot of the ring as a batch of some counts.
-
-    Attributes:
-        fields: of the batch, but for its spec.
-        watch: over its leaves.
-        frozen: whether no leaf of it can be replaced.
-        place: of the slot's words in the ring's memory.
-        words: which they are.
-    """
-
-    fields: dict[str, Any]
-    watch: Watch
-    frozen: bool
-    place: slice
-    words: bytes
-
-
-class Handed(NamedTuple):
-    """A batch that `host_batch` has handed out, for the step that the ring's `taken` counts."""
-
-    batch: Any
-    spec: BatchSpec
-    ready: Ready | None  # None once it is forgotten
-    room: Room
-    taken: int
-
-    @property
-    def slot(self) -> int:
-        """Of the ring."""
-        return self.taken % SLOTS
-
-    def lies_ready(self, taken: int) -> bool:
-        """Whether the step that now follows can read it where it is."""
-        return self.taken == taken and self.room.frozen and not self.room.watch.moved()
+    ready = Ready(chosen, true, kinds, words, views, row)
+    if len(step.ready) >= MOST_READY:
+        step.ready.clear()
+    step.ready[spec[:7]] = ready
+    return ready
 
 
 @dataclasses.dataclass(slots=True)

@@ -18,8 +18,9 @@ from fngraph.stages import Compiled
 from fngraph.step.binding import assembler, bind
 from fngraph.step.book import Book, Rules
 from fngraph.step.captured import Captured
+from fngraph.step.entry import CALLED, make_entry
 from fngraph.step.guards import guarded
-from fngraph.step.ready import CALLED, Hot, make_entry
+from fngraph.step.prepared import LastCall
 from fngraph.step.tables import Tables, make_tables
 
 
@@ -84,6 +85,6 @@ def bind_and_allocate(
     step = Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
         Stats(), entry, make_ring(lowered.plan, made.device), {},
-        Hot(plain_state(made.device.type)), Book(rules or Rules()), tables=tables,
+        LastCall(plain_state(made.device.type)), Book(rules or Rules()), tables=tables,
     )  # fmt: skip
     return guarded(step) if guards else step

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-def meet(step: Captured, state: tuple[Any, ...]) -> None:
+def meet(step: Captured, ambient: tuple[Any, ...]) -> None:
     """Another ambient state than the last call's: find the step that serves it."""
     check_no_transform()
-    hot = step.hot
-    hot.step = step.under_ambient()
-    hot.settled = _is_settled(hot.step)
-    hot.state = state if is_plain(state) else None
+    last = step.hot
+    last.step = step.under_ambient()
+    last.in_fixed_ambient = _is_in_fixed_ambient(last.step)
+    last.ambient = ambient if is_plain(ambient) else None
 
 
 def under_ambient(step: Captured) -> Captured:
@@ -72,7 +72,7 @@ def family(step: Captured) -> list[Captured]:
     return list({id(one): one for one in (step, *step.siblings.values())}.values())
 
 
-def _is_settled(step: Captured) -> bool:
+def _is_in_fixed_ambient(step: Captured) -> bool:
     """Whether the caller's own state is the one that steps run under."""
     return not (
         torch.is_grad_enabled()

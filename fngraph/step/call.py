@@ -12,13 +12,14 @@ from fngraph.core.program import run
 from fngraph.errors import TreeError
 from fngraph.graphs.staging import check_leaves
 from fngraph.step.ambient import fixed_ambient, meet
+from fngraph.step.entry import CALLED
 from fngraph.step.obtain import find_replay
 from fngraph.step.plans import plan_step
-from fngraph.step.ready import CALLED, Ready, kinds_of, prepare
+from fngraph.step.prepared import Prepared, kinds_of, prepare
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
-    from fngraph.step.host_batch import Handed
+    from fngraph.step.host_batch import HostBatch
 
 EXACT = BatchSpec(1, 1, query_len=1)  # stands for a batch that has exact shapes and no counts
 
@@ -37,11 +38,11 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
     """
     turn = step.recorder.turn
     with turn.lock:
-        hot = step.hot
-        state = hot.look()
-        if state != hot.state:
-            meet(step, state)
-        settled, step = hot.settled, hot.step
+        last = step.hot
+        ambient = last.look()
+        if ambient != last.ambient:
+            meet(step, ambient)
+        in_fixed_ambient, step = last.in_fixed_ambient, last.step
         stream = turn.current()
         if stream != turn.stream or turn.capturing():
             turn.order(stream)
@@ -53,35 +54,35 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
                 step.binding.check_argument(position, args[at])
         if step.binding.watch.moved():
             step.binding.check()
-        value, hot = args[entry.staged_at], step.hot
-        handed, hot.handed = hot.handed, None
-        ready = None
-        if handed is not None and handed.batch is value:
-            spec, ready = handed.spec, handed.ready
+        batch, last = args[entry.staged_at], step.hot
+        filled, last.host_batch = last.host_batch, None
+        prepared = None
+        if filled is not None and filled.batch is batch:
+            spec, prepared = filled.spec, filled.prepared
         else:
-            handed, spec = None, _spec_of(step, value)
-        if ready is None:
-            ready = step.ready.get(spec[:7]) or prepare(step, spec)
-        leaves = _leaves(step, value, ready) if handed is None else None
-        if ready.replay is None and ready.chosen.mode is not Mode.NONE:
-            find_replay(step, ready, spec)
-        if ready.free or (settled and turn.is_here()):
-            results = _results(step, ready, spec, value, leaves, handed)
+            filled, spec = None, _spec_of(step, batch)
+        if prepared is None:
+            prepared = step.ready.get(spec[:7]) or prepare(step, spec)
+        leaves = _leaves(step, batch, prepared) if filled is None else None
+        if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
+            find_replay(step, prepared, spec)
+        if prepared.ignores_grad_mode or (in_fixed_ambient and turn.is_here()):
+            results = _results(step, prepared, spec, batch, leaves, filled)
         else:
             with fixed_ambient(step):
-                results = _results(step, ready, spec, value, leaves, handed)
+                results = _results(step, prepared, spec, batch, leaves, filled)
         return step.assemble(results, args)
 
 
-def _leaves(step: Captured, batch: Any, ready: Ready) -> Sequence[torch.Tensor]:
+def _leaves(step: Captured, batch: Any, prepared: Prepared) -> Sequence[torch.Tensor]:
     """The leaves of a batch, which must be what its spec says."""
     leaves = step.entry.leaves(batch)
     try:
-        right = [kinds_of(x) for x in leaves] == ready.kinds
+        right = [kinds_of(x) for x in leaves] == prepared.kinds
     except AttributeError:  # no tensor
         right = False
     if not right:
-        check_leaves(step.static.plan, leaves, ready.true)
+        check_leaves(step.static.plan, leaves, prepared.true)
     return leaves
 
 
@@ -100,36 +101,36 @@ def _spec_of(step: Captured, batch: Any) -> BatchSpec:
 
 def _results(
     step: Captured,
-    ready: Ready,
+    prepared: Prepared,
     spec: BatchSpec,
     batch: Any,
     leaves: Sequence[torch.Tensor] | None,
-    handed: Handed | None,
+    filled: HostBatch | None,
 ) -> list[torch.Tensor]:
     """Stage, replay, own.
 
     Args:
-        leaves: of the batch; None if the caller was handed it for this step.
-        handed: as it was handed out then.
+        leaves: of the batch; None if it is `filled`.
+        filled: the batch as `host_batch` handed it out for this step, if it is that one.
     """
     ring, stats = step.ring, step.stats
     if step.compiled.planners:
-        plan_step(step, ready.chosen, ready.true, step.entry.leaves(batch))
-    if handed is not None and ready.replay is not None and handed.lies_ready(ring.taken):
-        ring.memory[handed.room.place] = handed.room.words
+        plan_step(step, prepared.chosen, prepared.true, step.entry.leaves(batch))
+    if filled is not None and prepared.replay is not None and filled.is_in_place(ring.taken):
+        ring.memory[filled.in_slot.place] = filled.in_slot.words
         ring.taken += 1
     else:
-        own = -1 if handed is None else handed.slot
-        leaves = _leaves(step, batch, ready) if leaves is None else leaves
-        if ready.replay is None:
-            ring.check_rooms(leaves, own)
-            results = run_eagerly(step, leaves, ready.true, spec)
-            stats.observe(spec[0], ready.chosen)
+        own = -1 if filled is None else filled.slot
+        leaves = _leaves(step, batch, prepared) if leaves is None else leaves
+        if prepared.replay is None:
+            ring.check_own(leaves, own)
+            results = run_eagerly(step, leaves, prepared.true, spec)
+            stats.observe(spec[0], prepared.chosen)
             return results
-        ring.put(ready.words, leaves, own)
-    ready.replay.used = ring.taken
+        ring.put(prepared.words, leaves, own)
+    prepared.replay.used = ring.taken
     try:
-        for fn, takes_host in ready.calls:  # as `launch` does; a frame less, in each step
+        for fn, takes_host in prepared.calls:  # as `launch` does; a frame less, in each step
             if takes_host:
                 fn(host=spec.host)
             else:
@@ -137,10 +138,10 @@ def _results(
     except BaseException:
         ring.resume()
         raise
-    stats.counts[ready.row] = stats.counts.get(ready.row, 0) + 1
+    stats.counts[prepared.counted_as] = stats.counts.get(prepared.counted_as, 0) + 1
     if step.borrow:  # views of their own, since the caller may change what a view shows
-        return [view.detach() for view in ready.views]
-    return [view.clone() for view in ready.views]
+        return [view.detach() for view in prepared.views]
+    return [view.clone() for view in prepared.views]
 
 
 def run_eagerly(

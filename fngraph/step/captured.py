@@ -40,11 +40,12 @@ from fngraph.step.binding import Assemble, Binding
 from fngraph.step.book import Book, Key
 from fngraph.step.budget import memory
 from fngraph.step.call import call
+from fngraph.step.entry import Entry
 from fngraph.step.host_batch import host_batch
 from fngraph.step.inside import show_ranges, times
 from fngraph.step.keys import capture_all, capture_some, check_key, recapture, release
 from fngraph.step.obtain import refused
-from fngraph.step.ready import Entry, Hot, Ready
+from fngraph.step.prepared import LastCall, Prepared
 from fngraph.step.rebind import rebind
 from fngraph.step.sleep import sleep, wake
 from fngraph.step.slots import load_slot
@@ -86,8 +87,8 @@ class Captured:
     stats: Stats
     entry: Entry
     ring: Ring
-    ready: dict[tuple[Any, ...], Ready]
-    hot: Hot
+    ready: dict[tuple[Any, ...], Prepared]
+    hot: LastCall
     book: Book
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
     tables: Tables | None = None

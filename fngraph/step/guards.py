@@ -21,8 +21,8 @@ from fngraph.graphs.staging import true_sizes
 from fngraph.step.call import call
 from fngraph.step.captured import Captured
 from fngraph.step.changed_rows import ChangedRows
+from fngraph.step.entry import CALLED
 from fngraph.step.pads import unrelied
-from fngraph.step.ready import CALLED
 
 Node = Callable[[], None]
 
@@ -90,8 +90,8 @@ class Guarded(Captured):
             values[entry.staged_at] = batch = trees.unflatten(treedef, kept)
             if entry.spec_field is not None:
                 batch.__dict__[entry.spec_field] = spec
-            if self.hot.handed is not None and self.hot.handed.batch is given:
-                self.hot.handed = self.hot.handed._replace(batch=batch)
+            if self.hot.host_batch is not None and self.hot.host_batch.batch is given:
+                self.hot.host_batch = self.hot.host_batch._replace(batch=batch)
         loans.begin(self.name)
         if isinstance(spec, BatchSpec):
             true = true_sizes(spec, self.limits.dims)

@@ -11,7 +11,7 @@ from fngraph.errors import TreeError
 from fngraph.graphs.ring import SLOTS
 from fngraph.graphs.watch import Watch
 from fngraph.step.changed_rows import ChangedRows
-from fngraph.step.ready import Ready, prepare
+from fngraph.step.prepared import Prepared, prepare
 from fngraph.step.tables import put_changed
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Room:
-    """A slot of the ring as a batch of some counts.
+class SlotBatch:
+    """A slot of the ring, seen as a batch of some counts.
 
     Attributes:
         fields: of the batch, but for its spec.
@@ -37,13 +37,13 @@ class Room:
     words: bytes
 
 
-class Handed(NamedTuple):
+class HostBatch(NamedTuple):
     """A batch that `host_batch` has handed out, for the step that the ring's `taken` counts."""
 
     batch: Any
     spec: BatchSpec
-    ready: Ready | None  # None once it is forgotten
-    room: Room
+    prepared: Prepared | None  # None once it is forgotten
+    in_slot: SlotBatch
     taken: int
 
     @property
@@ -51,9 +51,9 @@ class Handed(NamedTuple):
         """Of the ring."""
         return self.taken % SLOTS
 
-    def lies_ready(self, taken: int) -> bool:
+    def is_in_place(self, taken: int) -> bool:
         """Whether the step that now follows can read it where it is."""
-        return self.taken == taken and self.room.frozen and not self.room.watch.moved()
+        return self.taken == taken and self.in_slot.frozen and not self.in_slot.watch.moved()
 
 
 def host_batch(step: Captured, spec: BatchSpec, **changed: ChangedRows) -> Any:
@@ -72,28 +72,28 @@ def host_batch(step: Captured, spec: BatchSpec, **changed: ChangedRows) -> Any:
     if field is None or args.batch_type is None:
         raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
     with step.recorder.turn.lock:
-        ready = step.ready.get(spec[:7]) or prepare(step, spec)
+        prepared = step.ready.get(spec[:7]) or prepare(step, spec)
         slot = ring.wait()
-        room = ready.rooms.get(slot) or _room(step, ready, slot)
-        if room is None:  # an eager batch beyond the largest key
-            leaves = ring.new_leaves([shape for shape, *_ in ready.kinds])
+        in_slot = prepared.rooms.get(slot) or _slot_batch(step, prepared, slot)
+        if in_slot is None:  # an eager batch beyond the largest key
+            leaves = ring.new_leaves([shape for shape, *_ in prepared.kinds])
             batch = dataclasses.replace(args.batch_over(leaves), **{field: spec})
         else:
             batch = object.__new__(args.batch_type)
-            batch.__dict__.update(room.fields)
+            batch.__dict__.update(in_slot.fields)
             batch.__dict__[field] = spec
-            step.hot.handed = Handed(batch, spec, ready, room, ring.taken)
+            step.hot.host_batch = HostBatch(batch, spec, prepared, in_slot, ring.taken)
     if changed:
         put_changed(step.tables, batch, changed)
     return batch
 
 
-def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
-    leaves = step.ring.leaves(slot, [shape for shape, *_ in ready.kinds])
+def _slot_batch(step: Captured, prepared: Prepared, slot: int) -> SlotBatch | None:
+    leaves = step.ring.leaves(slot, [shape for shape, *_ in prepared.kinds])
     if leaves is None:
         return None
     batch = step.compiled.args.batch_over(leaves)
     frozen = is_frozen(batch) and step.tables is None  # whose rows are also device state
-    place, words = step.ring.place(slot), step.ring.pack(ready.words, leaves)
-    room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), frozen, place, words)
-    return room
+    place, words = step.ring.place(slot), step.ring.pack(prepared.words, leaves)
+    in_slot = prepared.rooms[slot] = SlotBatch(vars(batch), Watch(leaves), frozen, place, words)
+    return in_slot

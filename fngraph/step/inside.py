@@ -18,7 +18,7 @@ from fngraph.graphs.memory import kept, preserved
 from fngraph.graphs.staging import Sizes
 from fngraph.step.obtain import as_captured
 from fngraph.step.plans import plan_padding
-from fngraph.step.ready import forget
+from fngraph.step.prepared import forget
 from fngraph.step.warm import bounds_of, sizes_of, written
 
 if TYPE_CHECKING:

@@ -19,27 +19,27 @@ from fngraph.graphs.recorder import describe
 from fngraph.step import budget
 from fngraph.step.ambient import fixed_ambient
 from fngraph.step.book import Key
-from fngraph.step.ready import Ready
+from fngraph.step.prepared import Prepared
 from fngraph.step.warm import cold, operands, run_padding, written
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-def find_replay(step: Captured, ready: Ready, spec: BatchSpec) -> None:
+def find_replay(step: Captured, prepared: Prepared, spec: BatchSpec) -> None:
     """The replay of what a batch was dispatched to, captured now if it is not yet.
 
     Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
     """
     step.book.check_awake()
-    mode, descriptor, _ = ready.chosen
+    mode, descriptor, _ = prepared.chosen
     key = (mode, descriptor)
     replay = step.replays.get(key) or obtain(step, key, in_step=True)
     if replay is None:
-        ready.chosen = refused(step, key, spec)
+        prepared.chosen = refused(step, key, spec)
         return
-    ready.replay, ready.calls = replay, replay.bind(ready.true)
-    ready.free = mode is Mode.FULL and step.borrow
+    prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
+    prepared.ignores_grad_mode = mode is Mode.FULL and step.borrow
 
 
 def refused(step: Captured, key: Key, spec: BatchSpec) -> Dispatch:

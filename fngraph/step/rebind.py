@@ -14,8 +14,9 @@ from fngraph.step.ahead import capture_ahead
 from fngraph.step.binding import Binding
 from fngraph.step.budget import free
 from fngraph.step.change import Change, change_of
+from fngraph.step.entry import make_entry
 from fngraph.step.given import given, storages
-from fngraph.step.ready import forget, make_entry
+from fngraph.step.prepared import forget
 from fngraph.step.tied import check_tied
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def rebind(step: Captured, /, **held: Any) -> None:
             _set(step, compiled=compiled, binding=now)
         if moved:
             step.siblings.clear()  # what served another ambient state is made again when needed
-            step.hot.state = None
+            step.hot.ambient = None
             forget(step)
 
 

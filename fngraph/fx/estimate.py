@@ -18,7 +18,8 @@ from fngraph.core.memory import ALIGN, GRAPH_BYTES, NODE_BYTES, Bytes
 from fngraph.core.modes import Mode
 from fngraph.core.program import groups
 from fngraph.fx.leaves import storage_key
-from fngraph.fx.split import Cut, Piece, Pieces
+from fngraph.fx.piece import Piece
+from fngraph.fx.split import Cut, Pieces
 from fngraph.fx.trace import Graph
 
 aten = torch.ops.aten

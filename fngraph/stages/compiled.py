@@ -14,7 +14,8 @@ from fngraph.fx.arguments import Arguments
 from fngraph.fx.blame import blame
 from fngraph.fx.direct import direct
 from fngraph.fx.generators import Generators, with_generators
-from fngraph.fx.split import Cut, Piece
+from fngraph.fx.piece import Piece
+from fngraph.fx.split import Cut
 from fngraph.graphs.recorder import Recorder
 from fngraph.ops.plan import Planner
 

@@ -30,8 +30,8 @@ from fngraph.core import (
 from fngraph.core.memory import MemoryTable
 from fngraph.errors import SpecError
 from fngraph.fx.ambient import Ambient
-from fngraph.graphs.capture import Replay
 from fngraph.graphs.recorder import Recorder
+from fngraph.graphs.replay import Replay
 from fngraph.graphs.ring import Ring
 from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled

@@ -12,9 +12,9 @@ import torch
 
 from fngraph.core import BatchDescriptor, HostBounds
 from fngraph.core.text import table
-from fngraph.graphs.capture import EagerCall, Replay, launch
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import kept, preserved
+from fngraph.graphs.replay import EagerCall, Replay, launch
 from fngraph.graphs.staging import Sizes
 from fngraph.step.obtain import as_captured
 from fngraph.step.plans import plan_padding

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fngraph.core import BatchSpec, Dispatch, Mode, dispatch
-from fngraph.graphs.capture import BoundCalls, Replay
+from fngraph.graphs.replay import BoundCalls, Replay
 from fngraph.graphs.staging import true_sizes
 from fngraph.graphs.unpack import words_of
 from fngraph.step.ambient import fixed_ambient

@@ -30,7 +30,7 @@ class Ring:
 
     Attributes:
         words: (slots, words) int64, pinned on CUDA: what `unpack` reads.
-        buffers: of each slot, shaped as the plan's, pinned on CUDA.
+        buffers: of each slot, shaped as the buffer plan's, pinned on CUDA.
         zero: one offset of 0, which padding begins at when there is no batch.
         state: the device's own words, see STATE; then those of a slot, as `unpack` has read them.
         told: the device's count as the device last told the host.
@@ -131,11 +131,11 @@ class Ring:
                 "the spec that you mean, fill it, pass it"
             )
 
-    def put_padding(self, plan: BufferPlan, query_len: int) -> None:
+    def put_padding(self, buffer_plan: BufferPlan, query_len: int) -> None:
         """Hand over a batch of no tokens: all of a key is padding, whose offsets begin at 0."""
         slot = self.wait()
         words = [0, query_len]
-        for planned, buffer in zip(plan.buffers, self.buffers[slot]):
+        for planned, buffer in zip(buffer_plan.buffers, self.buffers[slot]):
             ramp = planned.buffer.pad == "stride"
             words += [self.zero.data_ptr(), buffer.itemsize if ramp else 0]
         self._write(slot, words)
@@ -150,14 +150,14 @@ class Ring:
 
 
 @torch.inference_mode(False)
-def make_ring(plan: BufferPlan, device: torch.device) -> Ring:
-    """A new ring for batches of `plan`."""
+def make_ring(buffer_plan: BufferPlan, device: torch.device) -> Ring:
+    """A new ring for batches of `buffer_plan`."""
     pinned = device.type == "cuda"
-    words = HEADER + 2 * len(plan.buffers)
+    words = HEADER + 2 * len(buffer_plan.buffers)
     made = functools.partial(torch.zeros, device="cpu", pin_memory=pinned)
     told = made(8, dtype=torch.int64)
     buffers = tuple(
-        tuple(made(b.shape, dtype=getattr(torch, b.buffer.dtype)) for b in plan.buffers)
+        tuple(made(b.shape, dtype=getattr(torch, b.buffer.dtype)) for b in buffer_plan.buffers)
         for _ in range(SLOTS)
     )
     state = torch.tensor([0, 0, told.data_ptr(), *[0] * words], dtype=torch.int64, device="cpu")

@@ -144,6 +144,6 @@ def _check_null_slots(split: Split) -> None:
 def _leaf_of(split: Split, step: Step, cut: Any, name: str) -> Leaf | None:
     """The argument's leaf, if the cut reads it as it was passed to `forward`."""
     names = [a.name for a in PRIMITIVES[cut.op].op._schema.arguments]
-    read = step.reads[cut.places.index(names.index(name))]
+    number = step.reads[cut.places.index(names.index(name))]
     leaves = split.traced.args.leaves
-    return leaves[read] if read < len(leaves) else None
+    return leaves[number] if number < len(leaves) else None

@@ -73,12 +73,12 @@ class Binding:
         self, staged: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Every program input in order: leaves of the arguments, then constants."""
-        slots: list[Any] = [None] * len(self.args.leaves)
+        values: list[Any] = [None] * len(self.args.leaves)
         for i, tensor in zip(self.indices, self.leaves):
-            slots[i] = tensor
+            values[i] = tensor
         for i, tensor in zip(self.args.of(Role.STAGED), staged):
-            slots[i] = tensor
-        return [*slots, *constants]
+            values[i] = tensor
+        return [*values, *constants]
 
 
 def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:

@@ -12,9 +12,9 @@ from fngraph.core.program import run
 from fngraph.errors import TreeError
 from fngraph.graphs.staging import check_leaves
 from fngraph.step.ambient import fixed_ambient, meet
+from fngraph.step.backend_plans import plan_step
 from fngraph.step.entry import CALLED
 from fngraph.step.obtain import find_replay
-from fngraph.step.plans import plan_step
 from fngraph.step.prepared import Prepared, kinds_of, prepare
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _leaves(step: Captured, batch: Any, prepared: Prepared) -> Sequence[torch.Te
     except AttributeError:  # no tensor
         right = False
     if not right:
-        check_leaves(step.static.plan, leaves, prepared.true)
+        check_leaves(step.static.buffer_plan, leaves, prepared.true)
     return leaves
 
 

@@ -35,6 +35,7 @@ from fngraph.graphs.replay import Replay
 from fngraph.graphs.ring import Ring
 from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
+from fngraph.step.adapter_slots import load_slot
 from fngraph.step.ambient import under_ambient
 from fngraph.step.binding import Assemble, Binding
 from fngraph.step.book import Book, Key
@@ -48,7 +49,6 @@ from fngraph.step.obtain import refused
 from fngraph.step.prepared import LastCall, Prepared
 from fngraph.step.rebind import rebind
 from fngraph.step.sleep import sleep, wake
-from fngraph.step.slots import load_slot
 from fngraph.step.static_buffer import static_buffer
 from fngraph.step.tables import Tables
 

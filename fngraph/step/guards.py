@@ -95,7 +95,7 @@ class Guarded(Captured):
         loans.begin(self.name)
         if isinstance(spec, BatchSpec):
             true = true_sizes(spec, self.limits.dims)
-            counts = [planned.buffer.rows(true) or 0 for planned in self.static.plan.buffers]
+            counts = [planned.buffer.rows(true) or 0 for planned in self.static.buffer_plan.buffers]
             with torch.inference_mode(False), torch.no_grad():
                 self.counts.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
         return tuple(values)

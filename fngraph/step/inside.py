@@ -16,8 +16,8 @@ from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import kept, preserved
 from fngraph.graphs.replay import EagerCall, Replay, launch
 from fngraph.graphs.staging import Sizes
+from fngraph.step.backend_plans import plan_padding
 from fngraph.step.obtain import as_captured
-from fngraph.step.plans import plan_padding
 from fngraph.step.prepared import forget
 from fngraph.step.warm import bounds_of, sizes_of, written
 
@@ -73,7 +73,7 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
         with preserved(written(step)), kept(step.static.views(sizes)):
             try:
                 for _ in range(repeats + 1):
-                    step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
+                    step.ring.put_padding(step.static.buffer_plan, descriptor.query_len or 0)
                     plan_padding(step, replay.mode, descriptor, sizes)
                     us, lag = timed(replay, sizes, host, lag)
                     rounds.append(us)

@@ -60,11 +60,11 @@ def prepare(step: Captured, spec: BatchSpec) -> Prepared:
     step.limits.check(spec)
     chosen = dispatch(step.table, spec)
     true = true_sizes(spec, step.limits.dims)
-    plan = step.static.plan
-    words = words_of(plan, true, chosen.descriptor.query_len or 0)
+    buffer_plan = step.static.buffer_plan
+    words = words_of(buffer_plan, true, chosen.descriptor.query_len or 0)
     kinds = [
         (planned.buffer.shape(true), getattr(torch, planned.buffer.dtype), torch.strided, False)
-        for planned in plan.buffers
+        for planned in buffer_plan.buffers
     ]
     with fixed_ambient(step):
         views = [] if chosen.mode is Mode.NONE else step.cut(step.outputs, true)

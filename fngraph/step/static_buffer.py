@@ -44,7 +44,7 @@ def static_buffer(step: Captured, descriptor: BatchDescriptor, leaf: str) -> tor
             "step.dispatch(spec).descriptor"
         )
     name = step.compiled.args.batch_name
-    paths = [planned.path for planned in step.static.plan.buffers]
+    paths = [planned.path for planned in step.static.buffer_plan.buffers]
     path = leaf if leaf in paths else f"{name}.{leaf}"
     if path not in paths:
         raise TreeError(f"{leaf!r} is no leaf of {name}; there are {', '.join(paths)}")

@@ -15,7 +15,8 @@ from fngraph.graphs.recorder import Recorder, make_recorder
 from fngraph.graphs.ring import make_ring
 from fngraph.graphs.staging import allocate
 from fngraph.stages import Compiled
-from fngraph.step.binding import assembler, bind
+from fngraph.step.assemble import assembler
+from fngraph.step.binding import bind
 from fngraph.step.book import Book, Rules
 from fngraph.step.captured import Captured
 from fngraph.step.entry import CALLED, make_entry

@@ -37,7 +37,8 @@ from fngraph.graphs.staging import StaticBuffers
 from fngraph.stages import Compiled
 from fngraph.step.adapter_slots import load_slot
 from fngraph.step.ambient import under_ambient
-from fngraph.step.binding import Assemble, Binding
+from fngraph.step.assemble import Assemble
+from fngraph.step.binding import Binding
 from fngraph.step.book import Book, Key
 from fngraph.step.budget import memory
 from fngraph.step.call import call

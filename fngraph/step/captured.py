@@ -45,7 +45,7 @@ from fngraph.step.call import call
 from fngraph.step.entry import Entry
 from fngraph.step.host_batch import host_batch
 from fngraph.step.inside import show_ranges, times
-from fngraph.step.keys import capture_all, capture_some, check_key, recapture, release
+from fngraph.step.keys import capture_all, capture_some, captured_replay, recapture, release
 from fngraph.step.obtain import refused
 from fngraph.step.prepared import LastCall, Prepared
 from fngraph.step.rebind import rebind
@@ -123,7 +123,8 @@ class Captured:
     rebind = rebind
     load_slot = load_slot
 
-    # keys come and go
+    # the keys, which come and go
+    __getitem__ = captured_replay
     capture_all = capture_all
     capture_some = capture_some
     release = release
@@ -163,22 +164,6 @@ class Captured:
         """Leading slices of outputs, along the dims that depend on T and R."""
         dims = self.compiled.lowered.split.pieces.output_dims
         return [out[tuple(slice(d(**sizes)) for d in ds)] for out, ds in zip(outputs, dims)]
-
-    def __getitem__(self, descriptor: BatchDescriptor) -> Replay:
-        """The replay of a captured key.
-
-        Raises:
-            KeyError: it is not captured, or no key of the table.
-        """
-        for mode in (Mode.FULL, Mode.PIECEWISE):
-            if (mode, descriptor) in self.replays:
-                return self.replays[mode, descriptor]
-        distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
-        near = sorted((d for _, d in self.replays), key=distance)[:3]
-        missing = f"{descriptor} is not captured; the nearest that are: {near or 'none'}"
-        check_key(self, descriptor, f"{missing}. It")
-        fix = "wake()" if self.book.asleep else f"recapture({descriptor})"
-        raise KeyError(f"{missing}. Capture it: step.{fix}")
 
     def __iter__(self) -> Iterator[BatchDescriptor]:
         return iter(descriptor for _, descriptor in self.replays)

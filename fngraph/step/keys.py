@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fngraph.core import BatchDescriptor
+from fngraph.core import BatchDescriptor, Mode
+from fngraph.graphs.replay import Replay
 from fngraph.step import budget
 from fngraph.step.ahead import capture_ahead, check_ready, missing
 from fngraph.step.ambient import family
@@ -19,6 +20,23 @@ from fngraph.step.obtain import obtain
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
+
+
+def captured_replay(step: Captured, descriptor: BatchDescriptor) -> Replay:
+    """The replay of a captured key.
+
+    Raises:
+        KeyError: it is not captured, or no key of the table.
+    """
+    for mode in (Mode.FULL, Mode.PIECEWISE):
+        if (mode, descriptor) in step.replays:
+            return step.replays[mode, descriptor]
+    distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
+    near = sorted((d for _, d in step.replays), key=distance)[:3]
+    text = f"{descriptor} is not captured; the nearest that are: {near or 'none'}"
+    check_key(step, descriptor, f"{text}. It")
+    fix = "wake()" if step.book.asleep else f"recapture({descriptor})"
+    raise KeyError(f"{text}. Capture it: step.{fix}")
 
 
 def capture_all(step: Captured, progress: bool | str = False) -> None:

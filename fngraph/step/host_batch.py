@@ -56,7 +56,7 @@ class HostBatch(NamedTuple):
         return self.taken == taken and self.in_slot.frozen and not self.in_slot.watch.moved()
 
 
-def host_batch(step: Captured, spec: BatchSpec, **changed: ChangedRows) -> Any:
+def host_batch(step: Captured, /, spec: BatchSpec, **changed: ChangedRows) -> Any:
     """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
 
     Its contents are whatever was last in the slot. It is good for one step, the next one.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def meet(step: Captured, ambient: tuple[Any, ...]) -> None:
     """Another ambient state than the last call's: find the step that serves it."""
     check_no_transform()
-    last = step.hot
+    last = step.last_call
     last.step = step.under_ambient()
     last.in_fixed_ambient = _is_in_fixed_ambient(last.step)
     last.ambient = ambient if is_plain(ambient) else None

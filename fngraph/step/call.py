@@ -38,8 +38,8 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
     """
     turn = step.recorder.turn
     with turn.lock:
-        last = step.hot
-        ambient = last.look()
+        last = step.last_call
+        ambient = last.read_ambient()
         if ambient != last.ambient:
             meet(step, ambient)
         in_fixed_ambient, step = last.in_fixed_ambient, last.step
@@ -54,7 +54,7 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
                 step.binding.check_argument(position, args[at])
         if step.binding.watch.moved():
             step.binding.check()
-        batch, last = args[entry.staged_at], step.hot
+        batch, last = args[entry.staged_at], step.last_call
         filled, last.host_batch = last.host_batch, None
         prepared = None
         if filled is not None and filled.batch is batch:
@@ -62,7 +62,7 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
         else:
             filled, spec = None, _spec_of(step, batch)
         if prepared is None:
-            prepared = step.ready.get(spec[:7]) or prepare(step, spec)
+            prepared = step.prepared.get(spec[:7]) or prepare(step, spec)
         leaves = _leaves(step, batch, prepared) if filled is None else None
         if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
             find_replay(step, prepared, spec)

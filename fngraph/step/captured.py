@@ -68,8 +68,8 @@ class Captured:
         replays: what has been captured.
         entry: how a call's arguments are read.
         ring: host memory in which batches wait for their graphs.
-        ready: what a batch's counts decide, by those counts.
-        hot: what the last call found, for the next one.
+        prepared: what a batch's counts decide, by those counts.
+        last_call: what it found, for the next one.
         siblings: the step for each ambient state that calls have come under; itself for its own.
         stats: what ran, counted.
         tables: of the batch's leaves that are device state, `rows="changed"`.
@@ -88,8 +88,8 @@ class Captured:
     stats: Stats
     entry: Entry
     ring: Ring
-    ready: dict[tuple[Any, ...], Prepared]
-    hot: LastCall
+    prepared: dict[tuple[Any, ...], Prepared]
+    last_call: LastCall
     book: Book
     siblings: dict[Ambient, Captured] = dataclasses.field(default_factory=dict)
     tables: Tables | None = None
@@ -142,7 +142,7 @@ class Captured:
 
     def runs_as(self, spec: BatchSpec) -> Dispatch:
         """As `dispatch`, but NONE where the key has failed in the step that the last call was."""
-        chosen, step = self.dispatch(spec), self.hot.step or self
+        chosen, step = self.dispatch(spec), self.last_call.step or self
         key = chosen.mode, chosen.descriptor
         return refused(step, key, spec) if key in step.book.failed else chosen
 

@@ -90,8 +90,8 @@ class Guarded(Captured):
             values[entry.staged_at] = batch = trees.unflatten(treedef, kept)
             if entry.spec_field is not None:
                 batch.__dict__[entry.spec_field] = spec
-            if self.hot.host_batch is not None and self.hot.host_batch.batch is given:
-                self.hot.host_batch = self.hot.host_batch._replace(batch=batch)
+            if self.last_call.host_batch is not None and self.last_call.host_batch.batch is given:
+                self.last_call.host_batch = self.last_call.host_batch._replace(batch=batch)
         loans.begin(self.name)
         if isinstance(spec, BatchSpec):
             true = true_sizes(spec, self.limits.dims)

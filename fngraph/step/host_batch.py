@@ -72,9 +72,9 @@ def host_batch(step: Captured, /, spec: BatchSpec, **changed: ChangedRows) -> An
     if field is None or args.batch_type is None:
         raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
     with step.recorder.turn.lock:
-        prepared = step.ready.get(spec[:7]) or prepare(step, spec)
+        prepared = step.prepared.get(spec[:7]) or prepare(step, spec)
         slot = ring.wait()
-        in_slot = prepared.rooms.get(slot) or _slot_batch(step, prepared, slot)
+        in_slot = prepared.slots.get(slot) or _slot_batch(step, prepared, slot)
         if in_slot is None:  # an eager batch beyond the largest key
             leaves = ring.new_leaves([shape for shape, *_ in prepared.kinds])
             batch = dataclasses.replace(args.batch_over(leaves), **{field: spec})
@@ -82,7 +82,7 @@ def host_batch(step: Captured, /, spec: BatchSpec, **changed: ChangedRows) -> An
             batch = object.__new__(args.batch_type)
             batch.__dict__.update(in_slot.fields)
             batch.__dict__[field] = spec
-            step.hot.host_batch = HostBatch(batch, spec, prepared, in_slot, ring.taken)
+            step.last_call.host_batch = HostBatch(batch, spec, prepared, in_slot, ring.taken)
     if changed:
         put_changed(step.tables, batch, changed)
     return batch
@@ -95,5 +95,5 @@ def _slot_batch(step: Captured, prepared: Prepared, slot: int) -> SlotBatch | No
     batch = step.compiled.args.batch_over(leaves)
     frozen = is_frozen(batch) and step.tables is None  # whose rows are also device state
     place, words = step.ring.place(slot), step.ring.pack(prepared.words, leaves)
-    in_slot = prepared.rooms[slot] = SlotBatch(vars(batch), Watch(leaves), frozen, place, words)
+    in_slot = prepared.slots[slot] = SlotBatch(vars(batch), Watch(leaves), frozen, place, words)
     return in_slot

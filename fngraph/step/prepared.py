@@ -36,7 +36,7 @@ class Prepared:
         kinds: of its leaves, as `kinds_of` reads them.
         words: of its slot in the ring; addresses are filled in.
         views: the outputs, cut to the true sizes.
-        rooms: batches over the ring's slots, as `host_batch` hands them out.
+        slots: batches over those of the ring, as `host_batch` hands them out.
     """
 
     chosen: Dispatch
@@ -48,7 +48,7 @@ class Prepared:
     replay: Replay | None = None
     calls: BoundCalls = ()
     ignores_grad_mode: bool = False
-    rooms: dict[int, SlotBatch] = dataclasses.field(default_factory=dict)
+    slots: dict[int, SlotBatch] = dataclasses.field(default_factory=dict)
 
 
 kinds_of = operator.attrgetter("shape", "dtype", "layout", "is_meta")
@@ -70,9 +70,9 @@ def prepare(step: Captured, spec: BatchSpec) -> Prepared:
         views = [] if chosen.mode is Mode.NONE else step.cut(step.outputs, true)
     counted_as = (true["T"], chosen.descriptor.num_tokens, chosen.mode)
     prepared = Prepared(chosen, true, kinds, words, views, counted_as)
-    if len(step.ready) >= MOST_PREPARED:
-        step.ready.clear()
-    step.ready[spec[:7]] = prepared
+    if len(step.prepared) >= MOST_PREPARED:
+        step.prepared.clear()
+    step.prepared[spec[:7]] = prepared
     return prepared
 
 
@@ -81,14 +81,14 @@ class LastCall:
     """What the last call found, for the next one.
 
     Attributes:
-        look: reads the ambient state; see `plain_state`.
+        read_ambient: reads the ambient state; see `plain_state`.
         ambient: as it was then; None if that was not plain, so that all is looked at.
         step: the one that served it.
         in_fixed_ambient: whether the caller's state is the one that steps run under.
         host_batch: what the caller is filling, if anything; it lies in a slot of the ring.
     """
 
-    look: Callable[[], tuple[Any, ...]]
+    read_ambient: Callable[[], tuple[Any, ...]]
     ambient: tuple[Any, ...] | None = None
     step: Any = None
     in_fixed_ambient: bool = False
@@ -97,6 +97,6 @@ class LastCall:
 
 def forget(step: Captured) -> None:
     """After replays have gone or changed: the next calls look them up again."""
-    step.ready.clear()
-    if step.hot.host_batch is not None:
-        step.hot.host_batch = step.hot.host_batch._replace(prepared=None)
+    step.prepared.clear()
+    if step.last_call.host_batch is not None:
+        step.last_call.host_batch = step.last_call.host_batch._replace(prepared=None)

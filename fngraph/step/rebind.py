@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-KEPT = {"replays", "ready", "stats", "siblings", "book"}  # of a step, whatever it is bound to
+KEPT = {"replays", "prepared", "stats", "siblings", "book"}  # of a step, whatever it is bound to
 
 
 def rebind(step: Captured, /, **held: Any) -> None:
@@ -76,7 +76,7 @@ def rebind(step: Captured, /, **held: Any) -> None:
             _set(step, compiled=compiled, binding=now)
         if moved:
             step.siblings.clear()  # what served another ambient state is made again when needed
-            step.hot.ambient = None
+            step.last_call.ambient = None
             forget(step)
 
 

@@ -82,12 +82,12 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     want = own(cache, kit.device)[0]
     assert torch.equal(borrow(cache, pinned)[0], want), "pinned"
     assert torch.equal(borrow(cache, kit.host)[0], want), "host"
-    ready, logits, ring = borrow.ready[spec[:7]], borrow.outputs[0], borrow.ring
-    (replay, _), view = ready.calls[0], ready.views[0]
-    room = next(iter(ready.rooms.values()))
+    prepared, logits, ring = borrow.prepared[spec[:7]], borrow.outputs[0], borrow.ring
+    (replay, _), view = prepared.calls[0], prepared.views[0]
+    in_slot = next(iter(prepared.slots.values()))
 
     def stage() -> None:
-        ring.memory[room.place] = room.words
+        ring.memory[in_slot.place] = in_slot.words
 
     call = functools.partial(borrow, cache)
     calls: dict[str, tuple[Callable[[Any], Any], Call]] = {
@@ -98,10 +98,10 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
         "step, host batch, borrowed": (call, lambda: kit.host),
         "part: host_batch (before the call)": (lambda _: borrow.host_batch(spec), int),
         "part: dispatch, any spec": (lambda _: fg.dispatch(borrow.table, spec), int),
-        "part: look up what the counts decide": (lambda _: borrow.ready.get(spec[:7]), int),
-        "part: check ambient state": (lambda _: borrow.hot.look(), int),
+        "part: look up what the counts decide": (lambda _: borrow.prepared.get(spec[:7]), int),
+        "part: check ambient state": (lambda _: borrow.last_call.read_ambient(), int),
         "part: check addresses of bound leaves": (lambda _: borrow.binding.watch.moved(), int),
-        "part: check the slot's leaves": (lambda _: room.watch.moved(), int),
+        "part: check the slot's leaves": (lambda _: in_slot.watch.moved(), int),
         "part: stage a pinned batch": (lambda _: stage(), int),
         "part: replay": (lambda _: replay(), int),
         "part: a view of the outputs": (lambda _: view.detach(), int),
@@ -130,9 +130,9 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     del fg.ops.ATTENTION.backends["copies"]
     spec = kit.host.spec
     step(kit.cache, kit.device)
-    ready, ring = step.ready[spec[:7]], step.ring
+    prepared, ring = step.prepared[spec[:7]], step.ring
 
-    parts = [fn.args if takes_host else fn for fn, takes_host in ready.calls]
+    parts = [fn.args if takes_host else fn for fn, takes_host in prepared.calls]
 
     def bare() -> None:
         for part in parts:
@@ -140,9 +140,9 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
                 copies(*part)
             else:
                 part()
-        ready.views[0].detach()
+        prepared.views[0].detach()
 
-    pieces = sum(not takes_host for _, takes_host in ready.calls)
+    pieces = sum(not takes_host for _, takes_host in prepared.calls)
     whole = times_us(functools.partial(step, kit.cache), lambda: step.host_batch(spec), repeats)
     ring.resume()
     alone = times_us(lambda _: bare(), int, repeats)

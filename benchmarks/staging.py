@@ -69,7 +69,7 @@ def measure(num_reqs: int) -> list[dict[str, Any]]:
     step = fast.bind(x).capture(limits, progress=False)
     step(step.host_batch(spec))
     words, ring, node = (
-        step.ready[spec[:7]].words,
+        step.prepared[spec[:7]].words,
         step.ring,
         next(iter(step.replays.values())).first,
     )

@@ -154,14 +154,14 @@ def _host_leaf(
             f"backend {backend.name!r}: its plan reads {name!r}, and {step.name} has the tensors "
             f"{', '.join(read)}.{hint}"
         )
-    slot = step.reads[read.index(name)]
-    buffer = leaves[slot].buffer if slot < len(leaves) else None
+    number = step.reads[read.index(name)]
+    buffer = leaves[number].buffer if number < len(leaves) else None
     if buffer is None:
         why = f"{name}, which is no leaf of the batch: forward computes it, or holds it"
     elif buffer.changed:
-        why = f'{leaves[slot].path}, which lives on the device (rows="changed")'
+        why = f'{leaves[number].path}, which lives on the device (rows="changed")'
     else:
-        return slot
+        return number
     raise BackendError(
         f"backend {backend.name!r} of {step.name} plans on the host, where it reads {why}. "
         f"Pass {name} as a field of the batch, in host memory; or choose another backend"

@@ -12,9 +12,9 @@ from ambient_forwards import LEFT_CHANGED, matmul, rowwise
 from ambient_states import Negates, autocast, dtype, none
 
 import fngraph as fg
-from fngraph import stages
 from fngraph.errors import AmbientError
 from fngraph.fx.ambient import read
+from fngraph.stages import traced
 
 MODES = ("NONE", "PIECEWISE", "FULL")
 DISPATCH = {name for name, *_ in CASES if "dispatch mode" in name}
@@ -114,7 +114,7 @@ def test_a_trace_leaves_the_state_as_it_was() -> None:
 def test_what_nobody_asks_for_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second trace of a large model takes seconds, in the middle of serving."""
     step, state = captured(rowwise)
-    monkeypatch.setattr(stages, "trace_function", None)
+    monkeypatch.setattr(traced, "trace_function", None)
     with torch.inference_mode():
         step(state, toys.batch(3, 2))
     assert torch.is_grad_enabled is torch._C.is_grad_enabled  # torch's own is back

@@ -36,12 +36,12 @@ def setup(device: Any, requires_grad: bool) -> tuple[Any, Any, Any, Any]:
 def memory(step: Any) -> dict[str, Any]:
     """What graphs read and write that is the step's own."""
     ring = step.ring
-    rooms = [room for rooms in ring.rooms for room in rooms]
+    pinned = [x for buffers in ring.buffers for x in buffers]
     return {
         "static": list(step.static.tensors),
         "outputs": list(step.outputs),
         "constants": list(step.constants),
-        "ring": [ring.words, ring.state, ring.told, *rooms],
+        "ring": [ring.words, ring.state, ring.told, *pinned],
     }
 
 

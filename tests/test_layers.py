@@ -25,7 +25,9 @@ STDLIB = set(sys.stdlib_module_names)
 BASE = {"fngraph.errors", "fngraph.core"}
 LOWER = BASE | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "torch"}
 STAGES = LOWER | {"fngraph.calls", "fngraph.stages", "fngraph.step"}
-TRANSFORMS = STAGES | {"fngraph.graphify", "fngraph.encoder", "fngraph.loops"}
+TRANSFORMS = STAGES | {
+    f"fngraph.{name}" for name in ("graphify", "graphified", "bound", "encoder", "loops")
+}
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
@@ -39,6 +41,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.stages": (STAGES, set()),
     "fngraph.step": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.graphify": (TRANSFORMS, set()),
+    "fngraph.graphified": (TRANSFORMS, set()),
+    "fngraph.bound": (TRANSFORMS, set()),
     "fngraph.check": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),
     "fngraph.loops": (TRANSFORMS, set()),
@@ -266,7 +270,7 @@ PLANTED = {
     "fx knows ops, relatively": ("fngraph/fx/trace.py", "from ..ops import PRIMITIVES"),
     "graphs know fx": ("fngraph/graphs/capture.py", "from fngraph.fx.split import Cut"),
     "graphs know stages": ("fngraph/graphs/capture.py", "from fngraph.stages import Compiled"),
-    "stages know graphify": ("fngraph/stages.py", "from fngraph.graphify import Graphified"),
+    "stages know graphify": ("fngraph/stages/traced.py", "from fngraph.graphify import graphify"),
     "rich outside of report": ("fngraph/step/captured.py", LAZILY.format("import rich.progress")),
     "matplotlib in core": ("fngraph/core/table.py", LAZILY.format("import matplotlib.pyplot")),
     "rich at report's import": ("fngraph/report/progress.py", "import rich"),

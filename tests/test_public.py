@@ -13,6 +13,8 @@ import pytest
 
 import fngraph
 import fngraph as fg
+from fngraph.bound import Bound
+from fngraph.graphified import Graphified
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("Traced", "Split", "Lowered", "Compiled", "Captured")
@@ -58,11 +60,8 @@ def test_a_class_has_docstrings_on_all_that_is_public(name: str):
     assert bare == []
 
 
-@pytest.mark.parametrize("name", ["Graphified", "Bound"])
-def test_what_graphify_returns_has_docstrings_on_all_that_is_public(name: str):
-    from fngraph import graphify  # noqa: F401  the module is loaded by the function's name
-
-    cls = getattr(sys.modules["fngraph.graphify"], name)
+@pytest.mark.parametrize("cls", [Graphified, Bound])
+def test_what_graphify_returns_has_docstrings_on_all_that_is_public(cls: type):
     assert inspect.getdoc(cls)
     assert [m for m, value in public_members(cls).items() if not inspect.getdoc(value)] == []
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fngraph.errors import SizesError
 
 Bytes = Callable[[int], float]
-Plan = tuple[float, float, tuple[int, ...]]
+Ladder = tuple[float, float, tuple[int, ...]]
 """Bytes, cost, sizes."""
 
 
@@ -28,13 +28,13 @@ def cheapest_within_count(problem: Problem, k: int) -> tuple[int, ...]:
     for _ in range(min(k, len(sizes)) - 1):
         best, choice = _one_more(best, costs, steps)
         choices.append(choice)
-    plan = [len(sizes) - 1]
+    ladder = [len(sizes) - 1]
     for choice in reversed(choices):
-        below = choice[plan[-1]]
+        below = choice[ladder[-1]]
         if below is None:
             break
-        plan.append(below)
-    return tuple(sizes[i] for i in reversed(plan))
+        ladder.append(below)
+    return tuple(sizes[i] for i in reversed(ladder))
 
 
 def _one_more(
@@ -84,29 +84,29 @@ def _rising(problem: Problem) -> Problem:
 def cheapest_within_bytes(problem: Problem, budget: float, bytes_of: Bytes) -> tuple[int, ...]:
     """Sizes of least cost whose bytes sum to at most `budget`.
 
-    For each largest size, keeps the plans that no other beats in both bytes and cost.
+    For each largest size, keeps the ladders that no other beats in both bytes and cost.
     """
     sizes, costs, steps = problem
-    plans: list[list[Plan]] = []
+    ladders: list[list[Ladder]] = []
     for i, size in enumerate(sizes):
         need = bytes_of(size)
-        found: list[Plan] = [(need, costs[i] * steps[i], (size,))]
-        for below, shorter in enumerate(plans):
+        found: list[Ladder] = [(need, costs[i] * steps[i], (size,))]
+        for below, shorter in enumerate(ladders):
             more = costs[i] * (steps[i] - steps[below])
-            found += [(used + need, cost + more, (*plan, size)) for used, cost, plan in shorter]
-        plans.append(_unbeaten(plan for plan in found if plan[0] <= budget))
-    whole = [plan for i, found in enumerate(plans) if steps[i] == steps[-1] for plan in found]
+            found += [(used + need, cost + more, (*ladder, size)) for used, cost, ladder in shorter]
+        ladders.append(_unbeaten(ladder for ladder in found if ladder[0] <= budget))
+    whole = [ladder for i, found in enumerate(ladders) if steps[i] == steps[-1] for ladder in found]
     if not whole:
         raise SizesError(
             f"memory_budget={budget:g} does not hold a size for {sizes[-1]} tokens, which takes "
             f"{bytes_of(sizes[-1]):g} bytes. Pass more, or capture nothing."
         )
-    return min(whole, key=lambda plan: (plan[1], plan[0]))[2]
+    return min(whole, key=lambda ladder: (ladder[1], ladder[0]))[2]
 
 
-def _unbeaten(plans: Iterable[Plan]) -> list[Plan]:
-    kept: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: plan[:2]):
-        if not kept or plan[1] < kept[-1][1]:
-            kept.append(plan)
+def _unbeaten(ladders: Iterable[Ladder]) -> list[Ladder]:
+    kept: list[Ladder] = []
+    for ladder in sorted(ladders, key=lambda ladder: ladder[:2]):
+        if not kept or ladder[1] < kept[-1][1]:
+            kept.append(ladder)
     return kept

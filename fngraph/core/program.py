@@ -1,6 +1,6 @@
-"""A program: a straight line of steps over numbered slots, and how a mode groups it into graphs.
+"""A program: a straight line of steps over numbered values, and how a mode groups it into graphs.
 
-Slots 0..n-1 are the inputs (leaves, then constants); each step writes new ones. A step is a piece
+Values 0..n-1 are the inputs (leaves, then constants); each step writes new ones. A step is a piece
 (traced ops) or a cut (a primitive). The program is data: `run` walks it once, `groups` says which
 runs of steps one graph records, and neither knows what a step does.
 """
@@ -23,9 +23,9 @@ class Step:
         name: for people, "piece 3" or "attention 3".
         cut: True for a primitive: eager between two graphs in PIECEWISE.
         kind: equal for steps that share one callable.
-        reads: slots passed, in order.
-        writes: slots that take the results, in order.
-        drops: slots that nothing reads after this step.
+        reads: values passed, in order.
+        writes: values that it makes, in order.
+        drops: values that nothing reads after this step.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """Steps in order, the number of inputs, and the slots that are returned."""
+    """Steps in order, the number of inputs, and the values that are returned."""
 
     num_inputs: int
     steps: tuple[Step, ...]
@@ -50,11 +50,11 @@ class Program:
         return len({(s.cut, s.kind) for s in self.steps})
 
     def as_text(self, names: Mapping[int, str] | None = None) -> str:
-        """One line a step; slots without a name print as %slot."""
+        """One line a step; values without a name print as %number."""
         named = names or {}
 
-        def show(slots: tuple[int, ...]) -> str:
-            return ", ".join(named.get(i, f"%{i}") for i in slots)
+        def show(numbers: tuple[int, ...]) -> str:
+            return ", ".join(named.get(i, f"%{i}") for i in numbers)
 
         rows = [[s.name, s.kind, show(s.reads), show(s.writes)] for s in self.steps]
         return table(["step", "kind", "reads", "writes"], rows)
@@ -64,13 +64,13 @@ def run(
     program: Program, fns: Sequence[Callable[..., Any]], inputs: Sequence[Any], *context: Any
 ) -> list[Any]:
     """Call every step's `fn(*context, *values)`, which returns a tuple, and return the outputs."""
-    slots = dict(enumerate(inputs))
+    env = dict(enumerate(inputs))
     for step, fn in zip(program.steps, fns):
-        values = fn(*context, *[slots[i] for i in step.reads])
-        slots.update(zip(step.writes, values))
+        values = fn(*context, *[env[i] for i in step.reads])
+        env.update(zip(step.writes, values))
         for i in step.drops:
-            del slots[i]
-    return [slots[i] for i in program.outputs]
+            del env[i]
+    return [env[i] for i in program.outputs]
 
 
 def groups(program: Program, mode: Mode) -> Iterator[tuple[bool, tuple[int, ...]]]:
@@ -97,14 +97,14 @@ def groups(program: Program, mode: Mode) -> Iterator[tuple[bool, tuple[int, ...]
 
 
 def with_drops(program: Program) -> Program:
-    """The same program with `drops` filled in: each slot after its last reader."""
+    """The same program with `drops` filled in: each value after its last reader."""
     last: dict[int, int] = {}
     for i, step in enumerate(program.steps):
         last.update(dict.fromkeys((*step.reads, *step.writes), i))
     keep = {*range(program.num_inputs), *program.outputs}
     drops: list[list[int]] = [[] for _ in program.steps]
-    for slot, i in last.items():
-        if slot not in keep:
-            drops[i].append(slot)
+    for number, i in last.items():
+        if number not in keep:
+            drops[i].append(number)
     steps = (dataclasses.replace(s, drops=tuple(d)) for s, d in zip(program.steps, drops))
     return dataclasses.replace(program, steps=tuple(steps))

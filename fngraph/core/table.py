@@ -88,8 +88,8 @@ class DispatchTable:
 
         costs = self.cost and [self.cost(key) for _, key in self]
         rules = [(item.name, str(item.rule), item.default) for item in self.fields]
-        plan = repr((str(self.modes), self.full, self.piecewise, rules, costs))
-        return hashlib.sha256(plan.encode()).hexdigest()[:16]
+        text = repr((str(self.modes), self.full, self.piecewise, rules, costs))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_text(self) -> str:
         """The ladders as a text table: one row for each kind of key."""

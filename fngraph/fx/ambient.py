@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fngraph.core.where import defined_at
 from fngraph.errors import AmbientError
@@ -147,16 +146,6 @@ def noted(ambient: Ambient) -> Iterator[set[str]]:
 
 
 _USERS = ("torch.nn", "torch.utils.checkpoint")  # modules of torch that branch on grad mode
-
-
-def check_modes() -> None:
-    """Raise `AmbientError` if a dispatch mode is active, which a replay would go past."""
-    if torch._C._len_torch_dispatch_stack():
-        names = ", ".join(type(mode).__name__ for mode in _get_current_dispatch_mode_stack())
-        raise AmbientError(
-            f"the dispatch mode {names} is active, and a graph replays without it. Call forward "
-            "itself under the mode, or graphify a forward that does what the mode does"
-        )
 
 
 @contextlib.contextmanager

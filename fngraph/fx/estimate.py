@@ -18,7 +18,8 @@ from fngraph.core.memory import ALIGN, GRAPH_BYTES, NODE_BYTES, Bytes
 from fngraph.core.modes import Mode
 from fngraph.core.program import groups
 from fngraph.fx.leaves import storage_key
-from fngraph.fx.split import Cut, Piece, Pieces
+from fngraph.fx.piece import Piece
+from fngraph.fx.split import Cut, Pieces
 from fngraph.fx.trace import Graph
 
 aten = torch.ops.aten
@@ -65,18 +66,18 @@ class Lifetimes:
 def lifetimes(pieces: Pieces, graph: Graph) -> Lifetimes:
     """Birth and death of all that the program makes: one moment for each op."""
     blocks: list[Block] = []
-    of_slot: dict[int, Block | None] = {}  # None: an input's memory
+    block_of: dict[int, Block | None] = {}  # None: an input's memory
     now = piece_nodes = cut_nodes = 0
     for step, part in zip(pieces.program.steps, pieces.parts):
         if isinstance(part, Cut):
             now, cut_nodes = now + 1, cut_nodes + 1
         elif isinstance(part, Piece):
-            given = [of_slot.get(slot) for slot in step.reads]
+            given = [block_of.get(value) for value in step.reads]
             now, nodes, made = _through(part.gm, given, blocks, now)
-            of_slot.update(zip(step.writes, made))
+            block_of.update(zip(step.writes, made))
             piece_nodes += nodes
-        for slot in {*step.reads, *step.writes, *step.drops} | set(pieces.program.outputs):
-            block = of_slot.get(slot)
+        for value in {*step.reads, *step.writes, *step.drops} | set(pieces.program.outputs):
+            block = block_of.get(value)
             if block is not None:
                 block.dies = max(block.dies, now)
     return Lifetimes(tuple(blocks), graph.symbols, piece_nodes, cut_nodes)

@@ -64,12 +64,12 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
                 "example: module(x)"
             )
 
-    slots = _slots(module, parameters | buffers)
-    known = {name for _, name in slots}
+    attributes = _attributes(module, parameters | buffers)
+    known = {name for _, name in attributes}
 
     def forward(params: Tensors, buffers: Tensors, *args: Any, **kwargs: Any) -> Any:
         given = {**params, **buffers}
-        tensors = {slot: given[name] for slot, name in slots if name in given}
+        tensors = {attribute: given[name] for attribute, name in attributes if name in given}
         tensors |= {name: x for name, x in given.items() if name not in known}
         return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
@@ -81,7 +81,7 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
     return forward, _detached(parameters), _detached(buffers)
 
 
-def _slots(module: nn.Module, named: Tensors) -> list[tuple[str, str]]:
+def _attributes(module: nn.Module, named: Tensors) -> list[tuple[str, str]]:
     """Each attribute that holds a tensor, once, and the name that the tensor is listed under.
 
     With tied names, `functional_call` fills an attribute of a module that has two names twice, and

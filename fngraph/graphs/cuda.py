@@ -8,8 +8,6 @@ stream for each capture took 4.9 GB where one takes 256 MB (51 sizes of a 1B mod
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import gc
 import sys
 import traceback
@@ -20,8 +18,7 @@ from typing import Any
 import torch
 
 from fngraph.errors import CaptureError, FnGraphError
-from fngraph.graphs.cuda_nodes import read
-from fngraph.graphs.inside import Node
+from fngraph.graphs.cuda_graph import CudaRecording, new_graph
 from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.turn import Turn
@@ -41,37 +38,6 @@ def _gc_paused() -> Iterator[None]:
 
 
 _ABANDONED: list[torch.cuda.CUDAGraph] = []  # see CudaRecorder._abandon
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CudaRecording:
-    """One captured graph."""
-
-    graph: torch.cuda.CUDAGraph
-
-    @property
-    def replay(self) -> Callable[[], None]:
-        """Launch it on the current stream. (Past torch's Python wrapper, which takes 0.3 us.)"""
-        return functools.partial(torch._C._CUDAGraph.replay, self.graph)
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """See `Recording.nodes`."""
-        return read(self.graph.raw_cuda_graph())[0]
-
-    @property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """See `Recording.edges`."""
-        return read(self.graph.raw_cuda_graph())[1]
-
-
-def _graph(generators: Sequence[torch.Generator], keep_graph: bool = False) -> torch.cuda.CUDAGraph:
-    """A new graph, whose replays draw from `generators`."""
-    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with torch.inference_mode(False):  # it keeps a tensor for each, which every replay writes
-        for generator in generators:
-            graph.register_generator_state(generator)
-    return graph
 
 
 class CudaRecorder:
@@ -143,7 +109,7 @@ class CudaRecorder:
         """See `Recorder.record`."""
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("record() inside a capture; graphs do not nest")
-        graph = _graph(generators, keep_graph=True)  # to look inside; in host memory
+        graph = new_graph(generators, keep_graph=True)  # to look inside; in host memory
         failure: BaseException | None = None
         result = None
         with self.recording():
@@ -227,7 +193,7 @@ class CudaRecorder:
         self._anchor = self._capture_nothing(generators)
 
     def _capture_nothing(self, generators: Sequence[torch.Generator] = ()) -> torch.cuda.CUDAGraph:
-        graph = _graph(generators)
+        graph = new_graph(generators)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             one = torch.zeros(1, device=self.device)
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

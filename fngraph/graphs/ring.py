@@ -1,7 +1,7 @@
 """The ring: pinned host memory in which the next steps' batches wait for their graphs.
 
-Each slot has the words that `unpack` reads and room for one batch's leaves. The host fills a slot
-while earlier steps still run; one that the device has not yet read is waited for. Nothing is
+Each slot has the words that `unpack` reads and buffers for one batch's leaves. The host fills a
+slot while earlier steps still run; one that the device has not yet read is waited for. Nothing is
 allocated in a step.
 """
 
@@ -30,14 +30,14 @@ class Ring:
 
     Attributes:
         words: (slots, words) int64, pinned on CUDA: what `unpack` reads.
-        rooms: for each slot, buffers shaped as the plan's, pinned on CUDA.
+        buffers: of each slot, shaped as the buffer plan's, pinned on CUDA.
         zero: one offset of 0, which padding begins at when there is no batch.
         state: the device's own words, see STATE; then those of a slot, as `unpack` has read them.
         told: the device's count as the device last told the host.
     """
 
     words: torch.Tensor
-    rooms: tuple[tuple[torch.Tensor, ...], ...]
+    buffers: tuple[tuple[torch.Tensor, ...], ...]
     zero: torch.Tensor
     state: torch.Tensor
     told: torch.Tensor
@@ -49,9 +49,9 @@ class Ring:
         self._read = ctypes.c_int64.from_address(self.told.data_ptr())
         self._struct = struct.Struct(f"<{self.words.shape[1]}q")
         self._device = self.state.get_device()
-        self._addresses = [[room.data_ptr() for room in rooms] for rooms in self.rooms]
+        self._addresses = [[x.data_ptr() for x in buffers] for buffers in self.buffers]
         self._starts = {address for slot in self._addresses for address in slot if address}
-        self._may_negate = [x.is_floating_point() or x.is_complex() for x in self.rooms[0]]
+        self._may_negate = [x.is_floating_point() or x.is_complex() for x in self.buffers[0]]
         self._kept: list[torch.Tensor] = []  # copies that the step in flight reads
 
     def wait(self) -> int:
@@ -61,19 +61,19 @@ class Ring:
         return self.taken % SLOTS
 
     def leaves(self, slot: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor] | None:
-        """Room for leaves of these shapes; None if they do not fit."""
-        rooms = self.rooms[slot]
-        if any(s and s[0] > len(room) for room, s in zip(rooms, shapes)):
+        """A slot's buffers as leaves of these shapes; None if they do not fit."""
+        buffers = self.buffers[slot]
+        if any(s and s[0] > len(x) for x, s in zip(buffers, shapes)):
             return None
-        return [room[: s[0]] if s else room for room, s in zip(rooms, shapes)]
+        return [x[: s[0]] if s else x for x, s in zip(buffers, shapes)]
 
     def new_leaves(self, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Memory of its own for a batch that fits in no slot, pinned on CUDA too."""
         made = functools.partial(torch.zeros, device="cpu", pin_memory=self._device >= 0)
-        return [made(s, dtype=room.dtype) for room, s in zip(self.rooms[0], shapes)]
+        return [made(s, dtype=x.dtype) for x, s in zip(self.buffers[0], shapes)]
 
     def pack(self, words: Sequence[int], leaves: Sequence[torch.Tensor]) -> bytes:
-        """A slot's words for leaves in a room, as `memory` holds them."""
+        """A slot's words for leaves in its buffers, as `memory` holds them."""
         filled = list(words)
         filled[HEADER::2] = [leaf.data_ptr() for leaf in leaves]
         return self._struct.pack(*filled)
@@ -86,20 +86,20 @@ class Ring:
         """Hand a batch to the step that must follow: the device's count and ours go together.
 
         A leaf on the device is read where it is; one in host memory is copied into the slot, so
-        that it may be refilled as soon as the call returns, unless it is the slot's own room.
+        that it may be refilled as soon as the call returns, unless it is the slot's own buffer.
 
         Args:
             words: tokens, stride, then address (to be filled in here) and bytes of each leaf.
-            own: the slot in whose room leaves may lie, since it was handed out for this step.
+            own: the slot in whose buffers leaves may lie, since it was handed out for this step.
 
         Raises:
-            TreeError: a leaf in a room, which another step may have overwritten meanwhile.
+            TreeError: a leaf in a buffer, which another step may have overwritten meanwhile.
         """
         slot = self.wait()
         filled = list(words)
         kept = []
         at = HEADER
-        for room, may_negate, leaf in zip(self._addresses[slot], self._may_negate, batch):
+        for buffer, may_negate, leaf in zip(self._addresses[slot], self._may_negate, batch):
             if not leaf.is_contiguous() or (may_negate and (leaf.is_conj() or leaf.is_neg())):
                 leaf = leaf.resolve_conj().resolve_neg().contiguous()
                 kept.append(leaf)
@@ -109,21 +109,21 @@ class Ring:
                 if where >= 0:  # another device's
                     leaf = leaf.cpu()
                     address = leaf.data_ptr()
-                self._check_room(address, own)
-                if address != room:
-                    ctypes.memmove(room, address, filled[at + 1])
-                    address = room
+                self._check_own(address, own)
+                if address != buffer:
+                    ctypes.memmove(buffer, address, filled[at + 1])
+                    address = buffer
             filled[at] = address
             at += 2
         self._kept = kept
         self._write(slot, filled)
 
-    def check_rooms(self, batch: Sequence[torch.Tensor], own: int) -> None:
-        """Raise `TreeError` if a leaf lies in a room that is not that of slot `own`."""
+    def check_own(self, batch: Sequence[torch.Tensor], own: int) -> None:
+        """Raise `TreeError` if a leaf lies in a buffer of another slot than `own`."""
         for leaf in batch:
-            self._check_room(leaf.data_ptr(), own)
+            self._check_own(leaf.data_ptr(), own)
 
-    def _check_room(self, address: int, own: int) -> None:
+    def _check_own(self, address: int, own: int) -> None:
         if address in self._starts and (own < 0 or address not in self._addresses[own]):
             raise TreeError(
                 "this batch is from an earlier host_batch, or a copy of it; its memory may be "
@@ -131,13 +131,13 @@ class Ring:
                 "the spec that you mean, fill it, pass it"
             )
 
-    def put_padding(self, plan: BufferPlan, query_len: int) -> None:
+    def put_padding(self, buffer_plan: BufferPlan, query_len: int) -> None:
         """Hand over a batch of no tokens: all of a key is padding, whose offsets begin at 0."""
         slot = self.wait()
         words = [0, query_len]
-        for planned, room in zip(plan.buffers, self.rooms[slot]):
+        for planned, buffer in zip(buffer_plan.buffers, self.buffers[slot]):
             ramp = planned.buffer.pad == "stride"
-            words += [self.zero.data_ptr(), room.itemsize if ramp else 0]
+            words += [self.zero.data_ptr(), buffer.itemsize if ramp else 0]
         self._write(slot, words)
 
     def _write(self, slot: int, words: Sequence[int]) -> None:
@@ -150,16 +150,16 @@ class Ring:
 
 
 @torch.inference_mode(False)
-def make_ring(plan: BufferPlan, device: torch.device) -> Ring:
-    """A new ring for batches of `plan`."""
+def make_ring(buffer_plan: BufferPlan, device: torch.device) -> Ring:
+    """A new ring for batches of `buffer_plan`."""
     pinned = device.type == "cuda"
-    words = HEADER + 2 * len(plan.buffers)
+    words = HEADER + 2 * len(buffer_plan.buffers)
     made = functools.partial(torch.zeros, device="cpu", pin_memory=pinned)
     told = made(8, dtype=torch.int64)
-    rooms = tuple(
-        tuple(made(b.shape, dtype=getattr(torch, b.buffer.dtype)) for b in plan.buffers)
+    buffers = tuple(
+        tuple(made(b.shape, dtype=getattr(torch, b.buffer.dtype)) for b in buffer_plan.buffers)
         for _ in range(SLOTS)
     )
     state = torch.tensor([0, 0, told.data_ptr(), *[0] * words], dtype=torch.int64, device="cpu")
     zero = made(1, dtype=torch.int64)
-    return Ring(made((SLOTS, words), dtype=torch.int64), rooms, zero, state.to(device), told)
+    return Ring(made((SLOTS, words), dtype=torch.int64), buffers, zero, state.to(device), told)

@@ -19,34 +19,34 @@ Sizes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StaticBuffers:
-    """The static buffers of a plan, in its order, on one device."""
+    """The static buffers of a buffer plan, in its order, on one device."""
 
-    plan: BufferPlan
+    buffer_plan: BufferPlan
     tensors: tuple[torch.Tensor, ...]
 
     def views(self, sizes: Sizes) -> list[torch.Tensor]:
         """Leading slices for a key's sizes {"T": ..., "R": ..., ...}."""
-        counts = [planned.buffer.rows(sizes) for planned in self.plan.buffers]
+        counts = [planned.buffer.rows(sizes) for planned in self.buffer_plan.buffers]
         return [x if n is None else x[:n] for x, n in zip(self.tensors, counts)]
 
     def __repr__(self) -> str:
-        return repr(self.plan)
+        return repr(self.buffer_plan)
 
 
 @torch.inference_mode(False)  # graphs write them, whatever mode the caller is in
-def allocate(plan: BufferPlan, device: torch.device) -> StaticBuffers:
+def allocate(buffer_plan: BufferPlan, device: torch.device) -> StaticBuffers:
     """New buffers, of zeros."""
-    made = (torch.zeros(b.shape, dtype=_dtype(b), device=device) for b in plan.buffers)
-    return StaticBuffers(plan, tuple(made))
+    made = (torch.zeros(b.shape, dtype=_dtype(b), device=device) for b in buffer_plan.buffers)
+    return StaticBuffers(buffer_plan, tuple(made))
 
 
-def check_leaves(plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> None:
+def check_leaves(buffer_plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> None:
     """Raise unless each leaf has the dtype, rank and length that its field and the spec say.
 
     Raises:
         TreeError: naming path, expected and got.
     """
-    for planned, leaf in zip(plan.buffers, leaves):
+    for planned, leaf in zip(buffer_plan.buffers, leaves):
         shape = planned.buffer.shape(true)
         if not isinstance(leaf, torch.Tensor):
             raise TreeError(

@@ -29,7 +29,7 @@ LIBRARY.define(
 def unpacker(static: StaticBuffers, ring: Ring, key: Sizes) -> Callable[[], None]:
     """The node of one key; what it reads and writes is fixed here."""
     rows = []
-    for planned, tensor in zip(static.plan.buffers, static.tensors):
+    for planned, tensor in zip(static.buffer_plan.buffers, static.tensors):
         nbytes = bytes_of(planned, key)
         ramp = planned.buffer.pad == "stride"
         pad = 0 if ramp else _word(planned.buffer.pad, tensor.dtype)
@@ -40,10 +40,10 @@ def unpacker(static: StaticBuffers, ring: Ring, key: Sizes) -> Callable[[], None
     return functools.partial(torch.ops.fngraph.unpack.default, *args)
 
 
-def words_of(plan: BufferPlan, true: Sizes, stride: int) -> list[int]:
+def words_of(buffer_plan: BufferPlan, true: Sizes, stride: int) -> list[int]:
     """The words of a batch of sizes `true`; `Ring.put` fills in the addresses, which are 0 here."""
     words = [true["T"], stride]
-    for planned in plan.buffers:
+    for planned in buffer_plan.buffers:
         words += [0, bytes_of(planned, true)]
     return words
 

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 
 from fngraph.core import Stats, trees
-from fngraph.errors import AmbientError, TreeError
-from fngraph.fx.ambient import Ambient, plain_state
+from fngraph.errors import TreeError
+from fngraph.fx.ambient import plain_state
 from fngraph.graphs.recorder import Recorder, make_recorder
 from fngraph.graphs.ring import make_ring
 from fngraph.graphs.staging import allocate
 from fngraph.stages import Compiled
-from fngraph.step.binding import assembler, bind
+from fngraph.step.assemble import assembler
+from fngraph.step.binding import bind
 from fngraph.step.book import Book, Rules
 from fngraph.step.captured import Captured
+from fngraph.step.entry import CALLED, make_entry
 from fngraph.step.guards import guarded
-from fngraph.step.ready import CALLED, Hot, make_entry
+from fngraph.step.prepared import LastCall
 from fngraph.step.tables import Tables, make_tables
 
 
@@ -29,28 +31,6 @@ def check_outputs(outputs: str) -> None:
         raise TreeError(
             f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views, good for one call)'
         )
-
-
-def sibling(step: Captured, ambient: Ambient) -> Captured:
-    """The step for another ambient state: itself, or traced again where that matters.
-
-    Raises:
-        AmbientError: it does matter, and `on_ambient="error"` was asked for.
-    """
-    step.book.check_awake()
-    lowered = step.compiled.lowered
-    traced = lowered.split.traced
-    again = traced if traced.serves(ambient) else traced.again()
-    if again is traced:
-        return step
-    if traced.options.on_ambient == "error":
-        raise AmbientError(
-            f"ambient state is not the trace's: {traced.ambient.changes(ambient)}, and forward "
-            "computes something else under it. Call under the same state, or "
-            'fg.graphify(..., on_ambient="recapture")'
-        )
-    compiled = again.split().lower(lowered.limits).compile()
-    return dataclasses.replace(anew(step, compiled), stats=step.stats, siblings=step.siblings)
 
 
 def anew(step: Captured, compiled: Compiled) -> Captured:
@@ -106,6 +86,6 @@ def bind_and_allocate(
     step = Captured(
         compiled, binding, made, static, constants, buffers, outputs == "borrow", assemble, {},
         Stats(), entry, make_ring(lowered.plan, made.device), {},
-        Hot(plain_state(made.device.type)), Book(rules or Rules()), tables=tables,
+        LastCall(plain_state(made.device.type)), Book(rules or Rules()), tables=tables,
     )  # fmt: skip
     return guarded(step) if guards else step

@@ -1,13 +1,9 @@
-"""A binding: held and donated leaves at their addresses, checked at each call.
-
-It also knows how results become `forward`'s output again: each donated argument comes back as the
-very container that was passed in, since its leaves were updated in place.
-"""
+"""A binding: held and donated leaves at their addresses, checked at each call."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,12 +69,12 @@ class Binding:
         self, staged: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Every program input in order: leaves of the arguments, then constants."""
-        slots: list[Any] = [None] * len(self.args.leaves)
+        values: list[Any] = [None] * len(self.args.leaves)
         for i, tensor in zip(self.indices, self.leaves):
-            slots[i] = tensor
+            values[i] = tensor
         for i, tensor in zip(self.args.of(Role.STAGED), staged):
-            slots[i] = tensor
-        return [*slots, *constants]
+            values[i] = tensor
+        return [*values, *constants]
 
 
 def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:
@@ -148,52 +144,3 @@ def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]
         lines = "\n".join(trees.differences(args.treedefs[position], treedef, name))
         raise TreeError(f"{name} differs in structure from what was traced:\n{lines}")
     return flat
-
-
-Assemble = Callable[[Sequence[torch.Tensor], Sequence[Any]], Any]
-
-
-def assembler(
-    args: Arguments, out_tree: Any, returns: Mapping[int, int], called: Sequence[int]
-) -> Assemble:
-    """A function that makes `forward`'s whole output.
-
-    It takes the outputs that are not donated, in order, and the arguments of the call, among them
-    the donated containers.
-
-    Args:
-        called: the parameters that a call passes, in order.
-    """
-    places: dict[int, int] = {}  # first output leaf of a container to its place in the call
-    for position in args.signature.positions(Role.DONATED):
-        if args.treedefs[position].num_leaves:
-            places[returns[args.span(position).start]] = called.index(position)
-    whole = places.get(0)
-    if whole is not None and args.treedefs[called[whole]] == out_tree:
-        return lambda results, given: given[whole]
-
-    parts: list[tuple[int | None, Any]] = []  # (place, structure) of each child of the output
-    start = 0
-    for child in trees.children(out_tree) or [out_tree]:
-        parts.append((places.get(start) if child.num_leaves else None, child))
-        start += child.num_leaves
-    if out_tree.type is tuple and all(p is not None or c.is_leaf() for p, c in parts):
-        order = [(p, sum(p is None for p, _ in parts[:i])) for i, (p, _) in enumerate(parts)]
-        at = order[-1][0]
-        if len(order) == 2 and order[0][0] is None and at is not None:  # (logits, cache)
-            return lambda results, given: (results[0], given[at])
-        return lambda results, given: tuple(
-            [results[i] if p is None else given[p] for p, i in order]
-        )
-
-    def assemble(results: Sequence[torch.Tensor], given: Sequence[Any]) -> Any:
-        rest = iter(results)
-        values = [
-            trees.unflatten(child, [next(rest) for _ in range(child.num_leaves)])
-            if place is None
-            else given[place]
-            for place, child in parts
-        ]
-        return trees.unflatten_one_level(out_tree, values)
-
-    return assemble

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.errors import CaptureError
 from fngraph.step.book import Key
-from fngraph.step.ready import forget
+from fngraph.step.prepared import forget
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured

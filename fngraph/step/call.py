@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fngraph.core import BatchSpec, Mode, dispatch
+from fngraph.core import BatchSpec, Mode
 from fngraph.core.program import run
-from fngraph.core.trees import is_frozen
-from fngraph.core.where import user_line
-from fngraph.errors import TransformError, TreeError
-from fngraph.fx.ambient import is_plain
-from fngraph.graphs.staging import check_leaves, true_sizes
-from fngraph.graphs.watch import Watch
-from fngraph.step.keys import find_replay
-from fngraph.step.plans import plan_step
-from fngraph.step.ready import CALLED, MOST_READY, Handed, Ready, Room, kinds_of, make_ready
+from fngraph.errors import TreeError
+from fngraph.graphs.staging import check_leaves
+from fngraph.step.ambient import fixed_ambient, meet
+from fngraph.step.backend_plans import plan_step
+from fngraph.step.entry import CALLED
+from fngraph.step.obtain import find_replay
+from fngraph.step.prepared import Prepared, kinds_of, prepare
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
+    from fngraph.step.host_batch import HostBatch
 
 EXACT = BatchSpec(1, 1, query_len=1)  # stands for a batch that has exact shapes and no counts
 
@@ -40,11 +38,11 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
     """
     turn = step.recorder.turn
     with turn.lock:
-        hot = step.hot
-        state = hot.look()
-        if state != hot.state:
-            _meet(step, state)
-        settled, step = hot.settled, hot.step
+        last = step.last_call
+        ambient = last.read_ambient()
+        if ambient != last.ambient:
+            meet(step, ambient)
+        in_fixed_ambient, step = last.in_fixed_ambient, last.step
         stream = turn.current()
         if stream != turn.stream or turn.capturing():
             turn.order(stream)
@@ -56,95 +54,36 @@ def call(step: Captured, /, *args: Any, **kwargs: Any) -> Any:
                 step.binding.check_argument(position, args[at])
         if step.binding.watch.moved():
             step.binding.check()
-        value, hot = args[entry.staged_at], step.hot
-        handed, hot.handed = hot.handed, None
-        ready = None
-        if handed is not None and handed.batch is value:
-            spec, ready = handed.spec, handed.ready
+        batch, last = args[entry.staged_at], step.last_call
+        filled, last.host_batch = last.host_batch, None
+        prepared = None
+        if filled is not None and filled.batch is batch:
+            spec, prepared = filled.spec, filled.prepared
         else:
-            handed, spec = None, _spec_of(step, value)
-        if ready is None:
-            ready = step.ready.get(spec[:7]) or _prepare(step, spec)
-        leaves = _leaves(step, value, ready) if handed is None else None
-        if ready.replay is None and ready.chosen.mode is not Mode.NONE:
-            find_replay(step, ready, spec)
-        if ready.free or (settled and turn.is_here()):
-            results = _results(step, ready, spec, value, leaves, handed)
+            filled, spec = None, _spec_of(step, batch)
+        if prepared is None:
+            prepared = step.prepared.get(spec[:7]) or prepare(step, spec)
+        leaves = _leaves(step, batch, prepared) if filled is None else None
+        if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
+            find_replay(step, prepared, spec)
+        if prepared.ignores_grad_mode or (in_fixed_ambient and turn.is_here()):
+            results = _results(step, prepared, spec, batch, leaves, filled)
         else:
-            with step.fixed_ambient():
-                results = _results(step, ready, spec, value, leaves, handed)
+            with fixed_ambient(step):
+                results = _results(step, prepared, spec, batch, leaves, filled)
         return step.assemble(results, args)
 
 
-def _meet(step: Captured, state: tuple[Any, ...]) -> None:
-    """Another ambient state than the last call's: find the step that serves it."""
-    check_no_transform()
-    hot = step.hot
-    hot.step = step.under_ambient()
-    hot.settled = _is_settled(hot.step)
-    hot.state = state if is_plain(state) else None
-
-
-def _leaves(step: Captured, batch: Any, ready: Ready) -> Sequence[torch.Tensor]:
+def _leaves(step: Captured, batch: Any, prepared: Prepared) -> Sequence[torch.Tensor]:
     """The leaves of a batch, which must be what its spec says."""
     leaves = step.entry.leaves(batch)
     try:
-        right = [kinds_of(x) for x in leaves] == ready.kinds
+        right = [kinds_of(x) for x in leaves] == prepared.kinds
     except AttributeError:  # no tensor
         right = False
     if not right:
-        check_leaves(step.static.plan, leaves, ready.true)
+        check_leaves(step.static.buffer_plan, leaves, prepared.true)
     return leaves
-
-
-def host_batch(step: Captured, spec: BatchSpec) -> Any:
-    """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
-
-    Its contents are whatever was last in the slot. It is good for one step, the next one.
-
-    Raises:
-        TreeError: a function without a spec, whose batches have exact shapes.
-    """
-    args, field, ring = step.compiled.args, step.entry.spec_field, step.ring
-    if field is None or args.batch_type is None:
-        raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
-    with step.recorder.turn.lock:
-        ready = step.ready.get(spec[:7]) or _prepare(step, spec)
-        slot = ring.wait()
-        room = ready.rooms.get(slot) or _room(step, ready, slot)
-        if room is None:  # an eager batch beyond the largest key
-            leaves = ring.new_leaves([shape for shape, *_ in ready.kinds])
-            return dataclasses.replace(args.batch_over(leaves), **{field: spec})
-        filled: Any = object.__new__(args.batch_type)
-        filled.__dict__.update(room.fields)
-        filled.__dict__[field] = spec
-        step.hot.handed = Handed(filled, spec, ready, room, ring.taken)
-        return filled
-
-
-def _room(step: Captured, ready: Ready, slot: int) -> Room | None:
-    leaves = step.ring.leaves(slot, [shape for shape, *_ in ready.kinds])
-    if leaves is None:
-        return None
-    batch = step.compiled.args.batch_over(leaves)
-    frozen = is_frozen(batch) and step.tables is None  # whose rows are also device state
-    place, words = step.ring.place(slot), step.ring.pack(ready.words, leaves)
-    room = ready.rooms[slot] = Room(vars(batch), Watch(leaves), frozen, place, words)
-    return room
-
-
-def _prepare(step: Captured, spec: BatchSpec) -> Ready:
-    """All that the counts of a batch decide, kept for the next one that has the same."""
-    step.book.check_awake()  # no call is found ready while it sleeps
-    step.limits.check(spec)
-    chosen = dispatch(step.table, spec)
-    true = true_sizes(spec, step.limits.dims)
-    with step.fixed_ambient():
-        ready = make_ready(step.static.plan, chosen, true, step.outputs, step.cut)
-    if len(step.ready) >= MOST_READY:
-        step.ready.clear()
-    step.ready[spec[:7]] = ready
-    return ready
 
 
 def _spec_of(step: Captured, batch: Any) -> BatchSpec:
@@ -162,36 +101,36 @@ def _spec_of(step: Captured, batch: Any) -> BatchSpec:
 
 def _results(
     step: Captured,
-    ready: Ready,
+    prepared: Prepared,
     spec: BatchSpec,
     batch: Any,
     leaves: Sequence[torch.Tensor] | None,
-    handed: Handed | None,
+    filled: HostBatch | None,
 ) -> list[torch.Tensor]:
     """Stage, replay, own.
 
     Args:
-        leaves: of the batch; None if the caller was handed it for this step.
-        handed: as it was handed out then.
+        leaves: of the batch; None if it is `filled`.
+        filled: the batch as `host_batch` handed it out for this step, if it is that one.
     """
     ring, stats = step.ring, step.stats
     if step.compiled.planners:
-        plan_step(step, ready.chosen, ready.true, step.entry.leaves(batch))
-    if handed is not None and ready.replay is not None and handed.lies_ready(ring.taken):
-        ring.memory[handed.room.place] = handed.room.words
+        plan_step(step, prepared.chosen, prepared.true, step.entry.leaves(batch))
+    if filled is not None and prepared.replay is not None and filled.is_in_place(ring.taken):
+        ring.memory[filled.in_slot.place] = filled.in_slot.words
         ring.taken += 1
     else:
-        own = -1 if handed is None else handed.slot
-        leaves = _leaves(step, batch, ready) if leaves is None else leaves
-        if ready.replay is None:
-            ring.check_rooms(leaves, own)
-            results = run_eagerly(step, leaves, ready.true, spec)
-            stats.observe(spec[0], ready.chosen)
+        own = -1 if filled is None else filled.slot
+        leaves = _leaves(step, batch, prepared) if leaves is None else leaves
+        if prepared.replay is None:
+            ring.check_own(leaves, own)
+            results = run_eagerly(step, leaves, prepared.true, spec)
+            stats.observe(spec[0], prepared.chosen)
             return results
-        ring.put(ready.words, leaves, own)
-    ready.replay.used = ring.taken
+        ring.put(prepared.words, leaves, own)
+    prepared.replay.used = ring.taken
     try:
-        for fn, takes_host in ready.calls:  # as `launch` does; a frame less, in each step
+        for fn, takes_host in prepared.calls:  # as `launch` does; a frame less, in each step
             if takes_host:
                 fn(host=spec.host)
             else:
@@ -199,19 +138,10 @@ def _results(
     except BaseException:
         ring.resume()
         raise
-    stats.counts[ready.row] = stats.counts.get(ready.row, 0) + 1
+    stats.counts[prepared.counted_as] = stats.counts.get(prepared.counted_as, 0) + 1
     if step.borrow:  # views of their own, since the caller may change what a view shows
-        return [view.detach() for view in ready.views]
-    return [view.clone() for view in ready.views]
-
-
-def _is_settled(step: Captured) -> bool:
-    """Whether the caller's own state is the one that steps run under."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled() is not step.binding.inference
-        or torch.is_autocast_enabled(step.recorder.device.type)
-    )
+        return [view.detach() for view in prepared.views]
+    return [view.clone() for view in prepared.views]
 
 
 def run_eagerly(
@@ -231,17 +161,3 @@ def _on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
         return x.to(device)
     pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x)
     return pinned.to(device, non_blocking=True)
-
-
-def check_no_transform() -> None:
-    """Raise if a `torch.func` transform goes over a whole step: it would see constants.
-
-    Raises:
-        TransformError: always then.
-    """
-    if torch._C._are_functorch_transforms_active():
-        raise TransformError(
-            f"{user_line()}: a torch.func transform goes over a graphified function, whose results "
-            "are constants to it. Put the transform inside: fg.graphify(torch.func.vmap(f)), or "
-            "call torch.func.grad(f) in the function that is graphified"
-        )

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchSpec, trees
+from fngraph.fx.torch_modes import check_no_transform
 from fngraph.graphs.loans import Borrowed
 from fngraph.graphs.staging import true_sizes
-from fngraph.step.call import call, check_no_transform
+from fngraph.step.call import call
 from fngraph.step.captured import Captured
 from fngraph.step.changed_rows import ChangedRows
+from fngraph.step.entry import CALLED
 from fngraph.step.pads import unrelied
-from fngraph.step.ready import CALLED
 
 Node = Callable[[], None]
 
@@ -89,12 +90,12 @@ class Guarded(Captured):
             values[entry.staged_at] = batch = trees.unflatten(treedef, kept)
             if entry.spec_field is not None:
                 batch.__dict__[entry.spec_field] = spec
-            if self.hot.handed is not None and self.hot.handed.batch is given:
-                self.hot.handed = self.hot.handed._replace(batch=batch)
+            if self.last_call.host_batch is not None and self.last_call.host_batch.batch is given:
+                self.last_call.host_batch = self.last_call.host_batch._replace(batch=batch)
         loans.begin(self.name)
         if isinstance(spec, BatchSpec):
             true = true_sizes(spec, self.limits.dims)
-            counts = [planned.buffer.rows(true) or 0 for planned in self.static.plan.buffers]
+            counts = [planned.buffer.rows(true) or 0 for planned in self.static.buffer_plan.buffers]
             with torch.inference_mode(False), torch.no_grad():
                 self.counts.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
         return tuple(values)

@@ -12,13 +12,13 @@ import torch
 
 from fngraph.core import BatchDescriptor, HostBounds
 from fngraph.core.text import table
-from fngraph.graphs.capture import EagerCall, Replay, launch
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import kept, preserved
+from fngraph.graphs.replay import EagerCall, Replay, launch
 from fngraph.graphs.staging import Sizes
+from fngraph.step.backend_plans import plan_padding
 from fngraph.step.obtain import as_captured
-from fngraph.step.plans import plan_padding
-from fngraph.step.ready import forget
+from fngraph.step.prepared import forget
 from fngraph.step.warm import bounds_of, sizes_of, written
 
 if TYPE_CHECKING:
@@ -50,7 +50,15 @@ class Times:
 
 
 def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Times:
-    """Device time (CPU time on the tape) of each part of a key. See `Captured.times`."""
+    """Device time of each graph and eager call of a captured key; CPU time on the tape.
+
+    It replays a batch that is all padding, so donated state and generators are as before; what
+    is written other than through null slots is saved first. Attention sees no keys there, so
+    its time is a lower bound. Borrowed outputs are overwritten, as by a step.
+
+    Raises:
+        KeyError: a key that is not captured. AddressError: a bound leaf has moved.
+    """
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: at least 1")
     replay = step[descriptor]
@@ -65,7 +73,7 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
         with preserved(written(step)), kept(step.static.views(sizes)):
             try:
                 for _ in range(repeats + 1):
-                    step.ring.put_padding(step.static.plan, descriptor.query_len or 0)
+                    step.ring.put_padding(step.static.buffer_plan, descriptor.query_len or 0)
                     plan_padding(step, replay.mode, descriptor, sizes)
                     us, lag = timed(replay, sizes, host, lag)
                     rounds.append(us)
@@ -82,8 +90,13 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     return Times(key_name(replay.mode, descriptor), tuple(zip(names, medians)), total)
 
 
-def show_ranges(step: Captured, on: bool) -> None:
-    """See `Captured.show_ranges`."""
+def show_ranges(step: Captured, on: bool = True) -> None:
+    """From now on, replays of the keys that are captured show in profiles, or no longer do.
+
+    Each is in a range that is named after its key, as `fngraph FULL 8x8 q1`: of torch.profiler,
+    and an NVTX one where there is CUDA. Keys captured later have none until this is called
+    again. A step that never was asked for them has no code for them.
+    """
     with step.recorder.turn.taken():
         for key, replay in step.replays.items():
             step.replays[key] = replay.with_ranges() if on else replay.without_ranges()

@@ -1,131 +1,107 @@
-"""The keys of a step: captured ahead of time or when first dispatched to, released, captured again.
+"""The keys of a step: captured ahead of time, released, captured again.
 
-Every change of what is captured goes through here, so that what calls have looked up is forgotten.
+A step for another ambient state has keys of its own. What is captured ahead is of the state of now;
+what is released, of all.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode
-from fngraph.errors import CaptureError
-from fngraph.graphs.memory import preserved
+from fngraph.core import BatchDescriptor, Mode
+from fngraph.graphs.replay import Replay
 from fngraph.step import budget
+from fngraph.step.ahead import capture_ahead, check_ready, missing
+from fngraph.step.ambient import family
 from fngraph.step.book import Key
-from fngraph.step.obtain import as_captured, failure, obtain, refuse
-from fngraph.step.ready import Ready
-from fngraph.step.warm import cold, run_padding, written
+from fngraph.step.obtain import obtain
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-def check_ready(step: Captured) -> None:
-    """Raise unless keys can be captured now: awake, and with every leaf where it was bound, or
-    the new graphs would read other memory than the old ones.
+def captured_replay(step: Captured, descriptor: BatchDescriptor) -> Replay:
+    """The replay of a captured key.
 
     Raises:
-        SleepError, AddressError
+        KeyError: it is not captured, or no key of the table.
     """
-    step.book.check_awake()
-    step.binding.check()
-
-
-def missing(step: Captured) -> list[Key]:
-    """Keys that are neither captured nor known to fail, largest first."""
-    return [key for key in step.table if key not in step.replays and key not in step.book.failed]
+    for mode in (Mode.FULL, Mode.PIECEWISE):
+        if (mode, descriptor) in step.replays:
+            return step.replays[mode, descriptor]
+    distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
+    near = sorted((d for _, d in step.replays), key=distance)[:3]
+    text = f"{descriptor} is not captured; the nearest that are: {near or 'none'}"
+    check_key(step, descriptor, f"{text}. It")
+    fix = "wake()" if step.book.asleep else f"recapture({descriptor})"
+    raise KeyError(f"{text}. Capture it: step.{fix}")
 
 
 def capture_all(step: Captured, progress: bool | str = False) -> None:
-    """Capture every key of the table that is not yet, largest first, as far as the budget goes.
+    """Capture every key of the table that is not yet, largest first, as far as the memory
+    budget goes.
 
     Raises:
         CaptureError: what was captured before stays.
+        SleepError: while it sleeps. AddressError: a bound leaf has moved.
     """
-    capture_ahead(step, missing(step), progress)
+    with step.recorder.turn.taken():
+        now = step.under_ambient()
+        capture_ahead(now, missing(now), progress)
 
 
 def capture_some(step: Captured, budget_ms: float) -> int:
-    """Capture missing keys, largest first, until the time is used; at least one that fits.
+    """Capture missing keys between two steps, largest first, until `budget_ms` milliseconds
+    are used, but at least one; returns how many keys are missing still.
 
-    Returns:
-        How many keys are missing still.
+    Raises:
+        CaptureError, SleepError, AddressError: as `capture_all`.
     """
-    check_ready(step)
-    until = time.perf_counter() + budget_ms / 1000
-    for key in missing(step):
-        obtain(step, key)
-        if key in step.replays and time.perf_counter() >= until:
-            break
-    return len(missing(step))
+    with step.recorder.turn.taken():
+        now = step.under_ambient()
+        check_ready(now)
+        until = time.perf_counter() + budget_ms / 1000
+        for key in missing(now):
+            obtain(now, key)
+            if key in now.replays and time.perf_counter() >= until:
+                break
+        return len(missing(now))
 
 
-def capture_ahead(step: Captured, keys: Sequence[Key], progress: bool | str = False) -> None:
-    """Capture these keys in order: one warm-up for each kind, then one session of the recorder."""
-    check_ready(step)
-    warm_ahead(step, [key for key in keys if budget.fits(step, key)])
-    shown: Iterable[Key] = keys
-    if progress:
-        from fngraph.report.progress import track
+def release(step: Captured, /, *descriptors: BatchDescriptor) -> None:
+    """Free the graphs of these keys (none: of all), once the device has done with them.
 
-        label = progress if isinstance(progress, str) else f"capturing on {step.recorder.name}"
-        shown = track(list(keys), label)
-    with step.recorder.recording():
-        for key in shown:
-            obtain(step, key)
+    A released key that is dispatched to is captured again, and counted in `stats.captures`.
+    The pool keeps its memory while another key has a graph in it; with all of them it goes.
 
-
-def warm_ahead(step: Captured, keys: list[Key]) -> None:
-    """Warm one key of each kind that is cold, saving donated leaves once for all of them."""
-    firsts = cold(step, keys)
-    if not firsts:
-        return
-    with as_captured(step):
-        try:
-            with preserved(written(step)):
-                for key in firsts:
-                    try:
-                        run_padding(step, key)
-                    except Exception as error:
-                        refuse(step, key, failure(key, error))
-        except CaptureError:  # no memory for the copies, as each key will find for itself
-            if step.book.rules.on_failure == "raise":
-                raise
-
-
-def find_replay(step: Captured, ready: Ready, spec: BatchSpec) -> None:
-    """The replay of what a batch was dispatched to, captured now if it is not yet.
-
-    Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
+    Raises:
+        KeyError: no key of the table.
     """
-    step.book.check_awake()
-    mode, descriptor, _ = ready.chosen
-    key = (mode, descriptor)
-    replay = step.replays.get(key) or obtain(step, key, in_step=True)
-    if replay is None:
-        ready.chosen = refused(step, key, spec)
-        return
-    ready.replay, ready.calls = replay, replay.bind(ready.true)
-    ready.free = mode is Mode.FULL and step.borrow
+    with step.recorder.turn.taken():
+        for one in family(step):
+            _release(one, descriptors)
 
 
-def refused(step: Captured, key: Key, spec: BatchSpec) -> Dispatch:
-    """What a batch runs as whose key cannot be captured."""
-    return Dispatch(Mode.NONE, spec.descriptor(), f"capture failed: {step.book.failed[key]}")
+def recapture(step: Captured, /, *descriptors: BatchDescriptor) -> None:
+    """Release these keys (none: all that are captured or failed) and capture them again.
+
+    Raises:
+        KeyError: no key of the table. CaptureError, SleepError, AddressError: as `capture_all`.
+    """
+    with step.recorder.turn.taken():
+        now = step.under_ambient()
+        for one in family(now):
+            if one is not now:
+                _release(one, descriptors)
+        check_ready(now)
+        keys = _release(now, descriptors)
+        named = [key for key in now.table if key[1] in descriptors]
+        capture_ahead(now, named if descriptors else keys)
 
 
-def check_key(step: Captured, descriptor: BatchDescriptor, subject: str = "") -> None:
-    """Raise `KeyError` unless the table has this key."""
-    if all(known != descriptor for _, known in step.table):
-        raise KeyError(
-            f"{subject or descriptor} is no key of {step.table!r}. Ask for the one that a batch "
-            "runs as: step.dispatch(spec).descriptor"
-        )
-
-
-def release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]:
+def _release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]:
     """Free the graphs of these keys, or of all; those that were captured, or had failed."""
     for descriptor in descriptors:
         check_key(step, descriptor)
@@ -140,9 +116,10 @@ def release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]
     return found
 
 
-def recapture(step: Captured, descriptors: Sequence[BatchDescriptor]) -> None:
-    """Release and capture again, where they were bound; a key that failed is tried again."""
-    check_ready(step)
-    keys = release(step, descriptors)
-    named = [key for key in step.table if key[1] in descriptors]
-    capture_ahead(step, named if descriptors else keys)
+def check_key(step: Captured, descriptor: BatchDescriptor, subject: str = "") -> None:
+    """Raise `KeyError` unless the table has this key."""
+    if all(known != descriptor for _, known in step.table):
+        raise KeyError(
+            f"{subject or descriptor} is no key of {step.table!r}. Ask for the one that a batch "
+            "runs as: step.dispatch(spec).descriptor"
+        )

@@ -7,21 +7,45 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fngraph.core import BatchDescriptor, Mode
+from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode
 from fngraph.core.memory import Bytes
 from fngraph.errors import CaptureError
 from fngraph.fx.generators import preserved as undrawn
-from fngraph.graphs.capture import Replay, capture
+from fngraph.graphs.capture import capture
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
+from fngraph.graphs.replay import Replay
 from fngraph.step import budget
+from fngraph.step.ambient import fixed_ambient
 from fngraph.step.book import Key
+from fngraph.step.prepared import Prepared
 from fngraph.step.warm import cold, operands, run_padding, written
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
+
+
+def find_replay(step: Captured, prepared: Prepared, spec: BatchSpec) -> None:
+    """The replay of what a batch was dispatched to, captured now if it is not yet.
+
+    Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
+    """
+    step.book.check_awake()
+    mode, descriptor, _ = prepared.chosen
+    key = (mode, descriptor)
+    replay = step.replays.get(key) or obtain(step, key, in_step=True)
+    if replay is None:
+        prepared.chosen = refused(step, key, spec)
+        return
+    prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
+    prepared.ignores_grad_mode = mode is Mode.FULL and step.borrow
+
+
+def refused(step: Captured, key: Key, spec: BatchSpec) -> Dispatch:
+    """What a batch runs as whose key cannot be captured."""
+    return Dispatch(Mode.NONE, spec.descriptor(), f"capture failed: {step.book.failed[key]}")
 
 
 def obtain(step: Captured, key: Key, *, in_step: bool = False) -> Replay | None:
@@ -90,7 +114,7 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
 def as_captured(step: Captured) -> Iterator[None]:
     """The state of torch that keys are run and captured under; nothing is drawn from generators."""
     generators = step.compiled.lowered.split.traced.options.generators
-    with step.fixed_ambient(), undrawn(generators):
+    with fixed_ambient(step), undrawn(generators):
         yield
 
 

@@ -1,133 +1,83 @@
-"""New values for held leaves: written where the old ones are, or put in their place.
-
-    step.rebind(params=new)     # check all; trace again if a shape or dtype changes; then write
-
-A leaf of another shape or dtype gets the new tensor's memory (`leaf.data = new`), so that every
-tree that holds the leaf has the new one, and every other function that reads it sees that it moved.
-"""
+"""New values for held leaves: checked, traced again if a shape or dtype changes, then written."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from fngraph.errors import TreeError
-from fngraph.fx.kinds import overlaps
-from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.leaves import Leaf
 from fngraph.graphs.addresses import check_places, places
 from fngraph.graphs.watch import Watch
 from fngraph.stages import Compiled, trace_function
+from fngraph.step.ahead import capture_ahead
 from fngraph.step.binding import Binding
 from fngraph.step.budget import free
-from fngraph.step.given import Given, given, is_same, loaded, storages, write
-from fngraph.step.keys import capture_ahead
-from fngraph.step.ready import forget, make_entry
+from fngraph.step.change import Change, change_of
+from fngraph.step.entry import make_entry
+from fngraph.step.given import given, storages
+from fngraph.step.prepared import forget
 from fngraph.step.tied import check_tied
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-KEPT = {"replays", "ready", "stats", "siblings", "book"}  # of a step, whatever it is bound to
+KEPT = {"replays", "prepared", "stats", "siblings", "book"}  # of a step, whatever it is bound to
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Change:
-    """What is to happen to one leaf, and its spec after that. `replaces`: it gets other memory."""
+def rebind(step: Captured, /, **held: Any) -> None:
+    """New values for held arguments: `step.rebind(params=new)`.
 
-    one: Given
-    spec: TensorSpec
-    apply: Callable[[], None]
-    replaces: bool = False
-
-
-def rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
-    """See `Captured.rebind`."""
-    with step.recorder.turn.taken():
-        _rebind(step, arguments)
-
-
-def _rebind(step: Captured, arguments: Mapping[str, Any]) -> None:
-    binding = step.binding
-    memory = storages(binding.leaves)
-    changes = {one.at: _change(binding, one, memory) for one in given(binding, arguments)}
-    _check_the_rest(binding, changes)
-    replaced = {at for at, change in changes.items() if change.replaces}
-    if replaced:
-        step.book.check_awake()  # it may have to be captured again
-    check_tied(binding, {at: change.one for at, change in changes.items()}, replaced)
-    specs = {binding.indices[at]: change.spec for at, change in changes.items()}
-    leaves = [
-        dataclasses.replace(leaf, spec=specs.get(i, leaf.spec))
-        for i, leaf in enumerate(binding.args.leaves)
-    ]
-    compiled, same = _retraced(step.compiled, leaves)
-    where = zip(binding.indices, zip(*places(binding.leaves)), zip(*binding.recorded))
-    moved = {i for i, a, b in where if a != b} | {binding.indices[at] for at in replaced}
-    again = not same or bool(
-        moved & _read(compiled) and not step.book.asleep
-    )  # `wake` does it then
-    for change in changes.values():
-        change.apply()
-    now = dataclasses.replace(
-        binding, args=compiled.args, recorded=places(binding.leaves), watch=Watch(binding.leaves)
-    )
-    if again:
-        _recapture(step, compiled, now)
-    else:
-        _set(step, compiled=compiled, binding=now)
-    if moved:
-        step.siblings.clear()  # what served another ambient state is made again when needed
-        step.hot.state = None
-        forget(step)
-
-
-def _change(binding: Binding, one: Given, memory: set[int]) -> Change:
-    """Decide, and keep nothing of the value but its spec.
+    All is checked first; then leaf by leaf is copied into the bound one, without a second copy
+    of the model. A leaf of another shape or dtype gets the new tensor's memory instead, in
+    every tree that holds it; if `forward` reads it, it is traced again, and the keys that were
+    captured are captured again. Another function that reads it raises `AddressError` at its
+    next call, until it is rebound too: `other.rebind(params=params)`.
 
     Args:
-        memory: storages of the bound leaves.
+        held: by name, a tree of the bound structure, on any device; or a mapping from some
+            paths, as errors write them, to tensors: {"params['head']": x}. It may load what it
+            is asked for from a file; each is asked for twice, to check and to copy.
 
     Raises:
-        TreeError: a value that is no tensor, or a leaf that cannot take it.
+        TreeError: another structure, an unknown path, no tensor, or different values for
+            leaves that share memory.
+        AddressError: a leaf that is not given has moved.
+        SleepError: another shape or dtype, while it sleeps. The same ones can be written then.
+        FnGraphError: `forward` refuses the new shapes. Nothing has been written.
+        CaptureError: a key cannot be captured again; the others are, or will be when needed.
     """
-    target, value = binding.leaves[one.at], loaded(one)
-    if is_same(value, target):
-        return Change(one, TensorSpec.of(target), lambda: None)
-    if storages([value]) & memory:  # writing another leaf may change it first
-        kept = value.clone()
-        one = dataclasses.replace(one, load=lambda: kept)
-    if value.shape == target.shape and value.dtype is target.dtype:
-        if overlaps(target):
-            raise TreeError(
-                f"{one.path}: its elements share memory (strides {target.stride()}), so it cannot "
-                "be written element by element. Bind one that can: x.contiguous()"
-            )
-        return Change(one, TensorSpec.of(target), lambda: write(target, loaded(one)))
-    takes_grad = value.is_floating_point() or value.is_complex()
-    if target.requires_grad and not target.is_leaf and not takes_grad:
-        raise TreeError(f"{one.path} was computed with gradients; bind {one.path}.detach()")
-    strides = torch.empty(value.shape, device="meta").stride()
-    spec = TensorSpec(tuple(value.shape), value.dtype, strides, target.device)
-    return Change(one, spec, lambda: _replace(target, loaded(one)), replaces=True)
-
-
-def _replace(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Give `target` the memory of `value`, which is copied if it is laid out or placed elsewise."""
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        plain = not (value.is_conj() or value.is_neg()) and value.is_contiguous()
-        if (
-            value.device != target.device
-            or not plain
-            or value.is_inference() != target.is_inference()
-        ):
-            value = torch.empty(value.shape, dtype=value.dtype, device=target.device).copy_(value)
-        if target.requires_grad and not (value.is_floating_point() or value.is_complex()):
-            target.requires_grad_(False)
-        target.data = value
+    with step.recorder.turn.taken():
+        binding = step.binding
+        memory = storages(binding.leaves)
+        changes = {one.at: change_of(binding, one, memory) for one in given(binding, held)}
+        _check_the_rest(binding, changes)
+        replaced = {at for at, change in changes.items() if change.replaces}
+        if replaced:
+            step.book.check_awake()  # it may have to be captured again
+        check_tied(binding, {at: change.one for at, change in changes.items()}, replaced)
+        specs = {binding.indices[at]: change.spec for at, change in changes.items()}
+        leaves = [
+            dataclasses.replace(leaf, spec=specs.get(i, leaf.spec))
+            for i, leaf in enumerate(binding.args.leaves)
+        ]
+        compiled, same = _retraced(step.compiled, leaves)
+        where = zip(binding.indices, zip(*places(binding.leaves)), zip(*binding.recorded))
+        moved = {i for i, a, b in where if a != b} | {binding.indices[at] for at in replaced}
+        reads_moved = bool(moved & _read(compiled)) and not step.book.asleep  # `wake` does it then
+        for change in changes.values():
+            change.apply()
+        at, watch = places(binding.leaves), Watch(binding.leaves)
+        now = dataclasses.replace(binding, args=compiled.args, recorded=at, watch=watch)
+        if reads_moved or not same:
+            _recapture(step, compiled, now)
+        else:
+            _set(step, compiled=compiled, binding=now)
+        if moved:
+            step.siblings.clear()  # what served another ambient state is made again when needed
+            step.last_call.ambient = None
+            forget(step)
 
 
 def _check_the_rest(binding: Binding, changes: Mapping[int, Change]) -> None:

@@ -10,65 +10,67 @@ from fngraph.errors import SleepError, TreeError
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.graphs.addresses import places
 from fngraph.graphs.memory import empty, fill_again
+from fngraph.step.ahead import capture_ahead
+from fngraph.step.ambient import family
 from fngraph.step.binding import Binding
 from fngraph.step.book import Asleep
 from fngraph.step.budget import begin_again
-from fngraph.step.keys import capture_ahead
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
 
 
-def family(step: Captured) -> list[Captured]:
-    """The step, and those for other ambient states."""
-    return list({id(one): one for one in (step, *step.siblings.values())}.values())
-
-
 def sleep(step: Captured, cache: bool = False) -> None:
-    """Give back graphs, pool, static buffers and outputs; with `cache` the donated leaves too.
+    """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
+
+    Tensors over that memory (borrowed results, views of static buffers, a cache given back)
+    must not be used before `wake`: torch does not check, and reads at address 0. With
+    guards=True the use of a borrowed result is a `StaleError`.
+
+    Args:
+        cache: give back the donated leaves too. What they hold is lost.
 
     Raises:
         CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
     """
-    donated = _donated(step.binding) if cache else []
-    step.recorder.synchronize()
-    emptied = empty(donated)  # first, since it may refuse
-    for one in family(step):
-        before = one.book.asleep or Asleep(tuple(one.replays), [])
-        begin_again(one)
-        one.recorder.loans.expire(one.outputs, "sleep()")
-        own = [] if one.book.asleep else empty([*one.static.tensors, *one.outputs])
-        shared = [(x, nbytes) for x, nbytes in emptied if nbytes]
-        one.book.asleep = Asleep(before.keys, [*before.emptied, *own, *shared])
-        _bind_again(one.binding)
-    step.recorder.renew()  # once more: now it is all unused
+    with step.recorder.turn.taken():
+        donated = _donated(step.binding) if cache else []
+        step.recorder.synchronize()
+        emptied = empty(donated)  # first, since it may refuse
+        for one in family(step):
+            before = one.book.asleep or Asleep(tuple(one.replays), [])
+            begin_again(one)
+            one.recorder.loans.expire(one.outputs, "sleep()")
+            own = [] if one.book.asleep else empty([*one.static.tensors, *one.outputs])
+            shared = [(x, nbytes) for x, nbytes in emptied if nbytes]
+            one.book.asleep = Asleep(before.keys, [*before.emptied, *own, *shared])
+            _bind_again(one.binding)
+        step.recorder.renew()  # once more: now it is all unused
 
 
 def wake(step: Captured) -> None:
-    """Take the memory again and capture exactly the keys that were captured (of a step for another
-    ambient state, when they are needed).
-
-    A cache that was given back holds zeros, at other addresses, which are the bound ones from now
-    on.
+    """Take the memory again and capture the keys that were captured. A cache that was given
+    back holds zeros, in the same tensors.
 
     Raises:
-        TreeError: a bound leaf has another shape or dtype by now: the step sleeps on.
-        CaptureError: too little memory: the step sleeps on. Or a key that fails, by `on_failure`.
-        SleepError: a bound leaf that another function has given back: the step sleeps on.
+        TreeError: a bound leaf has another shape or dtype by now; the step sleeps on.
+        CaptureError: too little memory, and the step sleeps on; or a key that fails.
+        SleepError: a bound leaf that another function gave back: wake that one first.
     """
-    slept = [(one, one.book.asleep) for one in family(step) if one.book.asleep]
-    for one, _ in slept:
-        _check_specs(one.binding)
-    for one, asleep in slept:
-        fill_again(asleep.emptied)
-        _check_filled(one.binding)
-    for one, _ in slept:
-        one.book.asleep = None
-        _bind_again(one.binding)
-    now = step.under_ambient()
-    for one, asleep in slept:
-        if one is now:  # a graph is captured under its own ambient state, so others wait for theirs
-            capture_ahead(one, asleep.keys)
+    with step.recorder.turn.taken():
+        slept = [(one, one.book.asleep) for one in family(step) if one.book.asleep]
+        for one, _ in slept:
+            _check_specs(one.binding)
+        for one, asleep in slept:
+            fill_again(asleep.emptied)
+            _check_filled(one.binding)
+        for one, _ in slept:
+            one.book.asleep = None
+            _bind_again(one.binding)
+        now = step.under_ambient()
+        for one, asleep in slept:
+            if one is now:  # graphs are captured under their own ambient state: others wait for it
+                capture_ahead(one, asleep.keys)
 
 
 def _donated(binding: Binding) -> list[torch.Tensor]:

@@ -18,8 +18,8 @@ from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode
 from fngraph.core.program import run
 from fngraph.graphs.memory import kept
 from fngraph.graphs.unpack import unpacker
+from fngraph.step.backend_plans import plan_padding
 from fngraph.step.book import Key
-from fngraph.step.plans import plan_padding
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -69,7 +69,7 @@ def run_padding(step: Captured, key: Key) -> None:
     sizes, host, inputs, first = operands(step, key)
     with kept(step.static.views(sizes)):  # the next batch may be there already
         try:
-            step.ring.put_padding(step.static.plan, key[1].query_len or 0)
+            step.ring.put_padding(step.static.buffer_plan, key[1].query_len or 0)
             first()
         except BaseException:  # or the next step would read another slot than its own
             step.ring.resume()

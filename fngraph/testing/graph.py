@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-from fngraph.graphs.capture import Replay
+from fngraph.graphs.replay import Replay
 
 Expected = int | Container[int] | Callable[[int], bool]
 """A number, `range(3, 6)` or another container of numbers, or `lambda n: n < 6`."""

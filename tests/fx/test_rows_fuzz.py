@@ -103,8 +103,8 @@ def padded(b: Batch) -> list[Tensor]:
     plan = plan_buffers(buffers_of(Batch), {"T": T, "R": R})
     static: StaticBuffers = allocate(plan, torch.device("cpu"))
     true = {"T": b.spec.num_tokens, "R": b.spec.num_reqs}
-    ring = make_ring(static.plan, torch.device("cpu"))
-    words = words_of(static.plan, true, b.spec.query_len or 0)
+    ring = make_ring(static.buffer_plan, torch.device("cpu"))
+    words = words_of(static.buffer_plan, true, b.spec.query_len or 0)
     ring.put(words, trees.flatten(b)[0])
     unpacker(static, ring, {"T": T, "R": R})()
     return list(static.tensors)

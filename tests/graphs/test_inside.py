@@ -17,7 +17,7 @@ import fngraph as fg
 from fngraph.core import BatchDescriptor
 from fngraph.errors import PackageError
 from fngraph.graphs import cuda_nodes, tape_nodes
-from fngraph.graphs.cuda import CudaRecording
+from fngraph.graphs.cuda_graph import CudaRecording
 from fngraph.graphs.inside import Counts, Node, key_name
 from fngraph.step import inside
 
@@ -179,7 +179,8 @@ def test_a_writer_with_holes_does_not_hide_the_one_before():
 
 
 def test_an_op_without_an_out_variant_is_named_and_tied_as_itself():
-    from fngraph.graphs.tape import TapeRecorder, out_overload
+    from fngraph.graphs.tape import TapeRecorder
+    from fngraph.graphs.tape_mode import out_overload
 
     functional = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert out_overload(functional) is None

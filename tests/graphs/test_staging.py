@@ -33,8 +33,8 @@ def stage(
     ring: Any = None,
 ) -> None:
     """Hand a batch over, and run the node of a key of `sizes`."""
-    ring = ring or make_ring(static.plan, static.tensors[0].device)
-    ring.put(words_of(static.plan, true, query_len), leaves)
+    ring = ring or make_ring(static.buffer_plan, static.tensors[0].device)
+    ring.put(words_of(static.buffer_plan, true, query_len), leaves)
     unpacker(static, ring, sizes)()
 
 
@@ -138,8 +138,8 @@ def test_every_padding_offset_stays_within_the_key():
 def test_an_all_padding_batch_has_no_tokens_of_its_own(query_len: int, want: list[int]):
     static = buffers(x=("T", "int64", -1), lens=("R", "int32", 0), z=("R + 1", "int32", "stride"))
     scribble(static)
-    ring = make_ring(static.plan, torch.device("cpu"))
-    ring.put_padding(static.plan, query_len)
+    ring = make_ring(static.buffer_plan, torch.device("cpu"))
+    ring.put_padding(static.buffer_plan, query_len)
     unpacker(static, ring, key(6, 3))()
     x, lens, z = static.tensors
     assert x.tolist() == [-1] * 6 + [77] * 10
@@ -158,7 +158,7 @@ def test_a_field_of_constant_size_is_copied_whole():
 @pytest.mark.parametrize("dims", ["2*T", "T + R", "T*2 + 1"])
 def test_dims_may_be_expressions(dims: str):
     static = buffers(x=(dims, "int64", -1))
-    (planned,) = static.plan.buffers
+    (planned,) = static.buffer_plan.buffers
     rows = {s: planned.buffer.dims[0](**key(*s)) for s in ((3, 1), (8, 4))}
     scribble(static)
     stage(static, [torch.arange(rows[3, 1])], key(3, 1), key(8, 4), 0)
@@ -178,8 +178,8 @@ def test_buffers_reach_to_the_top():
     static = buffers(x=("T", "int64", -1), m=("R", "bool", True), y=("R B", "int32", 0))
     x, m, y = static.tensors
     assert x.shape == (16,) and m.shape == (6,) and y.shape == (6, 3)
-    assert static.plan.nbytes == 16 * 8 + 6 + 18 * 4
-    assert "x" in static.plan.as_text() and "int32[R, B]" in static.plan.as_text()
+    assert static.buffer_plan.nbytes == 16 * 8 + 6 + 18 * 4
+    assert "x" in static.buffer_plan.as_text() and "int32[R, B]" in static.buffer_plan.as_text()
 
 
 def test_buffers_made_in_inference_mode_can_be_written_outside_of_it():
@@ -227,7 +227,7 @@ BAD: dict[str, tuple[int, Any, list[str]]] = {
 
 
 def test_leaves_that_fit_pass():
-    check_leaves(buffers(**FIELDS).plan, GOOD, key(5, 2))
+    check_leaves(buffers(**FIELDS).buffer_plan, GOOD, key(5, 2))
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -235,7 +235,7 @@ def test_a_leaf_that_does_not_fit_is_named_with_both_sides(what: str):
     index, leaf, words = BAD[what]
     leaves = [leaf if i == index else good for i, good in enumerate(GOOD)]
     with pytest.raises(TreeError) as error:
-        check_leaves(buffers(**FIELDS).plan, leaves, key(5, 2))
+        check_leaves(buffers(**FIELDS).buffer_plan, leaves, key(5, 2))
     assert [word for word in words if word not in str(error.value)] == []
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.arena import POISON, Arena, subtract
-from fngraph.graphs.tape import TapeRecorder, out_overload
+from fngraph.graphs.tape import TapeRecorder
+from fngraph.graphs.tape_mode import out_overload
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

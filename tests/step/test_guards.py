@@ -73,7 +73,7 @@ def make(fn: Any, device: Any, recorder: Any, modes: str = "FULL", **options: An
 
 def static(step: Any, name: str) -> Tensor:
     """A static buffer."""
-    paths = [planned.path for planned in step.static.plan.buffers]
+    paths = [planned.path for planned in step.static.buffer_plan.buffers]
     return step.static.tensors[paths.index(f"batch.{name}")]
 
 

@@ -13,7 +13,7 @@ from toys import FULL, PIECEWISE
 import fngraph as fg
 from fngraph.core import BatchDescriptor, Stats
 from fngraph.errors import AddressError
-from fngraph.graphs.capture import EagerCall
+from fngraph.graphs.replay import EagerCall
 
 MIXED, UNIFORM = toys.batch(3, 2, seed=1), toys.decode(3, 2, seed=2)
 

@@ -18,7 +18,7 @@ def plan_padding(step: Captured, mode: Mode, key: BatchDescriptor, sizes: Sizes)
     """Plan a batch of nothing but padding."""
     if step.compiled.planners:
         stride = key.query_len or 0
-        leaves = [_padding(planned, sizes, stride) for planned in step.static.plan.buffers]
+        leaves = [_padding(planned, sizes, stride) for planned in step.static.buffer_plan.buffers]
         for planner in step.compiled.planners:
             planner.fill(key if mode is Mode.FULL else None, sizes, leaves)
 

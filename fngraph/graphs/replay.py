@@ -1,0 +1,152 @@
+"""`Replay`: one captured key as a flat tuple of calls, graphs and the eager calls between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
+from fngraph.core.text import count
+from fngraph.graphs.inside import Counts, dot, key_name
+from fngraph.graphs.ranges import RangedRecording, in_range
+from fngraph.graphs.recorder import Recording
+from fngraph.graphs.staging import Sizes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EagerCall:
+    """A cut between two replays: its arguments live at fixed addresses, its rows vary.
+
+    Attributes:
+        fn: `bind(tensors)`, if it has that, makes its function of the step's bounds, `host=`.
+        tensors: static arguments, as long as the key.
+        rows: for each, its first dim in T and R, or None where it does not vary.
+        range: a name that it shows as in profiles.
+    """
+
+    name: str
+    fn: Any
+    tensors: tuple[torch.Tensor, ...]
+    rows: tuple[Dim | None, ...]
+    range: str | None = None
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(list(x.shape)) for x in self.tensors)
+        return f"EagerCall({self.name}: {shapes})"
+
+    def bind(self, true: Sizes) -> Callable[..., Any]:
+        """The call over the true rows; the rest of the output is zero: the piece before made it."""
+        rows = [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
+        if hasattr(self.fn, "bind"):
+            call = self.fn.bind(rows)
+        else:
+            call = lambda *, host: self.fn(true, host, *rows)  # noqa: E731
+        return call if self.range is None else functools.partial(in_range, self.range, call)
+
+
+BoundCalls = Sequence[tuple[Callable[..., Any], bool]]  # and whether it takes the host bounds
+
+
+@dataclasses.dataclass(eq=False)
+class Replay:
+    """One captured key. `graph` (or `graphs`) is there to look at.
+
+    Attributes:
+        calls: graphs to replay and eager calls, in order.
+        outputs: static output buffers, cut to the key's rows.
+        first: the node that takes a batch in; it holds memory that the graph reads.
+        used: the step that used it last, counted from 1; 0: none. The one that changes.
+    """
+
+    mode: Mode
+    descriptor: BatchDescriptor
+    calls: tuple[Recording | EagerCall, ...]
+    outputs: tuple[torch.Tensor, ...]
+    first: Callable[[], None]
+    used: int = 0
+
+    @property
+    def graphs(self) -> tuple[Any, ...]:
+        """The recorded graphs: one for FULL, one a run of pieces for PIECEWISE."""
+        return tuple(c.graph for c in self.calls if not isinstance(c, EagerCall))
+
+    @property
+    def graph(self) -> Any:
+        """The only graph of a FULL key."""
+        (graph,) = self.graphs
+        return graph
+
+    @functools.cached_property
+    def graph_counts(self) -> tuple[Counts, ...]:
+        """Nodes of each graph, counted when first asked for.
+
+        Raises:
+            PackageError: on CUDA, without `cuda.bindings`.
+        """
+        return tuple(Counts.of(c.nodes) for c in self.calls if not isinstance(c, EagerCall))
+
+    @functools.cached_property
+    def counts(self) -> Counts:
+        """Nodes of all graphs together, with the kernels' names. See `graph_counts`."""
+        return Counts.of(n for c in self.calls if not isinstance(c, EagerCall) for n in c.nodes)
+
+    def dot(self) -> str:
+        """The key's graphs and eager calls as DOT text, nodes named by kernel.
+
+        Raises:
+            PackageError: on CUDA, without `cuda.bindings`.
+        """
+        return dot(key_name(self.mode, self.descriptor), self.calls)
+
+    def with_ranges(self) -> Replay:
+        """The same, with a named range around each graph and eager call: in torch.profiler, and
+        NVTX ones where there is CUDA. A few us each; without this call, nothing."""
+        name = key_name(self.mode, self.descriptor)
+        calls: list[Recording | EagerCall] = []
+        for i, call in enumerate(self.without_ranges().calls):
+            if isinstance(call, EagerCall):
+                calls.append(dataclasses.replace(call, range=f"{name} [{i}] {call.name}"))
+            else:
+                part = f"{name} [{i}]" if len(self.calls) > 1 else name
+                calls.append(RangedRecording(call, part))
+        return dataclasses.replace(self, calls=tuple(calls))
+
+    def without_ranges(self) -> Replay:
+        """The same without ranges."""
+        calls: list[Recording | EagerCall] = []
+        for call in self.calls:
+            if isinstance(call, EagerCall):
+                call = dataclasses.replace(call, range=None)
+            calls.append(call.recording if isinstance(call, RangedRecording) else call)
+        return dataclasses.replace(self, calls=tuple(calls))
+
+    def bind(self, true: Sizes) -> BoundCalls:
+        """What to call for a batch of sizes `true`: replays, and eager calls of the host bounds."""
+        return [
+            (c.bind(true), True) if isinstance(c, EagerCall) else (c.replay, False)
+            for c in self.calls
+        ]
+
+    def __call__(self, true: Sizes, host: HostBounds | None) -> None:
+        """Replay on what has been staged."""
+        launch(self.bind(true), host)
+
+    def __repr__(self) -> str:
+        eager = sum(isinstance(c, EagerCall) for c in self.calls)
+        graphs = count(len(self.calls) - eager, "graph")
+        if "counts" in self.__dict__:
+            graphs += f" of {self.counts}"
+        return f"Replay({self.mode} {self.descriptor}: {graphs}, {count(eager, 'eager call')})"
+
+
+def launch(calls: BoundCalls, host: HostBounds | None) -> None:
+    """Make the calls of a replay, in order."""
+    for fn, takes_host in calls:
+        if takes_host:
+            fn(host=host)
+        else:
+            fn()

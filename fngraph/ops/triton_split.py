@@ -59,7 +59,8 @@ def split_kernel(
                 r, (item % HEADS).to(tl.int64), unit,
                 q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, parts, tops,
                 totals, out, R, HEADS, UNITS, q_row, q_head, k_block, k_slot, k_head, v_block,
-                v_slot, v_head, table_row, out_row, out_head, k_step, v_step, scale, softcap, window,
+                v_slot, v_head, table_row, out_row, out_head, k_step, v_step, scale, softcap,
+                window,
                 ALIKE, GROUP, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, FLOAT32, ROWS, KEYS, Q,
                 SPLIT, UNIT, FINAL, K_SCALED, V_SCALED, SINKS,
             )  # fmt: skip

@@ -14,15 +14,16 @@ from torch import Tensor
 
 import fngraph as fg
 from models import lora
-from models.ability import Ability, check_names, count_blocks
+from models.ability import Ability, check_names, check_unused, count_blocks
 from models.batches import batch_type, empty_batch
 from models.policy import Policy
+from models.requests import State
 from models.sample import sample
 
 Forward = Callable[[Any, Any, Any], tuple[Tensor, Any]]
 
 
-def no_slots(slot: int, adapter: Any) -> None:
+def no_slots(slot: int, adapter: Any, state: State) -> None:
     """`load_slot` of steps without adapters."""
     raise ValueError(
         f"slot {slot}: these steps load no adapters. Make slots for them: "
@@ -39,8 +40,8 @@ class Steps(NamedTuple):
         dispatch: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
         can: what they were made for; None: nothing is refused.
-        load_slot: slot, adapter -> writes what `load_adapter` or `lora.one_slot` made into the
-            slot, between two steps, while no request uses it. Nothing is captured.
+        load_slot: slot, adapter, state -> writes what `load_adapter` or `lora.one_slot` made into
+            the slot, between two steps; ValueError if a request uses it. Nothing is captured.
     """
 
     host_batch: Callable[[fg.BatchSpec], Any]
@@ -48,7 +49,7 @@ class Steps(NamedTuple):
     dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
     captured: tuple[Any, ...] = ()
     can: Ability | None = None
-    load_slot: Callable[[int, Any], None] = no_slots
+    load_slot: Callable[[int, Any, State], None] = no_slots
 
     def __repr__(self) -> str:
         keys = f"{sum(map(len, self.captured))} keys of {len(self.captured)} functions"
@@ -116,7 +117,8 @@ def make_steps(
         return Steps(only.host_batch, only, only.runs_as, functions, can)
     of = lambda spec: captured[case_of(spec)]  # noqa: E731
 
-    def load_slot(slot: int, adapter: Any) -> None:  # all functions hold the same slots
+    def load_slot(slot: int, adapter: Any, state: State) -> None:
+        check_unused(slot, state)  # all functions hold the same slots
         captured[ADAPTED].load_slot(slot, adapters=adapter)
 
     return Steps(

@@ -11,7 +11,7 @@ import torch
 import fngraph as fg
 from models import llama, lora
 from models.policy import Policy
-from models.requests import start, submit
+from models.requests import cancel, start, submit
 from models.sample import Settings
 from models.serve import gather, serve, stream
 from models.steps import bare_steps, make_steps
@@ -122,14 +122,34 @@ def test_an_adapter_is_loaded_between_steps(cascade, params):
         for name, pair in own.items()
     }
     slots = lora.slots(params, count=2, rank=2)
-    steps.load_slot(1, lora.one_slot(slots, pairs))
+    idle = start(16, policy)
+    steps.load_slot(1, lora.one_slot(slots, pairs), idle)
     after = run(steps, cache, {"adapter": 1}, {"adapter": 0}, policy=policy)
     assert after[0] == after[2] == before[0] != after[1]
     assert [set(step.replays) for step in steps.captured] == keys
     with pytest.raises(fg.errors.TreeError, match="slot=2"):
-        steps.load_slot(2, lora.one_slot(slots, pairs))
+        steps.load_slot(2, lora.one_slot(slots, pairs), idle)
     with pytest.raises(ValueError, match=r"make_steps\(\.\.\., adapters=lora\.slots"):
-        made(params)[0].load_slot(0, lora.one_slot(slots, pairs))
+        made(params)[0].load_slot(0, lora.one_slot(slots, pairs), idle)
+
+
+def test_a_slot_in_use_is_not_loaded(params):
+    """Its blocks, which texts that begin alike may share, are of the adapter that it had."""
+    steps, cache = made(params, slots=2)
+    empty = lora.one_slot(lora.slots(params, count=2, rank=2), {})
+    state = submit(start(16, POLICY), POLICY, range(17), 3, adapter=1)
+    refused = pytest.raises(ValueError, match=r"slot 1: request 0 has .* cancel\(state, 0\)")
+    with refused:  # it waits
+        steps.load_slot(1, empty, state)
+    for step in serve(steps, cache, state, POLICY):
+        steps.load_slot(0, empty, step.state)
+        if step.state.live:
+            assert step.state.pool.named
+            with refused:
+                steps.load_slot(1, empty, step.state)
+            steps.load_slot(1, empty, cancel(step.state, 0))
+    assert not step.state.pool.named
+    steps.load_slot(1, empty, step.state)
 
 
 def test_captures_are_labelled_and_steps_read_in_a_line(params, capsys):

@@ -104,6 +104,8 @@ def test_wrong_tokens_are_not_measured(break_, more, part, monkeypatch, capsys):
     real = serve.make_steps
     monkeypatch.setattr(serve, "make_steps", lambda *args, **opts: break_(real(*args, **opts)))
     monkeypatch.setattr(serve, "table", str)
+    one_layer = dataclasses.replace(serve.SHAPES["tiny"], num_layers=1)
+    monkeypatch.setitem(serve.SHAPES, "tiny", one_layer)
     assert serve.main(["--tiny", "--modes", "FULL_AND_PIECEWISE", "--parts", part, *more]) == 1
     what = "traffic" if part == "traffic" else "batch 3"
     lines = capsys.readouterr().out.splitlines()

@@ -190,13 +190,15 @@ def test_generate_gives_what_generate_gives(wanted):
     assert fast.generate([], NEW) == []
 
 
-def test_generate_ends_texts_where_the_model_does():
+def test_generate_ends_texts_where_the_model_does(traces):
     model = make("Llama")
-    plain = graphify(model).generate(prompts(), NEW)
+    with traced_once(traces, "Llama"):
+        plain = graphify(model).generate(prompts(), NEW)
     stops = [plain[0][10], plain[1][20]]
     model.generation_config.eos_token_id = stops
     want = [next((t[: i + 1] for i, x in enumerate(t) if x in stops), t) for t in plain]
-    fast = graphify(model)
+    with traced_once(traces, "Llama"):
+        fast = graphify(model)
     assert fast.stop == set(stops) and len(want[0]) <= 11 and len(want[1]) <= 21
     assert fast.generate(prompts(), NEW) == want
     assert fast.generate(prompts(), NEW, stop=()) == plain

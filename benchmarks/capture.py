@@ -19,7 +19,7 @@ import torch
 import fngraph as fg
 from benchmarks.host import shape
 from benchmarks.record import write
-from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_backend
+from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_of
 from models import llama
 
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
@@ -49,8 +49,9 @@ def free() -> int:
 
 
 def measure(
-    device: str, backend: str, layers: int, dim: int, top: int, counts: list[int], modes: list[str]
-) -> Iterator[dict[str, Any]]:
+    device: str, backend: str | None, layers: int, dim: int, top: int, counts: list[int],
+    modes: list[str],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each mode, number of sizes and pass."""
     config = shape(layers, dim)
     params = llama.init_params(config, device=device, dtype=torch.bfloat16)
@@ -67,7 +68,7 @@ def measure(
             )  # fmt: skip
             step = fast.bind(params).capture(cache, limits, lazy=True, progress=False)
             for which in ("first", "second"):
-                row = {"attention": backend, "mode": mode, "sizes": count, "pass": which}
+                row = {"attention": attention_of(step), "mode": mode, "sizes": count, "pass": which}
                 yield row | capture(step)
                 step.release()
             step.sleep()
@@ -110,10 +111,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    backend = args.backend or attention_backend(args.device)
     sizes = args.layers, args.dim, args.top
     with torch.no_grad():
-        rows = list(measure(args.device, backend, *sizes, args.sizes, args.modes))
+        rows = list(measure(args.device, args.backend, *sizes, args.sizes, args.modes))
     cells = [[f"{v:.2f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
     print(fg.core.text.table(list(rows[0]), cells))
     if args.json:

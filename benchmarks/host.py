@@ -21,7 +21,7 @@ import torch
 
 import fngraph as fg
 from benchmarks.record import write
-from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_backend, batch_of
+from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_of, batch_of
 from models import llama
 
 BURST = 4
@@ -61,7 +61,7 @@ class Kit:
     cache: Any
     device: llama.Batch
     host: llama.Batch
-    backend: str
+    backend: str | None
 
     def step(self, **options: Any) -> Any:
         """A captured step."""
@@ -112,7 +112,8 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     for name, (timed, before) in calls.items():
         rows.append((name, *times_us(timed, before, repeats)))
         ring.resume()  # a bare replay is no step
-    return [{"call": n, "first us": a, "later us": b} for n, a, b in rows]
+    ran = attention_of(borrow)
+    return [{"call": n, "attention": ran, "first us": a, "later us": b} for n, a, b in rows]
 
 
 def copies(q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, **_: Any) -> None:
@@ -152,7 +153,7 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
         ("its replays and backend calls alone", alone),
         (f"the rest, for each of {pieces} pieces", each),
     )
-    return [{"call": n, "first us": a, "later us": b} for n, (a, b) in named]
+    return [{"call": n, "attention": "copies", "first us": a, "later us": b} for n, (a, b) in named]
 
 
 def others(kit: Kit, repeats: int) -> list[dict[str, Any]]:
@@ -162,7 +163,7 @@ def others(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     rows = []
     for name, call in peers(kit.params, kit.cache, kit.device).items():
         first, later = times_us(lambda _: call(), int, repeats)  # noqa: B023
-        rows.append({"call": name, "first us": first, "later us": later})
+        rows.append({"call": name, "attention": "", "first us": first, "later us": later})
     return rows
 
 
@@ -190,14 +191,15 @@ def main(argv: list[str]) -> int:
             on_device = {
                 n: getattr(host, n).to(args.device) for n in fg.core.buffers_of(llama.Batch)
             }
-            backend = args.backend or attention_backend(args.device)
-            kit = Kit(params, cache, dataclasses.replace(host, **on_device), host, backend)
+            kit = Kit(params, cache, dataclasses.replace(host, **on_device), host, args.backend)
             found = full(kit, args.repeats) + piecewise(kit, args.repeats)
             if num_reqs == 1 and not args.no_peers and args.device == "cuda":
                 found += others(kit, args.repeats)
-            rows += [{"batch": num_reqs, "attention": backend, **row} for row in found]
-    cells = [[r["batch"], r["call"], f"{r['first us']:.1f}", f"{r['later us']:.1f}"] for r in rows]
-    print(fg.core.text.table(["batch", "call", "first, idle, us", "later, busy, us"], cells))
+            rows += [{"batch": num_reqs, **row} for row in found]
+    cells = [[r["batch"], r["call"], r["attention"], f"{r['first us']:.1f}",
+              f"{r['later us']:.1f}"] for r in rows]  # fmt: skip
+    head = ["batch", "call", "attention", "first, idle, us", "later, busy, us"]
+    print(fg.core.text.table(head, cells))
     if args.json:
         write(args.json, rows)
     return 0

@@ -27,6 +27,7 @@ from benchmarks.record import write
 from benchmarks.serve_check import share_of_texts, wrong
 from benchmarks.serve_decode import broken, by_batch, decode_batch, on_device, sweep
 from benchmarks.serve_stream import run, shares
+from benchmarks.steps import BACKEND_HELP, attention_of
 from benchmarks.traffic import PROFILES, Arrival, Lengths, Profile, as_text, stream
 from models import llama, lora, naming
 from models.policy import Policy
@@ -83,13 +84,11 @@ class Bench:
         return ("sampling",) * self.args.sampled
 
     def steps(self, modes: str) -> Steps:
-        """Captured. In mode FULL one backend runs all batches, so that mixed ones have graphs."""
-        uniform, mixed = self.args.uniform, self.args.mixed
-        choice = mixed if modes == "FULL" else fg.ops.Hybrid(uniform, mixed=mixed)
+        """Captured."""
         return make_steps(
             llama.forward, self.params, self.cache, self.policy, *self.more, modes=modes,
             sizes=tuple(size for size in SIZES if size <= self.policy.max_tokens),
-            backends={"attention": choice}, outputs="borrow", adapters=self.adapters,
+            backends={"attention": self.args.backend}, outputs="borrow", adapters=self.adapters,
         )  # fmt: skip
 
     def bare(self) -> Steps:
@@ -150,12 +149,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         print(f"{name} {mode}: capturing", flush=True)
         captured[mode] = bench.steps(mode)
-        keys = sum(len(step) for step in captured[mode].captured)
-        print(
-            f"{name} {mode}: {keys} keys captured in {time.perf_counter() - began:.1f} s",
-            flush=True,
-        )
-    found: dict[str, Any] = {"model": name, "decode": [], "traffic": [], "shares": []}
+        functions, took = captured[mode].captured, time.perf_counter() - began
+        ran = attention_of(functions[0])
+        keys = sum(map(len, functions))
+        print(f"{name} {mode}: {keys} keys with {ran} captured in {took:.1f} s", flush=True)
+    found: dict[str, Any] = {
+        "model": name, "attention": ran, "decode": [], "traffic": [], "shares": []
+    }  # fmt: skip
     if "decode" in args.parts:
         device = args.device
         batches = [
@@ -212,7 +212,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if p.parse_args(argv).tiny:
         p.set_defaults(
             device="cpu", models=["tiny"], batches=[1, 3], context=20, max_tokens=16, requests=12,
-            uniform="reference", mixed="reference",
         )  # fmt: skip
     return p.parse_args(argv)
 
@@ -238,7 +237,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--sampled", action="store_true", help="draw by temperature and top-p")
     p.add_argument("--adapters", type=int, default=0, help="LoRA, used by half of the requests")
-    p.add_argument("--uniform", default="triton_decode", help="attention of uniform batches")
-    p.add_argument("--mixed", default="triton", help="attention of the others, and of FULL")
+    p.add_argument("--backend", help=BACKEND_HELP)
     p.add_argument("--json", type=Path)
     return p

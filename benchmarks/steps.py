@@ -19,12 +19,12 @@ from models.checkpoint import load_checkpoint
 
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 BLOCK_SIZE, CONTEXT = 16, 128
-BACKEND_HELP = "of attention; triton_decode on CUDA and reference elsewhere, if none is named"
+BACKEND_HELP = "of attention; what suits the device, if none is named"
 
 
-def attention_backend(device: torch.device | str) -> str:
-    """What attention runs on where none is named."""
-    return "triton_decode" if torch.device(device).type == "cuda" else "reference"
+def attention_of(step: Any) -> str:
+    """The backend that a captured step's attention runs on."""
+    return step.compiled.lowered.calls[0].backend.name
 
 
 def batch_of(num_reqs: int, new: int, device: torch.device | str) -> llama.Batch:
@@ -69,7 +69,8 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
             want, _ = llama.forward(params, plain, batch)
             rows.append(
                 {
-                    "modes": modes, "batch": f"{num_reqs} x {new}",
+                    "modes": modes, "attention": attention_of(step),
+                    "batch": f"{num_reqs} x {new}",
                     "ran as": str(step.dispatch(batch.spec).mode),
                     "ms": median_ms(lambda: step(cache, batch), repeats),  # noqa: B023
                     "bare forward ms": median_ms(

@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.check": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),
     "fngraph.loops": (TRANSFORMS, set()),
-    "fngraph.testing": (TRANSFORMS | {"fngraph"}, set()),
+    "fngraph.testing": (TRANSFORMS | {"fngraph", "fngraph.testing"}, set()),
     "fngraph.report": (TRANSFORMS | {"fngraph"}, {"rich", "matplotlib"}),
     "fngraph.integrations": (
         TRANSFORMS | {"fngraph", "fngraph.integrations", "einops"},

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -143,18 +143,19 @@ class Primitive:
         Kept, since bare `forward` asks at each call, and a look for a package takes 50 us.
         """
         if config not in self._suited:
-            able = (
-                backend
-                for backend in self.backends.values()
-                if backend.preferred(config) and backend.refusal(config) is None
-            )
+            able = (backend for backend, reason in self._preferred(config) if reason is None)
             self._suited[config] = next(able, next(iter(self.backends.values())))
         return self._suited[config]
 
     def passed_over(self, config: Any) -> list[str]:
         """The preferred backends that cannot run a configuration, with the reasons."""
-        preferred = [b for b in self.backends.values() if b.preferred(config)]
-        return [f"{b.name}: {reason}" for b in preferred if (reason := b.refusal(config))]
+        return [f"{b.name}: {reason}" for b, reason in self._preferred(config) if reason]
+
+    def _preferred(self, config: Any) -> Iterator[tuple[Backend, str | None]]:
+        """Those that are preferred for a configuration, each with why it cannot run it, or None."""
+        for backend in self.backends.values():
+            if backend.preferred(config):
+                yield backend, backend.refusal(config)
 
     def backend(self, name: str) -> Backend:
         """The backend called `name`.

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from fngraph.core import Support
 from fngraph.ops.convolution import CAUSAL_CONV
 from fngraph.ops.delta_rule import GATED_DELTA
-from fngraph.ops.primitive import Backend, Primitive
 from fngraph.ops.state_space import SSD
-from fngraph.ops.triton_backends import MULTIPLIED, loaded
-from fngraph.ops.triton_launch import missing
+from fngraph.ops.triton_backends import MULTIPLIED, backend
 
 
 def supports(config: Any) -> str | None:
@@ -26,19 +21,11 @@ def supports(config: Any) -> str | None:
     return None
 
 
-def _register(primitive: Primitive, module: str, function: str) -> None:
-    def run(x: torch.Tensor, *args: Any, **options: Any) -> None:
-        kernels = loaded(primitive.name, "triton", module, x.device.type)
-        getattr(kernels, function)(x, *args, **options)
-
-    primitive.register(
-        Backend(
-            "triton", run, lambda config: Support.ALWAYS, supports, needs="Triton, CUDA",
-            missing=missing, preferred=lambda config: config.device == "cuda",
-        )
-    )  # fmt: skip
-
-
-_register(GATED_DELTA, "triton_linear", "gated_delta")
-_register(SSD, "triton_linear", "ssd")
-_register(CAUSAL_CONV, "triton_convolution", "run")
+for _primitive, _module, _function in (
+    (GATED_DELTA, "triton_linear", "gated_delta"),
+    (SSD, "triton_linear", "ssd"),
+    (CAUSAL_CONV, "triton_convolution", "run"),
+):
+    _primitive.register(
+        backend(_primitive.name, _module, supports, function=_function, preferred=True)
+    )

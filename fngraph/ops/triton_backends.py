@@ -1,8 +1,9 @@
-"""The `triton` and `triton_decode` backends. Triton is loaded when one first runs.
+"""How a Triton backend is built, and those of attention. Triton is loaded when one first runs.
 
-Both serve any batch. `triton_decode` splits the keys of uniform ones, by the key that is captured
-or the bounds of an eager step, and runs what `triton` runs else; so it is what is taken where none
-is named. A row's bits are the same in any batch with `triton`, in any uniform one with both.
+Both of them serve any batch. `triton_decode` splits the keys of uniform ones, by the key that is
+captured or the bounds of an eager step, and runs what `triton` runs else; so it is what is taken
+where none is named. A row's bits are the same in any batch with `triton`, in any uniform one with
+both.
 """
 
 from __future__ import annotations
@@ -61,32 +62,40 @@ def loaded(primitive: str, name: str, module: str, device: str) -> Any:
     return importlib.import_module(f"fngraph.ops.{module}")
 
 
-def _backends(
+def backend(
     primitive: str,
-    unified: str,
-    decode: str,
+    module: str,
     supports: Callable[[Any], str | None],
-    options: tuple[str, ...],
-) -> tuple[Backend, Backend]:
-    """By the modules that have their `run`."""
+    *,
+    name: str = "triton",
+    function: str = "run",
+    options: tuple[str, ...] = (),
+    preferred: bool = False,
+) -> Backend:
+    """One that serves any batch by a function of `module`, which is imported when it first runs.
 
-    def backend(name: str, module: str) -> Backend:
-        def run(q: torch.Tensor, *args: Any, **given: Any) -> None:
-            loaded(primitive, name, module, q.device.type).run(q, *args, **given)
+    Args:
+        preferred: whether it is taken on CUDA where none is named.
+    """
 
-        return Backend(
-            name, run, lambda config: Support.ALWAYS, supports,
-            options=options, needs="Triton, CUDA", missing=missing,
-            preferred=lambda config: name == "triton_decode" and config.device == "cuda",
-        )  # fmt: skip
+    def run(x: torch.Tensor, *args: Any, **given: Any) -> None:
+        kernels = loaded(primitive, name, module, x.device.type)
+        getattr(kernels, function)(x, *args, **given)
 
-    return backend("triton", unified), backend("triton_decode", decode)
+    return Backend(
+        name, run, lambda config: Support.ALWAYS, supports,
+        options=options, needs="Triton, CUDA", missing=missing,
+        preferred=lambda config: preferred and config.device == "cuda",
+    )  # fmt: skip
 
 
-ATTENTION = _backends(
-    "attention", "triton_unified", "triton_decode", supports,
-    ("bidirectional", "sinks", "cache scales", "fp8 cache"),
-)  # fmt: skip
-LATENT = _backends(
-    "mla", "triton_latent_unified", "triton_latent_decode", supports_latent, ("fp8 cache",)
+_OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache")
+_DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True}
+ATTENTION = (
+    backend("attention", "triton_unified", supports, options=_OPTIONS),
+    backend("attention", "triton_decode", supports, options=_OPTIONS, **_DECODE),
+)
+LATENT = (
+    backend("mla", "triton_latent_unified", supports_latent, options=("fp8 cache",)),
+    backend("mla", "triton_latent_decode", supports_latent, options=("fp8 cache",), **_DECODE),
 )

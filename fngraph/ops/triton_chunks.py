@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from fngraph.ops.triton_recurrent import request
+from fngraph.ops.triton_tiles import find
 
 
 @triton.jit
@@ -51,20 +52,15 @@ def chunk_kernel(
 ):  # fmt: skip
     """P, scaled, and with DELTA (I + A)^-1 of one chunk of one head, rows by token.
 
-    The grid fits every batch, as that of the unified attention kernel: request r's chunks begin at
-    `starts[r] // C + r` at the earliest, and rows past the last request count as one more, whose
-    rows are zeroed here, as are those of padding requests.
+    Chunks are tiles of `triton_tiles`. Rows past the last request are zeroed here, as are those of
+    padding requests.
     """
     h, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    n = tl.arange(0, REQS)
-    begins = tl.load(starts + n, mask=n <= R, other=0)
-    r = tl.sum(((n <= R) & (begins // C + n <= tile)).to(tl.int32), 0) - 1
-    begin = tl.load(starts + r)
+    r, begin, first = find(starts, tile, R, C, REQS)
     end = T
     live = False
     if r < R:
         begin, end, live, _ = request(starts, lens, r, T)
-    first = begin + (tile - (begin // C + r)) * C
     if (first < end) & ((r == R) | (end - begin > SHORT)):
         i = tl.arange(0, C)
         token = (first + i).to(tl.int64)

@@ -1,6 +1,6 @@
 """The Triton backend of the causal convolution: one kernel, for any mix of requests.
 
-A tile holds some tokens of one request, found as in the unified attention kernel. The tile with a
+A tile holds some tokens of one request, found as in `triton_tiles`. The tile with a
 request's first tokens is the only one that needs its state, and so it writes the new one as well.
 """
 
@@ -17,6 +17,7 @@ from fngraph.ops.attention_config import dense
 from fngraph.ops.recurrent import StateMeta
 from fngraph.ops.triton_launch import launch, power_of_two
 from fngraph.ops.triton_recurrent import request
+from fngraph.ops.triton_tiles import find, lanes, tiles
 
 TOKENS = 16  # a tile, at most
 CHANNELS = 128
@@ -31,10 +32,7 @@ def conv_kernel(
 ):  # fmt: skip
     """CHANNELS channels of TOKENS tokens of one request; zeros where they are nobody's."""
     tile = tl.program_id(1)
-    n = tl.arange(0, REQS)
-    begins = tl.load(starts + n, mask=n <= R, other=0)
-    r = tl.sum(((n <= R) & (begins // TOKENS + n <= tile)).to(tl.int32), 0) - 1
-    begin = tl.load(starts + r)
+    r, begin, first = find(starts, tile, R, TOKENS, REQS)
     end = T
     live = False
     past = False
@@ -42,7 +40,6 @@ def conv_kernel(
     if r < R:
         begin, end, live, past = request(starts, lens, r, T)
         slot = tl.load(slots + r).to(tl.int64)
-    first = begin + (tile - (begin // TOKENS + r)) * TOKENS
     if first < end:
         c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
         of_channel = c < C
@@ -93,7 +90,7 @@ def run(
     tokens = max(power_of_two(W - 1), min(TOKENS, power_of_two(longest)))
     launch(
         conv_kernel,
-        (-(-C // CHANNELS), T // tokens + R + 1),
+        (-(-C // CHANNELS), tiles(T, R, tokens)),
         (x_TC, weight_CW, meta.state_slots, meta.seq_lens, meta.query_start_loc),
         (state, out_TC),
         (T, R, x_TC.stride(0), weight_CW.stride(0), *state.stride(), out_TC.stride(0)),
@@ -101,5 +98,5 @@ def run(
         W=W,
         TOKENS=tokens,
         CHANNELS=CHANNELS,
-        REQS=power_of_two(R + 1, at_least=256),
+        REQS=lanes(R),
     )

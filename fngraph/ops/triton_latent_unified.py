@@ -1,4 +1,4 @@
-"""Triton's latent attention for any mix of prefill and decode: tiles as in `triton_unified`."""
+"""Triton's latent attention for any mix of prefill and decode: see `triton_tiles`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fngraph.core import HostBounds
 from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_keys import Tile
 from fngraph.ops.triton_latent import attend_rows, constants, scale_of, tile_of
-from fngraph.ops.triton_launch import launch, power_of_two
-from fngraph.ops.triton_unified import find
+from fngraph.ops.triton_launch import launch
+from fngraph.ops.triton_tiles import find_with_keys, lanes, tiles
 from fngraph.ops.triton_write import write_rows
 
 
@@ -27,7 +27,7 @@ def latent_unified_kernel(
 ):  # fmt: skip
     """One tile of tokens and heads, over all the keys that it sees."""
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tokens see most keys: they go first
-    r, first_token, end, length = find(starts, lens, tile, T, R, BQ, REQS)
+    r, first_token, end, length = find_with_keys(starts, lens, tile, T, R, BQ, REQS)
     if first_token < end:
         m = tl.arange(0, ROWS)
         token = first_token + m // GROUP
@@ -81,12 +81,12 @@ def attend(
     known = constants(config, tile)
     launch(
         latent_unified_kernel,
-        (-(-config.num_heads // known["GROUP"]), T // known["BQ"] + R + 1),
+        (-(-config.num_heads // known["GROUP"]), tiles(T, R, known["BQ"])),
         (q_THC, cache, meta.query_start_loc, meta.seq_lens, meta.block_tables),
         (out_THL,),
         (T, R, *q_THC.stride()[:2], *cache.stride()[:2], meta.block_tables.stride(0),
          *out_THL.stride()[:2], scale_of(config)),
-        REQS=power_of_two(R + 1, at_least=256),
+        REQS=lanes(R),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **known,

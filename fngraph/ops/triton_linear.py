@@ -18,6 +18,7 @@ from fngraph.ops.recurrent import StateMeta
 from fngraph.ops.triton_chunks import chunk_kernel, scan_kernel
 from fngraph.ops.triton_launch import launch, power_of_two
 from fngraph.ops.triton_recurrent import recurrent_kernel
+from fngraph.ops.triton_tiles import lanes, tiles
 
 SHORT = 8  # tokens that cost no more one by one than a chunk does
 CHUNK, EXACT_CHUNK = 64, 16  # tokens; float32 goes without tensor cores, in small tiles
@@ -110,13 +111,13 @@ def _run(
     inverse = torch.empty_like(mixing) if delta else mixing
     launch(
         chunk_kernel,
-        (H, T // chunk + R + 1),
+        (H, tiles(T, R, chunk)),
         (q, k, rate, decay, *where),
         (mixing, inverse, out) if delta else (mixing, mixing, out),
         (T, R, H, *of_keys, *of_rates, *of_out, scale),
         VS=widest,
         LEVELS=chunk.bit_length() - 1,
-        REQS=power_of_two(R + 1, at_least=256),
+        REQS=lanes(R),
         **constants,
     )
     launch(

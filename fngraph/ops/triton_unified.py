@@ -1,9 +1,6 @@
 """Triton attention for any mix of prefill and decode: one kernel, whose grid fits every batch.
 
-Tile i of a request holds its tokens i * BQ and on, for all query heads of one kv head. With tiles
-rounded up, request r's tiles begin at `starts[r] // BQ + r` at the earliest; a program finds its
-request by counting the requests that begin no later than itself. The rows past the last request
-count as one more, of length 0. So T // BQ + R + 1 tiles serve any batch of T tokens, R requests.
+A tile holds BQ tokens of one request, for all query heads of one kv head; see `triton_tiles`.
 """
 
 from __future__ import annotations
@@ -19,22 +16,8 @@ from fngraph.core import HostBounds
 from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_keys import Tile, attend_keys, compute_dtype, finish, options
 from fngraph.ops.triton_launch import launch, power_of_two
+from fngraph.ops.triton_tiles import find_with_keys, lanes, tiles
 from fngraph.ops.triton_write import scale_of, write
-
-
-@triton.jit
-def find(starts, lens, tile, T, R, BQ: tl.constexpr, REQS: tl.constexpr):
-    """Request of a tile, the tile's first token, the end of the request's tokens, its length."""
-    i = tl.arange(0, REQS)
-    begins = tl.load(starts + i, mask=i <= R, other=0)
-    r = tl.sum(((i <= R) & (begins // BQ + i <= tile)).to(tl.int32), 0) - 1
-    begin = tl.load(starts + r)
-    end = T
-    length = 0
-    if r < R:
-        end = tl.load(starts + r + 1)
-        length = tl.load(lens + r)
-    return r, begin + (tile - (begin // BQ + r)) * BQ, end, length
 
 
 @triton.jit
@@ -50,7 +33,7 @@ def unified_kernel(
     """One tile of query rows of one kv head, over all the keys that it sees."""
     head = tl.program_id(0).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tokens see most keys: they go first
-    r, first_token, end, length = find(starts, lens, tile, T, R, BQ, REQS)
+    r, first_token, end, length = find_with_keys(starts, lens, tile, T, R, BQ, REQS)
     if first_token < end:
         m = tl.arange(0, ROWS)
         token = first_token + m // GROUP
@@ -141,7 +124,7 @@ def attend(
     by_v, v_step = scale_of(v_scale, q_THD)
     launch(
         unified_kernel,
-        (config.num_kv_heads, T // BQ + R + 1),
+        (config.num_kv_heads, tiles(T, R, BQ)),
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
          q_THD if sinks is None else sinks, by_k, by_v),
         (out_THD,),
@@ -150,7 +133,7 @@ def attend(
         ROWS=tile.rows,
         KEYS=tile.keys,
         BQ=BQ,
-        REQS=power_of_two(R + 1, at_least=256),
+        REQS=lanes(R),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         SINKS=sinks is not None,

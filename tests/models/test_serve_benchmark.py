@@ -34,7 +34,7 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
     written = json.loads((tmp_path / "serve.json").read_text())
     assert written["environment"]["torch"] == torch.__version__
     (found,) = written["figures"]
-    assert found["model"] == "tiny"
+    assert (found["model"], found["attention"]) == ("tiny", "reference")
     ways = ["bare forward", *modes]
     assert [(r["batch"], r["way"]) for r in found["decode"]] == [
         (n, w) for n in (1, 3) for w in ways
@@ -185,9 +185,9 @@ def test_idle_time_is_skipped():
 
 
 def test_tiny_leaves_flags_that_were_given():
-    args = serve.parse(["--tiny", "--requests", "5", "--mixed", "sdpa"])
-    assert (args.requests, args.mixed) == (5, "sdpa")
-    assert (args.models, args.uniform, args.device) == (["tiny"], "reference", "cpu")
+    args = serve.parse(["--tiny", "--requests", "5", "--backend", "sdpa"])
+    assert (args.requests, args.backend) == (5, "sdpa")
+    assert (args.models, args.device) == (["tiny"], "cpu")
 
 
 def test_a_part_that_there_is_not(capsys):

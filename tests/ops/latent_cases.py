@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_attention import Case
 from torch import Tensor
-from triton_cases import POISON, WHERE, build
+from triton_cases import WHERE, build
 
 from fngraph.core import HostBounds
 from fngraph.ops import primitive
 from fngraph.ops.latent_attention import MLAConfig
+from fngraph.testing.cases import NAN, Case
 
 SIZES = tuple[int, int, int]  # heads, rank, rotated
 
@@ -39,7 +39,7 @@ def call(
 
 def run(backend: str, c: Case, rank: int, query_len: int | None = None, **options: Any) -> Tensor:
     """The backend's output, poisoned beforehand; the cache is written."""
-    out = torch.full_like(c.q[..., :rank], POISON)
+    out = torch.full_like(c.q[..., :rank], NAN)
     call(backend, c, out, query_len, **options)
     return out
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
-from triton_cases import POISON, WHERE
+from triton_cases import WHERE
 
 from fngraph.core import HostBounds
 from fngraph.ops import StateMeta, primitive
+from fngraph.testing.cases import NAN
 
 Rows = Sequence[tuple[int, int]]  # (new tokens, tokens before) of each request
 DIMS = {"gated_delta": (1, 2, 16, 24), "ssd": (2, 1, 24, 16), "causal_conv": (12, 4)}
@@ -71,7 +72,7 @@ def build(
     draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     T = sum(n for n, _ in rows) + pad_tokens
     args, ragged, shape = arguments(kind, T, dims or DIMS[kind], draw)
-    state = torch.full((len(rows) + spare, *shape), POISON)
+    state = torch.full((len(rows) + spare, *shape), NAN)
     slots = torch.randperm(len(state), generator=generator)[: len(rows)]
     for slot, (_, past) in zip(slots, rows):
         if past:
@@ -88,7 +89,7 @@ def build(
     low = [x.to(dtype) if x.dim() > 1 else x for x in args]
     args = [x.to(WHERE) for x in low]
     for i in ragged:
-        args[i][T - pad_tokens :] = POISON
+        args[i][T - pad_tokens :] = NAN
     meta = StateMeta(*[x.to(WHERE) for x in meta])
     return Case(kind, args, ragged, state.to(WHERE, state_dtype), meta, rows)
 
@@ -106,7 +107,7 @@ def call(c: Case, out: Tensor, query_len: int | None = None, backend: str = "tri
 
 def run(c: Case, query_len: int | None = None) -> Tensor:
     """What Triton makes of it, over poison."""
-    out = torch.full_like(c.like, POISON)
+    out = torch.full_like(c.like, NAN)
     call(c, out, query_len)
     return out
 
@@ -114,7 +115,7 @@ def run(c: Case, query_len: int | None = None) -> Tensor:
 def exact(c: Case) -> tuple[Tensor, Tensor]:
     """`reference` in float64, from the same numbers: what comes out, and the states."""
     same = dataclasses.replace(c, args=[x.double() for x in c.args], state=c.state.double())
-    out = torch.full_like(same.like, POISON)
+    out = torch.full_like(same.like, NAN)
     call(same, out, backend="reference")
     return out, same.state
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import toys
-from test_attention import case
 from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import TreeError
 from fngraph.ops import AttentionMeta, StateMeta
+from fngraph.testing.cases import case
 
 INT = torch.int32
 T, R, H, K, D = 5, 3, 4, 2, 8  # two requests and a padding one: other numbers than H and K

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,76 +21,8 @@ from fngraph.ops import (
     primitive,
     recurrent,
 )
-
-NAN = float("nan")
-
-
-@dataclasses.dataclass
-class Case:
-    """Arguments of one call. `rows`: (new tokens, tokens in the cache already) a request."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    meta: AttentionMeta
-    rows: Sequence[tuple[int, int]]
-
-    def run(self, **options: Any) -> Tensor:
-        """The op's output; the caches are written."""
-        return attention(
-            self.q, self.k, self.v, (self.k_cache, self.v_cache), self.meta, **options
-        )[0]
-
-
-def case(
-    *rows: tuple[int, int],
-    heads: tuple[int, int, int] = (4, 2, 8),
-    block_size: int = 4,
-    pad_tokens: int = 0,
-    pad_reqs: int = 0,
-    query_len: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: Any = "cpu",
-    seed: int = 0,
-) -> Case:
-    """A batch over a cache that holds each request's past, and NaN wherever nothing was written.
-
-    Args:
-        pad_tokens: tokens past the real ones, all with slot -1.
-        pad_reqs: requests past the real ones, with seq_lens 0.
-        query_len: stride of their offsets, 0 for a mixed batch.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
-    H, K, D = heads
-    B = max(-(-(n + past) // block_size) for n, past in rows) + 1
-    blocks = torch.randperm(len(rows) * B + 3, generator=generator)[: len(rows) * B].view(-1, B)
-    k_cache = torch.full((len(rows) * B + 3, block_size, K, D), NAN, dtype=dtype)
-    v_cache = k_cache.clone()
-    slots: list[int] = []
-    for r, (n, past) in enumerate(rows):
-        where = [
-            int(blocks[r, i // block_size]) * block_size + i % block_size for i in range(n + past)
-        ]
-        k_cache.view(-1, K, D)[where[:past]] = draw(past, K, D)
-        v_cache.view(-1, K, D)[where[:past]] = draw(past, K, D)
-        slots += where[past:]
-    T = len(slots)
-    starts = [0]
-    for n, _ in rows:
-        starts.append(starts[-1] + n)
-    starts += [starts[-1] + query_len * (i + 1) for i in range(pad_reqs)]
-    meta = AttentionMeta(
-        slot_mapping=torch.tensor(slots + [-1] * pad_tokens),
-        seq_lens=torch.tensor([n + past for n, past in rows] + [0] * pad_reqs, dtype=torch.int32),
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        block_tables=torch.cat([blocks, torch.zeros(pad_reqs, B, dtype=torch.int64)]).int(),
-    )
-    q, k, v = (draw(T + pad_tokens, n, D) for n in (H, K, K))
-    tensors = [x.to(device) for x in (q, k, v, k_cache, v_cache)]
-    return Case(*tensors, AttentionMeta(*[x.to(device) for x in meta]), rows)
+from fngraph.testing.cases import BATCHES, NAN, Case, case
+from fngraph.testing.differences import bits
 
 
 def naive(
@@ -136,28 +67,10 @@ def check(c: Case, **options: Any) -> None:
         assert bits(cache).equal(bits(old))
 
 
-def bits(x: Tensor) -> Tensor:
-    """The bytes: NaN equals NaN, and 0 is not -0."""
-    return x.contiguous().view(torch.uint8)
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request: pytest.FixtureRequest) -> str:
     """The device."""
     return request.param
-
-
-BATCHES = {
-    "one token": [(1, 0)],
-    "prefill": [(7, 0)],
-    "prefill of whole blocks": [(8, 0)],
-    "ragged prefill": [(5, 0), (1, 0), (9, 0), (4, 0)],
-    "decode": [(1, 6), (1, 3), (1, 12)],
-    "decode over a block's edge": [(1, 3), (1, 4), (1, 7), (1, 8)],
-    "chunked prefill": [(3, 5), (4, 4), (2, 11)],
-    "mixed": [(1, 9), (6, 0), (1, 2), (3, 8)],
-    "verify, three tokens each": [(3, 6), (3, 1), (3, 13)],
-}
 
 
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)

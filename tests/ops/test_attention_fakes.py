@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import toys
-from test_attention import BATCHES, bits, case
-from test_attention_backends import NAN, arguments, worst_row
 from torch import Tensor
 
 import fngraph as fg
@@ -24,6 +22,8 @@ from fngraph.ops import (
     attention_varlen,
     reference,
 )
+from fngraph.testing.cases import BATCHES, arguments, call, case
+from fngraph.testing.differences import difference
 
 
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor], starts: list[int], scale: float,
@@ -105,13 +105,9 @@ def test_what_it_is_called_with_is_what_attention_means(backend, batch, options,
         batch = [(n + past, 0) for n, past in batch]
     padding: dict[str, Any] = {"pad_reqs": 2, "pad_tokens": 4, "query_len": query_len}
     a, b = (case(*batch, heads=(4, 2, 8), block_size=4, **padding) for _ in "ab")
-    args = arguments(a, torch.full_like(a.q, NAN), **options)
     host = fg.HostBounds(max_query_len=max(2, *(n for n, _ in batch)))
-    ATTENTION.call(backend, args, ATTENTION.configure(*args), host)
-    wanted = arguments(b, torch.full_like(b.q, NAN), **options)
-    ATTENTION.call(ATTENTION.backend("reference"), wanted, ATTENTION.configure(*wanted), host)
-    assert worst_row(args[9], wanted[9]) < 1e-5
-    assert bits(a.k_cache).equal(bits(b.k_cache)) and bits(a.v_cache).equal(bits(b.v_cache))
+    got, want = call(backend, a, host, **options), call("reference", b, host, **options)
+    assert not difference(got, want, a, b)
 
 
 @pytest.mark.parametrize(

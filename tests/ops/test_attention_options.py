@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import BATCHES, Case, bits, case
 from torch import Tensor
 
 import fngraph as fg
 from fngraph.ops import attention
+from fngraph.testing.cases import BATCHES, Case, case
+from fngraph.testing.differences import bits
 
 FP8 = torch.float8_e4m3fn
 

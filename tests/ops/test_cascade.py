@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import toys
-from test_attention import Case, bits, case, naive
+from test_attention import naive
 
 import fngraph as fg
 from fngraph.ops.cascade_attention import merge
+from fngraph.testing.cases import Case, case
+from fngraph.testing.differences import bits
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import BATCHES, Case, bits, case
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.testing.cases import BATCHES, Case, case
+from fngraph.testing.differences import bits
 
 NAN = float("nan")
 H, L, D, P = 4, 6, 2, 5  # heads, latent, rotated, head dim of keys and values before absorption

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import bits
 from torch import Tensor
 
 import fngraph as fg
 from fngraph.ops import StateMeta
+from fngraph.testing.differences import bits
 
 NAN = float("nan")
 SLOTS = 7

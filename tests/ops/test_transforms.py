@@ -9,13 +9,14 @@ import pytest
 import test_attention
 import torch
 import toys
-from test_attention import Case, case, naive
+from test_attention import naive
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from fngraph.errors import FnGraphError, TransformError
 from fngraph.ops import AttentionMeta, attention
+from fngraph.testing.cases import Case, case
 
 MIXED = ((1, 9), (6, 0), (1, 2), (3, 8))
 ARGNUMS = (0, 1, 2)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import BATCHES, NAN, bits
-from triton_cases import LIMIT, WHERE, build, dense, padded, part, reference, run, wide, worst
+from triton_cases import WHERE, build, dense, padded, part, reference, run, wide
 
 from fngraph.errors import BackendError
+from fngraph.testing.cases import BATCHES, NAN
+from fngraph.testing.differences import TOLERANCE, bits, worst_row
 
 pytestmark = [pytest.mark.gpu] if WHERE == "cuda" else []
 GPU = WHERE == "cuda"
@@ -48,7 +49,7 @@ def test_any_mix_of_requests(backend, rows, dtype):
     c = build(*rows, dtype=dtype, pad_tokens=3, pad_reqs=2)
     want = reference(c)
     got = run(backend, c)
-    assert got[-3:].eq(0).all() and worst(got, want) < LIMIT[dtype]
+    assert got[-3:].eq(0).all() and worst_row(got, want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,7 +61,7 @@ def test_uniform_batches_padded_with_requests_of_no_length(backend, query_len, d
     )
     want = reference(c)
     got = run(backend, c, query_len)
-    assert got[-2 * query_len :].eq(0).all() and worst(got, want) < LIMIT[dtype]
+    assert got[-2 * query_len :].eq(0).all() and worst_row(got, want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -69,7 +70,7 @@ def test_head_dims_and_groups(heads, dtype):
     for rows, query_len in (([(3, 5), (1, 40), (9, 0)], None), ([(2, 5), (2, 140)], 2)):
         c = build(*rows, heads=heads, dtype=dtype, block_size=16)
         want = reference(c)
-        assert worst(run("triton_decode", c, query_len), want) < LIMIT[dtype]
+        assert worst_row(run("triton_decode", c, query_len), want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("block_size", BLOCKS)
@@ -78,7 +79,7 @@ def test_block_sizes(block_size, query_len):
     rows = [(1, 5), (1, 150)] if query_len else [(3, 5), (1, 40), (9, 30)]
     c = build(*rows, block_size=block_size, heads=(4, 2, 16))
     want = reference(c)
-    assert worst(run("triton_decode", c, query_len), want) < 1e-5
+    assert worst_row(run("triton_decode", c, query_len), want) < 1e-5
 
 
 @pytest.mark.parametrize("options", [
@@ -90,7 +91,7 @@ def test_windows_softcaps_and_scales(options, query_len):
     rows = [(2, 5), (2, 0), (2, 158)] if query_len else [(3, 5), (1, 70), (20, 3)]
     c = build(*rows, heads=(4, 2, 16))
     want = reference(c, **options)
-    assert worst(run("triton_decode", c, query_len, **options), want) < 1e-5
+    assert worst_row(run("triton_decode", c, query_len, **options), want) < 1e-5
 
 
 @pytest.mark.parametrize("query_len", [None, 1])
@@ -100,7 +101,7 @@ def test_a_cache_in_fp8(query_len, dtype):
     c.k_cache, c.v_cache = c.k_cache.to(FP8), c.v_cache.to(FP8)
     want_caches = [x.clone() for x in (c.k_cache, c.v_cache)]
     got = run("triton_decode", c, query_len)
-    assert worst(got, dense(c)) < LIMIT[dtype]
+    assert worst_row(got, dense(c)) < TOLERANCE[dtype]
     for cache, old, new in zip((c.k_cache, c.v_cache), want_caches, (c.k, c.v)):
         rows = old.view(torch.uint8).view(-1, *new.shape[1:])
         rows[c.meta.slot_mapping] = new.float().to(FP8).view(torch.uint8)
@@ -127,7 +128,7 @@ def test_sinks_cache_scales_and_bidirectional_attention(what, window, query_len)
     got = run("triton_decode", c, query_len, **options)
     real = got[:, :3]  # head 3's sink takes nearly all: nothing comes of it
     want = dense(c, **options)
-    assert worst(real, want[:, :3]) < 1e-5
+    assert worst_row(real, want[:, :3]) < 1e-5
     assert got[-2:].eq(0).all() and (got[:, 3] - want[:, 3]).abs().max() < 1e-5
 
 
@@ -138,7 +139,7 @@ def test_an_fp8_cache_with_scales_holds_what_is_left_after_dividing(scale):
     by = torch.tensor([scale, 2 * scale], device=WHERE)
     before = [x.clone() for x in (c.k_cache, c.v_cache)]
     got = run("triton", c, k_scale=by, v_scale=by)
-    assert worst(got, dense(c, k_scale=by, v_scale=by)) < 1e-5
+    assert worst_row(got, dense(c, k_scale=by, v_scale=by)) < 1e-5
     for cache, old, new in zip((c.k_cache, c.v_cache), before, (c.k, c.v)):
         rows = old.view(torch.uint8).view(-1, *new.shape[1:])
         rows[c.meta.slot_mapping] = (new / by[:, None]).clamp(-448, 448).to(FP8).view(torch.uint8)
@@ -167,8 +168,8 @@ def test_strided_inputs_caches_and_outputs():
     both = torch.stack([c.k_cache, c.k_cache], 1)
     c.k_cache = both[:, 0]
     assert not c.k_cache.is_contiguous()
-    assert worst(run("triton", c), want) < 1e-5
-    assert worst(run("triton_decode", c, 1), want) < 1e-5  # 1 is wrong, and T tells
+    assert worst_row(run("triton", c), want) < 1e-5
+    assert worst_row(run("triton_decode", c, 1), want) < 1e-5  # 1 is wrong, and T tells
 
 
 @pytest.mark.parametrize(("rows", "query_len"), [(BATCHES["mixed"], None), (UNIFORM[3], 3)])
@@ -191,7 +192,7 @@ def test_what_is_outside_of_the_window_may_be_anything():
             for i in range(past - 2):
                 block = int(c.meta.block_tables[r, i // 4])
                 c.k_cache[block, i % 4], c.v_cache[block, i % 4] = NAN, float("inf")
-        assert worst(run("triton_decode", c, query_len, window=3), want) < 1e-5
+        assert worst_row(run("triton_decode", c, query_len, window=3), want) < 1e-5
 
 
 def test_an_offset_that_is_not_uniform_after_all_is_served_right():
@@ -199,7 +200,7 @@ def test_an_offset_that_is_not_uniform_after_all_is_served_right():
     c = build((1, 5), (3, 8), (2, 200), pad_tokens=3)
     want = reference(c)
     got = run("triton_decode", c, 3)
-    assert got[-3:].eq(0).all() and worst(got, want) < 1e-5
+    assert got[-3:].eq(0).all() and worst_row(got, want) < 1e-5
 
 
 def test_a_batch_of_nothing_but_padding():

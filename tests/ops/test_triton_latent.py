@@ -8,8 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 from latent_cases import latent, reference, run
-from test_attention import BATCHES, NAN, bits
-from triton_cases import LIMIT, WHERE, padded, part, wide, worst
+from triton_cases import WHERE, padded, part, wide
+
+from fngraph.testing.cases import BATCHES, NAN
+from fngraph.testing.differences import TOLERANCE, bits, worst_row
 
 GPU = WHERE == "cuda"
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -43,7 +45,7 @@ def test_any_mix_of_requests(backend, rows, dtype):
     c = latent(*rows, sizes=SMALL, dtype=dtype, pad_tokens=3, pad_reqs=2)
     want = reference(c, L)
     got = run(backend, c, L)
-    assert got[-3:].eq(0).all() and worst(got, want) < LIMIT[dtype]
+    assert got[-3:].eq(0).all() and worst_row(got, want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,7 +56,7 @@ def test_uniform_batches_padded_with_requests_of_no_length(backend, query_len, d
     c = latent(*UNIFORM[query_len], sizes=SMALL, dtype=dtype, **pads)
     want = reference(c, L)
     got = run(backend, c, L, query_len)
-    assert got[-2 * query_len :].eq(0).all() and worst(got, want) < LIMIT[dtype]
+    assert got[-2 * query_len :].eq(0).all() and worst_row(got, want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -63,7 +65,7 @@ def test_heads_ranks_and_rotated_parts(sizes, dtype):
     for rows, query_len in (([(3, 5), (1, 40), (9, 0)], None), ([(2, 5), (2, 140)], 2)):
         c = latent(*rows, sizes=sizes, dtype=dtype, block_size=16)
         want = reference(c, sizes[1])
-        assert worst(run("triton_decode", c, sizes[1], query_len), want) < LIMIT[dtype]
+        assert worst_row(run("triton_decode", c, sizes[1], query_len), want) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
@@ -75,8 +77,8 @@ def test_a_batch_of_32_with_8k_of_context(query_len, cache):
     c = latent(*rows, sizes=SMALL, dtype=torch.bfloat16, block_size=64)
     c.k_cache = c.k_cache.to(cache or torch.bfloat16)
     want = reference(c, L)
-    assert worst(run("triton_decode", c, L, query_len), want) < 1e-2
-    assert worst(run("triton", c, L), want) < 1e-2
+    assert worst_row(run("triton_decode", c, L, query_len), want) < 1e-2
+    assert worst_row(run("triton", c, L), want) < 1e-2
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 32, 256] if GPU else [1, 3, 16])
@@ -85,14 +87,14 @@ def test_block_sizes(block_size, query_len):
     rows = [(1, 5), (1, 150)] if query_len else [(3, 5), (1, 40), (9, 30)]
     c = latent(*rows, sizes=SMALL, block_size=block_size)
     want = reference(c, L)
-    assert worst(run("triton_decode", c, L, query_len), want) < 1e-5
+    assert worst_row(run("triton_decode", c, L, query_len), want) < 1e-5
 
 
 def test_the_scale_is_the_callers():
     c = latent((1, 5), (1, 30), sizes=SMALL)
     want = reference(c, L, scale=0.01)
-    assert worst(run("triton", c, L, scale=0.01), want) < 1e-5
-    assert worst(run("triton_decode", c, L, 1, scale=0.01), want) < 1e-5
+    assert worst_row(run("triton", c, L, scale=0.01), want) < 1e-5
+    assert worst_row(run("triton_decode", c, L, 1, scale=0.01), want) < 1e-5
 
 
 @pytest.mark.parametrize("query_len", [None, 1])
@@ -104,7 +106,7 @@ def test_a_cache_in_fp8(query_len, dtype):
     c.k_cache = c.k_cache.to(FP8)
     old = c.k_cache.clone()
     want = reference(c, L)
-    assert worst(run("triton_decode", c, L, query_len), want) < LIMIT[dtype]
+    assert worst_row(run("triton_decode", c, L, query_len), want) < TOLERANCE[dtype]
     rows = old.view(torch.uint8).view(-1, *c.k.shape[1:])
     rows[c.meta.slot_mapping] = c.k.float().clamp(-448, 448).to(FP8).view(torch.uint8)
     assert bits(c.k_cache).equal(bits(old))
@@ -116,11 +118,11 @@ def test_a_cache_in_another_dtype_than_queries(query_len):
     c = latent(*rows, sizes=SMALL)
     c.k_cache = c.k_cache.bfloat16()
     want = reference(c, L)
-    assert worst(run("triton_decode", c, L, query_len), want) < 1e-5
+    assert worst_row(run("triton_decode", c, L, query_len), want) < 1e-5
     c = latent(*rows, sizes=SMALL, dtype=torch.bfloat16)
     c.k_cache = c.k_cache.float()
     want = reference(c, L)
-    assert worst(run("triton_decode", c, L, query_len), want) < 1e-2
+    assert worst_row(run("triton_decode", c, L, query_len), want) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,8 +145,8 @@ def test_strided_inputs_caches_and_outputs():
     c.q, c.k = torch.cat([c.q, c.k], 1).split([SMALL[0], 1], 1)
     c.k_cache = torch.cat([c.k_cache, c.k_cache], -1)[..., : c.q.shape[-1]]
     assert not c.k_cache.is_contiguous()
-    assert worst(run("triton", c, L), want) < 1e-5
-    assert worst(run("triton_decode", c, L, 1), want) < 1e-5  # 1 is wrong, and T tells
+    assert worst_row(run("triton", c, L), want) < 1e-5
+    assert worst_row(run("triton_decode", c, L, 1), want) < 1e-5  # 1 is wrong, and T tells
 
 
 @pytest.mark.parametrize(("rows", "query_len"), [(BATCHES["mixed"], None), (UNIFORM[3], 3)])
@@ -163,14 +165,14 @@ def test_an_offset_that_is_not_uniform_after_all_is_served_right():
     c = latent((1, 5), (3, 8), (2, 200), sizes=SMALL, pad_tokens=3)
     want = reference(c, L)
     got = run("triton_decode", c, L, 3)
-    assert got[-3:].eq(0).all() and worst(got, want) < 1e-5
+    assert got[-3:].eq(0).all() and worst_row(got, want) < 1e-5
 
 
 def test_long_queries_are_not_split():
     c = latent((20, 240), (20, 0), sizes=SMALL)
     want = reference(c, L)
     got = run("triton_decode", c, L, 20)
-    assert worst(got, want) < 1e-5 and bits(got).equal(bits(run("triton", c, L)))
+    assert worst_row(got, want) < 1e-5 and bits(got).equal(bits(run("triton", c, L)))
 
 
 def test_a_batch_of_nothing_but_padding():

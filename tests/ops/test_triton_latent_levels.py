@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import test_other_primitives as others
 import torch
 import toys
-from latent_cases import call, latent, reference, run
-from test_attention import bits
-from test_triton_levels import DEVICE, GPU, RECORDER, B, R, draw, worst_case
-from triton_cases import LIMIT, WHERE, wide, worst
+from latent_cases import call, reference, run
+from test_triton_levels import DEVICE, GPU, LONGEST, RECORDER, B, R, T
+from triton_cases import WHERE
 
 import fngraph as fg
 from fngraph.graphs.recorder import make_recorder
+from fngraph.testing.differences import TOLERANCE, bits, worst_row
+from fngraph.testing.levels import batches, key_of, padding, replays
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 SIZES = [((4, 16, 8), torch.float32)]
@@ -37,34 +36,16 @@ def test_one_capture_of_the_worst_case_serves_the_class_bit_for_bit(
     backend, query_len, sizes, dtype
 ):
     H, L, D = sizes
-    static = worst_case((H, 1, L + D), query_len)
-    static.q, static.k, static.k_cache = (x.to(dtype) for x in (static.q, static.k, static.k_cache))
-    out = torch.zeros_like(static.q[..., :L])
-    recorder: Any = make_recorder(RECORDER, DEVICE)
-
-    def step() -> None:
-        call(backend, static, out, query_len or len(static.q))
-
-    step()
-    recorder.warm_up(step)
-    recording, _ = recorder.record(step)
-    for seed in range(40 if GPU else 3):
-        rows = draw(seed, query_len)
-        pads = {"pad_reqs": R - len(rows), "query_len": query_len or 0}
-        pads["pad_tokens"] = len(static.q) - sum(n for n, _ in rows)
-        c = latent(*rows, sizes=sizes, dtype=dtype, seed=seed, **pads)
-        want = reference(c, L)
-        c.meta = c.meta._replace(block_tables=wide(c.meta.block_tables, B))
-        N = len(c.k_cache)
-        for into, x in zip((static.q, static.k, *static.meta), (c.q, c.k, *c.meta)):
-            into.copy_(x)
-        static.k_cache[:N] = c.k_cache
-        out.fill_(float("nan"))
-        recording.replay()
-        assert worst(out, want) < LIMIT[dtype]
-        eager = run(backend, c, L, query_len)
-        assert bits(out).equal(bits(eager))
-        assert bits(static.k_cache[:N]).equal(bits(c.k_cache))
+    key = key_of(R, query_len, T)
+    made = {"heads": (H, 1, L + D), "dtype": dtype, "B": B, "device": WHERE}
+    static = padding(key, **made)
+    out = torch.empty_like(static.q[..., :L])
+    run_static = lambda: call(backend, static, out, query_len or T)  # noqa: E731
+    given = batches(key, range(40 if GPU else 3), LONGEST, **made)
+    for c in replays(run_static, static, out, given, make_recorder(RECORDER, DEVICE)):
+        assert worst_row(out, reference(c, L)) < TOLERANCE[dtype]
+        assert bits(out).equal(bits(run(backend, c, L, query_len)))
+        assert bits(static.k_cache).equal(bits(c.k_cache))
 
 
 @pytest.mark.parametrize("backend", ["triton", "triton_decode"])

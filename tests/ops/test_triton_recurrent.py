@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from recurrent_cases import KINDS, Case, build, exact, off, run
-from test_attention import bits
 from test_recurrent import BATCHES
 from torch.nn.functional import normalize
-from triton_cases import LIMIT, POISON, WHERE
+from triton_cases import WHERE
 
 from fngraph.ops import StateMeta
+from fngraph.testing.cases import NAN
+from fngraph.testing.differences import TOLERANCE, bits
 
 GPU = WHERE == "cuda"
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -56,7 +57,7 @@ def check(c: Case, limit: float, query_len: int | None = None) -> None:
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:2])
 def test_any_mix_of_requests(kind, rows, dtype):
-    check(build(kind, *rows, dtype=dtype, pad_tokens=19, pad_reqs=2), LIMIT[dtype])
+    check(build(kind, *rows, dtype=dtype, pad_tokens=19, pad_reqs=2), TOLERANCE[dtype])
 
 
 @kinds
@@ -65,14 +66,14 @@ def test_any_mix_of_requests(kind, rows, dtype):
 def test_uniform_batches_padded_with_requests_of_no_length(kind, query_len, dtype):
     rows = [(query_len, 4), (query_len, 0), (query_len, 2)]
     pads = {"pad_tokens": 2 * query_len, "pad_reqs": 2, "query_len": query_len}
-    check(build(kind, *rows, dtype=dtype, **pads), LIMIT[dtype], query_len)
+    check(build(kind, *rows, dtype=dtype, **pads), TOLERANCE[dtype], query_len)
 
 
 @pytest.mark.parametrize(("kind", "dims"), [(kind, dims) for kind in KINDS for dims in DIMS[kind]])
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:1])
 def test_dims_and_groups(kind, dims, dtype):
     for query_len, rows in ((None, [(3, 5), (1, 40), (35, 0)]), (2, [(2, 5), (2, 0)])):
-        check(build(kind, *rows, dims=dims, dtype=dtype), LIMIT[dtype], query_len)
+        check(build(kind, *rows, dims=dims, dtype=dtype), TOLERANCE[dtype], query_len)
 
 
 MODELS = {"gated_delta": (16, 32, 128, 128), "ssd": (64, 1, 64, 128), "causal_conv": (8192, 4)}
@@ -84,7 +85,7 @@ MODELS = {"gated_delta": (16, 32, 128, 128), "ssd": (64, 1, 64, 128), "causal_co
 @pytest.mark.parametrize("rows", [[(4096, 0)], [(1, 9), (2500, 700), (1, 0), (64, 0), (700, 3)]])
 def test_shapes_of_models_at_length(kind, dtype, rows):
     """Qwen3-Next's and Mamba-2's."""
-    check(build(kind, *rows, dims=MODELS[kind], dtype=dtype, pad_tokens=70), LIMIT[dtype])
+    check(build(kind, *rows, dims=MODELS[kind], dtype=dtype, pad_tokens=70), TOLERANCE[dtype])
 
 
 @kinds
@@ -129,8 +130,8 @@ def test_strided_inputs_and_states(kind):
     c = build(kind, (3, 5), (1, 7), (40, 0))
     for i in c.ragged:
         x = c.args[i]
-        c.args[i] = torch.cat([torch.full_like(x, POISON), x], 1)[:, x.shape[1] :]
-    c.state = torch.stack([torch.full_like(c.state, POISON), c.state], 1)[:, 1]
+        c.args[i] = torch.cat([torch.full_like(x, NAN), x], 1)[:, x.shape[1] :]
+    c.state = torch.stack([torch.full_like(c.state, NAN), c.state], 1)[:, 1]
     assert not c.state.is_contiguous() and not c.args[0].is_contiguous()
     check(c, 1e-5)
 
@@ -147,7 +148,7 @@ def test_decays_from_none_to_all(kind, dtype):
         else:
             c.args[2][0] = 0
             c.args[2][1] = -1000
-        check(c, LIMIT[dtype])
+        check(c, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.1])

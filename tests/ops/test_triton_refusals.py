@@ -6,7 +6,6 @@ import importlib.util
 
 import pytest
 import torch
-from test_attention import case
 
 from fngraph.errors import BackendError
 from fngraph.ops import AttentionConfig, primitive, triton_backends
@@ -15,6 +14,7 @@ from fngraph.ops.delta_rule import GatedDeltaConfig
 from fngraph.ops.latent_attention import MLAConfig
 from fngraph.ops.state_space import SSDConfig
 from fngraph.ops.triton_launch import missing
+from fngraph.testing.cases import case
 
 CONFIG = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.125)
 LATENT = MLAConfig(16, 512, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.1)

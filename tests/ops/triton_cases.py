@@ -1,47 +1,25 @@
-"""What the tests of Triton's kernels share: calls of a backend, and how far a result is off."""
+"""What the tests of Triton's kernels share: calls of a backend, and batches as a key has them."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from test_attention import Case, case
 from torch import Tensor
 
 from fngraph.core import HostBounds
-from fngraph.ops import AttentionConfig, AttentionMeta, primitive
+from fngraph.ops import ATTENTION, AttentionMeta
 from fngraph.ops.triton_launch import interpreted
+from fngraph.testing.cases import NAN, Case, arguments, call, case
 
 WHERE = "cpu" if interpreted() else "cuda"
-LIMIT = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
-TENSORS = ("sinks", "k_scale", "v_scale")
-POISON = float("nan")
 
 
 def run(backend: str, c: Case, query_len: int | None = None, **options: Any) -> Tensor:
     """The backend's output, poisoned beforehand; the caches are written."""
-    out = torch.full_like(c.q, POISON)
-    call(backend, c, out, query_len, **options)
-    return out
-
-
-def call(backend: str, c: Case, out: Tensor, query_len: int | None = None, **options: Any) -> None:
-    """One run into `out`, as a graph's node or an eager step would call it."""
-    tensors = {name: options.pop(name) for name in TENSORS if name in options}
-    config = AttentionConfig(
-        *c.q.shape[1:2], *c.k.shape[1:], c.k_cache.shape[1], c.q.dtype, c.k_cache.dtype, WHERE,
-        options.pop("scale", c.q.shape[-1] ** -0.5), options.pop("window", None),
-        options.pop("softcap", None),
-    )  # fmt: skip
-    extra = {"causal": True, "sinks": "sinks" in tensors, "scaled": "k_scale" in tensors} | options
-    chosen = primitive("attention").backend(backend)
-    assert chosen.supports(config) is None, chosen.supports(config)
-    chosen.run(
-        c.q, c.k, c.v, (c.k_cache, c.v_cache), c.meta, out, **tensors,
-        config=SimpleNamespace(**config._asdict() | extra),
-        host=HostBounds(max_query_len=query_len),
-    )  # fmt: skip
+    config = ATTENTION.configure(*arguments(c, c.q, **options))
+    assert ATTENTION.backend(backend).refusal(config) is None
+    return call(backend, c, HostBounds(max_query_len=query_len), **options)
 
 
 def reference(c: Case, **options: Any) -> Tensor:
@@ -88,15 +66,6 @@ def dense(
     return out
 
 
-def worst(got: Tensor, want: Tensor) -> float:
-    """The largest error of a (token, head) row, by the row's own norm; both may be zero."""
-    assert got.isfinite().all()
-    got, want = got.double(), want.double()
-    error, norm = (got - want).norm(dim=-1), want.norm(dim=-1)
-    assert error[norm == 0].eq(0).all()
-    return float((error / norm.clamp(min=1e-30)).max())
-
-
 def part(c: Case, r: int, B: int) -> Case:
     """Request `r` alone, over caches of its own, with a block table of `B` columns."""
     first, last = c.meta.query_start_loc[r : r + 2].tolist()
@@ -122,7 +91,7 @@ def padded(c: Case, reqs: int, query_len: int | None) -> Case:
         torch.cat([starts, starts[-1] + ends]),
         pad(tables, (0, 0, 0, reqs)),
     )
-    q, k, v = (torch.cat([x, x.new_full((tokens, *x.shape[1:]), POISON)]) for x in (c.q, c.k, c.v))
+    q, k, v = (torch.cat([x, x.new_full((tokens, *x.shape[1:]), NAN)]) for x in (c.q, c.k, c.v))
     return Case(q, k, v, c.k_cache.clone(), c.v_cache.clone(), meta, c.rows)
 
 

@@ -1,0 +1,230 @@
+"""`fg.testing.check_backend`: right backends pass, wrong ones fail with what is wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fngraph as fg
+from fngraph.ops import ATTENTION, Backend, Plan, reference
+
+ALL = ("bidirectional", "sinks", "cache scales", "fp8 cache")
+check = fg.testing.check_backend
+
+
+@pytest.fixture
+def add(monkeypatch):
+    """Registers "mine"."""
+
+    def add(run: Any, level: fg.Support = fg.Support.ALWAYS, **more: Any) -> None:
+        monkeypatch.setitem(
+            ATTENTION.backends, "mine", Backend("mine", run, lambda config: level, **more)
+        )
+
+    return add
+
+
+def test_a_right_backend_passes(add):
+    add(reference.run, options=ALL)
+    checked = check("mine")
+    assert checked.calls > 200 and checked.replays > 100 and not checked.refused
+    assert repr(checked).startswith(f"'mine' on cpu: {checked.calls} calls and {checked.replays}")
+
+
+def test_what_is_refused_is_counted(add):
+    add(reference.run, supports=lambda c: None if c.window is None else "no window")
+    refused = check("mine", query_len=1).refused
+    assert list(refused) == ["no window", "it has no bidirectional", "it has no sinks",
+                             "it has no cache scales and no fp8 cache"]  # fmt: skip
+    assert "no window" in repr(check("mine", query_len=1))
+
+
+@pytest.mark.parametrize("level", fg.Support)
+@pytest.mark.parametrize("query_len", [None, 3])
+def test_only_what_the_level_and_the_query_length_allow_is_run(add, level, query_len):
+    keys, lens = set(), set()
+
+    def run(*args: Any, host: Any, **options: Any) -> None:
+        if host is not None and host.key is not None:
+            keys.add(host.key.query_len)
+        else:
+            lens.update(args[4].query_start_loc.diff().tolist())
+        reference.run(*args, host=host, **options)
+
+    add(run, level)
+    check("mine", query_len=query_len)
+    served = {0: set(), 1: {1}, 2: {1, 3}, 3: {1, 3, None}}[int(level)]
+    assert keys == (served if query_len is None else served & {3})
+    assert lens == {3} if query_len else lens > {0, 1, 3, 9}
+
+
+# --- wrong ones -----------------------------------------------------------------------------------
+
+
+def one_behind(q, k, v, kv, meta, out, *, config, host):
+    """Positions are one too low."""
+    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+    behind = meta._replace(seq_lens=meta.seq_lens - 1)
+    reference.attend_to(q, kv, behind, out, config)
+
+
+def into_slot_minus_one(q, k, v, kv, meta, out, *, config, host):
+    """-1 is the last row to torch."""
+    for cache, new in zip(kv, (k, v)):
+        cache.view(-1, *cache.shape[2:])[meta.slot_mapping] = new
+    reference.attend_to(q, kv, meta, out, config)
+
+
+def without_window(*args, config, host):
+    reference.run(*args, config=config._replace(window=None), host=host)
+
+
+def without_softcap(*args, config, host):
+    reference.run(*args, config=config._replace(softcap=None), host=host)
+
+
+def values_as_keys(q, k, v, kv, meta, out, *, config, host):
+    reference.run(q, v, v, kv, meta, out, config=config, host=host)
+
+
+def heads_in_turn(q, k, v, kv, meta, out, *, config, host):
+    """Head h reads kv head h % K."""
+    turned = q.unflatten(1, (-1, config.num_kv_heads)).transpose(1, 2).flatten(1, 2)
+    reference.run(turned, k, v, kv, meta, out, config=config, host=host)
+    out.copy_(out.unflatten(1, (config.num_kv_heads, -1)).transpose(1, 2).flatten(1, 2))
+
+
+def true_rows_alone(q, k, v, kv, meta, out, *, config, host):
+    """What is no request's is left as it was."""
+    new = torch.empty_like(out)
+    reference.run(q, k, v, kv, meta, new, config=config, host=host)
+    real = torch.arange(len(q)) < meta.query_start_loc[-1]
+    out.copy_(torch.where(real[:, None, None], new, out))
+
+
+def the_last_request_goes_on(q, k, v, kv, meta, out, *, config, host):
+    """What is no request's is attended for as well."""
+    starts = torch.cat([meta.query_start_loc[:-1], meta.query_start_loc.new_tensor([len(q)])])
+    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+    new = torch.empty_like(out)
+    reference.attend_to(q, kv, meta._replace(query_start_loc=starts), new, config)
+    real = torch.arange(len(q)) < meta.query_start_loc[-1]
+    out.copy_(torch.where(real[:, None, None], out, new + 1))
+
+
+def unseen_times_zero(q, k, v, kv, meta, out, *, config, host):
+    """0 * NaN, of slots that hold nothing."""
+    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+    out += 0 * kv[1][meta.block_tables.long()].sum()
+
+
+def scaled_in_place(q, *args, config, host):
+    q *= 2.0
+    reference.run(q, *args, config=config._replace(scale=config.scale / 2), host=host)
+
+
+def as_if_uniform(q, k, v, kv, meta, out, *, config, host):
+    """Right in eager calls; a graph has T // R tokens a request baked in."""
+    if host is not None and host.key is not None:
+        R = len(meta.seq_lens)
+        starts = torch.arange(R + 1, dtype=torch.int32) * (len(q) // R)
+        meta = meta._replace(query_start_loc=starts)
+    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+
+
+def as_long_as_the_query(q, k, v, kv, meta, out, *, config, host):
+    """Right in eager calls; a graph has the key's query length baked in as the longest context."""
+    if host is not None and host.key is not None:
+        blocks = -(-host.max_query_len // config.block_size)
+        meta = meta._replace(block_tables=meta.block_tables[:, :blocks])
+    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+
+
+def waiting(q, k, v, kv, meta, out, *, config, host):
+    """It waits for a number from the device."""
+    longest = int(meta.seq_lens.max())
+    blocks = meta.block_tables[:, : max(1, -(-longest // config.block_size))]
+    short = meta._replace(block_tables=blocks)
+    reference.run(q, k, v, kv, short, out, config=config, host=host)
+
+
+CALLED, CAPTURED = "differs from 'reference', called with", "differs from 'reference', captured as"
+ROW = r"worst row out\[\d+, \d+\] \(token, head\), error "
+WRONG = {
+    one_behind: [CALLED, r"of \(new, cached\) tokens \(1, 0\); heads=", f"{ROW}1 of its norm",
+                 "tolerance 1e-05$"],
+    into_slot_minus_one: [CALLED, "pad_reqs=2, pad_tokens=3", r"k_cache: slot \d+ is written to, ",
+                          r"slot_mapping does not name it \(-1"],
+    without_window: [CALLED, "window=1\n", ROW],
+    without_softcap: [CALLED, "softcap=0.8\n", ROW],
+    values_as_keys: [CALLED, r"k_cache: slot \d+ does not hold token 0, which belongs there"],
+    heads_in_turn: [CALLED, r"heads=\(4, 2, 64\), torch.float32, blocks of 4\n", ROW],
+    true_rows_alone: [CALLED, "pad_tokens=3", f"{ROW}inf", "NaN, so it is not written"],
+    the_last_request_goes_on: [CALLED, "pad_tokens=3", f"{ROW}inf", "belongs to no request"],
+    unseen_times_zero: [CALLED, f"{ROW}inf", "made of cache slots that hold nothing"],
+    scaled_in_place: [CALLED, "q is written to, and it is only there to be read"],
+    as_if_uniform: [CAPTURED, r" ALWAYS for BatchDescriptor\(12, 4\)", "replayed on", ROW],
+    as_long_as_the_query: [CAPTURED, "replayed on requests", ROW],
+    waiting: ["cannot be captured as ALWAYS", r"test_conformance.py:\d+",
+              "support=lambda config: fg.Support.UNIFORM_BATCH"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", WRONG, ids=lambda run: run.__name__)
+def test_a_wrong_backend_is_told_what_is_wrong(add, run):
+    add(run)
+    with pytest.raises(AssertionError) as raised:
+        check("mine")
+    said = str(raised.value)
+    assert "backend 'mine' " in said
+    for words in WRONG[run]:
+        assert re.search(words, said), f"{words!r} is not in:\n{said}"
+
+
+def test_what_it_raises_is_told_with_the_case(add):
+    def run(*args: Any, **options: Any) -> None:
+        raise ZeroDivisionError("mine")
+
+    add(run)
+    with pytest.raises(ZeroDivisionError) as raised:
+        check("mine")
+    (note,) = raised.value.__notes__
+    assert note.startswith("backend 'mine', called with requests of (new, cached) tokens (1, 0); ")
+
+
+def test_what_runs_nothing_is_no_pass(add):
+    add(reference.run, missing=lambda: "no such device")
+    with pytest.raises(fg.errors.BackendError, match=r"'mine' runs none of it on cpu: .*no such"):
+        check("mine")
+    with pytest.raises(fg.errors.BackendError, match="no backend 'mime'"):
+        check("mime")
+
+
+# --- plans on the host ----------------------------------------------------------------------------
+
+
+def plan_of(fill: Any) -> Plan:
+    return Plan(("seq_lens",), lambda config, sizes, key: torch.zeros(sizes["R"]).int(), fill)
+
+
+def run_planned(q, k, v, kv, meta, out, *, config, host, plan):
+    reference.run(q, k, v, kv, meta._replace(seq_lens=plan), out, config=config, host=host)
+
+
+def fill(lens, config, sizes, leaves):
+    lens.zero_()[: len(leaves[0])] = leaves[0]
+
+
+def fill_but_not_clear(lens, config, sizes, leaves):
+    lens[: len(leaves[0])] = leaves[0]
+
+
+def test_a_plan_is_filled_before_each_call_and_replay(add):
+    add(run_planned, plan=plan_of(fill))
+    assert check("mine").replays
+    add(run_planned, plan=plan_of(fill_but_not_clear))
+    with pytest.raises(AssertionError, match="replayed on requests"):
+        check("mine")

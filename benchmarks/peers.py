@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import fngraph as fg
 from benchmarks.steps import CONTEXT
-from models import llama
+from models import llama, naming
 
 
 def by_hand(params: Any, cache: Any, batch: llama.Batch) -> Callable[[llama.Batch], Tensor]:
@@ -75,12 +75,12 @@ class Module(nn.Module):
 
     def __init__(self, params: llama.Params, cache: Any) -> None:
         super().__init__()
-        for name, weight in llama.to_named(params).items():
+        for name, weight in naming.named(params).items():
             self.register_buffer(f"w.{name}".replace(".", "_"), weight)
         for i, (k, v) in enumerate(cache):
             self.register_buffer(f"k{i}", k)
             self.register_buffer(f"v{i}", v)
-        self.config, self.names = params.config, list(llama.to_named(params))
+        self.config, self.names = params.config, list(naming.named(params))
 
     def forward(self, token_ids_R: Tensor, positions_R: Tensor) -> Tensor:
         """Logits, (R, V)."""
@@ -88,7 +88,8 @@ class Module(nn.Module):
         cache = tuple(
             (getattr(self, f"k{i}"), getattr(self, f"v{i}")) for i in range(self.config.num_layers)
         )
-        return plain_step(llama.from_named(self.config, named), cache, token_ids_R, positions_R)[0]
+        params = naming.filled(llama.blank(self.config), named)
+        return plain_step(params, cache, token_ids_R, positions_R)[0]
 
 
 def peers(params: Any, paged: Any, batch: llama.Batch) -> dict[str, Callable[[], Any]]:

@@ -29,7 +29,7 @@ from benchmarks.serve_decode import broken, by_batch, decode_batch, on_device, s
 from benchmarks.serve_stream import run, shares
 from benchmarks.steps import BACKEND_HELP, attention_of
 from benchmarks.traffic import PROFILES, Arrival, Lengths, Profile, as_text, stream
-from models import llama, lora
+from models import llama, lora, naming
 from models.policy import Policy
 from models.requests import Job, Request, Row
 from models.steps import Steps, bare_steps, make_steps
@@ -53,11 +53,13 @@ TINY = Profile(200, Lengths(9, 0.5, 24), Lengths(6, 0.5, 12), burst=3, systems=(
 
 def random_params(config: llama.Config, device: str, dtype: torch.dtype) -> llama.Params:
     """Drawn where they stay; `llama.init_params` draws on the host, a minute for 8B."""
-    named = {}
-    for name, size in llama.shapes(config).items():
-        one = torch.ones if len(size) == 1 else torch.randn
-        named[name] = one(size, device=device, dtype=dtype) * (1 if len(size) == 1 else 0.02)
-    return llama.from_named(config, named)
+
+    def drawn(_: str, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim == 1:
+            return torch.ones(x.shape, device=device, dtype=dtype)
+        return torch.randn(x.shape, device=device, dtype=dtype) * 0.02
+
+    return naming.replaced(llama.blank(config), drawn)
 
 
 @dataclasses.dataclass(frozen=True)

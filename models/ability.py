@@ -94,6 +94,24 @@ def count_blocks(cache: Any, policy: Policy) -> int | None:
     return min(counts, default=None)
 
 
+def check_unused(slot: int, state: State) -> None:
+    """Refuse to load an adapter over one that a request still uses.
+
+    Its text would be of both, and so would that of requests that share its blocks, which were
+    computed under the old one. No block outlives the last request that holds it, so a slot that
+    none uses has none.
+
+    Raises:
+        ValueError: the first such request.
+    """
+    for job in (*state.running, *state.waiting):
+        if job.request.adapter == slot:
+            raise ValueError(
+                f"slot {slot}: request {job.id} has adapter={slot} and has not ended. Load another "
+                f"slot, wait for its end, or drop it: state = cancel(state, {job.id})"
+            )
+
+
 def check_names(more: tuple[str, ...], policy: Policy) -> None:
     """Refuse names that steps cannot be made with.
 

@@ -87,7 +87,8 @@ def find_prefix(pool: Pool, tokens: np.ndarray, block_size: int, root: Any) -> l
 
     Args:
         tokens: those that may be shared; what is left over of a last block is not.
-        root: who may share: texts under different adapters never do.
+        root: who may share: texts under different adapters never do (and a slot's adapter stays
+            while any request has it: `ability.check_unused`).
     """
     found: list[int] = []
     if pool.named:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models import llama
+from models import llama, naming
 from models.loading import CheckpointError, mismatches
 from models.rope import Llama3, Yarn
 
@@ -54,8 +54,7 @@ def load_checkpoint(
     if scaling := raw.get("rope_scaling"):
         raw["rope_scaling"] = (Llama3 if len(scaling) == len(Llama3._fields) else Yarn)(*scaling)
     config = llama.Config(**raw)
-    wanted, found = llama.shapes(config), {n: tuple(w.shape) for n, w in named.items()}
-    if wrong := mismatches(wanted, found):
+    blank, found = llama.blank(config), {n: tuple(w.shape) for n, w in named.items()}
+    if wrong := mismatches(naming.shapes(blank), found):
         raise CheckpointError(f"{path} does not fit its config:\n" + "\n".join(wrong))
-    placed = {n: w.to(device=device, dtype=dtype) for n, w in named.items()}
-    return config, llama.from_named(config, placed)
+    return config, naming.replaced(blank, lambda n, _: named[n].to(device=device, dtype=dtype))

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
-from models import loading, naming
-from models.experts import Experts, chosen_of, experts_of, mix, route
+from models import experts, loading, naming
+from models.decoder import Params as Params, decode, layer_of, params_of
+from models.experts import EXPERT_NAMES, chosen_of, experts_of, mix, route
 from models.layers import DECODER_NAMES, Mlp, heads, join, mlp, mlp_names, mlp_of, rms_norm
 from models.llama import Batch as Batch
 from models.naming import shape
-from models.qwen3 import logits
-from models.rope import Scaling, Turn, Yarn, read_rope, rotate_neighbours, rotation
+from models.rope import Scaling, Turn, Yarn, read_rope, rotate_neighbours
 
 LATENT_EPS = 1e-6  # of the latent's norm; no config says it
 
@@ -73,62 +73,17 @@ class Attention:
 
 
 @fg.struct
-class Mixture:
-    """Weights of the experts and of what chooses among them."""
+class Mixture(experts.Mixture):
+    """The same, and the experts that every token has."""
 
-    router: Tensor  # (X, E)
-    experts: Experts
     shared: Mlp
-
-
-@fg.struct
-class Layer:
-    """Weights of one layer."""
-
-    attn_norm: Tensor  # (E,)
-    attn: Attention
-    mlp_norm: Tensor  # (E,)
-    mlp: Mlp | Mixture
-
-
-@fg.struct
-class Params:
-    """Weights of a model."""
-
-    embed: Tensor  # (V, E)
-    layers: tuple[Layer, ...]
-    norm: Tensor  # (E,)
-    head: Tensor | None  # (V, E); None where it is tied to embed
-    config: Config = fg.static()
 
 
 def forward(
     params: Params, cache: tuple[Tensor, ...], batch: Batch
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
-    config, kept = params.config, []
-    x_TE = params.embed[batch.token_ids]
-    rope = rotation(
-        batch.positions, config.rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling
-    )
-    for layer, rows in zip(params.layers, cache, strict=True):
-        x_TE, rows = decoder_layer(config, layer, x_TE, rope, rows, batch)
-        kept.append(rows)
-    return logits(params, x_TE[batch.logits_indices]), tuple(kept)
-
-
-@fg.block
-def decoder_layer(
-    config: Config, layer: Layer, x_TE: Tensor, rope: Turn, cache: Tensor, batch: Batch
-) -> tuple[Tensor, Tensor]:
-    """x + attention(norm(x)), plus the mlp or the experts of its norm; and the layer's cache."""
-    normed_TE = rms_norm(x_TE, layer.attn_norm, config.norm_eps)
-    out_TE, cache = attention(config, layer.attn, normed_TE, rope, cache, batch)
-    x_TE = x_TE + out_TE
-    normed_TE = rms_norm(x_TE, layer.mlp_norm, config.norm_eps)
-    if isinstance(layer.mlp, Mlp):
-        return x_TE + mlp(layer.mlp, normed_TE), cache
-    return x_TE + mixture(config, layer.mlp, normed_TE, batch.slot_mapping >= 0), cache
+    return decode(params, cache, batch, attention, mixture, rope_dim=params.config.rope_dim)
 
 
 def attention(
@@ -160,7 +115,7 @@ def mixture(config: Config, weights: Mixture, x_TE: Tensor, real_T: Tensor) -> T
 
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
-    E, H, L, V = config.dim, config.num_heads, config.rank, config.vocab_size
+    E, H, L = config.dim, config.num_heads, config.rank
     N, P, U, X = config.plain_dim, config.rope_dim, config.value_dim, config.num_experts
     attn = Attention(
         wq=shape(H * (N + P), E), w_latent=shape(L + P, E), latent_norm=shape(L),
@@ -169,11 +124,8 @@ def blank(config: Config) -> Params:
     dense = mlp_of(E, config.mlp_dim)
     shared = mlp_of(E, config.expert_dim * config.num_shared)
     sparse = Mixture(shape(X, E), experts_of(X, E, config.expert_dim), shared)
-    layers = tuple(
-        Layer(shape(E), attn, shape(E), dense if i < config.num_dense else sparse)
-        for i in range(config.num_layers)
-    )
-    return Params(shape(V, E), layers, shape(E), None if config.tied else shape(V, E), config)
+    kinds = [dense if i < config.num_dense else sparse for i in range(config.num_layers)]
+    return params_of(config, [layer_of(config, attn, kind) for kind in kinds])
 
 
 init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
@@ -221,8 +173,7 @@ FORMAT = loading.Format(
         "layers.*.attn.wo": "model.layers.*.self_attn.o_proj.weight",
         **mlp_names("mlp", "mlp"),
         **mlp_names("mlp.shared", "mlp.shared_experts"),
-        **mlp_names("mlp.experts", "mlp.experts.*"),
-        "layers.*.mlp.router": "model.layers.*.mlp.gate.weight",
+        **EXPERT_NAMES,
     },
     only={
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "q_lora_rank": None,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 import fngraph as fg
+from models.layers import mlp_names
 from models.naming import shape
 
 
@@ -25,6 +26,14 @@ class Experts:
     w_gate: Tensor  # (X, F, E)
     w_up: Tensor  # (X, F, E)
     w_down: Tensor  # (X, E, F)
+
+
+@fg.struct
+class Mixture:
+    """Weights of the experts and of what chooses among them."""
+
+    router: Tensor  # (X, E)
+    experts: Experts
 
 
 def experts_of(count: int, dim: int, hidden: int) -> Experts:
@@ -105,3 +114,10 @@ def _dense(
     is_TCX = expert_TC[..., None] == torch.arange(X, device=x_TE.device)
     share_TX = (is_TCX * share_TC[..., None]).sum(1)
     return einsum(out_TXE, share_TX, "t x e, t x -> t e")
+
+
+EXPERT_NAMES = {
+    "layers.*.mlp.router": "model.layers.*.mlp.gate.weight",
+    **mlp_names("mlp.experts", "mlp.experts.*"),
+}
+"""What Hugging Face calls these weights, for `loading.Format.names`."""

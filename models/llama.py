@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 import fngraph as fg
 from models import loading, naming
+from models.decoder import Params as Params, logits, params_of
 from models.layers import DECODER_NAMES, attend, heads, join, rms_norm, swiglu
 from models.naming import shape
 from models.rope import Scaling, Turn, read_rope, rotate, rotation
@@ -42,14 +42,6 @@ class Config:
     rope_scaling: Scaling | None = None
 
 
-def tiny_bytes() -> Config:
-    """1.9 million parameters over bytes: deep and narrow reads best at this size."""
-    return Config(
-        vocab_size=256, num_layers=6, num_heads=6, num_kv_heads=2, head_dim=32, dim=192,
-        mlp_dim=352, tied=True,
-    )  # fmt: skip
-
-
 @fg.struct
 class Layer:
     """Weights of one layer, matrices as (out, in)."""
@@ -63,17 +55,6 @@ class Layer:
     w_gate: Tensor  # (F, E)
     w_up: Tensor  # (F, E)
     w_down: Tensor  # (E, F)
-
-
-@fg.struct
-class Params:
-    """Weights of a model."""
-
-    embed: Tensor  # (V, E)
-    layers: tuple[Layer, ...]
-    norm: Tensor  # (E,)
-    head: Tensor | None  # (V, E); None where it is tied to embed
-    config: Config = fg.static()
 
 
 @fg.struct
@@ -123,54 +104,25 @@ def decoder_layer(
     config: Config, layer: Layer, x_TE: Tensor, rope: Turn, kv: Any, attend: Attend
 ) -> tuple[Tensor, Any]:
     """x + attention(norm(x)), plus the mlp of its norm; and what the layer keeps."""
-    x_TE, kv = attention_block(config, layer, x_TE, rope, kv, attend)
-    normed_TE = rms_norm(x_TE, layer.mlp_norm, config.norm_eps)
-    return x_TE + swiglu(normed_TE, layer.w_gate, layer.w_up, layer.w_down), kv
-
-
-def attention_block(
-    config: Config, layer: Layer, x_TE: Tensor, rope: Turn, kv: Any, attend: Attend
-) -> tuple[Tensor, Any]:
-    """x + attention(norm(x)), and what the layer keeps."""
     normed_TE = rms_norm(x_TE, layer.attn_norm, config.norm_eps)
     q_THD, k_TKD, v_TKD = (
         heads(normed_TE, weight, config.head_dim) for weight in (layer.wq, layer.wk, layer.wv)
     )
     out_THD, kv = attend(rotate(q_THD, rope), rotate(k_TKD, rope), v_TKD, kv)
-    return x_TE + join(out_THD, layer.wo), kv
-
-
-def logits(params: Params, x_RE: Tensor) -> Tensor:
-    """The last norm and the head, (R, V)."""
-    head_VE = params.embed if params.head is None else params.head
-    return linear(rms_norm(x_RE, params.norm, params.config.norm_eps), head_VE)
+    x_TE = x_TE + join(out_THD, layer.wo)
+    normed_TE = rms_norm(x_TE, layer.mlp_norm, config.norm_eps)
+    return x_TE + swiglu(normed_TE, layer.w_gate, layer.w_up, layer.w_down), kv
 
 
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
-    E, F, V, D = config.dim, config.mlp_dim, config.vocab_size, config.head_dim
+    E, F, D = config.dim, config.mlp_dim, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
     layer = Layer(
         attn_norm=shape(E), wq=shape(q, E), wk=shape(kv, E), wv=shape(kv, E), wo=shape(E, q),
         mlp_norm=shape(E), w_gate=shape(F, E), w_up=shape(F, E), w_down=shape(E, F),
     )  # fmt: skip
-    head = None if config.tied else shape(V, E)
-    return Params(shape(V, E), (layer,) * config.num_layers, shape(E), head, config)
-
-
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every weight by name, `layers.0.wq`, with its shape."""
-    return naming.shapes(blank(config))
-
-
-def from_named(config: Config, named: Mapping[str, Tensor]) -> Params:
-    """`Params` over the tensors of `shapes(config)`."""
-    return naming.filled(blank(config), named)
-
-
-def to_named(params: Params) -> dict[str, Tensor]:
-    """The weights of `params` by the names of `shapes`."""
-    return naming.named(params)
+    return params_of(config, [layer] * config.num_layers)
 
 
 init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype

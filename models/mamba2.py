@@ -17,6 +17,7 @@ from torch.nn.functional import linear, silu, softplus
 
 import fngraph as fg
 from models import loading, naming
+from models.decoder import Params as Params, logits, params_of
 from models.layers import rms_norm
 from models.naming import shape
 
@@ -69,17 +70,6 @@ class Layer:
 
 
 @fg.struct
-class Params:
-    """Weights of a model."""
-
-    embed: Tensor  # (V, E)
-    layers: tuple[Layer, ...]
-    norm: Tensor  # (E,)
-    head: Tensor | None  # (V, E); None where it is tied to embed
-    config: Config = fg.static()
-
-
-@fg.struct
 class Batch:
     """One step's tokens, R requests of one or more tokens each, laid end to end."""
 
@@ -100,9 +90,8 @@ def forward(
     for layer, state in zip(params.layers, cache, strict=True):
         x_TE, state = residual_layer(config, layer, x_TE, state, batch)
         kept.append(state)
-    head_VE = params.embed if params.head is None else params.head
-    x_RE = x_TE[batch.logits_indices].to(head_VE.dtype)
-    return linear(rms_norm(x_RE, params.norm, config.norm_eps), head_VE), tuple(kept)
+    x_RE = x_TE[batch.logits_indices].to(params.embed.dtype)
+    return logits(params, x_RE), tuple(kept)
 
 
 @fg.block
@@ -139,13 +128,12 @@ def mixer(
 
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
-    E, V, H, I, C = config.dim, config.vocab_size, config.num_heads, config.inner, config.channels
+    E, H, I, C = config.dim, config.num_heads, config.inner, config.channels
     layer = Layer(
         norm=shape(E), w_in=shape(I + C + H, E), conv=shape(C, 1, config.taps), conv_bias=shape(C),
         dt_bias=shape(H), a_log=shape(H), skip=shape(H), gate_norm=shape(I), w_out=shape(E, I),
     )  # fmt: skip
-    head = None if config.tied else shape(V, E)
-    return Params(shape(V, E), (layer,) * config.num_layers, shape(E), head, config)
+    return params_of(config, [layer] * config.num_layers)
 
 
 init_params = functools.partial(

@@ -9,14 +9,14 @@ import functools
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 import fngraph as fg
 from models import llama, loading, naming
-from models.layers import DECODER_NAMES, Mlp, attend, heads, join, mlp, mlp_names, mlp_of, rms_norm
+from models.decoder import Params as Params, decode, layer_of, params_of
+from models.layers import DECODER_NAMES, attend, heads, join, mlp_names, mlp_of, rms_norm
 from models.llama import KV, Batch as Batch, Config as Config, init_cache as init_cache
 from models.naming import shape
-from models.rope import Turn, rotate, rotation
+from models.rope import Turn, rotate
 
 
 @fg.struct
@@ -31,49 +31,9 @@ class Attention:
     k_norm: Tensor  # (D,)
 
 
-@fg.struct
-class Layer:
-    """Weights of one layer."""
-
-    attn_norm: Tensor  # (E,)
-    attn: Attention
-    mlp_norm: Tensor  # (E,)
-    mlp: Mlp
-
-
-@fg.struct
-class Params:
-    """Weights of a model."""
-
-    embed: Tensor  # (V, E)
-    layers: tuple[Layer, ...]
-    norm: Tensor  # (E,)
-    head: Tensor | None  # (V, E); None where it is tied to embed
-    config: Config = fg.static()
-
-
 def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
-    config, kept = params.config, []
-    x_TE = params.embed[batch.token_ids]
-    rope = rotation(
-        batch.positions, config.head_dim, config.rope_theta, x_TE.dtype, config.rope_scaling
-    )
-    for layer, kv in zip(params.layers, cache, strict=True):
-        x_TE, kv = decoder_layer(config, layer, x_TE, rope, kv, batch)
-        kept.append(kv)
-    return logits(params, x_TE[batch.logits_indices]), tuple(kept)
-
-
-@fg.block
-def decoder_layer(
-    config: Config, layer: Layer, x_TE: Tensor, rope: Turn, kv: KV, batch: Batch
-) -> tuple[Tensor, KV]:
-    """x + attention(norm(x)), plus the mlp of its norm; and the layer's cache."""
-    normed_TE = rms_norm(x_TE, layer.attn_norm, config.norm_eps)
-    out_TE, kv = attention(config, layer.attn, normed_TE, rope, kv, batch)
-    x_TE = x_TE + out_TE
-    return x_TE + mlp(layer.mlp, rms_norm(x_TE, layer.mlp_norm, config.norm_eps)), kv
+    return decode(params, cache, batch, attention, rope_dim=params.config.head_dim)
 
 
 def attention(
@@ -89,18 +49,10 @@ def attention(
     return join(out_THD, weights.wo), kv
 
 
-def logits(params: Any, x_RE: Tensor) -> Tensor:
-    """The last norm and the head, (R, V)."""
-    head_VE = params.embed if params.head is None else params.head
-    return linear(rms_norm(x_RE, params.norm, params.config.norm_eps), head_VE)
-
-
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
-    E, V = config.dim, config.vocab_size
-    layer = Layer(shape(E), attention_of(config), shape(E), mlp_of(E, config.mlp_dim))
-    head = None if config.tied else shape(V, E)
-    return Params(shape(V, E), (layer,) * config.num_layers, shape(E), head, config)
+    layer = layer_of(config, attention_of(config), mlp_of(config.dim, config.mlp_dim))
+    return params_of(config, [layer] * config.num_layers)
 
 
 def attention_of(config: Any) -> Attention:

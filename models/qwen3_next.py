@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
-from models import llama, loading, naming, qwen3, qwen3_moe
-from models.experts import Experts, experts_of, mix, route
+from models import experts, llama, loading, naming, qwen3, qwen3_moe
+from models.decoder import Params as Params, decode, layer_of, params_of
+from models.experts import experts_of, mix, route
 from models.gated_delta import DELTA_NAMES, Delta, delta, delta_of, new_states
 from models.layers import Mlp, centred_norm, heads, join, mlp, mlp_names, mlp_of
 from models.naming import shape
-from models.rope import Turn, rotate, rotation
+from models.rope import Turn, rotate
 
 Kept = tuple[Tensor, Tensor]  # of attention (k, v), else States
 
@@ -49,83 +50,40 @@ class Attention(qwen3.Attention):
 
 
 @fg.struct
-class Mixture:
-    """Weights of the experts and of what chooses among them; the shared one has a gate."""
+class Mixture(experts.Mixture):
+    """The same, and the expert that every token has, with its gate."""
 
-    router: Tensor  # (X, E)
-    experts: Experts
     shared: Mlp
     shared_gate: Tensor  # (1, E)
 
 
 @fg.struct
-class Layer:
-    """Weights of one layer; its norms are centred on 0."""
+class Slots:
+    """Where each request's states are."""
 
-    attn_norm: Tensor  # (E,)
-    attn: Attention | Delta
-    mlp_norm: Tensor  # (E,)
-    mlp: Mlp | Mixture
-
-
-@fg.struct
-class Params:
-    """Weights of a model."""
-
-    embed: Tensor  # (V, E)
-    layers: tuple[Layer, ...]
-    norm: Tensor  # (E,)
-    head: Tensor | None  # (V, E); None where it is tied to embed
-    config: Config = fg.static()
-
-
-@fg.struct
-class Batch:
-    """One step's tokens, R requests of one or more tokens each, laid end to end."""
-
-    token_ids: Tensor = fg.buffer("T", "int64")
-    positions: Tensor = fg.buffer("T", "int64")
-    slot_mapping: Tensor = fg.buffer("T", "int64", pad=-1)  # -1: write nowhere
-    seq_lens: Tensor = fg.buffer("R", "int32", pad=0)  # this step's tokens included
-    query_start_loc: Tensor = fg.buffer("R + 1", "int32", pad="stride")
-    block_tables: Tensor = fg.buffer("R B", "int32", pad=0)
     state_slots: Tensor = fg.buffer("R", "int64", pad=-1)  # -1: keep nothing
-    logits_indices: Tensor = fg.buffer("R", "int64", pad=0)  # the head runs on R rows, not on T
-    spec: fg.BatchSpec = fg.host()
+
+
+@fg.struct
+class Batch(llama.Batch, Slots):
+    """Llama's, with states."""
 
 
 def forward(
     params: Params, cache: tuple[Kept, ...], batch: Batch
 ) -> tuple[Tensor, tuple[Kept, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
-    config, all_kept = params.config, []
-    x_TE = params.embed[batch.token_ids]
-    rope = rotation(
-        batch.positions, config.rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling
-    )
-    for layer, kept in zip(params.layers, cache, strict=True):
-        x_TE, kept = decoder_layer(config, layer, x_TE, rope, kept, batch)
-        all_kept.append(kept)
-    x_RE = centred_norm(x_TE[batch.logits_indices], params.norm, config.norm_eps)
-    head_VE = params.embed if params.head is None else params.head
-    return linear(x_RE, head_VE), tuple(all_kept)
+    rope_dim = params.config.rope_dim
+    return decode(params, cache, batch, mixer, mixture, rope_dim=rope_dim, norm=centred_norm)
 
 
-@fg.block
-def decoder_layer(
-    config: Config, layer: Layer, x_TE: Tensor, rope: Turn, kept: Kept, batch: Batch
+def mixer(
+    config: Config, weights: Attention | Delta, x_TE: Tensor, rope: Turn, kept: Kept, batch: Batch
 ) -> tuple[Tensor, Kept]:
-    """x + attention or delta(norm(x)), plus the mlp or the experts of its norm; what is kept."""
-    normed_TE = centred_norm(x_TE, layer.attn_norm, config.norm_eps)
-    if isinstance(layer.attn, Delta):
-        out_TE, kept = delta(config, layer.attn, normed_TE, kept, batch)
-    else:
-        out_TE, kept = attention(config, layer.attn, normed_TE, rope, kept, batch)
-    x_TE = x_TE + out_TE
-    normed_TE = centred_norm(x_TE, layer.mlp_norm, config.norm_eps)
-    if isinstance(layer.mlp, Mlp):
-        return x_TE + mlp(layer.mlp, normed_TE), kept
-    return x_TE + mixture(config, layer.mlp, normed_TE, batch.slot_mapping >= 0), kept
+    """Attention or delta, as the layer has it."""
+    if isinstance(weights, Delta):
+        return delta(config, weights, x_TE, kept, batch)
+    return attention(config, weights, x_TE, rope, kept, batch)
 
 
 def attention(
@@ -150,21 +108,17 @@ def mixture(config: Config, weights: Mixture, x_TE: Tensor, real_T: Tensor) -> T
 
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
-    E, V, X = config.dim, config.vocab_size, config.num_experts
+    E, X = config.dim, config.num_experts
     attn = Attention(**vars(qwen3.attention_of(config)))
     attn = dataclasses.replace(attn, wq=shape(2 * config.num_heads * config.head_dim, E))
     gated = delta_of(config)
     shared = mlp_of(E, config.shared_dim)
     sparse = Mixture(shape(X, E), experts_of(X, E, config.expert_dim), shared, shape(1, E))
     dense = mlp_of(E, config.mlp_dim)
-    layers = tuple(
-        Layer(
-            shape(E), attn if i in config.attention_layers else gated,
-            shape(E), dense if i in config.dense_layers else sparse,
-        )
-        for i in range(config.num_layers)
-    )  # fmt: skip
-    return Params(shape(V, E), layers, shape(E), None if config.tied else shape(V, E), config)
+    numbers = range(config.num_layers)
+    mixers = [attn if i in config.attention_layers else gated for i in numbers]
+    mlps = [dense if i in config.dense_layers else sparse for i in numbers]
+    return params_of(config, [layer_of(config, *parts) for parts in zip(mixers, mlps)])
 
 
 CENTRED = dict.fromkeys(("attn_norm", "mlp_norm", "norm", "q_norm", "k_norm"), 0.0)

@@ -1,7 +1,6 @@
 """What the loop calls: a model's forward and the draw of its tokens, captured as one function.
 
-What few batches need has a function of its own, over the same cache and pool: adapters, and cascade
-attention, which is never part of a graph, so that its batches run PIECEWISE where there is that.
+What few batches need has a function of its own, over the same cache and pool: see `models.cases`.
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ from torch import Tensor
 
 import fngraph as fg
 from models import lora
-from models.ability import Ability, check_names, count_blocks
+from models.ability import Ability, check_unused, count_blocks
 from models.batches import batch_type, empty_batch
+from models.cases import ADAPTED, PLAIN, Case, case_of, cases
 from models.policy import Policy
+from models.requests import State
 from models.sample import sample
 
 Forward = Callable[[Any, Any, Any], tuple[Tensor, Any]]
 
 
-def no_slots(slot: int, adapter: Any) -> None:
+def no_slots(slot: int, adapter: Any, state: State) -> None:
     """`load_slot` of steps without adapters."""
     raise ValueError(
         f"slot {slot}: these steps load no adapters. Make slots for them: "
@@ -39,8 +40,8 @@ class Steps(NamedTuple):
         dispatch: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
         can: what they were made for; None: nothing is refused.
-        load_slot: slot, adapter -> writes what `load_adapter` or `lora.one_slot` made into the
-            slot, between two steps, while no request uses it. Nothing is captured.
+        load_slot: slot, adapter, state -> writes what `load_adapter` or `lora.one_slot` made into
+            the slot, between two steps; ValueError if a request uses it. Nothing is captured.
     """
 
     host_batch: Callable[[fg.BatchSpec], Any]
@@ -48,7 +49,7 @@ class Steps(NamedTuple):
     dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
     captured: tuple[Any, ...] = ()
     can: Ability | None = None
-    load_slot: Callable[[int, Any], None] = no_slots
+    load_slot: Callable[[int, Any, State], None] = no_slots
 
     def __repr__(self) -> str:
         keys = f"{sum(map(len, self.captured))} keys of {len(self.captured)} functions"
@@ -95,28 +96,28 @@ def make_steps(
         ValueError: what does not fit together, see `models.ability`.
     """
     can = Ability(policy, more, count_slots(adapters), count_blocks(cache, policy))
-    cascading = "PIECEWISE" if modes in ("PIECEWISE", "FULL_AND_PIECEWISE") else "NONE"
     captured: dict[Case, Any] = {}
     for case, names in cases(policy, adapters, more).items():
-        own: dict[str, Any] = {"modes": cascading if case.cascade else modes}
+        query_lens = tuple(q for q in policy.query_lens if (q > 1) == case.verify)
+        own: dict[str, Any] = {"modes": case.modes(modes), "query_lens": query_lens}
         if case.adapted:
             own["adapters"] = (can.adapters,)
         fast = fg.graphify(
-            served_forward(forward, *names), donate="cache", stage="batch",
-            query_lens=policy.query_lens, **{**options, **own},
-        )  # fmt: skip
+            served_forward(forward, *names), donate="cache", stage="batch", **{**options, **own}
+        )
         if captured:
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
         label = f"capturing {case.text}" if progress else False
-        captured[case] = bound.capture(cache, policy.limits, progress=label)
+        captured[case] = bound.capture(cache, case.policy(policy).limits, progress=label)
     functions = tuple(captured.values())
     if len(functions) == 1:
         (only,) = functions
         return Steps(only.host_batch, only, only.runs_as, functions, can)
     of = lambda spec: captured[case_of(spec)]  # noqa: E731
 
-    def load_slot(slot: int, adapter: Any) -> None:  # all functions hold the same slots
+    def load_slot(slot: int, adapter: Any, state: State) -> None:
+        check_unused(slot, state)  # all functions hold the same slots
         captured[ADAPTED].load_slot(slot, adapters=adapter)
 
     return Steps(
@@ -137,7 +138,8 @@ def bare_steps(
     all_names = cases(policy, adapters, more)
 
     def host_batch(spec: fg.BatchSpec) -> Any:
-        return empty_batch(batch_type(*all_names[case_of(spec)]), policy, spec)
+        case = case_of(spec)
+        return empty_batch(batch_type(*all_names[case]), case.policy(policy), spec)
 
     def run(cache: Any, batch: Any) -> tuple[Tensor, Any]:
         leaves = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()}
@@ -151,37 +153,6 @@ def bare_steps(
 
     can = Ability(policy, more, count_slots(adapters))
     return Steps(host_batch, run, dispatch, can=can)
-
-
-class Case(NamedTuple):
-    """Which function serves a batch."""
-
-    cascade: bool
-    adapted: bool
-
-    @property
-    def text(self) -> str:
-        """In words."""
-        return " ".join(["cascade"] * self.cascade + ["adapters"] * self.adapted) or "plain"
-
-
-PLAIN, ADAPTED = Case(False, False), Case(False, True)
-
-
-def case_of(spec: fg.BatchSpec) -> Case:
-    """The case of a batch."""
-    return Case(spec.cascade, spec.adapters > 0)
-
-
-def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tuple[str, ...]]:
-    """Every case that can come, with the names of what its batches have beside the paged fields."""
-    check_names(more, policy)
-    either = (False, True)
-    return {
-        Case(cascade, adapted): ("cascade",) * cascade + ("adapters",) * adapted + more
-        for cascade in either[: 1 + bool(policy.cascade)]
-        for adapted in either[: 1 + (adapters is not None)]
-    }
 
 
 def count_slots(adapters: Any) -> int:

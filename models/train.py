@@ -20,9 +20,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
-from models import llama
+from models import llama, naming
 
-Named = dict[str, Tensor]  # weights by name, as in llama.shapes
+Named = dict[str, Tensor]  # weights by name
 COLUMNS = (
     TextColumn("step {task.fields[step]}"),
     BarColumn(),
@@ -35,7 +35,7 @@ def fit(
     config: llama.Config, train: Tensor, held_NS: Tensor, flags: argparse.Namespace
 ) -> tuple[Named, int, float]:
     """The averaged weights that did best on the held-out text, the steps taken and the minutes."""
-    named = llama.to_named(llama.init_params(config, seed=flags.seed, device=flags.device))
+    named = naming.named(llama.init_params(config, seed=flags.seed, device=flags.device))
     optimizer = adamw(named, flags)
     average = {n: w.detach().clone() for n, w in named.items()}
     best, best_loss, loss = average, math.inf, torch.tensor(math.inf)
@@ -120,7 +120,7 @@ def evaluate(
 
 def nats_a_byte(config: llama.Config, named: Named, text_NS: Tensor) -> Tensor:
     """Mean loss of predicting each byte of (N, S + 1) from those before it in its sequence."""
-    params = llama.from_named(config, named)
+    params = naming.filled(llama.blank(config), named)
     input_NS, target_NS = text_NS[:, :-1], text_NS[:, 1:]
     position_S = torch.arange(input_NS.shape[1], device=text_NS.device)
     hidden_TE, _ = llama.transformer(

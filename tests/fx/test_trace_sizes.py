@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import fngraph as fg
 from fngraph.errors import BranchError
-from models import llama
+from models import llama, naming
 
 LIMITS = fg.Limits(max_tokens=32, max_reqs=16, B=toys.B)
 BATCHES = {  # (T, R), requests laid out unevenly where they can be
@@ -277,8 +277,8 @@ def model() -> tuple[llama.Params, Any]:
         vocab_size=toys.V, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, dim=20,
         mlp_dim=28,
     )  # fmt: skip
-    named = llama.to_named(llama.init_params(config))
-    params = llama.from_named(config, {n: w * 10 if w.dim() > 1 else w for n, w in named.items()})
+    drawn = llama.init_params(config)
+    params = naming.replaced(drawn, lambda _, w: w * 10 if w.dim() > 1 else w)
     return params, llama.init_cache(config, 16 * toys.B, block_size=toys.S)
 
 

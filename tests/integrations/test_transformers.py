@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 from fngraph.integrations.hf_attention import Attending, Mask, attend, window_of
 from fngraph.integrations.transformers import GraphifiedModel, graphify_model
 from tests.integrations.architectures import EVERY_MODE, FURTHER, VOCAB, WINDOW, make
+from tests.traced_once import Kept, traced_once
 
 SIZES = (1, 2, 4, 8, 12)
 LIMITS = fg.Limits(12, 6, B=6)
@@ -98,6 +99,12 @@ def wanted():
     return of
 
 
+@pytest.fixture(scope="module")
+def traces() -> Kept:
+    """Of each case, for all modes."""
+    return {}
+
+
 def graphify(model: Any, **options: Any) -> GraphifiedModel:
     """The model under test, its cache full of NaN, so that reading unwritten slots shows."""
     defaults: dict[str, Any] = {"sizes": SIZES, "block_size": BLOCK_SIZE, "lazy": True}
@@ -135,9 +142,10 @@ def hold(fast: GraphifiedModel, right: Wanted, modes: str) -> Counter[str]:
 @pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("name", EVERY_MODE)
-def test_tokens_logits_and_shares(name, modes, device, recorder, wanted):
+def test_tokens_logits_and_shares(name, modes, device, recorder, wanted, traces):
     right = wanted(name, device)
-    fast = graphify(right.model, modes=modes, recorder=recorder, check=modes == "NONE")
+    with traced_once(traces, (name, device)):
+        fast = graphify(right.model, modes=modes, recorder=recorder, check=modes == "NONE")
     assert fast.support.modes is fg.Mode[modes] and not fast.support.notes
     ran = hold(fast, right, modes)
     assert len(set().union(*right.tokens)) >= 50
@@ -168,6 +176,12 @@ def llama() -> Any:
     return make("Llama")
 
 
+@pytest.fixture(scope="module")
+def fast(llama) -> GraphifiedModel:
+    """The same with graphs."""
+    return graphify(llama)
+
+
 def test_generate_gives_what_generate_gives(wanted):
     right = wanted("Llama", "cpu")
     fast = graphify(right.model)
@@ -176,13 +190,15 @@ def test_generate_gives_what_generate_gives(wanted):
     assert fast.generate([], NEW) == []
 
 
-def test_generate_ends_texts_where_the_model_does():
+def test_generate_ends_texts_where_the_model_does(traces):
     model = make("Llama")
-    plain = graphify(model).generate(prompts(), NEW)
+    with traced_once(traces, "Llama"):
+        plain = graphify(model).generate(prompts(), NEW)
     stops = [plain[0][10], plain[1][20]]
     model.generation_config.eos_token_id = stops
     want = [next((t[: i + 1] for i, x in enumerate(t) if x in stops), t) for t in plain]
-    fast = graphify(model)
+    with traced_once(traces, "Llama"):
+        fast = graphify(model)
     assert fast.stop == set(stops) and len(want[0]) <= 11 and len(want[1]) <= 21
     assert fast.generate(prompts(), NEW) == want
     assert fast.generate(prompts(), NEW, stop=()) == plain
@@ -194,8 +210,7 @@ def test_every_key_is_captured_ahead_unless_lazy(llama):
     assert len(graphify(llama, sizes=(1, 2)).step) == 0
 
 
-def test_weights_are_held_where_they_are(llama):
-    fast = graphify(llama)
+def test_weights_are_held_where_they_are(llama, fast):
     own = dict(llama.named_parameters())
     assert all(fast.params[n].data_ptr() == p.data_ptr() for n, p in own.items())
 
@@ -212,9 +227,8 @@ def test_the_model_stays_as_it_is(wanted):
 
 
 @torch.no_grad()
-def test_forward_is_a_function_of_its_arguments(llama):
+def test_forward_is_a_function_of_its_arguments(fast):
     """Called bare, with the cache and the weights that it is given."""
-    fast = graphify(llama)
     *_, last = fast.serve(prompts()[:1], 4)
     twice = [
         fast.forward(fast.params, tuple((k.clone(), v.clone()) for k, v in fast.cache), last.batch)
@@ -226,8 +240,7 @@ def test_forward_is_a_function_of_its_arguments(llama):
     assert fast.forward(zeros, fast.cache, last.batch)[0].eq(0).all()
 
 
-def test_prompts_that_could_never_run_are_refused(llama):
-    fast = graphify(llama)
+def test_prompts_that_could_never_run_are_refused(llama, fast):
     with pytest.raises(SpecError, match=r"takes 7 blocks of 16, and 6 are there.*B=7"):
         fast.generate([[1] * 60], NEW)
     with pytest.raises(SpecError, match="prompt 1 has 0 tokens"):

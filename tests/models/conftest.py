@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import llama
+from models import llama, naming
 
 
 @pytest.fixture(scope="session")
@@ -25,11 +25,12 @@ def params(config: llama.Config) -> llama.Params:
 def wide_params(config: llama.Config, *, seed: int = 3, device: str = "cpu") -> llama.Params:
     """Matrices ten times as wide as `init_params` makes them, norms between 0.5 and 1.5."""
     generator = torch.Generator().manual_seed(seed)
-    named = llama.to_named(llama.init_params(config, seed=seed))
-    for name, weight in named.items():
+
+    def widen(_: str, weight: torch.Tensor) -> torch.Tensor:
         vector = torch.rand(weight.shape, generator=generator) + 0.5
-        named[name] = (weight * 10 if weight.ndim == 2 else vector).to(device)
-    return llama.from_named(config, named)
+        return (weight * 10 if weight.ndim == 2 else vector).to(device)
+
+    return naming.replaced(llama.init_params(config, seed=seed), widen)
 
 
 @pytest.fixture(autouse=True, scope="module")

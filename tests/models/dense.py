@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models import llama
+from models import llama, naming
 
 
 def dense_logits(params: llama.Params, tokens: Sequence[int]) -> Tensor:
     """Logits (S, V) after each token of one text."""
     c = params.config
-    w = {name: tensor.double() for name, tensor in llama.to_named(params).items()}
+    w = {name: tensor.double() for name, tensor in naming.named(params).items()}
     x = torch.stack([w["embed"][token] for token in tokens])
     for i in range(c.num_layers):
         layer = {n.split(".")[2]: t for n, t in w.items() if n.startswith(f"layers.{i}.")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -11,15 +12,28 @@ import torch
 import fngraph as fg
 from models import llama, lora
 from models.policy import Policy
-from models.requests import start, submit
+from models.requests import cancel, start, submit
 from models.sample import Settings
 from models.serve import gather, serve, stream
 from models.steps import bare_steps, make_steps
+from tests.models.conftest import wide_params
 
 POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)
 
 
-def made(
+@pytest.fixture(scope="module")
+def params(config: llama.Config) -> llama.Params:
+    """Of one layer: what is refused does not depend on the others."""
+    return wide_params(dataclasses.replace(config, num_layers=1))
+
+
+@pytest.fixture(scope="module")
+def made(params):
+    """Steps and their cache; those that are alike are made once."""
+    return functools.cache(functools.partial(make, params))
+
+
+def make(
     params: llama.Params, *more: str, block_size: int = 16, num_blocks: int = 16, slots: int = 0,
     modes: str = "NONE", policy: Policy = POLICY, progress: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -42,12 +56,12 @@ def run(steps: Any, cache: Any, *requests: dict[str, Any], policy: Policy = POLI
     return gather(stream(serve(steps, cache, state, policy)))
 
 
-def test_settings_are_not_dropped(params):
+def test_settings_are_not_dropped(made, params):
     drawing = {"settings": Settings(5.0, seed=3)}
     with pytest.raises(ValueError, match=r"request 1: these steps are greedy.*temperature=5\.0"):
-        run(*made(params), drawing)
-    assert run(*made(params), {"settings": Settings(0.0, top_k=3)}).keys() == {0, 1}
-    texts = run(*made(params, "sampling"), drawing)
+        run(*made(), drawing)
+    assert run(*made(), {"settings": Settings(0.0, top_k=3)}).keys() == {0, 1}
+    texts = run(*made("sampling"), drawing)
     assert texts[0] != texts[1]
     with pytest.raises(ValueError, match=r'make_steps\(\.\.\., "sampling"\)'):
         run(bare_steps(llama.forward, params, POLICY), llama.init_cache(params.config, 16), drawing)
@@ -55,31 +69,31 @@ def test_settings_are_not_dropped(params):
 
 @pytest.mark.parametrize("slots, has, count", [(0, "none", 8), (2, "2 slots", 8)])
 @pytest.mark.parametrize("cascade", [0, 16])
-def test_an_adapter_without_a_slot(slots, has, count, cascade, params):
+def test_an_adapter_without_a_slot(slots, has, count, cascade, made):
     policy = dataclasses.replace(POLICY, cascade=cascade)
-    steps, cache = made(params, slots=slots, policy=policy)
+    steps, cache = made(slots=slots, modes="FULL", policy=policy)
     with pytest.raises(ValueError, match=rf"request 1: adapter=7.*{has}.*count={count}"):
         run(steps, cache, {"adapter": 7}, policy=policy)
 
 
-def test_an_adapter_below_none(params):
+def test_an_adapter_below_none():
     with pytest.raises(ValueError, match="adapter=-2"):
         submit(start(16, POLICY), POLICY, [1], 1, adapter=-2)
 
 
 @pytest.mark.parametrize("block_size", [8, 32])
-def test_a_cache_of_another_block_size(block_size, params):
+def test_a_cache_of_another_block_size(block_size, made):
     with pytest.raises(ValueError, match=rf"cache leaf 0\.0 is \[16, {block_size}, 2, 12\].*=16"):
-        made(params, block_size=block_size)
+        made(block_size=block_size)
 
 
-def test_a_cache_with_fewer_blocks_than_the_pool(params):
+def test_a_cache_with_fewer_blocks_than_the_pool(made):
     with pytest.raises(ValueError, match=r"start\(16, policy\).*Pass start\(1, policy\)"):
-        run(*made(params, num_blocks=1))
+        run(*made(num_blocks=1))
 
 
-def test_a_policy_that_the_steps_were_not_made_for(params):
-    steps, cache = made(params)
+def test_a_policy_that_the_steps_were_not_made_for(made):
+    steps, cache = made()
     lower = dataclasses.replace(POLICY, max_tokens=2, max_reqs=1, share=False)
     assert run(steps, cache, policy=lower)
     for other in (
@@ -93,22 +107,22 @@ def test_a_policy_that_the_steps_were_not_made_for(params):
 
 
 @pytest.mark.parametrize("name", ["samplign", "adapters", "cascade"])
-def test_a_name_that_steps_cannot_have(name, params):
+def test_a_name_that_steps_cannot_have(name, made):
     with pytest.raises(ValueError, match=rf"'{name}' is no name .*\"sampling\" or \"states\""):
-        made(params, name)
+        made(name)
 
 
-def test_states_go_with_slots(params):
+def test_states_go_with_slots(made):
     with pytest.raises(ValueError, match=r'make_steps\(\.\.\., "states"\)'):
-        made(params, "states")
+        made("states")
     with pytest.raises(ValueError, match="num_slots=2"):
-        made(params, policy=dataclasses.replace(POLICY, num_slots=2, share=False))
+        made(policy=dataclasses.replace(POLICY, num_slots=2, share=False))
 
 
 @pytest.mark.parametrize("cascade", [0, 16])
-def test_an_adapter_is_loaded_between_steps(cascade, params):
+def test_an_adapter_is_loaded_between_steps(cascade, made, params):
     policy = dataclasses.replace(POLICY, cascade=cascade)
-    steps, cache = made(params, slots=2, modes="FULL", policy=policy)
+    steps, cache = made(slots=2, modes="FULL", policy=policy)
     keys = [set(step.replays) for step in steps.captured]
     before = run(steps, cache, {"adapter": 1}, policy=policy)
     assert before[0] == before[1]  # an empty slot
@@ -122,22 +136,41 @@ def test_an_adapter_is_loaded_between_steps(cascade, params):
         for name, pair in own.items()
     }
     slots = lora.slots(params, count=2, rank=2)
-    steps.load_slot(1, lora.one_slot(slots, pairs))
+    idle = start(16, policy)
+    steps.load_slot(1, lora.one_slot(slots, pairs), idle)
     after = run(steps, cache, {"adapter": 1}, {"adapter": 0}, policy=policy)
     assert after[0] == after[2] == before[0] != after[1]
     assert [set(step.replays) for step in steps.captured] == keys
     with pytest.raises(fg.errors.TreeError, match="slot=2"):
-        steps.load_slot(2, lora.one_slot(slots, pairs))
+        steps.load_slot(2, lora.one_slot(slots, pairs), idle)
     with pytest.raises(ValueError, match=r"make_steps\(\.\.\., adapters=lora\.slots"):
-        made(params)[0].load_slot(0, lora.one_slot(slots, pairs))
+        made()[0].load_slot(0, lora.one_slot(slots, pairs), idle)
 
 
-def test_captures_are_labelled_and_steps_read_in_a_line(params, capsys):
-    policy = dataclasses.replace(POLICY, cascade=16)
-    steps, _ = made(params, slots=2, modes="FULL", policy=policy, progress=True)
+def test_a_slot_in_use_is_not_loaded(made, params):
+    """Its blocks, which texts that begin alike may share, are of the adapter that it had."""
+    steps, cache = made(slots=2, modes="FULL")
+    empty = lora.one_slot(lora.slots(params, count=2, rank=2), {})
+    state = submit(start(16, POLICY), POLICY, range(17), 3, adapter=1)
+    refused = pytest.raises(ValueError, match=r"slot 1: request 0 has .* cancel\(state, 0\)")
+    with refused:  # it waits
+        steps.load_slot(1, empty, state)
+    for step in serve(steps, cache, state, POLICY):
+        steps.load_slot(0, empty, step.state)
+        if step.state.live:
+            assert step.state.pool.named
+            with refused:
+                steps.load_slot(1, empty, step.state)
+            steps.load_slot(1, empty, cancel(step.state, 0))
+    assert not step.state.pool.named
+    steps.load_slot(1, empty, step.state)
+
+
+def test_captures_are_labelled_and_steps_read_in_a_line(made, capsys):
+    steps, _ = made(slots=2, modes="FULL", progress=True)
     labels = [line.partition(" \u2501")[0] for line in capsys.readouterr().out.splitlines()]
-    assert labels[:2] == ["capturing plain", "capturing adapters"]
+    assert labels == ["capturing plain", "capturing adapters"]
     keys = sum(len(step) for step in steps.captured)
     assert repr(steps) == (
-        f"Steps({keys} keys of 4 functions; greedy, 2 adapters, max_tokens=32, max_reqs=2)"
+        f"Steps({keys} keys of 2 functions; greedy, 2 adapters, max_tokens=32, max_reqs=2)"
     )

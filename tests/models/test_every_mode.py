@@ -25,6 +25,7 @@ from models.requests import Row, start, submit
 from models.serve import advance, gather, schedule
 from models.steps import Steps
 from tests.models.conftest import wide_params
+from tests.traced_once import Kept, traced_once
 
 SIZES = (1, 2, 4, 8, 16, 32)
 POLICY = Policy(40, 16, 6, share=False)
@@ -114,6 +115,12 @@ def want(params: llama.Params) -> Wanted:
     return Wanted(params, tokens, logits)
 
 
+@pytest.fixture(scope="module")
+def traces() -> Kept:
+    """Of `logits_forward`, for all modes."""
+    return {}
+
+
 def new_cache(params: llama.Params, num_blocks: int) -> Any:
     """A cache in which reading what was never written shows."""
     cache = llama.init_cache(
@@ -125,21 +132,24 @@ def new_cache(params: llama.Params, num_blocks: int) -> Any:
     return cache
 
 
-def capture(params: llama.Params, modes: str, recorder: str, outputs: str = "own") -> Any:
+def capture(
+    params: llama.Params, modes: str, recorder: str, traces: Kept, outputs: str = "own"
+) -> Any:
     """The step, and the cache that it is bound to."""
     cache = new_cache(params, NUM_BLOCKS)
     fast = fg.graphify(
         logits_forward, modes=modes, donate="cache", stage="batch", sizes=SIZES, recorder=recorder
     )
-    step = fast.bind(params).capture(cache, POLICY.limits, outputs=outputs, progress=False)
+    with traced_once(traces, params.embed.device):
+        step = fast.bind(params).capture(cache, POLICY.limits, outputs=outputs, progress=False)
     return step, cache
 
 
 @pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("modes", demo.MEANING)
-def test_tokens_logits_and_shares(modes, device, recorder, wanted):
+def test_tokens_logits_and_shares(modes, device, recorder, wanted, traces):
     params, tokens, logits_SV = wanted(device)
-    step, cache = capture(params, modes, recorder)
+    step, cache = capture(params, modes, recorder, traces)
     should, specs = Counter(), []
 
     def look(rows: tuple[Row, ...], spec: fg.BatchSpec, got_RV: Tensor) -> None:
@@ -161,10 +171,10 @@ def test_tokens_logits_and_shares(modes, device, recorder, wanted):
 
 
 @pytest.mark.parametrize("device, recorder", DEVICES)
-def test_replayed_logits_come_from_fixed_addresses(device, recorder, wanted):
+def test_replayed_logits_come_from_fixed_addresses(device, recorder, wanted, traces):
     """What `stats` calls a replay is one: the borrowed outputs of a key never move."""
     params, tokens, _ = wanted(device)
-    step, cache = capture(params, "FULL_AND_PIECEWISE", recorder, outputs="borrow")
+    step, cache = capture(params, "FULL_AND_PIECEWISE", recorder, traces, outputs="borrow")
     addresses: dict[Any, set[int]] = {}
     held = []  # so that an eager step's output cannot be given the same memory again
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import fngraph as fg
-from models import demo, generate, llama, text
+from models import demo, generate, llama, naming, text
 from models.checkpoint import save_checkpoint
 from models.policy import Policy
 from models.requests import start, submit
@@ -154,7 +154,7 @@ def test_the_verdict_is_good_only_when_tokens_and_shares_are(final):
 def words(config, tmp_path_factory) -> list[str]:
     """Arguments that name a small model and three prompts."""
     folder = tmp_path_factory.mktemp("model")
-    save_checkpoint(folder / "m.safetensors", config, llama.to_named(wide_params(config)))
+    save_checkpoint(folder / "m.safetensors", config, naming.named(wide_params(config)))
     (folder / "prompts.txt").write_text(f"The\nReturn a list\n{'long ' * 12}\n")
     paths = ["--checkpoint", folder / "m.safetensors", "--prompts", folder / "prompts.txt"]
     return [*map(str, paths), "--max-new", "6"]

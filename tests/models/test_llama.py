@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fngraph.core import trees
-from models import llama
+from models import llama, naming
 from models.checkpoint import BYTES, CheckpointError, load_checkpoint, save_checkpoint
 from models.rope import Llama3, Yarn, rotate, rotation
 from tests.models.conftest import wide_params
@@ -130,15 +130,15 @@ def test_the_cache_comes_back_as_it_was_passed(params):
 
 def test_config_is_structure_and_weights_are_leaves(params):
     leaves, structure = trees.flatten(params)
-    assert len(leaves) == len(llama.shapes(params.config))
+    assert len(leaves) == len(naming.shapes(llama.blank(params.config)))
     assert hash(params.config) == hash(dataclasses.replace(params.config))
     other = dataclasses.replace(params, config=dataclasses.replace(params.config, norm_eps=1e-6))
     assert trees.flatten(other)[1] != structure
 
 
 def test_init_is_the_same_each_time_and_of_the_listed_shapes(config):
-    once, again = (llama.to_named(llama.init_params(config, seed=5)) for _ in range(2))
-    assert {n: tuple(w.shape) for n, w in once.items()} == llama.shapes(config)
+    once, again = (naming.named(llama.init_params(config, seed=5)) for _ in range(2))
+    assert {n: tuple(w.shape) for n, w in once.items()} == naming.shapes(llama.blank(config))
     assert all(torch.equal(once[n], again[n]) for n in once)
     assert not torch.equal(once["embed"], llama.init_params(config, seed=6).embed)
 
@@ -149,15 +149,15 @@ def test_init_is_the_same_each_time_and_of_the_listed_shapes(config):
 def test_a_checkpoint_comes_back(config, params, scaling, tmp_path):
     config = dataclasses.replace(config, rope_scaling=scaling)
     path = tmp_path / "a" / "model.safetensors"
-    save_checkpoint(path, config, llama.to_named(params))
+    save_checkpoint(path, config, naming.named(params))
     loaded_config, loaded = load_checkpoint(path)
     assert loaded_config == config
-    named = llama.to_named(loaded)
-    assert all(torch.equal(named[n], w) for n, w in llama.to_named(params).items())
+    named = naming.named(loaded)
+    assert all(torch.equal(named[n], w) for n, w in naming.named(params).items())
 
 
 def test_a_bad_checkpoint_lists_all_that_is_wrong(config, params, tmp_path):
-    named = llama.to_named(params)
+    named = naming.named(params)
     named["layers.0.wq"] = named["layers.0.wq"][1:]
     named["layers.9.wq"] = named.pop("layers.1.wo")
     save_checkpoint(tmp_path / "m.safetensors", config, named)

@@ -76,6 +76,20 @@ def test_other_rows_draw_at_their_last_place_alone():
     assert batch.spec.query_len is None and batch.query_start_loc.tolist() == [0, 3, 4]
 
 
+@pytest.mark.parametrize("make", [bare_steps, make_steps])
+def test_only_a_verify_batch_draws_more_than_once_a_request(make, params):
+    cache = llama.init_cache(params.config, 12, block_size=8)
+    captured = {"modes": "FULL_AND_PIECEWISE", "sizes": (3,), "recorder": "tape"}
+    if make is bare_steps:
+        steps = bare_steps(llama.forward, params, POLICY)
+    else:
+        steps = make_steps(llama.forward, params, cache, POLICY, progress=False, **captured)
+        plain, verify = ([key.query_len for _, key in step.replays] for step in steps.captured)
+        assert (set(plain), verify) == ({None, 1}, [3])  # nothing is captured twice
+    specs = [fg.BatchSpec(3, reqs, query_len=q) for q, reqs in ((None, 1), (1, 3), (3, 1))]
+    assert [steps.host_batch(spec).logits_indices.shape[1] for spec in specs] == [1, 1, 3]
+
+
 def test_every_element_of_a_slot_is_filled():
     """A slot holds what was last in it."""
     kind = batch_type("sampling", "adapters", "cascade", "states")

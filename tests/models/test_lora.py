@@ -19,6 +19,7 @@ from models.requests import Job, Request, Row
 from models.tokens import Tokens
 from tests.models import tiny
 from tests.models.conftest import wide_params
+from tests.traced_once import Kept, traced_once
 
 COUNT, RANK, BLOCK_SIZE, B = 3, 4, 4, 4
 POLICY = Policy(16, 8, B, BLOCK_SIZE, share=False)
@@ -90,24 +91,32 @@ def alone(params: llama.Params, ids: list[int], ones: dict[int, Any]) -> list[Te
 
 
 def make(
-    params: llama.Params, recorder: str, modes: str, counts: Any = (COUNT,), *, lazy: bool = False
-) -> Any:
+    params: llama.Params, recorder: str, modes: str, traces: Kept, counts: Any = (COUNT,),
+    *, lazy: bool = False,
+) -> Any:  # fmt: skip
     """A captured step, its cache and its slots."""
     adapters, cache = lora.slots(params, count=COUNT, rank=RANK, names=NAMES), cache_of(params)
     fast = fg.graphify(
         lora.adapted(forward), modes=modes, donate="cache", stage="batch", sizes=(4, 16),
         recorder=recorder, adapters=counts,
     )  # fmt: skip
-    step = fast.bind(params, adapters).capture(
-        cache, LIMITS, batch=batch_of([0, -1]), lazy=lazy, progress=False
-    )
+    with traced_once(traces, params.embed.device):
+        step = fast.bind(params, adapters).capture(
+            cache, LIMITS, batch=batch_of([0, -1]), lazy=lazy, progress=False
+        )
     return step, cache, adapters
 
 
+@pytest.fixture(scope="module")
+def traces() -> Kept:
+    """Of the adapted `forward`, for all modes and counts."""
+    return {}
+
+
 @pytest.mark.parametrize("modes", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "NONE"])
-def test_each_row_has_its_own_adapter(modes, recorder_name, device, config):
+def test_each_row_has_its_own_adapter(modes, recorder_name, device, config, traces):
     params = wide_params(config, device=str(device))
-    step, cache, adapters = make(params, recorder_name, modes)
+    step, cache, adapters = make(params, recorder_name, modes, traces)
     ones = {slot: random_adapter(adapters, slot, rank=RANK - slot) for slot in range(COUNT)}
     captured = set(step.replays)
     for slot, one in ones.items():
@@ -145,8 +154,8 @@ def test_a_row_without_an_adapter_is_bitwise_plain(params):
     assert torch.equal(got[[0, 2]], plain[[0, 2]]) and not torch.equal(got[1], plain[1])
 
 
-def test_loading_a_slot_captures_nothing_and_changes_its_rows_alone(params):
-    step, cache, adapters = make(params, "tape", "FULL_AND_PIECEWISE", lazy=True)
+def test_loading_a_slot_captures_nothing_and_changes_its_rows_alone(params, traces):
+    step, cache, adapters = make(params, "tape", "FULL_AND_PIECEWISE", traces, lazy=True)
     before, _ = step(cache, batch_of([0, 1, -1]))
     captures = step.stats.copy().captures
     step.load_slot(1, adapters=random_adapter(adapters, 9))
@@ -164,9 +173,9 @@ def test_loading_a_slot_captures_nothing_and_changes_its_rows_alone(params):
      ((COUNT,), {0: None, 1: 3, 3: 3}), ((0, 2), {0: 0, 2: 2, 3: None})],
     ids=str,
 )  # fmt: skip
-def test_keys_by_the_number_of_adapters(counts, chosen, params):
+def test_keys_by_the_number_of_adapters(counts, chosen, params, traces):
     """A count of its own, the next one that is captured, or none: eager, and it says so."""
-    step, cache, _ = make(params, "tape", "FULL_AND_PIECEWISE", counts, lazy=True)
+    step, cache, _ = make(params, "tape", "FULL_AND_PIECEWISE", traces, counts, lazy=True)
     ids = {0: [-1, -1, -1], 1: [1, -1, 1], 2: [1, -1, 2], 3: [1, 0, 2]}
     for distinct, count in chosen.items():
         for decode in (False, True):
@@ -184,9 +193,9 @@ def test_keys_by_the_number_of_adapters(counts, chosen, params):
     }
 
 
-def test_batches_without_adapters_pay_nothing(params):
+def test_batches_without_adapters_pay_nothing(params, traces):
     """Two functions over one cache and one pool: the plain one has no kernel more."""
-    adapted, cache, adapters = make(params, "tape", "FULL")
+    adapted, cache, adapters = make(params, "tape", "FULL", traces)
     adapted.load_slot(2, adapters=random_adapter(adapters, 2))
     fast = fg.graphify(
         forward, modes="FULL", donate="cache", stage="batch", sizes=(4, 16), recorder="tape"

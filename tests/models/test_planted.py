@@ -18,7 +18,7 @@ import fngraph as fg
 from fngraph import errors
 from models import llama
 
-CONFIG = llama.Config(11, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, dim=8, mlp_dim=12)
+CONFIG = llama.Config(11, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, dim=8, mlp_dim=12)
 SOURCE = Path(llama.__file__).read_text()
 EMBED = "x_TE = params.embed[token_ids_T]"
 LAYER = "x_TE, kv = decoder_layer(config, layer, x_TE, rope, kv, attend)"

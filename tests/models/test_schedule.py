@@ -15,7 +15,7 @@ from models.policy import Policy
 from models.requests import State, cancel, start, submit
 from models.schedule import advance, plan
 from models.serve import gather, kind_of
-from tests.models.traffic import generate, next_token, simulate
+from tests.models.traffic import Step, generate, next_token, simulate
 
 SIZE, MOST = 4, 10  # tokens a block, blocks a request
 HEAD = (9, 8, 7, 6, 5, 4, 3, 2, 1)  # many prompts begin with some of it
@@ -89,13 +89,17 @@ def check_blocks(state: State) -> None:
 @unhurried
 @given(traffic())
 def test_each_request_gets_its_tokens_whatever_else_happens(case):
-    steps, asked, gone, _ = run(*case)
+    """And every step on the way is as the functions below say."""
+    steps, asked, gone, planned = run(*case)
     events, state = [], None
     for step in steps:
         state = step.after
         events += step.events
         check_blocks(step.before)
         check_blocks(state)
+        no_full_shared_block_is_written(step, planned[-1])
+        specs_say_what_the_rows_are(step, case[1])
+        decodes_never_wait_and_the_budget_is_used(step, planned[-1], case[1])
     got, ended = gather(events), [event.id for event in events if event.end]
     assert len(set(ended)) == len(ended)
     for id, (prompt, max_new, stop, adapter, _) in asked.items():
@@ -111,64 +115,50 @@ def test_each_request_gets_its_tokens_whatever_else_happens(case):
         assert not state.live and len(state.pool.free) == case[2] and not state.pool.named
 
 
-@unhurried
-@given(traffic())
-def test_a_full_shared_block_is_never_written(case):
-    steps, _, _, planned = run(*case)
-    for step in steps:
-        slots = step.batch.slot_mapping.tolist()
-        assert len(set(slots)) == len(slots)
-        written = {slot // SIZE for slot in slots}
-        full = set(planned[-1].pool.names.items()) & set(step.before.pool.names.items())
-        filled = set(step.before.pool.names) - {block for block, _ in full}  # in this step
-        assert written.isdisjoint(block for block, _ in full)
-        assert written.isdisjoint(set(step.before.pool.holders) - filled)
+def no_full_shared_block_is_written(step: Step, planned: State) -> None:
+    slots = step.batch.slot_mapping.tolist()
+    assert len(set(slots)) == len(slots)
+    written = {slot // SIZE for slot in slots}
+    full = set(planned.pool.names.items()) & set(step.before.pool.names.items())
+    filled = set(step.before.pool.names) - {block for block, _ in full}  # in this step
+    assert written.isdisjoint(block for block, _ in full)
+    assert written.isdisjoint(set(step.before.pool.holders) - filled)
 
 
-@unhurried
-@given(traffic())
-def test_specs_say_what_the_rows_are(case):
-    steps, _, _, _ = run(*case)
-    policy = case[1]
-    for step in steps:
-        rows, spec, batch = step.before.rows, step.batch.spec, step.batch
-        lens = batch.query_start_loc.diff().tolist()
-        kind = kind_of(rows)
-        assert (spec.num_tokens, spec.num_reqs) == (sum(lens), len(rows))
-        assert 1 <= spec.num_reqs <= policy.max_reqs and spec.num_tokens <= policy.max_tokens
-        assert spec.host == fg.HostBounds(max(lens), int(batch.seq_lens.max()))
-        past = all(
-            row.job.computed >= len(row.job.request.prompt) and row.job.missing == 1 for row in rows
-        )
-        assert (spec.query_len is not None) == past == (kind in ("decode", "verify"))
-        if past:
-            assert set(lens) == {spec.query_len} and spec.query_len in policy.query_lens
-            assert (spec.query_len > 1) == (kind == "verify")
-        used = {row.job.request.adapter for row in rows} - {-1}
-        assert spec.adapters == len(used)
-        if spec.cascade:
-            assert policy.cascade and len(rows) > 1
-            prefixes = {tuple(row.job.tokens)[: policy.cascade] for row in rows}
-            assert len(prefixes) == 1
+def specs_say_what_the_rows_are(step: Step, policy: Policy) -> None:
+    rows, spec, batch = step.before.rows, step.batch.spec, step.batch
+    lens = batch.query_start_loc.diff().tolist()
+    kind = kind_of(rows)
+    assert (spec.num_tokens, spec.num_reqs) == (sum(lens), len(rows))
+    assert 1 <= spec.num_reqs <= policy.max_reqs and spec.num_tokens <= policy.max_tokens
+    assert spec.host == fg.HostBounds(max(lens), int(batch.seq_lens.max()))
+    past = all(
+        row.job.computed >= len(row.job.request.prompt) and row.job.missing == 1 for row in rows
+    )
+    assert (spec.query_len is not None) == past == (kind in ("decode", "verify"))
+    if past:
+        assert set(lens) == {spec.query_len} and spec.query_len in policy.query_lens
+        assert (spec.query_len > 1) == (kind == "verify")
+    used = {row.job.request.adapter for row in rows} - {-1}
+    assert spec.adapters == len(used)
+    if spec.cascade:
+        assert policy.cascade and len(rows) > 1
+        prefixes = {tuple(row.job.tokens)[: policy.cascade] for row in rows}
+        assert len(prefixes) == 1
 
 
-@unhurried
-@given(traffic())
-def test_decodes_never_wait_and_the_budget_is_used(case):
-    steps, _, _, planned = run(*case)
-    policy = case[1]
-    for step in steps:
-        state = step.before
-        computed = {job.id: job.computed for job in planned[-1].running}
-        now = {job.id: job.computed for job in state.running}
-        if computed.keys() - now.keys():  # thrown out: nobody joins in the same step
-            assert now.keys() <= computed.keys()
-        assert all(now[id] >= computed.get(id, 0) for id in now)
-        in_step = {row.job.id for row in state.rows}
-        assert not any(job.decoding and job.id not in in_step for job in state.running)
-        wanted = sum(job.missing for job in state.running)
-        drafts = sum(len(row.drafts) for row in state.rows)
-        assert step.batch.spec.num_tokens == min(wanted, policy.max_tokens) + drafts
+def decodes_never_wait_and_the_budget_is_used(step: Step, planned: State, policy: Policy) -> None:
+    state = step.before
+    computed = {job.id: job.computed for job in planned.running}
+    now = {job.id: job.computed for job in state.running}
+    if computed.keys() - now.keys():  # thrown out: nobody joins in the same step
+        assert now.keys() <= computed.keys()
+    assert all(now[id] >= computed.get(id, 0) for id in now)
+    in_step = {row.job.id for row in state.rows}
+    assert not any(job.decoding and job.id not in in_step for job in state.running)
+    wanted = sum(job.missing for job in state.running)
+    drafts = sum(len(row.drafts) for row in state.rows)
+    assert step.batch.spec.num_tokens == min(wanted, policy.max_tokens) + drafts
 
 
 def test_what_is_hard_occurs_often():

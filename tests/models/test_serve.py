@@ -24,6 +24,7 @@ from models.serve import Served, gather, serve
 from models.steps import Steps, make_steps
 from models.tally import Tally
 from tests.models.conftest import wide_params
+from tests.traced_once import Kept, traced_once
 
 SIZES = (4, 12, 48)
 POLICY = Policy(
@@ -124,6 +125,12 @@ def alone(params: llama.Params, adapters: Any, asked: Asked) -> tuple[int, ...]:
     return tuple(text[len(asked.prompt) :])
 
 
+@pytest.fixture(scope="module")
+def traces() -> Kept:
+    """Of the functions that serve, for all modes."""
+    return {}
+
+
 def drive(steps: Steps, cache: Any) -> Iterator[Served]:
     """Serve all requests, which come in waves."""
     coming, number = requests(), -1
@@ -155,7 +162,7 @@ def expected(modes: str, spec: fg.BatchSpec) -> str:
 
 @pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("modes", demo.MEANING)
-def test_everything_at_once(modes, device, recorder, wanted):
+def test_everything_at_once(modes, device, recorder, wanted, traces):
     params, adapters, tokens = wanted(device)
     cache = llama.init_cache(
         params.config, NUM_BLOCKS, block_size=generate.BLOCK_SIZE, device=device
@@ -163,10 +170,11 @@ def test_everything_at_once(modes, device, recorder, wanted):
     for kv in cache:
         for x_NSKD in kv:  # reading what was never written shows
             x_NSKD.fill_(torch.nan)
-    steps = make_steps(
-        llama.forward, params, cache, POLICY, "sampling", modes=modes, adapters=adapters,
-        sizes=SIZES, recorder=recorder,
-    )  # fmt: skip
+    with traced_once(traces, device):
+        steps = make_steps(
+            llama.forward, params, cache, POLICY, "sampling", modes=modes, adapters=adapters,
+            sizes=SIZES, recorder=recorder,
+        )  # fmt: skip
     tally, should, query_lens = Tally(), Counter(), set()
     thrown, events, running = 0, [], set()
     for one in tally.watch(drive(steps, cache)):

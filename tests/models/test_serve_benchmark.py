@@ -17,6 +17,7 @@ from benchmarks.serve_stream import Clock
 from benchmarks.traffic import Arrival, stream
 from models.policy import Policy
 from models.steps import Steps
+from tests.traced_once import Kept, traced_once
 
 
 @pytest.mark.parametrize(
@@ -95,16 +96,25 @@ def without_adapters(steps: Steps) -> Steps:
     return steps._replace(run=run)
 
 
+@pytest.fixture(scope="module")
+def traces() -> Kept:
+    """Of steps with and without adapters."""
+    return {}
+
+
 @pytest.mark.parametrize("part", ["decode", "traffic"])
 @pytest.mark.parametrize(
     "break_, more",
     [(of_zeros, []), (over_zeros, []), (without_adapters, ["--adapters", "2"])],
 )
-def test_wrong_tokens_are_not_measured(break_, more, part, monkeypatch, capsys):
+def test_wrong_tokens_are_not_measured(break_, more, part, monkeypatch, capsys, traces):
     real = serve.make_steps
     monkeypatch.setattr(serve, "make_steps", lambda *args, **opts: break_(real(*args, **opts)))
     monkeypatch.setattr(serve, "table", str)
-    assert serve.main(["--tiny", "--modes", "FULL_AND_PIECEWISE", "--parts", part, *more]) == 1
+    one_layer = dataclasses.replace(serve.SHAPES["tiny"], num_layers=1)
+    monkeypatch.setitem(serve.SHAPES, "tiny", one_layer)
+    with traced_once(traces, len(more)):
+        assert serve.main(["--tiny", "--modes", "FULL_AND_PIECEWISE", "--parts", part, *more]) == 1
     what = "traffic" if part == "traffic" else "batch 3"
     lines = capsys.readouterr().out.splitlines()
     assert any(

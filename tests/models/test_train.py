@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from models import corpus, llama, train, train_bytes
+from models import corpus, llama, naming, train, train_bytes
 from models.checkpoint import load_checkpoint
 from tests.models.rows import llama_batch
 
@@ -29,13 +29,13 @@ def test_the_loss_is_that_of_the_served_model(params):
     cache = llama.init_cache(params.config, 3, block_size=17)
     logits_TV, _ = llama.forward(params, cache, batch)
     want = cross_entropy(logits_TV, text_NS[:, 1:].flatten())
-    got = train.nats_a_byte(params.config, llama.to_named(params), text_NS)
+    got = train.nats_a_byte(params.config, naming.named(params), text_NS)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 def test_evaluate_is_the_mean_over_all_sequences(params, flags):
     text_NS = torch.randint(256, (11, 25), generator=torch.Generator().manual_seed(1))
-    named = llama.to_named(params)
+    named = naming.named(params)
     one_by_one = [train.nats_a_byte(params.config, named, row[None]) for row in text_NS]
     got = train.evaluate(params.config, named, text_NS, flags)  # batches of 8 and 3
     assert got == pytest.approx(torch.stack(one_by_one).mean().item(), abs=1e-4)
@@ -56,7 +56,7 @@ def test_training_learns_and_repeats_itself(config, flags):
             named, steps, _ = train.fit(config, data, held_NS, flags)
         losses.append(train.evaluate(config, named, held_NS, flags))
         assert steps == flags.steps
-    untrained = llama.to_named(llama.init_params(config))
+    untrained = naming.named(llama.init_params(config))
     assert losses[0] < 0.5 * train.evaluate(config, untrained, held_NS, flags)
     assert losses[0] == losses[1]
 
@@ -82,7 +82,7 @@ def test_dropout_changes_the_update_and_not_the_weights_it_starts_from(config, f
     losses = []
     for drop in (0.0, 0.5):
         flags.drop = drop
-        named = llama.to_named(llama.init_params(config))
+        named = naming.named(llama.init_params(config))
         with torch.enable_grad():
             optimizer = train.adamw(named, flags)
             losses.append(train.update(config, named, optimizer, text_NS, 0.5, flags).item())
@@ -93,7 +93,7 @@ def test_dropout_changes_the_update_and_not_the_weights_it_starts_from(config, f
 def test_the_script_writes_weights_and_card(config, tmp_path, monkeypatch):
     text = b"The quick brown fox jumps over the lazy dog.\n" * 40
     monkeypatch.setattr(train_bytes, "corpus", lambda: (text, text[:300]))
-    monkeypatch.setattr(llama, "tiny_bytes", lambda: config)
+    monkeypatch.setattr(train_bytes, "tiny_bytes", lambda: config)
     out = tmp_path / "bytes.safetensors"
     words = f"--steps 3 --batch 4 --context 16 --looks 1 --threads 1 --out {out}"
     with torch.enable_grad():

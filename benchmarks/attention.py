@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     prompts = [prefill(lens) for lens in PREFILLS]
     show("prefill, us a call", prompts)
     cost = invariant_cost()
-    show("fixed splits, batch-invariant, against the best for the batch, us", cost)
+    show("fixed splits, batch-invariant, against the best for the batch", cost)
     if args.json:
         from benchmarks.record import write
 

@@ -19,6 +19,7 @@ PREFILL_TILES = (
     (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3),
     (64, 128, 4, 2), (128, 64, 8, 5),
 )  # fmt: skip
+NEVER = 1 << 20  # more splits than a request has
 
 
 def splitting(p: Paged) -> tuple[Any, Callable[[Any], float]]:
@@ -34,23 +35,23 @@ def splitting(p: Paged) -> tuple[Any, Callable[[Any], float]]:
 
 
 def ways(usual: Any) -> list[Any]:
-    """Other tiles by split and spans, and by programs; and both kernels launched one by one."""
+    """Other tiles by split, with spans or not, and by programs; and kernels launched one by one."""
     found = [usual, usual._replace(early=False)]
     for keys, warps, stages in TILES:
         how = usual._replace(
             tile=usual.tile._replace(keys=keys, num_warps=warps, num_stages=stages)
         )
-        for split, spans in itertools.product(SPLITS[:3], (False, True)):
-            found.append(how._replace(split=split, spans=spans))
+        for split, many in itertools.product(SPLITS[:3], (NEVER, 0)):
+            found.append(how._replace(split=split, many=many))
         found += [how._replace(programs=programs) for programs in (2, 8)]
     return list(dict.fromkeys(found))
 
 
 def divisions(usual: Any, context: int) -> list[Any]:
     """Splits of every length, alone and in spans, and a whole request in one program."""
-    whole = usual._replace(split=context // ops.triton_merge.SPLITS, spans=True)
-    shared = itertools.product(SPLITS, (False, True))
-    found = [usual._replace(split=split, spans=spans) for split, spans in shared]
+    whole = usual._replace(split=context // ops.triton_merge.SPLITS, many=0)
+    shared = itertools.product(SPLITS, (NEVER, 0))
+    found = [usual._replace(split=split, many=many) for split, many in shared]
     return list(dict.fromkeys([usual, *found, whole]))
 
 
@@ -87,7 +88,7 @@ def invariant_cost() -> list[dict[str, Any]]:
         best = min(times, key=times.__getitem__)
         found.append({
             "batch": n, "context": context, "fixed us": times[usual], "split": usual.split,
-            "spans": usual.spans, "best us": times[best], "best split": best.split,
-            "best spans": best.spans, "cost": times[usual] / times[best] - 1,
+            "spans past": usual.many, "best us": times[best], "best split": best.split,
+            "best spans past": best.many, "cost": times[usual] / times[best] - 1,
         })  # fmt: skip
     return found

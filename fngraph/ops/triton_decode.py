@@ -68,30 +68,27 @@ def attend(
     numbers, constants = options(config, kv)
     rows = Q * constants["GROUP"]
     widest = meta.block_tables.shape[1] * config.block_size
-    places = processors(q_THD.device)
-    tile, split, programs, spans, early = how or how_to(config, rows, widest, R * K, places)
-    unit = split * (SPLITS if spans else 1)
+    how = how or how_to(config, rows, widest, R * K, processors(q_THD.device))
+    tile, split, programs, many, early = how
+    unit = split if many else split * SPLITS
     units = -(-widest // unit)
-    final = spans and units == 1
-    each = final or R * K * units <= places * EACH
+    final = units == 1 and not many
     sums = None if final else empty(q_THD, R, K, units, rows, D)
     by_k, k_step = scale_of(k_scale, q_THD)
     by_v, v_step = scale_of(v_scale, q_THD)
     launch(
         split_kernel,
-        (R * K * units if each else min(R * K * units, places * programs),),
+        (R * K * units,),
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
          q_THD if sinks is None else sinks, by_k, by_v),
         (*(sums or (out_THD,) * 3), out_THD),
-        (R, K, units, *q_THD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        (R, K, units, many, *q_THD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
          meta.block_tables.stride(0), *out_THD.stride()[:2], k_step, v_step, *numbers),
         ROWS=tile.rows,
         KEYS=tile.keys,
         Q=Q,
         SPLIT=split,
-        UNIT=unit,
-        REQS=power_of_two(R, at_least=256),
-        EACH=each,
+        SPAN=split * SPLITS if many < units else split,
         FINAL=final,
         K_SCALED=k_scale is not None,
         V_SCALED=v_scale is not None,
@@ -104,7 +101,7 @@ def attend(
     )  # fmt: skip
     if sums is not None:
         merge(
-            sums, meta, out_THD, Q, unit, 1 if spans else SPLITS,
+            sums, meta, out_THD, Q, split, many,
             window=config.window, sinks=sinks, v_scale=None if v_scale is None else (by_v, v_step),
             early=early,
         )  # fmt: skip
@@ -115,40 +112,40 @@ class How(NamedTuple):
 
     Attributes:
         split: keys of a split, a multiple of the tile's.
-        programs: of a multiprocessor.
-        spans: whether a program takes a whole span of splits.
+        programs: that a multiprocessor's registers are to hold.
+        many: splits of a request, beyond which its programs take whole spans; 0: always.
         early: whether both kernels are launched while the one ahead still runs.
     """
 
     tile: Tile
     split: int
     programs: int
-    spans: bool = False
+    many: int
     early: bool = True
 
 
 def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     """By static shapes: `widest` keys in the block table, `pairs` of a request and a kv head.
 
-    Where splits alone would give a multiprocessor more than EACH programs, they are taken by
-    spans, and many narrow programs keep loads in flight; below, more warps make a program faster.
-    Split and keys follow from `widest` and the config, so that bits are the same for all `pairs`.
+    Pairs alone fill as many multiprocessors (`places`) as they are: then all go by spans. Fewer do
+    where requests of that length have ENOUGH splits for each place. Few programs are faster with
+    more warps. Splits and keys follow from `widest` and the config: bits are the same for any R.
     """
     rows = power_of_two(rows, at_least=16)
     width = power_of_two(config.head_dim, at_least=16)
-    split = next((split for most, split in LENGTHS if widest <= most), 512)
-    items = pairs * -(-widest // split)
-    spans = items > places * EACH
+    split = next(split for most, split in LENGTHS if widest <= most)
+    many = 0 if pairs >= places else places * ENOUGH // pairs
     if compute_dtype(config) == torch.float32:
         tile = Tile(rows, 32, 4, 1)
     elif width > 128:
         tile = Tile(rows, 32, 4, 3)
-    elif rows > 16 or items <= places:
+    elif rows > 16 or pairs * -(-widest // split) <= places:
         tile = Tile(rows, 32, 4, 5)
     else:
-        tile = Tile(rows, 32, 1, 7) if spans else Tile(rows, 32, 2, 5)
-    return How(tile, split, 4 if rows <= 32 and width <= 128 else 2, spans)
+        whole = not many and widest <= split * SPLITS
+        tile = Tile(rows, 32, 1, 7) if whole else Tile(rows, 32, 2, 5)
+    return How(tile, split, 4 if rows <= 32 and width <= 128 else 2, many)
 
 
-LENGTHS = ((4096, 128), (16384, 256))  # up to so many keys in the table, so many in a split
-EACH = 4  # programs of a multiprocessor, up to which every unit that there could be has its own
+LENGTHS = ((4096, 128), (16384, 256), (float("inf"), 512))  # keys in the table, in a split
+ENOUGH = 4

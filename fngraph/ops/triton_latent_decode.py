@@ -19,7 +19,7 @@ from fngraph.ops.attention_config import dense
 from fngraph.ops.triton_decode import How
 from fngraph.ops.triton_latent import attend_rows, constants, scale_of, tile_of
 from fngraph.ops.triton_launch import launch, power_of_two, processors
-from fngraph.ops.triton_merge import SPLITS, empty, merge
+from fngraph.ops.triton_merge import empty, merge
 from fngraph.ops.triton_write import write_rows
 
 MAX_TOKENS = 8  # of a request: more is prefill
@@ -103,7 +103,7 @@ def attend(
     q_THC = dense(q_THC)
     R, H, L = meta.seq_lens.shape[0], config.num_heads, config.rank
     widest = meta.block_tables.shape[1] * config.block_size
-    tile, split, programs, _, early = how or how_to(config, Q, widest)
+    tile, split, programs, many, early = how or how_to(config, Q, widest)
     known = constants(config, tile)
     splits = -(-widest // split)
     sums = empty(q_THC, R, 1, splits, Q * H, L)
@@ -124,7 +124,7 @@ def attend(
         num_stages=tile.num_stages,
         **known,
     )  # fmt: skip
-    merge(sums, meta, out_THL, Q, split, SPLITS, early=early)
+    merge(sums, meta, out_THL, Q, split, many, early=early)
 
 
 def how_to(config: Any, Q: int, widest: int) -> How:
@@ -135,4 +135,5 @@ def how_to(config: Any, Q: int, widest: int) -> How:
     """
     split = max(128, power_of_two(16 * config.num_heads), power_of_two(widest) // 64)
     tile = tile_of(config, Q * config.num_heads)
-    return How(tile, split, 2 if tile.num_warps == 4 else 1)
+    never = 1 + widest // split
+    return How(tile, split, 2 if tile.num_warps == 4 else 1, never)

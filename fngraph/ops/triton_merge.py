@@ -17,7 +17,7 @@ from torch import Tensor
 from fngraph.ops.triton_keys import finish
 from fngraph.ops.triton_launch import launch, power_of_two
 
-SPLITS = 8  # of a span
+SPLITS = 8  # of a span, in order
 MERGED = 4  # spans merged at a time
 
 
@@ -33,17 +33,25 @@ def fold(acc, top, total, part, part_top, part_total):
 
 
 @triton.jit
+def unit_keys(first, length, many, SPLIT: tl.constexpr, SPAN: tl.constexpr):
+    """Keys that one program sums of a request which sees first <= n < length: a split or a span."""
+    splits = (length + SPLIT - 1) // SPLIT - first // SPLIT
+    return tl.where(splits > many, SPAN, SPLIT)
+
+
+@triton.jit
 def merge_kernel(
-    starts, lens, parts, tops, totals, sinks, v_scale, out, R, UNITS, out_row, out_head, window,
-    v_step,
+    starts, lens, parts, tops, totals, sinks, v_scale, out, R, UNITS, many, out_row, out_head,
+    window, v_step,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    Q: tl.constexpr, UNIT: tl.constexpr, PER: tl.constexpr, SPANS: tl.constexpr,
+    Q: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr,
+    SPANS: tl.constexpr,
     SINKS: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query head of one token: its spans in order; zeros where there is no such token.
 
-    A unit of UNIT keys is what one program summed, PER of them are a span. What is read before
-    the wait was written before the kernel ahead began.
+    Of each span there are PER units at most: splits, or itself. What is read before the wait was
+    written before the kernel ahead began.
     """
     r, token = tl.program_id(0) // Q, tl.program_id(0) % Q
     query_head = tl.program_id(1)
@@ -61,20 +69,23 @@ def merge_kernel(
     if token < new:
         first = 0
         if WINDOW:
-            first = tl.maximum(length - Q - window + 1, 0) // UNIT
-        last = (length + UNIT - 1) // UNIT
+            first = tl.maximum(length - Q - window + 1, 0)
+        size = unit_keys(first, length, many, SPLIT, SPAN)
+        per = SPAN // size
+        first //= size
+        last = (length + size - 1) // size
         row = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS
         row_in_unit = token * GROUP + query_head % GROUP
         acc = tl.zeros((WIDTH,), tl.float32)
         top = float("-inf")
         total = 0.0
-        for span in tl.range(first // PER, (last + PER - 1) // PER, SPANS):
+        for span in tl.range(first // per, (last + per - 1) // per, SPANS):
             acc_S = tl.zeros((SPANS, WIDTH), tl.float32)
             top_S = tl.full((SPANS,), float("-inf"), tl.float32)
             total_S = tl.zeros((SPANS,), tl.float32)
             for i in tl.static_range(PER):
-                unit = (span + tl.arange(0, SPANS)) * PER + i
-                live = (unit >= first) & (unit < last)
+                unit = (span + tl.arange(0, SPANS)) * per + i
+                live = (i < per) & (unit >= first) & (unit < last)
                 at = (row + unit) * (Q * GROUP) + row_in_unit
                 part_top = tl.load(tops + at, mask=live, other=float("-inf"))
                 part_total = tl.load(totals + at, mask=live, other=0.0)
@@ -119,15 +130,15 @@ def merge(
     meta: Any,
     out_THD: Tensor,
     Q: int,
-    unit: int,
-    per: int,
+    split: int,
+    many: int,
     *,
     window: int | None = None,
     sinks: Tensor | None = None,
     v_scale: tuple[Tensor, int] | None = None,
     early: bool = True,
 ) -> None:
-    """Launch `merge_kernel` for units of `unit` keys, `per` to a span, into all rows of `out_THD`.
+    """Launch `merge_kernel` into all rows of `out_THD`: requests of over `many` splits have spans.
 
     `v_scale` are numbers of kv heads and the step from one head's to the next.
     """
@@ -138,14 +149,15 @@ def merge(
         (R * Q, K * rows // Q),
         (meta.query_start_loc, meta.seq_lens, *sums, out_THD if sinks is None else sinks, scale),
         (out_THD,),
-        (R, units, *out_THD.stride()[:2], window or 0, step),
+        (R, units, many, *out_THD.stride()[:2], window or 0, step),
         GROUP=rows // Q,
         D=D,
         WIDTH=power_of_two(D, at_least=16),
         WINDOW=window is not None,
         Q=Q,
-        UNIT=unit,
-        PER=per,
+        SPLIT=split,
+        SPAN=split * SPLITS,
+        PER=SPLITS if many else 1,
         SPANS=MERGED,
         SINKS=sinks is not None,
         V_SCALED=v_scale is not None,

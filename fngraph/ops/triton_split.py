@@ -1,8 +1,9 @@
-"""The Triton kernel of split-KV decode: sums over units of each request's keys.
+"""The Triton kernel of split-KV decode: sums over units of each request's keys, one a program.
 
-A unit is a split, or a whole span of splits where there are programs enough without (see
-`triton_merge`). One program to each is quick to begin; where most could be past the end of their
-request, fewer programs count the units out of `seq_lens` and take them in turn.
+A unit is a split, or a whole span of splits if the request is long enough to fill the device so
+(see `triton_merge`). There is a program for every unit that the block table could hold: those past
+the end of their request read its length and are done, and the device gives each next one to
+whichever multiprocessor is free, which requests of any lengths share well.
 """
 
 from __future__ import annotations
@@ -11,74 +12,31 @@ import triton
 import triton.language as tl
 
 from fngraph.ops.triton_keys import finish, score
-from fngraph.ops.triton_merge import fold
+from fngraph.ops.triton_merge import fold, unit_keys
 
 
 @triton.jit
 def split_kernel(
     q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, parts, tops, totals, out,
-    R, HEADS, UNITS, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
-    out_row, out_head, k_step, v_step, scale, softcap, window,
+    R, HEADS, UNITS, many, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    table_row, out_row, out_head, k_step, v_step, scale, softcap, window,
     ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, UNIT: tl.constexpr, REQS: tl.constexpr, EACH: tl.constexpr,
-    FINAL: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, SINKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, SPAN: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Units of UNIT keys: with EACH a program for every one that there could be.
+    """One unit of the keys that a request sees, counted from the first that it sees any of.
 
-    With FINAL a unit holds all keys of a request; what would be merged is written to `out`.
+    Requests of more than `many` splits go by spans of SPAN keys, if it is more than SPLIT. With
+    FINAL one holds all keys of a request: what would be merged is written to `out`.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if EACH:
-        index = tl.program_id(0) // HEADS
-        attend_unit(
-            index // UNITS, (tl.program_id(0) % HEADS).to(tl.int64), index % UNITS,
-            q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, parts, tops, totals,
-            out, R, HEADS, UNITS, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
-            table_row, out_row, out_head, k_step, v_step, scale, softcap, window,
-            ALIKE, GROUP, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, FLOAT32, ROWS, KEYS, Q,
-            SPLIT, UNIT, FINAL, K_SCALED, V_SCALED, SINKS,
-        )  # fmt: skip
-    else:
-        i = tl.arange(0, REQS)
-        length_R = tl.load(lens + i, mask=i < R, other=0)
-        count_R = (length_R + UNIT - 1) // UNIT
-        if WINDOW:
-            count_R -= tl.maximum(length_R - Q - window + 1, 0) // UNIT
-        end_R = tl.cumsum(count_R, 0)
-        items = tl.sum(count_R, 0) * HEADS
-        for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
-            index = item // HEADS
-            r = tl.sum((end_R <= index).to(tl.int32), 0)
-            unit = index - tl.sum(tl.where(i < r, count_R, 0), 0)
-            attend_unit(
-                r, (item % HEADS).to(tl.int64), unit,
-                q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, parts, tops,
-                totals, out, R, HEADS, UNITS, q_row, q_head, k_block, k_slot, k_head, v_block,
-                v_slot, v_head, table_row, out_row, out_head, k_step, v_step, scale, softcap,
-                window,
-                ALIKE, GROUP, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, FLOAT32, ROWS, KEYS, Q,
-                SPLIT, UNIT, FINAL, K_SCALED, V_SCALED, SINKS,
-            )  # fmt: skip
-
-
-@triton.jit
-def attend_unit(
-    r, head, unit,
-    q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, parts, tops, totals, out,
-    R, HEADS, UNITS, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
-    out_row, out_head, k_step, v_step, scale, softcap, window,
-    ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, UNIT: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr,
-    V_SCALED: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """One unit of the keys that a request sees, counted from the first that it sees any of."""
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    r = tl.program_id(0) // HEADS % R
+    unit = tl.program_id(0) // HEADS // R  # late ones last: most are past the end
     m = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     length = tl.load(lens + r)
@@ -94,9 +52,10 @@ def attend_unit(
     first = 0
     if WINDOW:
         first = tl.maximum(length - Q - window + 1, 0)
-        unit += first // UNIT
-    last = tl.minimum(length, (unit + 1) * UNIT)
-    begin_key = tl.maximum(unit * UNIT, first // KEYS * KEYS)
+    size = unit_keys(first, length, many, SPLIT, SPAN)
+    unit += first // size
+    last = tl.minimum(length, (unit + 1) * size)
+    begin_key = tl.maximum(unit * size, first // KEYS * KEYS)
     if FINAL or begin_key < last:
         real = m < new * GROUP
         token = (begin + m // GROUP).to(tl.int64)
@@ -108,7 +67,7 @@ def attend_unit(
             x.to(tl.float32) if FLOAT32 else x, length - new + m // GROUP, begin_key, first, last,
             tables + r.to(tl.int64) * table_row, k_cache + head * k_head, v_cache + head * v_head,
             k_block, k_slot, v_block, v_slot, scale * by_k, softcap, window,
-            ALIKE, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, ROWS, KEYS, Q, SPLIT, UNIT,
+            ALIKE, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, ROWS, KEYS, Q, SPLIT, SPAN,
         )  # fmt: skip
         if FINAL:
             by_v = tl.load(v_scale + head * v_step) if V_SCALED else 1.0
@@ -128,7 +87,7 @@ def sum_keys(
     k_block, k_slot, v_block, v_slot, scale, softcap, window,
     ALIKE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, Q: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
+    KEYS: tl.constexpr, Q: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Keys begin <= n < last, split by split: weighted values, largest scores, sums of weights.
 
@@ -169,7 +128,7 @@ def sum_keys(
         part_top = higher
         part_total = tl.dot(weights, ones, part_total * fade, input_precision="ieee")
         part = tl.dot(weights, v.to(q.dtype), part * fade, input_precision="ieee")
-        if UNIT > SPLIT:
+        if SPAN > SPLIT:
             if (start + KEYS) % SPLIT == 0:
                 acc, top, total = fold(acc, top, total, part, part_top, tl.max(part_total, 1))
                 part = tl.zeros((ROWS, WIDTH), tl.float32)

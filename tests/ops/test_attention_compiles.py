@@ -38,8 +38,8 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
     ) -> None:  # fmt: skip
         options["EARLY"] = early
         assert compile_for_h100(kernel, *given, **options) <= SHARED
-        modes = "".join("-" + name.lower() for name in ("EACH", "FINAL") if options.get(name))
-        modes += "-spans" if options["UNIT"] > options.get("SPLIT", options["UNIT"]) else ""
+        modes = "-final" if options.get("FINAL") else ""
+        modes += "-spans" if "FINAL" in options and options["SPAN"] > options["SPLIT"] else ""
         names.append(kernel.fn.__name__.removesuffix("_kernel") + modes)
 
     for module in (triton_decode, triton_merge):
@@ -68,9 +68,9 @@ def test_every_way_of_splitting_compiles_and_fits(tmp_path):
         [sys.executable, str(HERE)], capture_output=True, text=True, env=env, check=False
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    each, spans, turns = "split-each merge", "split-each-spans merge", "split-spans merge"
-    ways = [each, each, "split-each-final-spans", spans, *[turns] * 2, each, *[turns] * 2]
-    assert ran.stdout.split() == " ".join([*ways, each, turns]).split()
+    splits, spans = "split merge", "split-spans merge"
+    ways = [splits, splits, "split-final-spans", *[spans] * 3, splits, *[spans] * 2]
+    assert ran.stdout.split() == " ".join([*ways, splits, spans]).split()
 
 
 if __name__ == "__main__":

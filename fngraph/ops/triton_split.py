@@ -1,8 +1,8 @@
 """The Triton kernel of split-KV decode: sums over units of each request's keys.
 
-A unit is a split, or a whole span of splits where there are programs enough without (see
-`triton_merge`). One program to each is quick to begin; where most could be past the end of their
-request, fewer programs count the units out of `seq_lens` and take them in turn.
+A unit is what is summed in one go: a split, or, where splits would be more programs than are of
+use, a whole span of them (see `triton_merge`). A program for each is quick to begin; where too many
+might find nothing to do, fewer programs count the units out of `seq_lens` and take them in turn.
 """
 
 from __future__ import annotations

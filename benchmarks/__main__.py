@@ -9,7 +9,7 @@ from pathlib import Path
 NAMES = sorted(
     p.stem
     for p in Path(__file__).parent.glob("*.py")
-    if p.stem not in ("__init__", "__main__", "record", "peers") and "serve_" not in p.stem
+    if p.stem not in ("device", "peers", "record") and "_" not in p.stem
 )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from benchmarks.attention import copy_bandwidth, device_us, draw, show, worst
+from benchmarks.device import copy_bandwidth, device_us, draw, show, worst
 
 L, D, BLOCK = 512, 64, 64
 C = L + D

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 import fngraph as fg
-from benchmarks.attention import copy_bandwidth, device_us, draw, show, worst
+from benchmarks.device import copy_bandwidth, device_us, draw, show, worst
 
 BATCHES = [*itertools.product((1, 8, 32, 128), (1,)), (32, 4)]  # (requests, query length)
 PREFILLS = ((4096,), (1024,) * 4, (3072, 700, 300, 24))

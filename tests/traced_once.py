@@ -21,7 +21,7 @@ def traced_once(kept: Kept, label: Any) -> Iterator[None]:
     Args:
         label: stands for the functions that are traced, in order.
     """
-    module: Any = importlib.import_module("fngraph.graphify")
+    module: Any = importlib.import_module("fngraph.graphified")
     trace, made, numbers = module.trace_function, kept.setdefault(label, []), itertools.count()
 
     def once(args: Any, options: Any, limits: Any, refuse: Any) -> Any:

@@ -46,14 +46,15 @@ class Bound:
             FnGraphError: see the classes in `fngraph.errors`.
         """
         fn = self.graphified
-        limits = fn.limits
+        limits, given = fn.limits, donated
         if donated and isinstance(donated[-1], Limits):
             *rest, limits = donated
             donated = tuple(rest)
         names = [fn.signature.names[i] for i in fn.signature.positions(Role.DONATED)]
         if len(donated) != len(names):
             raise TreeError(
-                f"capture takes the donated arguments {names} and fg.Limits, got {len(donated)}"
+                f"capture takes {', '.join((*names, 'fg.Limits(...)'))}, in this order; got "
+                f"{', '.join(type(x).__name__ for x in given) or 'nothing'}"
             )
         values = dict(zip(fn.signature.positions(Role.HELD), self.held))
         values |= dict(zip(fn.signature.positions(Role.DONATED), donated))

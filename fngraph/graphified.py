@@ -145,13 +145,13 @@ class Graphified:
 
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as; after the first call."""
-        return self._ready().dispatch(spec)
+        return self._latest().dispatch(spec)
 
     def explain(self, spec: BatchSpec) -> Explanation:
         """Why `spec` runs as it does; after the first call."""
-        return self._ready().explain(spec)
+        return self._latest().explain(spec)
 
-    def _ready(self) -> Captured:
+    def _latest(self) -> Captured:
         if not self._captured:
             raise TreeError(
                 "nothing is known of the arguments before the first call. Call it once, or use "

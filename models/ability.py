@@ -59,7 +59,9 @@ class Ability(NamedTuple):
             return f"request {asked.id}: these steps are greedy, given {asked.settings}. Pass {fix}"
         slots = f"{self.adapters} slots for adapters, counted from 0" if self.adapters else "none"
         fix = f"make_steps(..., adapters=lora.slots(params, count={asked.adapter + 1}, rank=16))"
-        return f"request {asked.id}: adapter={asked.adapter}, but these steps have {slots}. {fix}"
+        return (
+            f"request {asked.id}: adapter={asked.adapter}, but these steps have {slots}. Pass {fix}"
+        )
 
 
 def _serves(made: Policy, policy: Policy) -> bool:

@@ -21,9 +21,9 @@ from models.layers import Mlp, mlp, rms_norm
 from models.naming import shape
 from models.rope import Turn, rotation
 
-Norm = Callable[[Tensor, Tensor, float], Tensor]
-Attention = Callable[..., tuple[Tensor, Any]]
-Mixture = Callable[[Any, Any, Tensor, Tensor], Tensor]
+NormFn = Callable[[Tensor, Tensor, float], Tensor]
+AttentionFn = Callable[..., tuple[Tensor, Any]]
+MixtureFn = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 
 @fg.struct
@@ -43,7 +43,7 @@ def params_of(config: Any, layers: Iterable[Any]) -> Params:
     return Params(embed, tuple(layers), shape(config.dim), None if config.tied else embed, config)
 
 
-def logits(params: Params, x_RE: Tensor, norm: Norm = rms_norm) -> Tensor:
+def logits(params: Params, x_RE: Tensor, norm: NormFn = rms_norm) -> Tensor:
     """(R, V): the last norm and the head."""
     head_VE = params.embed if params.head is None else params.head
     return linear(norm(x_RE, params.norm, params.config.norm_eps), head_VE)
@@ -65,8 +65,8 @@ def layer_of(config: Any, attn: Any, mlp: Any) -> Layer:
 
 
 def decode(
-    params: Params, cache: tuple[Any, ...], batch: Any, attention: Attention,
-    mixture: Mixture | None = None, *, rope_dim: int, norm: Norm = rms_norm,
+    params: Params, cache: tuple[Any, ...], batch: Any, attention: AttentionFn,
+    mixture: MixtureFn | None = None, *, rope_dim: int, norm: NormFn = rms_norm,
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
     config, kept = params.config, []
@@ -81,7 +81,7 @@ def decode(
 @fg.block
 def decoder_layer(
     config: Any, layer: Layer, x_TE: Tensor, rope: Turn, kept: Any, batch: Any,
-    attention: Attention, mixture: Mixture | None, norm: Norm,
+    attention: AttentionFn, mixture: MixtureFn | None, norm: NormFn,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """x + attention(norm(x)), plus the mlp or the experts of its norm; and what is kept."""
     normed_TE = norm(x_TE, layer.attn_norm, config.norm_eps)
@@ -91,3 +91,13 @@ def decoder_layer(
     if mixture is None or isinstance(layer.mlp, Mlp):
         return x_TE + mlp(layer.mlp, normed_TE), kept
     return x_TE + mixture(config, layer.mlp, normed_TE, batch.slot_mapping >= 0), kept
+
+
+DECODER_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "layers.*.attn_norm": "model.layers.*.input_layernorm.weight",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
+}
+"""What Hugging Face calls these weights, for `loading.Format.names`."""

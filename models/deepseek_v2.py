@@ -20,9 +20,9 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from models import experts, loading, naming
-from models.decoder import Params as Params, decode, layer_of, params_of
+from models.decoder import DECODER_NAMES, Params as Params, decode, layer_of, params_of
 from models.experts import EXPERT_NAMES, chosen_of, experts_of, mix, route
-from models.layers import DECODER_NAMES, Mlp, heads, join, mlp, mlp_names, mlp_of, rms_norm
+from models.layers import Mlp, heads, join, mlp, mlp_names, mlp_of, rms_norm
 from models.llama import Batch as Batch
 from models.naming import shape
 from models.rope import Scaling, Turn, Yarn, read_rope, rotate_neighbours

@@ -1,4 +1,4 @@
-"""The parts that decoders share. Shape letters as in `models.llama`."""
+"""Parts of layers: norms, heads, attention, gated mlps. Shape letters as in `models.llama`."""
 
 from __future__ import annotations
 
@@ -74,13 +74,3 @@ def mlp_names(ours: str, theirs: str) -> dict[str, str]:
         f"layers.*.{ours}.w_up": f"model.layers.*.{theirs}.up_proj.weight",
         f"layers.*.{ours}.w_down": f"model.layers.*.{theirs}.down_proj.weight",
     }
-
-
-DECODER_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "layers.*.attn_norm": "model.layers.*.input_layernorm.weight",
-    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
-}
-"""Likewise of what decoders have in common."""

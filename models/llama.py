@@ -16,8 +16,8 @@ from torch import Tensor
 
 import fngraph as fg
 from models import loading, naming
-from models.decoder import Params as Params, logits, params_of
-from models.layers import DECODER_NAMES, attend, heads, join, rms_norm, swiglu
+from models.decoder import DECODER_NAMES, Params as Params, logits, params_of
+from models.layers import attend, heads, join, rms_norm, swiglu
 from models.naming import shape
 from models.rope import Scaling, Turn, read_rope, rotate, rotation
 

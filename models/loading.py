@@ -129,7 +129,10 @@ def load(
 
 def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tuple[int, ...]]:
     """The tensors of the files that make up one of ours, in order, with their shapes."""
-    theirs = names[re.sub(r"\.\d+\.", ".*.", name)]
+    ours = re.sub(r"\.\d+\.", ".*.", name)
+    if ours not in names:
+        raise CheckpointError(f"FORMAT.names has no {ours!r}. Add what the files call it")
+    theirs = names[ours]
     for number in re.findall(r"\.(\d+)\.", name):
         theirs = theirs.replace("*", number, 1)
     if "*" not in theirs:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fngraph as fg
 from models import llama, loading, naming
-from models.decoder import Params as Params, decode, layer_of, params_of
-from models.layers import DECODER_NAMES, attend, heads, join, mlp_names, mlp_of, rms_norm
+from models.decoder import DECODER_NAMES, Params as Params, decode, layer_of, params_of
+from models.layers import attend, heads, join, mlp_names, mlp_of, rms_norm
 from models.llama import KV, Batch as Batch, Config as Config, init_cache as init_cache
 from models.naming import shape
 from models.rope import Turn, rotate

@@ -156,14 +156,15 @@ ROW = r"worst row out\[\d+, \d+\] \(token, head\), error "
 WRONG = {
     one_behind: [CALLED, r"of \(new, cached\) tokens \(1, 0\); heads=", f"{ROW}1 of its norm",
                  "tolerance 1e-05$"],
-    into_slot_minus_one: [CALLED, "pad_reqs=2, pad_tokens=3", r"k_cache: slot \d+ is written to, ",
+    into_slot_minus_one: [CALLED, "then 2 empty requests and 3 tokens of nobody; ",
+                          r"k_cache: slot \d+ is written to",
                           r"slot_mapping does not name it \(-1"],
     without_window: [CALLED, "window=1\n", ROW],
     without_softcap: [CALLED, "softcap=0.8\n", ROW],
     values_as_keys: [CALLED, r"k_cache: slot \d+ does not hold token 0, which belongs there"],
     heads_in_turn: [CALLED, r"heads=\(4, 2, 64\), torch.float32, blocks of 4\n", ROW],
-    true_rows_alone: [CALLED, "pad_tokens=3", f"{ROW}inf", "NaN, so it is not written"],
-    the_last_request_goes_on: [CALLED, "pad_tokens=3", f"{ROW}inf", "belongs to no request"],
+    true_rows_alone: [CALLED, "3 tokens of nobody", f"{ROW}inf", "NaN, so it is not written"],
+    the_last_request_goes_on: [CALLED, "3 tokens of nobody", f"{ROW}inf", "belongs to no request"],
     unseen_times_zero: [CALLED, f"{ROW}inf", "made of cache slots that hold nothing"],
     scaled_in_place: [CALLED, "q is written to, and it is only there to be read"],
     as_if_uniform: [CAPTURED, r" ALWAYS for BatchDescriptor\(12, 4\)", "replayed on", ROW],
@@ -201,6 +202,18 @@ def test_what_runs_nothing_is_no_pass(add):
         check("mine")
     with pytest.raises(fg.errors.BackendError, match="no backend 'mime'"):
         check("mime")
+
+
+@pytest.mark.parametrize("query_len", [0, -1, 65, "1"])
+def test_a_query_length_that_no_key_has_is_refused(query_len):
+    with pytest.raises(fg.errors.SpecError, match=f"^query_len={query_len!r}: pass .* 1 to 64"):
+        check("reference", query_len=query_len)
+
+
+def test_a_device_that_is_not_there_is_no_difference(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(fg.errors.BackendError, match="device='cuda:0': no CUDA here"):
+        check("reference", device="cuda:0")
 
 
 # --- plans on the host ----------------------------------------------------------------------------

@@ -272,6 +272,15 @@ def test_capture_takes_limits_or_graphifys_own():
     assert step.limits == toys.LIMITS
 
 
+@pytest.mark.parametrize(
+    ("given", "said"), [((), "nothing"), ((fg.Limits(8, 4), {}), "Limits, dict")]
+)
+def test_capture_says_what_it_takes_and_what_it_got(given, said):
+    bound = fg.graphify(toys.tally, donate="state", stage="batch").bind(toys.tally_params())
+    with pytest.raises(fg.errors.TreeError, match=f"takes state, fg.Limits.*; got {said}$"):
+        bound.capture(*given)
+
+
 def test_outputs_can_be_chosen_at_capture():
     toy = model("tally")
     bound = toy.graphify().bind(toy.params)

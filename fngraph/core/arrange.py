@@ -132,7 +132,7 @@ def _fitting(
     query_len, adapters, cascade, encoder, _ = batch
     fits = [kind for kind in mine if kind[2] == adapters]
     if not fits:
-        return (), f"no {mode} key is for so many adapters"
+        return (), f"no {mode} key is for that many adapters"
     for at, wanted in ((3, cascade), (4, encoder)):
         field = fields[at + 1]
         fits = [kind for kind in fits if field.rule.covers(kind[at], wanted)]

@@ -1,8 +1,9 @@
-"""What both attention kernels share: query rows over a range of keys, tile by tile, and its tiles.
+"""What Triton's attention kernels share: a tile's scores and weights, and how a row's sums end.
 
-A row is one query head of one token; rows that share a kv head share a tile, which reads it once.
-Key tiles begin at multiples of KEYS whatever the batch, and each row's softmax goes over them in
-order, so its bits depend on its own request alone.
+`attend_keys` is how the unified kernel goes over keys; split-KV decode sums them split by split, in
+`triton_split`. A row is one query head of one token; rows that share a kv head share a tile, which
+reads it once. Key tiles begin at multiples of KEYS whatever the batch, and each row's softmax goes
+over them in order, so its bits depend on its own request alone.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def compute_dtype(config: Any) -> torch.dtype:
 def options(
     config: Any, kv: tuple[Tensor, Tensor]
 ) -> tuple[tuple[float, float, int], dict[str, Any]]:
-    """(scale, softcap, window), as `attend_keys` takes them, and the constants of both kernels."""
+    """(scale, softcap, window), as both kernels take them, and their constants."""
     softcap = config.softcap or 0.0
     numbers = (
         config.scale / softcap if softcap else config.scale * LOG2E,

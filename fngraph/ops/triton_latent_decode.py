@@ -1,8 +1,8 @@
 """Triton's latent attention for uniform batches of any query length: split-KV, in two phases.
 
-Splits are of a fixed length, taken in turn and merged as in `triton_decode`; so a row's bits do
-not depend on the batch around it. Tiles of other heads and tokens that read the same split follow
-each other, so that most of them find it in the L2 cache.
+Splits are of a fixed length, counted out of `seq_lens` and taken in turn, and `triton_merge` folds
+their sums span by span; so a row's bits do not depend on the batch around it. Tiles of other heads
+and tokens that read the same split follow each other, so that most of them find it in the L2 cache.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from fngraph.core import (
     DispatchTable,
     Explanation,
     Limits,
-    Mode,
     Stats,
     dispatch,
     explain,
@@ -84,7 +83,7 @@ class Captured:
     outputs: tuple[torch.Tensor, ...]
     borrow: bool
     assemble: Assemble
-    replays: dict[tuple[Mode, BatchDescriptor], Replay]
+    replays: dict[Key, Replay]
     stats: Stats
     entry: Entry
     ring: Ring

@@ -1,4 +1,4 @@
-"""The keys of a step: captured ahead of time, released, captured again.
+"""The verbs of a step's keys: look up, capture, release, recapture.
 
 A step for another ambient state has keys of its own. What is captured ahead is of the state of now;
 what is released, of all.

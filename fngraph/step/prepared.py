@@ -78,14 +78,14 @@ def prepare(step: Captured, spec: BatchSpec) -> Prepared:
 
 @dataclasses.dataclass(slots=True)
 class LastCall:
-    """What the last call found, for the next one.
+    """What the last call found, for the next one; and the batch that is being filled for it.
 
     Attributes:
         read_ambient: reads the ambient state; see `plain_state`.
         ambient: as it was then; None if that was not plain, so that all is looked at.
         step: the one that served it.
         in_fixed_ambient: whether the caller's state is the one that steps run under.
-        host_batch: what the caller is filling, if anything; it lies in a slot of the ring.
+        host_batch: what `host_batch` has handed out since, if anything.
     """
 
     read_ambient: Callable[[], tuple[Any, ...]]

@@ -45,7 +45,8 @@ def rebind(step: Captured, /, **held: Any) -> None:
             leaves that share memory.
         AddressError: a leaf that is not given has moved.
         SleepError: another shape or dtype, while it sleeps. The same ones can be written then.
-        FnGraphError: `forward` refuses the new shapes. Nothing has been written.
+        FnGraphError: `forward` refuses the new shapes, or torch does, in its own words. Nothing
+            has been written.
         CaptureError: a key cannot be captured again; the others are, or will be when needed.
     """
     with step.recorder.turn.taken():

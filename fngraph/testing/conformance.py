@@ -11,7 +11,7 @@ import torch
 
 from fngraph.core import HostBounds, Support
 from fngraph.core.spec import KeyBounds
-from fngraph.errors import BackendError, CaptureError
+from fngraph.errors import BackendError, CaptureError, SpecError
 from fngraph.graphs.recorder import Recorder, make_recorder
 from fngraph.ops import ATTENTION, Backend
 from fngraph.testing.cases import Case, Rows, arguments, call, case
@@ -63,8 +63,16 @@ def check_backend(
 
     Raises:
         AssertionError: the first case that differs, with the worst row's error and the tolerance.
-        BackendError: there is no such backend, or it refuses every case.
+        BackendError: there is no such backend or device, or it refuses every case.
+        SpecError: a query length that the keys tried have no room for.
     """
+    if query_len not in (None, *range(1, LONGEST + 1)):
+        raise SpecError(
+            f"query_len={query_len!r}: pass how many tokens each request brings, 1 to {LONGEST}; "
+            "or leave it out, for any batch"
+        )
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(f"device={str(device)!r}: no CUDA here; leave device= out for the CPU")
     backend, device = ATTENTION.backend(name), torch.empty(0, device=device).device
     refused: Counter[str] = Counter()
     calls = 0
@@ -84,8 +92,10 @@ def _call(
 ) -> str | None:
     """One call, with bounds from the host where it is padded; the reason if it is refused."""
     pads: dict[str, Any] = {}
+    behind = ""
     if padded:
         pads = {"pad_reqs": 2, "pad_tokens": 2 * Q if Q else 3, "query_len": Q or 0}
+        behind = f", then 2 empty requests and {pads['pad_tokens']} tokens of nobody"
     mine, theirs = (case(*rows, **point.made(device), **pads) for _ in range(2))
     options = point.asked(device)
     config = ATTENTION.configure(*arguments(mine, mine.q, **options))
@@ -93,8 +103,7 @@ def _call(
     if reason is not None:
         return reason
     host = HostBounds(max(n for n, _ in rows)) if padded else None
-    more = "".join(f", {name}={x}" for name, x in pads.items())
-    where = f"called with requests {_shown(rows)}{more}; {point}"
+    where = f"called with requests {_shown(rows)}{behind}; {point}"
     with _noted(backend, where):
         plan = planned(planner_of(backend, mine, config), None, mine.tensors)
         got = call(backend, mine, host, plan=plan, **options)

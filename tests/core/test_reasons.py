@@ -48,7 +48,7 @@ PIECEWISE_END = "PIECEWISE keys for such batches end at 4 tokens"
             "FULL_AND_PIECEWISE",
             BatchSpec(2, 2, 1, 1),
             Mode.NONE,
-            "no FULL key is for so many adapters; no PIECEWISE key is for so many adapters",
+            "no FULL key is for that many adapters; no PIECEWISE key is for that many adapters",
         ),
         ("NONE", BatchSpec(2, 2), Mode.NONE, "no key exists"),
         (

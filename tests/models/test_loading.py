@@ -98,6 +98,12 @@ def test_what_else_may_be_wrong_with_a_config(folder: Path):
         loading.family(folder / "nowhere")
 
 
+def test_a_weight_that_a_format_does_not_name_is_said(folder: Path):
+    names = {n: theirs for n, theirs in llama.FORMAT.names.items() if n != "layers.*.wq"}
+    with pytest.raises(CheckpointError, match=r"names has no 'layers\.\*\.wq'\. Add what"):
+        loading.load(llama.FORMAT._replace(names=names), folder)
+
+
 @pytest.mark.parametrize(
     "content, says",
     [

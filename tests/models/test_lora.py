@@ -189,7 +189,7 @@ def test_keys_by_the_number_of_adapters(counts, chosen, params, traces):
                 assert mode is (fg.Mode.FULL if decode else fg.Mode.PIECEWISE)
                 assert key.adapters == count
     assert step.stats.reasons.keys() == {
-        r for r in step.stats.reasons if "no PIECEWISE key is for so many adapters" in r
+        r for r in step.stats.reasons if "no PIECEWISE key is for that many adapters" in r
     }
 
 

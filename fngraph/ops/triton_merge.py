@@ -69,7 +69,7 @@ def merge_kernel(
     if token < new:
         first = 0
         if WINDOW:
-            first = tl.maximum(length - Q - window + 1, 0)
+            first = tl.maximum(length - new - window + 1, 0)
         size = unit_keys(first, length, many, SPLIT, SPAN)
         per = SPAN // size
         first //= size

@@ -51,7 +51,7 @@ def split_kernel(
         tl.store(out + at[:, None] + d[None, :], zeros, mask=past[:, None] & (d < D)[None, :])
     first = 0
     if WINDOW:
-        first = tl.maximum(length - Q - window + 1, 0)
+        first = tl.maximum(length - tl.maximum(new, 1) - window + 1, 0)
     size = unit_keys(first, length, many, SPLIT, SPAN)
     unit += first // size
     last = tl.minimum(length, (unit + 1) * size)

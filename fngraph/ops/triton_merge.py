@@ -61,7 +61,7 @@ def merge_kernel(
     if token < new:
         first = 0
         if WINDOW:
-            first = tl.maximum(length - Q - window + 1, 0) // UNIT
+            first = tl.maximum(length - new - window + 1, 0) // UNIT
         last = (length + UNIT - 1) // UNIT
         row = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS
         row_in_unit = token * GROUP + query_head % GROUP

@@ -47,7 +47,7 @@ def split_kernel(
         i = tl.arange(0, REQS)
         length_R = tl.load(lens + i, mask=i < R, other=0)
         count_R = (length_R + UNIT - 1) // UNIT
-        if WINDOW:
+        if WINDOW:  # of a request that brings less than Q, one too many at most
             count_R -= tl.maximum(length_R - Q - window + 1, 0) // UNIT
         end_R = tl.cumsum(count_R, 0)
         items = tl.sum(count_R, 0) * HEADS
@@ -93,7 +93,7 @@ def attend_unit(
         tl.store(out + at[:, None] + d[None, :], zeros, mask=past[:, None] & (d < D)[None, :])
     first = 0
     if WINDOW:
-        first = tl.maximum(length - Q - window + 1, 0)
+        first = tl.maximum(length - tl.maximum(new, 1) - window + 1, 0)
         unit += first // UNIT
     last = tl.minimum(length, (unit + 1) * UNIT)
     begin_key = tl.maximum(unit * UNIT, first // KEYS * KEYS)

@@ -195,6 +195,21 @@ def test_what_is_outside_of_the_window_may_be_anything():
         assert worst_row(run("triton_decode", c, query_len, window=3), want) < 1e-5
 
 
+def test_a_request_that_brings_less_than_the_query_length_has_its_own_window():
+    """The key of one mixed request has as many rows; what is behind its window may be anything.
+
+    Its first split is nothing but that, though not for four tokens.
+    """
+    for query_len, rows, pad_tokens in ((4, [(2, 131)], 2), (3, [(1, 5), (3, 8), (2, 161)], 3)):
+        c = build(*rows, heads=(4, 2, 16), pad_tokens=pad_tokens)
+        want = reference(c, window=3)
+        for r, (_, past) in enumerate(c.rows):
+            for i in range(past - 2):
+                block = int(c.meta.block_tables[r, i // 4])
+                c.k_cache[block, i % 4], c.v_cache[block, i % 4] = NAN, float("inf")
+        assert worst_row(run("triton_decode", c, query_len, window=3), want) < 1e-5
+
+
 def test_an_offset_that_is_not_uniform_after_all_is_served_right():
     """T == R * query_len, yet requests differ, and the last rows are nobody's."""
     c = build((1, 5), (3, 8), (2, 200), pad_tokens=3)

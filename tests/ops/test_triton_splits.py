@@ -46,7 +46,7 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain, monkeypa
     options: dict[str, Any] = {}
     if not plain:
         options = {
-            "window": 100,
+            "window": 45,  # the first request's begins with the last key of a split and of a span
             "sinks": torch.randn(c.q.shape[1]).to(WHERE),
             "v_scale": torch.rand(2).to(WHERE) + 0.5, "k_scale": torch.tensor(0.7).to(WHERE),
         }  # fmt: skip
@@ -60,8 +60,7 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain, monkeypa
             found.append(attend(c, Q, triton_decode.How(tile, 32, 2, spans), **options))
     assert all(x.equal(found[0]) for x in found[1:])
     assert found[0][-Q:].eq(0).all()
-    if plain:
-        assert worst_row(found[0], right(c)) < (1e-2 if GPU else 1e-5)
+    assert worst_row(found[0], right(c, **options)) < (1e-2 if GPU else 1e-5)
 
 
 @pytest.mark.gpu

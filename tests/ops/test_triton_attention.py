@@ -210,6 +210,13 @@ def test_a_request_that_brings_less_than_the_query_length_has_its_own_window():
         assert worst_row(run("triton_decode", c, query_len, window=3), want) < 1e-5
 
 
+def test_nothing_is_read_past_the_end_of_a_request_that_brings_nothing():
+    c = build((3, 5), (0, 68), heads=(4, 2, 16), pad_tokens=3)
+    want = reference(c, window=1)
+    c.meta.block_tables[1, 17:] = 10**8  # no block there is
+    assert worst_row(run("triton_decode", c, 3, window=1), want) < 1e-5
+
+
 def test_an_offset_that_is_not_uniform_after_all_is_served_right():
     """T == R * query_len, yet requests differ, and the last rows are nobody's."""
     c = build((1, 5), (3, 8), (2, 200), pad_tokens=3)

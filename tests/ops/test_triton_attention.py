@@ -113,7 +113,8 @@ def test_a_cache_in_fp8(query_len, dtype):
 @pytest.mark.parametrize("what", ["sinks", "bidirectional", "scales", "all"])
 def test_sinks_cache_scales_and_bidirectional_attention(what, window, query_len):
     rows = [(1, 0), (1, 140)] if query_len else [(1, 0), (20, 0), (3, 60)]
-    c = build(*rows, heads=(4, 2, 16), pad_tokens=2)
+    pads = {"pad_reqs": 2, "query_len": 1} if query_len else {}  # as a uniform key has them
+    c = build(*rows, heads=(4, 2, 16), pad_tokens=2, **pads)
     options: dict[str, Any] = {"window": window} | {
         "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.0, 90.0], device=WHERE)},
         "bidirectional": {"causal": False},

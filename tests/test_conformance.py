@@ -86,6 +86,37 @@ def without_softcap(*args, config, host):
     reference.run(*args, config=config._replace(softcap=None), host=host)
 
 
+def as_far_ahead_as_there_is(*args, config, host):
+    """A window that bounds what is behind alone."""
+    ahead = not config.causal and config.window is not None
+    reference.run(*args, config=config._replace(window=None) if ahead else config, host=host)
+
+
+def as_if_dense(q, k, v, kv, meta, out, *, config, host):
+    """Rows are taken to follow one another."""
+    q, k, v = (x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1)) for x in (q, k, v))
+    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+
+
+def with_all_rows_in_one_scale(q, *args, config, host):
+    """As where q is rounded to fp8 by its largest number, be it nobody's."""
+    by = q.abs().amax()
+    reference.run(q / by * by, *args, config=config, host=host)
+
+
+def with_one_scale(*args, config, host, k_scale=None, v_scale=None):
+    """The first kv head's for all."""
+    scales = (None if x is None else x.flatten()[0] for x in (k_scale, v_scale))
+    named = dict(zip(("k_scale", "v_scale"), scales))
+    reference.run(*args, config=config, host=host, **named)
+
+
+def of_128_keys(q, k, v, kv, meta, out, *, config, host):
+    blocks = -(-128 // config.block_size)
+    few = meta._replace(block_tables=meta.block_tables[:, :blocks])
+    reference.run(q, k, v, kv, few, out, config=config, host=host)
+
+
 def values_as_keys(q, k, v, kv, meta, out, *, config, host):
     reference.run(q, v, v, kv, meta, out, config=config, host=host)
 
@@ -161,6 +192,11 @@ WRONG = {
                           r"slot_mapping does not name it \(-1"],
     without_window: [CALLED, "window=1\n", ROW],
     without_softcap: [CALLED, "softcap=0.8\n", ROW],
+    as_far_ahead_as_there_is: [CALLED, "causal=False, window=2\n", ROW],
+    as_if_dense: [CALLED, "pad_tokens=3", ROW],
+    with_all_rows_in_one_scale: [CALLED, "pad_tokens=3", f"{ROW}inf"],
+    with_one_scale: [CALLED, r"k_scale=\(0.02, 0.05\), v_scale=\(0.07, 0.01\)\n", ROW],
+    of_128_keys: [CALLED, r"\(1, 300\), \(20, 0\), \(3, 130\); heads=\(4, 2, 64\)", ROW],
     values_as_keys: [CALLED, r"k_cache: slot \d+ does not hold token 0, which belongs there"],
     heads_in_turn: [CALLED, r"heads=\(4, 2, 64\), torch.float32, blocks of 4\n", ROW],
     true_rows_alone: [CALLED, "3 tokens of nobody", f"{ROW}inf", "NaN, so it is not written"],
@@ -174,9 +210,14 @@ WRONG = {
 }  # fmt: skip
 
 
+ASKED = {
+    as_far_ahead_as_there_is: ("bidirectional",), with_one_scale: ("cache scales", "fp8 cache"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("run", WRONG, ids=lambda run: run.__name__)
 def test_a_wrong_backend_is_told_what_is_wrong(add, run):
-    add(run)
+    add(run, options=ASKED.get(run, ()))
     with pytest.raises(AssertionError) as raised:
         check("mine")
     said = str(raised.value)
@@ -202,6 +243,9 @@ def test_what_runs_nothing_is_no_pass(add):
         check("mine")
     with pytest.raises(fg.errors.BackendError, match="no backend 'mime'"):
         check("mime")
+    for query_len in (0, 65):
+        with pytest.raises(ValueError, match=rf"query_len={query_len}\): pass 1 to 64, or None"):
+            check("reference", query_len=query_len)
 
 
 @pytest.mark.parametrize("query_len", [0, -1, 65, "1"])

@@ -101,8 +101,9 @@ def run(
             for cache, scale in zip(kv, scales)
         )  # fmt: skip
         G = config.num_heads // config.num_kv_heads
-        q_NKQD = rearrange(q_THD[token], "n q (k g) d -> n k (g q) d", g=G)
         none_NQ = ~seen_NQS.any(2)
+        q_NQHD = q_THD[token].masked_fill(none_NQ[..., None, None], 0.0)  # it may be NaN
+        q_NKQD = rearrange(q_NQHD, "n q (k g) d -> n k (g q) d", g=G)
         safe_NQS = torch.cat([seen_NQS[..., :1] | none_NQ[..., None], seen_NQS[..., 1:]], -1)
         out_NKQD = attend(q_NKQD, k_NKSD, v_NKSD, repeat(safe_NQS, "n q s -> n (g q) s", g=G))
         out_NQHD = rearrange(out_NKQD, "n k (g q) d -> n q (k g) d", g=G)

@@ -124,6 +124,14 @@ def case(
     return Case(q, k, v, k_cache, v_cache, AttentionMeta(*[x.to(device) for x in meta]), rows)
 
 
+def cut_from_one(c: Case) -> Case:
+    """The same with q, k and v cut out of one tensor, q NaN where a token is nobody's."""
+    qkv = torch.cat([c.q, c.k, c.v], 1)
+    qkv[sum(n for n, _ in c.rows) :, : c.q.shape[1]] = NAN
+    q, k, v = qkv.split([x.shape[1] for x in (c.q, c.k, c.v)], 1)
+    return dataclasses.replace(c, q=q, k=k, v=v)
+
+
 def arguments(c: Case, out: Tensor, **options: Any) -> tuple[Any, ...]:
     """The op's arguments, as a backend is called with them."""
     given = {

@@ -14,7 +14,7 @@ from fngraph.core.spec import KeyBounds
 from fngraph.errors import BackendError, CaptureError, SpecError
 from fngraph.graphs.recorder import Recorder, make_recorder
 from fngraph.ops import ATTENTION, Backend
-from fngraph.testing.cases import Case, Rows, arguments, call, case
+from fngraph.testing.cases import Case, Rows, arguments, call, case, cut_from_one
 from fngraph.testing.differences import difference
 from fngraph.testing.levels import batches, key_of, padding, planned, planner_of, replays, serves
 from fngraph.testing.points import Point, calls_of, levels_of
@@ -48,15 +48,15 @@ def check_backend(
     Called: uniform batches and mixes of prefill and decode, with and without empty requests and
     tokens of nobody behind them, shared kv heads, small and large blocks, and all that a
     configuration may ask for; what the backend refuses is counted. Cache slots that hold nothing
-    are NaN, and so is `out` beforehand: it must be written in full, the cache at `slot_mapping`
-    alone.
+    are NaN, q of nobody's tokens is, and so is `out` beforehand: it must be written in full, the
+    cache at `slot_mapping` alone. With such tokens q, k and v are cut out of one tensor.
 
     Captured: a graph for each kind of key that its level allows (by the tape on a CPU), recorded on
     nothing but padding, replayed on batches of other numbers and lengths.
 
     Args:
-        query_len: only uniform batches of this query length, for what is one half of a `Hybrid`;
-            None: any batch.
+        query_len: only uniform batches of this query length, up to 64, for what is one half of a
+            `Hybrid`; None: any batch.
 
     Returns:
         What was run and what was refused; it prints.
@@ -97,6 +97,8 @@ def _call(
         pads = {"pad_reqs": 2, "pad_tokens": 2 * Q if Q else 3, "query_len": Q or 0}
         behind = f", then 2 empty requests and {pads['pad_tokens']} tokens of nobody"
     mine, theirs = (case(*rows, **point.made(device), **pads) for _ in range(2))
+    if padded:
+        mine, theirs = cut_from_one(mine), cut_from_one(theirs)
     options = point.asked(device)
     config = ATTENTION.configure(*arguments(mine, mine.q, **options))
     reason = backend.refusal(config)

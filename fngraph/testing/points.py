@@ -14,11 +14,13 @@ PAGES = (  # dtypes, block sizes: for a backend that has one dtype, or one block
     (torch.float32, 4), (torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 256),
 )  # fmt: skip
 HEADS = ((8, 8, 64), (8, 1, 80), (6, 2, 96), (16, 2, 128), (4, 1, 256))
-PASTS = ((0,), (6, 3, 12), (3, 4, 7, 8), (5, 9, 0, 100))  # of uniform batches
+PASTS = ((0,), (6, 3, 12), (3, 4, 7, 8), (5, 9, 0, 300))  # of uniform batches
+LONG = [(1, 300), (20, 0), (3, 130)]
 OPTIONS: tuple[dict[str, Any], ...] = (
     *({"window": window} for window in (1, 3, 8, 1000)),
-    {"scale": 0.3}, {"softcap": 0.8}, {"causal": False}, {"causal": False, "window": 4},
+    {"scale": 0.3}, {"softcap": 0.8}, {"causal": False}, {"causal": False, "window": 2},
     {"sinks": (-2.0, 0.0, 1.0, 3.0)}, {"k_scale": 0.02, "v_scale": 0.05},
+    {"k_scale": (0.02, 0.05), "v_scale": (0.07, 0.01)},
 )  # fmt: skip
 TENSORS = ("sinks", "k_scale", "v_scale")
 
@@ -56,7 +58,7 @@ def calls_of(query_len: int | None) -> Iterator[tuple[Point, Rows, int | None, b
     kinds = kinds_of(query_len)
     for dtype, size in PAGES:
         for Q in kinds:
-            mixes = list(BATCHES.values())
+            mixes = [*BATCHES.values(), LONG]
             if Q is not None:
                 mixes = [[(Q, past) for past in pasts] for pasts in PASTS]
             for rows, padded in itertools.product(mixes, (False, True)):

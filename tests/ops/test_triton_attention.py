@@ -113,7 +113,8 @@ def test_a_cache_in_fp8(query_len, dtype):
 @pytest.mark.parametrize("what", ["sinks", "bidirectional", "scales", "all"])
 def test_sinks_cache_scales_and_bidirectional_attention(what, window, query_len):
     rows = [(1, 0), (1, 140)] if query_len else [(1, 0), (20, 0), (3, 60)]
-    c = build(*rows, heads=(4, 2, 16), pad_tokens=2)
+    pads = {"pad_reqs": 2, "query_len": 1} if query_len else {}  # as a uniform key has them
+    c = build(*rows, heads=(4, 2, 16), pad_tokens=2, **pads)
     options: dict[str, Any] = {"window": window} | {
         "sinks": {"sinks": torch.tensor([3.0, -1.0, 0.0, 90.0], device=WHERE)},
         "bidirectional": {"causal": False},
@@ -193,6 +194,28 @@ def test_what_is_outside_of_the_window_may_be_anything():
                 block = int(c.meta.block_tables[r, i // 4])
                 c.k_cache[block, i % 4], c.v_cache[block, i % 4] = NAN, float("inf")
         assert worst_row(run("triton_decode", c, query_len, window=3), want) < 1e-5
+
+
+def test_a_request_that_brings_less_than_the_query_length_has_its_own_window():
+    """The key of one mixed request has as many rows; what is behind its window may be anything.
+
+    Its first split is nothing but that, though not for four tokens.
+    """
+    for query_len, rows, pad_tokens in ((4, [(2, 131)], 2), (3, [(1, 5), (3, 8), (2, 161)], 3)):
+        c = build(*rows, heads=(4, 2, 16), pad_tokens=pad_tokens)
+        want = reference(c, window=3)
+        for r, (_, past) in enumerate(c.rows):
+            for i in range(past - 2):
+                block = int(c.meta.block_tables[r, i // 4])
+                c.k_cache[block, i % 4], c.v_cache[block, i % 4] = NAN, float("inf")
+        assert worst_row(run("triton_decode", c, query_len, window=3), want) < 1e-5
+
+
+def test_nothing_is_read_past_the_end_of_a_request_that_brings_nothing():
+    c = build((3, 5), (0, 68), heads=(4, 2, 16), pad_tokens=3)
+    want = reference(c, window=1)
+    c.meta.block_tables[1, 17:] = 10**8  # no block there is
+    assert worst_row(run("triton_decode", c, 3, window=1), want) < 1e-5
 
 
 def test_an_offset_that_is_not_uniform_after_all_is_served_right():

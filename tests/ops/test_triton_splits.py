@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 if triton_launch.missing() is None:
     from fngraph.ops import triton_decode
     from fngraph.ops.triton_keys import Tile
-LONG = (299, 530, 0)  # past tokens: up to 17 splits of 32, spans of 256
+LONG = (299, 1100, 0)  # past tokens: up to 35 splits of 32, spans of 256, 4 merged at a time
 SHORT = (200, 7, 253)  # in one span
 
 
@@ -46,7 +46,7 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
     options: dict[str, Any] = {}
     if not plain:
         options = {
-            "window": 100,
+            "window": 45,  # the first request's begins with the last key of a split and of a span
             "sinks": torch.randn(c.q.shape[1]).to(WHERE),
             "v_scale": torch.rand(2).to(WHERE) + 0.5, "k_scale": torch.tensor(0.7).to(WHERE),
         }  # fmt: skip
@@ -59,8 +59,23 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
             found.append(attend(c, Q, triton_decode.How(tile, 32, 2, many), **options))
     assert all(x.equal(found[0]) for x in found[1:])
     assert found[0][-Q:].eq(0).all()
-    if plain:
-        assert worst_row(found[0], right(c)) < (1e-2 if GPU else 1e-5)
+    assert worst_row(found[0], right(c, **options)) < (1e-2 if GPU else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 24, 64])
+def test_what_bits_depend_on_follows_from_the_table_alone(rows, D, dtype):
+    """Splits and tiles of keys are the same for one request and for thousands."""
+    c = build((1, 0), heads=(4, 2, D), dtype=dtype)
+    config = ATTENTION.configure(*arguments(c, c.q))._replace(device="cuda")
+    for widest in (16, 4096, 4112, 16384, 16400, 131072):
+        hows = [
+            triton_decode.how_to(config, rows, widest, pairs, 132) for pairs in (1, 32, 600, 9999)
+        ]
+        assert len({(how.split, how.tile.keys) for how in hows}) == 1
+        assert {how.spans for how in hows} == {False, True}
+        assert hows[0].split % hows[0].tile.keys == 0
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 if triton_launch.missing() is None:
     from fngraph.ops import triton_decode
     from fngraph.ops.triton_keys import Tile
-LONG = (299, 1100, 0)  # past tokens: up to 35 splits of 32, spans of 256, 4 merged at a time
+LONG = (299, 1700, 0)  # past tokens: up to 54 splits of 32, spans of 256, 4 merged at a time
 SHORT = (200, 7, 253)  # in one span
 
 

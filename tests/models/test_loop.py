@@ -11,6 +11,7 @@ import torch
 import fngraph as fg
 from models import generate, llama
 from models.batches import batch_type, empty_batch, lay_out
+from models.cases import case_of
 from models.policy import Policy
 from models.requests import cancel, start, submit
 from models.sample import Settings
@@ -88,6 +89,12 @@ def test_only_a_verify_batch_draws_more_than_once_a_request(make, params):
         assert (set(plain), verify) == ({None, 1}, [3])  # nothing is captured twice
     specs = [fg.BatchSpec(3, reqs, query_len=q) for q, reqs in ((None, 1), (1, 3), (3, 1))]
     assert [steps.host_batch(spec).logits_indices.shape[1] for spec in specs] == [1, 1, 3]
+
+
+def test_one_draft_makes_a_verify_batch():
+    """A mixed batch of as many tokens is none."""
+    specs = [fg.BatchSpec(n, 1, query_len=q) for n, q in ((1, 1), (2, 2), (3, 3), (2, None))]
+    assert [case_of(spec).verify for spec in specs] == [False, True, True, False]
 
 
 def test_every_element_of_a_slot_is_filled():

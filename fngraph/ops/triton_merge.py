@@ -18,7 +18,6 @@ from fngraph.ops.triton_keys import finish
 from fngraph.ops.triton_launch import launch, power_of_two
 
 SPLITS = 8  # of a span, in order
-MERGED = 4  # spans merged at a time
 
 
 @triton.jit
@@ -33,10 +32,9 @@ def fold(acc, top, total, part, part_top, part_total):
 
 
 @triton.jit
-def unit_keys(first, length, many, SPLIT: tl.constexpr, SPAN: tl.constexpr):
-    """Keys that one program sums of a request which sees first <= n < length: a split or a span."""
-    splits = (length + SPLIT - 1) // SPLIT - first // SPLIT
-    return tl.where(splits > many, SPAN, SPLIT)
+def by_spans(first, length, many, SPLIT: tl.constexpr):
+    """Whether a request that sees keys first <= n < length has more than `many` splits of them."""
+    return (length + SPLIT - 1) // SPLIT - first // SPLIT > many
 
 
 @triton.jit
@@ -44,14 +42,13 @@ def merge_kernel(
     starts, lens, parts, tops, totals, sinks, v_scale, out, R, UNITS, many, out_row, out_head,
     window, v_step,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    Q: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr,
-    SPANS: tl.constexpr,
-    SINKS: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
+    Q: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, ALWAYS: tl.constexpr,
+    NEVER: tl.constexpr, SINKS: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query head of one token: its spans in order; zeros where there is no such token.
 
-    Of each span there are PER units at most: splits, or itself. What is read before the wait was
-    written before the kernel ahead began.
+    What programs summed are spans ALWAYS, NEVER, or of requests of more than `many` splits. What
+    is read before the wait was written before the kernel ahead began.
     """
     r, token = tl.program_id(0) // Q, tl.program_id(0) % Q
     query_head = tl.program_id(1)
@@ -61,48 +58,77 @@ def merge_kernel(
     used = tl.load(starts + R)
     d = tl.arange(0, WIDTH)
     into = out + query_head.to(tl.int64) * out_head + d
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - new - window + 1, 0)
+    at = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS * (Q * GROUP)
+    at += token * GROUP + query_head % GROUP
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if r * Q + token >= used:  # a row past the last request
         zeros = tl.zeros((WIDTH,), out.dtype.element_ty)
         tl.store(into + (r * Q + token).to(tl.int64) * out_row, zeros, mask=d < D)
     if token < new:
-        first = 0
-        if WINDOW:
-            first = tl.maximum(length - new - window + 1, 0)
-        size = unit_keys(first, length, many, SPLIT, SPAN)
-        per = SPAN // size
-        first //= size
-        last = (length + size - 1) // size
-        row = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS
-        row_in_unit = token * GROUP + query_head % GROUP
-        acc = tl.zeros((WIDTH,), tl.float32)
-        top = float("-inf")
-        total = 0.0
-        for span in tl.range(first // per, (last + per - 1) // per, SPANS):
-            acc_S = tl.zeros((SPANS, WIDTH), tl.float32)
-            top_S = tl.full((SPANS,), float("-inf"), tl.float32)
-            total_S = tl.zeros((SPANS,), tl.float32)
-            for i in tl.static_range(PER):
-                unit = (span + tl.arange(0, SPANS)) * per + i
-                live = (i < per) & (unit >= first) & (unit < last)
-                at = (row + unit) * (Q * GROUP) + row_in_unit
-                part_top = tl.load(tops + at, mask=live, other=float("-inf"))
-                part_total = tl.load(totals + at, mask=live, other=0.0)
-                there = live[:, None] & (d < D)[None, :]
-                part = tl.load(parts + at[:, None] * D + d[None, :], mask=there, other=0.0)
-                acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
-            higher = tl.maximum(top, tl.max(top_S, 0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight_S = tl.exp2(top_S - base)
-            fade = tl.exp2(top - base)
-            total = total * fade + tl.sum(total_S * weight_S, 0)
-            acc = acc * fade + tl.sum(acc_S * weight_S[:, None], 0)
-            top = higher
+        SPAN: tl.constexpr = SPLIT * SPLITS
+        if ALWAYS:
+            acc, top, total = merge_units(
+                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPAN, 1
+            )
+        elif NEVER:
+            acc, top, total = merge_units(
+                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPLIT, SPLITS
+            )
+        elif by_spans(first, length, many, SPLIT):
+            acc, top, total = merge_units(
+                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPAN, 1
+            )
+        else:
+            acc, top, total = merge_units(
+                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPLIT, SPLITS
+            )
         by_v = tl.load(v_scale + query_head // GROUP * v_step) if V_SCALED else 1.0
         result = acc * finish(top, total, sinks, query_head, True, by_v, SINKS)
         at = (begin + token).to(tl.int64) * out_row
         tl.store(into + at, result.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def merge_units(
+    parts, tops, totals, at, first, length, ROWS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Units of UNIT keys, PER of them to a span, four spans side by side; the row's first is `at`.
+
+    How many make a span is constant, so that all their loads are on the way at once.
+    """
+    d = tl.arange(0, WIDTH)
+    s = tl.arange(0, 4)
+    first = first // UNIT
+    last = (length + UNIT - 1) // UNIT
+    acc = tl.zeros((WIDTH,), tl.float32)
+    top = float("-inf")
+    total = 0.0
+    for span in tl.range(first // PER, (last + PER - 1) // PER, 4):
+        acc_S = tl.zeros((4, WIDTH), tl.float32)
+        top_S = tl.full((4,), float("-inf"), tl.float32)
+        total_S = tl.zeros((4,), tl.float32)
+        for i in tl.static_range(PER):
+            unit = (span + s) * PER + i
+            live = (unit >= first) & (unit < last)
+            row = at + unit * ROWS
+            part_top = tl.load(tops + row, mask=live, other=float("-inf"))
+            part_total = tl.load(totals + row, mask=live, other=0.0)
+            there = live[:, None] & (d < D)[None, :]
+            part = tl.load(parts + row[:, None] * D + d[None, :], mask=there, other=0.0)
+            acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
+        higher = tl.maximum(top, tl.max(top_S, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight_S = tl.exp2(top_S - base)
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(total_S * weight_S, 0)
+        acc = acc * fade + tl.sum(acc_S * weight_S[:, None], 0)
+        top = higher
+    return acc, top, total
 
 
 class Sums(NamedTuple):
@@ -140,6 +166,7 @@ def merge(
 ) -> None:
     """Launch `merge_kernel` into all rows of `out_THD`: requests of over `many` splits have spans.
 
+    With `many` 0 `sums` has room for each span that there can be, else for each split.
     `v_scale` are numbers of kv heads and the step from one head's to the next.
     """
     R, K, units, rows, D = sums.parts.shape
@@ -156,9 +183,9 @@ def merge(
         WINDOW=window is not None,
         Q=Q,
         SPLIT=split,
-        SPAN=split * SPLITS,
-        PER=SPLITS if many else 1,
-        SPANS=MERGED,
+        SPLITS=SPLITS,
+        ALWAYS=many == 0,
+        NEVER=many >= units,
         SINKS=sinks is not None,
         V_SCALED=v_scale is not None,
         early=early,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fngraph.ops.triton_keys import finish, score
-from fngraph.ops.triton_merge import fold, unit_keys
+from fngraph.ops.triton_merge import by_spans, fold
 
 
 @triton.jit
@@ -52,7 +52,9 @@ def split_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(length - tl.maximum(new, 1) - window + 1, 0)
-    size = unit_keys(first, length, many, SPLIT, SPAN)
+    size = SPLIT
+    if SPAN > SPLIT:
+        size = tl.where(by_spans(first, length, many, SPLIT), SPAN, SPLIT)
     unit += first // size
     last = tl.minimum(length, (unit + 1) * size)
     begin_key = tl.maximum(unit * size, first // KEYS * KEYS)

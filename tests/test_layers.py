@@ -25,9 +25,7 @@ STDLIB = set(sys.stdlib_module_names)
 BASE = {"fngraph.errors", "fngraph.core"}
 LOWER = BASE | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "torch"}
 STAGES = LOWER | {"fngraph.calls", "fngraph.stages", "fngraph.step"}
-TRANSFORMS = STAGES | {
-    f"fngraph.{name}" for name in ("graphify", "graphified", "bound", "encoder", "loops")
-}
+TRANSFORMS = STAGES | {f"fngraph.{name}" for name in ("graphify", "graphified", "bound", "encoder")}
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
@@ -45,7 +43,6 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.bound": (TRANSFORMS, set()),
     "fngraph.check": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),
-    "fngraph.loops": (TRANSFORMS, set()),
     "fngraph.testing": (TRANSFORMS | {"fngraph", "fngraph.testing"}, set()),
     "fngraph.report": (TRANSFORMS | {"fngraph"}, {"rich", "matplotlib"}),
     "fngraph.integrations": (

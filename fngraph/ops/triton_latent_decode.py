@@ -27,7 +27,7 @@ MAX_TOKENS = 8  # of a request: more is prefill
 
 @triton.jit
 def latent_split_kernel(
-    q, cache, starts, lens, tables, parts, tops, totals, R, SPLITS,
+    q, cache, starts, lens, tables, parts, tops, totals, R, UNITS,
     q_row, q_head, by_block, by_slot, table_row, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BQ: tl.constexpr, SIZE: tl.constexpr,
     RANK: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, TURN: tl.constexpr,
@@ -64,7 +64,7 @@ def latent_split_kernel(
             tables + r.to(tl.int64) * table_row, cache, by_block, by_slot, scale,
             SIZE, RANK, WIDTH, ROPE, TURN, ROWS, KEYS, FLOAT32,
         )  # fmt: skip
-        at = (r.to(tl.int64) * SPLITS + split) * (Q * HEADS) + token * HEADS + head
+        at = (r.to(tl.int64) * UNITS + split) * (Q * HEADS) + token * HEADS + head
         tl.store(tops + at, top, mask=real)
         tl.store(totals + at, total, mask=real)
         there = real[:, None] & (d < RANK)[None, :]

@@ -19,9 +19,8 @@ from fngraph.ops import triton_launch
 HERE = Path(__file__)
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 CASES: list[tuple[dict[str, Any], int, int]] = [  # config, requests, blocks of 16 in the table
-    ({}, 1, 64), ({}, 8, 64), ({}, 64, 64), ({}, 8, 512), ({}, 64, 2048),
-    ({"head_dim": 80, "window": 100, "softcap": 30.0}, 64, 512),
-    ({"head_dim": 256, "causal": False}, 1, 512), ({"cache_dtype": FP8}, 64, 512),
+    ({}, 8, 64), ({}, 64, 64), ({}, 8, 512), ({"head_dim": 256, "causal": False}, 1, 512),
+    ({"head_dim": 80, "window": 100, "softcap": 30.0, "cache_dtype": FP8}, 64, 512),
     ({"dtype": F32, "cache_dtype": F32}, 64, 512),
 ]  # fmt: skip
 
@@ -69,12 +68,12 @@ def test_every_way_of_splitting_compiles_and_fits(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     splits, spans = "split merge", "split-spans merge"
-    ways = [splits, splits, "split-final-spans", *[spans] * 3, splits, *[spans] * 2]
-    assert ran.stdout.split() == " ".join([*ways, splits, spans]).split()
+    ways = [splits, "split-final-spans", spans, splits, spans, spans]
+    assert ran.stdout.split() == " ".join([*ways, spans]).split()
 
 
 if __name__ == "__main__":
     assert not triton_launch.interpreted()
     for case in CASES:
         print(*compiled(*case, 1))
-    print(*compiled({}, 4, 64, 5), *compiled({}, 64, 512, 5))
+    print(*compiled({}, 64, 512, 5))

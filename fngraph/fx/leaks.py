@@ -38,6 +38,7 @@ class Made:
         """Remember the tensors of `result`, made at the line `what`."""
         for x in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(x, torch.Tensor | torch.SymInt):
+                self._seen.pop(id(x), None)  # of one that is gone: keep the order of making
                 self._seen[id(x)] = weakref.ref(x), what  # type: ignore[arg-type]
 
     def check(self, refuse: Refusals) -> None:

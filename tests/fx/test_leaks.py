@@ -96,7 +96,7 @@ KEPT: dict[str, tuple[Callable[[Any], Any], str]] = {
     "queue": (QUEUE.put, "Queue.queue"),
     "context variable": (VARIABLE.set, ""),
     "generator": (suspend, "generator"),
-    "exception": (raise_and_keep, ""),  # a ValueError, or its tuple of arguments: not always told
+    "exception": (raise_and_keep, "ValueError"),
 }
 
 

@@ -69,18 +69,10 @@ def merge_kernel(
         zeros = tl.zeros((WIDTH,), out.dtype.element_ty)
         tl.store(into + (r * Q + token).to(tl.int64) * out_row, zeros, mask=d < D)
     if token < new:
-        SPAN: tl.constexpr = SPLIT * SPLITS
-        if ALWAYS:
+        wide = ALWAYS if ALWAYS or NEVER else by_spans(first, length, many, SPLIT)
+        if wide:
             acc, top, total = merge_units(
-                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPAN, 1
-            )
-        elif NEVER:
-            acc, top, total = merge_units(
-                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPLIT, SPLITS
-            )
-        elif by_spans(first, length, many, SPLIT):
-            acc, top, total = merge_units(
-                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPAN, 1
+                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPLIT * SPLITS, 1
             )
         else:
             acc, top, total = merge_units(
@@ -97,21 +89,23 @@ def merge_units(
     parts, tops, totals, at, first, length, ROWS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Units of UNIT keys, PER of them to a span, four spans side by side; the row's first is `at`.
+    """Units of UNIT keys, PER of them to a span; the row's first is `at`.
 
-    How many make a span is constant, so that all their loads are on the way at once.
+    How many make a span is constant, and some spans go side by side, so that all their loads are
+    on the way at once.
     """
+    BESIDE: tl.constexpr = 4
     d = tl.arange(0, WIDTH)
-    s = tl.arange(0, 4)
+    s = tl.arange(0, BESIDE)
     first = first // UNIT
     last = (length + UNIT - 1) // UNIT
     acc = tl.zeros((WIDTH,), tl.float32)
     top = float("-inf")
     total = 0.0
-    for span in tl.range(first // PER, (last + PER - 1) // PER, 4):
-        acc_S = tl.zeros((4, WIDTH), tl.float32)
-        top_S = tl.full((4,), float("-inf"), tl.float32)
-        total_S = tl.zeros((4,), tl.float32)
+    for span in tl.range(first // PER, (last + PER - 1) // PER, BESIDE):
+        acc_S = tl.zeros((BESIDE, WIDTH), tl.float32)
+        top_S = tl.full((BESIDE,), float("-inf"), tl.float32)
+        total_S = tl.zeros((BESIDE,), tl.float32)
         for i in tl.static_range(PER):
             unit = (span + s) * PER + i
             live = (unit >= first) & (unit < last)

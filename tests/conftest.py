@@ -25,6 +25,13 @@ class Kit(NamedTuple):
         return torch.cuda.memory_allocated(self.device)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """Hide what is loaded by now from the collector, whose every look takes half a second else."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
 def recorder_name(request: pytest.FixtureRequest) -> str:
     """Each recorder in turn; "cuda" with `-m gpu` alone."""

@@ -63,7 +63,8 @@ class Import(NamedTuple):
     lazy: bool
 
 
-def imports(source: str, package: str) -> Iterator[Import]:
+@functools.cache  # the planted ones look at all the others again and again
+def imports(source: str, package: str) -> tuple[Import, ...]:
     """What `source`, a module inside of `package`, imports; not under `if TYPE_CHECKING`."""
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
@@ -79,7 +80,7 @@ def imports(source: str, package: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, lazy or inside)
 
-    yield from walk(ast.parse(source), False)
+    return tuple(walk(ast.parse(source), False))
 
 
 def is_under(module: str, allowed: set[str]) -> bool:
@@ -127,19 +128,27 @@ def client_sources(root: Path) -> Iterator[tuple[Path, str]]:
             yield path, "\n".join(s for s in lines if not s.lstrip().startswith(("%", "!")))
 
 
+@functools.cache
+def not_as_fg(source: str) -> tuple[tuple[int, str], ...]:
+    """Lines that import fngraph other than by `import fngraph as fg`, and what they name."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            plain = [(a.name, a.asname) for a in node.names if a.name.startswith("fngraph")]
+            names = [name for name, alias in plain if (name, alias) != ("fngraph", "fg")]
+            found += [(node.lineno, name) for name in names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fngraph"):
+            found.append((node.lineno, f"{node.module}"))
+    return tuple(found)
+
+
 def client_violations(root: Path) -> list[str]:
     """Imports of fngraph other than `import fngraph as fg`."""
-    found = []
-    for path, source in client_sources(root):
-        for node in ast.walk(ast.parse(source)):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                plain = [(a.name, a.asname) for a in node.names if a.name.startswith("fngraph")]
-                names = [name for name, alias in plain if (name, alias) != ("fngraph", "fg")]
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fngraph"):
-                names = [f"{node.module}"]
-            found += [f"{path.relative_to(root)}:{node.lineno}: imports {n}" for n in names]  # type: ignore[attr-defined]
-    return found
+    return [
+        f"{path.relative_to(root)}:{line}: imports {name}"
+        for path, source in client_sources(root)
+        for line, name in not_as_fg(source)
+    ]
 
 
 def picture_violations(root: Path) -> list[str]:

@@ -15,6 +15,27 @@ from fngraph.testing.cases import NAN, Case, arguments, call, case
 WHERE = "cpu" if interpreted() else "cuda"
 
 
+def patch_once(interpreter: Any, language: Any) -> None:
+    """Let Triton make each module of its language interpreted once a launch.
+
+    Else each call of one kernel's function by another does so, which is a fifth of all the time.
+    """
+    plain = interpreter._patch_lang
+
+    def patch(fn: Any) -> Any:
+        seen = (x for x in fn.__globals__.values() if x is language or x is language.core)
+        return plain(fn) if any(language.core.is_builtin(x.load) for x in seen) else None
+
+    interpreter._patch_lang = patch
+
+
+if interpreted():
+    import triton.language
+    from triton.runtime import interpreter
+
+    patch_once(interpreter, triton.language)
+
+
 def run(backend: str, c: Case, query_len: int | None = None, **options: Any) -> Tensor:
     """The backend's output, poisoned beforehand; the caches are written."""
     config = ATTENTION.configure(*arguments(c, c.q, **options))

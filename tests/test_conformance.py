@@ -10,6 +10,7 @@ import torch
 
 import fngraph as fg
 from fngraph.ops import ATTENTION, Backend, Plan, reference
+from fngraph.testing import points
 
 ALL = ("bidirectional", "sinks", "cache scales", "fp8 cache")
 check = fg.testing.check_backend
@@ -27,6 +28,12 @@ def add(monkeypatch):
     return add
 
 
+@pytest.fixture
+def one_page(monkeypatch):
+    """One dtype and block size of the four: what the others are for, a right backend shows."""
+    monkeypatch.setattr(points, "PAGES", points.PAGES[:1])
+
+
 def test_a_right_backend_passes(add):
     add(reference.run, options=ALL)
     checked = check("mine")
@@ -34,7 +41,7 @@ def test_a_right_backend_passes(add):
     assert repr(checked).startswith(f"'mine' on cpu: {checked.calls} calls and {checked.replays}")
 
 
-def test_what_is_refused_is_counted(add):
+def test_what_is_refused_is_counted(one_page, add):
     add(reference.run, supports=lambda c: None if c.window is None else "no window")
     refused = check("mine", query_len=1).refused
     assert list(refused) == ["no window", "it has no bidirectional", "it has no sinks",
@@ -44,7 +51,7 @@ def test_what_is_refused_is_counted(add):
 
 @pytest.mark.parametrize("level", fg.Support)
 @pytest.mark.parametrize("query_len", [None, 3])
-def test_only_what_the_level_and_the_query_length_allow_is_run(add, level, query_len):
+def test_only_what_the_level_and_the_query_length_allow_is_run(one_page, add, level, query_len):
     keys, lens = set(), set()
 
     def run(*args: Any, host: Any, **options: Any) -> None:
@@ -216,7 +223,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("run", WRONG, ids=lambda run: run.__name__)
-def test_a_wrong_backend_is_told_what_is_wrong(add, run):
+def test_a_wrong_backend_is_told_what_is_wrong(one_page, add, run):
     add(run, options=ASKED.get(run, ()))
     with pytest.raises(AssertionError) as raised:
         check("mine")
@@ -276,7 +283,7 @@ def fill_but_not_clear(lens, config, sizes, leaves):
     lens[: len(leaves[0])] = leaves[0]
 
 
-def test_a_plan_is_filled_before_each_call_and_replay(add):
+def test_a_plan_is_filled_before_each_call_and_replay(one_page, add):
     add(run_planned, plan=plan_of(fill))
     assert check("mine").replays
     add(run_planned, plan=plan_of(fill_but_not_clear))

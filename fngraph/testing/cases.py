@@ -97,12 +97,13 @@ def case(
     B = B or max(-(-(n + past) // block_size) for n, past in rows) + 1
     num_blocks = (R + pad_reqs) * B + 3
     blocks = torch.randperm(num_blocks, generator=generator)[: R * B].view(R, B)
+    blocks_of = blocks.tolist()
     k_cache = torch.full((num_blocks, block_size, K, D), NAN, dtype=dtype)
     v_cache = k_cache.clone()
     slots: list[int] = []
     for r, (n, past) in enumerate(rows):
         where = [
-            int(blocks[r, i // block_size]) * block_size + i % block_size for i in range(n + past)
+            blocks_of[r][i // block_size] * block_size + i % block_size for i in range(n + past)
         ]
         k_cache.view(-1, K, D)[where[:past]] = draw(past, K, D)
         v_cache.view(-1, K, D)[where[:past]] = draw(past, K, D)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jv
 import fngraph as fg
 from fngraph.core import trees
 from fngraph.errors import BranchError, TransformError
+from tests.traced_once import Kept, traced_once
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
@@ -28,19 +30,32 @@ def steps(device: Any) -> list[toys.Batch]:
     return [toys.on(batch, device) for batch in batches]
 
 
-def check(fn: Any, params: Any, cache: Any, modes: str, recorder: str, device: Any) -> Any:
-    """`fn` graphified equals `fn`, and each step ran as what the modes say. The captured step."""
+@pytest.fixture(scope="module")
+def traces() -> Kept:
+    """Of each function, for all modes."""
+    return {}
+
+
+def check(
+    fn: Any, params: Any, cache: Any, modes: str, recorder: str, device: Any, *traced: Any
+) -> Any:
+    """`fn` graphified equals `fn`, and each step ran as what the modes say. The captured step.
+
+    Args:
+        traced: what `traced_once` takes, for a function that is tried in several modes.
+    """
     params, cache = (trees.map_leaves(lambda x: x.to(device), tree) for tree in (params, cache))
     fast = fg.graphify(
         fn, modes=modes, donate="c", stage="b", limits=toys.LIMITS, sizes=toys.SIZES,
         recorder=recorder,
     )  # fmt: skip
-    for batch in steps(device):
-        want, after = fn(params, toys.clone(cache), batch)
-        got, back = fast(params, cache, batch)
-        assert back is cache or not toys.leaves(cache)
-        toys.assert_trees(got, want, **CLOSE)
-        toys.assert_trees(cache, after, **CLOSE)
+    with traced_once(*traced) if traced else contextlib.nullcontext():
+        for batch in steps(device):
+            want, after = fn(params, toys.clone(cache), batch)
+            got, back = fast(params, cache, batch)
+            assert back is cache or not toys.leaves(cache)
+            toys.assert_trees(got, want, **CLOSE)
+            toys.assert_trees(cache, after, **CLOSE)
     resolved = fg.Mode.parse(modes)
     assert {mode for _, _, mode in fast.stats.counts} == {resolved.decode, resolved.mixed}
     assert fast.stats.steps == len(steps(device))
@@ -94,8 +109,9 @@ def clipped(grads: Any) -> Any:
 
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
 @pytest.mark.parametrize("what", PER_TOKEN)
-def test_transforms_over_tokens(recorder_name, device, what: str, modes: str):
-    check(per_token(PER_TOKEN[what]), mlp_params(), {}, modes, recorder_name, device)
+def test_transforms_over_tokens(recorder_name, device, what: str, modes: str, traces: Kept):
+    fn, kept = per_token(PER_TOKEN[what]), (traces, (what, device))
+    check(fn, mlp_params(), {}, modes, recorder_name, device, *kept)
 
 
 def masked_mean(p: Any, b: Any) -> Tensor:
@@ -127,14 +143,14 @@ def reversed_by_hand(p: Any, c: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("modes", MODES)
-def test_a_training_step(recorder_name, device, modes: str):
-    check(trained, {}, mlp_params(), modes, recorder_name, device)
+def test_a_training_step(recorder_name, device, modes: str, traces: Kept):
+    check(trained, {}, mlp_params(), modes, recorder_name, device, traces, ("trained", device))
 
 
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("fn", [tangent, reversed_by_hand])
-def test_transforms_of_the_whole_batch(recorder_name, device, fn: Any, modes: str):
-    check(fn, mlp_params(), {}, modes, recorder_name, device)
+def test_transforms_of_the_whole_batch(recorder_name, device, fn: Any, modes: str, traces: Kept):
+    check(fn, mlp_params(), {}, modes, recorder_name, device, traces, (fn, device))
 
 
 def test_a_tangent_of_zero_stays_so_next_to_infinity(recorder_name, device):
@@ -234,9 +250,10 @@ THROUGH_ATTENTION = [closed_over, as_aux, passed_in, by_autograd, in_forward_mod
     + [(fn, modes) for fn in THROUGH_ATTENTION if fn is not as_aux for modes in MODES[1:3]],
     ids=lambda x: getattr(x, "__name__", x),
 )
-def test_transforms_through_attention(recorder_name, device, fn: Any, modes: str):
+def test_transforms_through_attention(recorder_name, device, fn: Any, modes: str, traces: Kept):
     params, cache = toys.attention_params(1, **DOUBLE), toys.attention_cache(1, **DOUBLE)
-    step = check(fn, params, cache, modes, recorder_name, device)
+    kept = traces, (fn, device)
+    step = check(fn, params, cache, modes, recorder_name, device, *kept)
     traced = step.compiled.lowered.split.traced
     assert "attention inlined at" in repr(traced)
     assert any("attention is inlined" in note for note in step.compiled.lowered.notes)

@@ -79,20 +79,21 @@ def kernels(dtype: torch.dtype, query_len: int) -> list[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_kernel_compiles_and_fits(dtype, tmp_path):
+def test_every_kernel_compiles_and_fits(tmp_path):
     """In a Python of its own, with nothing compiled beforehand."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[2]), env.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, str(HERE), dtype], capture_output=True, text=True, env=env, check=False
+        [sys.executable, str(HERE)], capture_output=True, text=True, env=env, check=False
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     chunks = ["recurrent_kernel", "chunk_kernel", "scan_kernel"]
     decode = ["recurrent_kernel"] * 2
-    assert ran.stdout.split() == [*decode, "conv_kernel", *chunks, *chunks, "conv_kernel"]
+    names = [*decode, "conv_kernel", *chunks, *chunks, "conv_kernel"]
+    assert ran.stdout.splitlines() == [" ".join(names)] * 2
 
 
 if __name__ == "__main__":
     assert not triton_launch.interpreted()
-    print(*kernels(getattr(torch, sys.argv[1]), 1), *kernels(getattr(torch, sys.argv[1]), 16))
+    for dtype in (torch.bfloat16, torch.float32):
+        print(*kernels(dtype, 1), *kernels(dtype, 16))

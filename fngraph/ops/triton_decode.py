@@ -70,9 +70,9 @@ def attend(
     widest = meta.block_tables.shape[1] * config.block_size
     how = how or how_to(config, rows, widest, R * K, processors(q_THD.device))
     tile, split, programs, many, early = how
-    unit = split if many else split * SPLITS
-    units = -(-widest // unit)
-    final = units == 1 and not many
+    splits, span = -(-widest // split), split if many is None else split * SPLITS
+    units = splits if many is None else max(min(many, splits), -(-widest // span))
+    final = units == 1
     sums = None if final else empty(q_THD, R, K, units, rows, D)
     by_k, k_step = scale_of(k_scale, q_THD)
     by_v, v_step = scale_of(v_scale, q_THD)
@@ -82,13 +82,13 @@ def attend(
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
          q_THD if sinks is None else sinks, by_k, by_v),
         (*(sums or (out_THD,) * 3), out_THD),
-        (R, K, units, many, *q_THD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        (R, K, units, many or 0, *q_THD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
          meta.block_tables.stride(0), *out_THD.stride()[:2], k_step, v_step, *numbers),
         ROWS=tile.rows,
         KEYS=tile.keys,
         Q=Q,
         SPLIT=split,
-        SPAN=split * SPLITS if many < units else split,
+        SPAN=span,
         FINAL=final,
         K_SCALED=k_scale is not None,
         V_SCALED=v_scale is not None,
@@ -113,14 +113,14 @@ class How(NamedTuple):
     Attributes:
         split: keys of a split, a multiple of the tile's.
         programs: that a multiprocessor's registers are to hold.
-        many: splits of a request, beyond which its programs take whole spans; 0: always.
+        many: splits of a request, beyond which its programs take whole spans; None: never.
         early: whether both kernels are launched while the one ahead still runs.
     """
 
     tile: Tile
     split: int
     programs: int
-    many: int
+    many: int | None
     early: bool = True
 
 
@@ -134,17 +134,19 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     rows = power_of_two(rows, at_least=16)
     width = power_of_two(config.head_dim, at_least=16)
     split = next(split for most, split in LENGTHS if widest <= most)
+    splits = -(-widest // split)
     many = 0 if pairs >= places else places * ENOUGH // pairs
     if compute_dtype(config) == torch.float32:
         tile = Tile(rows, 32, 4, 1)
     elif width > 128:
         tile = Tile(rows, 32, 4, 3)
-    elif rows > 16 or pairs * -(-widest // split) <= places:
+    elif rows > 16 or pairs * splits <= places:
         tile = Tile(rows, 32, 4, 5)
     else:
-        whole = not many and widest <= split * SPLITS
+        whole = not many and splits <= SPLITS
         tile = Tile(rows, 32, 1, 7) if whole else Tile(rows, 32, 2, 5)
-    return How(tile, split, 4 if rows <= 32 and width <= 128 else 2, many)
+    programs = 4 if rows <= 32 and width <= 128 else 2
+    return How(tile, split, programs, many if many < splits else None)
 
 
 LENGTHS = ((4096, 128), (16384, 256), (float("inf"), 512))  # keys in the table, in a split

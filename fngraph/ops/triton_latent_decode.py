@@ -135,5 +135,4 @@ def how_to(config: Any, Q: int, widest: int) -> How:
     """
     split = max(128, power_of_two(16 * config.num_heads), power_of_two(widest) // 64)
     tile = tile_of(config, Q * config.num_heads)
-    never = 1 + widest // split
-    return How(tile, split, 2 if tile.num_warps == 4 else 1, never)
+    return How(tile, split, 2 if tile.num_warps == 4 else 1, None)

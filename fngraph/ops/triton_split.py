@@ -1,9 +1,9 @@
 """The Triton kernel of split-KV decode: sums over units of each request's keys, one a program.
 
 A unit is a split, or a whole span of splits if the request is long enough to fill the device so
-(see `triton_merge`). There is a program for every unit that the block table could hold: those past
-the end of their request read its length and are done, and the device gives each next one to
-whichever multiprocessor is free, which requests of any lengths share well.
+(see `triton_merge`). There is a program for every unit that a request could have: those past the
+end of theirs read its length and are done, and the device gives each next one to whichever
+multiprocessor is free, which requests of any lengths share well.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def split_kernel(
     size = SPLIT
     if SPAN > SPLIT:
         size = tl.where(by_spans(first, length, many, SPLIT), SPAN, SPLIT)
-    unit += first // size
-    last = tl.minimum(length, (unit + 1) * size)
-    begin_key = tl.maximum(unit * size, first // KEYS * KEYS)
+    key = first // size * size + unit * size  # the unit's first
+    last = tl.minimum(length, key + size)
+    begin_key = tl.maximum(key, first // KEYS * KEYS)
     if FINAL or begin_key < last:
         real = m < new * GROUP
         token = (begin + m // GROUP).to(tl.int64)

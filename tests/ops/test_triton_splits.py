@@ -54,7 +54,7 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
     found = []
     warps = (1, 2, 4) if GPU else (4,)
     for num_warps in warps:
-        for many in (0, 7, 9, 100):  # whole spans always, of the longer ones, of the longest, never
+        for many in (0, 7, 9, 100, None):  # whole spans of all, of the longer ones, ..., of none
             tile = Tile(16, 32, num_warps, 3 if GPU else 1)
             found.append(attend(c, Q, triton_decode.How(tile, 32, 2, many), **options))
     assert all(x.equal(found[0]) for x in found[1:])

@@ -138,13 +138,10 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     many = 0 if pairs >= places else places * ENOUGH // pairs
     if compute_dtype(config) == torch.float32:
         tile = Tile(rows, 32, 4, 1)
-    elif width > 128:
+    elif width > 128 or rows > 16 or pairs * splits <= places:
         tile = Tile(rows, 32, 4, 3)
-    elif rows > 16 or pairs * splits <= places:
-        tile = Tile(rows, 32, 4, 5)
     else:
-        whole = not many and splits <= SPLITS
-        tile = Tile(rows, 32, 1, 7) if whole else Tile(rows, 32, 2, 5)
+        tile = Tile(rows, 32, 2, 3)
     programs = 4 if rows <= 32 and width <= 128 else 2
     return How(tile, split, programs, many if many < splits else None)
 

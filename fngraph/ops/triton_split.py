@@ -94,7 +94,8 @@ def sum_keys(
     """Keys begin <= n < last, split by split: weighted values, largest scores, sums of weights.
 
     Weights are summed by a product with ones: no warp waits for another, and the order of the sum
-    is the tile's, however many warps share it.
+    is the tile's, however many warps share it. A tile's blocks are looked up while the tile before
+    is summed, so that its keys can be on their way a tile earlier.
     """
     d = tl.arange(0, WIDTH)
     ones = tl.full((KEYS, 16), 1.0, q.dtype)
@@ -102,14 +103,12 @@ def sum_keys(
     part_top = tl.full((ROWS,), float("-inf"), tl.float32)
     part_total = tl.zeros((ROWS, 16), tl.float32)
     acc, top, total = part, part_top, tl.zeros((ROWS,), tl.float32)
+    ahead = tl.load(table + within(begin + tl.arange(0, KEYS), first, last) // SIZE)
     for start in tl.range(begin, last, KEYS):
         n = start + tl.arange(0, KEYS)
-        near = tl.minimum(n, last - 1)  # always a key to read
-        if WINDOW:
-            near = tl.maximum(near, first)
-        near = near.to(tl.uint32)
-        block = tl.load(table + near // SIZE).to(tl.int64)
-        row = near % SIZE
+        block = ahead.to(tl.int64)
+        ahead = tl.load(table + within(n + KEYS, first, last) // SIZE)
+        row = within(n, first, last) % SIZE
         k_at = (block * k_block + row * k_slot)[:, None] + d[None, :]
         v_at = k_at if ALIKE else (block * v_block + row * v_slot)[:, None] + d[None, :]
         if WIDTH == D:
@@ -137,3 +136,9 @@ def sum_keys(
                 part_top = tl.full((ROWS,), float("-inf"), tl.float32)
                 part_total = tl.zeros((ROWS, 16), tl.float32)
     return fold(acc, top, total, part, part_top, tl.max(part_total, 1))
+
+
+@triton.jit
+def within(n, first, last):
+    """The nearest keys first <= n < last: always ones to read."""
+    return tl.maximum(tl.minimum(n, last - 1), first).to(tl.uint32)

@@ -103,7 +103,7 @@ def attend(
     q_THC = dense(q_THC)
     R, H, L = meta.seq_lens.shape[0], config.num_heads, config.rank
     widest = meta.block_tables.shape[1] * config.block_size
-    tile, split, programs, many, early = how or how_to(config, Q, widest)
+    tile, split, programs, many, _, early = how or how_to(config, Q, widest)
     known = constants(config, tile)
     splits = -(-widest // split)
     sums = empty(q_THC, R, 1, splits, Q * H, L)

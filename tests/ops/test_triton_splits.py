@@ -56,7 +56,10 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
     for num_warps in warps:
         for many in (0, 7, 9, 100, None):  # whole spans of all, of the longer ones, ..., of none
             tile = Tile(16, 32, num_warps, 3 if GPU else 1)
-            found.append(attend(c, Q, triton_decode.How(tile, 32, 2, many), **options))
+            found += [
+                attend(c, Q, triton_decode.How(tile, 32, 2, many, each), **options)
+                for each in (None, *((1, 3) if many in (7, 100) else ()))
+            ]
     assert all(x.equal(found[0]) for x in found[1:])
     assert found[0][-Q:].eq(0).all()
     assert worst_row(found[0], right(c, **options)) < (1e-2 if GPU else 1e-5)

@@ -19,6 +19,8 @@ if triton_launch.missing() is None:
     from fngraph.ops.triton_keys import Tile
 LONG = (299, 1700, 0)  # past tokens: up to 54 splits of 32, spans of 256, 4 merged at a time
 SHORT = (200, 7, 253)  # in one span
+# whole spans of all, of the longer ones, of the longest, of none; by as many programs, or by fewer
+WAYS = ((0, None), (7, 3), (9, None), (100, 1), (None, None))
 
 
 def attend(c: Any, Q: int, how: Any, **options: Any) -> torch.Tensor:
@@ -54,12 +56,9 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
     found = []
     warps = (1, 2, 4) if GPU else (4,)
     for num_warps in warps:
-        for many in (0, 7, 9, 100, None):  # whole spans of all, of the longer ones, ..., of none
-            tile = Tile(16, 32, num_warps, 3 if GPU else 1)
-            found += [
-                attend(c, Q, triton_decode.How(tile, 32, 2, many, each), **options)
-                for each in (None, *((1, 3) if many in (7, 100) else ()))
-            ]
+        for many, each in WAYS:
+            how = triton_decode.How(Tile(16, 32, num_warps, 3 if GPU else 1), 32, 2, many, each)
+            found.append(attend(c, Q, how, **options))
     assert all(x.equal(found[0]) for x in found[1:])
     assert found[0][-Q:].eq(0).all()
     assert worst_row(found[0], right(c, **options)) < (1e-2 if GPU else 1e-5)

@@ -132,15 +132,14 @@ class How(NamedTuple):
 def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     """By static shapes: `widest` keys in the block table, `pairs` of a request and a kv head.
 
-    All go by spans where pairs alone fill the multiprocessors (`places`), else requests with which
-    spans fill them, nearly FILL to each. Splits and keys follow from `widest` and the config: bits
-    are the same for any R.
+    Requests go by spans where spans alone fill the multiprocessors (`places`), if all requests were
+    as long. Splits and keys follow from `widest` and the config: bits are the same for any R.
     """
     rows = power_of_two(rows, at_least=16)
     width = power_of_two(config.head_dim, at_least=16)
     split = next(split for most, split in LENGTHS if widest <= most)
     splits = -(-widest // split)
-    many = 0 if pairs >= places else (FILL * SPLITS - 1) * places // pairs
+    many = 0 if pairs >= places else SPLITS * places // pairs
     if compute_dtype(config) == torch.float32:
         tile = Tile(rows, 32, 4, 1)
     elif width > 128 or rows > 16 or pairs * splits <= places:

@@ -13,13 +13,12 @@ from benchmarks.attention_cases import H, K, Paged, config, paged, prefilling
 from benchmarks.device import device_us
 
 ops: Any = fg.ops
-TILES = ((32, 4, 5), (32, 2, 5), (32, 1, 7), (64, 4, 3), (64, 2, 5), (128, 4, 3))
+TILES = ((32, 4, 3), (32, 2, 3), (32, 2, 4), (32, 1, 4), (64, 4, 3), (64, 2, 3))
 SPLITS = (128, 256, 512, 1024, 2048)
 PREFILL_TILES = (
     (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3),
     (64, 128, 4, 2), (128, 64, 8, 5),
 )  # fmt: skip
-NEVER = 1 << 20  # more splits than a request has
 
 
 def splitting(p: Paged) -> tuple[Any, Callable[[Any], float]]:
@@ -41,17 +40,17 @@ def ways(usual: Any) -> list[Any]:
         how = usual._replace(
             tile=usual.tile._replace(keys=keys, num_warps=warps, num_stages=stages)
         )
-        for split, many in itertools.product(SPLITS[:3], (NEVER, 0)):
-            found.append(how._replace(split=split, many=many))
+        for split, many in itertools.product(SPLITS[:3], (None, 0)):
+            found.append(how._replace(split=split, many=many, each=None))
         found += [how._replace(programs=programs) for programs in (2, 8)]
     return list(dict.fromkeys(found))
 
 
 def divisions(usual: Any, context: int) -> list[Any]:
     """Splits of every length, alone and in spans, and a whole request in one program."""
-    whole = usual._replace(split=context // ops.triton_merge.SPLITS, many=0)
-    shared = itertools.product(SPLITS, (NEVER, 0))
-    found = [usual._replace(split=split, many=many) for split, many in shared]
+    whole = usual._replace(split=context // ops.triton_merge.SPLITS, many=0, each=None)
+    shared = itertools.product(SPLITS, (None, 0))
+    found = [usual._replace(split=split, many=many, each=None) for split, many in shared]
     return list(dict.fromkeys([usual, *found, whole]))
 
 

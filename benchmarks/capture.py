@@ -69,7 +69,9 @@ def measure(
             step = fast.bind(params).capture(cache, limits, lazy=True, progress=False)
             for which in ("first", "second"):
                 row = {"attention": attention_of(step), "mode": mode, "sizes": count, "pass": which}
-                yield row | capture(step)
+                found = row | capture(step)
+                print(f"{mode}, {count} sizes, {which}: {found['s']:.2f} s", flush=True)
+                yield found
                 step.release()
             step.sleep()
             del step

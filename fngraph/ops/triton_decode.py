@@ -69,26 +69,29 @@ def attend(
     rows = Q * constants["GROUP"]
     widest = meta.block_tables.shape[1] * config.block_size
     how = how or how_to(config, rows, widest, R * K, processors(q_THD.device))
-    tile, split, programs, many, early = how
-    unit = split if many else split * SPLITS
-    units = -(-widest // unit)
-    final = units == 1 and not many
+    tile, split, programs, many, each, early = how
+    splits, span = -(-widest // split), split if many is None else split * SPLITS
+    units = splits if many is None else max(min(many, splits), -(-widest // span))
+    each = min(each or units, units)
+    final = units == 1
     sums = None if final else empty(q_THD, R, K, units, rows, D)
     by_k, k_step = scale_of(k_scale, q_THD)
     by_v, v_step = scale_of(v_scale, q_THD)
     launch(
         split_kernel,
-        (R * K * units,),
+        (R * K * each,),
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
          q_THD if sinks is None else sinks, by_k, by_v),
         (*(sums or (out_THD,) * 3), out_THD),
-        (R, K, units, many, *q_THD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-         meta.block_tables.stride(0), *out_THD.stride()[:2], k_step, v_step, *numbers),
+        (R, K, units, each, many or 0, *q_THD.stride()[:2],
+         *k_cache.stride()[:3], *v_cache.stride()[:3], meta.block_tables.stride(0),
+         *out_THD.stride()[:2], k_step, v_step, *numbers),
         ROWS=tile.rows,
         KEYS=tile.keys,
         Q=Q,
         SPLIT=split,
-        SPAN=split * SPLITS if many < units else split,
+        SPAN=span,
+        SHARED=each < units,
         FINAL=final,
         K_SCALED=k_scale is not None,
         V_SCALED=v_scale is not None,
@@ -113,39 +116,54 @@ class How(NamedTuple):
     Attributes:
         split: keys of a split, a multiple of the tile's.
         programs: that a multiprocessor's registers are to hold.
-        many: splits of a request, beyond which its programs take whole spans; 0: always.
+        many: splits of a request, beyond which its programs take whole spans; None: never.
+        each: programs that share the units of a request and a kv head; None: one for each unit.
         early: whether both kernels are launched while the one ahead still runs.
     """
 
     tile: Tile
     split: int
     programs: int
-    many: int
+    many: int | None
+    each: int | None = None
     early: bool = True
 
 
 def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     """By static shapes: `widest` keys in the block table, `pairs` of a request and a kv head.
 
-    Pairs alone fill as many multiprocessors (`places`) as they are: then all go by spans. Fewer do
-    where requests of that length have ENOUGH splits for each place. Few programs are faster with
-    more warps. Splits and keys follow from `widest` and the config: bits are the same for any R.
+    Requests go by spans where spans alone fill the multiprocessors (`places`), if all requests were
+    as long. Splits and keys follow from `widest` and the config: bits are the same for any R.
     """
     rows = power_of_two(rows, at_least=16)
     width = power_of_two(config.head_dim, at_least=16)
     split = next(split for most, split in LENGTHS if widest <= most)
-    many = 0 if pairs >= places else places * ENOUGH // pairs
+    splits = -(-widest // split)
+    many = 0 if pairs >= places else SPLITS * places // pairs
     if compute_dtype(config) == torch.float32:
         tile = Tile(rows, 32, 4, 1)
-    elif width > 128:
+    elif width > 128 or rows > 16 or pairs * splits <= places:
         tile = Tile(rows, 32, 4, 3)
-    elif rows > 16 or pairs * -(-widest // split) <= places:
-        tile = Tile(rows, 32, 4, 5)
     else:
-        whole = not many and widest <= split * SPLITS
-        tile = Tile(rows, 32, 1, 7) if whole else Tile(rows, 32, 2, 5)
-    return How(tile, split, 4 if rows <= 32 and width <= 128 else 2, many)
+        tile = Tile(rows, 32, 2, 3)
+    programs = 4 if rows <= 32 and width <= 128 else 2
+    if many >= splits:
+        return How(tile, split, programs, None)
+    return How(tile, split, programs, many, shared(splits, many, pairs, places))
+
+
+def shared(splits: int, many: int, pairs: int, places: int) -> int | None:
+    """`How.each`: a program for every span, and FILL to a multiprocessor, are enough.
+
+    More of them wait for one another where requests are long, and where requests are short the
+    device goes through them for nothing: so they are some MOST to a multiprocessor.
+    """
+    spans = -(-splits // SPLITS)
+    units, enough = max(many, spans), max(spans, FILL * places // pairs)
+    turns = -(-enough * pairs // (MOST * places))
+    each = -(-enough // turns)
+    return each if each < units else None
 
 
 LENGTHS = ((4096, 128), (16384, 256), (float("inf"), 512))  # keys in the table, in a split
-ENOUGH = 4
+FILL, MOST = 2, 64  # programs of a multiprocessor

@@ -103,7 +103,7 @@ def attend(
     q_THC = dense(q_THC)
     R, H, L = meta.seq_lens.shape[0], config.num_heads, config.rank
     widest = meta.block_tables.shape[1] * config.block_size
-    tile, split, programs, many, early = how or how_to(config, Q, widest)
+    tile, split, programs, many, _, early = how or how_to(config, Q, widest)
     known = constants(config, tile)
     splits = -(-widest // split)
     sums = empty(q_THC, R, 1, splits, Q * H, L)
@@ -135,5 +135,4 @@ def how_to(config: Any, Q: int, widest: int) -> How:
     """
     split = max(128, power_of_two(16 * config.num_heads), power_of_two(widest) // 64)
     tile = tile_of(config, Q * config.num_heads)
-    never = 1 + widest // split
-    return How(tile, split, 2 if tile.num_warps == 4 else 1, never)
+    return How(tile, split, 2 if tile.num_warps == 4 else 1, None)

@@ -47,8 +47,9 @@ def merge_kernel(
 ):  # fmt: skip
     """One query head of one token: its spans in order; zeros where there is no such token.
 
-    What programs summed are spans ALWAYS, NEVER, or of requests of more than `many` splits. What
-    is read before the wait was written before the kernel ahead began.
+    What programs summed are spans ALWAYS, NEVER, or of requests of more than `many` splits, from
+    the first that the request sees. What is read before the wait was written before the kernel
+    ahead began.
     """
     r, token = tl.program_id(0) // Q, tl.program_id(0) % Q
     query_head = tl.program_id(1)
@@ -99,6 +100,7 @@ def merge_units(
     s = tl.arange(0, BESIDE)
     first = first // UNIT
     last = (length + UNIT - 1) // UNIT
+    at -= first * ROWS
     acc = tl.zeros((WIDTH,), tl.float32)
     top = float("-inf")
     total = 0.0
@@ -151,7 +153,7 @@ def merge(
     out_THD: Tensor,
     Q: int,
     split: int,
-    many: int,
+    many: int | None,
     *,
     window: int | None = None,
     sinks: Tensor | None = None,
@@ -160,7 +162,7 @@ def merge(
 ) -> None:
     """Launch `merge_kernel` into all rows of `out_THD`: requests of over `many` splits have spans.
 
-    With `many` 0 `sums` has room for each span that there can be, else for each split.
+    With `many` None all have splits. Of each request `sums` begins with the first unit it sees.
     `v_scale` are numbers of kv heads and the step from one head's to the next.
     """
     R, K, units, rows, D = sums.parts.shape
@@ -170,7 +172,7 @@ def merge(
         (R * Q, K * rows // Q),
         (meta.query_start_loc, meta.seq_lens, *sums, out_THD if sinks is None else sinks, scale),
         (out_THD,),
-        (R, units, many, *out_THD.stride()[:2], window or 0, step),
+        (R, units, many or 0, *out_THD.stride()[:2], window or 0, step),
         GROUP=rows // Q,
         D=D,
         WIDTH=power_of_two(D, at_least=16),
@@ -179,7 +181,7 @@ def merge(
         SPLIT=split,
         SPLITS=SPLITS,
         ALWAYS=many == 0,
-        NEVER=many >= units,
+        NEVER=many is None,
         SINKS=sinks is not None,
         V_SCALED=v_scale is not None,
         early=early,

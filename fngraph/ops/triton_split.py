@@ -1,9 +1,10 @@
 """The Triton kernel of split-KV decode: sums over units of each request's keys, one a program.
 
 A unit is a split, or a whole span of splits if the request is long enough to fill the device so
-(see `triton_merge`). There is a program for every unit that the block table could hold: those past
-the end of their request read its length and are done, and the device gives each next one to
-whichever multiprocessor is free, which requests of any lengths share well.
+(see `triton_merge`). There is a program for every unit that a request could have, or, where these
+are too many, each takes several in turn. Those past the end of their request read its length and
+are done; the device gives each next one to whichever multiprocessor is free, which requests of any
+lengths share well.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from fngraph.ops.triton_merge import by_spans, fold
 @triton.jit
 def split_kernel(
     q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, parts, tops, totals, out,
-    R, HEADS, UNITS, many, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    R, HEADS, UNITS, EACH, many, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
     table_row, out_row, out_head, k_step, v_step, scale, softcap, window,
     ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, SPAN: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr,
-    V_SCALED: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, SPAN: tl.constexpr, SHARED: tl.constexpr, FINAL: tl.constexpr,
+    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One unit of the keys that a request sees, counted from the first that it sees any of.
+    """One unit of the keys that a request sees, or with SHARED every EACH-th of them.
 
-    Requests of more than `many` splits go by spans of SPAN keys, if it is more than SPLIT. With
-    FINAL one holds all keys of a request: what would be merged is written to `out`.
+    They count from the first of which it sees any key. Requests of more than `many` splits go by
+    spans of SPAN keys, if it is more than SPLIT. With FINAL one unit holds all keys of a request,
+    if there are any: what would be merged is written to `out`.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -55,18 +57,22 @@ def split_kernel(
     size = SPLIT
     if SPAN > SPLIT:
         size = tl.where(by_spans(first, length, many, SPLIT), SPAN, SPLIT)
-    unit += first // size
-    last = tl.minimum(length, (unit + 1) * size)
-    begin_key = tl.maximum(unit * size, first // KEYS * KEYS)
-    if FINAL or begin_key < last:
-        real = m < new * GROUP
-        token = (begin + m // GROUP).to(tl.int64)
-        there = real[:, None] & (d < D)[None, :]
-        at = token * q_row + query_head * q_head
-        x = tl.load(q + at[:, None] + d[None, :], mask=there, other=0.0)
-        by_k = tl.load(k_scale + head * k_step) if K_SCALED else 1.0
+    real = m < new * GROUP
+    token = (begin + m // GROUP).to(tl.int64)
+    there = real[:, None] & (d < D)[None, :]
+    at = token * q_row + query_head * q_head
+    x = tl.load(q + at[:, None] + d[None, :], mask=there, other=0.0)
+    by_k = tl.load(k_scale + head * k_step) if K_SCALED else 1.0
+    count = (length + size - 1) // size - first // size
+    rounds = 1 if FINAL else (count > unit).to(tl.int32)
+    if SHARED:
+        rounds = tl.cdiv(count - unit, EACH)
+    for _ in tl.range(0, rounds, num_stages=1):
+        key = first // size * size + unit * size
+        last = tl.minimum(length, key + size)
         acc, top, total = sum_keys(
-            x.to(tl.float32) if FLOAT32 else x, length - new + m // GROUP, begin_key, first, last,
+            x.to(tl.float32) if FLOAT32 else x, length - new + m // GROUP,
+            tl.maximum(key, first // KEYS * KEYS), first, last,
             tables + r.to(tl.int64) * table_row, k_cache + head * k_head, v_cache + head * v_head,
             k_block, k_slot, v_block, v_slot, scale * by_k, softcap, window,
             ALIKE, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, ROWS, KEYS, Q, SPLIT, SPAN,
@@ -81,6 +87,7 @@ def split_kernel(
             tl.store(tops + at, top, mask=real)
             tl.store(totals + at, total, mask=real)
             tl.store(parts + at[:, None] * D + d[None, :], acc, mask=there)
+        unit += EACH
 
 
 @triton.jit
@@ -94,7 +101,8 @@ def sum_keys(
     """Keys begin <= n < last, split by split: weighted values, largest scores, sums of weights.
 
     Weights are summed by a product with ones: no warp waits for another, and the order of the sum
-    is the tile's, however many warps share it.
+    is the tile's, however many warps share it. A tile's blocks are looked up while the tile before
+    is summed, so that its keys can be on their way a tile earlier.
     """
     d = tl.arange(0, WIDTH)
     ones = tl.full((KEYS, 16), 1.0, q.dtype)
@@ -102,14 +110,12 @@ def sum_keys(
     part_top = tl.full((ROWS,), float("-inf"), tl.float32)
     part_total = tl.zeros((ROWS, 16), tl.float32)
     acc, top, total = part, part_top, tl.zeros((ROWS,), tl.float32)
+    ahead = tl.load(table + within(begin + tl.arange(0, KEYS), first, last) // SIZE)
     for start in tl.range(begin, last, KEYS):
         n = start + tl.arange(0, KEYS)
-        near = tl.minimum(n, last - 1)  # always a key to read
-        if WINDOW:
-            near = tl.maximum(near, first)
-        near = near.to(tl.uint32)
-        block = tl.load(table + near // SIZE).to(tl.int64)
-        row = near % SIZE
+        block = ahead.to(tl.int64)
+        ahead = tl.load(table + within(n + KEYS, first, last) // SIZE)
+        row = within(n, first, last) % SIZE
         k_at = (block * k_block + row * k_slot)[:, None] + d[None, :]
         v_at = k_at if ALIKE else (block * v_block + row * v_slot)[:, None] + d[None, :]
         if WIDTH == D:
@@ -137,3 +143,9 @@ def sum_keys(
                 part_top = tl.full((ROWS,), float("-inf"), tl.float32)
                 part_total = tl.zeros((ROWS, 16), tl.float32)
     return fold(acc, top, total, part, part_top, tl.max(part_total, 1))
+
+
+@triton.jit
+def within(n, first, last):
+    """The nearest keys first <= n < last: always ones to read."""
+    return tl.maximum(tl.minimum(n, last - 1), first).to(tl.uint32)

@@ -22,6 +22,8 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import LeakError
+from fngraph.fx.leaks import Made
+from fngraph.fx.refusals import Refusals
 
 GLOBAL: Any = None
 TABLE: dict[str, Any] = {}
@@ -120,6 +122,21 @@ def test_a_tensor_that_is_kept(how: str):
         made(forward)
     text = str(caught.value)
     assert f"{Path(__file__).name}:" in text and where in text and "Return it" in text, text
+
+
+def test_they_are_told_in_the_order_of_making_though_an_id_comes_again():
+    made, refuse = Made([], []), Refusals(go_on=True)
+    gone, second = torch.zeros(1), torch.zeros(1)
+    made.note(gone, "first")
+    made.note(second, "second")
+    number = id(gone)
+    del gone
+    more = []
+    while not more or id(more[-1]) != number:
+        more.append(torch.zeros(1))
+    made.note(more[-1], "third")
+    made.check(refuse)
+    assert [str(error).split(":")[0] for error in refuse.errors] == ["second", "third"]
 
 
 def test_the_line_is_where_it_was_made():

@@ -42,6 +42,7 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
     for row in found["decode"]:
         assert row["tokens/s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
         assert 0 < row["least ms"] <= row["ms"] <= row["most ms"] and row["right"] == 1
+        assert row["of bare"] == 1 if row["way"] == "bare forward" else row["of bare"] > 0
     profile = dataclasses.replace(serve.TINY, adapters=2 * bool(more), adapted=0.5)
     asked = sum(one.max_new for one in stream(profile, 12, vocab_size=256))
     for row in found["traffic"]:
@@ -162,7 +163,11 @@ GOOD: dict[str, float] = {
 def rows(batch: int = 4, waits: int = 0, **changed: float) -> list[dict[str, Any]]:
     """Figures of one batch."""
     ms = GOOD | {way.replace("_forward", " forward"): ms for way, ms in changed.items()}
-    return [{"batch": batch, "way": way, "ms": ms[way], "waits": waits} for way in ms]
+    return [
+        {"batch": batch, "way": way, "ms": ms[way], "of bare": ms[way] / ms["bare forward"],
+         "waits": waits}
+        for way in ms
+    ]  # fmt: skip
 
 
 def test_what_is_not_met_is_said():

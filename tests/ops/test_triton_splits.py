@@ -20,9 +20,11 @@ if triton_launch.missing() is None:
 # past tokens: up to 35 splits of 32, or 54, in spans of 256, of which 4 are merged at a time
 LONG = (299, 1700 if GPU else 1100, 0)
 SHORT = (200, 7, 253)  # in one span
-WAYS = [(Q, pasts, plain) for Q in (1, 3) for pasts in (LONG, SHORT) for plain in (True, False)]
+CASES = [(Q, pasts, plain) for Q in (1, 3) for pasts in (LONG, SHORT) for plain in (True, False)]
 if not GPU:  # each pair of them: interpreted, the product takes a minute
-    WAYS = [(1, LONG, False), (3, LONG, True), (1, SHORT, True), (3, SHORT, False)]
+    CASES = [(1, LONG, False), (3, LONG, True), (1, SHORT, True), (3, SHORT, False)]
+# whole spans of all, of the longer ones, of the longest, of none; by as many programs, or by fewer
+WAYS = ((0, None), (7, 3), (9, None), (100, 1), (None, None))
 
 
 def attend(c: Any, Q: int, how: Any, **options: Any) -> torch.Tensor:
@@ -35,7 +37,7 @@ def attend(c: Any, Q: int, how: Any, **options: Any) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize(("Q", "pasts", "plain"), WAYS)
+@pytest.mark.parametrize(("Q", "pasts", "plain"), CASES)
 def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
     dtype = torch.bfloat16 if GPU else torch.float32
     c = build(
@@ -56,10 +58,9 @@ def test_every_way_of_taking_units_gives_the_same_bits(Q, pasts, plain):
     found = []
     warps = (1, 2, 4) if GPU else (4,)
     for num_warps in warps:
-        # whole spans always, of the longer ones, never
-        for many in (0, 7 if pasts is SHORT else 9, 100):
-            tile = Tile(16, 32, num_warps, 3 if GPU else 1)
-            found.append(attend(c, Q, triton_decode.How(tile, 32, 2, many), **options))
+        for many, each in WAYS:
+            how = triton_decode.How(Tile(16, 32, num_warps, 3 if GPU else 1), 32, 2, many, each)
+            found.append(attend(c, Q, how, **options))
     assert all(x.equal(found[0]) for x in found[1:])
     assert found[0][-Q:].eq(0).all()
     assert worst_row(found[0], right(c, **options)) < (1e-2 if GPU else 1e-5)

@@ -36,7 +36,7 @@ def launch(
     programs: int | None = None,
     **constants: Any,
 ) -> None:
-    """Launch `kernel` on the current stream; a grid of no programs is no launch.
+    """Launch `kernel` on the current stream of the device that it writes to; no programs, no launch.
 
     Args:
         early: whether to launch it while the kernel ahead still runs, where that can be: it has
@@ -45,10 +45,18 @@ def launch(
     """
     if 0 in grid:
         return
+    device = writes[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on the current one, whatever it is given
+            launch(
+                kernel, grid, reads, writes, numbers, num_warps=num_warps, num_stages=num_stages,
+                early=early, programs=programs, **constants,
+            )  # fmt: skip
+        return
     if early is not None:
-        early = early and overlaps(writes[0].device)
+        early = early and overlaps(device)
         constants["EARLY"] = early
-    if writes[0].is_cuda:
+    if device.type == "cuda":
         more: dict[str, Any] = {"launch_pdl": True} if early else {}
         if programs is not None:
             more["maxnreg"] = min(255, REGISTERS // (32 * num_warps * programs) // 8 * 8)

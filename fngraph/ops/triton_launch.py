@@ -36,7 +36,7 @@ def launch(
     programs: int | None = None,
     **constants: Any,
 ) -> None:
-    """Launch `kernel` on the current stream of the device that it writes to; no programs, no launch.
+    """Launch `kernel`, if its grid is not empty, on the current stream of the device it writes to.
 
     Args:
         early: whether to launch it while the kernel ahead still runs, where that can be: it has

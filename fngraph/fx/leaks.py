@@ -65,7 +65,10 @@ class Made:
 
 
 def _keeper(x: Any, skip: set[int], depth: int = _DEPTH) -> str | None:
-    """Under which name something is kept: `the global 'TABLE'`, `Model.last`, `a list`."""
+    """Under which name something is kept: `the global 'TABLE'`, `Model.last`, `a list`.
+
+    None if the keeper is hidden from the collector by `gc.freeze()`.
+    """
     found = None
     holders = gc.get_referrers(x)
     skip = skip | {id(holders), id(sys._getframe())}

@@ -12,10 +12,11 @@ from fngraph.core.program import Step
 from fngraph.errors import BackendError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.split import Cut, Pieces
+from fngraph.ops.backend import Backend
 from fngraph.ops.choice import Choice, Choices, choices_of
 from fngraph.ops.cut import CutFn
 from fngraph.ops.plan import Planner
-from fngraph.ops.primitive import PRIMITIVES, Backend, Primitive
+from fngraph.ops.primitive import PRIMITIVES, Primitive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PrimitiveCall:
         """The level of each backend, by name and layer."""
         kinds = [""] if self.uniform is None else ["uniform: ", "mixed: "]
         return [
-            (f"{self.name} ({kind}{backend.name})", backend.support(self.config))
+            (f"{self.name} ({kind}{backend.name})", backend.level(self.config))
             for kind, backend in zip(kinds, self.backends)
         ]
 

@@ -53,7 +53,7 @@ def test_where_none_is_named_a_preferred_backend_is_taken_if_it_can_run():
     assert known.suited(narrow).name == "reference"
     known.register(
         Backend(
-            "narrow", print, lambda config: fg.Support.ALWAYS,
+            "narrow", ATTENTION.backend("reference").run, lambda config: fg.Support.ALWAYS,
             lambda config: "too wide" if config.head_dim > 8 else None,
             preferred=lambda config: True,
         )
@@ -178,7 +178,11 @@ def test_what_is_no_backend_is_not_registered():
 
 def test_a_backend_shows_its_level():
     assert "'sdpa', UNIFORM_BATCH" in repr(ATTENTION.backend("sdpa"))
-    by_width = Backend("mine", print, lambda config: fg.Support(config.head_dim > 8))
+    by_width = dataclasses.replace(
+        ATTENTION.backend("sdpa"),
+        name="mine",
+        support=lambda config: fg.Support(config.head_dim > 8),
+    )
     assert repr(by_width) == "Backend('mine')"
 
 

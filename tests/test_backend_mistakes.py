@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 
 import fngraph as fg
 from fngraph.errors import BackendError
@@ -30,10 +31,15 @@ def _restored():
 def no_host(q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, *, config: Any) -> None: ...
 
 
-def returned(q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, *, config: Any, host: Any) -> Any:
+def returned(
+    q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, *, config: Any, host: Any
+) -> Any:
     mine = out.new_empty(out.shape)
     reference.run(q, k, v, kv, meta, mine, config=config, host=host)
     return mine
+
+
+def planned(*args: Any, plan: Any, **options: Any) -> None: ...
 
 
 MADE = {
@@ -45,14 +51,30 @@ MADE = {
     "options a str": lambda: Backend("mine", reference.run, always, options="sinks"),
     "plan a function": lambda: Backend("mine", reference.run, always, plan=lambda config: 1),
     "plan of no such leaf": lambda: Backend(
-        "mine", reference.run, always, plan=Plan(("seqlens",), *unplanned)
+        "mine", planned, always, plan=Plan(("seqlens",), *unplanned)
     ),
+    "run takes no plan": lambda: Backend(
+        "mine", reference.run, always, plan=Plan(("seq_lens",), *unplanned)
+    ),
+}
+
+
+FIXES = {
+    "support gives a str": "returned 'ALWAYS'; return a level",
+    "support gives None": "returned None; return a level",
+    "run takes no host": r"run takes no host.*run\(..., out, \*, config, host\)",
+    "run returns": r"run returned a Tensor.*out.copy_\(...\), and return nothing",
+    "options of no such name": "options names 'sink'.* Did you mean 'sinks'",
+    "options a str": r"options=\('sinks',\)",
+    "plan a function": "is no fg.ops.Plan; pass plan=",
+    "plan of no such leaf": "plan names 'seqlens'.* Did you mean 'seq_lens'",
+    "run takes no plan": r"run takes no plan.*\*, config, host, plan\)",
 }
 
 
 @pytest.mark.parametrize("how", MADE)
 def test_a_mistake_is_refused_by_the_backends_name(how):
-    with pytest.raises(BackendError, match="mine"):
+    with pytest.raises(BackendError, match=f"'mine': .*{FIXES[how]}"):
         ATTENTION.register(MADE[how]())
         fg.testing.check_backend("mine", query_len=1)
 
@@ -60,6 +82,56 @@ def test_a_mistake_is_refused_by_the_backends_name(how):
 def test_the_definition_is_not_replaced_silently():
     with pytest.raises(BackendError, match="reference"):
         ATTENTION.register(Backend("reference", returned, always))
+    ATTENTION.register(ATTENTION.backend("reference"), Backend("sdpa", returned, always))
+    assert ATTENTION.backend("sdpa").run is returned
+
+
+# --- what a `run` returns --------------------------------------------------------------------------
+
+
+def graphified(run: Any, modes: str) -> Any:
+    ATTENTION.register(Backend("mine", run, always))
+    return fg.graphify(
+        toys.attend, modes=modes, donate="cache", stage="batch", sizes=toys.SIZES,
+        backends={"attention": "mine"}, recorder="tape", limits=toys.LIMITS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
+def test_a_step_refuses_a_run_that_returns(modes):
+    fast = graphified(returned, modes)
+    with pytest.raises(fg.errors.FnGraphError, match="'mine': run returned a Tensor"):
+        fast(toys.attention_params(), toys.attention_cache(), toys.batch(3, 2))
+
+
+def test_a_call_between_graphs_is_refused_that_returns_for_some_batches_alone():
+    wrong = []
+
+    def run(*args: Any, **options: Any) -> Any:
+        return (returned if wrong else reference.run)(*args, **options)
+
+    fast, cache = graphified(run, "PIECEWISE"), toys.attention_cache()
+    step = fast.bind(toys.attention_params()).capture(cache, progress=False)
+    step(cache, toys.batch(3, 2))
+    wrong.append(True)
+    with pytest.raises(BackendError, match="'mine': run returned a Tensor"):
+        step(cache, toys.batch(3, 2))
+    wrong.clear()
+    step(cache, toys.batch(3, 2))
+
+
+def test_bare_forward_refuses_a_run_that_returns():
+    ATTENTION.register(Backend("mine", returned, always, preferred=lambda config: True))
+    with pytest.raises(BackendError, match="'mine': run returned a Tensor"):
+        toys.attend(toys.attention_params(), toys.attention_cache(), toys.batch(3, 2))
+
+
+def test_a_level_that_is_none_is_refused_when_lowered():
+    ATTENTION.register(Backend("mine", reference.run, lambda config: 3))
+    fast = fg.graphify(toys.attend, donate="cache", stage="batch", backends={"attention": "mine"})
+    split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=toys.LIMITS).split()
+    with pytest.raises(BackendError, match=r"'mine': support\(config\) returned 3; return a level"):
+        split.lower()
 
 
 def test_the_table_of_what_a_step_costs_is_that_of_the_results():

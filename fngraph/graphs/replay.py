@@ -44,7 +44,10 @@ class EagerCall:
         if hasattr(self.fn, "bind"):
             call = self.fn.bind(rows)
         else:
-            call = lambda *, host: self.fn(true, host, *rows)  # noqa: E731
+
+            def call(*, host: HostBounds | None) -> None:
+                self.fn(true, host, *rows)
+
         return call if self.range is None else functools.partial(in_range, self.range, call)
 
 

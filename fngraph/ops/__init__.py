@@ -8,6 +8,7 @@ from fngraph.ops.attention_config import (
     AttentionConfig as AttentionConfig,
     AttentionMeta as AttentionMeta,
 )
+from fngraph.ops.backend import Backend as Backend
 from fngraph.ops.cascade_attention import CASCADE as CASCADE, cascade as cascade
 from fngraph.ops.choice import Hybrid as Hybrid
 from fngraph.ops.convolution import CAUSAL_CONV as CAUSAL_CONV, causal_conv as causal_conv
@@ -17,7 +18,6 @@ from fngraph.ops.paged_attention import ATTENTION as ATTENTION, attention as att
 from fngraph.ops.plan import Plan as Plan
 from fngraph.ops.primitive import (
     PRIMITIVES as PRIMITIVES,
-    Backend as Backend,
     Primitive as Primitive,
     primitive as primitive,
 )

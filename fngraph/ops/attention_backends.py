@@ -11,11 +11,12 @@ from fngraph.ops import (
     attention_varlen,
     triton_backends,
 )
+from fngraph.ops.backend import Backend
 from fngraph.ops.delta_rule import GATED_DELTA
 from fngraph.ops.latent_attention import MLA
 from fngraph.ops.listing import not_shipped
 from fngraph.ops.paged_attention import ATTENTION
-from fngraph.ops.primitive import Backend, Primitive
+from fngraph.ops.primitive import Primitive
 from fngraph.ops.state_space import SSD
 
 ATTENTION.register(

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops.attention_config import present
+from fngraph.ops.backend import Backend
 from fngraph.ops.listing import not_installed
-from fngraph.ops.primitive import Backend
 from fngraph.ops.reference import write
 
 

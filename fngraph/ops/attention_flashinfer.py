@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fngraph.core import BatchDescriptor, HostBounds, Support
 from fngraph.ops.attention_config import present
+from fngraph.ops.backend import Backend
 from fngraph.ops.listing import not_installed
 from fngraph.ops.plan import Plan
-from fngraph.ops.primitive import Backend
 from fngraph.ops.reference import write
 
 WORKSPACE = 128 << 20  # bytes; what flashinfer's own examples use

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops import attention_dense
-from fngraph.ops.primitive import Backend
+from fngraph.ops.backend import Backend
 
 
 def run(

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops import attention_dense
-from fngraph.ops.primitive import Backend
+from fngraph.ops.backend import Backend
 
 
 def run(

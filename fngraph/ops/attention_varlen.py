@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops.attention_config import present
-from fngraph.ops.primitive import Backend
+from fngraph.ops.backend import Backend
 from fngraph.ops.reference import write
 
 

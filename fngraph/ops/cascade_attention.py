@@ -19,8 +19,9 @@ from torch import Tensor
 from fngraph.core import HostBounds, Support
 from fngraph.ops.attention_config import AttentionConfig, AttentionMeta, meta_of
 from fngraph.ops.attention_dense import rows_of
+from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import PAGED, Shapes
-from fngraph.ops.primitive import Backend, define
+from fngraph.ops.primitive import define
 from fngraph.ops.reference import AT_ONCE, read, write
 
 

@@ -13,8 +13,9 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from fngraph.core import HostBounds, Support
+from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import STATES, Shapes
-from fngraph.ops.primitive import Backend, define
+from fngraph.ops.primitive import define
 from fngraph.ops.recurrent import StateMeta, load, meta_of, store
 
 

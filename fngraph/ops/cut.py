@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchDescriptor, HostBounds
+from fngraph.ops.backend import Backend
 from fngraph.ops.plan import Planner
-from fngraph.ops.primitive import Backend, Primitive
+from fngraph.ops.primitive import Primitive
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -34,21 +35,28 @@ class CutFn:
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
         """The eager call over these tensors, which takes the step's bounds as `host=`."""
-        return self._bound(self.backend, tensors, None)
+        args, plan = self._given(self.backend, tensors, None)
+        return self.primitive.bind(self.backend, args, self.config, **plan)
 
     def __call__(self, sizes: Any, host: HostBounds | None, *tensors: torch.Tensor) -> tuple[()]:
-        """Call it once: by the bounds, for a key that is captured in one graph, or eagerly."""
+        """Call it once: by the bounds, for a key that is captured in one graph, or eagerly.
+
+        Raises:
+            BackendError: the backend returned something.
+        """
         key = None if host is None else host.key
         own = None if key is None or key.query_len is None else self.uniform
-        self._bound(own or self.backend, tensors, key)(host=host)
+        backend = own or self.backend
+        args, plan = self._given(backend, tensors, key)
+        self.primitive.call(backend, args, self.config, host, **plan)
         return ()
 
-    def _bound(
+    def _given(
         self, backend: Backend, tensors: Sequence[torch.Tensor], key: BatchDescriptor | None
-    ) -> Callable[..., None]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The op's arguments, and what the backend has planned, by name."""
         args = list(self.template)
         for i, tensor in zip(self.places, tensors):
             args[i] = tensor
         planner = self.planners.get(backend.name)
-        plan = {} if planner is None else {"plan": planner.buffers(key)}
-        return self.primitive.bind(backend, tuple(args), self.config, **plan)
+        return tuple(args), {} if planner is None else {"plan": planner.buffers(key)}

@@ -17,8 +17,9 @@ from torch import Tensor
 from fngraph.core import HostBounds, Support
 from fngraph.ops import reference
 from fngraph.ops.attention_config import AttentionConfig, AttentionMeta, meta_of
+from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import PAGED, Shapes
-from fngraph.ops.primitive import Backend, define
+from fngraph.ops.primitive import define
 
 
 class MLAConfig(NamedTuple):

@@ -55,7 +55,7 @@ class Function(Generic[P, R]):
     def backends(self) -> Listing:
         """Every backend with its level, what it needs, and whether it is usable here: a table."""
         return Listing(
-            BackendRow(b.name, b.support(None), b.needs, b.missing() or "yes")
+            BackendRow(b.name, b.level(None), b.needs, b.missing() or "yes")
             for b in self.primitive.backends.values()
         )
 
@@ -70,7 +70,7 @@ class Function(Generic[P, R]):
         Raises:
             BackendError: no such backend.
         """
-        return self.primitive.backend(backend).support(config)
+        return self.primitive.backend(backend).level(config)
 
     def __repr__(self) -> str:
         return f"fg.ops.{self.primitive.name}"

@@ -17,86 +17,16 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from fngraph.core import HostBounds, Support
+from fngraph.core import HostBounds
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
+from fngraph.ops.backend import Backend
 from fngraph.ops.listing import Function
-from fngraph.ops.plan import Plan
 from fngraph.ops.transforms import is_transformed
 
 P = ParamSpec("P")
 R = TypeVar("R")
 LIBRARY = torch.library.Library("fngraph", "FRAGMENT")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Backend:
-    """One way to run a primitive.
-
-    Attributes:
-        name: what users write in `graphify(backends={"attention": name})`.
-        run: `run(*args, config=..., host=...)` with the primitive's own arguments; writes `out`
-            in full for the rows it is given, and may neither sync with the host nor, where
-            `support` is not NEVER, launch anything that depends on values in device memory.
-        support: configuration to the level at which its graphs can be captured.
-        supports: configuration to None, or the reason why it cannot be run.
-        options: what it can of what a configuration `asks` beyond the common; what is not listed
-            is refused, so that a backend never meets an option that it has not heard of.
-        needs: what it takes to run it, in words.
-        missing: None, or the reason why it cannot be run on this machine at all.
-        plan: host-side work before each step; None: it has none.
-        shipped: whether there is a `run`; without, it is a name with a level, to study.
-        preferred: the configurations for which it is taken where none is named, if it can run.
-    """
-
-    name: str
-    run: Callable[..., None]
-    support: Callable[[Any], Support]
-    supports: Callable[[Any], str | None] = lambda config: None
-    options: tuple[str, ...] = ()
-    needs: str = "torch"
-    missing: Callable[[], str | None] = lambda: None
-    plan: Plan | None = None
-    shipped: bool = True
-    preferred: Callable[[Any], bool] = lambda config: False
-
-    def __post_init__(self) -> None:
-        """Raise where a function is something else.
-
-        Raises:
-            BackendError: so it is.
-        """
-        for name in ("run", "support", "supports", "missing", "preferred"):
-            value = getattr(self, name)
-            if not callable(value):
-                shown = f"fg.Support.{value.name}" if isinstance(value, Support) else repr(value)
-                raise BackendError(
-                    f"backend {self.name!r}: {name}={shown} is no function; for one that always "
-                    f"answers so, pass {name}=lambda config: {shown}"
-                )
-
-    def refusal(self, config: Any) -> str | None:
-        """Why it cannot run a configuration here, or None.
-
-        Raises:
-            BackendError: `supports` returned neither a str nor None.
-        """
-        unknown = [ask for ask in getattr(config, "asks", ()) if ask not in self.options]
-        if unknown:
-            return f"it has no {' and no '.join(unknown)}"
-        reason = self.supports(config)
-        if reason is not None and not isinstance(reason, str):
-            raise BackendError(
-                f"backend {self.name!r}: supports(config) returned {reason!r}; return None where "
-                "it can run a configuration, else the reason as a str"
-            )
-        return reason or self.missing()
-
-    def __repr__(self) -> str:
-        try:
-            return f"Backend({self.name!r}, {self.support(None)})"  # of a plain configuration
-        except Exception:  # the user's own, which may read the configuration
-            return f"Backend({self.name!r})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,10 +62,17 @@ class Primitive:
         return functools.partial(backend.run, *self.group(args), config=config, **options)
 
     def call(
-        self, backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None
-    ) -> None:
-        """Run a backend that has no plan on these arguments of the op."""
-        self.bind(backend, args, config)(host=host)
+        self, backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None,
+        **plan: Any,
+    ) -> None:  # fmt: skip
+        """Run a backend on these arguments of the op.
+
+        Raises:
+            BackendError: its `run` returned something.
+        """
+        returned: Any = self.bind(backend, args, config, **plan)(host=host)  # type: ignore[func-returns-value]
+        if returned is not None:
+            backend.refuse_returned(returned)
 
     def suited(self, config: Any) -> Backend:
         """The backend of a configuration where none is named: a preferred one, or the first.
@@ -178,8 +115,11 @@ class Primitive:
         """Make backends known by name; one of the same name is replaced.
 
         Raises:
-            BackendError: what is passed is no `Backend`.
+            BackendError: what is passed is no `Backend`, has the name of the definition, or names
+                an option or a leaf that the primitive does not have.
         """
+        leaves = [a.name for a in self.op._schema.arguments if str(a.type) == "Tensor"]
+        definition = next(iter(self.backends.values()))
         for backend in backends:
             if not isinstance(backend, Backend):
                 named = getattr(backend, "__name__", "mine")
@@ -187,6 +127,13 @@ class Primitive:
                     f"register({backend!r}): pass a fg.ops.Backend, "
                     f"fg.ops.Backend({named!r}, run, support=lambda config: fg.Support.NEVER)"
                 )
+            if backend.name == definition.name and backend is not definition:
+                raise BackendError(
+                    f"register: {backend.name!r} is the definition of {self.name}, to which the "
+                    f"others are held. Register yours by another name: fg.ops.Backend('mine', ...)"
+                )
+            if backend.shipped:
+                backend.check_names(self.name, options=definition.options, leaves=leaves)
         self.backends.update({backend.name: backend for backend in backends})
         self._suited.clear()
 

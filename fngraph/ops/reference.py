@@ -13,7 +13,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from fngraph.core import HostBounds, Support
-from fngraph.ops.primitive import Backend
+from fngraph.ops.backend import Backend
 
 
 def run(

@@ -17,7 +17,7 @@ import torch
 
 from fngraph.core import Support
 from fngraph.errors import BackendError
-from fngraph.ops.primitive import Backend
+from fngraph.ops.backend import Backend
 from fngraph.ops.triton_launch import missing
 
 MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)

@@ -132,7 +132,9 @@ def _results(
     try:
         for fn, takes_host in prepared.calls:  # as `launch` does; a frame less, in each step
             if takes_host:
-                fn(host=spec.host)
+                returned = fn(host=spec.host)
+                if returned is not None:
+                    _refuse_returned(prepared, fn, returned)
             else:
                 fn()
     except BaseException:
@@ -142,6 +144,17 @@ def _results(
     if step.borrow:  # views of their own, since the caller may change what a view shows
         return [view.detach() for view in prepared.views]
     return [view.clone() for view in prepared.views]
+
+
+def _refuse_returned(prepared: Prepared, fn: Any, returned: Any) -> None:
+    """Raise because a call between graphs returned something.
+
+    Raises:
+        BackendError: always, by the name of the backend.
+    """
+    replay: Any = prepared.replay
+    place = [call for call, _ in prepared.calls].index(fn)
+    replay.calls[place].fn.backend.refuse_returned(returned)
 
 
 def run_eagerly(

@@ -150,5 +150,5 @@ def call(
     backend = ATTENTION.backend(backend) if isinstance(backend, str) else backend
     out = torch.full_like(c.q, NAN) if out is None else out
     args = arguments(c, out, **options)
-    ATTENTION.bind(backend, args, ATTENTION.configure(*args), **plan)(host=host)
+    ATTENTION.call(backend, args, ATTENTION.configure(*args), host, **plan)
     return out

@@ -122,7 +122,7 @@ def _level(
     made = point.made(device) | {"B": -(-LONGEST // point.block_size)}
     static = padding(key, **made)
     config = ATTENTION.configure(*arguments(static, static.q, **options))
-    level = backend.support(config)
+    level = backend.level(config)
     if backend.refusal(config) is not None or not serves(level, Q):
         return 0
     where = f"captured as {level} for {key!r}; {point}"
@@ -143,9 +143,12 @@ def _level(
             replayed = f"{where}; replayed on requests {_shown(c.rows)}"
             _same(backend, replayed, difference(out, want, static, c))
     except CaptureError as error:
+        lower = f"fg.Support.{Support(level - 1)}"
+        if level - 1 > Support.NEVER:
+            lower += "; or NEVER, if it reads back to the host for any batch"
         raise AssertionError(
             f"backend {backend.name!r} cannot be {where}\n    {error}\n"
-            f"    Declare a lower level: support=lambda config: fg.Support.{Support(level - 1)}"
+            f"    Declare a lower level: support=lambda config: {lower}"
         ) from error
     return REPLAYS
 

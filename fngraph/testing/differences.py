@@ -31,8 +31,8 @@ def bits(x: Tensor) -> Tensor:
 
 
 def difference(got: Tensor, want: Tensor, mine: Case, theirs: Case) -> str:
-    """What is wrong with an output, or with what the call has written elsewhere; "" if nothing."""
-    return _wrong_row(got, want) or _wrong_slot(mine, theirs)
+    """What the call has written wrongly, elsewhere or else in its output; "" if nothing."""
+    return _wrong_slot(mine, theirs) or _wrong_row(got, want)
 
 
 def _wrong_row(got: Tensor, want: Tensor) -> str:

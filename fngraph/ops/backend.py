@@ -1,0 +1,154 @@
+"""`Backend`: one way to run a primitive; a mistake in one is refused by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from fngraph.core import Support
+from fngraph.errors import BackendError
+from fngraph.ops.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to run a primitive.
+
+    Attributes:
+        name: what users write in `graphify(backends={"attention": name})`.
+        run: `run(*args, config=..., host=...)` with the primitive's own arguments; writes `out`
+            in full for the rows it is given, and may neither sync with the host nor, where
+            `support` is not NEVER, launch anything that depends on values in device memory.
+        support: configuration to the level at which its graphs can be captured.
+        supports: configuration to None, or the reason why it cannot be run.
+        options: what it can of what a configuration `asks` beyond the common; what is not listed
+            is refused, so that a backend never meets an option that it has not heard of.
+        needs: what it takes to run it, in words.
+        missing: None, or the reason why it cannot be run on this machine at all.
+        plan: host-side work before each step; None: it has none.
+        shipped: whether there is a `run`; without, it is a name with a level, to study.
+        preferred: the configurations for which it is taken where none is named, if it can run.
+    """
+
+    name: str
+    run: Callable[..., None]
+    support: Callable[[Any], Support]
+    supports: Callable[[Any], str | None] = lambda config: None
+    options: tuple[str, ...] = ()
+    needs: str = "torch"
+    missing: Callable[[], str | None] = lambda: None
+    plan: Plan | None = None
+    shipped: bool = True
+    preferred: Callable[[Any], bool] = lambda config: False
+
+    def __post_init__(self) -> None:
+        """Raise where an attribute is something else than it is used as.
+
+        Raises:
+            BackendError: so it is.
+        """
+        for name in ("run", "support", "supports", "missing", "preferred"):
+            value = getattr(self, name)
+            if not callable(value):
+                shown = f"fg.Support.{value.name}" if isinstance(value, Support) else repr(value)
+                raise BackendError(
+                    f"backend {self.name!r}: {name}={shown} is no function; for one that always "
+                    f"answers so, pass {name}=lambda config: {shown}"
+                )
+        if isinstance(self.options, str):
+            raise BackendError(
+                f"backend {self.name!r}: options={self.options!r}; pass a tuple, "
+                f"options=({self.options!r},)"
+            )
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise BackendError(
+                f"backend {self.name!r}: plan={self.plan!r} is no fg.ops.Plan; pass "
+                'plan=fg.ops.Plan(("seq_lens",), buffers, fill)'
+            )
+        given = ("config", "host") if self.plan is None else ("config", "host", "plan")
+        unknown = _not_taken(self.run, given)
+        if unknown:
+            raise BackendError(
+                f"backend {self.name!r}: run takes no {' and no '.join(unknown)}, which it is "
+                f"called with. Write run(..., out, *, {', '.join(given)})"
+            )
+
+    def check_names(self, primitive: str, *, options: Sequence[str], leaves: Sequence[str]) -> None:
+        """Raise where it names an option, or a leaf that its plan reads, that is none of these.
+
+        Raises:
+            BackendError: so it does; with the nearest name.
+        """
+        read = () if self.plan is None else self.plan.leaves
+        for what, names, known in (("options", self.options, options), ("plan", read, leaves)):
+            for name in names:
+                if name not in known:
+                    near = difflib.get_close_matches(str(name), known, n=1)
+                    hint = f" Did you mean {near[0]!r}?" if near else ""
+                    raise BackendError(
+                        f"backend {self.name!r}: its {what} names {name!r}, and {primitive} has "
+                        f"{', '.join(map(repr, known)) or 'none'}.{hint}"
+                    )
+
+    def level(self, config: Any) -> Support:
+        """The level at which graphs of a configuration can be captured.
+
+        Raises:
+            BackendError: `support` returned something else.
+        """
+        level = self.support(config)
+        if not isinstance(level, Support):
+            raise BackendError(
+                f"backend {self.name!r}: support(config) returned {level!r}; return a level, "
+                "fg.Support.NEVER or higher"
+            )
+        return level
+
+    def refuse_returned(self, returned: Any) -> NoReturn:
+        """Raise because `run` returned something, which nobody would read.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(
+            f"backend {self.name!r}: run returned a {type(returned).__name__}, which nobody reads. "
+            "Write it into the output that run is given, out.copy_(...), and return nothing"
+        )
+
+    def refusal(self, config: Any) -> str | None:
+        """Why it cannot run a configuration here, or None.
+
+        Raises:
+            BackendError: `supports` returned neither a str nor None.
+        """
+        unknown = [ask for ask in getattr(config, "asks", ()) if ask not in self.options]
+        if unknown:
+            return f"it has no {' and no '.join(unknown)}"
+        reason = self.supports(config)
+        if reason is not None and not isinstance(reason, str):
+            raise BackendError(
+                f"backend {self.name!r}: supports(config) returned {reason!r}; return None where "
+                "it can run a configuration, else the reason as a str"
+            )
+        return reason or self.missing()
+
+    def __repr__(self) -> str:
+        try:
+            return f"Backend({self.name!r}, {self.level(None)})"  # of a plain configuration
+        except Exception:  # the user's own, which may read the configuration
+            return f"Backend({self.name!r})"
+
+
+def _not_taken(run: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Those of `names` that `run` does not take as keywords, as far as its signature tells."""
+    try:
+        taken = inspect.signature(run).parameters.values()
+    except (TypeError, ValueError):  # some functions in C have none
+        return []
+    if any(p.kind is p.VAR_KEYWORD for p in taken):
+        return []
+    named = {p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return [name for name in names if name not in named]

@@ -86,7 +86,7 @@ def test_the_definition_is_not_replaced_silently():
     assert ATTENTION.backend("sdpa").run is returned
 
 
-# --- what a `run` returns --------------------------------------------------------------------------
+# --- what a `run` returns ------------------------------------------------------------------------
 
 
 def graphified(run: Any, modes: str) -> Any:

@@ -20,8 +20,8 @@ class Backend:
     Attributes:
         name: what users write in `graphify(backends={"attention": name})`.
         run: `run(*args, config=..., host=...)` with the primitive's own arguments; writes `out`
-            in full for the rows it is given, and may neither sync with the host nor, where
-            `support` is not NEVER, launch anything that depends on values in device memory.
+            in full for the rows it is given and returns nothing; may neither sync with the host
+            nor, where `support` is not NEVER, launch what depends on values in device memory.
         support: configuration to the level at which its graphs can be captured.
         supports: configuration to None, or the reason why it cannot be run.
         options: what it can of what a configuration `asks` beyond the common; what is not listed

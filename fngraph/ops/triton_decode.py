@@ -65,6 +65,8 @@ def attend(
     """Attention of R * Q rows, where no request brings more than Q tokens, into all of them."""
     q_THD, (k_cache, v_cache) = dense(q_THD), kv
     R, K, D = meta.seq_lens.shape[0], config.num_kv_heads, config.head_dim
+    if not R:
+        return
     numbers, constants = options(config, kv)
     rows = Q * constants["GROUP"]
     widest = meta.block_tables.shape[1] * config.block_size

@@ -34,8 +34,12 @@ def splitting(p: Paged) -> tuple[Any, Callable[[Any], float]]:
 
 
 def ways(usual: Any) -> list[Any]:
-    """Other tiles by split, with spans or not, and by programs; and kernels launched one by one."""
+    """Other tiles by split, with spans or not, and by programs; and kernels launched one by one.
+
+    And units shared by more or fewer programs.
+    """
     found = [usual, usual._replace(early=False)]
+    found += [usual._replace(each=each) for each in (None, 1, 2, 4, 8, 16, 32)]
     for keys, warps, stages in TILES:
         how = usual._replace(
             tile=usual.tile._replace(keys=keys, num_warps=warps, num_stages=stages)

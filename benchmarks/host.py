@@ -162,8 +162,15 @@ def others(kit: Kit, repeats: int) -> list[dict[str, Any]]:
 
     rows = []
     for name, call in peers(kit.params, kit.cache, kit.device).items():
-        first, later = times_us(lambda _: call(), int, repeats)  # noqa: B023
-        rows.append({"call": name, "attention": "", "first us": first, "later us": later})
+        row: dict[str, Any] = {"call": name, "attention": ""}
+        try:
+            for _ in range(4):  # compiles and captures
+                call()
+            first, later = times_us(lambda _: call(), int, repeats)  # noqa: B023
+            rows.append(row | {"first us": first, "later us": later})
+        except Exception as error:  # a torch that cannot compile one has the others' rows
+            rows.append(row | {"first us": None, "later us": None, "failed": str(error)[:200]})
+            print(f"{name} failed: {error}")
     return rows
 
 
@@ -196,8 +203,9 @@ def main(argv: list[str]) -> int:
             if num_reqs == 1 and not args.no_peers and args.device == "cuda":
                 found += others(kit, args.repeats)
             rows += [{"batch": num_reqs, **row} for row in found]
-    cells = [[r["batch"], r["call"], r["attention"], f"{r['first us']:.1f}",
-              f"{r['later us']:.1f}"] for r in rows]  # fmt: skip
+    shown = lambda us: "-" if us is None else f"{us:.1f}"  # noqa: E731
+    cells = [[r["batch"], r["call"], r["attention"], shown(r["first us"]), shown(r["later us"])]
+             for r in rows]  # fmt: skip
     head = ["batch", "call", "attention", "first, idle, us", "later, busy, us"]
     print(fg.core.text.table(head, cells))
     if args.json:

@@ -97,7 +97,7 @@ class Module(nn.Module):
 
 
 def peers(params: Any, paged: Any, batch: llama.Batch) -> dict[str, Callable[[], Any]]:
-    """What is called, by name; each has run, so that it is compiled and captured."""
+    """What is called, by name."""
     device, dtype = batch.token_ids.device, params.embed.dtype
     new_cache = lambda: static_cache(params.config, batch.spec.num_reqs, device, dtype)  # noqa: E731
     tokens, positions = batch.token_ids, batch.positions
@@ -107,21 +107,9 @@ def peers(params: Any, paged: Any, batch: llama.Batch) -> dict[str, Callable[[],
     fast = torch.compile(Module(params, new_cache()), mode="reduce-overhead", fullgraph=True)
     graphed: Any = torch.cuda.make_graphed_callables(module, (tokens, positions))
     cache = new_cache()
-    calls: dict[str, Callable[[], Any]] = {
+    return {
         "by hand: copy_ of each leaf, replay": lambda: hand(batch),
         "reduce-overhead, pure function": lambda: functional(params, cache, tokens, positions),
         "gpt-fast's way": lambda: fast(tokens, positions),
         "make_graphed_callables": lambda: graphed(tokens, positions),
     }
-    return {name: call for name, call in calls.items() if runs(name, call)}
-
-
-def runs(name: str, call: Callable[[], Any]) -> bool:
-    """Whether it does, four times. One that this torch cannot compile has no row, and is named."""
-    try:
-        for _ in range(4):
-            call()
-    except Exception as error:
-        print(f"{name} failed: {error}")
-        return False
-    return True

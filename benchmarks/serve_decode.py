@@ -108,11 +108,16 @@ def sweep(
             rows.append({
                 "batch": batch.spec.num_reqs, "way": name, "ms": took * 1e3,
                 "least ms": min(times[name]) * 1e3, "most ms": max(times[name]) * 1e3,
-                "of bare": median(map(truediv, times[name], times[next(iter(ways))])),
+                "of bare": beside(times[name], next(iter(times.values()))),
                 "tokens/s": batch.spec.num_reqs / took, "waits": waits(step, cache, batch),
                 "right": right[name],
             })  # fmt: skip
     return rows
+
+
+def beside(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of one way's time over another's."""
+    return median(map(truediv, times, others))
 
 
 def judge(ways: Mapping[str, Step], cache: Any, batch: Any, logits: Logits) -> dict[str, float]:

@@ -135,7 +135,10 @@ class Graphified:
         """
         names = [self.signature.names[i] for i in self.signature.positions(Role.HELD)]
         if len(held) != len(names):
-            raise TreeError(f"bind takes {len(names)} arguments {names}, got {len(held)}")
+            raise TreeError(
+                f"bind takes {len(names)} held arguments, {names}, got {len(held)}. Say which of "
+                "them come with each call: fg.graphify(..., donate=..., stage=...)"
+            )
         return Bound(self, held)
 
     @property

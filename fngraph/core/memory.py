@@ -87,7 +87,8 @@ class MemoryTable:
              "" if r.last_used is None else r.last_used or "never")
             for r in self.rows
         ]  # fmt: skip
-        header = ("mode", "key", "est. pool", "est. graph", "pool MB", "graph MB", "last used")
+        header = ("mode", "key", "est. pool MB", "est. graph MB", "pool MB", "graph MB",
+                  "last used, step")  # fmt: skip
         return f"{table(header, cells)}\n\n{self!r}"
 
     def __repr__(self) -> str:

@@ -78,7 +78,7 @@ class BatchSpec(_SpecTuple):
         cascade: attention shares a prefix over requests (cascade attention).
         encoder_outputs: the batch carries fresh encoder outputs for cross attention.
         extra: user-defined fields, `{"ubatches": 2}`; the table's `Field` says what covers them.
-        host: upper bounds for backends; never part of a key.
+        host: upper bounds for backends, beside `query_len`; never part of a key.
 
     Raises:
         SpecError: the counts contradict one another.
@@ -126,6 +126,14 @@ class BatchSpec(_SpecTuple):
     def descriptor(self) -> BatchDescriptor:
         """The key that this batch would have unpadded: what NONE runs."""
         return tuple.__new__(BatchDescriptor, self[:7])
+
+    @property
+    def bounds(self) -> HostBounds:
+        """What backends are told: `host`, and by `query_len` what it leaves unsaid."""
+        host = self.host
+        if self.query_len is None or host.max_query_len is not None:
+            return host
+        return HostBounds(self.query_len, host.max_seq_len)
 
     def __repr__(self) -> str:
         counts = f"num_tokens={self.num_tokens}, num_reqs={self.num_reqs}"

@@ -28,6 +28,14 @@ class AttentionConfig(NamedTuple):
     """What a backend may be chosen by: everything that is the same for every batch.
 
     Attributes:
+        num_heads: of queries; each num_heads / num_kv_heads in a row share a kv head.
+        num_kv_heads: of the cache.
+        head_dim: numbers of a head, of queries, keys and values alike.
+        block_size: tokens of a block of the cache.
+        dtype: of queries, new keys and values, and the output.
+        cache_dtype: of the cache.
+        device: type of the device, "cpu" or "cuda".
+        scale: of scores, before the softmax.
         window: tokens that a token sees at most, itself included; None: all before it.
         softcap: scores s become softcap * tanh(s / softcap); None: they stay.
         causal: whether a token sees none behind it.

@@ -65,8 +65,8 @@ def split_kernel(
     by_k = tl.load(k_scale + head * k_step) if K_SCALED else 1.0
     count = (length + size - 1) // size - first // size
     rounds = 1 if FINAL else (count > unit).to(tl.int32)
-    if SHARED:
-        rounds = tl.cdiv(count - unit, EACH)
+    if SHARED:  # a length past the table must not reach what is another's
+        rounds = tl.cdiv(tl.minimum(count, UNITS) - unit, EACH)
     for _ in tl.range(0, rounds, num_stages=1):
         key = first // size * size + unit * size
         last = tl.minimum(length, key + size)

@@ -129,10 +129,11 @@ def _results(
             return results
         ring.put(prepared.words, leaves, own)
     prepared.replay.used = ring.taken
+    bounds = None if prepared.chosen.mode is Mode.FULL else spec.bounds
     try:
         for fn, takes_host in prepared.calls:  # as `launch` does; a frame less, in each step
             if takes_host:
-                returned = fn(host=spec.host)
+                returned = fn(host=bounds)
                 if returned is not None:
                     _refuse_returned(prepared, fn, returned)
             else:
@@ -164,7 +165,7 @@ def run_eagerly(
     pieces = step.compiled.lowered.split.pieces
     device = step.recorder.device
     inputs = step.binding.inputs([_on(device, x) for x in batch], step.constants)
-    results = run(pieces.program, step.compiled.fns, inputs, true, spec.host)
+    results = run(pieces.program, step.compiled.fns, inputs, true, spec.bounds)
     return [r.clone() if old else r for r, old in zip(results, pieces.output_aliased)]
 
 

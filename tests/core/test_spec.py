@@ -179,6 +179,14 @@ def test_repr_says_what_differs_and_reads_back(spec, text):
     assert type(pickle.loads(pickle.dumps(spec))) is BatchSpec
 
 
+def test_a_uniform_batch_bounds_its_own_query_length():
+    assert BatchSpec(6, 2).bounds == (None, None)
+    assert BatchSpec(6, 2, query_len=3).bounds == (3, None)
+    assert BatchSpec(6, 2, query_len=3, host=HostBounds(max_seq_len=9)).bounds == (3, 9)
+    assert BatchSpec(6, 2, query_len=3, host=HostBounds(4, 9)).bounds == (4, 9)
+    assert BatchSpec(6, 2, host=HostBounds(4)).bounds == (4, None)
+
+
 def test_host_bounds_are_no_part_of_the_key():
     bounded = BatchSpec(6, 2, host=HostBounds(max_query_len=5, max_seq_len=100))
     assert bounded.descriptor() == BatchSpec(6, 2).descriptor()

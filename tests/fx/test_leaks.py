@@ -40,8 +40,8 @@ MODULE.register_buffer("last", None)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def frozen() -> None:
-    """Nothing is: who keeps a tensor is found by what the collector sees."""
+def thawed(frozen: None) -> None:
+    """Who keeps a tensor is found by what the collector sees."""
     gc.unfreeze()
 
 
@@ -131,12 +131,23 @@ def test_they_are_told_in_the_order_of_making_though_an_id_comes_again():
     made.note(second, "second")
     number = id(gone)
     del gone
-    more = []
-    while not more or id(more[-1]) != number:
-        more.append(torch.zeros(1))
-    made.note(more[-1], "third")
+    more = [torch.zeros(1) for _ in range(1000)]  # kept, so that each has an id of its own
+    made.note(next(x for x in more if id(x) == number), "third")
     made.check(refuse)
     assert [str(error).split(":")[0] for error in refuse.errors] == ["second", "third"]
+
+
+def test_a_keeper_that_the_collector_does_not_see():
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        SEEN.append(rows(p, b))
+        return SEEN[-1] + 1, s
+
+    gc.freeze()
+    try:
+        with pytest.raises(LeakError, match=r"hidden by gc.freeze\(\)"):
+            made(forward)
+    finally:
+        gc.unfreeze()
 
 
 def test_the_line_is_where_it_was_made():

@@ -12,7 +12,7 @@ import torch
 import fngraph as fg
 from benchmarks import serve
 from benchmarks.serve_check import share_of_texts, share_right
-from benchmarks.serve_decode import broken, decode_batch
+from benchmarks.serve_decode import beside, broken, decode_batch
 from benchmarks.serve_stream import Clock
 from benchmarks.traffic import Arrival, stream
 from models.policy import Policy
@@ -42,7 +42,9 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
     for row in found["decode"]:
         assert row["tokens/s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
         assert 0 < row["least ms"] <= row["ms"] <= row["most ms"] and row["right"] == 1
-        assert row["of bare"] == 1 if row["way"] == "bare forward" else row["of bare"] > 0
+        bare = found["decode"][ways.index("bare forward") + len(ways) * (row["batch"] == 3)]
+        least, most = row["least ms"] / bare["most ms"], row["most ms"] / bare["least ms"]
+        assert least <= row["of bare"] <= most
     profile = dataclasses.replace(serve.TINY, adapters=2 * bool(more), adapted=0.5)
     asked = sum(one.max_new for one in stream(profile, 12, vocab_size=256))
     for row in found["traffic"]:
@@ -179,6 +181,14 @@ def test_what_is_not_met_is_said():
     assert broken([{**row, "batch": 16} for row in slow]) == []
     assert len(broken(rows(waits=1))) == 5 and "NONE: a step waits" in broken(rows(waits=1))[3]
     assert broken([row for row in rows() if row["way"] == "FULL_AND_PIECEWISE"]) == []
+
+
+def test_none_is_held_to_what_bare_forward_took_beside_it():
+    assert beside([2.0, 4.0, 9.0], [1.0, 4.0, 3.0]) == 2
+    drifted = [{**row, "of bare": 1.02} for row in rows(bare_forward=9.0)]
+    assert broken(drifted) == []
+    slower = [{**row, "of bare": 1.06} for row in rows()]
+    assert broken(slower) == ["batch 4: NONE takes 1.060 times bare forward"]
 
 
 def test_idle_time_is_skipped():

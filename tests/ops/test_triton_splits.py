@@ -82,6 +82,24 @@ def test_what_bits_depend_on_follows_from_the_table_alone(rows, D, dtype):
         assert hows[0].split % hows[0].tile.keys == 0
 
 
+def test_programs_that_share_units_are_fewer_and_fill_the_device():
+    c = build((1, 0), heads=(4, 2, 128), dtype=torch.bfloat16)
+    config = ATTENTION.configure(*arguments(c, c.q))._replace(device="cuda")
+    each = {}
+    for pairs in (1, 8, 16, 32, 64, 128, 131, 132, 512, 1024, 2400):
+        for widest in (16, 1024, 4096, 8192, 32768, 131072):
+            how = triton_decode.how_to(config, 4, widest, pairs, 132)
+            each[pairs, widest] = how.each
+            if how.each is not None:
+                assert 1 <= how.each < how.units(widest)
+                assert how.each * pairs <= 64 * 132 + pairs
+                assert how.each * pairs >= 2 * 132 - pairs
+    assert each[8, 4096] is each[64, 1024] is each[512, 32768] is None
+    assert each[64, 4096] == 4 and each[8, 131072] == 33  # 2 a multiprocessor
+    assert each[64, 32768] == 8  # as many as spans
+    assert each[512, 131072] == 16 and each[1024, 131072] == 8  # 64 a multiprocessor
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="as many requests as a key of a serving loop has")
 @pytest.mark.parametrize("Q", [1, 4])

@@ -19,6 +19,8 @@ def patch_once(interpreter: Any, language: Any) -> None:
     """Let Triton make each module of its language interpreted once a launch.
 
     Else each call of one kernel's function by another does so, which is a fifth of all the time.
+    Those drop what `_patch_lang` returns; a launch, before which `load` is Triton's own builtin,
+    uses it to undo the change.
     """
     plain = interpreter._patch_lang
 

@@ -1,0 +1,62 @@
+"""Split-KV decode of what should not come, or hardly ever: nobody else's memory is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_triton_splits import attend
+from triton_cases import WHERE, build, run
+
+from fngraph.ops import triton_launch
+
+pytestmark = [pytest.mark.gpu] if WHERE == "cuda" else []
+if triton_launch.missing() is None:
+    from fngraph.ops import triton_decode, triton_merge
+    from fngraph.ops.triton_keys import Tile
+
+
+@pytest.mark.parametrize("each", [None, 1])
+def test_a_length_past_the_table_writes_into_nobody_s_memory(each):
+    """Of the request that has it, the result is anything; there is room for units of the table."""
+    B = 32  # 512 keys: two spans
+    c = build((1, 100), (1, 300), heads=(4, 2, 16), block_size=16, query_len=1, B=B)
+    run("reference", c, 1)
+    tables = c.meta.block_tables.repeat(1, 5)  # what lies behind the columns names blocks, too
+    c.meta = c.meta._replace(block_tables=tables[:, :B])
+    for cache in (c.k_cache, c.v_cache):
+        cache.nan_to_num_()
+    how = triton_decode.How(Tile(16, 32, 4, 1), 32, 2, 0, each)
+    want = attend(c, 1, how)
+    c.meta.seq_lens[1] = 1200
+    room = torch.zeros(4_000_000, device=WHERE)  # sums within it: writes past them are seen
+
+    def empty(like, R, K, units, rows, D):
+        n, m = R * K * units * rows * D, R * K * units * rows
+        room.zero_()
+        cut = lambda at, size, *shape: room[at : at + size].view(shape)  # noqa: E731
+        return triton_merge.Sums(
+            cut(0, n, R, K, units, rows, D), cut(1_000_000, m, R, K, units, rows),
+            cut(2_000_000, m, R, K, units, rows),
+        )  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_decode, "empty", empty)
+        found = attend(c, 1, how)
+    assert found[0].equal(want[0])
+    written = room[2 * 2 * 2 * 2 * 16 : 1_000_000].count_nonzero()
+    assert not written, f"{written} numbers past the end of the sums"
+
+
+def test_a_batch_of_no_requests():
+    c = build((1, 5), heads=(4, 2, 16), block_size=16)
+    meta = c.meta
+    c.q, c.k, c.v = c.q[:0], c.k[:0], c.v[:0]
+    c.meta = type(meta)(
+        meta.slot_mapping[:0], meta.seq_lens[:0], meta.query_start_loc[:1], meta.block_tables[:0]
+    )
+    assert run("triton_decode", c, 1).shape[0] == 0
+
+
+def test_rows_past_the_last_request_are_zero_where_sums_are_merged():
+    c = build((1, 1100), (2, 5), heads=(4, 2, 16), block_size=16, pad_tokens=3, query_len=3)
+    assert run("triton_decode", c, 3)[3:].eq(0).all()

@@ -158,12 +158,12 @@ def broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         single = [ms[way] for way in ms if way not in ("bare forward", "FULL_AND_PIECEWISE")]
         best = min(single, default=0)
         both, none = ms.get("FULL_AND_PIECEWISE"), ms.get("NONE")
-        of_bare = [r["of bare"] for r in rows if (r["batch"], r["way"]) == (batch, "NONE")]
+        of_bare = {r["batch"]: r["of bare"] for r in rows if r["way"] == "NONE"}.get(batch, 0)
         if both and none and batch <= 8 and none / both < 2.5:
             lines.append(f"batch {batch}: FULL_AND_PIECEWISE is {none / both:.2f} times NONE")
         if best and both and best / both < 0.98:
             lines.append(f"batch {batch}: FULL_AND_PIECEWISE is {best / both:.3f} of the best mode")
-        if any(ratio > 1.05 for ratio in of_bare):
-            lines.append(f"batch {batch}: NONE takes {of_bare[0]:.3f} times bare forward")
+        if of_bare > 1.05:
+            lines.append(f"batch {batch}: NONE takes {of_bare:.3f} times bare forward")
     waiting = {row["way"] for row in rows if row["waits"] and row["way"] != "bare forward"}
     return [*lines, *(f"{way}: a step waits for the device" for way in sorted(waiting))]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fngraph.core import Support
 from fngraph.core.program import Step
+from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.split import Cut, Pieces
@@ -149,11 +149,9 @@ def _host_leaf(
     names = [a.name for a in call.primitive.op._schema.arguments]
     read = [names[place] for place in call.cut.places]
     if name not in read:
-        near = difflib.get_close_matches(name, read, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise BackendError(
             f"backend {backend.name!r}: its plan reads {name!r}, and {step.name} has the tensors "
-            f"{', '.join(read)}.{hint}"
+            f"{', '.join(read)}.{did_you_mean(name, read)}"
         )
     number = step.reads[read.index(name)]
     buffer = leaves[number].buffer if number < len(leaves) else None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import fngraph as fg
 from fngraph.errors import BackendError
 from fngraph.ops import ATTENTION, Backend, Plan, reference
 
-ROOT = Path(__file__).parents[1]
 always = lambda config: fg.Support.ALWAYS  # noqa: E731
 unplanned = (lambda config, sizes, key: None, lambda buffers, config, sizes, leaves: None)
 
@@ -132,14 +128,3 @@ def test_a_level_that_is_none_is_refused_when_lowered():
     split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=toys.LIMITS).split()
     with pytest.raises(BackendError, match=r"'mine': support\(config\) returned 3; return a level"):
         split.lower()
-
-
-def test_the_table_of_what_a_step_costs_is_that_of_the_results():
-    figures = json.loads((ROOT / "benchmarks/results/h200/serve_1b.json").read_text())["figures"]
-    ms = {(r["way"], r["batch"]): r["ms"] for r in figures[0]["decode"]}
-    lines = (ROOT / "docs/serving.md").read_text().split("## What it costs")[1].splitlines()
-    told = [re.findall(r"[^|]+", line) for line in lines if re.search(r"\d\.\d\d \|", line)]
-    assert told
-    for way, *numbers in told:
-        for batch, number in zip((1, 8, 64), numbers):
-            assert float(number) == round(ms[way.strip(" `").replace("`", ""), batch], 2)

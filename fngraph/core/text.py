@@ -24,6 +24,15 @@ def _number(cell: str) -> bool:
     return cell.replace(".", "", 1).replace("%", "", 1).isdigit()
 
 
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """` Did you mean 'sinks'?`: the nearest of the known names, in any case; "" if none is near."""
+    import difflib  # 8 ms, and only an error needs it
+
+    by_lower = {each.lower(): each for each in reversed(list(known))}
+    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers with their even runs folded: `1, 2, 4, 8..256 by 8`."""
     runs: list[list[int]] = []

@@ -52,7 +52,7 @@ class Made:
             kind = "number of tokens or requests" if isinstance(x, torch.SymInt) else "tensor"
             name = _keeper(x, {id(alive)})
             if name is None and gc.get_freeze_count():
-                name = "what is hidden by gc.freeze(): call gc.unfreeze() to see its name"
+                name = "what may be hidden by gc.freeze(): call gc.unfreeze() to see its name"
             refuse(
                 LeakError(
                     f"{what}: forward keeps the {kind} from here after it has returned"

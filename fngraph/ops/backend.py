@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from fngraph.core import Support
+from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError
 from fngraph.ops.plan import Plan
 
@@ -86,11 +86,9 @@ class Backend:
         for what, names, known in (("options", self.options, options), ("plan", read, leaves)):
             for name in names:
                 if name not in known:
-                    near = difflib.get_close_matches(str(name), known, n=1)
-                    hint = f" Did you mean {near[0]!r}?" if near else ""
                     raise BackendError(
                         f"backend {self.name!r}: its {what} names {name!r}, and {primitive} has "
-                        f"{', '.join(map(repr, known)) or 'none'}.{hint}"
+                        f"{', '.join(map(repr, known)) or 'none'}.{did_you_mean(name, known)}"
                     )
 
     def level(self, config: Any) -> Support:

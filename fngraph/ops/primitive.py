@@ -10,7 +10,6 @@ one captured graph of it may serve; `supports` says why a configuration cannot b
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 
 from fngraph.core import HostBounds
+from fngraph.core.text import did_you_mean
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.backend import Backend
@@ -101,13 +101,10 @@ class Primitive:
             BackendError: no such backend; lists those there are and the nearest name.
         """
         if name not in self.backends:
-            by_lower = {known.lower(): known for known in reversed(self.backends)}
-            near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
-            hint = f" Did you mean {by_lower[near[0]]!r}?" if near else ""
             shipped = [repr(b.name) for b in self.backends.values() if b.shipped]
             raise BackendError(
                 f"primitive {self.name!r} has no backend {name!r}; "
-                f"there are {', '.join(shipped)}.{hint}"
+                f"there are {', '.join(shipped)}.{did_you_mean(name, self.backends)}"
             )
         return self.backends[name]
 

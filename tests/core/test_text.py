@@ -2,7 +2,7 @@
 
 import pytest
 
-from fngraph.core.text import count, ranges, table
+from fngraph.core.text import count, did_you_mean, ranges, table
 
 
 def test_table_aligns_numbers_right():
@@ -48,3 +48,10 @@ def test_ranges(numbers, text):
 
 def test_count():
     assert (count(0, "key"), count(1, "key"), count(2, "key")) == ("0 keys", "1 key", "2 keys")
+
+
+def test_the_nearest_name():
+    known = ["Sinks", "bidirectional", "sinks"]
+    assert did_you_mean("sink", known) == " Did you mean 'Sinks'?"
+    assert did_you_mean("BIDIRECTIONEL", known) == " Did you mean 'bidirectional'?"
+    assert did_you_mean(7, known) == did_you_mean("sinks", ()) == ""

@@ -12,7 +12,7 @@ import torch
 from triton_cases import WHERE, build, dense, padded, part, reference, run, wide
 
 from fngraph.errors import BackendError
-from fngraph.testing.cases import BATCHES, NAN
+from fngraph.testing.cases import BATCHES, NAN, Case
 from fngraph.testing.differences import TOLERANCE, bits, worst_row
 
 pytestmark = [pytest.mark.gpu] if WHERE == "cuda" else []
@@ -185,14 +185,18 @@ def test_real_rows_are_bitwise_the_same_whatever_padding_holds(rows, query_len):
     assert bits(a[:real]).equal(bits(b[:real])) and b[real:].eq(0).all()
 
 
+def poison_behind_a_window_of_3(c: Case) -> None:
+    for r, (_, past) in enumerate(c.rows):
+        for i in range(past - 2):
+            block = int(c.meta.block_tables[r, i // 4])
+            c.k_cache[block, i % 4], c.v_cache[block, i % 4] = NAN, float("inf")
+
+
 def test_what_is_outside_of_the_window_may_be_anything():
     for query_len, rows in ((None, [(1, 9), (2, 70)]), (1, [(1, 9), (1, 300)])):
         c = build(*rows, heads=(4, 2, 16))
         want = reference(c, window=3)
-        for r, (_, past) in enumerate(c.rows):
-            for i in range(past - 2):
-                block = int(c.meta.block_tables[r, i // 4])
-                c.k_cache[block, i % 4], c.v_cache[block, i % 4] = NAN, float("inf")
+        poison_behind_a_window_of_3(c)
         assert worst_row(run("triton_decode", c, query_len, window=3), want) < 1e-5
 
 
@@ -204,10 +208,7 @@ def test_a_request_that_brings_less_than_the_query_length_has_its_own_window():
     for query_len, rows, pad_tokens in ((4, [(2, 131)], 2), (3, [(1, 5), (3, 8), (2, 161)], 3)):
         c = build(*rows, heads=(4, 2, 16), pad_tokens=pad_tokens)
         want = reference(c, window=3)
-        for r, (_, past) in enumerate(c.rows):
-            for i in range(past - 2):
-                block = int(c.meta.block_tables[r, i // 4])
-                c.k_cache[block, i % 4], c.v_cache[block, i % 4] = NAN, float("inf")
+        poison_behind_a_window_of_3(c)
         assert worst_row(run("triton_decode", c, query_len, window=3), want) < 1e-5
 
 

@@ -20,7 +20,7 @@ import fngraph as fg
 from benchmarks.host import shape
 from benchmarks.record import write
 from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_of
-from models import llama
+from fngraph.models.families import llama
 
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
 AT_MOST = {("FULL", 51): (1.5, 300), ("FULL_AND_PIECEWISE", 51): (2.5, 600)}  # seconds, MB

@@ -22,7 +22,7 @@ import torch
 import fngraph as fg
 from benchmarks.record import write
 from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_of, batch_of
-from models import llama
+from fngraph.models.families import llama
 
 BURST = 4
 Call = Callable[[], Any]

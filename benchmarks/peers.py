@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import fngraph as fg
 from benchmarks.steps import CONTEXT
-from models import llama
+from fngraph.models.families import llama
 
 
 def by_hand(params: Any, cache: Any, batch: llama.Batch) -> Callable[[llama.Batch], Tensor]:

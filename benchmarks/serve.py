@@ -1,7 +1,7 @@
 """Serving in every mode, with random weights in bf16: python -m benchmarks serve
 
 decode     fixed batches, in turns with bare `forward`; see benchmarks/serve_decode.py
-traffic    a stream of benchmarks/traffic.py through models/serve.py: tokens a second, time to first
+traffic    a stream of benchmarks/traffic.py through models/serving/loop.py: tokens a second, time to first
            token, time between tokens, what ran as what, padding. Where nothing is to be done, the
            clock jumps to the next arrival.
 
@@ -29,11 +29,12 @@ from benchmarks.serve_decode import broken, by_batch, decode_batch, on_device, s
 from benchmarks.serve_stream import run, shares
 from benchmarks.steps import BACKEND_HELP, attention_of
 from benchmarks.traffic import PROFILES, Arrival, Lengths, Profile, as_text, stream
-from models import llama, lora, naming
-from models.policy import Policy
-from models.requests import Job, Request, Row
-from models.steps import Steps, bare_steps, make_steps
-from models.tokens import Tokens
+from fngraph.models.families import llama, lora
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Job, Request, Row
+from fngraph.models.serving.steps import Steps, bare_steps, make_steps
+from fngraph.models.serving.tokens import Tokens
+from fngraph.models.weights import naming
 
 PARTS = ("decode", "traffic")
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")

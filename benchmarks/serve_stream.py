@@ -12,12 +12,12 @@ from typing import Any
 
 from benchmarks.serve_decode import DRAWN
 from benchmarks.traffic import Arrival, quantile
-from models.policy import Policy
-from models.requests import Event, State, start, submit
-from models.sample import Settings
-from models.serve import gather, serve
-from models.steps import Steps
-from models.tally import Tally
+from fngraph.models.serving.loop import gather, serve
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Event, State, start, submit
+from fngraph.models.serving.sampling import Settings
+from fngraph.models.serving.steps import Steps
+from fngraph.models.serving.tally import Tally
 
 
 def run(

@@ -23,7 +23,7 @@ import torch
 
 import fngraph as fg
 from benchmarks.record import write
-from models import llama
+from fngraph.models.families import llama
 
 BLOCKS, REPEATS = 512, 50
 

@@ -14,8 +14,8 @@ import torch
 
 import fngraph as fg
 from benchmarks.record import median_ms, write
-from models import llama
-from models.checkpoint import load_checkpoint
+from fngraph.models.families import llama
+from fngraph.models.weights.checkpoint import load_checkpoint
 
 MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
 BLOCK_SIZE, CONTEXT = 16, 128

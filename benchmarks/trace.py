@@ -22,7 +22,7 @@ from torch import fx
 
 import fngraph as fg
 from benchmarks.record import write
-from models import llama
+from fngraph.models.families import llama
 
 LAYERS = (1, 8, 24, 80)
 AT_MOST = {("as written", 24): 5, ("as written", 80): 16, ("marked", 24): 2.5, ("marked", 80): 5}

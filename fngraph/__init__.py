@@ -24,11 +24,11 @@ _EXPORTS = {
     "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
     "check": "check",
-    "block": "fx.block", "like": "stages",
+    "block": "fx.blocks.stamps", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Captured": "step.captured", "ChangedRows": "step.changed_rows",
 }  # fmt: skip
-_MODULES = ("core", "errors", "ops", "fx", "graphs", "report", "testing", "integrations")
+_MODULES = ("core", "errors", "ops", "fx", "graphs", "models", "report", "testing", "integrations")
 
 if TYPE_CHECKING:
     from fngraph import core as core, errors as errors, ops as ops

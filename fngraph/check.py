@@ -15,8 +15,8 @@ import torch
 
 from fngraph.core import Limits
 from fngraph.errors import FnGraphError, PurityError
-from fngraph.fx.refusals import Refusals
-from fngraph.fx.signature import Names
+from fngraph.fx.arguments import Names
+from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphify import graphify
 
 

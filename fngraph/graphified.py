@@ -15,12 +15,11 @@ from typing import Any
 from fngraph.bound import Bound
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
 from fngraph.errors import TreeError
-from fngraph.fx.arguments import arguments
+from fngraph.fx.ambient import check_no_transform
+from fngraph.fx.arguments import Names, arguments, signature
 from fngraph.fx.leaves import Role
-from fngraph.fx.purity import is_tracing
-from fngraph.fx.refusals import Refusals
-from fngraph.fx.signature import Names, signature
-from fngraph.fx.torch_modes import check_no_transform
+from fngraph.fx.tracing.purity import is_tracing
+from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphs.recorder import check_name
 from fngraph.stages import Options, Traced, trace_function
 from fngraph.step.allocate import check_outputs

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchDescriptor, Field, Limits, Mode
-from fngraph.fx.signature import Names
+from fngraph.fx.arguments import Names
 from fngraph.graphified import Graphified
 from fngraph.ops.choice import Choices
-from fngraph.stages.options import parse_options
+from fngraph.options import parse_options
 from fngraph.step.book import Rules
 
 

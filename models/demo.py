@@ -1,4 +1,4 @@
-"""The main job on real text, in every mode, held against bare `forward`: python -m models.demo
+"""The main job on real text, in every mode, held against bare `forward`: python -m fngraph.models.demo
 
 Exits with 1 where a mode writes other tokens than `llama.forward` does for one request at a time,
 or where steps that the mode should have replayed ran otherwise.
@@ -19,9 +19,8 @@ from rich.progress import track
 from rich.rule import Rule
 
 import fngraph as fg
-from models import llama
-from models.checkpoint import BYTES, load_checkpoint
-from models.generate import (
+from fngraph.models.families import llama
+from fngraph.models.generate import (
     BLOCK_SIZE,
     PROMPTS,
     ladder,
@@ -30,12 +29,13 @@ from models.generate import (
     read_prompts,
     reference,
 )
-from models.policy import Policy
-from models.requests import State
-from models.serve import gather, serve, stream
-from models.show import show, texts
-from models.steps import make_steps
-from models.tally import Tally
+from fngraph.models.serving.display import show, texts
+from fngraph.models.serving.loop import gather, serve, stream
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import State
+from fngraph.models.serving.steps import make_steps
+from fngraph.models.serving.tally import Tally
+from fngraph.models.weights.checkpoint import BYTES, load_checkpoint
 
 # what a mode promises, (decode batches, mixed batches); written out, since it judges fngraph's own
 MEANING = {
@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    p = argparse.ArgumentParser(prog="python -m models.demo")
+    p = argparse.ArgumentParser(prog="python -m fngraph.models.demo")
     p.add_argument("--prompts", type=Path, default=PROMPTS, help="a file, one prompt a line")
     p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")
     p.add_argument("--checkpoint", type=Path, default=BYTES)

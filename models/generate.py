@@ -1,6 +1,6 @@
-"""Greedy text for many prompts at once: python -m models.generate --model FOLDER --modes ...
+"""Greedy text for many prompts at once: python -m fngraph.models.generate --model FOLDER --modes ...
 
-`models.serve` is the loop; `reference` is what it has to agree with, token by token.
+`fngraph.models.serving.loop` is the loop; `reference` is what it has to agree with, token by token.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import torch
 from rich.console import Console
 
 import fngraph as fg
-from models import llama, loading
-from models.blocks import blocks_for
-from models.checkpoint import BYTES, load_checkpoint
-from models.policy import Policy
-from models.requests import State, start, submit
-from models.serve import serve
-from models.show import show
-from models.steps import make_steps
-from models.tally import Tally
-from models.text import BYTE_TEXT, Text, read_text
+from fngraph.models.families import llama
+from fngraph.models.serving.blocks import blocks_for
+from fngraph.models.serving.display import show
+from fngraph.models.serving.loop import serve
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import State, start, submit
+from fngraph.models.serving.steps import make_steps
+from fngraph.models.serving.tally import Tally
+from fngraph.models.text import BYTE_TEXT, Text, read_text
+from fngraph.models.weights import loading
+from fngraph.models.weights.checkpoint import BYTES, load_checkpoint
 
 BLOCK_SIZE = 16
 PROMPTS = Path(__file__).parent / "prompts.txt"
@@ -192,7 +193,7 @@ def read_model(flags: argparse.Namespace, device: str) -> tuple[Any, Any, Any, T
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    p = argparse.ArgumentParser(prog="python -m models.generate")
+    p = argparse.ArgumentParser(prog="python -m fngraph.models.generate")
     p.add_argument("--prompts", type=Path, default=PROMPTS, help="a file, one prompt a line")
     p.add_argument("--modes", default="FULL_AND_PIECEWISE", help="NONE, PIECEWISE, FULL, ...")
     p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from models.loading import CheckpointError, read_json
+from fngraph.models.weights.loading import CheckpointError, read_json
 
 Decode = Callable[[Sequence[int]], str]
 

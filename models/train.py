@@ -4,7 +4,7 @@ Plain torch: AdamW, a cosine schedule, and a running average of the weights, whi
 out. Two guards against learning a small text by heart: dropout on the weight matrices, and
 keeping the average that did best on the held-out text.
 
-Shape letters: N sequences of S bytes; T = N * S, the others as in `models.llama`.
+Shape letters: N sequences of S bytes; T = N * S, the others as in `fngraph.models.families.llama`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
-from models import llama, naming
+from fngraph.models.families import llama
+from fngraph.models.weights import naming
 
 Named = dict[str, Tensor]  # weights by name
 COLUMNS = (

@@ -1,25 +1,33 @@
-"""Train the byte-level Llama on the text of `models.corpus`: python -m models.train_bytes
+"""Train the byte-level Llama on the text of `fngraph.models.train_bytes`: python -m fngraph.models.train_bytes
 
 It saves the weights and, beside them, a card that says what they are and how they came to be.
+
+English that every Python installation carries: language topics, docstrings and comments.
+
+About 2 MB of sentences by the Python authors (PSF license). What counts as a sentence is decided
+one paragraph at a time; code, tables and grammar are left out, and so is anything seen before.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
+import importlib
 import math
 import platform
+import re
 import sys
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from models import llama
-from models.checkpoint import BYTES, save_checkpoint
-from models.corpus import HELD_OUT_EVERY, corpus
-from models.train import cut, evaluate, fit
+from fngraph.models.families import llama
+from fngraph.models.train import cut, evaluate, fit
+from fngraph.models.weights.checkpoint import BYTES, save_checkpoint
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
-        "command": f"`python -m models.train_bytes {command}`",
+        "command": f"`python -m fngraph.models.train_bytes {command}`",
     }
     flags.out.with_suffix(".md").write_text(card(facts))
     print(card(facts))
@@ -70,7 +78,7 @@ def tiny_bytes() -> llama.Config:
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    p = argparse.ArgumentParser(prog="python -m models.train_bytes")
+    p = argparse.ArgumentParser(prog="python -m fngraph.models.train_bytes")
     p.add_argument("--device", default="cpu")
     p.add_argument("--steps", type=int, default=6000, help="the schedule ends here ...")
     p.add_argument("--minutes", type=float, default=math.inf, help="... or here, if that is sooner")
@@ -91,11 +99,11 @@ def card(facts: Mapping[str, Any]) -> str:
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return f"""# bytes.safetensors
 
-A byte-level Llama (`models.train_bytes.tiny_bytes`) that gives the demo and the tests something
+A byte-level Llama (`fngraph.models.train_bytes.tiny_bytes`) that gives the demo and the tests something
 legible to write. It is no use for anything else.
 
 Data: language topics, docstrings and comments of Python's own standard library, as selected by
-`models/corpus.py` (by the Python authors, PSF license). Written by `models/train_bytes.py`.
+`models/train_bytes.py` (by the Python authors, PSF license). Written by `models/train_bytes.py`.
 
 | | |
 |---|---|
@@ -114,3 +122,73 @@ def device_name(device: str) -> str:
 
 if __name__ == "__main__":
     main()
+
+
+HELD_OUT_EVERY = 20  # documents: a module or a topic
+MAX_MODULE_BYTES = 1_000_000  # larger ones hold generated tables
+
+# not installed everywhere, or not the library's own text
+_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
+_ASCII = str.maketrans(
+    {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2014": "-", "\u2026": "..."}
+)
+_BREAK = re.compile(r"\n\s*\n|\n(?=\s*[*-] )")  # an empty line, or the next bullet
+_SENTENCE = re.compile(r"""["'`*(\[]?[A-Za-z0-9][\x20-\x7e]*[.:!?)]""")
+
+
+def corpus() -> tuple[bytes, bytes]:
+    """The text to train on and the text held out, one paragraph a line, in a fixed order."""
+    seen: set[str] = set()
+    parts: tuple[list[str], list[str]] = ([], [])
+    for i, document in enumerate(documents()):
+        fresh = [p for p in paragraphs(document) if p not in seen]
+        seen.update(fresh)
+        parts[i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].extend(dict.fromkeys(fresh))
+    train, held_out = ("".join(f"{p}\n" for p in part).encode("ascii") for part in parts)
+    return train, held_out
+
+
+def documents() -> Iterator[str]:
+    """Each language topic, then the prose of each module of the standard library."""
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:  # Debian packs pydoc_data apart from python3-minimal
+        topics = {}
+    yield from (topics[name] for name in sorted(topics))
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(stdlib.rglob("*.py")):
+        if _SKIP.isdisjoint(path.relative_to(stdlib).parts):
+            yield "\n\n".join(prose(path))
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Docstrings of a module, outermost first, then its blocks of comment lines."""
+    raw = path.read_bytes()
+    try:
+        source = raw.decode("utf-8")
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # the library carries a few files that are bad on purpose
+        return
+    if len(raw) > MAX_MODULE_BYTES:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+    yield comments(source.splitlines())
+
+
+def comments(lines: Iterable[str]) -> str:
+    """Comment lines without their marks; any other line ends a paragraph."""
+    stripped = (line.strip() for line in lines)
+    return "\n".join(s.lstrip("#").strip() if s.startswith("#") else "" for s in stripped)
+
+
+def paragraphs(document: str) -> Iterator[str]:
+    """The paragraphs that read as English, each on one line."""
+    for block in _BREAK.split(document.translate(_ASCII)):
+        line = " ".join(block.split()).removeprefix("* ").removeprefix("- ")
+        plain = sum(c.islower() or c == " " for c in line)
+        long_enough = line.count(" ") >= 4
+        if long_enough and plain >= 0.82 * len(line) and _SENTENCE.fullmatch(line):
+            if ">>>" not in line:
+                yield line

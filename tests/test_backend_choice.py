@@ -330,7 +330,7 @@ def test_a_plan_names_tensors_of_the_primitive(add):
 
 
 def test_a_leaf_that_comes_on_the_device_is_refused_and_not_waited_for():
-    from fngraph.ops.plan import Planner
+    from fngraph.ops.backend import Planner
 
     plan = Plan(("seq_lens",), lambda *a: None, lambda *a: None)
     planner = Planner("p", plan, None, (0,), ("batch.seq_lens",), {"T": 1, "R": 1})
@@ -339,7 +339,7 @@ def test_a_leaf_that_comes_on_the_device_is_refused_and_not_waited_for():
 
 
 def test_flashinfers_page_table():
-    from fngraph.ops.attention_flashinfer import pages
+    from fngraph.ops.paged.flashinfer import pages
 
     tables = torch.tensor([[7, 3, 5], [2, 9, 0], [4, 0, 0]], dtype=torch.int32)
     offsets, used, last = pages(torch.tensor([9, 8, 1], dtype=torch.int32), tables, 4, 5)

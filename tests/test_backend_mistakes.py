@@ -9,7 +9,8 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import BackendError
-from fngraph.ops import ATTENTION, Backend, Plan, reference
+from fngraph.ops import ATTENTION, Backend, Plan
+from fngraph.ops.paged import reference
 
 always = lambda config: fg.Support.ALWAYS  # noqa: E731
 unplanned = (lambda config, sizes, key: None, lambda buffers, config, sizes, leaves: None)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fngraph as fg
-from fngraph.ops import ATTENTION, Backend, Plan, reference
+from fngraph.ops import ATTENTION, Backend, Plan
+from fngraph.ops.paged import reference
 from fngraph.testing import points
 
 ALL = ("bidirectional", "sinks", "cache scales", "fp8 cache")

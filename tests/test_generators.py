@@ -101,7 +101,7 @@ def test_looking_at_times_leaves_a_generator_where_it_was(device):
 
 
 def test_what_a_warm_up_draws_is_undone(device, monkeypatch):
-    from fngraph.graphs.tape import TapeRecorder
+    from fngraph.graphs.tape.recorder import TapeRecorder
 
     monkeypatch.setattr(TapeRecorder, "warm_up", lambda self, fn: fn())  # else it runs nothing
     g, h = generator(device), generator(device)

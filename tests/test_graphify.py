@@ -14,7 +14,7 @@ from toys import FULL, NONE, PIECEWISE
 import fngraph as fg
 from fngraph.core import trees
 from fngraph.errors import TreeError
-from models import llama
+from fngraph.models.families import llama
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}

@@ -15,7 +15,7 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.core import trees
 from fngraph.ops import Backend
-from fngraph.ops.primitive import define
+from fngraph.ops.primitives import define
 
 V, E, H, K, D, S, B = 11, 8, 4, 2, 2, 4, 3
 LIMITS = fg.Limits(max_tokens=16, max_reqs=4, B=B)

@@ -11,7 +11,7 @@ from fngraph.core.modes import Support as Support
 from fngraph.core.modes import runtime_modes as runtime_modes
 
 # spec.py, descriptor.py: what arrives, and the padded key
-from fngraph.core.descriptor import BatchDescriptor as BatchDescriptor
+from fngraph.core.spec import BatchDescriptor as BatchDescriptor
 from fngraph.core.spec import BatchSpec as BatchSpec
 from fngraph.core.spec import HostBounds as HostBounds
 from fngraph.core.spec import KeyBounds as KeyBounds
@@ -33,32 +33,32 @@ from fngraph.core.sizes import default_sizes as default_sizes
 from fngraph.core.sizes import ladders as ladders
 
 # resolve.py: which modes the backends allow
-from fngraph.core.resolve import Resolution as Resolution
-from fngraph.core.resolve import resolve as resolve
+from fngraph.core.resolution import Resolution as Resolution
+from fngraph.core.resolution import resolve as resolve
 
 # table.py, build.py: every key
 from fngraph.core.table import DispatchTable as DispatchTable
 from fngraph.core.build import build_table as build_table
 
 # dispatch.py: the decision
-from fngraph.core.dispatch import Dispatch as Dispatch
-from fngraph.core.dispatch import dispatch as dispatch
-from fngraph.core.dispatch import dispatch_by_definition as dispatch_by_definition
+from fngraph.core.dispatching import Dispatch as Dispatch
+from fngraph.core.dispatching import dispatch as dispatch
+from fngraph.core.dispatching import dispatch_by_definition as dispatch_by_definition
 
 # explain.py: the decision with everything decided against
-from fngraph.core.explain import Candidate as Candidate
-from fngraph.core.explain import Explanation as Explanation
-from fngraph.core.explain import explain as explain
+from fngraph.core.explanation import Candidate as Candidate
+from fngraph.core.explanation import Explanation as Explanation
+from fngraph.core.explanation import explain as explain
 
 # adapters.py: adapter counts to capture
-from fngraph.core.adapters import adapter_counts as adapter_counts
+from fngraph.core.build import adapter_counts as adapter_counts
 
 # agree.py: ranks that must run alike
-from fngraph.core.agree import Decision as Decision
-from fngraph.core.agree import Proposal as Proposal
-from fngraph.core.agree import agree as agree
-from fngraph.core.agree import propose as propose
-from fngraph.core.agree import settle as settle
+from fngraph.core.agreement import Decision as Decision
+from fngraph.core.agreement import Proposal as Proposal
+from fngraph.core.agreement import agree as agree
+from fngraph.core.agreement import propose as propose
+from fngraph.core.agreement import settle as settle
 
 # encoder.py, packing.py: encoder graphs, and items packed into them
 from fngraph.core.encoder import EncoderPlan as EncoderPlan
@@ -66,12 +66,12 @@ from fngraph.core.encoder import Path as Path
 from fngraph.core.encoder import fit as fit
 from fngraph.core.encoder import plan_encoder as plan_encoder
 from fngraph.core.encoder import token_budgets as token_budgets
-from fngraph.core.packing import Balance as Balance
-from fngraph.core.packing import Item as Item
-from fngraph.core.packing import Packed as Packed
-from fngraph.core.packing import Run as Run
-from fngraph.core.packing import balance as balance
-from fngraph.core.packing import pack as pack
+from fngraph.core.encoder import Balance as Balance
+from fngraph.core.encoder import Item as Item
+from fngraph.core.encoder import Packed as Packed
+from fngraph.core.encoder import Run as Run
+from fngraph.core.encoder import balance as balance
+from fngraph.core.encoder import pack as pack
 
 # planner.py: sizes from measured traffic
 from fngraph.core.planner import plan_sizes as plan_sizes
@@ -97,12 +97,12 @@ from fngraph.core.buffers import PlannedBuffer as PlannedBuffer
 from fngraph.core.buffers import buffer as buffer
 from fngraph.core.buffers import key_sizes as key_sizes
 from fngraph.core.buffers import plan_buffers as plan_buffers
-from fngraph.core.struct import buffers_of as buffers_of
-from fngraph.core.struct import check_declared as check_declared
-from fngraph.core.struct import host as host
-from fngraph.core.struct import host_field as host_field
-from fngraph.core.struct import static as static
-from fngraph.core.struct import struct as struct
+from fngraph.core.structs import buffers_of as buffers_of
+from fngraph.core.structs import check_declared as check_declared
+from fngraph.core.structs import host as host
+from fngraph.core.structs import host_field as host_field
+from fngraph.core.structs import static as static
+from fngraph.core.structs import struct as struct
 
 # program.py: a straight line of steps, and how a mode groups it into graphs
 from fngraph.core.program import Program as Program

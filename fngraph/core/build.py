@@ -1,16 +1,18 @@
-"""`build_table`: the keys that resolved modes capture on their ladders."""
+"""`build_table`: the keys that resolved modes capture on their ladders.
+
+Which numbers of active adapters get graphs of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from fngraph.core.adapters import adapter_counts
-from fngraph.core.descriptor import BatchDescriptor, sorted_extra
 from fngraph.core.fields import BUILT_IN, Field, built_in_fields
 from fngraph.core.limits import Limits
 from fngraph.core.modes import Mode
 from fngraph.core.sizes import Ladders, check_sizes
+from fngraph.core.spec import BatchDescriptor, sorted_extra
 from fngraph.core.table import Cost, DispatchTable
 from fngraph.errors import SizesError, SpecError
 
@@ -113,3 +115,36 @@ def _keys(
 def _ordered(keys: list[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
     """Capture order: largest first, so that small keys reuse the pool of large ones."""
     return tuple(sorted(keys, key=lambda key: (-key.num_tokens, -key.adapters)))
+
+
+def adapter_counts(
+    max_adapters: int, *, powers: bool = False, without: bool = True
+) -> tuple[int, ...]:
+    """The `adapters=` of `build_table`, ascending.
+
+    | max_adapters | powers | without | counts          |
+    |--------------|--------|---------|-----------------|
+    | 0            |        |         | (0,)            |
+    | 4            | False  | True    | (0, 5)          |
+    | 4            | True   | True    | (0, 1, 2, 4, 5) |
+    | 4            | False  | False   | (5,)            |
+
+    The largest is one more than `max_adapters`, since rows without any adapter are a group too.
+
+    Args:
+        max_adapters: adapters that one batch can use; 0: adapters are off.
+        powers: capture powers of two in between, so that few adapters cost less than all.
+        without: capture batches without adapters too; else they run eagerly.
+
+    Raises:
+        SpecError: `max_adapters` is negative.
+
+    Source: vLLM 0.33, `specialize_active_lora` (powers) and `cudagraph_specialize_lora`, without
+    which its first dispatcher captures the largest count alone.
+    """
+    if max_adapters < 0:
+        raise SpecError(f"max_adapters={max_adapters} is negative. Pass 0 where there are none.")
+    if max_adapters == 0:
+        return (0,)
+    between = [2**i for i in range(max_adapters.bit_length())] if powers else []
+    return (*([0] if without else []), *between, max_adapters + 1)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fngraph.core import text
-from fngraph.core.descriptor import BatchDescriptor
-from fngraph.core.dispatch import Allowed, dispatch
+from fngraph.core.dispatching import Allowed, dispatch
 from fngraph.core.modes import Mode
-from fngraph.core.spec import BatchSpec, HostBounds
+from fngraph.core.spec import BatchDescriptor, BatchSpec, HostBounds
 from fngraph.core.stats import Stats
 from fngraph.core.table import DispatchTable
 from fngraph.errors import SpecError

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fngraph.core.descriptor import BatchDescriptor
 from fngraph.core.modes import Mode
+from fngraph.core.spec import BatchDescriptor
 from fngraph.core.text import table
 
 GRAPH_BYTES = 208 << 10

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 from fngraph.core import text
-from fngraph.core.descriptor import BatchDescriptor
 from fngraph.core.lookup import Dispatch
 from fngraph.core.modes import Mode
+from fngraph.core.spec import BatchDescriptor
 
 
 class Row(NamedTuple):

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fngraph.core import text
-from fngraph.core.arrange import arrange
-from fngraph.core.descriptor import BatchDescriptor
 from fngraph.core.fields import Field, RoundedTo
 from fngraph.core.limits import Limits
-from fngraph.core.lookup import Lookup
+from fngraph.core.lookup import Lookup, arrange
 from fngraph.core.modes import Mode
+from fngraph.core.spec import BatchDescriptor
 from fngraph.errors import ModesError
 
 Cost = Callable[[BatchDescriptor], float]

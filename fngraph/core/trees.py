@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from fngraph.core.struct import NAMESPACE
+from fngraph.core.structs import NAMESPACE
 
 
 @functools.cache

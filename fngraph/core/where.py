@@ -26,7 +26,10 @@ def user_line(traceback: TracebackType | None = None) -> str:
 def is_user(frame: FrameType) -> bool:
     """Whether a frame runs code that is not ours, torch's, Python's or generated."""
     generated = frame.f_code.co_filename.startswith(("<eval_with_key", "<string", "<frozen"))
-    return not generated and frame.f_globals.get("__name__", "").partition(".")[0] not in _OTHERS
+    name = frame.f_globals.get("__name__", "")
+    if name.startswith("fngraph.models."):  # written as a user would
+        return not generated
+    return not generated and name.partition(".")[0] not in _OTHERS
 
 
 def _calling(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:

@@ -2,6 +2,8 @@
 
 Autocast, the default dtype and function modes change the traced ops; matmul precision, determinism
 and the choice of attention kernels change what a graph has recorded. It is read at each call.
+
+What torch may have active around a call that a replay would go past: both are refused.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fngraph.core.where import defined_at
-from fngraph.errors import AmbientError
+from fngraph.core.where import defined_at, user_line
+from fngraph.errors import AmbientError, TransformError
 
 
 class Ambient(NamedTuple):
@@ -177,4 +180,28 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
         raise AmbientError(
             f"{defined_at(fn)}: forward changes state outside of it ({what}), which a graph would "
             "not do again. Change it around the call, or for a part: with torch.autocast(...):"
+        )
+
+
+def check_no_dispatch_mode() -> None:
+    """Raise `AmbientError` if a dispatch mode is active, which a replay would go past."""
+    if torch._C._len_torch_dispatch_stack():
+        names = ", ".join(type(mode).__name__ for mode in _get_current_dispatch_mode_stack())
+        raise AmbientError(
+            f"the dispatch mode {names} is active, and a graph replays without it. Call forward "
+            "itself under the mode, or graphify a forward that does what the mode does"
+        )
+
+
+def check_no_transform() -> None:
+    """Raise if a `torch.func` transform goes over a whole step: it would see constants.
+
+    Raises:
+        TransformError: always then.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise TransformError(
+            f"{user_line()}: a torch.func transform goes over a graphified function, whose results "
+            "are constants to it. Put the transform inside: fg.graphify(torch.func.vmap(f)), or "
+            "call torch.func.grad(f) in the function that is graphified"
         )

@@ -141,9 +141,9 @@ def make_recorder(name: str | Recorder | None, device: torch.device) -> Recorder
         return name
     name = name or ("cuda" if device.type == "cuda" else "tape")
     if name == "tape":
-        from fngraph.graphs.tape import TapeRecorder
+        from fngraph.graphs.tape.recorder import TapeRecorder
 
         return TapeRecorder(device)
-    from fngraph.graphs.cuda import CudaRecorder
+    from fngraph.graphs.cuda.recorder import CudaRecorder
 
     return CudaRecorder(device)

@@ -5,7 +5,7 @@
 
 A request is admitted when a row and all the blocks that it may ever need are free, so none is
 thrown out half-way. Decodes come first, one token each; prefills share the rest of the step.
-It comes with the package, for the check of other people's models; `models/serve.py`, which shares
+It comes with the package, for the check of other people's models; `models/serving/loop.py`, which shares
 prefixes, throws out and drafts, is the one to serve with.
 """
 

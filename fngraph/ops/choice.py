@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fngraph.errors import BackendError
-from fngraph.ops.primitive import Primitive, primitive
+from fngraph.ops.primitives import Primitive, primitive
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,13 +11,11 @@ import torch
 from fngraph.core import Dim
 from fngraph.core.text import count
 from fngraph.fx.arguments import Arguments
-from fngraph.fx.blame import blame
-from fngraph.fx.direct import direct
 from fngraph.fx.generators import Generators, with_generators
-from fngraph.fx.piece import Piece
-from fngraph.fx.split import Cut
+from fngraph.fx.pieces.code import blame, direct
+from fngraph.fx.pieces.cuts import Cut, Piece
 from fngraph.graphs.recorder import Recorder
-from fngraph.ops.plan import Planner
+from fngraph.ops.backend import Planner
 
 if TYPE_CHECKING:
     from fngraph.stages.lowered import Lowered

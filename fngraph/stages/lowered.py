@@ -25,10 +25,10 @@ from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Step
 from fngraph.core.text import table
 from fngraph.errors import FieldError, SpecError
-from fngraph.fx.estimate import Lifetimes, estimate, lifetimes
 from fngraph.fx.leaves import Leaf
-from fngraph.fx.split import Cut
-from fngraph.ops.primitive import PRIMITIVES
+from fngraph.fx.pieces.cuts import Cut
+from fngraph.fx.pieces.memory import Lifetimes, estimate, lifetimes
+from fngraph.ops.primitives import PRIMITIVES
 from fngraph.stages.compiled import Compiled, compile_parts
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Lowered:
         return key_sizes(key.num_tokens, key.num_reqs, limits.max_reqs, limits.dims)
 
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
-        """Bytes that a key will take in the pool and for its graphs. See `fngraph.fx.estimate`."""
+        """Bytes that a key will take in the pool and for its graphs. See `fngraph.fx.pieces.memory`."""
         pieces, sizes = self.split.pieces, self.sizes(descriptor)
         outputs = len(pieces.program.outputs)
         return estimate(pieces, self._lifetimes, mode, sizes, outputs)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from fngraph.core import Limits
 from fngraph.core.program import Program
 from fngraph.core.text import count
-from fngraph.fx.piece import Piece
-from fngraph.fx.split import Cut, Pieces
+from fngraph.fx.pieces.cuts import Cut, Piece, Pieces
 from fngraph.stages.lowered import Lowered, lower
 
 if TYPE_CHECKING:

@@ -9,21 +9,19 @@ from typing import Any
 import torch
 
 from fngraph.core import Limits, trees
-from fngraph.fx.ambient import Ambient, noted, read, unchanged
-from fngraph.fx.arguments import Arguments
-from fngraph.fx.donation import DonationTable, donate
-from fngraph.fx.dtypes import pin
+from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
+from fngraph.fx.arguments import Arguments, Signature
+from fngraph.fx.donation.returns import match_donated
+from fngraph.fx.donation.table import DonationTable, donate
 from fngraph.fx.generators import check_untouched, preserved
 from fngraph.fx.leaves import TensorSpec
-from fngraph.fx.refusals import Refusals
-from fngraph.fx.returns import match_donated
+from fngraph.fx.pieces.cuts import split
 from fngraph.fx.rows.check import check_rows
-from fngraph.fx.signature import Signature
-from fngraph.fx.split import split
-from fngraph.fx.torch_modes import check_no_dispatch_mode
-from fngraph.fx.trace import Graph, trace
-from fngraph.ops.primitive import PRIMITIVES
-from fngraph.stages.options import Options
+from fngraph.fx.tracing.constants import pin
+from fngraph.fx.tracing.refusals import Refusals
+from fngraph.fx.tracing.tracer import Graph, trace
+from fngraph.ops.primitives import PRIMITIVES
+from fngraph.options import Options
 from fngraph.stages.split import Split
 
 
@@ -111,7 +109,7 @@ class Traced:
 def trace_function(
     args: Arguments, options: Options, limits: Limits, refuse: Refusals | None = None
 ) -> Traced:
-    """Trace the function of `args`. See `fngraph.fx.trace` for the errors, kept in `refuse`."""
+    """Trace the function of `args`. See `fngraph.fx.tracing.tracer` for the errors, kept in `refuse`."""
     found: dict[str, Any] = {}
     refuse = refuse or Refusals()
     check_no_dispatch_mode()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fngraph.errors import TreeError
-from fngraph.fx.kinds import overlaps
+from fngraph.fx.leaves import overlaps
 from fngraph.step.given import given, loaded, storages, write
 
 if TYPE_CHECKING:

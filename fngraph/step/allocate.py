@@ -12,8 +12,8 @@ from fngraph.core import Stats, trees
 from fngraph.errors import TreeError
 from fngraph.fx.ambient import plain_state
 from fngraph.graphs.recorder import Recorder, make_recorder
-from fngraph.graphs.ring import make_ring
-from fngraph.graphs.staging import allocate
+from fngraph.graphs.staging.buffers import allocate
+from fngraph.graphs.staging.ring import make_ring
 from fngraph.stages import Compiled
 from fngraph.step.assemble import assembler
 from fngraph.step.binding import bind

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fngraph.errors import AmbientError
-from fngraph.fx.ambient import Ambient, is_plain, read
-from fngraph.fx.torch_modes import check_no_dispatch_mode, check_no_transform
+from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, check_no_transform, is_plain, read
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fngraph.core import BatchDescriptor, Dispatch, Mode, PlannedBuffer
-from fngraph.graphs.staging import Sizes
+from fngraph.graphs.staging.buffers import Sizes
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured

@@ -10,12 +10,9 @@ import torch
 
 from fngraph.core import trees
 from fngraph.errors import TreeError
-from fngraph.fx.aliases import check_aliases
 from fngraph.fx.arguments import Arguments
-from fngraph.fx.kinds import check_memory
-from fngraph.fx.leaves import Role, TensorSpec
-from fngraph.graphs.addresses import WRITE, Places, check_places, part, places
-from fngraph.graphs.watch import Watch
+from fngraph.fx.leaves import Role, TensorSpec, check_aliases, check_memory
+from fngraph.graphs.addresses import WRITE, Places, Watch, check_places, part, places
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from fngraph.core import BatchSpec, Mode
 from fngraph.core.program import run
 from fngraph.errors import TreeError
-from fngraph.graphs.staging import check_leaves
+from fngraph.graphs.staging.buffers import check_leaves
 from fngraph.step.ambient import fixed_ambient, meet
 from fngraph.step.backend_plans import plan_step
 from fngraph.step.entry import CALLED

@@ -31,8 +31,8 @@ from fngraph.errors import SpecError
 from fngraph.fx.ambient import Ambient
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.replay import Replay
-from fngraph.graphs.ring import Ring
-from fngraph.graphs.staging import StaticBuffers
+from fngraph.graphs.staging.buffers import StaticBuffers
+from fngraph.graphs.staging.ring import Ring
 from fngraph.stages import Compiled
 from fngraph.step.adapter_slots import load_slot
 from fngraph.step.ambient import under_ambient

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 
 from fngraph.errors import TreeError
-from fngraph.fx.kinds import overlaps
-from fngraph.fx.leaves import TensorSpec
+from fngraph.fx.leaves import TensorSpec, overlaps
 from fngraph.step.binding import Binding
 from fngraph.step.given import Given, is_same, loaded, storages, write
 

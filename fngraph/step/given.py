@@ -11,8 +11,7 @@ import torch
 
 from fngraph.core import trees
 from fngraph.errors import TreeError
-from fngraph.fx.kinds import check_memory
-from fngraph.fx.leaves import Role, TensorSpec
+from fngraph.fx.leaves import Role, TensorSpec, check_memory
 from fngraph.step.binding import flatten_as
 
 if TYPE_CHECKING:

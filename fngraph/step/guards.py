@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchSpec, trees
-from fngraph.fx.torch_modes import check_no_transform
+from fngraph.fx.ambient import check_no_transform
 from fngraph.graphs.loans import Borrowed
-from fngraph.graphs.staging import true_sizes
+from fngraph.graphs.staging.buffers import true_sizes
 from fngraph.step.call import call
 from fngraph.step.captured import Captured
 from fngraph.step.changed_rows import ChangedRows

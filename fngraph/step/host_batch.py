@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fngraph.core import BatchSpec
 from fngraph.core.trees import is_frozen
 from fngraph.errors import TreeError
-from fngraph.graphs.ring import SLOTS
-from fngraph.graphs.watch import Watch
+from fngraph.graphs.addresses import Watch
+from fngraph.graphs.staging.ring import SLOTS
 from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.prepared import Prepared, prepare
 from fngraph.step.tables import put_changed

@@ -15,7 +15,7 @@ from fngraph.core.text import table
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import kept, preserved
 from fngraph.graphs.replay import EagerCall, Replay, launch
-from fngraph.graphs.staging import Sizes
+from fngraph.graphs.staging.buffers import Sizes
 from fngraph.step.backend_plans import plan_padding
 from fngraph.step.obtain import as_captured
 from fngraph.step.prepared import forget

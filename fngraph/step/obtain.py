@@ -11,12 +11,11 @@ from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode
 from fngraph.core.memory import Bytes
 from fngraph.errors import CaptureError
 from fngraph.fx.generators import preserved as undrawn
-from fngraph.graphs.capture import capture
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
-from fngraph.graphs.replay import Replay
+from fngraph.graphs.replay import Replay, capture
 from fngraph.step import budget
 from fngraph.step.ambient import fixed_ambient
 from fngraph.step.book import Key

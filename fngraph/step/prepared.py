@@ -11,8 +11,8 @@ import torch
 
 from fngraph.core import BatchSpec, Dispatch, Mode, dispatch
 from fngraph.graphs.replay import BoundCalls, Replay
-from fngraph.graphs.staging import true_sizes
-from fngraph.graphs.unpack import words_of
+from fngraph.graphs.staging.buffers import true_sizes
+from fngraph.graphs.staging.unpack import words_of
 from fngraph.step.ambient import fixed_ambient
 
 if TYPE_CHECKING:

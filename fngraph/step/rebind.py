@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fngraph.fx.leaves import Leaf
-from fngraph.graphs.addresses import check_places, places
-from fngraph.graphs.watch import Watch
+from fngraph.graphs.addresses import Watch, check_places, places
 from fngraph.stages import Compiled, trace_function
 from fngraph.step.ahead import capture_ahead
 from fngraph.step.binding import Binding

@@ -17,7 +17,7 @@ import torch
 from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode
 from fngraph.core.program import run
 from fngraph.graphs.memory import kept
-from fngraph.graphs.unpack import unpacker
+from fngraph.graphs.staging.unpack import unpacker
 from fngraph.step.backend_plans import plan_padding
 from fngraph.step.book import Key
 

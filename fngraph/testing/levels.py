@@ -11,7 +11,7 @@ from torch import Tensor
 from fngraph.core import BatchDescriptor, Support
 from fngraph.graphs.recorder import Recorder
 from fngraph.ops import ATTENTION, Backend
-from fngraph.ops.plan import Planner
+from fngraph.ops.backend import Planner
 from fngraph.testing.cases import NAN, Case, case
 
 

@@ -1,4 +1,4 @@
-"""`fngraph.core.agree`: ranks that must run alike find out alone that they do."""
+"""`fngraph.core.agreement`: ranks that must run alike find out alone that they do."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""`fngraph.core.dispatch`, `lookup`, `arrange`: examples; laws: test_dispatch_properties.py."""
+"""`fngraph.core.dispatching`, `lookup`, `arrange`: examples; laws: test_dispatch_properties.py."""
 
 import sys
 from itertools import product
@@ -21,7 +21,7 @@ from fngraph.core import (
 from fngraph.core.lookup import Lookup
 from fngraph.errors import ModesError, SpecError
 
-dispatch_module = sys.modules["fngraph.core.dispatch"]  # the name is the function's
+dispatch_module = sys.modules["fngraph.core.dispatching"]  # the name is the function's
 UBATCHES = Field("ubatches", Equal(), default=1, full=(1,), piecewise=(1,))
 LIMITS = Limits(max_tokens=8192, max_reqs=256)
 

@@ -1,4 +1,4 @@
-"""`fngraph.core.explain`: every other key, and what ruled it out."""
+"""`fngraph.core.explanation`: every other key, and what ruled it out."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`fngraph.core.packing`: items into runs, and items over ranks."""
+"""`fngraph.core.encoder`: items into runs, and items over ranks."""
 
 import pytest
 from hypothesis import given, settings, strategies as st

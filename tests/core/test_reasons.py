@@ -1,10 +1,18 @@
-"""`fngraph.core.dispatch` and `arrange`: the sentence that comes with each answer."""
+"""`fngraph.core.dispatching` and `arrange`: the sentence that comes with each answer."""
 
 import dataclasses
 
 import pytest
 
-from fngraph.core import BatchDescriptor, BatchSpec, Limits, Mode, build_table, dispatch, ladders
+from fngraph.core import (
+    BatchDescriptor,
+    BatchSpec,
+    Limits,
+    Mode,
+    build_table,
+    dispatch,
+    ladders,
+)
 from fngraph.errors import ModesError
 
 

@@ -1,12 +1,21 @@
-"""`fngraph.core.resolve` and `legacy`: the whole table of FIELD's resolution, and its reasons."""
+"""`fngraph.core.resolution` and `legacy`: the whole table of FIELD's resolution, and its reasons."""
 
 import warnings
 from itertools import product
 
 import pytest
 
-from fngraph.core import Ladders, Limits, Mode, Resolution, Support, default_sizes, ladders, resolve
-from fngraph.core.legacy import modes_from_flags
+from fngraph.core import (
+    Ladders,
+    Limits,
+    Mode,
+    Resolution,
+    Support,
+    default_sizes,
+    ladders,
+    resolve,
+)
+from fngraph.core.resolution import modes_from_flags
 from fngraph.errors import ModesError, SizesError
 
 LETTER = {

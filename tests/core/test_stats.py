@@ -2,7 +2,15 @@
 
 import pytest
 
-from fngraph.core import BatchSpec, Limits, Mode, Stats, build_table, dispatch, ladders
+from fngraph.core import (
+    BatchSpec,
+    Limits,
+    Mode,
+    Stats,
+    build_table,
+    dispatch,
+    ladders,
+)
 
 TABLE = build_table("FULL_AND_PIECEWISE", ladders((2, 4), (1,), 4), Limits(64, 4))
 SPECS = [BatchSpec(3, 3, 1)] * 3 + [BatchSpec(3, 2)] * 2 + [BatchSpec(9, 1), BatchSpec(8, 2)]

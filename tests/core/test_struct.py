@@ -1,4 +1,4 @@
-"""`fngraph.core.struct`: what each role of a field means, and what is refused."""
+"""`fngraph.core.structs`: what each role of a field means, and what is refused."""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ from fngraph.core import (
     static,
     struct,
 )
-from fngraph.core.struct import HiddenHostField, hide_host_field
+from fngraph.core.structs import HiddenHostField, hide_host_field
 from fngraph.core.trees import flatten, map_leaves, unflatten
 from fngraph.errors import FieldError, HostFieldError
 

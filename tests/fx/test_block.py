@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import BranchError, ClosureError, HostSyncError, MutationError, PurityError
-from models import llama
+from fngraph.models.families import llama
 
 L = 5
 RUNS: list[str] = []  # a global, which a trace does not see: one entry each time a body is run

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fngraph.fx.blame import blame
-from fngraph.fx.direct import direct
+from fngraph.fx.pieces.code import blame, direct
 
 
 def traced(fn, *args):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import DonationError
-from fngraph.fx import twins
-from fngraph.fx.donation import donate
+from fngraph.fx import schemas
+from fngraph.fx.donation.table import donate
 from fngraph.fx.leaves import storage_key
 
 N, M = 6, 4
@@ -867,11 +867,11 @@ def calls() -> Any:
         space, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if space != "aten" or packet.startswith("__") or not twins.is_functional(op):
+        if space != "aten" or packet.startswith("__") or not schemas.is_functional(op):
             continue
         if torch.Tag.nondeterministic_seeded in op.tags:
             continue
-        if not (twins.in_place(op) or (twins.is_pointwise(op) and twins.out_form(op))):
+        if not (schemas.in_place(op) or (schemas.is_pointwise(op) and schemas.out_form(op))):
             continue
         needed = [a for a in op._schema.arguments if not a.has_default_value()]
         for dtype in (torch.float32, torch.int64, torch.bool):
@@ -889,13 +889,13 @@ def test_every_form_in_place_gives_the_bits_of_the_functional_one():
         for i, x in enumerate(args):
             if not isinstance(x, Tensor) or (x.dtype, x.shape) != (want.dtype, want.shape):
                 continue
-            if twins.in_place(op) and i == 0:
+            if schemas.in_place(op) and i == 0:
                 given = toys.clone(args)
-                twins.in_place(op)(*given, **kwargs)
+                schemas.in_place(op)(*given, **kwargs)
                 torch.testing.assert_close(given[0], want, atol=0, rtol=0, equal_nan=True, msg=op)
                 forms += 1
-            if twins.is_pointwise(op) and twins.out_form(op) and op not in twins.COPIES:
-                given, (form, out) = toys.clone(args), twins.out_form(op)
+            if schemas.is_pointwise(op) and schemas.out_form(op) and op not in schemas.COPIES:
+                given, (form, out) = toys.clone(args), schemas.out_form(op)
                 form(*given, **kwargs, **{out: given[i]})
                 torch.testing.assert_close(given[i], want, atol=0, rtol=0, equal_nan=True, msg=op)
                 forms += 1
@@ -904,21 +904,23 @@ def test_every_form_in_place_gives_the_bits_of_the_functional_one():
 
 def test_forms_are_found_by_schema_alone():
     aten = torch.ops.aten
-    assert twins.in_place(aten.index_put.default) is aten.index_put_.default
-    assert twins.in_place(aten.add.Tensor) is aten.add_.Tensor
-    assert twins.in_place(aten.pow.Scalar) is None  # 2**x, whose twin would be x**2
-    assert twins.in_place(aten.unsqueeze.default) is None  # changes a shape, not a value
-    assert twins.in_place(aten.roll.default) is None
-    assert twins.scattered_view(aten.slice_scatter.default) is aten.slice.Tensor
-    assert twins.scattered_view(aten.select_scatter.default) is aten.select.int
-    assert twins.scattered_view(aten.diagonal_scatter.default) is aten.diagonal.default
-    assert twins.scattered_view(aten.as_strided_scatter.default) is None
-    assert twins.scattered_view(aten.scatter.src) is None
-    assert twins.out_form(aten.where.self) == (aten.where.self_out, "out")
-    assert twins.out_form(aten.mm.default) == (aten.mm.out, "out")
-    assert twins.out_form(aten.arange.default) == (aten.arange.out, "out")
-    assert twins.out_form(aten.index_put.default) is None  # generated: makes a tensor all the same
-    assert twins.fill_form(aten.zeros_like.default) is aten.zeros.out
-    assert twins.fill_form(aten.new_full.default) is aten.full.out
-    assert twins.fill_form(aten.new_empty_strided.default) is None
-    assert not twins.is_functional(torch.ops.fngraph.attention.default)
+    assert schemas.in_place(aten.index_put.default) is aten.index_put_.default
+    assert schemas.in_place(aten.add.Tensor) is aten.add_.Tensor
+    assert schemas.in_place(aten.pow.Scalar) is None  # 2**x, whose twin would be x**2
+    assert schemas.in_place(aten.unsqueeze.default) is None  # changes a shape, not a value
+    assert schemas.in_place(aten.roll.default) is None
+    assert schemas.scattered_view(aten.slice_scatter.default) is aten.slice.Tensor
+    assert schemas.scattered_view(aten.select_scatter.default) is aten.select.int
+    assert schemas.scattered_view(aten.diagonal_scatter.default) is aten.diagonal.default
+    assert schemas.scattered_view(aten.as_strided_scatter.default) is None
+    assert schemas.scattered_view(aten.scatter.src) is None
+    assert schemas.out_form(aten.where.self) == (aten.where.self_out, "out")
+    assert schemas.out_form(aten.mm.default) == (aten.mm.out, "out")
+    assert schemas.out_form(aten.arange.default) == (aten.arange.out, "out")
+    assert (
+        schemas.out_form(aten.index_put.default) is None
+    )  # generated: makes a tensor all the same
+    assert schemas.fill_form(aten.zeros_like.default) is aten.zeros.out
+    assert schemas.fill_form(aten.new_full.default) is aten.full.out
+    assert schemas.fill_form(aten.new_empty_strided.default) is None
+    assert not schemas.is_functional(torch.ops.fngraph.attention.default)

@@ -22,8 +22,8 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import LeakError
-from fngraph.fx.leaks import Made
-from fngraph.fx.refusals import Refusals
+from fngraph.fx.tracing.outside import Made
+from fngraph.fx.tracing.refusals import Refusals
 
 GLOBAL: Any = None
 TABLE: dict[str, Any] = {}

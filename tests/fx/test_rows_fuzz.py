@@ -15,9 +15,9 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.core import buffers_of, plan_buffers, trees
 from fngraph.errors import BranchError, FnGraphError, RowsError
-from fngraph.graphs.ring import make_ring
-from fngraph.graphs.staging import StaticBuffers, allocate
-from fngraph.graphs.unpack import unpacker, words_of
+from fngraph.graphs.staging.buffers import StaticBuffers, allocate
+from fngraph.graphs.staging.ring import make_ring
+from fngraph.graphs.staging.unpack import unpacker, words_of
 
 E = toys.E
 LIMITS = fg.Limits(max_tokens=24, max_reqs=6)

@@ -15,7 +15,7 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import HostSyncError, PurityError
-from fngraph.fx.streams import Streams, _replaced
+from fngraph.fx.tracing.streams import Streams, _replaced
 
 SIDE = torch.cpu.Stream()
 
@@ -160,7 +160,7 @@ def test_another_thread_may_wait_while_one_traces():
 
 def test_a_stream_that_was_gone_to_unseen_is_noted_at_its_first_op(monkeypatch):
     current = [7]
-    monkeypatch.setattr("fngraph.fx.streams._raw", lambda: current[0])
+    monkeypatch.setattr("fngraph.fx.tracing.streams._raw", lambda: current[0])
     streams = Streams(None)
     for raw, line in ((7, "a"), (9, "b"), (9, "c"), (7, "d"), (9, "e"), (11, "f")):
         current[0] = raw

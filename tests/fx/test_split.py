@@ -9,7 +9,7 @@ import torch
 import toys
 
 import fngraph as fg
-from models import llama
+from fngraph.models.families import llama
 
 MODES = ["NONE", "PIECEWISE", "FULL"]
 

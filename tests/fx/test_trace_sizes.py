@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import fngraph as fg
 from fngraph.errors import BranchError
-from models import llama, naming
+from fngraph.models.families import llama
+from fngraph.models.weights import naming
 
 LIMITS = fg.Limits(max_tokens=32, max_reqs=16, B=toys.B)
 BATCHES = {  # (T, R), requests laid out unevenly where they can be

@@ -14,9 +14,8 @@ import fngraph as fg
 from fngraph.core import BatchDescriptor, Dim, HostBounds
 from fngraph.core.program import Program, Step, groups, run, with_drops
 from fngraph.errors import CaptureError
-from fngraph.graphs.capture import capture
 from fngraph.graphs.memory import preserved
-from fngraph.graphs.replay import EagerCall
+from fngraph.graphs.replay import EagerCall, capture
 
 HOST = HostBounds(max_query_len=1)
 

@@ -16,9 +16,10 @@ from toys import FULL, PIECEWISE
 import fngraph as fg
 from fngraph.core import BatchDescriptor
 from fngraph.errors import PackageError
-from fngraph.graphs import cuda_nodes, tape_nodes
-from fngraph.graphs.cuda_graph import CudaRecording
+from fngraph.graphs.cuda import nodes as cuda_nodes
+from fngraph.graphs.cuda.recorder import CudaRecording
 from fngraph.graphs.inside import Counts, Node, key_name
+from fngraph.graphs.tape import nodes as tape_nodes
 from fngraph.step import inside
 
 
@@ -144,7 +145,7 @@ def test_a_copy_is_a_memcpy_where_bytes_only_move(kit: Any):
 
 
 def test_edges_go_from_the_last_writer_of_the_bytes_to_their_reader():
-    from fngraph.graphs.tape import TapeRecorder
+    from fngraph.graphs.tape.recorder import TapeRecorder
 
     recorder = TapeRecorder(torch.device("cpu"))
     x, y, z = (torch.zeros(8) for _ in "xyz")
@@ -165,7 +166,7 @@ def test_edges_go_from_the_last_writer_of_the_bytes_to_their_reader():
 
 
 def test_a_writer_with_holes_does_not_hide_the_one_before():
-    from fngraph.graphs.tape import TapeRecorder
+    from fngraph.graphs.tape.recorder import TapeRecorder
 
     recorder = TapeRecorder(torch.device("cpu"))
     x, y = torch.zeros(8), torch.zeros(8)
@@ -179,8 +180,8 @@ def test_a_writer_with_holes_does_not_hide_the_one_before():
 
 
 def test_an_op_without_an_out_variant_is_named_and_tied_as_itself():
-    from fngraph.graphs.tape import TapeRecorder
-    from fngraph.graphs.tape_mode import out_overload
+    from fngraph.graphs.tape.mode import out_overload
+    from fngraph.graphs.tape.recorder import TapeRecorder
 
     functional = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert out_overload(functional) is None

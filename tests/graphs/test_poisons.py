@@ -16,7 +16,7 @@ import toys
 from torch import Tensor
 
 import fngraph as fg
-from models import llama
+from fngraph.models.families import llama
 
 B, BLOCKS, S, MAX_T, MAX_R = 3, 16, 4, 16, 4
 LIMITS = fg.Limits(MAX_T, MAX_R, B=B)

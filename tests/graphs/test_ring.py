@@ -14,9 +14,9 @@ import toys
 import fngraph as fg
 from fngraph.core import Buffer, plan_buffers
 from fngraph.core.buffers import parse_dims
-from fngraph.graphs.ring import SLOTS, make_ring
-from fngraph.graphs.staging import allocate
-from fngraph.graphs.unpack import unpacker
+from fngraph.graphs.staging.buffers import allocate
+from fngraph.graphs.staging.ring import SLOTS, make_ring
+from fngraph.graphs.staging.unpack import unpacker
 from fngraph.step import warm
 
 

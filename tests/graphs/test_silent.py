@@ -19,7 +19,7 @@ from fngraph.errors import CaptureError
 from fngraph.graphs import witness
 from fngraph.graphs.witness import Witness, check_no_wait
 from fngraph.ops import Backend
-from fngraph.ops.primitive import define
+from fngraph.ops.primitives import define
 
 HERE = Path(__file__).name
 Run = Callable[[torch.Tensor, torch.Tensor], Any]

@@ -11,9 +11,9 @@ import fngraph as fg
 from fngraph.core import Buffer, plan_buffers
 from fngraph.core.buffers import parse_dims
 from fngraph.errors import FieldError, TreeError
-from fngraph.graphs.ring import make_ring
-from fngraph.graphs.staging import StaticBuffers, allocate, check_leaves, true_sizes
-from fngraph.graphs.unpack import unpacker, words_of
+from fngraph.graphs.staging.buffers import StaticBuffers, allocate, check_leaves, true_sizes
+from fngraph.graphs.staging.ring import make_ring
+from fngraph.graphs.staging.unpack import unpacker, words_of
 
 TOP = {"T": 16, "R": 6, "B": 3}
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fngraph.errors import CaptureError
-from fngraph.graphs.arena import POISON, Arena, subtract
-from fngraph.graphs.tape import TapeRecorder
-from fngraph.graphs.tape_mode import out_overload
+from fngraph.graphs.tape.arena import POISON, Arena, subtract
+from fngraph.graphs.tape.mode import out_overload
+from fngraph.graphs.tape.recorder import TapeRecorder
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

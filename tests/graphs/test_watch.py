@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fngraph.graphs import watch
-from fngraph.graphs.watch import Watch
+from fngraph.graphs import addresses as watch
+from fngraph.graphs.addresses import Watch
 
 MOVES: dict[str, Callable[[Any], Any]] = {
     "data": lambda x: setattr(x, "data", torch.empty(40, 8)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import llama, naming
+from fngraph.models.families import llama
+from fngraph.models.weights import naming
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The Llama once more, apart from `models.llama`: dense, one text, float64, head by head."""
+"""The Llama once more, apart from `fngraph.models.families.llama`: dense, one text, float64, head by head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models import llama, naming
+from fngraph.models.families import llama
+from fngraph.models.weights import naming
 
 
 def dense_logits(params: llama.Params, tokens: Sequence[int]) -> Tensor:

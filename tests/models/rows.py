@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models import llama
-from models.batches import batch_type, empty_batch, lay_out
-from models.policy import Policy
-from models.requests import Job, Request, Row
-from models.tokens import Tokens
+from fngraph.models.families import llama
+from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Job, Request, Row
+from fngraph.models.serving.tokens import Tokens
 
 Span = tuple[Sequence[int], Sequence[int], int, int]  # text, its blocks, first token, last + 1
 

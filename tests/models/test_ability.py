@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import fngraph as fg
-from models import llama, lora
-from models.policy import Policy
-from models.requests import cancel, start, submit
-from models.sample import Settings
-from models.serve import gather, serve, stream
-from models.steps import bare_steps, make_steps
+from fngraph.models.families import llama, lora
+from fngraph.models.serving.loop import gather, serve, stream
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import cancel, start, submit
+from fngraph.models.serving.sampling import Settings
+from fngraph.models.serving.steps import bare_steps, make_steps
 from tests.models.conftest import wide_params
 
 POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)

@@ -3,7 +3,7 @@
 28 requests of different lengths on at most 16 rows: they join and leave, long prompts come in
 chunks, and some steps are larger than the ladder. The judges share nothing with what is judged:
 tokens come from `generate.reference` (one request at a time, no scheduler), logits from one pass
-over each finished text, and the mode of each step from the table in `models.demo`.
+over each finished text, and the mode of each step from the table in `fngraph.models.demo`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from models import demo, generate, llama
-from models.batches import batch_type
-from models.policy import Policy
-from models.requests import Row, start, submit
-from models.serve import advance, gather, schedule
-from models.steps import Steps
+from fngraph.models import demo, generate
+from fngraph.models.families import llama
+from fngraph.models.serving.batches import batch_type
+from fngraph.models.serving.loop import advance, gather, schedule
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Row, start, submit
+from fngraph.models.serving.steps import Steps
 from tests.models.conftest import wide_params
 from tests.traced_once import Kept, traced_once
 

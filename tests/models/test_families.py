@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import fngraph as fg
-from models import generate, loading, naming
-from models.blocks import blocks_for
-from models.policy import Policy
-from models.requests import start, submit
-from models.serve import gather, serve, stream
-from models.steps import make_steps
+from fngraph.models import generate
+from fngraph.models.serving.blocks import blocks_for
+from fngraph.models.serving.loop import gather, serve, stream
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import start, submit
+from fngraph.models.serving.steps import make_steps
+from fngraph.models.weights import loading, naming
 from tests.models import tiny
 
 COUNT = 64

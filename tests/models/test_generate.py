@@ -7,12 +7,14 @@ from collections import Counter
 import pytest
 
 import fngraph as fg
-from models import demo, generate, llama, naming, text
-from models.checkpoint import save_checkpoint
-from models.policy import Policy
-from models.requests import start, submit
-from models.serve import gather, serve, stream
-from models.steps import bare_steps
+from fngraph.models import demo, generate, text
+from fngraph.models.families import llama
+from fngraph.models.serving.loop import gather, serve, stream
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import start, submit
+from fngraph.models.serving.steps import bare_steps
+from fngraph.models.weights import naming
+from fngraph.models.weights.checkpoint import save_checkpoint
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 

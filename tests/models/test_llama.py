@@ -1,4 +1,4 @@
-"""`models.llama` against a dense computation of its own, for every kind of batch."""
+"""`fngraph.models.families.llama` against a dense computation of its own, for every kind of batch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from fngraph.core import trees
-from models import llama, naming
-from models.checkpoint import BYTES, CheckpointError, load_checkpoint, save_checkpoint
-from models.rope import Llama3, Yarn, rotate, rotation
+from fngraph.models.families import llama
+from fngraph.models.families.rope import Llama3, Yarn, rotate, rotation
+from fngraph.models.weights import naming
+from fngraph.models.weights.checkpoint import (
+    BYTES,
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 from tests.models.rows import llama_batch

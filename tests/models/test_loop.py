@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import fngraph as fg
-from models import generate, llama
-from models.batches import batch_type, empty_batch, lay_out
-from models.cases import case_of
-from models.policy import Policy
-from models.requests import cancel, start, submit
-from models.sample import Settings
-from models.schedule import advance, plan
-from models.serve import gather, serve, stream
-from models.steps import bare_steps, make_steps
-from models.tally import Tally
+from fngraph.models import generate
+from fngraph.models.families import llama
+from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
+from fngraph.models.serving.loop import gather, serve, stream
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import cancel, start, submit
+from fngraph.models.serving.sampling import Settings
+from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.steps import bare_steps, case_of, make_steps
+from fngraph.models.serving.tally import Tally
 from tests.models.conftest import wide_params
 
 POLICY = Policy(16, 3, 6, 8, query_lens=(1, 3), ngram=1)

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
-from models import generate, llama, loading, lora, naming
-from models.batches import batch_type, empty_batch, lay_out
-from models.policy import Policy
-from models.requests import Job, Request, Row
-from models.tokens import Tokens
+from fngraph.models import generate
+from fngraph.models.families import llama, lora
+from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Job, Request, Row
+from fngraph.models.serving.tokens import Tokens
+from fngraph.models.weights import loading, naming
 from tests.models import tiny
 from tests.models.conftest import wide_params
 from tests.traced_once import Kept, traced_once

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import lora
-from models.lora_load import load_adapter
+from fngraph.models.families import lora
+from fngraph.models.weights.lora_load import load_adapter
 
 RANK, ALPHA = 3, 12
 NAMES = {

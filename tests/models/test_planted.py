@@ -1,4 +1,4 @@
-"""Each impurity, planted in `models/llama.py` itself, is caught while it is traced.
+"""Each impurity, planted in `models/families/llama.py` itself, is caught while it is traced.
 
 A plant replaces one line of the model's source, once. The error must name that line of the file,
 and nothing may have been captured by then: `trace` is all that runs.
@@ -16,7 +16,7 @@ import torch
 
 import fngraph as fg
 from fngraph import errors
-from models import llama
+from fngraph.models.families import llama
 
 CONFIG = llama.Config(11, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, dim=8, mlp_dim=12)
 SOURCE = Path(llama.__file__).read_text()
@@ -75,7 +75,7 @@ PLANTS: dict[str, tuple[str, str, type[Exception]]] = {
 def planted(old: str, new: str) -> tuple[Any, int]:
     """The model with one line replaced, as a module of the same file, and that line's number."""
     assert SOURCE.count(old) == 1
-    module = types.ModuleType("models.llama")
+    module = types.ModuleType("fngraph.models.families.llama")
     module.__file__ = llama.__file__
     weight = torch.nn.Linear(1, 1).weight
     vars(module).update(
@@ -124,7 +124,7 @@ def test_a_plant_is_caught_in_the_trace(name: str):
         trace(module)
     text = str(caught.value)
     if error in (errors.AmbientError, errors.LeakError) or name == "seed":  # seen at the end alone
-        assert "models/llama.py:" in text, text
+        assert "models/families/llama.py:" in text, text
     elif name != "random" and error not in (errors.OutputError, errors.DonationError):
-        assert f"models/llama.py:{line}" in text, text
+        assert f"models/families/llama.py:{line}" in text, text
     assert isinstance(caught.value, errors.FnGraphError)

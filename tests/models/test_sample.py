@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from models.sample import Sampling, Settings, key_of, sample, stack, uniform
+from fngraph.models.serving.sampling import Sampling, Settings, key_of, sample, stack, uniform
 
 V, DRAWS = 12, 20_000
 FILTERS = [

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fngraph as fg
-from models import blocks
-from models.blocks import blocks_for
-from models.policy import Policy
-from models.requests import State, cancel, start, submit
-from models.schedule import advance, plan
-from models.serve import gather, kind_of
+from fngraph.models.serving import blocks
+from fngraph.models.serving.blocks import blocks_for
+from fngraph.models.serving.loop import gather, kind_of
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import State, cancel, start, submit
+from fngraph.models.serving.schedule import advance, plan
 from tests.models.traffic import Step, generate, next_token, simulate
 
 SIZE, MOST = 4, 10  # tokens a block, blocks a request

@@ -3,7 +3,7 @@
 They come in waves, share prefixes, use adapters or none, draw greedily or by key, stop by token or
 by length, and are thrown out where blocks run out; drafts are verified, and steps in which all
 share a prefix cascade. The judges share nothing with the loop: tokens come from one request at a
-time, and the mode of each step from the table in `models.demo`.
+time, and the mode of each step from the table in `fngraph.models.demo`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import pytest
 import torch
 
 import fngraph as fg
-from models import demo, generate, llama, lora
-from models.policy import Policy
-from models.requests import State, start, submit
-from models.sample import Settings, sample, stack
-from models.serve import Served, gather, serve
-from models.steps import Steps, make_steps
-from models.tally import Tally
+from fngraph.models import demo, generate
+from fngraph.models.families import llama, lora
+from fngraph.models.serving.loop import Served, gather, serve
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import State, start, submit
+from fngraph.models.serving.sampling import Settings, sample, stack
+from fngraph.models.serving.steps import Steps, make_steps
+from fngraph.models.serving.tally import Tally
 from tests.models.conftest import wide_params
 from tests.traced_once import Kept, traced_once
 

@@ -6,11 +6,11 @@ import io
 
 from rich.console import Console
 
-from models.generate import plan
-from models.requests import Event, start
-from models.serve import Served
-from models.show import show, texts
-from models.text import BYTE_TEXT
+from fngraph.models.generate import plan
+from fngraph.models.serving.display import show, texts
+from fngraph.models.serving.loop import Served
+from fngraph.models.serving.requests import Event, start
+from fngraph.models.text import BYTE_TEXT
 
 
 def shown(*prompts: str, answer: str, text=BYTE_TEXT) -> str:

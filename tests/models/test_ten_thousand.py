@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import fngraph as fg
-from models.policy import Policy
-from models.requests import State, cancel, start, submit
-from models.schedule import advance, plan
-from models.serve import gather, serve
-from models.steps import make_steps
-from models.tally import Tally
+from fngraph.models.serving.loop import gather, serve
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import State, cancel, start, submit
+from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.steps import make_steps
+from fngraph.models.serving.tally import Tally
 
 VOCAB, SIZE = 11, 8
 DEVICES = [

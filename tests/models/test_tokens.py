@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from models.policy import Policy
-from models.requests import Job, Request
-from models.speculate import accept, choose, find_drafts
-from models.tokens import Tokens
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Job, Request
+from fngraph.models.serving.schedule import accept, choose, find_drafts
+from fngraph.models.serving.tokens import Tokens
 
 runs = st.lists(st.integers(0, 2), max_size=6)
 

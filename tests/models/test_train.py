@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from models import corpus, llama, naming, train, train_bytes
-from models.checkpoint import load_checkpoint
+from fngraph.models import train, train_bytes, train_bytes as corpus
+from fngraph.models.families import llama
+from fngraph.models.weights import naming
+from fngraph.models.weights.checkpoint import load_checkpoint
 from tests.models.rows import llama_batch
 
 

@@ -10,7 +10,7 @@ from triton_cases import WHERE, build
 
 from fngraph.core import HostBounds
 from fngraph.ops import primitive
-from fngraph.ops.latent_attention import MLAConfig
+from fngraph.ops.paged.latent import MLAConfig
 from fngraph.testing.cases import NAN, Case
 
 SIZES = tuple[int, int, int]  # heads, rank, rotated

@@ -17,10 +17,10 @@ from fngraph.ops import (
     AttentionMeta,
     Backend,
     attention,
-    attention_config,
     primitive,
-    recurrent,
 )
+from fngraph.ops.paged import config as attention_config
+from fngraph.ops.recurrent import requests as recurrent
 from fngraph.testing.cases import BATCHES, NAN, Case, case
 from fngraph.testing.differences import bits
 

@@ -17,11 +17,8 @@ import fngraph as fg
 from fngraph.ops import (
     ATTENTION,
     AttentionMeta,
-    attention_flash,
-    attention_flashinfer,
-    attention_varlen,
-    reference,
 )
+from fngraph.ops.paged import flash, flashinfer, reference, varlen
 from fngraph.testing.cases import BATCHES, arguments, call, case
 from fngraph.testing.differences import difference
 
@@ -84,14 +81,14 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, page_table, c
 @pytest.fixture(params=["varlen", "flash_attn", "flash_attn_3"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> fg.ops.Backend:
     """Each over its stand-in."""
-    attention_varlen._parameters.cache_clear()
-    monkeypatch.setattr(attention_varlen, "_varlen", lambda: varlen_attn)
+    varlen._parameters.cache_clear()
+    monkeypatch.setattr(varlen, "_varlen", lambda: varlen_attn)
     for name, fn in (("flash_attn", flash_attn_varlen_func),
                      ("flash_attn_interface", flash_attn_with_kvcache)):  # fmt: skip
         module = ModuleType(name)
         setattr(module, fn.__name__, fn)
         monkeypatch.setitem(sys.modules, name, module)
-    request.addfinalizer(attention_varlen._parameters.cache_clear)
+    request.addfinalizer(varlen._parameters.cache_clear)
     return ATTENTION.backend(request.param)
 
 
@@ -122,8 +119,8 @@ def test_what_it_is_called_with_is_what_attention_means(backend, batch, options,
     ],
 )
 def test_what_flash_attention_cannot_compute_is_refused(change, reason, monkeypatch):
-    monkeypatch.setattr(attention_flash, "missing_2", lambda: None)
-    monkeypatch.setattr(attention_flash, "missing_3", lambda: None)
+    monkeypatch.setattr(flash, "missing_2", lambda: None)
+    monkeypatch.setattr(flash, "missing_3", lambda: None)
     c = case((3, 5), dtype=torch.bfloat16)
     config = ATTENTION.configure(*arguments(c, c.q))
     config = config._replace(device="cuda", block_size=256)._replace(**change)
@@ -193,9 +190,9 @@ def test_flashinfer_is_planned_for_each_step(monkeypatch):
     module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(attention_flashinfer, "WORKSPACE", 16)
+    monkeypatch.setattr(flashinfer, "WORKSPACE", 16)
     backend = dataclasses.replace(
-        attention_flashinfer.BACKEND, supports=lambda config: None, missing=lambda: None
+        flashinfer.BACKEND, supports=lambda config: None, missing=lambda: None
     )
     monkeypatch.setitem(ATTENTION.backends, "flashinfer", backend)
     fast = fg.graphify(

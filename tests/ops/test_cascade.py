@@ -10,7 +10,7 @@ import toys
 from test_attention import naive
 
 import fngraph as fg
-from fngraph.ops.cascade_attention import merge
+from fngraph.ops.paged.cascades import merge
 from fngraph.testing.cases import Case, case
 from fngraph.testing.differences import bits
 

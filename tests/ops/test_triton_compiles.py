@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fngraph.core import HostBounds
-from fngraph.ops import StateMeta, triton_launch
+from fngraph.ops import StateMeta
+from fngraph.ops.triton import launch as triton_launch
 
 HERE = Path(__file__)
 POINTERS = {
@@ -47,10 +48,10 @@ def compile_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **optio
 
 def kernels(dtype: torch.dtype, query_len: int) -> list[str]:
     """What the backends launch for models' shapes, compiled; their names."""
-    from fngraph.ops import triton_convolution, triton_linear
-    from fngraph.ops.convolution import CausalConvConfig
-    from fngraph.ops.delta_rule import GatedDeltaConfig
-    from fngraph.ops.state_space import SSDConfig
+    from fngraph.ops.recurrent.convolution import CausalConvConfig
+    from fngraph.ops.recurrent.delta_rule import GatedDeltaConfig
+    from fngraph.ops.recurrent.state_space import SSDConfig
+    from fngraph.ops.triton import convolution as triton_convolution, linear as triton_linear
 
     names = []
 

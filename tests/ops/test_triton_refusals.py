@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from fngraph.errors import BackendError
-from fngraph.ops import AttentionConfig, primitive, triton_backends
-from fngraph.ops.convolution import CausalConvConfig
-from fngraph.ops.delta_rule import GatedDeltaConfig
-from fngraph.ops.latent_attention import MLAConfig
-from fngraph.ops.state_space import SSDConfig
-from fngraph.ops.triton_launch import missing
+from fngraph.ops import AttentionConfig, primitive
+from fngraph.ops.paged.latent import MLAConfig
+from fngraph.ops.recurrent.convolution import CausalConvConfig
+from fngraph.ops.recurrent.delta_rule import GatedDeltaConfig
+from fngraph.ops.recurrent.state_space import SSDConfig
+from fngraph.ops.triton import backends as triton_backends
+from fngraph.ops.triton.launch import missing
 from fngraph.testing.cases import case
 
 CONFIG = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.125)

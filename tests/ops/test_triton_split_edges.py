@@ -7,12 +7,12 @@ import torch
 from test_triton_splits import attend
 from triton_cases import WHERE, build, run
 
-from fngraph.ops import triton_launch
+from fngraph.ops.triton import launch as triton_launch
 
 pytestmark = [pytest.mark.gpu] if WHERE == "cuda" else []
 if triton_launch.missing() is None:
-    from fngraph.ops import triton_decode, triton_merge
-    from fngraph.ops.triton_keys import Tile
+    from fngraph.ops.triton import decode as triton_decode, merge as triton_merge
+    from fngraph.ops.triton.keys import Tile
 
 
 @pytest.mark.parametrize("each", [None, 1])

@@ -8,15 +8,16 @@ import pytest
 import torch
 from triton_cases import WHERE, build, padded, part, reference as right, run, wide
 
-from fngraph.ops import ATTENTION, triton_launch
+from fngraph.ops import ATTENTION
+from fngraph.ops.triton import launch as triton_launch
 from fngraph.testing.cases import arguments
 from fngraph.testing.differences import worst_row
 
 GPU = WHERE == "cuda"
 pytestmark = [pytest.mark.gpu] if GPU else []
 if triton_launch.missing() is None:
-    from fngraph.ops import triton_decode
-    from fngraph.ops.triton_keys import Tile
+    from fngraph.ops.triton import decode as triton_decode
+    from fngraph.ops.triton.keys import Tile
 # past tokens: up to 35 splits of 32, or 54, in spans of 256, of which 4 are merged at a time
 LONG = (299, 1700 if GPU else 1100, 0)
 SHORT = (200, 7, 253)  # in one span

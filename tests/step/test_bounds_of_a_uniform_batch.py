@@ -8,7 +8,8 @@ import pytest
 import toys
 
 import fngraph as fg
-from fngraph.ops import ATTENTION, Backend, reference
+from fngraph.ops import ATTENTION, Backend
+from fngraph.ops.paged import reference
 
 
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])

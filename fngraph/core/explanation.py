@@ -1,0 +1,101 @@
+"""`explain`: why a batch goes to its key, and why not to each of the others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fngraph.core import text
+from fngraph.core.dispatching import Allowed, dispatch
+from fngraph.core.fields import AtLeast, RoundedTo
+from fngraph.core.lookup import Dispatch
+from fngraph.core.modes import Mode, runtime_modes
+from fngraph.core.spec import BatchDescriptor, BatchSpec
+from fngraph.core.table import DispatchTable
+
+
+class Candidate(NamedTuple):
+    """One key that was not chosen.
+
+    Attributes:
+        mode: FULL or PIECEWISE.
+        descriptor: the key.
+        field: the first field that does not cover the batch; None: all do, and the key lost.
+        why: the same in words.
+    """
+
+    mode: Mode
+    descriptor: BatchDescriptor
+    field: str | None
+    why: str
+
+
+class Explanation(NamedTuple):
+    """A decision with everything that was decided against. `str()` is the text.
+
+    Attributes:
+        spec: the batch.
+        chosen: what `dispatch` says.
+        others: every other key of the table, FULL first, smallest first.
+    """
+
+    spec: BatchSpec
+    chosen: Dispatch
+    others: tuple[Candidate, ...]
+
+    def as_text(self) -> str:
+        """The decision and, a line each, the keys that it was not."""
+        mode, key, reason = self.chosen
+        padding = key.num_tokens - self.spec.num_tokens
+        padded = f", {text.count(padding, 'padding token')}" if padding else ""
+        head = f"{self.spec!r}\n-> {mode} {key!r}{padded}: {reason}"
+        if not self.others:
+            return head
+        rows = [(other.mode, repr(other.descriptor), other.why) for other in self.others]
+        return f"{head}\n\n{text.table(('mode', 'not this key', 'because'), rows)}"
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+
+def explain(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> Explanation:
+    """`dispatch(table, spec, allowed)`, and for every other key what ruled it out.
+
+    Raises: as `dispatch`.
+    """
+    chosen = dispatch(table, spec, allowed)
+    modes = runtime_modes(allowed)
+    others = [
+        _why_not(table, spec, mode, key, chosen, modes)
+        for mode in (Mode.FULL, Mode.PIECEWISE)
+        for key in reversed(table.keys(mode))
+        if (mode, key) != chosen[:2]
+    ]
+    return Explanation(spec, chosen, tuple(others))
+
+
+def _why_not(
+    table: DispatchTable,
+    spec: BatchSpec,
+    mode: Mode,
+    key: BatchDescriptor,
+    chosen: Dispatch,
+    modes: frozenset[Mode],
+) -> Candidate:
+    for item in table.fields:
+        if not item.covers(key, spec):
+            captured, wanted = item.captured(key), item.wanted(spec)
+            if isinstance(item.rule, AtLeast):
+                why = f"{item.name}: {captured} is less than {wanted}"
+            elif isinstance(item.rule, RoundedTo):
+                why = f"{item.name}: {wanted} is rounded to {item.rule.round(wanted)}"
+                why += f", not {captured}"
+            else:
+                why = f"{item.name}: {captured} is not {wanted}"
+            return Candidate(mode, key, item.name, why)
+    if mode not in modes:
+        why = f"covers it, but {mode} is not allowed"
+    elif mode is not chosen.mode:
+        why = f"covers it, but {chosen.mode} is stronger"
+    else:
+        why = f"covers it, but {chosen.descriptor!r} is less"
+    return Candidate(mode, key, None, why)

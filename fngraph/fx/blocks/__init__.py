@@ -1,0 +1,1 @@
+"""Bodies that are traced once and stamped for each call that would leave the same."""

@@ -1,0 +1,127 @@
+"""Which nodes share a storage, and when each storage is read or written, in program order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fngraph.fx.leaves import storage_key
+from fngraph.fx.schemas import reads_nothing, written
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """One op that touches a storage.
+
+    Attributes:
+        time: its place in the program; infinite for what the function returns.
+        writes: whether it may change what is there.
+    """
+
+    time: float
+    node: fx.Node
+    writes: bool
+
+    def __str__(self) -> str:
+        if self.node.op == "output":
+            return "forward returns"
+        where = self.node.meta.get("stack_trace", "forward")
+        return f"{self.node.target} ({where}) {'writes' if self.writes else 'reads'}"
+
+
+def keys(node: fx.Node) -> list[int]:
+    """The storages of a node's results."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [storage_key(value)]
+    if not isinstance(value, list | tuple):
+        return []
+    return [storage_key(x) for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+class Memory:
+    """A graph's storages. `replace` keeps it true while the graph is changed."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.at: dict[fx.Node, int] = {}
+        self.members: dict[int, list[fx.Node]] = {}
+        for time, node in enumerate(graph.nodes):
+            self.add(node, time)
+
+    def add(self, node: fx.Node, time: int) -> None:
+        """Take in a node of the graph."""
+        self.at[node] = time
+        for key in dict.fromkeys(keys(node)):
+            self.members.setdefault(key, []).append(node)
+
+    def uses(self, key: int) -> Iterator[Use]:
+        """Every op that reads or writes a storage; views and questions of size do neither."""
+        for member in self.members.get(key, ()):
+            for user in member.users:
+                if user.op == "output":
+                    yield Use(math.inf, user, False)
+                elif not _looks_only(user):
+                    yield Use(self.at[user], user, _writes(user, member))
+
+    def move(self, key: int, into: int) -> None:
+        """Count the nodes of one storage to another one, whose values they have now."""
+        self.members[into] += [n for n in self.members.pop(key) if into in keys(n)]
+
+
+def _looks_only(node: fx.Node) -> bool:
+    """Whether a node makes a view or asks for a size, and touches no element."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        if node.target._schema.is_mutable or reads_nothing(node.target):
+            return not node.target._schema.is_mutable
+    elif node.target is not operator.getitem:
+        return isinstance(node.meta.get("val"), torch.SymInt)
+    elif isinstance(node.args[0].meta["val"], list | tuple):  # type: ignore[union-attr]
+        return True
+    if isinstance(node.meta.get("val"), torch.SymInt):
+        return True
+    made = keys(node)
+    given = {key for a in node.all_input_nodes for key in keys(a)}
+    return bool(made) and given.issuperset(made)
+
+
+def _writes(node: fx.Node, member: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # a higher-order op: nothing says that it does not
+    return member in written(node.target, node.args, node.kwargs)
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fakes of one storage may have an element in common; yes where it is not known."""
+    spans = [_span(a), _span(b)]
+    if spans[0] is None or spans[1] is None:
+        return True
+    (start, stop), (first, last) = spans  # type: ignore[misc]
+    return start < last and first < stop
+
+
+def _span(t: torch.Tensor) -> tuple[int, int] | None:
+    """The bytes from a tensor's first element to its last."""
+    first: Any = t.storage_offset()
+    if not all(isinstance(n, int) for n in (*t.shape, *t.stride(), first)):
+        return None
+    if 0 in t.shape:
+        return (0, 0)
+    reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+    return first * t.element_size(), (first + reach + 1) * t.element_size()
+
+
+def distinct_elements(t: torch.Tensor) -> bool:
+    """Whether no two indices lead to one element (as they do in an expanded tensor)."""
+    reach = 0
+    for stride, n in sorted((s, n) for n, s in zip(t.shape, t.stride()) if n != 1):
+        if n and stride <= reach:
+            return False
+        reach += (n - 1) * stride
+    return True

@@ -1,0 +1,86 @@
+"""Which output leaf is the new value of which donated leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from fngraph.core import trees
+from fngraph.errors import DonationError
+from fngraph.fx.arguments import Arguments
+from fngraph.fx.leaves import Role, same_place
+from fngraph.fx.tracing.refusals import Refusals
+
+
+def match_donated(
+    args: Arguments,
+    outputs: Sequence[fx.Node],
+    out_tree: Any,
+    inputs: Sequence[fx.Node],
+    refuse: Refusals,
+) -> dict[int, int]:
+    """For each donated leaf, the index of the output leaf that is its new value.
+
+    A donated argument comes back as the whole output or as one child of it with equal structure.
+
+    Raises:
+        DonationError: it does not, or more than one child could be meant.
+    """
+    parts = [(out_tree, 0)]
+    start = 0
+    for child in trees.children(out_tree):
+        parts.append((child, start))
+        start += child.num_leaves
+    taken: set[int] = set()
+    returns: dict[int, int] = {}
+    for i in args.signature.positions(Role.DONATED):
+        leaves = range(len(args.leaves))[args.span(i)]
+        fits = [s for t, s in parts if t == args.treedefs[i] and s not in taken]
+        rivals = sum(
+            t == args.treedefs[i]
+            for j, t in enumerate(args.treedefs)
+            if j >= i and args.signature.roles[j] is Role.DONATED
+        )
+        if len(fits) > rivals:
+            fits = _narrow(fits, [inputs[k].meta["val"] for k in leaves], outputs)
+        if not fits:
+            refuse(_missing(args, i, out_tree))
+            continue
+        if len(fits) > rivals:
+            refuse(
+                DonationError(
+                    f"{len(fits)} parts of the output have the structure of the donated argument "
+                    f"{args.signature.names[i]!r}, so which one is its new value is not known. "
+                    "Return it inside a container of its own, e.g. donate a one-field fg.struct"
+                )
+            )
+        taken.add(fits[0])
+        returns.update({k: fits[0] + j for j, k in enumerate(leaves)})
+    return returns
+
+
+def _narrow(fits: list[int], olds: list[Any], outputs: Sequence[fx.Node]) -> list[int]:
+    """Candidates whose leaves have the donated shapes and dtypes; of these, the buffer itself."""
+    news = {s: [outputs[s + j].meta["val"] for j in range(len(olds))] for s in fits}
+    alike = [
+        s for s in fits
+        if all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(olds, news[s]))
+    ]  # fmt: skip
+    same = [s for s in alike if all(same_place(a, b) for a, b in zip(olds, news[s]))]
+    return same or alike
+
+
+def _missing(args: Arguments, i: int, out_tree: Any) -> DonationError:
+    name, want = args.signature.names[i], args.treedefs[i]
+    children = trees.children(out_tree) or [out_tree]
+    nearest = max(
+        children,
+        key=lambda t: len(set(trees.paths(t, name)) & set(trees.paths(want, name))),
+    )
+    lines = "\n".join(trees.differences(want, nearest, name))
+    return DonationError(
+        f"the donated argument {name!r} does not come back with its own structure:\n{lines}\n"
+        f"Return it updated: return logits, {name}"
+    )

@@ -1,0 +1,237 @@
+"""Donation: leaf k's new value ends up in leaf k's own buffer.
+
+A leaf that was updated in place and comes back costs nothing. A functional update is rewritten to
+happen in the buffer where it can (`inplace`). Any other new value is copied into the buffer at the
+end, after everything that still reads the old one. `Donation` says which and why.
+
+Copies at the end: new values that were not made in their buffers are put there last of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from fngraph.core.text import table
+from fngraph.errors import DonationError
+from fngraph.fx.donation.inplace import settle
+from fngraph.fx.donation.liveness import Memory
+from fngraph.fx.generators import drawn
+from fngraph.fx.leaves import Leaf, same_place, storage_key
+from fngraph.fx.schemas import written
+from fngraph.fx.tracing.refusals import Refusals
+from fngraph.fx.tracing.tracer import Graph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Donation:
+    """What became of one donated leaf.
+
+    Attributes:
+        how: "in place", "unchanged" or "copied".
+        reason: which op writes it, and the user's line; for a copy, what forced it.
+        null_slots: only primitives write it, so a batch of nothing but padding leaves it as it is.
+    """
+
+    path: str
+    how: str
+    reason: str
+    null_slots: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DonationTable:
+    """Every donated leaf, in order."""
+
+    rows: tuple[Donation, ...]
+
+    def as_text(self) -> str:
+        """One line a leaf: path, how, why."""
+        return table(["leaf", "how", "why"], [[r.path, r.how, r.reason] for r in self.rows])
+
+    __repr__ = as_text
+
+
+_NAMED = 3  # ops that one row of the table names at most
+COPY_LIMIT = 64 << 20
+"""Bytes of the largest leaf that is copied without a word: under 30 us of an H200's bandwidth, and
+less than the cache of one layer of a model that serves, which is what a copy must not double."""
+
+
+def donate(
+    graph: Graph,
+    leaves: Sequence[Leaf],
+    returns: Mapping[int, int],
+    allow_copies: bool | int,
+    refuse: Refusals,
+) -> DonationTable:
+    """Put each donated leaf's new value into its buffer, in `graph`, and say how.
+
+    Args:
+        returns: index of a donated leaf to the index of the output that is its new value.
+        allow_copies: how many bytes a leaf may have that must be copied; or False, True.
+
+    Raises:
+        DonationError: an output has another shape or dtype than its leaf, or a leaf must be copied
+            that is too large for it; with paths.
+    """
+    _drop_dead(graph.gm.graph)
+    nodes = graph.gm.graph.nodes
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    (output,) = (n for n in nodes if n.op == "output")
+    returns = _fitting(graph, leaves, inputs, output.args[0], returns, refuse)
+    memory = Memory(graph.gm.graph)
+    copied: dict[int, str] = {}
+    for k, out in returns.items():
+        new = output.args[0][out]
+        if not same_place(inputs[k].meta["val"], new.meta["val"]):
+            origin = _origin(new, inputs, leaves)  # before the graph is changed
+            if (why := settle(new, inputs[k], memory)) is not None:
+                copied[k] = f"{origin}; {why}"
+
+    writers = _writers(graph.gm)
+    rows = []
+    for k in returns:
+        lines = writers.get(storage_key(inputs[k].meta["val"]), [])
+        null_slots = k not in copied and all(line.startswith("fngraph.") for line in lines)
+        names = ", ".join(list(dict.fromkeys(lines))[:_NAMED])
+        how = ("in place", f"by {names}") if lines else ("unchanged", "returned as it came")
+        how = ("copied", copied[k]) if k in copied else how
+        rows.append(Donation(leaves[k].path, *how, null_slots))
+    _refuse_copies(leaves, copied, allow_copies, refuse)
+    copies = {k: returns[k] for k in copied}
+    append_copies(graph.gm, inputs, output, copies, set(returns.values()))
+    return DonationTable(tuple(rows))
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Erase ops whose results nobody reads, which would seem to need an old value."""
+    for node in reversed(graph.nodes):
+        op = node.target
+        if isinstance(op, torch._ops.OpOverload) and not node.users and op._schema.returns:
+            if not op._schema.is_mutable and drawn(node) is None:
+                graph.erase_node(node)
+
+
+def _origin(new: fx.Node, inputs: Sequence[fx.Node], leaves: Sequence[Leaf]) -> str:
+    if new in inputs:
+        return f"it is {leaves[inputs.index(new)].path}"
+    where = new.meta.get("stack_trace", "forward")
+    return f"{new.target if new.op == 'call_function' else 'a constant'} makes it ({where})"
+
+
+def _refuse_copies(
+    leaves: Sequence[Leaf],
+    copied: Mapping[int, str],
+    allow_copies: bool | int,
+    refuse: Refusals,
+) -> None:
+    if allow_copies is True:
+        return
+    limit = -1 if allow_copies is False else allow_copies
+    large = {leaves[k]: why for k, why in copied.items() if leaves[k].nbytes > limit}
+    if large:
+        lines = [f"{leaf.path}, {_size(leaf.nbytes)}: {why}" for leaf, why in large.items()]
+        which = "1 large donated leaf" if len(large) == 1 else f"{len(large)} large donated leaves"
+        refuse(
+            DonationError(
+                f"{which}, {_size(sum(leaf.nbytes for leaf in large))}, would be copied at each "
+                "step, which takes as much memory again:\n" + "\n".join(lines) + "\nRead the old "
+                "value before the new one is made, and make it with index_put, slice_scatter, "
+                "where or arithmetic; or allow the copy: fg.graphify(..., allow_copies=True)"
+            )
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} bytes"
+
+
+def _fitting(
+    graph: Graph,
+    leaves: Sequence[Leaf],
+    inputs: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    returns: Mapping[int, int],
+    refuse: Refusals,
+) -> dict[int, int]:
+    """`returns` without the new values that do not fit their buffers, which are refused."""
+    fits = {}
+    for k, out in returns.items():
+        old, new = inputs[k].meta["val"], results[out].meta["val"]
+        want, got = _brief(graph, old), _brief(graph, new)
+        if want == got:
+            fits[k] = out
+            continue
+        same_shape = want.partition("[")[2] == got.partition("[")[2]
+        fix = f"new.to({old.dtype})" if same_shape else "index_put or slice_scatter into it"
+        refuse(
+            DonationError(
+                f"the donated leaf {leaves[k].path} is {want} but comes back as {got}; its new "
+                f"value must fit its buffer. Make it fit ({fix}), or do not donate it"
+            )
+        )
+    return fits
+
+
+def _brief(graph: Graph, t: torch.Tensor) -> str:
+    sizes = ", ".join(graph.dim(n).text for n in t.shape)
+    return f"{str(t.dtype).removeprefix('torch.')}[{sizes}]@{t.device}"
+
+
+def _writers(gm: fx.GraphModule) -> dict[int, list[str]]:
+    """Storage key to a description of each op that writes it."""
+    found: dict[int, list[str]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            for target in written(node.target, node.args, node.kwargs):
+                where = node.meta.get("stack_trace", "forward")
+                key = storage_key(target.meta["val"])
+                found.setdefault(key, []).append(f"{node.target} ({where})")
+    return found
+
+
+aten = torch.ops.aten
+
+
+def append_copies(
+    gm: fx.GraphModule,
+    inputs: Sequence[fx.Node],
+    output: fx.Node,
+    copies: Mapping[int, int],
+    returned: set[int],
+) -> None:
+    """Clone what still reads an old value, copy the new ones in, return the buffers themselves.
+
+    A buffer that another one still needs is written after it, so that `a, b = new, a` clones
+    nothing; a swap has no such order, and one side is cloned.
+    """
+    results = list(output.args[0])  # type: ignore[arg-type]
+    buffer = {k: storage_key(inputs[k].meta["val"]) for k in copies}
+
+    def cloned(node: fx.Node) -> fx.Node:
+        clone = gm.graph.call_function(aten.clone.default, (node,))
+        clone.meta["val"] = torch.empty_like(node.meta["val"])
+        return clone
+
+    with gm.graph.inserting_before(output):
+        for out, node in enumerate(results):
+            if out not in returned and storage_key(node.meta["val"]) in buffer.values():
+                results[out] = cloned(node)
+        sources = {k: results[out] for k, out in copies.items()}
+        while sources:
+            needed = {storage_key(node.meta["val"]) for node in sources.values()}
+            k = next((k for k in sources if buffer[k] not in needed), None)
+            if k is None:
+                k = next(iter(sources))
+                for j, node in sources.items():
+                    if storage_key(node.meta["val"]) == buffer[k]:
+                        sources[j] = cloned(node)
+            copy = gm.graph.call_function(aten.copy_.default, (inputs[k], sources.pop(k)))
+            copy.meta["val"] = inputs[k].meta["val"]
+            results[copies[k]] = inputs[k]
+    output.args = (results,)
+    gm.graph.lint()

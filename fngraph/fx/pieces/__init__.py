@@ -1,0 +1,1 @@
+"""A traced graph cut at its primitives: pieces, their code, the memory that they need."""

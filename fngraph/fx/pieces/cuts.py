@@ -1,0 +1,276 @@
+"""Split a traced graph at its primitives into pieces, and share the pieces that are equal.
+
+`Piece`: traced ops between two cuts, as a graph of its own.
+
+Sizes never cross between pieces: every piece takes T and R as its first two arguments and computes
+what it needs of them. So a piece is a function of (T, R, tensors) and serves any batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from fngraph.core import Dim
+from fngraph.core.program import Program, Step, with_drops
+from fngraph.errors import BranchError
+from fngraph.fx.generators import drawn
+from fngraph.fx.leaves import storage_key
+from fngraph.fx.tracing.tracer import Graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A call of a primitive.
+
+    Attributes:
+        op: its name, "fngraph::attention".
+        template: its arguments; a tensor's position holds None.
+        places: the positions of the tensors.
+        rows: for each tensor argument, its first dim if that depends on T or R, else None.
+        example: fakes and constants, for the primitive's configuration.
+    """
+
+    op: str
+    template: tuple[Any, ...]
+    places: tuple[int, ...]
+    rows: tuple[Dim | None, ...]
+    example: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A program, with one `Piece` or `Cut` for each of its steps; equal pieces are one object.
+
+    Attributes:
+        output_dims: of each output, in T and R.
+        output_aliased: whether an output is memory of an input or of another output.
+    """
+
+    program: Program
+    parts: tuple[Piece | Cut, ...]
+    output_dims: tuple[tuple[Dim, ...], ...]
+    output_dtypes: tuple[torch.dtype, ...]
+    output_aliased: tuple[bool, ...]
+
+
+def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Pieces:
+    """Cut `graph` at each op named in `cut_ops`; return the outputs whose indices are given."""
+    gm = graph.gm
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    results = [output.args[0][i] for i in outputs]
+    inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+    numbers = {node: i for i, node in enumerate(inputs)}  # of the program's values
+    regions = _regions(gm, cut_ops, results)
+    needed_after = _needed_after(regions, results)
+
+    steps: list[Step] = []
+    parts: list[Piece | Cut] = []
+    kinds: dict[str, int] = {}
+    shared: dict[str, Piece] = {}
+    for (is_cut, nodes), needed in zip(regions, needed_after):
+        if is_cut:
+            (node,) = nodes
+            part: Piece | Cut = _cut(graph, node)
+            reads: list[fx.Node] = [a for a in node.args if _is_tensor(a)]  # type: ignore[misc]
+            writes: list[fx.Node] = []
+            key = _op_name(node)
+            name = key.partition("::")[2]
+        else:
+            writes = [n for n in nodes if n in needed]
+            piece, reads = make_piece(graph, nodes, writes)
+            name, key = "piece", structure(graph, piece)
+            if key not in shared:
+                shared[key] = Piece(fx.GraphModule({}, piece), key)
+            part = shared[key]
+        for node in writes:
+            numbers[node] = len(numbers)
+        index = sum(s.name.startswith(name + " ") for s in steps)
+        steps.append(
+            Step(
+                f"{name} {index}", is_cut, kinds.setdefault(key, len(kinds)),
+                tuple(numbers[n] for n in reads), tuple(numbers[n] for n in writes),
+            )
+        )  # fmt: skip
+        parts.append(part)
+    program = Program(len(inputs), tuple(steps), tuple(numbers[n] for n in results))
+    dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
+    dtypes = tuple(n.meta["val"].dtype for n in results)
+    owned = {storage_key(n.meta["val"]) for n in inputs}
+    aliased = []
+    for node in results:
+        storage = storage_key(node.meta["val"])
+        aliased.append(storage in owned)
+        owned.add(storage)
+    return Pieces(with_drops(program), tuple(parts), dims, dtypes, tuple(aliased))
+
+
+def _op_name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _is_tensor(arg: Any) -> bool:
+    return isinstance(arg, fx.Node) and not isinstance(arg.meta["val"], torch.SymInt)
+
+
+def _regions(
+    gm: fx.GraphModule, cut_ops: Sequence[str], results: Sequence[fx.Node]
+) -> list[tuple[bool, list[fx.Node]]]:
+    """Live ops in order, as (is a cut, its nodes). Sizes are left out: pieces make their own."""
+    live: set[fx.Node] = set(results)
+    ops = [n for n in gm.graph.nodes if n.op == "call_function" and not is_size(n)]
+    for node in reversed(ops):
+        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node in live or mutable or drawn(node) is not None:
+            live.add(node)
+            live.update(a for a in node.all_input_nodes if not is_size(a))
+    regions: list[tuple[bool, list[fx.Node]]] = []
+    for node in ops:
+        if node not in live:
+            continue
+        is_cut = _op_name(node) in cut_ops
+        if is_cut or not regions or regions[-1][0]:
+            regions.append((is_cut, [node]))
+        else:
+            regions[-1][1].append(node)
+    return regions
+
+
+def _needed_after(
+    regions: Sequence[tuple[bool, list[fx.Node]]], results: Sequence[fx.Node]
+) -> list[set[fx.Node]]:
+    """For each region, the nodes that later regions or the caller read."""
+    needed: set[fx.Node] = set(results)
+    found = []
+    for _, nodes in reversed(regions):
+        found.append(set(needed))
+        for node in nodes:
+            needed.update(node.all_input_nodes)
+    return found[::-1]
+
+
+def _cut(graph: Graph, node: fx.Node) -> Cut:
+    rows: list[Dim | None] = []
+    for arg in node.args:
+        if _is_tensor(arg):
+            shape = arg.meta["val"].shape  # type: ignore[union-attr]
+            dim = graph.dim(shape[0]) if len(shape) else None
+            rows.append(dim if dim is not None and dim.letters else None)
+    template = tuple(None if _is_tensor(a) else a for a in node.args)
+    places = tuple(i for i, a in enumerate(node.args) if _is_tensor(a))
+    example = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)
+    return Cut(_op_name(node), template, places, tuple(rows), example)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Traced ops between two cuts: `gm(T, R, *tensors) -> tuple`."""
+
+    gm: fx.GraphModule
+    key: str
+
+    def __repr__(self) -> str:
+        ops = sum(n.op == "call_function" for n in self.gm.graph.nodes)
+        return f"Piece({ops} ops)"
+
+
+def make_piece(
+    graph: Graph, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]
+) -> tuple[fx.Graph, list[fx.Node]]:
+    """A piece as a graph of its own, and the outer nodes that it reads, in argument order."""
+    inside = set(nodes)
+    reads = list(
+        dict.fromkeys(
+            a for n in nodes for a in n.all_input_nodes if a not in inside and not is_size(a)
+        )
+    )
+    new = fx.Graph()
+    letters = {"T": fx.Proxy(new.placeholder("num_tokens"))}
+    letters["R"] = fx.Proxy(new.placeholder("num_reqs"))
+    env = {symbol: letters[letter] for symbol, letter in graph.symbols.items()}
+    names = {n: new.placeholder(f"x{i}") for i, n in enumerate(reads)}
+    for old, placeholder in names.items():
+        placeholder.meta["val"] = old.meta["val"]
+    sizes: dict[Any, Any] = {}
+
+    def lookup(arg: fx.Node) -> Any:
+        if not is_size(arg):
+            return names[arg]
+        expr = arg.meta["val"].node.expr
+        if expr not in sizes:
+            where = node.meta.get("stack_trace", "forward")
+            sizes[expr] = _emit(expr, env, f"{where}: the size {graph.text(arg.meta['val'])}")
+        return sizes[expr]
+
+    for node in nodes:
+        copy = new.create_node(
+            "call_function",
+            node.target,
+            fx.map_arg(node.args, lookup),
+            fx.map_arg(node.kwargs, lookup),
+        )
+        copy.meta = dict(node.meta)
+        names[node] = copy
+    new.output(tuple(names[n] for n in writes))
+    new.lint()
+    return new, reads
+
+
+def _emit(expr: Any, env: dict[Any, fx.Proxy], what: str) -> Any:
+    """A size as arithmetic over the piece's T and R, or as a number.
+
+    Raises:
+        BranchError: an expression that Python's operators do not make.
+    """
+    try:
+        value = sympy_interp(PythonReferenceAnalysis, env, expr)
+    except Exception as error:  # sympy's or fx's own, from deep inside
+        raise BranchError(
+            f"{what} is computed in floats or by a function, which a graph cannot recompute. "
+            "Compute it on the device, from a tensor, or stay with ints"
+        ) from error
+    return value.node if isinstance(value, fx.Proxy) else value
+
+
+def structure(graph: Graph, piece: fx.Graph) -> str:
+    """Text that is equal for pieces that compute the same from equal kinds of inputs."""
+    index = {node: i for i, node in enumerate(piece.nodes)}
+
+    def brief(arg: Any) -> Any:
+        return f"%{index[arg]}"
+
+    lines = []
+    storages: dict[int, int] = {}
+    for node in piece.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            storage = storages.setdefault(storage_key(value), len(storages))
+            sizes = [graph.text(s) for s in (*value.shape, *value.stride())]
+            lines.append(f"in {sizes} {value.dtype} {value.device} storage {storage}")
+        else:
+            args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Brief(brief(n)))
+            lines.append(f"{node.op} {_target(node)} {args} {drawn(node)}")
+    return "\n".join(lines)
+
+
+class _Brief(str):
+    """A node's number; prints without quotes."""
+
+    __repr__ = str.__str__  # type: ignore[assignment]
+
+
+def _target(node: fx.Node) -> str:
+    target = node.target
+    is_op = isinstance(target, str | torch._ops.OpOverload)
+    return str(target) if is_op else getattr(target, "__name__", str(target))
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a number made of T and R."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)

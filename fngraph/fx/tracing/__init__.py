@@ -1,0 +1,1 @@
+"""What one trace of `forward` sees, and what it refuses."""

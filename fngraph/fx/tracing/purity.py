@@ -1,0 +1,268 @@
+"""Purity: each op is looked at while the user's frame is live, so that an error names the line.
+
+A graph freezes what Python saw once. So `forward` may not read tensors that it was not given, wait
+for values on the host, draw from an unregistered generator, or write what it was not given to keep.
+
+Errors about single ops: writes into what was not given to keep, waits, what no graph holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
+from torch.fx.traceback import annotate
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fngraph.core.where import user_line
+from fngraph.errors import HostSyncError, MutationError, OperatorError, RandomError
+from fngraph.fx.generators import DRAWN, Generators, device_of, is_on, source, without
+from fngraph.fx.leaves import Leaf, Role, storage_key
+from fngraph.fx.rows.check import REFUSED
+from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape, written
+from fngraph.fx.tracing import refusals
+from fngraph.fx.tracing.api import CallsMode, rebound
+from fngraph.fx.tracing.outside import Made, foreign, literal_from_outside
+from fngraph.fx.tracing.refusals import Refusals
+from fngraph.fx.tracing.sizes import Sizes, by_transform
+from fngraph.fx.tracing.streams import Streams
+
+aten = torch.ops.aten
+_LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor([1., 2.])
+_SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+
+
+class PurityMode(TorchDispatchMode):
+    """Refuses impure ops inside a trace and stamps each node with the user's line.
+
+    Args:
+        owners: storage key to the leaf that was passed in with that storage.
+        sizes: is asked, after each op, whether it has fixed a size.
+        calls: the mode that sees what the user's code calls, for which ops run.
+        made: is told of each result.
+        streams: is told of each op's line.
+        generators: those that may be drawn from.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        owners: Mapping[int, Leaf],
+        sizes: Sizes,
+        refuse: Refusals,
+        calls: CallsMode,
+        made: Made,
+        streams: Streams,
+        generators: Generators = (),
+    ) -> None:
+        super().__init__()
+        self.owners, self.sizes, self.refuse = owners, sizes, refuse
+        self.calls, self.made, self.generators = calls, made, generators
+        self.streams = streams
+        self.blocks: dict[
+            Any, Any
+        ] = {}  # key of a call to what it left; see `fngraph.fx.blocks.stamps`
+        self._standins: dict[int, tuple[Any, Any]] = {}
+
+    def __enter__(self) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None
+        self.tracer: Any = mode.tracer
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = len(self.refuse.errors)
+        line = user_line()
+        fx.traceback.set_stack_trace([line])
+        self.streams.look(line)
+        if not isinstance(func, torch._ops.OpOverload):
+            self.refuse(
+                OperatorError(
+                    f"{line}: forward calls the higher-order operator {func}, whose functions a "
+                    "graph cannot call. To choose, compute both and pick: "
+                    "torch.where(condition, a, b); to loop, write the loop in Python"
+                )
+            )
+            return func(*args, **kwargs)
+        tangent = func is aten.size.default and not isinstance(args[0], FakeTensor)
+        if tangent and (rule := by_transform(line)) is not None:  # asked in C++
+            self.refuse(rule)
+        if func in _LITERALS:
+            array = literal_from_outside(line, args[0], self.calls.name)
+            if array is not None:
+                self.refuse(array)
+        else:
+            args, kwargs = self._given(line, args, kwargs)
+        if func is aten.record_stream.default:  # a graph's memory is its own
+            return None
+        if func in _SYNCS and not all(_literal(x) for x in args):
+            self.refuse(sync_error(line, func, self.calls.name))
+            return refusals.scalar(args[0]) if func is aten._local_scalar_dense.default else True
+        marks: dict[str, Any] = {}
+        if draws(func, args, kwargs):
+            index = source(func, args, kwargs, self.generators)
+            if index is None:
+                self.refuse(_unregistered(line, func))
+            elif not is_on(self.generators[index], on := device_of(args, kwargs)):
+                self.refuse(
+                    RandomError(
+                        f"{line}: forward draws on {on} with a generator of "
+                        f"{self.generators[index].device} ({func}). Make one there: "
+                        f'torch.Generator("{on}")'
+                    )
+                )
+            func, args, kwargs = without(func, args, kwargs)
+            marks = {DRAWN: index}
+        for error in write_errors(line, func, args, kwargs, self.owners):
+            self.refuse(error)
+        if len(self.refuse.errors) > known:  # of its rows nothing more is asked
+            marks[REFUSED] = True
+        try:
+            with annotate(marks) if marks else contextlib.nullcontext():
+                result = func(*args, **kwargs)
+        except UnsupportedOperatorException:
+            self.refuse(unsupported(line, func, "which no trace can see into"))
+            raise
+        except DataDependentOutputException:
+            self.refuse(sync_error(line, func, self.calls.name))
+            return True
+        self.sizes.check_fixed(line)
+        result = self._check_result(line, func, args, result)
+        self.made.note(result, line)
+        return result
+
+    def _check_result(self, line: str, func: Any, args: Any, result: Any) -> Any:
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        quantized = func._schema.name.startswith("aten::quantize")  # which fakes do not show
+        if quantized or not all(is_plain(x) for x in tensors):
+            self.refuse(unsupported(line, func, "whose result has no plain memory"))
+        if leaves_device(func, args, result):
+            self.refuse(
+                HostSyncError(
+                    f"{line}: forward moves a tensor to the host (.cpu(), .to('cpu')), and a graph "
+                    "would freeze what it finds there. Return the tensor, and move it outside"
+                )
+            )
+        if waits_for_shape(func, tensors):
+            self.refuse(
+                HostSyncError(
+                    f"{line}: the shape of {func}'s result depends on values, so the host would "
+                    "have to wait for them. Use a mask of fixed shape: torch.where(mask, x, 0)"
+                )
+            )
+            return refusals.fixed(result)
+        return result
+
+    def _given(self, line: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, refused where they are not of this trace, with stand-ins for those."""
+        strangers = [x for x in tree_leaves((args, kwargs)) if self._is_foreign(x)]
+        for x in strangers:
+            self.refuse(foreign(line, x, self.owners))
+            if id(x) not in self._standins and isinstance(x, torch.Tensor):
+                made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                self._standins[id(x)] = x, made
+        if not strangers:
+            return args, kwargs
+        swap = lambda x: self._standins.get(id(x), (x, x))[1]  # noqa: E731
+        return tree_map(swap, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _is_foreign(self, x: Any) -> bool:
+        if isinstance(x, FakeTensor):
+            return not has_proxy_slot(x, self.tracer)
+        return isinstance(x, torch.Tensor | torch.UntypedStorage)
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced right now."""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        isinstance(mode, PurityMode) for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def _unregistered(line: str, func: Any) -> RandomError:
+    return RandomError(
+        f"{line}: forward draws from a random number generator that is not registered ({func}), "
+        "which a graph would not repeat as eager does. Draw with generator=g, and say so: "
+        "graphify(..., generators=(g,)); or pass the numbers in as an argument. Dropout in a "
+        "module is switched off with module.eval()"
+    )
+
+
+def _literal(x: Any) -> bool:
+    return getattr(x, "constant", None) is not None
+
+
+_REBINDS = ("set_", "resize_", "resize_as_")
+
+
+def write_errors(
+    line: str, func: Any, args: Any, kwargs: Mapping[str, Any], owners: Mapping[int, Leaf]
+) -> Iterator[MutationError]:
+    """For each argument that an op writes and may not.
+
+    Args:
+        owners: storage key to the leaf that was passed in with that storage.
+    """
+    for tensor in written(func, args, kwargs):
+        leaf = owners.get(storage_key(tensor))
+        if leaf is None:
+            continue
+        if leaf.role is Role.DONATED:
+            if func._schema.name.partition("::")[2] in _REBINDS:
+                yield rebound(line, func, leaf.path)
+            continue
+        fix = "Write into a copy, x.clone()"
+        if leaf.role is Role.HELD:
+            donate = _with(leaf, owners)
+            fix += f", or donate the argument: fg.graphify(..., donate={donate})"
+        yield MutationError(
+            f"{line}: forward writes into {leaf.path} ({func}), which is {leaf.role.value}, not "
+            f"donated. {fix}"
+        )
+
+
+def _with(leaf: Leaf, owners: Mapping[int, Leaf]) -> str:
+    """What `donate=` would be with the argument of `leaf` in it too."""
+    donated = [x for x in owners.values() if x.role is Role.DONATED]
+    roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))
+    quoted = [f'"{root}"' for root in roots]
+    return quoted[0] if len(quoted) == 1 else f"({', '.join(quoted)})"
+
+
+_FIXES = {
+    "__getitem__": "An element: x.index_select(0, i[None]); a part: torch.where(mask, x, 0)",
+    "__setitem__": "Write with a tensor of one dim: x.index_put((i[None],), value)",
+    "full": "Fill on the device: value.expand(3)",
+    "allclose": "Compare on the device: torch.isclose(a, b)",
+}
+
+
+def sync_error(line: str, func: Any, call: str) -> HostSyncError:
+    """The error about an op that waits for a value, with the fix for the call that it is from."""
+    fix = _FIXES.get(call, "Keep the choice on the device: torch.where(condition, a, b)")
+    return HostSyncError(
+        f"{line}: forward needs a tensor's value on the host ({func}, from .item(), int(), "
+        f"if tensor, ...); a graph would freeze it. {fix}"
+    )
+
+
+def unsupported(line: str, func: Any, why: str) -> OperatorError:
+    """The error about an op that a graph cannot hold."""
+    return OperatorError(
+        f"{line}: forward calls {func}, {why}, so that a graph cannot hold it. Call it outside of "
+        "forward, or write it with ops on plain (strided) tensors"
+    )

@@ -1,0 +1,1 @@
+"""The `cuda` recorder: CUDA graphs on one pool and one capture stream."""

@@ -1,0 +1,1 @@
+"""Static buffers, and the way of a batch into them."""

@@ -1,0 +1,1 @@
+"""The `tape` recorder: what a CUDA graph does to a function, without a GPU."""

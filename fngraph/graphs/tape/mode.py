@@ -1,0 +1,151 @@
+"""Ops written down instead of run: what the tape does while it records.
+
+Nothing is executed but views: results get their shapes from the meta device and their memory,
+poisoned, from the arena.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fngraph.errors import CaptureError
+from fngraph.graphs.tape.arena import Arena
+from fngraph.graphs.tape.nodes import Call
+from fngraph.graphs.witness import check_no_read, op_at
+
+aten = torch.ops.aten
+_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
+          "aten::new_empty_strided"}  # fmt: skip
+
+
+class TapeMode(TorchDispatchMode):
+    """Writes each op down instead of running it."""
+
+    def __init__(self, arena: Arena, within: CodeType) -> None:
+        super().__init__()
+        self.arena, self.within = arena, within
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        if func._can_decompose():  # inference tensors bring composite ops in one part
+            with self:
+                return func.decompose(*args, **kwargs)
+        check_no_read(func, args, self.within)
+        self._check_devices(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:  # squeeze_ and such: metadata only
+            return func(*args, **kwargs)
+        if schema.is_mutable:
+            return self._mutating(func, args, kwargs)
+        if schema.name == "aten::_unsafe_view":
+            return aten.view.default(*args)
+        if any(r.alias_info is not None for r in schema.returns):
+            return func(*args, **kwargs)  # a view: nothing happens on the device
+        results = self._allocate(_meta_run(func, args, kwargs))
+        if schema.name in _EMPTY:
+            return results
+        out_variant = out_overload(func)
+        if out_variant is None:
+            self._note(_call_and_copy, (func, args, kwargs, results), {})
+        else:
+            op, names = out_variant
+            outs = dict(zip(names, (results,) if len(names) == 1 else results))
+            kept = {k: v for k, v in kwargs.items() if k in {a.name for a in op._schema.arguments}}
+            self._note(op, args, {**kept, **outs})
+        return results
+
+    def _mutating(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """In-place and out= ops: their written arguments are results; others are new tensors."""
+        given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+        by_alias = {
+            next(iter(a.alias_info.before_set)): given.get(a.name)
+            for a in func._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write and a.alias_info.before_set
+        }
+        returns = func._schema.returns
+        if all(r.alias_info is not None for r in returns):
+            self._note(func, args, kwargs)
+            found = [by_alias[next(iter(r.alias_info.before_set))] for r in returns]
+        else:
+            meta = _meta_run(func, args, kwargs)
+            metas = meta if isinstance(meta, tuple | list) else (meta,)
+            found = [
+                self._allocate(m)
+                if r.alias_info is None
+                else by_alias[next(iter(r.alias_info.before_set))]
+                for r, m in zip(returns, metas)
+            ]
+            self._note(_call_and_copy, (func, args, kwargs, tuple(found)), {})
+        return found[0] if len(found) == 1 else tuple(found) or None
+
+    def _allocate(self, metas: Any) -> Any:
+        def allocate(meta: Any) -> Any:
+            if not isinstance(meta, torch.Tensor):
+                return meta
+            return self.arena.empty(meta.shape, meta.stride(), meta.dtype)
+
+        return tree_map(allocate, metas)
+
+    def _check_devices(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                where = op_at(func, self.within)
+                raise CaptureError(f"{where} on {tensor.device}; the tape records CPU")
+
+    def _note(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        # unowned, or the tape would keep every intermediate alive; it is a snapshot as well, so
+        # that an in-place view op later on does not change what was recorded
+        self.calls.append(
+            tree_map(
+                lambda x: self.arena.unowned(x) if isinstance(x, torch.Tensor) else x,
+                (call, tuple(args), dict(kwargs)),
+            )
+        )
+
+
+def _meta_run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What `func` would return, as meta tensors."""
+
+    def to_meta(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return None if isinstance(x, torch.Generator) else x  # meta kernels take none
+
+    args, kwargs = tree_map(to_meta, (args, kwargs))
+    if "device" in {a.name for a in func._schema.arguments}:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    kwargs.pop("pin_memory", None)
+    return func(*args, **kwargs)
+
+
+def _call_and_copy(func: Any, args: Any, kwargs: Any, results: Any) -> None:
+    for into, value in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs))):
+        if into.data_ptr() != value.data_ptr() or into.shape != value.shape:
+            into.copy_(value)
+
+
+@functools.cache
+def out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The out= twin of a functional overload and the names of its out arguments, or None."""
+    want = [(a.name, str(a.type)) for a in func._schema.arguments]
+    tensor_options = {"dtype", "layout", "device", "pin_memory"}
+    for name in func.overloadpacket.overloads():
+        twin = getattr(func.overloadpacket, name)
+        arguments = twin._schema.arguments
+        outs = tuple(a.name for a in arguments if a.is_out)
+        have = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        if not outs or len(outs) != len(func._schema.returns):
+            continue
+        if have == want or have == [(n, t) for n, t in want if n not in tensor_options]:
+            return twin, outs
+    return None

@@ -1,0 +1,158 @@
+"""The `tape` recorder: a CUDA graph's behavior, without a GPU.
+
+It records the ATen calls of one run (`tape_mode`) and replays them into the same memory. So what a
+graph would get wrong (a stale input, a frozen branch, an output overwritten, memory reused) shows
+here too. docs/recorders.md lists what it cannot show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fngraph.core.memory import GRAPH_BYTES, NODE_BYTES
+from fngraph.errors import CaptureError, FnGraphError
+from fngraph.graphs.inside import Node
+from fngraph.graphs.loans import Loans
+from fngraph.graphs.recorder import Usage, describe
+from fngraph.graphs.tape import nodes
+from fngraph.graphs.tape.arena import POISON, Arena, subtract
+from fngraph.graphs.tape.mode import TapeMode
+from fngraph.graphs.tape.nodes import Call
+from fngraph.graphs.turn import Turn
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class TapeRecording:
+    """Calls in order, and the memory that is dead once they have run.
+
+    Attributes:
+        graph: (function, args, kwargs) over tensors at fixed addresses.
+        dead: byte windows of the pool that hold nothing between replays.
+    """
+
+    graph: tuple[Call, ...]
+    dead: tuple[torch.Tensor, ...]
+
+    @torch.inference_mode()  # which may write both inference tensors and normal ones
+    def replay(self) -> None:
+        """Do it all again, then poison what a CUDA graph would leave as garbage."""
+        for call, args, kwargs in self.graph:
+            call(*args, **kwargs)
+        for window in self.dead:
+            window.fill_(POISON)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """See `Recording.nodes`."""
+        return nodes.nodes(self.graph)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """See `Recording.edges`."""
+        return nodes.edges(self.graph)
+
+    def as_text(self) -> str:
+        """One line a call, in the order of replay."""
+        return "\n".join(
+            f"{i:4} {getattr(call, '_name', call)}({', '.join(map(_brief, args))})"
+            for i, (call, args, _) in enumerate(self.graph)
+        )
+
+    def __repr__(self) -> str:
+        return f"TapeRecording({len(self.graph)} calls)"
+
+
+def _brief(arg: Any) -> str:
+    if isinstance(arg, torch.Tensor):
+        return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
+    if isinstance(arg, list | tuple):
+        return f"[{', '.join(map(_brief, arg))}]"
+    return str(arg)
+
+
+class TapeRecorder:
+    """Records CPU work into one arena."""
+
+    name = "tape"
+    lazy_kernels = False
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise CaptureError(f'recorder "tape" records on the CPU, not on {device}')
+        self.device = device
+        self.arena = Arena()
+        self.loans = Loans()
+        self.turn = Turn(device)
+        self._graph_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"TapeRecorder({self.device})"
+
+    def warm_up(self, fn: Callable[[], Any]) -> None:
+        """Nothing on the CPU is set up lazily in a way that a recording would miss."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Nothing is needed."""
+        yield
+
+    def usage(self) -> Usage:
+        """The arena; and what CUDA would take for graphs of as many nodes as there are calls."""
+        return Usage(self.arena.nbytes, self._graph_bytes)
+
+    def synchronize(self) -> None:
+        """The CPU is done when a call returns."""
+
+    def renew(self) -> None:
+        """See `Recorder.renew`."""
+        self.arena = Arena()
+
+    def _forget(self, nbytes: int) -> None:
+        self._graph_bytes -= nbytes
+
+    def record(
+        self,
+        fn: Callable[[], Any],
+        generators: Sequence[torch.Generator] = (),
+        watched: bool = True,
+    ) -> tuple[TapeRecording, Any]:
+        """See `Recorder.record`. Ops keep the generators that they were given."""
+        if any(isinstance(m, TapeMode) for m in _modes()):
+            raise CaptureError("record() inside a recording; graphs do not nest")
+        self.arena.handed_out = []
+        mode = TapeMode(self.arena, sys._getframe().f_code)
+        try:
+            with torch.no_grad(), mode:
+                result = fn()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # or it keeps the pool's memory alive
+            if isinstance(error, FnGraphError) or not isinstance(error, Exception):
+                raise
+            raise CaptureError(f"the recording failed: {describe(error)}") from error
+        fresh = self.arena.handed_out
+        dead = subtract(fresh, list(self.arena.live.items()))
+        for window in self.arena.windows(fresh):
+            window.fill_(POISON)
+        recording = TapeRecording(tuple(mode.calls), tuple(self.arena.windows(dead)))
+        nbytes = GRAPH_BYTES + NODE_BYTES * len(recording.graph)
+        self._graph_bytes += nbytes
+        weakref.finalize(recording, self._forget, nbytes).atexit = False
+        return recording, result
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Recorder.unowned`."""
+        return self.arena.unowned(tensor)
+
+
+def _modes() -> list[Any]:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()

@@ -1,0 +1,1 @@
+"""Attention over a paged cache: the primitives, and backends that are not Triton's."""

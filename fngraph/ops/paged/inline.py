@@ -1,0 +1,91 @@
+"""Attention in plain torch ops, for gradients and `torch.func` transforms that go through it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fngraph.core import trees
+from fngraph.core.where import user_line
+from fngraph.errors import TransformError
+from fngraph.ops.paged import reference
+from fngraph.ops.paged.config import AttentionConfig, AttentionMeta
+from fngraph.ops.transforms import enter, leave
+
+
+def inline(
+    tensors: tuple[Tensor, ...], kv: Any, config: AttentionConfig, sinks: Tensor | None
+) -> tuple[Tensor, Any]:
+    """Attention in torch ops. The cache gets the values, and what comes back the gradients too.
+
+    Args:
+        tensors: q, k, v, k_cache, v_cache and the fields of `AttentionMeta`.
+
+    Raises:
+        TransformError: a cache of one byte an element, whose rounding has no gradient; or `vmap`
+            over another dim of the cache than its first.
+    """
+    if config.cache_dtype.itemsize == 1:
+        raise TransformError(
+            f"{user_line()}: a gradient or a torch.func transform goes through attention over a "
+            f"cache in {config.cache_dtype}, whose rounding has no gradient. Use a wider one there"
+        )
+    meta = AttentionMeta(*tensors[5:9])
+    for cache, new_TKD in zip(tensors[3:5], tensors[1:3]):
+        _Write.apply(cache, new_TKD, meta.slot_mapping)
+    given = (*tensors[:5], *(() if sinks is None else (sinks,)))
+    q_THD, k_TKD, v_TKD, k_cache, v_cache, *sink = enter("attention", *given)
+    new = []
+    for cache, new_TKD in ((k_cache, k_TKD), (v_cache, v_TKD)):
+        new.append(reference.put(cache, new_TKD, meta.slot_mapping))
+    out_THD = reference.attend(q_THD, (new[0], new[1]), meta, config, sink[0] if sink else None)
+    out_THD = leave("attention", out_THD)
+    return out_THD, trees.unflatten(trees.flatten(kv)[1], new)
+
+
+class _Write(torch.autograd.Function):
+    """`reference.write` below all transforms, which refuse to write what was not passed through.
+
+    Under `vmap`, samples that share a cache leave it alone: each has one of its own coming back.
+    """
+
+    @staticmethod
+    def forward(cache: Tensor, new_TKD: Tensor, slot_mapping: Tensor) -> Tensor:
+        reference.write(cache, new_TKD, slot_mapping)
+        return cache.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, cache: Tensor, *batch: Tensor) -> Any:
+        """All samples in one write: the blocks of one sample's cache follow those of another's."""
+        into, *of = in_dims
+        shared = cache.new_empty(0), None
+        if into is None:
+            return shared
+        if into != 0:
+            raise TransformError(
+                f"{user_line()}: vmap goes over dim {into} of the cache, which attention writes in "
+                "place. Keep the samples in its first dim: vmap(..., in_dims=0)"
+            )
+        N = info.batch_size
+        new_NTKD, slots_NT = (
+            x.unsqueeze(0).expand(N, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d in zip(batch, of)
+        )
+        first_N1 = torch.arange(N, device=cache.device)[:, None] * cache[0, ..., 0, 0].numel()
+        slots_NT = torch.where(slots_NT < 0, -1, slots_NT + first_N1)
+        _Write.apply(cache.view(-1, *cache.shape[2:]), new_NTKD.flatten(0, 1), slots_NT.flatten())
+        return shared

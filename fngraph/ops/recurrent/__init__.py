@@ -1,0 +1,1 @@
+"""Primitives over recurrent state: a state a request, updated token by token."""

@@ -1,0 +1,1 @@
+"""Triton kernels of the primitives, loaded when one first runs."""

@@ -1,0 +1,101 @@
+"""How a Triton backend is built, and those of attention. Triton is loaded when one first runs.
+
+Both of them serve any batch. `triton_decode` splits the keys of uniform ones, by the key that is
+captured or the bounds of an eager step, and runs what `triton` runs else; so it is what is taken
+where none is named. A row's bits are the same in any batch with `triton`, in any uniform one with
+both.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fngraph.core import Support
+from fngraph.errors import BackendError
+from fngraph.ops.backend import Backend
+from fngraph.ops.triton.launch import missing
+
+MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)
+STORED = (*MULTIPLIED, torch.float8_e4m3fn)
+
+
+def _dtypes(config: Any) -> str | None:
+    if config.dtype not in MULTIPLIED:
+        return f"it multiplies float32, float16 and bfloat16, not {config.dtype}"
+    if config.cache_dtype not in STORED:
+        return f"its cache holds those, or float8_e4m3fn, not {config.cache_dtype}"
+    return None
+
+
+def supports(config: Any) -> str | None:
+    """Why neither backend of attention can run a configuration, or None."""
+    if config.head_dim > 256:
+        return f"its tiles hold head dims up to 256, not {config.head_dim}"
+    return _dtypes(config)
+
+
+def supports_latent(config: Any) -> str | None:
+    """Why neither backend of latent attention can run a configuration, or None."""
+    if config.rank > 512 or config.rope_dim > 64:
+        return (
+            "its tiles hold ranks up to 512 and rotated keys up to 64, "
+            f"not {config.rank} and {config.rope_dim}"
+        )
+    return _dtypes(config)
+
+
+@functools.cache
+def loaded(primitive: str, name: str, module: str, device: str) -> Any:
+    """The module of a backend's kernels, imported when it first runs.
+
+    Raises:
+        BackendError: Triton cannot run on such devices.
+    """
+    reason = missing(device)
+    if reason is not None:
+        raise BackendError(f"backend {name!r} of {primitive}: {reason}")
+    return importlib.import_module(f"fngraph.ops.triton.{module}")
+
+
+def backend(
+    primitive: str,
+    module: str,
+    supports: Callable[[Any], str | None],
+    *,
+    name: str = "triton",
+    function: str = "run",
+    options: tuple[str, ...] = (),
+    preferred: bool = False,
+) -> Backend:
+    """One that serves any batch by a function of `module`, which is imported when it first runs.
+
+    Args:
+        preferred: whether it is taken on CUDA where none is named.
+    """
+
+    def run(x: torch.Tensor, *args: Any, **given: Any) -> None:
+        kernels = loaded(primitive, name, module, x.device.type)
+        getattr(kernels, function)(x, *args, **given)
+
+    return Backend(
+        name, run, lambda config: Support.ALWAYS, supports,
+        options=options, needs="Triton, CUDA", missing=missing,
+        preferred=lambda config: preferred and config.device == "cuda",
+    )  # fmt: skip
+
+
+_OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache")
+_DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True}
+ATTENTION = (
+    backend("attention", "unified", supports, options=_OPTIONS),
+    backend("attention", "decode", supports, options=_OPTIONS, **_DECODE),
+)
+LATENT = (
+    backend("mla", "latent_unified", supports_latent, options=("fp8 cache",)),
+    backend("mla", "latent_decode", supports_latent, options=("fp8 cache",), **_DECODE),
+)

@@ -1,0 +1,324 @@
+"""Triton attention for uniform batches of any query length: split-KV, in one phase or two.
+
+Each request's keys are cut into splits and spans of a fixed number of keys, whose sums are folded
+in one order. How long they are follows from the block table's width alone; how many programs share
+them, from static shapes too, and changes no bit. So one graph serves every batch of its class, and
+a row's bits do not depend on the batch around it or on the size that served it.
+
+The Triton kernel of split-KV decode: sums over units of each request's keys, one a program.
+
+A unit is a split, or a whole span of splits if the request is long enough to fill the device so
+(see `triton_merge`). There is a program for every unit that a request could have, or, where these
+are too many, each takes several in turn. Those past the end of their request read its length and
+are done; the device gives each next one to whichever multiprocessor is free, which requests of any
+lengths share well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fngraph.core import HostBounds
+from fngraph.ops.paged.config import dense
+from fngraph.ops.triton import unified
+from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
+from fngraph.ops.triton.launch import launch, power_of_two, processors
+from fngraph.ops.triton.merge import SPLITS, by_spans, empty, fold, merge
+from fngraph.ops.triton.write import scale_of, write
+
+MAX_ROWS = 64  # query rows of one kv head: more is prefill
+
+
+def run(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    kv: tuple[Tensor, Tensor],
+    meta: Any,
+    out_THD: Tensor,
+    *,
+    config: Any,
+    host: HostBounds | None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """See `fngraph.ops.attention`. A batch not known to be uniform goes to the unified kernel."""
+    write(k_TKD, v_TKD, kv, meta.slot_mapping, k_scale, v_scale)
+    T, R = q_THD.shape[0], meta.seq_lens.shape[0]
+    Q = host.max_query_len if host is not None else None
+    rows = (Q or 0) * (config.num_heads // config.num_kv_heads)
+    if Q is None or T != R * Q or rows > MAX_ROWS:
+        unified.attend(q_THD, kv, meta, out_THD, config, sinks, k_scale, v_scale)
+    else:
+        attend(q_THD, kv, meta, out_THD, config, Q, sinks, k_scale, v_scale)
+
+
+def attend(
+    q_THD: Tensor,
+    kv: tuple[Tensor, Tensor],
+    meta: Any,
+    out_THD: Tensor,
+    config: Any,
+    Q: int,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    how: How | None = None,
+) -> None:
+    """Attention of R * Q rows, where no request brings more than Q tokens, into all of them."""
+    q_THD, (k_cache, v_cache) = dense(q_THD), kv
+    R, K, D = meta.seq_lens.shape[0], config.num_kv_heads, config.head_dim
+    if not R:
+        return
+    numbers, constants = options(config, kv)
+    rows = Q * constants["GROUP"]
+    widest = meta.block_tables.shape[1] * config.block_size
+    how = how or how_to(config, rows, widest, R * K, processors(q_THD.device))
+    tile, split, programs, many, each, early = how
+    units = how.units(widest)
+    each = min(each or units, units)
+    final = units == 1
+    sums = None if final else empty(q_THD, R, K, units, rows, D)
+    by_k, k_step = scale_of(k_scale, q_THD)
+    by_v, v_step = scale_of(v_scale, q_THD)
+    launch(
+        split_kernel,
+        (R * K * each,),
+        (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
+         q_THD if sinks is None else sinks, by_k, by_v),
+        (*(sums or (out_THD,) * 3), out_THD),
+        (R, K, units, each, many or 0, *q_THD.stride()[:2],
+         *k_cache.stride()[:3], *v_cache.stride()[:3], meta.block_tables.stride(0),
+         *out_THD.stride()[:2], k_step, v_step, *numbers),
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        Q=Q,
+        SPLIT=split,
+        SPAN=split if many is None else split * SPLITS,
+        SHARED=each < units,
+        FINAL=final,
+        K_SCALED=k_scale is not None,
+        V_SCALED=v_scale is not None,
+        SINKS=sinks is not None,
+        early=early,
+        programs=programs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **constants,
+    )  # fmt: skip
+    if sums is not None:
+        merge(
+            sums, meta, out_THD, Q, split, many,
+            window=config.window, sinks=sinks, v_scale=None if v_scale is None else (by_v, v_step),
+            early=early,
+        )  # fmt: skip
+
+
+class How(NamedTuple):
+    """Static choices of the split kernel. Bits depend on `split` and the tile's keys alone.
+
+    Attributes:
+        tile: query rows and keys of a product, and how its kernel is compiled.
+        split: keys of a split, a multiple of the tile's.
+        programs: that a multiprocessor's registers are to hold.
+        many: splits of a request, beyond which its programs take whole spans; None: never.
+        each: programs that share the units of a request and a kv head; None: one for each unit.
+        early: whether both kernels are launched while the one ahead still runs.
+    """
+
+    tile: Tile
+    split: int
+    programs: int
+    many: int | None
+    each: int | None = None
+    early: bool = True
+
+    def units(self, widest: int) -> int:
+        """The most that a request has of them under a block table of so many keys."""
+        splits = -(-widest // self.split)
+        return splits if self.many is None else max(min(self.many, splits), -(-splits // SPLITS))
+
+
+def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
+    """By static shapes: `widest` keys in the block table, `pairs` of a request and a kv head.
+
+    Requests go by spans where spans alone fill the multiprocessors (`places`), if all requests were
+    as long. Splits and keys follow from `widest` and the config: bits are the same for any R.
+    """
+    rows = power_of_two(rows, at_least=16)
+    width = power_of_two(config.head_dim, at_least=16)
+    split = next(split for most, split in LENGTHS if widest <= most)
+    splits = -(-widest // split)
+    many = 0 if pairs >= places else SPLITS * places // pairs
+    if compute_dtype(config) == torch.float32:
+        tile = Tile(rows, 32, 4, 1)
+    elif width > 128 or rows > 16 or pairs * splits <= places:  # few programs: 1 x 512 gains 6 %
+        tile = Tile(rows, 32, 4, 3)
+    else:
+        tile = Tile(rows, 32, 2, 3)
+    how = How(tile, split, 4 if rows <= 32 and width <= 128 else 2, None)
+    if many >= splits:
+        return how
+    how = how._replace(many=many)
+    return how._replace(each=shared(how.units(widest), -(-splits // SPLITS), pairs, places))
+
+
+def shared(units: int, spans: int, pairs: int, places: int) -> int | None:
+    """Programs of a pair that take its units in turn; None: as many as units.
+
+    As many as spans, and at least FILL a multiprocessor; if these come to over MOST each, as many
+    fewer as make whole turns.
+    """
+    enough = max(spans, FILL * places // pairs)
+    turns = -(-enough * pairs // (MOST * places))
+    each = -(-enough // turns)
+    return each if each < units else None
+
+
+# Keys in the table, in a split: on an H200 1 x 4096 takes 8.5 us by 128, 9.8 by 256; 1 x 32768
+# 40 by 512, 51 by 256.
+LENGTHS = ((4096, 128), (16384, 256), (float("inf"), 512))
+# Programs of a multiprocessor: 8 x 4096 takes 40 us by 2, 44 by 4; 64 x 512 in a table for 131072
+# 52 by 64, 61 by 124.
+FILL, MOST = 2, 64
+
+
+@triton.jit
+def split_kernel(
+    q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, parts, tops, totals, out,
+    R, HEADS, UNITS, EACH, many, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    table_row, out_row, out_head, k_step, v_step, scale, softcap, window,
+    ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
+    SPLIT: tl.constexpr, SPAN: tl.constexpr, SHARED: tl.constexpr, FINAL: tl.constexpr,
+    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One unit of the keys that a request sees, or with SHARED every EACH-th of them.
+
+    They count from the first of which it sees any key. Requests of more than `many` splits go by
+    spans of SPAN keys, if it is more than SPLIT. With FINAL one unit holds all keys of a request,
+    if there are any: what would be merged is written to `out`.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    r = tl.program_id(0) // HEADS % R
+    unit = tl.program_id(0) // HEADS // R  # late ones last: most are past the end
+    m = tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    length = tl.load(lens + r)
+    begin = tl.load(starts + r)
+    new = tl.load(starts + r + 1) - begin
+    query_head = head * GROUP + m % GROUP
+    if FINAL:  # rows past the last request
+        row = r * Q + m // GROUP
+        at = row.to(tl.int64) * out_row + query_head * out_head
+        past = (m < Q * GROUP) & (row >= tl.load(starts + R))
+        zeros = tl.zeros((ROWS, WIDTH), out.dtype.element_ty)
+        tl.store(out + at[:, None] + d[None, :], zeros, mask=past[:, None] & (d < D)[None, :])
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - tl.maximum(new, 1) - window + 1, 0)
+    size = SPLIT
+    if SPAN > SPLIT:
+        size = tl.where(by_spans(first, length, many, SPLIT), SPAN, SPLIT)
+    real = m < new * GROUP
+    token = (begin + m // GROUP).to(tl.int64)
+    there = real[:, None] & (d < D)[None, :]
+    at = token * q_row + query_head * q_head
+    x = tl.load(q + at[:, None] + d[None, :], mask=there, other=0.0)
+    by_k = tl.load(k_scale + head * k_step) if K_SCALED else 1.0
+    count = (length + size - 1) // size - first // size
+    rounds = 1 if FINAL else (count > unit).to(tl.int32)
+    if SHARED:  # a length past the table must not reach what is another's
+        rounds = tl.cdiv(tl.minimum(count, UNITS) - unit, EACH)
+    for _ in tl.range(0, rounds, num_stages=1):
+        key = first // size * size + unit * size
+        last = tl.minimum(length, key + size)
+        acc, top, total = sum_keys(
+            x.to(tl.float32) if FLOAT32 else x, length - new + m // GROUP,
+            tl.maximum(key, first // KEYS * KEYS), first, last,
+            tables + r.to(tl.int64) * table_row, k_cache + head * k_head, v_cache + head * v_head,
+            k_block, k_slot, v_block, v_slot, scale * by_k, softcap, window,
+            ALIKE, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, ROWS, KEYS, Q, SPLIT, SPAN,
+        )  # fmt: skip
+        if FINAL:
+            by_v = tl.load(v_scale + head * v_step) if V_SCALED else 1.0
+            acc *= finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
+            at = token * out_row + query_head * out_head
+            tl.store(out + at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=there)
+        else:
+            at = ((r.to(tl.int64) * HEADS + head) * UNITS + unit) * (Q * GROUP) + m
+            tl.store(tops + at, top, mask=real)
+            tl.store(totals + at, total, mask=real)
+            tl.store(parts + at[:, None] * D + d[None, :], acc, mask=there)
+        unit += EACH
+
+
+@triton.jit
+def sum_keys(
+    q, position, begin, first, last, table, k_cache, v_cache,
+    k_block, k_slot, v_block, v_slot, scale, softcap, window,
+    ALIKE: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, Q: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Keys begin <= n < last, split by split: weighted values, largest scores, sums of weights.
+
+    Weights are summed by a product with ones: no warp waits for another, and the order of the sum
+    is the tile's, however many warps share it. A tile's blocks are looked up while the tile before
+    is summed, so that its keys can be on their way a tile earlier.
+    """
+    d = tl.arange(0, WIDTH)
+    ones = tl.full((KEYS, 16), 1.0, q.dtype)
+    part = tl.zeros((ROWS, WIDTH), tl.float32)
+    part_top = tl.full((ROWS,), float("-inf"), tl.float32)
+    part_total = tl.zeros((ROWS, 16), tl.float32)
+    acc, top, total = part, part_top, tl.zeros((ROWS,), tl.float32)
+    ahead = tl.load(table + within(begin + tl.arange(0, KEYS), first, last) // SIZE)
+    for start in tl.range(begin, last, KEYS):
+        n = start + tl.arange(0, KEYS)
+        block = ahead.to(tl.int64)
+        ahead = tl.load(table + within(n + KEYS, first, last) // SIZE)
+        row = within(n, first, last) % SIZE
+        k_at = (block * k_block + row * k_slot)[:, None] + d[None, :]
+        v_at = k_at if ALIKE else (block * v_block + row * v_slot)[:, None] + d[None, :]
+        if WIDTH == D:
+            k = tl.load(k_cache + k_at)
+            v = tl.load(v_cache + v_at)
+        else:
+            k = tl.load(k_cache + k_at, mask=(d < D)[None, :], other=0.0)
+            v = tl.load(v_cache + v_at, mask=(d < D)[None, :], other=0.0)
+        live = (n >= first) & (n < last)
+        scores = score(
+            q, k, n, live, position, scale, softcap, window,
+            CAUSAL and Q > 1, WINDOW, SOFTCAP, True,
+        )  # fmt: skip
+        higher = tl.maximum(part_top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None]).to(q.dtype)
+        fade = tl.exp2(part_top - base)[:, None]
+        part_top = higher
+        part_total = tl.dot(weights, ones, part_total * fade, input_precision="ieee")
+        part = tl.dot(weights, v.to(q.dtype), part * fade, input_precision="ieee")
+        if SPAN > SPLIT:
+            if (start + KEYS) % SPLIT == 0:
+                acc, top, total = fold(acc, top, total, part, part_top, tl.max(part_total, 1))
+                part = tl.zeros((ROWS, WIDTH), tl.float32)
+                part_top = tl.full((ROWS,), float("-inf"), tl.float32)
+                part_total = tl.zeros((ROWS, 16), tl.float32)
+    return fold(acc, top, total, part, part_top, tl.max(part_total, 1))
+
+
+@triton.jit
+def within(n, first, last):
+    """The nearest keys first <= n < last: always ones to read."""
+    return tl.maximum(tl.minimum(n, last - 1), first).to(tl.uint32)

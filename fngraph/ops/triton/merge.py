@@ -1,0 +1,189 @@
+"""Sums over parts of a request's keys, and how they become its attention: always in one order.
+
+A split is a fixed number of keys; SPLITS splits in a row are a span. A span's sums are its splits'
+folded from the first to the last, by whichever kernel: a program that reads the whole span does it
+on the way, `merge_kernel` does it for splits that several programs read. Bits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fngraph.ops.triton.keys import finish
+from fngraph.ops.triton.launch import launch, power_of_two
+
+SPLITS = 8  # of a span, in order
+
+
+@triton.jit
+def fold(acc, top, total, part, part_top, part_total):
+    """Sums so far and those of the keys that come next. Rounded alike wherever it is compiled."""
+    higher = tl.maximum(top, part_top)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    fade = tl.exp2(top - base)
+    weight = tl.exp2(part_top - base)
+    acc = tl.fma(part, weight[:, None], acc * fade[:, None])
+    return acc, higher, tl.fma(part_total, weight, total * fade)
+
+
+@triton.jit
+def by_spans(first, length, many, SPLIT: tl.constexpr):
+    """Whether a request that sees keys first <= n < length has more than `many` splits of them."""
+    return (length + SPLIT - 1) // SPLIT - first // SPLIT > many
+
+
+@triton.jit
+def merge_kernel(
+    starts, lens, parts, tops, totals, sinks, v_scale, out, R, UNITS, many, out_row, out_head,
+    window, v_step,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    Q: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, ALWAYS: tl.constexpr,
+    NEVER: tl.constexpr, SINKS: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One query head of one token: its spans in order; zeros where there is no such token.
+
+    What programs summed are spans ALWAYS, NEVER, or of requests of more than `many` splits, from
+    the first that the request sees. What is read before the wait was written before the kernel
+    ahead began.
+    """
+    r, token = tl.program_id(0) // Q, tl.program_id(0) % Q
+    query_head = tl.program_id(1)
+    heads = tl.num_programs(1) // GROUP
+    begin, length = tl.load(starts + r), tl.load(lens + r)
+    new = tl.load(starts + r + 1) - begin
+    used = tl.load(starts + R)
+    d = tl.arange(0, WIDTH)
+    into = out + query_head.to(tl.int64) * out_head + d
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - new - window + 1, 0)
+    at = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS * (Q * GROUP)
+    at += token * GROUP + query_head % GROUP
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if r * Q + token >= used:  # a row past the last request
+        zeros = tl.zeros((WIDTH,), out.dtype.element_ty)
+        tl.store(into + (r * Q + token).to(tl.int64) * out_row, zeros, mask=d < D)
+    if token < new:
+        wide = ALWAYS if ALWAYS or NEVER else by_spans(first, length, many, SPLIT)
+        if wide:
+            acc, top, total = merge_units(
+                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPLIT * SPLITS, 1
+            )
+        else:
+            acc, top, total = merge_units(
+                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPLIT, SPLITS
+            )
+        by_v = tl.load(v_scale + query_head // GROUP * v_step) if V_SCALED else 1.0
+        result = acc * finish(top, total, sinks, query_head, True, by_v, SINKS)
+        at = (begin + token).to(tl.int64) * out_row
+        tl.store(into + at, result.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def merge_units(
+    parts, tops, totals, at, first, length, ROWS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, PER: tl.constexpr,
+):  # fmt: skip
+    """Units of UNIT keys, PER of them to a span; the row's first is `at`.
+
+    How many make a span is constant, and some spans go side by side, so that all their loads are
+    on the way at once.
+    """
+    BESIDE: tl.constexpr = 4
+    d = tl.arange(0, WIDTH)
+    s = tl.arange(0, BESIDE)
+    first = first // UNIT
+    last = (length + UNIT - 1) // UNIT
+    at -= first * ROWS
+    acc = tl.zeros((WIDTH,), tl.float32)
+    top = float("-inf")
+    total = 0.0
+    for span in tl.range(first // PER, (last + PER - 1) // PER, BESIDE):
+        acc_S = tl.zeros((BESIDE, WIDTH), tl.float32)
+        top_S = tl.full((BESIDE,), float("-inf"), tl.float32)
+        total_S = tl.zeros((BESIDE,), tl.float32)
+        for i in tl.static_range(PER):
+            unit = (span + s) * PER + i
+            live = (unit >= first) & (unit < last)
+            row = at + unit * ROWS
+            part_top = tl.load(tops + row, mask=live, other=float("-inf"))
+            part_total = tl.load(totals + row, mask=live, other=0.0)
+            there = live[:, None] & (d < D)[None, :]
+            part = tl.load(parts + row[:, None] * D + d[None, :], mask=there, other=0.0)
+            acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
+        higher = tl.maximum(top, tl.max(top_S, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight_S = tl.exp2(top_S - base)
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(total_S * weight_S, 0)
+        acc = acc * fade + tl.sum(acc_S * weight_S[:, None], 0)
+        top = higher
+    return acc, top, total
+
+
+class Sums(NamedTuple):
+    """Of each request, kv head and unit, by rows (token by token, the head's query heads in each).
+
+    Attributes:
+        parts: (R, K, units, rows, D) float32, weighted values.
+        tops: (R, K, units, rows), the largest score, in powers of two.
+        totals: (R, K, units, rows), sums of weights.
+    """
+
+    parts: Tensor
+    tops: Tensor
+    totals: Tensor
+
+
+def empty(like: Tensor, R: int, K: int, units: int, rows: int, D: int) -> Sums:
+    """Room for sums, on the device of `like`."""
+    parts = like.new_empty((R, K, units, rows, D), dtype=torch.float32)
+    return Sums(parts, *parts.new_empty((2, R, K, units, rows)).unbind())
+
+
+def merge(
+    sums: Sums,
+    meta: Any,
+    out_THD: Tensor,
+    Q: int,
+    split: int,
+    many: int | None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    v_scale: tuple[Tensor, int] | None = None,
+    early: bool = True,
+) -> None:
+    """Launch `merge_kernel` into all rows of `out_THD`: requests of over `many` splits have spans.
+
+    With `many` None all have splits. Of each request `sums` begins with the first unit it sees.
+    `v_scale` are numbers of kv heads and the step from one head's to the next.
+    """
+    R, K, units, rows, D = sums.parts.shape
+    scale, step = v_scale or (out_THD, 0)
+    launch(
+        merge_kernel,
+        (R * Q, K * rows // Q),
+        (meta.query_start_loc, meta.seq_lens, *sums, out_THD if sinks is None else sinks, scale),
+        (out_THD,),
+        (R, units, many or 0, *out_THD.stride()[:2], window or 0, step),
+        GROUP=rows // Q,
+        D=D,
+        WIDTH=power_of_two(D, at_least=16),
+        WINDOW=window is not None,
+        Q=Q,
+        SPLIT=split,
+        SPLITS=SPLITS,
+        ALWAYS=many == 0,
+        NEVER=many is None,
+        SINKS=sinks is not None,
+        V_SCALED=v_scale is not None,
+        early=early,
+        num_warps=4,
+    )

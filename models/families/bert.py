@@ -1,0 +1,218 @@
+"""BERT and MiniLM as pure functions: sentence embeddings, forward(params, cache, batch).
+
+An encoder: every token sees all of its text, so a text comes whole, in one step. Nothing outlives
+the step; the cache is where attention finds the step's own keys and values, one for all layers.
+There are no decode batches: `fg.graphify(forward, pooling=True, ...)` resolves to PIECEWISE.
+Shape letters as in `fngraph.models.families.llama`; W words of a vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+from einops import einsum
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, linear, normalize
+
+import fngraph as fg
+from fngraph.models.families.layers import heads
+from fngraph.models.weights import loading, naming
+from fngraph.models.weights.naming import shape
+
+KV = tuple[Tensor, Tensor]  # (k, v), each (N, S, H, D)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes of a model. Hashable, and part of the structure of its `Params`."""
+
+    vocab_size: int
+    num_layers: int
+    num_heads: int  # H
+    dim: int  # E
+    mlp_dim: int  # F
+    max_len: int  # P
+    num_types: int
+    norm_eps: float
+
+
+@fg.struct
+class Affine:
+    """A matrix (out, in) or the gain of a norm (E,), and what is added."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@fg.struct
+class Layer:
+    """Weights of one layer."""
+
+    q: Affine
+    k: Affine
+    v: Affine
+    out: Affine
+    attn_norm: Affine
+    up: Affine
+    down: Affine
+    mlp_norm: Affine
+
+
+@fg.struct
+class Params:
+    """Weights of a model."""
+
+    embed: Tensor  # (W, E)
+    positions: Tensor  # (P, E)
+    types: Tensor  # (num_types, E)
+    norm: Affine
+    layers: tuple[Layer, ...]
+    config: Config = fg.static()
+
+
+@fg.struct
+class Batch:
+    """One step's texts, whole ones, laid end to end."""
+
+    token_ids: Tensor = fg.buffer("T", "int64")
+    positions: Tensor = fg.buffer("T", "int64")
+    slot_mapping: Tensor = fg.buffer("T", "int64", pad=-1)  # -1: write nowhere
+    seq_lens: Tensor = fg.buffer("R", "int32", pad=0)
+    query_start_loc: Tensor = fg.buffer("R + 1", "int32", pad="stride")
+    block_tables: Tensor = fg.buffer("R B", "int32", pad=0)
+    spec: fg.BatchSpec = fg.host()
+
+
+def forward(params: Params, cache: KV, batch: Batch) -> tuple[Tensor, KV]:
+    """(R, E): the mean of each text's last states, of length 1; and the cache."""
+    config = params.config
+    embedded_TE = (
+        params.embed[batch.token_ids] + params.types[0] + params.positions[batch.positions]
+    )
+    x_TE = norm(embedded_TE, params.norm, config)
+    for layer in params.layers:
+        x_TE, cache = encoder_layer(config, layer, x_TE, cache, batch)
+    return normalize(mean(x_TE, batch), dim=-1), cache
+
+
+@fg.block
+def encoder_layer(
+    config: Config, layer: Layer, x_TE: Tensor, kv: KV, batch: Batch
+) -> tuple[Tensor, KV]:
+    """norm(x + attention(x)), then norm(x + mlp(x)); and the cache."""
+    q_THD, k_THD, v_THD = (
+        heads(x_TE, w.weight, config.dim // config.num_heads, w.bias)
+        for w in (layer.q, layer.k, layer.v)
+    )
+    out_THD, kv = fg.ops.attention(q_THD, k_THD, v_THD, kv, batch, causal=False)
+    x_TE = norm(x_TE + apply(layer.out, out_THD.flatten(1)), layer.attn_norm, config)
+    hidden_TF = gelu(apply(layer.up, x_TE))
+    return norm(x_TE + apply(layer.down, hidden_TF), layer.mlp_norm, config), kv
+
+
+def apply(affine: Affine, x: Tensor) -> Tensor:
+    """The matrix times x, plus the bias."""
+    return linear(x, affine.weight, affine.bias)
+
+
+def norm(x_TE: Tensor, affine: Affine, config: Config) -> Tensor:
+    """Layer norm."""
+    return layer_norm(x_TE, (config.dim,), affine.weight, affine.bias, config.norm_eps)
+
+
+def mean(x_TE: Tensor, batch: Batch) -> Tensor:
+    """(R, E) float32: the mean over each request's own rows; zero of a padding request."""
+    starts = batch.query_start_loc.long()
+    token_T = torch.arange(x_TE.shape[0], device=x_TE.device)
+    real_T = batch.slot_mapping >= 0
+    own_RT = (token_T >= starts[:-1, None]) & (token_T < starts[1:, None])
+    x_TE = torch.where(real_T[:, None], x_TE.float(), 0)
+    sum_RE = einsum(own_RT.float(), x_TE, "r t, t e -> r e")
+    return sum_RE / batch.seq_lens.clamp(min=1)[:, None]
+
+
+def blank(config: Config) -> Params:
+    """`Params` of meta tensors: the one list of weights that init and files go by."""
+    E, F = config.dim, config.mlp_dim
+    square, gain = Affine(shape(E, E), shape(E)), Affine(shape(E), shape(E))
+    up, down = Affine(shape(F, E), shape(F)), Affine(shape(E, F), shape(E))
+    layer = Layer(square, square, square, square, gain, up, down, gain)
+    embed, positions, types = (
+        shape(n, E) for n in (config.vocab_size, config.max_len, config.num_types)
+    )
+    return Params(embed, positions, types, gain, (layer,) * config.num_layers, config)
+
+
+init_params = functools.partial(
+    naming.init_params, blank, vectors={"bias": 0.0}
+)  # config, *, seed, device, dtype
+
+
+def init_cache(
+    config: Config,
+    num_blocks: int,
+    *,
+    block_size: int = 16,
+    num_slots: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> KV:
+    """A pair of (num_blocks, block_size, H, D) for one step's tokens; `num_slots` is not used."""
+    each = (num_blocks, block_size, config.num_heads, config.dim // config.num_heads)
+    return torch.zeros(each, device=device, dtype=dtype), torch.zeros(
+        each, device=device, dtype=dtype
+    )
+
+
+def read_config(raw: loading.Raw) -> Config:
+    """The config of a config.json."""
+    return Config(
+        vocab_size=raw["vocab_size"], num_layers=raw["num_hidden_layers"],
+        num_heads=raw["num_attention_heads"], dim=raw["hidden_size"],
+        mlp_dim=raw["intermediate_size"], max_len=raw["max_position_embeddings"],
+        num_types=raw["type_vocab_size"], norm_eps=raw["layer_norm_eps"],
+    )  # fmt: skip
+
+
+def _affine(ours: str, theirs: str) -> dict[str, str]:
+    return {f"{ours}.{part}": f"{theirs}.{part}" for part in ("weight", "bias")}
+
+
+FORMAT = loading.Format(
+    read_config,
+    blank,
+    names={
+        "embed": "embeddings.word_embeddings.weight",
+        "positions": "embeddings.position_embeddings.weight",
+        "types": "embeddings.token_type_embeddings.weight",
+        **_affine("norm", "embeddings.LayerNorm"),
+        **_affine("layers.*.q", "encoder.layer.*.attention.self.query"),
+        **_affine("layers.*.k", "encoder.layer.*.attention.self.key"),
+        **_affine("layers.*.v", "encoder.layer.*.attention.self.value"),
+        **_affine("layers.*.out", "encoder.layer.*.attention.output.dense"),
+        **_affine("layers.*.attn_norm", "encoder.layer.*.attention.output.LayerNorm"),
+        **_affine("layers.*.up", "encoder.layer.*.intermediate.dense"),
+        **_affine("layers.*.down", "encoder.layer.*.output.dense"),
+        **_affine("layers.*.mlp_norm", "encoder.layer.*.output.LayerNorm"),
+    },
+    only={"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False},
+    skipped=("pooler.*", "embeddings.position_ids"),
+)
+
+
+def load(
+    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[Config, Params]:
+    """A Hugging Face folder; see `fngraph.models.weights.loading.load`.
+
+    Raises:
+        CheckpointError: also of a folder of sentence-transformers that does not pool by the mean.
+    """
+    pooling = Path(folder, "1_Pooling")
+    if pooling.exists() and not loading.read_json(pooling).get("pooling_mode_mean_tokens"):
+        raise loading.CheckpointError(f"{pooling}/config.json asks for other pooling than the mean")
+    config, params = loading.load(FORMAT, folder, device=device, dtype=dtype)
+    return config, params

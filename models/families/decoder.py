@@ -1,0 +1,103 @@
+"""What decoders have in common: `Params`, the last norm and head, and for most of them the layers.
+
+A family whose layers are those of `decode` says what differs:
+
+    attention(config, weights, x_TE, rope, kept, batch) -> (T, E), and what its layer keeps
+    mixture(config, weights, x_TE, real_T) -> (T, E), where a layer has no plain mlp
+
+Shape letters as in `fngraph.models.families.llama`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+import fngraph as fg
+from fngraph.models.families.layers import Mlp, mlp, rms_norm
+from fngraph.models.families.rope import Turn, rotation
+from fngraph.models.weights.naming import shape
+
+NormFn = Callable[[Tensor, Tensor, float], Tensor]
+AttentionFn = Callable[..., tuple[Tensor, Any]]
+MixtureFn = Callable[[Any, Any, Tensor, Tensor], Tensor]
+
+
+@fg.struct
+class Params:
+    """Weights of a decoder."""
+
+    embed: Tensor  # (V, E)
+    layers: tuple[Any, ...]  # the family's Layer
+    norm: Tensor  # (E,)
+    head: Tensor | None  # (V, E); None where it is tied to embed
+    config: Any = fg.static()  # the family's Config
+
+
+def params_of(config: Any, layers: Iterable[Any]) -> Params:
+    """Shapes of a decoder with these layers."""
+    embed = shape(config.vocab_size, config.dim)
+    return Params(embed, tuple(layers), shape(config.dim), None if config.tied else embed, config)
+
+
+def logits(params: Params, x_RE: Tensor, norm: NormFn = rms_norm) -> Tensor:
+    """(R, V): the last norm and the head."""
+    head_VE = params.embed if params.head is None else params.head
+    return linear(norm(x_RE, params.norm, params.config.norm_eps), head_VE)
+
+
+@fg.struct
+class Layer:
+    """Weights of one layer."""
+
+    attn_norm: Tensor  # (E,)
+    attn: Any  # the family's Attention
+    mlp_norm: Tensor  # (E,)
+    mlp: Any  # Mlp, or the family's Mixture
+
+
+def layer_of(config: Any, attn: Any, mlp: Any) -> Layer:
+    """Shapes of one layer around those of its parts."""
+    return Layer(shape(config.dim), attn, shape(config.dim), mlp)
+
+
+def decode(
+    params: Params, cache: tuple[Any, ...], batch: Any, attention: AttentionFn,
+    mixture: MixtureFn | None = None, *, rope_dim: int, norm: NormFn = rms_norm,
+) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
+    config, kept = params.config, []
+    x_TE = params.embed[batch.token_ids]
+    rope = rotation(batch.positions, rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling)
+    for layer, own in zip(params.layers, cache, strict=True):
+        x_TE, own = decoder_layer(config, layer, x_TE, rope, own, batch, attention, mixture, norm)
+        kept.append(own)
+    return logits(params, x_TE[batch.logits_indices], norm), tuple(kept)
+
+
+@fg.block
+def decoder_layer(
+    config: Any, layer: Layer, x_TE: Tensor, rope: Turn, kept: Any, batch: Any,
+    attention: AttentionFn, mixture: MixtureFn | None, norm: NormFn,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """x + attention(norm(x)), plus the mlp or the experts of its norm; and what is kept."""
+    normed_TE = norm(x_TE, layer.attn_norm, config.norm_eps)
+    out_TE, kept = attention(config, layer.attn, normed_TE, rope, kept, batch)
+    x_TE = x_TE + out_TE
+    normed_TE = norm(x_TE, layer.mlp_norm, config.norm_eps)
+    if mixture is None or isinstance(layer.mlp, Mlp):
+        return x_TE + mlp(layer.mlp, normed_TE), kept
+    return x_TE + mixture(config, layer.mlp, normed_TE, batch.slot_mapping >= 0), kept
+
+
+DECODER_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "layers.*.attn_norm": "model.layers.*.input_layernorm.weight",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
+}
+"""What Hugging Face calls these weights, for `loading.Format.names`."""

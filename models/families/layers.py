@@ -1,0 +1,76 @@
+"""Parts of layers: norms, heads, attention, gated mlps. Shape letters as in `fngraph.models.families.llama`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+import fngraph as fg
+from fngraph.models.weights.naming import shape
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm, computed in float32."""
+    wide_TE = x_TE.float()
+    scale_T1 = torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
+    return (wide_TE * scale_T1).to(x_TE.dtype) * weight_E
+
+
+def centred_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm whose weight is added to 1, computed in float32."""
+    wide_TE = x_TE.float()
+    scale_T1 = torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
+    return (wide_TE * scale_T1 * (1 + weight_E.float())).to(x_TE.dtype)
+
+
+def swiglu(x_TE: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    """The gated mlp; matrices as (out, in)."""
+    return linear(silu(linear(x_TE, w_gate)) * linear(x_TE, w_up), w_down)
+
+
+def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: Any, batch: Any) -> tuple[Tensor, Any]:
+    """Causal attention; a batch with a `prefix_len` has its shared prefix read once for all."""
+    attention = fg.ops.cascade if hasattr(batch, "prefix_len") else fg.ops.attention
+    return attention(q_THD, k_TKD, v_TKD, kv, batch)
+
+
+def heads(x_TE: Tensor, weight: Tensor, head_dim: int, bias: Tensor | None = None) -> Tensor:
+    """(T, H, D): the projection of each head; `weight` is (H*D, E), `bias` (H*D,)."""
+    return rearrange(linear(x_TE, weight, bias), "t (h d) -> t h d", d=head_dim)
+
+
+def join(x_THD: Tensor, weight: Tensor) -> Tensor:
+    """(T, E): all heads projected back; `weight` is (E, H*D)."""
+    return linear(rearrange(x_THD, "t h d -> t (h d)"), weight)
+
+
+@fg.struct
+class Mlp:
+    """Weights of a gated mlp, matrices as (out, in)."""
+
+    w_gate: Tensor  # (F, E)
+    w_up: Tensor  # (F, E)
+    w_down: Tensor  # (E, F)
+
+
+def mlp(weights: Mlp, x_TE: Tensor) -> Tensor:
+    """(T, E): `swiglu` with its weights as one."""
+    return swiglu(x_TE, weights.w_gate, weights.w_up, weights.w_down)
+
+
+def mlp_of(dim: int, hidden: int) -> Mlp:
+    """Shapes of a gated mlp."""
+    return Mlp(shape(hidden, dim), shape(hidden, dim), shape(dim, hidden))
+
+
+def mlp_names(ours: str, theirs: str) -> dict[str, str]:
+    """What Hugging Face calls the weights of a gated mlp, for `loading.Format.names`."""
+    return {
+        f"layers.*.{ours}.w_gate": f"model.layers.*.{theirs}.gate_proj.weight",
+        f"layers.*.{ours}.w_up": f"model.layers.*.{theirs}.up_proj.weight",
+        f"layers.*.{ours}.w_down": f"model.layers.*.{theirs}.down_proj.weight",
+    }

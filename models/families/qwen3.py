@@ -1,0 +1,95 @@
+"""Qwen3, dense, as pure functions: Llama with a norm on each head's queries and keys.
+
+Shape letters as in `fngraph.models.families.llama`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.models.families import llama
+from fngraph.models.families.decoder import (
+    DECODER_NAMES,
+    Params as Params,
+    decode,
+    layer_of,
+    params_of,
+)
+from fngraph.models.families.layers import attend, heads, join, mlp_names, mlp_of, rms_norm
+from fngraph.models.families.llama import (
+    KV,
+    Batch as Batch,
+    Config as Config,
+    init_cache as init_cache,
+)
+from fngraph.models.families.rope import Turn, rotate
+from fngraph.models.weights import loading, naming
+from fngraph.models.weights.naming import shape
+
+
+@fg.struct
+class Attention:
+    """Weights of one attention, matrices as (out, in)."""
+
+    wq: Tensor  # (H*D, E)
+    wk: Tensor  # (K*D, E)
+    wv: Tensor  # (K*D, E)
+    wo: Tensor  # (E, H*D)
+    q_norm: Tensor  # (D,)
+    k_norm: Tensor  # (D,)
+
+
+def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
+    """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
+    return decode(params, cache, batch, attention, rope_dim=params.config.head_dim)
+
+
+def attention(
+    config: Any, weights: Attention, x_TE: Tensor, rope: Turn, kv: KV, batch: Any
+) -> tuple[Tensor, KV]:
+    """Attention with normalized queries and keys."""
+    q_THD, k_TKD, v_TKD = (
+        heads(x_TE, weight, config.head_dim) for weight in (weights.wq, weights.wk, weights.wv)
+    )
+    q_THD = rotate(rms_norm(q_THD, weights.q_norm, config.norm_eps), rope)
+    k_TKD = rotate(rms_norm(k_TKD, weights.k_norm, config.norm_eps), rope)
+    out_THD, kv = attend(q_THD, k_TKD, v_TKD, kv, batch)
+    return join(out_THD, weights.wo), kv
+
+
+def blank(config: Config) -> Params:
+    """`Params` of meta tensors: the one list of weights that init and files go by."""
+    layer = layer_of(config, attention_of(config), mlp_of(config.dim, config.mlp_dim))
+    return params_of(config, [layer] * config.num_layers)
+
+
+def attention_of(config: Any) -> Attention:
+    """Shapes of one attention."""
+    E, D = config.dim, config.head_dim
+    q, kv = config.num_heads * D, config.num_kv_heads * D
+    return Attention(shape(q, E), shape(kv, E), shape(kv, E), shape(E, q), shape(D), shape(D))
+
+
+init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
+
+
+ATTENTION_NAMES = {
+    "layers.*.attn.wq": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attn.wk": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attn.wv": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attn.wo": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.attn.q_norm": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attn.k_norm": "model.layers.*.self_attn.k_norm.weight",
+}
+FORMAT = loading.Format(
+    llama.read_config,
+    blank,
+    names={**DECODER_NAMES, **ATTENTION_NAMES, **mlp_names("mlp", "mlp")},
+    only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    skipped=("lm_head.weight",),
+)
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

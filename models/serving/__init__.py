@@ -1,0 +1,1 @@
+"""Continuous batching: requests, schedule and steps as values and pure functions."""

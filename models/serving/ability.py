@@ -1,0 +1,133 @@
+"""What steps were made for, and the requests, policies and caches that they refuse.
+
+A batch has a field only if its steps were made with it, so that what a request asks for beyond
+that would be left out without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Request, State
+from fngraph.models.serving.sampling import COLD
+from fngraph.models.weights import naming
+
+
+class Ability(NamedTuple):
+    """What steps can do.
+
+    Attributes:
+        policy: that they were made for; a loop's own may have lower budgets.
+        more: "sampling", "states".
+        adapters: slots.
+        num_blocks: of the cache; None: not known.
+    """
+
+    policy: Policy
+    more: tuple[str, ...] = ()
+    adapters: int = 0
+    num_blocks: int | None = None
+
+    def __str__(self) -> str:
+        drawn = "sampling" if "sampling" in self.more else "greedy"
+        sizes = f"max_tokens={self.policy.max_tokens}, max_reqs={self.policy.max_reqs}"
+        return f"{drawn}, {self.adapters} adapters, {sizes}"
+
+    def check(self, state: State, policy: Policy) -> None:
+        """Refuse a planned step that would compute another thing than its requests ask for.
+
+        Raises:
+            ValueError: what does not fit, and what to pass to `make_steps`.
+        """
+        if policy is not self.policy and not _serves(self.policy, policy):
+            raise ValueError(f"the loop has {policy}, but make_steps had {self.policy}; pass one")
+        if self.num_blocks is not None and state.pool.num_blocks > self.num_blocks:
+            raise ValueError(
+                f"start({state.pool.num_blocks}, policy) has more blocks than the cache of "
+                f"make_steps, {self.num_blocks}. Pass start({self.num_blocks}, policy)"
+            )
+        greedy, adapters = "sampling" not in self.more, self.adapters
+        for job, _, _ in state.rows:
+            asked = job.request
+            if asked.adapter >= adapters or (greedy and asked.settings.temperature >= COLD):
+                raise ValueError(self._refusal(asked))
+
+    def _refusal(self, asked: Request) -> str:
+        if asked.adapter < self.adapters:
+            fix = 'make_steps(..., "sampling"), or leave settings= out of submit'
+            return f"request {asked.id}: these steps are greedy, given {asked.settings}. Pass {fix}"
+        slots = f"{self.adapters} slots for adapters, counted from 0" if self.adapters else "none"
+        fix = f"make_steps(..., adapters=lora.slots(params, count={asked.adapter + 1}, rank=16))"
+        return (
+            f"request {asked.id}: adapter={asked.adapter}, but these steps have {slots}. Pass {fix}"
+        )
+
+
+def _serves(made: Policy, policy: Policy) -> bool:
+    """Whether steps for one policy have the shapes and functions that another one needs."""
+    same = ("max_blocks", "block_size", "num_slots")
+    return (
+        all(getattr(made, name) == getattr(policy, name) for name in same)
+        and (policy.max_tokens <= made.max_tokens and policy.max_reqs <= made.max_reqs)
+        and max(policy.query_lens) <= max(made.query_lens)
+        and (bool(made.cascade) or not policy.cascade)
+    )
+
+
+def count_blocks(cache: Any, policy: Policy) -> int | None:
+    """How many blocks a cache has; None where that cannot be seen, as among states of slots.
+
+    Raises:
+        ValueError: a leaf of 3 or 4 dims that is not (num_blocks, policy.block_size, ...).
+    """
+    if policy.num_slots:
+        return None
+    counts = set()
+    paged = {path: x for path, x in naming.named(cache).items() if x.dim() in (3, 4)}
+    for path, leaf in paged.items():
+        if leaf.shape[1] != policy.block_size:
+            raise ValueError(
+                f"cache leaf {path} is {list(leaf.shape)}, not (num_blocks, {policy.block_size}, "
+                "...), as the policy's block_size says. Pass init_cache(..., "
+                f"block_size={policy.block_size}), or Policy(block_size=...)"
+            )
+        counts.add(len(leaf))
+    return min(counts, default=None)
+
+
+def check_unused(slot: int, state: State) -> None:
+    """Refuse to load an adapter over one that a request still uses.
+
+    Its text would be of both, and so would that of requests that share its blocks, which were
+    computed under the old one. No block outlives the last request that holds it, so a slot that
+    none uses has none.
+
+    Raises:
+        ValueError: the first such request.
+    """
+    for job in (*state.running, *state.waiting):
+        if job.request.adapter == slot:
+            raise ValueError(
+                f"slot {slot}: request {job.id} has adapter={slot} and has not ended. Load another "
+                f"slot, wait for its end, or drop it: state = cancel(state, {job.id})"
+            )
+
+
+def check_names(more: tuple[str, ...], policy: Policy) -> None:
+    """Refuse names that steps cannot be made with.
+
+    Raises:
+        ValueError: a name that is none; "states" without slots for them, or slots without.
+    """
+    for name in more:
+        if name not in ("sampling", "states"):
+            raise ValueError(
+                f'{name!r} is no name of what steps may have, "sampling" or "states". Adapters '
+                "come with adapters=lora.slots(...), cascade batches with Policy(cascade=512)"
+            )
+    if ("states" in more) != bool(policy.num_slots):
+        raise ValueError(
+            f'"states" goes with slots for them: {more} and num_slots={policy.num_slots}. Pass '
+            f'make_steps(..., "states") and Policy(num_slots={policy.max_reqs}, share=False)'
+        )

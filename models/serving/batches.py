@@ -1,0 +1,157 @@
+"""The serving batch: which fields a step is told, as data, and how rows are laid out in them.
+
+Shape letters: T tokens of the step, R requests of the step, B blocks per request, Q tokens that a
+request draws at most.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import fngraph as fg
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Row
+from fngraph.models.serving.sampling import Settings
+
+Fields = dict[str, tuple[str, str, int | str]]  # name -> dims, dtype, pad
+
+PAGED: Fields = {
+    "token_ids": ("T", "int64", 0),
+    "positions": ("T", "int64", 0),
+    "slot_mapping": ("T", "int64", -1),  # -1: write nowhere
+    "seq_lens": ("R", "int32", 0),  # this step's tokens included
+    "query_start_loc": ("R + 1", "int32", "stride"),
+    "block_tables": ("R B", "int32", 0),
+    "logits_indices": ("R Q", "int64", 0),  # the head runs on R x Q rows, not on T
+}
+MORE: dict[str, Fields] = {  # by what a step may need beside these
+    "states": {"state_slots": ("R", "int64", -1)},
+    "cascade": {"prefix_len": ("1", "int32", 0)},
+    "adapters": {"adapter_ids": ("T", "int64", -1)},
+    "sampling": {
+        "keys": ("R", "int64", 0),
+        "temperature": ("R", "float32", 0),
+        "top_k": ("R", "int32", 0),
+        "top_p": ("R", "float32", 1),
+        "min_p": ("R", "float32", 0),
+    },
+}
+
+
+@functools.cache
+def batch_type(*more: str) -> type:
+    """The struct of a batch with the fields of PAGED, of MORE by these names, and a spec."""
+    fields = dict(PAGED)
+    for name in more:
+        fields |= MORE[name]
+    members: dict[str, Any] = {
+        name: fg.buffer(dims, dtype, pad=pad) for name, (dims, dtype, pad) in fields.items()
+    }
+    hints = dict.fromkeys(fields, torch.Tensor) | {"spec": fg.BatchSpec}
+    members |= {
+        "spec": fg.host(),
+        "__annotations__": hints,
+        "__doc__": "One step's rows, end to end.",
+    }
+    return fg.struct(type("Batch", (), members))
+
+
+def empty_batch(kind: type, policy: Policy, spec: fg.BatchSpec) -> Any:
+    """A batch of zeros, as `step.host_batch` hands one out, for a bare `forward`."""
+    sizes = {**policy.limits.dims, "T": spec.num_tokens, "R": spec.num_reqs}
+    leaves = {
+        name: torch.zeros(buffer.shape(sizes), dtype=getattr(torch, buffer.dtype))
+        for name, buffer in fg.core.buffers_of(kind).items()
+    }
+    return kind(**leaves, spec=spec)
+
+
+def lay_out(rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchSpec], Any]) -> Any:
+    """The batch in which each job computes its next `new` tokens, and its drafts.
+
+    Args:
+        host_batch: hands out the batch of a spec; each of its leaves is filled, in place.
+    """
+    jobs = [row.job for row in rows]
+    computed = np.array([job.computed for job in jobs])
+    counts = np.array([row.new + len(row.drafts) for row in rows])
+    shared = prefix_blocks(rows, policy) * policy.block_size
+    spec = spec_of(rows, counts, computed + counts, shared > 0)
+    batch = host_batch(spec)
+    into = {name: x.numpy() for name, x in vars(batch).items() if name != "spec"}
+
+    ends = counts.cumsum()
+    first = ends - counts
+    row_T = np.repeat(np.arange(len(rows)), counts)
+    position_T = into["positions"]
+    np.add(np.arange(ends[-1]), (computed - first)[row_T], out=position_T)
+    at = 0
+    for job, new, drafts in rows:
+        stop = at + new
+        into["token_ids"][at:stop] = job.tokens.view(job.computed, job.computed + new)
+        at = stop + len(drafts)
+        into["token_ids"][stop:at] = drafts
+    tables = into["block_tables"]
+    tables.fill(0)
+    for table, job in zip(tables, jobs):
+        table[: len(job.blocks)] = job.blocks.view()
+    block_T, offset_T = np.divmod(position_T, policy.block_size)
+    into["slot_mapping"][:] = tables[row_T, block_T].astype(np.int64) * policy.block_size + offset_T
+    into["seq_lens"][:] = computed + counts
+    into["query_start_loc"][0], into["query_start_loc"][1:] = 0, ends
+    drawn = 1 + len(rows[0].drafts)  # of each row; places beyond them repeat the last
+    wide = into["logits_indices"].shape[1]
+    into["logits_indices"][:] = (ends - drawn)[:, None] + np.arange(wide).clip(max=drawn - 1)
+    fill_more(jobs, counts, shared, into)
+    return batch
+
+
+def fill_more(jobs: Sequence[Any], counts: np.ndarray, shared: int, into: dict[str, Any]) -> None:
+    """The fields of MORE, of those that the batch has."""
+    if "state_slots" in into:
+        into["state_slots"][:] = [job.slot for job in jobs]
+    if "prefix_len" in into:
+        into["prefix_len"][:] = shared
+    if "adapter_ids" in into:
+        into["adapter_ids"][:] = np.repeat([job.request.adapter for job in jobs], counts)
+    if "keys" in into:
+        into["keys"][:] = [job.request.key for job in jobs]
+        drawing = np.array([job.request.settings[:4] for job in jobs])
+        for column, name in enumerate(Settings._fields[:4]):
+            into[name][:] = drawing[:, column]
+
+
+def spec_of(
+    rows: Sequence[Row], counts: np.ndarray, ends: np.ndarray, cascade: bool
+) -> fg.BatchSpec:
+    """What dispatch looks at."""
+    uniform = all(row.job.decoding for row in rows)
+    return fg.BatchSpec(
+        int(counts.sum()),
+        len(rows),
+        query_len=int(counts[0]) if uniform else None,
+        adapters=len({row.job.request.adapter for row in rows} - {-1}),
+        cascade=cascade,
+        host=fg.HostBounds(int(counts.max()), int(ends.max())),
+    )
+
+
+def prefix_blocks(rows: Sequence[Row], policy: Policy) -> int:
+    """Leading blocks that all rows share, where they make a cascade batch; else 0.
+
+    A block that two requests share has the same blocks before it in both.
+    """
+    least = -(-policy.cascade // policy.block_size)
+    if not least or len(rows) < max(2, policy.cascade_reqs):
+        return 0
+    shortest = min(len(row.job.blocks) for row in rows)
+    if shortest < least:
+        return 0
+    tables = np.stack([row.job.blocks.view(least - 1, shortest) for row in rows])
+    same = int((tables == tables[0]).all(0).cumprod().sum())
+    return least - 1 + same if same else 0

@@ -1,0 +1,204 @@
+"""Requests and the state of serving as values: who waits, who runs, what is free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fngraph.models.serving.blocks import Pool, blocks_for, new_pool, release
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.sampling import Settings, check, key_of
+from fngraph.models.serving.tokens import Tokens
+
+GREEDY = Settings()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        id: its number, in the order of submission.
+        prompt: tokens to start from, at least one.
+        max_new: tokens to generate, unless it stops before.
+        stop: runs of tokens that end it, `((eos,), (13, 13))`; they are its last tokens then.
+        adapter: number of its LoRA adapter; -1: none.
+        settings: how its tokens are drawn.
+        key: of its random numbers, made of the seed.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    max_new: int
+    stop: tuple[tuple[int, ...], ...] = ()
+    adapter: int = -1
+    settings: Settings = GREEDY
+    key: int = 0
+
+
+class Job(NamedTuple):
+    """How far a request is.
+
+    Attributes:
+        tokens: the prompt and what was generated.
+        computed: how many of them are in the cache.
+        blocks: its blocks of the cache, in order; none unless it is running.
+        slot: of its recurrent state; -1 where there is none.
+    """
+
+    request: Request
+    tokens: Tokens
+    computed: int
+    blocks: Tokens
+    slot: int
+
+    @property
+    def id(self) -> int:
+        """The request's number."""
+        return self.request.id
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """Tokens so far."""
+        return tuple(self.tokens.view(len(self.request.prompt)).tolist())
+
+    @property
+    def missing(self) -> int:
+        """Tokens that the next step would have to compute to reach a new one."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its prompt is in the cache, and a step of one token brings it further."""
+        return self.computed >= len(self.request.prompt) and self.missing == 1
+
+
+class Row(NamedTuple):
+    """A job's part of a step: its next `new` tokens, then the drafts behind them."""
+
+    job: Job
+    new: int
+    drafts: tuple[int, ...] = ()
+
+
+class Event(NamedTuple):
+    """What a step did for one request.
+
+    Attributes:
+        id: the request's number.
+        tokens: its new tokens.
+        end: why these are its last: "stop" or "length"; None: there will be more.
+    """
+
+    id: int
+    tokens: tuple[int, ...]
+    end: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """Everything that scheduling depends on. Finished requests are not kept.
+
+    Attributes:
+        waiting: first come first; those that were thrown out go before the others.
+        running: hold blocks; in the order in which they joined.
+        rows: of the step under way.
+        pool: the blocks.
+        slots: of recurrent state that are free.
+        submitted: how many requests ever were.
+    """
+
+    waiting: tuple[Job, ...]
+    running: tuple[Job, ...]
+    rows: tuple[Row, ...]
+    pool: Pool
+    slots: tuple[int, ...]
+    submitted: int
+
+    @property
+    def live(self) -> bool:
+        """Whether there is work left."""
+        return bool(self.waiting or self.running)
+
+    def __repr__(self) -> str:
+        free = f"{len(self.pool.free)} of {self.pool.num_blocks} blocks free"
+        rows = f"{len(self.rows)} rows under way"
+        return f"State({len(self.waiting)} waiting, {len(self.running)} running, {rows}, {free})"
+
+
+def start(num_blocks: int, policy: Policy) -> State:
+    """A state without requests, over a cache of that many free blocks."""
+    return State((), (), (), new_pool(num_blocks), tuple(range(policy.num_slots)), 0)
+
+
+def submit(
+    state: State, policy: Policy, prompt: Iterable[int], max_new: int,
+    *, stop: Sequence[Sequence[int] | int] = (), adapter: int = -1, settings: Settings = GREEDY,
+) -> State:  # fmt: skip
+    """The state with one more request waiting, number `state.submitted`.
+
+    Args:
+        stop: tokens that end it, [eos]; or runs of them, [[13, 13]].
+
+    Raises:
+        TypeError: a prompt or settings of another type.
+        ValueError: a request that could never run, so that it would wait for ever; settings out of
+            their range.
+    """
+    if isinstance(prompt, str):
+        raise TypeError(f"prompt={prompt[:20]!r}: pass its tokens, text.encode(prompt)")
+    if not isinstance(settings, Settings):
+        raise TypeError(f"settings={settings!r}: pass Settings(temperature=0.8, ...)")
+    tokens = tuple(prompt)
+    ends = tuple((run,) if isinstance(run, int) else tuple(run) for run in stop)
+    if not tokens or max_new < 1 or not all(ends):
+        raise ValueError(
+            f"a request needs a prompt token, max_new >= 1 and no empty stop, got {len(tokens)}, "
+            f"{max_new} and {ends}"
+        )
+    if adapter < -1:
+        raise ValueError(f"adapter={adapter}: pass a slot's number, from 0 on; -1 for none")
+    needed = blocks_for(len(tokens) + max_new, policy.block_size)
+    if needed > min(policy.max_blocks, state.pool.num_blocks):
+        raise ValueError(
+            f"{len(tokens)} prompt tokens and {max_new} new ones take {needed} blocks of "
+            f"{policy.block_size}, but a request may have {policy.max_blocks} and the cache has "
+            f"{state.pool.num_blocks}. Pass Policy(max_blocks={needed}) and a larger cache, or "
+            "shorten the request"
+        )
+    check(settings)
+    key = key_of(settings.seed)
+    request = Request(state.submitted, tokens, max_new, ends, adapter, settings, key)
+    job = Job(request, Tokens(tokens), 0, no_blocks(), -1)
+    return dataclasses.replace(state, waiting=(*state.waiting, job), submitted=state.submitted + 1)
+
+
+def no_blocks() -> Tokens:
+    """The blocks of a job that waits."""
+    return Tokens((), dtype=np.int32)
+
+
+def cancel(state: State, id: int) -> State:
+    """The state without a request; as it was where that one has ended by itself.
+
+    A step under way may finish: `advance` drops what it did for the request.
+    """
+    for job in (*state.running, *state.waiting):
+        if job.id == id:
+            return drop(state, [job])
+    return state
+
+
+def drop(state: State, jobs: Sequence[Job]) -> State:
+    """The state without these jobs; what they held is free again."""
+    gone = {job.id for job in jobs}
+    return dataclasses.replace(
+        state,
+        waiting=tuple(job for job in state.waiting if job.id not in gone),
+        running=tuple(job for job in state.running if job.id not in gone),
+        pool=release(state.pool, [block for job in jobs for block in job.blocks]),
+        slots=(*state.slots, *(job.slot for job in jobs if job.slot >= 0)),
+    )

@@ -1,0 +1,239 @@
+"""Continuous batching as two pure functions: plan(state) -> state with rows, advance -> events.
+
+Every running decode gets its token first; prefills share what is left of the token budget in
+chunks, in the order in which they came. A request joins when its tokens so far find blocks. Where
+a decode finds none, the request that joined last is thrown out: it waits in front of the others,
+keeps its tokens and computes them again.
+
+| rows                                    | kind    | `query_len` |
+|-----------------------------------------|---------|-------------|
+| all past their prompt                   | decode  | 1           |
+| the same, each with k tokens of drafts  | verify  | 1 + k       |
+| none past its prompt                    | prefill | None        |
+| any other                               | mixed   | None        |
+
+Prompt lookup: drafts are what followed the same few tokens before, in the request's own text.
+
+All rows of a verify batch bring 1 + k tokens, with the k of each step among those that are
+captured. A row with fewer drafts repeats its last token: a draft is only a guess, and which guesses
+are made never changes the text.
+
+Source: Saxena, "Prompt Lookup Decoding", 2023; exact for sampled text too, since the token drawn
+depends on its request and place alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fngraph.models.serving import blocks
+from fngraph.models.serving.blocks import Pool, blocks_for
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Event, Job, Row, State, drop, no_blocks
+
+
+def plan(state: State, policy: Policy) -> State:
+    """Decide what each request computes in the next step; `rows` of the new state say so.
+
+    Raises:
+        ValueError: nothing to do.
+    """
+    if not state.live:
+        raise ValueError("no request is waiting or running; check state.live before scheduling")
+    kept, pool = make_room(state, policy)
+    thrown = tuple(
+        job._replace(computed=0, blocks=no_blocks(), slot=-1) for job in state.running[len(kept) :]
+    )
+    slots = (*state.slots, *(job.slot for job in state.running[len(kept) :] if job.slot >= 0))
+    waiting = thrown + state.waiting
+
+    decoding = [job for job in kept if job.decoding][: policy.max_tokens]
+    decoding, pool = grow(decoding, pool, policy)
+    left = policy.max_tokens - len(decoding)
+    late: list[Row] = []
+    for job in kept:
+        if left and not job.decoding:
+            late.append(row := Row(job, min(job.missing, left)))
+            left -= row.new
+            pool = publish(row, pool, policy)
+    joined: list[Job] = []
+    while waiting and left and not thrown and len(kept) + len(joined) < policy.max_reqs:
+        found = join(waiting[0], pool, slots, policy, len(kept) + len(joined))
+        if found is None:
+            break
+        job, pool, slots = found
+        waiting = waiting[1:]
+        joined.append(job)
+        late.append(row := Row(job, min(job.missing, left)))
+        left -= row.new
+        pool = publish(row, pool, policy)
+    drafts = [] if late else find_drafts(decoding, policy, len(pool.free))
+    if drafts:
+        decoding, pool = grow(decoding, pool, policy, len(drafts[0]))
+    rows = [Row(job, 1, guess) for job, guess in zip(decoding, drafts or [()] * len(decoding))]
+    grown = {job.id: job for job in decoding}
+    running = (*(grown.get(job.id, job) for job in kept), *joined)
+    return State(waiting, running, (*rows, *late), pool, slots, state.submitted)
+
+
+def make_room(state: State, policy: Policy) -> tuple[tuple[Job, ...], Pool]:
+    """Running jobs but for those that must go, last in first out, so that all decodes find room."""
+    size, pool, kept = policy.block_size, state.pool, state.running
+    needed = [
+        max(0, blocks_for(len(job.tokens), size) - len(job.blocks)) if job.decoding else 0
+        for job in kept
+    ]  # drafts may have left a job with more than it needs
+    while sum(needed) > len(pool.free):
+        pool = blocks.release(pool, kept[-1].blocks)
+        kept, needed = kept[:-1], needed[:-1]
+    return kept, pool
+
+
+def grow(jobs: Sequence[Job], pool: Pool, policy: Policy, more: int = 0) -> tuple[list[Job], Pool]:
+    """The jobs with blocks for all their tokens and so many more each."""
+    size = policy.block_size
+    lacking = [max(0, blocks_for(len(job.tokens) + more, size) - len(job.blocks)) for job in jobs]
+    pool, new = blocks.take(pool, sum(lacking))
+    at, grown = 0, list(jobs)
+    for i, count in enumerate(lacking):
+        if count:
+            own = jobs[i].blocks.append(new[at : at + count])
+            grown[i] = jobs[i]._replace(blocks=own)
+            at += count
+    return grown, pool
+
+
+def join(
+    job: Job, pool: Pool, slots: tuple[int, ...], policy: Policy, running: int
+) -> tuple[Job, Pool, tuple[int, ...]] | None:
+    """A waiting job with blocks for its tokens, shared ones first; None if there are too few."""
+    if policy.num_slots and not slots:
+        return None
+    found: list[int] = []
+    if policy.share:  # all but the last token, from which the next one is drawn
+        shared = job.tokens.view(0, min(len(job.request.prompt), len(job.tokens) - 1))
+        found = blocks.find_prefix(pool, shared, policy.block_size, job.request.adapter)
+    needed = blocks_for(len(job.tokens), policy.block_size) - len(found)
+    if needed + policy.reserve * running > len(pool.free):
+        return None
+    pool, new = blocks.take(blocks.share(pool, found) if found else pool, needed)
+    job = job._replace(
+        computed=len(found) * policy.block_size, blocks=job.blocks.append([*found, *new])
+    )
+    return (job._replace(slot=slots[-1]), pool, slots[:-1]) if slots else (job, pool, slots)
+
+
+def publish(row: Row, pool: Pool, policy: Policy) -> Pool:
+    """Name the blocks of the prompt that a prefill fills: rows that follow may read them at once,
+    since a step writes all its keys before it reads any."""
+    job, prompt = row.job, len(row.job.request.prompt)
+    first, end = (
+        min(n, prompt) // policy.block_size for n in (job.computed, job.computed + row.new)
+    )
+    if not policy.share or first == end:
+        return pool
+    text = job.tokens.view(0, end * policy.block_size)
+    return blocks.give_names(
+        pool, job.blocks.view(), text, policy.block_size, job.request.adapter, first
+    )
+
+
+def advance(state: State, drawn: Sequence[Sequence[int]]) -> tuple[State, tuple[Event, ...]]:
+    """The state after a step, and what it did.
+
+    Args:
+        drawn: for each of `state.rows`, the tokens drawn at its last places. A row inside its
+            prompt computed a chunk, and what it drew is dropped.
+
+    Raises:
+        ValueError: another number of rows, as where a state has been advanced already.
+    """
+    if len(drawn) != len(state.rows):
+        raise ValueError(
+            f"advance got the tokens of {len(drawn)} rows, but {len(state.rows)} are under way. "
+            "Take the state that schedule returned, once: state, events = advance(state, tokens)"
+        )
+    stepped: dict[int, Job] = {}
+    events: list[Event] = []
+    done: list[Job] = []
+    live = {job.id for job in state.running}
+    for (job, count, drafts), tokens in zip(state.rows, drawn):
+        if job.id not in live:  # cancelled meanwhile
+            continue
+        computed = job.computed + count
+        if computed < len(job.tokens):
+            stepped[job.id] = job._replace(computed=computed)
+            continue
+        new, end = cut(job, accept(drafts, tokens))
+        request, text, _, held, slot = job
+        job = Job(request, text.append(new), computed + len(new) - 1, held, slot)
+        stepped[job.id] = job
+        events.append(Event(job.id, new, end))
+        if end is not None:
+            done.append(job)
+    running = tuple(stepped.get(job.id, job) for job in state.running)
+    state = dataclasses.replace(state, running=running, rows=())
+    return drop(state, done) if done else state, tuple(events)
+
+
+def cut(job: Job, new: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
+    """The new tokens up to where the request ends, and why it does."""
+    request = job.request
+    room = request.max_new - (len(job.tokens) - len(request.prompt))
+    new = new[:room]
+    if request.stop:
+        longest = max(map(len, request.stop))
+        first = max(len(request.prompt), len(job.tokens) - longest + 1)
+        text = (*job.tokens.view(first).tolist(), *new)
+        for end in range(len(text) - len(new) + 1, len(text) + 1):
+            if any(text[:end][-len(run) :] == run for run in request.stop):
+                return new[: end - (len(text) - len(new))], "stop"
+    return new, "length" if len(new) == room else None
+
+
+def find_drafts(jobs: Sequence[Job], policy: Policy, free: int) -> list[tuple[int, ...]]:
+    """The drafts of each job of a verify step; none at all where a decode step does as well.
+
+    Args:
+        free: blocks that the drafts may take.
+    """
+    longest = max(policy.query_lens) - 1
+    if not longest or not jobs:
+        return []
+    found = [job.tokens.after_first(policy.ngram, longest) for job in jobs]
+    query_len = choose([len(guess) for guess in found], policy.query_lens)
+    while query_len > 1 and not fits(jobs, query_len, policy, free):
+        query_len = max(q for q in policy.query_lens if q < query_len)
+    k = query_len - 1
+    if not k:
+        return []
+    return [(*guess, *[job.tokens.last] * k)[:k] for job, guess in zip(jobs, found)]
+
+
+def choose(found: Sequence[int], query_lens: Sequence[int]) -> int:
+    """The largest query length of which at least half of all draft places are filled."""
+    filled = lambda k: sum(min(n, k) for n in found)  # noqa: E731
+    return max(q for q in query_lens if 2 * filled(q - 1) >= len(found) * (q - 1))
+
+
+def fits(jobs: Sequence[Job], query_len: int, policy: Policy, free: int) -> bool:
+    """Whether such a step stays within the token budget, each table, and the free blocks."""
+    if query_len * len(jobs) > policy.max_tokens:
+        return False
+    size = policy.block_size
+    ends = [blocks_for(len(job.tokens) + query_len - 1, size) for job in jobs]
+    extra = sum(max(0, end - len(job.blocks)) for job, end in zip(jobs, ends))
+    return max(ends) <= policy.max_blocks and extra <= free
+
+
+def accept(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of one row: what was drawn, up to the first that is not the draft in its place.
+
+    >>> accept((5, 6, 7), (5, 6, 9, 3))
+    (5, 6, 9)
+    """
+    agreed = 0
+    while agreed < len(drafts) and drafts[agreed] == drawn[agreed]:
+        agreed += 1
+    return tuple(drawn[: agreed + 1])

@@ -1,0 +1,211 @@
+"""What the loop calls: a model's forward and the draw of its tokens, captured as one function.
+
+What few batches need has a function of its own, over the same cache and pool: see `fngraph.models.serving.steps`.
+
+Which function serves a batch: what only some batches need is not paid for by the others.
+
+Adapters cost two products a projection. A verify batch draws at each place of a draft, the others
+once a request. Cascade attention is never part of a graph, so that its batches run PIECEWISE where
+there is that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.models.families import lora
+from fngraph.models.serving.ability import Ability, check_names, check_unused, count_blocks
+from fngraph.models.serving.batches import batch_type, empty_batch
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import State
+from fngraph.models.serving.sampling import sample
+
+Forward = Callable[[Any, Any, Any], tuple[Tensor, Any]]
+
+
+def no_slots(slot: int, adapter: Any, state: State) -> None:
+    """`load_slot` of steps without adapters."""
+    raise ValueError(
+        f"slot {slot}: these steps load no adapters. Make slots for them: "
+        "make_steps(..., adapters=lora.slots(params, count=8, rank=16))"
+    )
+
+
+class Steps(NamedTuple):
+    """How the loop reaches a model.
+
+    Attributes:
+        host_batch: spec -> a batch to be filled.
+        run: cache, batch -> token ids (R, Q), cache.
+        dispatch: spec -> what it runs as; asked after the step, what it ran as.
+        captured: the functions beneath, the one for plain batches first.
+        can: what they were made for; None: nothing is refused.
+        load_slot: slot, adapter, state -> writes what `load_adapter` or `lora.one_slot` made into
+            the slot, between two steps; ValueError if a request uses it. Nothing is captured.
+    """
+
+    host_batch: Callable[[fg.BatchSpec], Any]
+    run: Callable[[Any, Any], tuple[Tensor, Any]]
+    dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
+    captured: tuple[Any, ...] = ()
+    can: Ability | None = None
+    load_slot: Callable[[int, Any, State], None] = no_slots
+
+    def __repr__(self) -> str:
+        keys = f"{sum(map(len, self.captured))} keys of {len(self.captured)} functions"
+        return f"Steps({keys}; {self.can})"
+
+
+def served_forward(forward: Forward, *more: str) -> Callable[..., tuple[Tensor, Any]]:
+    """`forward`, then the draw: what is captured. Batches have the fields of `batch_type(*more)`.
+
+    With "adapters" it takes them behind the params, as `lora.adapted(forward)` does.
+    """
+
+    def draw(logits_RQV: Tensor, batch: Any) -> Tensor:
+        places_RQ = batch.positions[batch.logits_indices] + 1
+        return sample(logits_RQV, batch, places_RQ, greedy="sampling" not in more)
+
+    def step(params: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+        logits_RQV, cache = forward(params, cache, batch)
+        return draw(logits_RQV, batch), cache
+
+    def adapted(params: Any, adapters: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+        logits_RQV, cache = lora.adapted(forward)(params, adapters, cache, batch)
+        return draw(logits_RQV, batch), cache
+
+    chosen = adapted if "adapters" in more else step
+    chosen.__annotations__["batch"] = batch_type(*more)
+    return chosen
+
+
+def make_steps(
+    forward: Forward, params: Any, cache: Any, policy: Policy, *more: str, modes: str,
+    adapters: Any = None, progress: bool = True, **options: Any,
+) -> Steps:  # fmt: skip
+    """`forward` and the draw, weights bound and graphs captured.
+
+    Args:
+        cache: of `init_cache`, with blocks of `policy.block_size`.
+        more: what all batches have: "sampling", "states". Without "sampling", steps are greedy.
+        adapters: `lora.slots(...)`.
+        progress: show a progress bar for each function.
+        options: `fg.graphify`'s.
+
+    Raises:
+        ValueError: what does not fit together, see `fngraph.models.serving.ability`.
+    """
+    can = Ability(policy, more, count_slots(adapters), count_blocks(cache, policy))
+    captured: dict[Case, Any] = {}
+    for case, names in cases(policy, adapters, more).items():
+        query_lens = tuple(q for q in policy.query_lens if (q > 1) == case.verify)
+        own: dict[str, Any] = {"modes": case.modes(modes), "query_lens": query_lens}
+        if case.adapted:
+            own["adapters"] = (can.adapters,)
+        fast = fg.graphify(
+            served_forward(forward, *names), donate="cache", stage="batch", **{**options, **own}
+        )
+        if captured:
+            options["recorder"] = captured[PLAIN].recorder
+        bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
+        label = f"capturing {case.text}" if progress else False
+        captured[case] = bound.capture(cache, case.policy(policy).limits, progress=label)
+    functions = tuple(captured.values())
+    if len(functions) == 1:
+        (only,) = functions
+        return Steps(only.host_batch, only, only.runs_as, functions, can)
+    of = lambda spec: captured[case_of(spec)]  # noqa: E731
+
+    def load_slot(slot: int, adapter: Any, state: State) -> None:
+        check_unused(slot, state)  # all functions hold the same slots
+        captured[ADAPTED].load_slot(slot, adapters=adapter)
+
+    return Steps(
+        lambda spec: of(spec).host_batch(spec),
+        lambda cache, batch: of(batch.spec)(cache, batch),
+        lambda spec: of(spec).runs_as(spec),
+        functions,
+        can,
+        load_slot if can.adapters else no_slots,
+    )
+
+
+def bare_steps(
+    forward: Forward, params: Any, policy: Policy, *more: str, adapters: Any = None,
+    device: torch.device | str = "cpu",
+) -> Steps:  # fmt: skip
+    """The same without fngraph: `forward` itself, eager, which all modes are held to."""
+    all_names = cases(policy, adapters, more)
+
+    def host_batch(spec: fg.BatchSpec) -> Any:
+        case = case_of(spec)
+        return empty_batch(batch_type(*all_names[case]), case.policy(policy), spec)
+
+    def run(cache: Any, batch: Any) -> tuple[Tensor, Any]:
+        leaves = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()}
+        case = case_of(batch.spec)
+        held = (params, adapters) if case.adapted else (params,)
+        step = served_forward(forward, *all_names[case])
+        return step(*held, cache, type(batch)(**leaves))
+
+    def dispatch(spec: fg.BatchSpec) -> fg.core.Dispatch:
+        return fg.core.Dispatch(fg.Mode.NONE, spec.descriptor(), "bare forward")
+
+    can = Ability(policy, more, count_slots(adapters))
+    return Steps(host_batch, run, dispatch, can=can)
+
+
+def count_slots(adapters: Any) -> int:
+    """How many adapters there are slots for."""
+    return 0 if adapters is None else lora.slot_count(adapters)
+
+
+class Case(NamedTuple):
+    """Which function serves a batch."""
+
+    cascade: bool = False
+    adapted: bool = False
+    verify: bool = False
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        named = zip(("cascade", "adapters", "verify"), self)
+        return " ".join(name for name, has in named if has) or "plain"
+
+    def modes(self, asked: str) -> str:
+        """Of its function; verify batches are uniform, so mixed ones need no keys of theirs."""
+        if self.cascade:
+            return "PIECEWISE" if asked in ("PIECEWISE", "FULL_AND_PIECEWISE") else "NONE"
+        mixed = asked in ("FULL", "FULL_AND_PIECEWISE")
+        return "FULL_DECODE_ONLY" if self.verify and mixed else asked
+
+    def policy(self, whole: Policy) -> Policy:
+        """Of its batches: only those with drafts draw more than one token a request."""
+        return whole if self.verify else dataclasses.replace(whole, query_lens=(1,))
+
+
+PLAIN, ADAPTED = Case(), Case(adapted=True)
+
+
+def case_of(spec: fg.BatchSpec) -> Case:
+    """The case of a batch."""
+    return Case(spec.cascade, spec.adapters > 0, (spec.query_len or 1) > 1)
+
+
+def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tuple[str, ...]]:
+    """Every case that can come, with the names of what its batches have beside the paged fields."""
+    check_names(more, policy)
+    either = (False, True)
+    return {
+        Case(cascade, adapted, verify): ("cascade",) * cascade + ("adapters",) * adapted + more
+        for cascade in either[: 1 + bool(policy.cascade)]
+        for adapted in either[: 1 + (adapters is not None)]
+        for verify in either[: 1 + (max(policy.query_lens) > 1)]
+    }

@@ -1,0 +1,1 @@
+"""Weights in files: by name, from folders, as adapters."""

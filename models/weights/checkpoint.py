@@ -1,0 +1,61 @@
+"""One file per model: weights as safetensors, their config as JSON in its metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fngraph.models.families import llama
+from fngraph.models.families.rope import Llama3, Yarn
+from fngraph.models.weights import naming
+from fngraph.models.weights.loading import CheckpointError, mismatches
+
+BYTES = Path(__file__).parent / "checkpoints" / "bytes.safetensors"
+
+
+def save_checkpoint(path: Path, config: llama.Config, named: Mapping[str, Tensor]) -> None:
+    """Write weights by name, in the dtype that they have, with `config`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"config": json.dumps(dataclasses.asdict(config))}
+    save_file({n: w.detach().cpu().contiguous() for n, w in named.items()}, path, metadata)
+
+
+def load_checkpoint(
+    path: Path = BYTES,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[llama.Config, llama.Params]:
+    """The config and the weights of a file, stored in bfloat16 and widened to `dtype`.
+
+    Raises:
+        CheckpointError: no such file, no config in it, or tensors missing, extra or misshapen;
+            all of them are listed.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = (file.metadata() or {}).get("config")
+            named = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: {error}. Make one with: python -m fngraph.models.train_bytes --out {path}"
+        ) from None
+    if described is None:
+        raise CheckpointError(
+            f"{path} has no config in its metadata, so it was not written by save_checkpoint"
+        )
+    raw = json.loads(described)
+    if scaling := raw.get("rope_scaling"):
+        raw["rope_scaling"] = (Llama3 if len(scaling) == len(Llama3._fields) else Yarn)(*scaling)
+    config = llama.Config(**raw)
+    blank, found = llama.blank(config), {n: tuple(w.shape) for n, w in named.items()}
+    if wrong := mismatches(naming.shapes(blank), found):
+        raise CheckpointError(f"{path} does not fit its config:\n" + "\n".join(wrong))
+    return config, naming.replaced(blank, lambda n, _: named[n].to(device=device, dtype=dtype))

@@ -1,0 +1,244 @@
+"""Models from Hugging Face folders: config.json, and safetensors in one file or in shards.
+
+`FAMILIES` says which module reads which `model_type`; a family says as a `Format`, which is data,
+what its weights are called in such files. Nothing of transformers is needed.
+
+config.json of a Hugging Face folder: read, and judged by the types of a family's config.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fngraph.models.weights import naming
+
+FAMILIES = {
+    "bert": "fngraph.models.families.bert",
+    "deepseek_v2": "fngraph.models.families.deepseek_v2",
+    "llama": "fngraph.models.families.llama",
+    "mamba2": "fngraph.models.families.mamba2",
+    "qwen3": "fngraph.models.families.qwen3",
+    "qwen3_moe": "fngraph.models.families.qwen3_moe",
+    "qwen3_next": "fngraph.models.families.qwen3_next",
+}
+"""model_type of a config.json -> module."""
+POOLING = {"bert"}
+STORED = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; others want scales of their own
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Format(NamedTuple):
+    """How the folders of a family are read.
+
+    Attributes:
+        read: a config from what config.json says; a KeyError names what it lacks.
+        blank: the `Params` of a config, of meta tensors.
+        names: our name of a weight -> its name in the files. The first star on either side is
+            the layer's number; one more on theirs numbers tensors that are stacked, as experts are.
+        only: what the family can do no other way, by key of config.json.
+        skipped: patterns of tensors that may be there and are not read.
+        layers: the kinds of layers that `layer_types` of config.json may name.
+    """
+
+    read: Callable[[Raw], Any]
+    blank: Callable[[Any], Any]
+    names: Mapping[str, str]
+    only: Raw
+    skipped: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ("full_attention",)
+
+
+def family(folder: str | Path, *, generative: bool = False) -> ModuleType:
+    """The module of the family that a folder's config.json names.
+
+    Raises:
+        CheckpointError: no config.json; a `model_type` that is not here, or writes no text.
+    """
+    kind = read_json(Path(folder)).get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise CheckpointError(
+            f"{folder}: model_type {kind!r} is none of {', '.join(FAMILIES)}, "
+            "the families of fngraph.models.weights.loading.FAMILIES"
+        )
+    if generative and kind in POOLING:
+        raise CheckpointError(
+            f"{folder}: a model of type {kind!r} writes no text. Its sentence embeddings are what "
+            f"{FAMILIES[kind]}.forward returns"
+        )
+    return importlib.import_module(FAMILIES[kind])
+
+
+def load(
+    format: Format,
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> tuple[Any, Any]:
+    """The config and the weights of a folder; dtypes stay as they are stored if `dtype` is None.
+
+    Raises:
+        CheckpointError: no such files; a config that the family cannot run; tensors missing,
+            extra, misshapen or quantized. All of one kind are listed.
+        TypeError: a dtype that is none.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: pass one of torch's, dtype=torch.bfloat16")
+    folder = Path(folder)
+    config = read_config(format, folder)
+    blank = format.blank(config)
+    sources = {n: sources_of(format.names, n, x) for n, x in naming.named(blank).items()}
+    wanted = {n: shape for part in sources.values() for n, shape in part.items()}
+    with ExitStack() as stack:
+        files = open_tensors(folder, stack)
+        slices = {n: file.get_slice(n) for n, file in files.items()}
+        shapes = {n: tuple(part.get_shape()) for n, part in slices.items()}
+        found = {n: s for n, s in shapes.items() if n in wanted or not matches(n, format.skipped)}
+        wrong = mismatches(wanted, found)
+        kinds = {n: slices[n].get_dtype() for n in wanted if n in slices}
+        wrong += [
+            f"  {n}: is stored as {kind}, only {', '.join(STORED)} can be read"
+            for n, kind in kinds.items()
+            if kind not in STORED
+        ]
+        if wrong:
+            raise CheckpointError(f"{folder} does not fit its config:\n" + "\n".join(wrong))
+
+        def read(name: str, x: Tensor) -> Tensor:
+            parts = [files[n].get_tensor(n).to(device=device, dtype=dtype) for n in sources[name]]
+            return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
+
+        return config, naming.replaced(blank, read)
+
+
+def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tuple[int, ...]]:
+    """The tensors of the files that make up one of ours, in order, with their shapes."""
+    ours = re.sub(r"\.\d+\.", ".*.", name)
+    if ours not in names:
+        raise CheckpointError(f"FORMAT.names has no {ours!r}. Add what the files call it")
+    theirs = names[ours]
+    for number in re.findall(r"\.(\d+)\.", name):
+        theirs = theirs.replace("*", number, 1)
+    if "*" not in theirs:
+        return {theirs: tuple(x.shape)}
+    return {theirs.replace("*", str(i)): tuple(x.shape[1:]) for i in range(x.shape[0])}
+
+
+def read_config(format: Format, folder: Path) -> Any:
+    """The config of a folder.
+
+    Raises:
+        CheckpointError: keys that are missing, no numbers where they should be, or ask for what
+            the family cannot do.
+    """
+    raw, path = read_json(folder), folder / "config.json"
+    wrong = [
+        f"  {key} is {raw[key]!r}, only {value!r} can be run"
+        for key, value in {**format.only, "quantization_config": None}.items()
+        if key in raw and raw[key] != value
+    ]
+    try:
+        strange = [kind for kind in raw.get("layer_types") or () if kind not in format.layers]
+        if strange:
+            wrong.append(f"  layer_types has {strange[0]!r}, only {format.layers!r} can be run")
+        config = None if wrong else format.read(raw)
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error}") from None
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if wrong := wrong or misfits(config):
+        raise CheckpointError(f"{path}:\n" + "\n".join(wrong))
+    return config
+
+
+def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file that holds each tensor.
+
+    Raises:
+        CheckpointError: no safetensors, a file that cannot be read, or an index of no files.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.exists():
+        files = read_json(folder, index.name).get("weight_map")
+        if not (isinstance(files, dict) and all(isinstance(n, str) for n in files.values())):
+            raise CheckpointError(f"{index} has no weight_map, from tensors to files")
+        names = set(files.values())
+    found: dict[str, Any] = {}
+    for name in sorted(names):
+        try:
+            file = stack.enter_context(safe_open(folder / name, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name}: {error}") from None
+        found |= dict.fromkeys(file.keys(), file)
+    return found
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether any pattern fits."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def mismatches(wanted: Shapes, found: Shapes) -> list[str]:
+    """A line for each tensor that is missing, extra or of another shape."""
+    lines = [f"  {n}: missing, expected {s}" for n, s in wanted.items() if n not in found]
+    lines += [f"  {n}: unknown, of shape {s}" for n, s in found.items() if n not in wanted]
+    return lines + [
+        f"  {n}: expected {s}, got {found[n]}"
+        for n, s in wanted.items()
+        if n in found and found[n] != s
+    ]
+
+
+Raw = Mapping[str, Any]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is none, or whose tensors do not fit its config."""
+
+
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A JSON file of a folder.
+
+    Raises:
+        CheckpointError: it is not there, or no JSON object in UTF-8.
+    """
+    try:
+        raw = json.loads((folder / name).read_text("utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"a {type(raw).__name__} where an object should be")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / name}: {error}. Pass a folder as transformers' save_pretrained writes it"
+        ) from None
+    return raw
+
+
+def misfits(config: Any, path: str = "") -> list[str]:
+    """A line for each field of a config, and of its scaling, whose value is not of its type."""
+    lines = []
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if hasattr(value, "_fields"):
+            lines += misfits(value, f"{path}{name}.")
+        elif hint is bool and not isinstance(value, bool):
+            lines.append(f"  {path}{name} is {value!r}, not true or false")
+        elif hint is float and not number:
+            lines.append(f"  {path}{name} is {value!r}, not a number")
+        elif hint is int and not (number and isinstance(value, int) and value >= 0):
+            lines.append(f"  {path}{name} is {value!r}, not a whole number")
+    return lines

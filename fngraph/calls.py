@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchDescriptor, HostBounds, Support
-from fngraph.core.program import Step
+from fngraph.core.program import Instruction
 from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError
 from fngraph.fx.leaves import Leaf
@@ -79,7 +79,7 @@ def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCa
     Raises:
         BackendError: one that is unknown, or cannot run the configuration.
     """
-    steps = [step for step in pieces.program.steps if step.cut]
+    steps = [step for step in pieces.program.instructions if step.cut]
     cuts = [part for part in pieces.parts if isinstance(part, Cut)]
     ops = [cut.op for cut in cuts]
     chosen = {
@@ -126,7 +126,7 @@ def with_planners(
         BackendError: a leaf that the plan reads is not on the host.
     """
     staged = [i for i, leaf in enumerate(leaves) if leaf.buffer is not None]
-    steps = [step for step in pieces.program.steps if step.cut]
+    steps = [step for step in pieces.program.instructions if step.cut]
     shared: dict[Any, Planner] = {}
     planned = []
     for step, call in zip(steps, calls):
@@ -146,7 +146,7 @@ def with_planners(
 
 
 def _host_leaf(
-    step: Step, call: PrimitiveCall, backend: Backend, name: str, leaves: Sequence[Leaf]
+    step: Instruction, call: PrimitiveCall, backend: Backend, name: str, leaves: Sequence[Leaf]
 ) -> int:
     """Number of the leaf that a plan reads as argument `name`."""
     names = [a.name for a in call.primitive.op._schema.arguments]

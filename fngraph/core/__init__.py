@@ -106,7 +106,7 @@ from fngraph.core.structs import struct as struct
 
 # program.py: a straight line of steps, and how a mode groups it into graphs
 from fngraph.core.program import Program as Program
-from fngraph.core.program import Step as Step
+from fngraph.core.program import Instruction as Instruction
 
 __all__ = [
     "AtLeast",
@@ -127,6 +127,7 @@ __all__ = [
     "Field",
     "Flight",
     "HostBounds",
+    "Instruction",
     "Item",
     "KeyBounds",
     "KeyMemory",
@@ -145,7 +146,6 @@ __all__ = [
     "Rule",
     "Run",
     "Stats",
-    "Step",
     "Support",
     "adapter_counts",
     "agree",

@@ -1,8 +1,9 @@
-"""A program: a straight line of steps over numbered values, and how a mode groups it into graphs.
+"""A program: a straight line of instructions, and how a mode groups them into graphs.
 
-Values 0..n-1 are the inputs (leaves, then constants); each step writes new ones. A step is a piece
-(traced ops) or a cut (a primitive). The program is data: `run` walks it once, `groups` says which
-runs of steps one graph records, and neither knows what a step does.
+Values are numbered: 0..n-1 are the inputs (leaves, then constants), and each instruction writes new
+ones. An instruction calls a piece (traced ops) or a cut (a primitive). The program is data:
+`run_program` walks it once, `groups` says which runs of instructions one graph records, and neither
+knows what an instruction does.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from fngraph.core.text import table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Instruction:
     """One call of a program.
 
     Attributes:
         name: for people, "piece 3" or "attention 3".
         cut: True for a primitive: eager between two graphs in PIECEWISE.
-        kind: equal for steps that share one callable.
+        kind: equal for instructions that share one callable.
         reads: values passed, in order.
         writes: values that it makes, in order.
-        drops: values that nothing reads after this step.
+        drops: values that nothing reads after this instruction.
     """
 
     name: str
@@ -38,54 +39,54 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """Steps in order, the number of inputs, and the values that are returned."""
+    """Instructions in order, the number of inputs, and the values that are returned."""
 
     num_inputs: int
-    steps: tuple[Step, ...]
+    instructions: tuple[Instruction, ...]
     outputs: tuple[int, ...]
 
     @property
     def kinds(self) -> int:
         """Number of distinct callables; it does not grow with depth."""
-        return len({(s.cut, s.kind) for s in self.steps})
+        return len({(s.cut, s.kind) for s in self.instructions})
 
     def as_text(self, names: Mapping[int, str] | None = None) -> str:
-        """One line a step; values without a name print as %number."""
+        """One line an instruction; values without a name print as %number."""
         named = names or {}
 
         def show(numbers: tuple[int, ...]) -> str:
             return ", ".join(named.get(i, f"%{i}") for i in numbers)
 
-        rows = [[s.name, s.kind, show(s.reads), show(s.writes)] for s in self.steps]
+        rows = [[s.name, s.kind, show(s.reads), show(s.writes)] for s in self.instructions]
         return table(["step", "kind", "reads", "writes"], rows)
 
 
-def run(
+def run_program(
     program: Program, fns: Sequence[Callable[..., Any]], inputs: Sequence[Any], *context: Any
 ) -> list[Any]:
-    """Call every step's `fn(*context, *values)`, which returns a tuple, and return the outputs."""
+    """Call every instruction's `fn(*context, *values)`, which returns a tuple, and return the outputs."""
     env = dict(enumerate(inputs))
-    for step, fn in zip(program.steps, fns):
-        values = fn(*context, *[env[i] for i in step.reads])
-        env.update(zip(step.writes, values))
-        for i in step.drops:
+    for one, fn in zip(program.instructions, fns):
+        values = fn(*context, *[env[i] for i in one.reads])
+        env.update(zip(one.writes, values))
+        for i in one.drops:
             del env[i]
     return [env[i] for i in program.outputs]
 
 
 def groups(program: Program, mode: Mode) -> Iterator[tuple[bool, tuple[int, ...]]]:
-    """Runs of steps, as (recorded in one graph?, indices of steps).
+    """Runs of instructions, as (recorded in one graph?, their indices).
 
     FULL records everything in one graph; PIECEWISE leaves the cuts out; NONE records nothing.
     """
-    if mode is Mode.NONE or not program.steps:
+    if mode is Mode.NONE or not program.instructions:
         return
     if mode is Mode.FULL:
-        yield True, tuple(range(len(program.steps)))
+        yield True, tuple(range(len(program.instructions)))
         return
     pending: list[int] = []
-    for i, step in enumerate(program.steps):
-        if not step.cut:
+    for i, one in enumerate(program.instructions):
+        if not one.cut:
             pending.append(i)
             continue
         if pending:
@@ -99,12 +100,12 @@ def groups(program: Program, mode: Mode) -> Iterator[tuple[bool, tuple[int, ...]
 def with_drops(program: Program) -> Program:
     """The same program with `drops` filled in: each value after its last reader."""
     last: dict[int, int] = {}
-    for i, step in enumerate(program.steps):
-        last.update(dict.fromkeys((*step.reads, *step.writes), i))
+    for i, one in enumerate(program.instructions):
+        last.update(dict.fromkeys((*one.reads, *one.writes), i))
     keep = {*range(program.num_inputs), *program.outputs}
-    drops: list[list[int]] = [[] for _ in program.steps]
+    drops: list[list[int]] = [[] for _ in program.instructions]
     for number, i in last.items():
         if number not in keep:
             drops[i].append(number)
-    steps = (dataclasses.replace(s, drops=tuple(d)) for s, d in zip(program.steps, drops))
-    return dataclasses.replace(program, steps=tuple(steps))
+    dropped = (dataclasses.replace(s, drops=tuple(d)) for s, d in zip(program.instructions, drops))
+    return dataclasses.replace(program, instructions=tuple(dropped))

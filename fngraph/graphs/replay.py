@@ -196,14 +196,14 @@ def capture(
     """
     env: dict[int, torch.Tensor] = dict(enumerate(inputs))  # the program's values so far
     calls: list[Recording | EagerCall] = []
-    last = len(program.steps) - 1
+    last = len(program.instructions) - 1
     record = functools.partial(recorder.record, generators=generators, watched=watched)
 
     def body(indices: Sequence[int]) -> None:
         if not calls:
             first()
         for i in indices:
-            step = program.steps[i]
+            step = program.instructions[i]
             values = fns[i](sizes, host, *[env[j] for j in step.reads])
             env.update(zip(step.writes, values))
             for j in step.drops:
@@ -226,7 +226,7 @@ def capture(
             if not calls:
                 calls.append(record(first)[0])
             (i,) = indices
-            step = program.steps[i]
+            step = program.instructions[i]
             tensors = tuple(recorder.unowned(env[j]) for j in step.reads)
             calls.append(EagerCall(step.name, fns[i], tensors, rows[i]))
             for j in step.drops:

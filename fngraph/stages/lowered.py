@@ -22,7 +22,7 @@ from fngraph.core import (
     resolve,
 )
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
-from fngraph.core.program import Step
+from fngraph.core.program import Instruction
 from fngraph.core.text import table
 from fngraph.errors import FieldError, SpecError
 from fngraph.fx.leaves import Leaf
@@ -129,7 +129,7 @@ def lower(split: Split, limits: Limits) -> Lowered:
 
 def _check_null_slots(split: Split) -> None:
     """Padding must write nowhere: the slots of each primitive are a leaf padded with -1."""
-    for step, part in zip(split.program.steps, split.pieces.parts):
+    for step, part in zip(split.program.instructions, split.pieces.parts):
         name = PRIMITIVES[part.op].null_slots if isinstance(part, Cut) else None
         if name is None:
             continue
@@ -141,7 +141,7 @@ def _check_null_slots(split: Split) -> None:
             )
 
 
-def _leaf_of(split: Split, step: Step, cut: Any, name: str) -> Leaf | None:
+def _leaf_of(split: Split, step: Instruction, cut: Any, name: str) -> Leaf | None:
     """The argument's leaf, if the cut reads it as it was passed to `forward`."""
     names = [a.name for a in PRIMITIVES[cut.op].op._schema.arguments]
     number = step.reads[cut.places.index(names.index(name))]

@@ -54,6 +54,6 @@ class Split:
 
     def __repr__(self) -> str:
         return (
-            f"Split({count(len(self.program.steps), 'step')}: {count(len(self.cuts), 'cut')}, "
+            f"Split({count(len(self.program.instructions), 'step')}: {count(len(self.cuts), 'cut')}, "
             f"{count(len(self.distinct), 'distinct piece')})"
         )

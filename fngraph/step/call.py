@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fngraph.core import BatchSpec, Mode
-from fngraph.core.program import run
+from fngraph.core.program import run_program
 from fngraph.errors import TreeError
 from fngraph.graphs.staging.buffers import check_leaves
 from fngraph.step.ambient import fixed_ambient, meet
@@ -165,7 +165,7 @@ def run_eagerly(
     pieces = step.compiled.lowered.split.pieces
     device = step.recorder.device
     inputs = step.binding.inputs([_on(device, x) for x in batch], step.constants)
-    results = run(pieces.program, step.compiled.fns, inputs, true, spec.bounds)
+    results = run_program(pieces.program, step.compiled.fns, inputs, true, spec.bounds)
     return [r.clone() if old else r for r, old in zip(results, pieces.output_aliased)]
 
 

@@ -112,7 +112,7 @@ def _retraced(compiled: Compiled, leaves: Sequence[Leaf]) -> tuple[Compiled, boo
 def _read(compiled: Compiled) -> set[int]:
     """Indices of the leaves that some step of the program reads, or that are returned."""
     program = compiled.lowered.split.program
-    return {i for step in program.steps for i in step.reads} | set(program.outputs)
+    return {i for step in program.instructions for i in step.reads} | set(program.outputs)
 
 
 def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:

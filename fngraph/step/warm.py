@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fngraph.core import BatchDescriptor, HostBounds, KeyBounds, Mode
-from fngraph.core.program import run
+from fngraph.core.program import run_program
 from fngraph.graphs.memory import kept
 from fngraph.graphs.staging.unpack import unpacker
 from fngraph.step.backend_plans import plan_padding
@@ -75,7 +75,7 @@ def run_padding(step: Captured, key: Key) -> None:
             step.ring.resume()
             raise
         split, fns = step.compiled.lowered.split, step.compiled.fns
-        step.recorder.warm_up(lambda: run(split.program, fns, inputs, sizes, host))
+        step.recorder.warm_up(lambda: run_program(split.program, fns, inputs, sizes, host))
     step.book.warm[kind(sizes, key[1])] = key
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from fngraph.core import Mode, Program, Step
-from fngraph.core.program import groups, run, with_drops
+from fngraph.core import Instruction, Mode, Program
+from fngraph.core.program import groups, run_program, with_drops
 
 
 def step(name, reads, writes, kind=0, cut=False, drops=()):
-    return Step(name, cut, kind, reads, writes, drops)
+    return Instruction(name, cut, kind, reads, writes, drops)
 
 
 def layered(*cuts):
@@ -56,10 +56,10 @@ def test_a_slot_is_dropped_after_its_last_reader():
         (5, 6),
     )
     dropped = with_drops(program)
-    assert [s.drops for s in dropped.steps] == [(3,), (), (2, 4), (7,)]
-    assert [s.drops for s in program.steps] == [(), (), (), ()]  # a copy
+    assert [s.drops for s in dropped.instructions] == [(3,), (), (2, 4), (7,)]
+    assert [s.drops for s in program.instructions] == [(), (), (), ()]  # a copy
     assert (dropped.num_inputs, dropped.outputs) == (2, (5, 6))
-    assert [s.reads for s in dropped.steps] == [s.reads for s in program.steps]
+    assert [s.reads for s in dropped.instructions] == [s.reads for s in program.instructions]
 
 
 # --- run ------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_run_calls_each_step_once_in_order_with_context_and_values():
         return ("four",)
 
     inputs = ["zero", "one"]
-    assert run(program, [first, second], inputs, "key", 7) == ["four", "zero", "two"]
+    assert run_program(program, [first, second], inputs, "key", 7) == ["four", "zero", "two"]
     assert calls == [("key", 7, "one", "zero"), ("key", 7, "three", "one")]
     assert inputs == ["zero", "one"]
 
@@ -100,19 +100,19 @@ def test_run_lets_go_of_a_dropped_value_before_the_next_step():
         return (Value(),)
 
     program = with_drops(layered(False, False, False))
-    run(program, [fn] * 3, [None])
+    run_program(program, [fn] * 3, [None])
     assert seen == [0, 1, 1]
 
 
 def test_a_step_drops_nothing_unless_told_to():
-    program = Program(1, (Step("a", False, 0, (0,), (1,)),), (0, 1))
-    assert run(program, [lambda value: (value,)], ["zero"]) == ["zero", "zero"]
+    program = Program(1, (Instruction("a", False, 0, (0,), (1,)),), (0, 1))
+    assert run_program(program, [lambda value: (value,)], ["zero"]) == ["zero", "zero"]
 
 
 def test_run_refuses_to_read_what_was_dropped():
     early = Program(1, (step("a", (0,), (1,), drops=(0,)),), (0,))
     with pytest.raises(KeyError):
-        run(early, [lambda value: (value,)], ["zero"])
+        run_program(early, [lambda value: (value,)], ["zero"])
 
 
 # --- shown ----------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_listed_constants_are_the_callers_to_read_alone():
     split = stage.split()
     held = len(stage.args.leaves)
     constants = set(range(held, held + 2))
-    assert constants <= {slot for step in split.program.steps for slot in step.reads}
+    assert constants <= {slot for step in split.program.instructions for slot in step.reads}
     assert all(n.op != "get_attr" for piece in split.distinct for n in piece.gm.graph.nodes)
 
 

@@ -22,7 +22,7 @@ def splitted(fn: Any, params: Any, state: Any) -> Any:
 
 def kinds(split: Any) -> str:
     """ "pcp": piece, cut, piece."""
-    return "".join("c" if step.cut else "p" for step in split.program.steps)
+    return "".join("c" if step.cut else "p" for step in split.program.instructions)
 
 
 # --- sharing --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from toys import FULL, NONE, PIECEWISE
 
 import fngraph as fg
 from fngraph.core import BatchDescriptor, Dim, HostBounds
-from fngraph.core.program import Program, Step, groups, run, with_drops
+from fngraph.core.program import Instruction, Program, groups, run_program, with_drops
 from fngraph.errors import CaptureError
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.replay import EagerCall, capture
@@ -26,7 +26,7 @@ HOST = HostBounds(max_query_len=1)
 def program_of(cuts: str, inputs: int = 1) -> Program:
     """Steps in a chain: "p" a piece, "c" a cut; slot i + inputs is written by step i."""
     steps = tuple(
-        Step(f"{kind} {i}", kind == "c", i, (inputs - 1 + i,), (inputs + i,))
+        Instruction(f"{kind} {i}", kind == "c", i, (inputs - 1 + i,), (inputs + i,))
         for i, kind in enumerate(cuts)
     )
     return with_drops(Program(inputs, steps, (inputs - 1 + len(cuts),)))
@@ -62,15 +62,15 @@ def test_groups_of_every_short_program():
 
 def test_slots_are_dropped_after_their_last_reader():
     steps = (
-        Step("a", False, 0, (0,), (2, 3)),
-        Step("b", True, 1, (2, 1), ()),
-        Step("c", False, 2, (3, 2), (4, 5)),
-        Step("d", False, 3, (0,), (6,)),
+        Instruction("a", False, 0, (0,), (2, 3)),
+        Instruction("b", True, 1, (2, 1), ()),
+        Instruction("c", False, 2, (3, 2), (4, 5)),
+        Instruction("d", False, 3, (0,), (6,)),
     )
     program = with_drops(Program(2, steps, (4,)))
-    assert [set(s.drops) for s in program.steps] == [set(), set(), {2, 3, 5}, {6}]
+    assert [set(s.drops) for s in program.instructions] == [set(), set(), {2, 3, 5}, {6}]
     fns = [lambda a: (a + 1, a + 2), lambda a, b: (), lambda a, b: (a * b, a), lambda a: (a,)]
-    assert run(program, fns, [10, 20]) == [12 * 11]
+    assert run_program(program, fns, [10, 20]) == [12 * 11]
 
 
 # --- one key by hand ------------------------------------------------------------------------------
@@ -95,13 +95,15 @@ class Hand:
         for i, kind in enumerate(cuts):
             if kind == "p":
                 with_out = cuts[i + 1 : i + 2] == "c"
-                steps.append(Step(f"p {i}", False, 0, (now,), (slot, slot + 1)[: 1 + with_out]))
+                steps.append(
+                    Instruction(f"p {i}", False, 0, (now,), (slot, slot + 1)[: 1 + with_out])
+                )
                 fns.append(self.piece_with_out if with_out else self.piece)
                 rows.append(())
                 now, made = slot, slot + 1 if with_out else None
                 slot += 1 + with_out
             else:
-                steps.append(Step(f"c {i}", True, 1, (now, 1, made), ()))
+                steps.append(Instruction(f"c {i}", True, 1, (now, 1, made), ()))
                 fns.append(self.cut)
                 rows.append((Dim("T"), None, Dim("T")))
                 now = made
@@ -210,7 +212,7 @@ def test_warm_up_leaves_what_is_written_as_it_was(kit):
     before = hand.state.view(torch.int32).clone()
     inputs, sizes = [hand.x[:4], hand.state], {"T": 4, "R": 1}
     with preserved([hand.state]):
-        kit.recorder.warm_up(lambda: run(hand.program, hand.fns, inputs, sizes, HOST))
+        kit.recorder.warm_up(lambda: run_program(hand.program, hand.fns, inputs, sizes, HOST))
     assert torch.equal(hand.state.view(torch.int32), before)
 
 
@@ -225,7 +227,7 @@ def test_warm_up_that_fails_leaves_what_is_written_as_it_was(kit):
     inputs, sizes = [hand.x[:4], hand.state], {"T": 4, "R": 1}
     fns = [*hand.fns[:-1], explode]
     with pytest.raises(ValueError, match="boom"), preserved([hand.state]):
-        kit.recorder.warm_up(lambda: run(hand.program, fns, inputs, sizes, HOST))
+        kit.recorder.warm_up(lambda: run_program(hand.program, fns, inputs, sizes, HOST))
     assert hand.state.item() == 0 and hand.seen == [4]
 
 

@@ -18,7 +18,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fngraph.core import Dim
-from fngraph.core.program import Program, Step, with_drops
+from fngraph.core.program import Instruction, Program, with_drops
 from fngraph.errors import BranchError
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import storage_key
@@ -70,7 +70,7 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
     regions = _regions(gm, cut_ops, results)
     needed_after = _needed_after(regions, results)
 
-    steps: list[Step] = []
+    steps: list[Instruction] = []
     parts: list[Piece | Cut] = []
     kinds: dict[str, int] = {}
     shared: dict[str, Piece] = {}
@@ -93,7 +93,7 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
             numbers[node] = len(numbers)
         index = sum(s.name.startswith(name + " ") for s in steps)
         steps.append(
-            Step(
+            Instruction(
                 f"{name} {index}", is_cut, kinds.setdefault(key, len(kinds)),
                 tuple(numbers[n] for n in reads), tuple(numbers[n] for n in writes),
             )

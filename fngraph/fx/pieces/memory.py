@@ -67,7 +67,7 @@ def lifetimes(pieces: Pieces, graph: Graph) -> Lifetimes:
     blocks: list[Block] = []
     block_of: dict[int, Block | None] = {}  # None: an input's memory
     now = piece_nodes = cut_nodes = 0
-    for step, part in zip(pieces.program.steps, pieces.parts):
+    for step, part in zip(pieces.program.instructions, pieces.parts):
         if isinstance(part, Cut):
             now, cut_nodes = now + 1, cut_nodes + 1
         elif isinstance(part, Piece):
@@ -138,7 +138,7 @@ def estimate(
         outputs: how many results are copied out.
     """
     recorded = [indices for is_graph, indices in groups(pieces.program, mode) if is_graph]
-    steps = pieces.program.steps
+    steps = pieces.program.instructions
     opens = not recorded or bool(recorded[0][0])  # a cut first: unpacking is a graph of its own
     closes = bool(outputs) and (not recorded or recorded[-1][-1] != len(steps) - 1)
     graphs = len(recorded) + opens + closes

@@ -60,7 +60,7 @@ def measure(layers: int, repeats: int) -> tuple[dict[str, Any], list[Any]]:
     nodes = {node: i for i, node in enumerate(traced.graph.gm.graph.nodes)}
     row = {
         "layers": layers, "s": total, "trace s": trace, "split s": splitting, "user s": user,
-        "nodes": len(nodes), "pieces": len(split.program.steps),
+        "nodes": len(nodes), "pieces": len(split.program.instructions),
         "distinct pieces": split.program.kinds, "guards": len(traced.graph.guards),
     }  # fmt: skip
     return row, [(n.op, n.target, fx.map_arg((n.args, n.kwargs), nodes.get)) for n in nodes]

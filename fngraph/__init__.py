@@ -6,8 +6,7 @@ the rest comes in with the first name that needs it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 __version__ = "0.1.0"
 
@@ -19,19 +18,28 @@ _EXPORTS = {
     "struct": "core", "buffer": "core", "host": "core", "static": "core",
     "dispatch": "core", "explain": "core", "resolve": "core",
     # the transform and its stages
-    "graphify": "graphify",
+    "graphify": "graphified",
     "encode": "encoder", "encoder_limits": "encoder",
     "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
-    "check": "check",
+    "check": "checking",
     "block": "fx.blocks.stamps", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
-    "Captured": "step.captured", "ChangedRows": "step.changed_rows",
+    "Step": "step.step", "ChangedRows": "step.changed_rows",
 }  # fmt: skip
-_MODULES = ("core", "errors", "ops", "fx", "graphs", "models", "report", "testing", "integrations")
+_MODULES = ("core", "errors", "ops", "models", "report", "testing", "integrations")
 
-if TYPE_CHECKING:
-    from fngraph import core as core, errors as errors, ops as ops
+if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test holds the two together
+    from fngraph import (
+        core as core,
+        errors as errors,
+        integrations as integrations,
+        models as models,
+        ops as ops,
+        report as report,
+        testing as testing,
+    )
+    from fngraph.checking import check as check
     from fngraph.core import (
         BatchDescriptor as BatchDescriptor,
         BatchSpec as BatchSpec,
@@ -47,20 +55,35 @@ if TYPE_CHECKING:
         static as static,
         struct as struct,
     )
+    from fngraph.encoder import encode as encode, encoder_limits as encoder_limits
+    from fngraph.fx.blocks.stamps import block as block
+    from fngraph.fx.modules import from_module as from_module
+    from fngraph.fx.rows.check import trust_rows as trust_rows
+    from fngraph.graphified import graphify as graphify
+    from fngraph.stages import (
+        Compiled as Compiled,
+        Lowered as Lowered,
+        Split as Split,
+        Traced as Traced,
+        like as like,
+    )
+    from fngraph.step.changed_rows import ChangedRows as ChangedRows
+    from fngraph.step.step import Step as Step
+else:  # hidden from type checkers, which would take any name for one of ours
 
+    def __getattr__(name):
+        import importlib
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"fngraph.{name}")
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'fngraph' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"fngraph.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
+        if name in _MODULES:
+            return importlib.import_module(f"fngraph.{name}")
+        if name not in _EXPORTS:
+            raise AttributeError(f"module 'fngraph' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"fngraph.{_EXPORTS[name]}"), name)
+        globals()[name] = value
+        return value
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS, *_MODULES})
+    def __dir__():
+        return sorted(__all__)
 
 
 __all__ = sorted([*_EXPORTS, *_MODULES])

@@ -1,6 +1,7 @@
-"""A primitive's calls in a split graph, with the backends that will run them.
+"""`PrimitiveCall`: a cut with the backends that run it, one instruction of a program.
 
-`CutFn`: a call of a primitive as one step of a program, with the backends that run it.
+A backend is chosen for each cut when a split graph is lowered, or two where uniform batches have one
+of their own; what they plan on the host is settled then, too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from fngraph.ops.choice import Choice, Choices, choices_of
 from fngraph.ops.primitives import PRIMITIVES, Primitive
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PrimitiveCall:
-    """A cut with the backend that will run it and the configuration that it was chosen for.
+    """A cut with the backend that runs it and the configuration that it was chosen for.
+
+    As a function of the program it is `call(sizes, host, *tensors) -> ()`.
 
     Attributes:
         uniform: the backend of uniform keys, if they have one of their own.
@@ -54,12 +57,8 @@ class PrimitiveCall:
             for kind, backend in zip(kinds, self.backends)
         ]
 
-    def compile(self) -> CutFn:
-        """`fn(sizes, host, *tensors) -> ()`.
-
-        Raises:
-            BackendError: a backend that is but a name with a level.
-        """
+    def check_shipped(self) -> None:
+        """Raise `BackendError` if a backend is but a name with a level."""
         for backend in self.backends:
             if not backend.shipped:
                 raise BackendError(
@@ -67,10 +66,34 @@ class PrimitiveCall:
                     f"alone is known, so that Lowered can be studied. Write its run(...) and "
                     f"register it: fg.ops.Backend({backend.name!r}, run, support)"
                 )
-        return CutFn(
-            self.primitive, self.backend, self.config, tuple(self.cut.template), self.cut.places,
-            self.uniform, self.planners,
-        )  # fmt: skip
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
+        """The eager call over these tensors, which takes the step's bounds as `host=`."""
+        args, plan = self._given(self.backend, tensors, None)
+        return self.primitive.bind(self.backend, args, self.config, **plan)
+
+    def __call__(self, sizes: Any, host: HostBounds | None, *tensors: torch.Tensor) -> tuple[()]:
+        """Call it once: by the bounds, for a key that is captured in one graph, or eagerly.
+
+        Raises:
+            BackendError: the backend returned something.
+        """
+        key = None if host is None else host.key
+        own = None if key is None or key.query_len is None else self.uniform
+        backend = own or self.backend
+        args, plan = self._given(backend, tensors, key)
+        self.primitive.call(backend, args, self.config, host, **plan)
+        return ()
+
+    def _given(
+        self, backend: Backend, tensors: Sequence[torch.Tensor], key: BatchDescriptor | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The op's arguments, and what the backend has planned, by name."""
+        args = list(self.cut.template)
+        for i, tensor in zip(self.cut.places, tensors):
+            args[i] = tensor
+        planner = self.planners.get(backend.name)
+        return tuple(args), {} if planner is None else {"plan": planner.buffers(key)}
 
 
 def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCall, ...]:
@@ -168,51 +191,3 @@ def _host_leaf(
         f"backend {backend.name!r} of {step.name} plans on the host, where it reads {why}. "
         f"Pass {name} as a field of the batch, in host memory; or choose another backend"
     )
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class CutFn:
-    """A cut as a function: `fn(sizes, host, *tensors) -> ()`.
-
-    Attributes:
-        backend: what runs it; `uniform`, where there is one, the keys of uniform batches.
-        template: the op's arguments, literals where they are, anything where tensors go.
-        places: where they go, in order.
-        planners: of backends that plan on the host, by name.
-    """
-
-    primitive: Primitive
-    backend: Backend
-    config: Any
-    template: tuple[Any, ...]
-    places: Sequence[int]
-    uniform: Backend | None = None
-    planners: Mapping[str, Planner] = dataclasses.field(default_factory=dict)
-
-    def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
-        """The eager call over these tensors, which takes the step's bounds as `host=`."""
-        args, plan = self._given(self.backend, tensors, None)
-        return self.primitive.bind(self.backend, args, self.config, **plan)
-
-    def __call__(self, sizes: Any, host: HostBounds | None, *tensors: torch.Tensor) -> tuple[()]:
-        """Call it once: by the bounds, for a key that is captured in one graph, or eagerly.
-
-        Raises:
-            BackendError: the backend returned something.
-        """
-        key = None if host is None else host.key
-        own = None if key is None or key.query_len is None else self.uniform
-        backend = own or self.backend
-        args, plan = self._given(backend, tensors, key)
-        self.primitive.call(backend, args, self.config, host, **plan)
-        return ()
-
-    def _given(
-        self, backend: Backend, tensors: Sequence[torch.Tensor], key: BatchDescriptor | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The op's arguments, and what the backend has planned, by name."""
-        args = list(self.template)
-        for i, tensor in zip(self.places, tensors):
-            args[i] = tensor
-        planner = self.planners.get(backend.name)
-        return tuple(args), {} if planner is None else {"plan": planner.buffers(key)}

@@ -1,105 +1,216 @@
-"""`Options`: what `graphify` was asked for, checked; each stage carries it along."""
+"""`Options`: what `graphify` was asked for, checked where it is written; each stage carries it along.
+
+The names stand once, in `OptionsDict`: `graphify` takes them as `**options: Unpack[OptionsDict]`, so
+that an unknown one is an error to a type checker, and at run time here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from fngraph import core
-from fngraph.core import BatchDescriptor, Field, Mode, adapter_counts
-from fngraph.errors import BackendError, DonationError
+from fngraph.core import BatchDescriptor, Field, Limits, Mode, adapter_counts
+from fngraph.core.text import did_you_mean
+from fngraph.errors import BackendError, CaptureError, DonationError, TreeError
 from fngraph.fx.donation.table import COPY_LIMIT
+from fngraph.graphs.recorder import Recorder, check_name
 from fngraph.ops.choice import Choices, check_choices
+
+
+class ResolveDict(TypedDict, total=False):
+    """What `fg.resolve` is told of the model; see there."""
+
+    pooling: bool
+    encoder_decoder: bool
+    layerwise: bool
+    state_blocks: int | None
+    cut: str
+    align: str
+    beyond: str
+    eager: bool
+
+
+class OptionsDict(ResolveDict, total=False):
+    """The options of `graphify`; see there."""
+
+    modes: Mode | str | None
+    limits: Limits | None
+    sizes: Sequence[int] | None
+    query_lens: Iterable[int]
+    backends: Mapping[str, Choices] | None
+    recorder: str | None
+    outputs: str
+    max_keys: int
+    adapters: int | Iterable[int]
+    fields: Iterable[Field]
+    cost: Callable[[BatchDescriptor], float] | None
+    allow_copies: bool | int | None
+    on_ambient: str
+    memory_budget: int | None
+    on_failure: str
+    generators: Iterable[torch.Generator]
+    guards: bool
+
+
+class CaptureDict(TypedDict, total=False):
+    """The options of `capture`; see `Compiled.capture`."""
+
+    recorder: str | Recorder | None
+    outputs: str | None
+    progress: bool | str
+    lazy: bool
+    memory_budget: int | None
+    on_failure: str | None
+    guards: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How keys are kept.
+
+    Attributes:
+        memory_budget: bytes that the pool and all graphs may take together; None: anything.
+        on_failure: of a key that cannot be captured: "raise", or serve it "eager".
+
+    Raises:
+        CaptureError: values that mean nothing.
+    """
+
+    memory_budget: int | None = None
+    on_failure: str = "raise"
+
+    def __post_init__(self) -> None:
+        if self.on_failure not in ("raise", "eager"):
+            raise CaptureError(f'on_failure={self.on_failure!r}: "raise" or "eager"')
+        budget = self.memory_budget
+        if budget is not None and (type(budget) is not int or budget < 0):
+            raise CaptureError(f"memory_budget={budget!r}: a number of bytes, 2 << 30, or None")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `graphify` was asked for.
+    """What `graphify` was asked for; see there for what each name means.
 
     Attributes:
-        modes: requested; None: the default. Backends may lower them.
-        sizes: capture sizes in tokens; None: the default ladder.
-        query_lens: query lengths whose uniform batches get keys of their own.
+        modes: None: the default. Backends may lower them.
         backends: primitive name to backends; a primitive left out takes its default.
         adapters: counts of active adapters that get keys of their own.
-        fields: user-defined fields of specs and keys.
-        cost: what "least" means, of a key; None: its token count.
-        resolve: further arguments of `fngraph.core.resolution`, such as pooling=True.
         allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
-        on_ambient: "recapture" or "error", for calls under other ambient state.
-        memory_budget: bytes that a step's pool and graphs may take; None: anything.
-        on_failure: "raise", or "eager": a key that cannot be captured is served eagerly.
-        generators: those that `forward` may draw from.
+        resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
+
+    Raises:
+        ModesError, BackendError, DonationError, CaptureError, TreeError, TypeError: an option that
+            means nothing.
     """
 
     modes: Mode | None = None
+    limits: Limits | None = None
     sizes: tuple[int, ...] | None = None
     query_lens: tuple[int, ...] = (1,)
     backends: Mapping[str, Choices] = dataclasses.field(default_factory=dict)
+    recorder: str | None = None
+    outputs: str = "own"
+    max_keys: int = 4
     adapters: tuple[int, ...] = (0,)
     fields: tuple[Field, ...] = ()
     cost: Callable[[BatchDescriptor], float] | None = None
-    resolve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     allow_copies: bool | int = COPY_LIMIT
     on_ambient: str = "recapture"
     memory_budget: int | None = None
     on_failure: str = "raise"
     generators: tuple[torch.Generator, ...] = ()
+    guards: bool = False
+    resolve: ResolveDict = dataclasses.field(default_factory=ResolveDict)
+
+    def __post_init__(self) -> None:
+        for name, choices in self.backends.items():
+            check_choices(name, choices)  # unknown names fail here, where they are written
+        if self.on_ambient not in ("recapture", "error"):
+            raise TypeError(f'on_ambient={self.on_ambient!r}: "recapture" or "error"')
+        if not isinstance(self.allow_copies, int) or self.allow_copies < 0:
+            raise DonationError(
+                f"allow_copies={self.allow_copies!r}: True, False or a number of bytes"
+            )
+        for generator in self.generators:
+            if not isinstance(generator, torch.Generator):
+                raise TypeError(f"generators={generator!r}: a tuple of torch.Generator, (g,)")
+        check_outputs(self.outputs)
+        check_name(self.recorder)
+        Rules(self.memory_budget, self.on_failure)
+
+    def rules(self, memory_budget: int | None, on_failure: str | None) -> Rules:
+        """How keys are kept by a capture that was told these; None: as `graphify` was told."""
+        budget = self.memory_budget if memory_budget is None else memory_budget
+        return Rules(budget, on_failure or self.on_failure)
 
 
-def parse_options(
-    *,
-    modes: Mode | str | None,
-    sizes: Sequence[int] | None,
-    query_lens: Iterable[int],
-    backends: Mapping[str, Choices] | None,
-    adapters: int | Iterable[int],
-    fields: Iterable[Field],
-    cost: Callable[[BatchDescriptor], float] | None,
-    allow_copies: bool | int | None,
-    on_ambient: str,
-    memory_budget: int | None,
-    on_failure: str,
-    generators: Iterable[torch.Generator],
-    resolve: Mapping[str, Any],
-) -> Options:
-    """`graphify`'s arguments as options; see there.
+def parse_options(given: Mapping[str, Any]) -> Options:
+    """`graphify`'s options as users write them, an `OptionsDict`.
 
     Raises:
-        ModesError, BackendError, DonationError, TypeError: one that names nothing.
+        ModesError, BackendError, DonationError, CaptureError, TreeError, TypeError: an option that
+            means nothing, or is none.
     """
+    known = OptionsDict.__annotations__
+    for name in given:
+        if name not in known:
+            old = f" Pass {_OLD[name]}" if name in _OLD else did_you_mean(name, known)
+            raise TypeError(f"graphify() takes no option {name!r}.{old}")
+    options = dict(given)
+    resolve: Any = {n: options.pop(n) for n in ResolveDict.__annotations__ if n in options}
+    modes, backends, adapters = (options.pop(n, None) for n in ("modes", "backends", "adapters"))
     if not isinstance(backends, Mapping | None):
         raise BackendError(
             f'backends={backends!r}: pass them by primitive, backends={{"attention": {backends!r}}}'
         )
-    for name, choices in (backends or {}).items():
-        check_choices(name, choices)  # unknown names fail here, where they are written
-    for name in resolve.keys() - inspect.signature(core.resolve).parameters.keys():
-        raise TypeError(f"graphify() and fg.resolve() take no argument {name!r}")
-    if on_ambient not in ("recapture", "error"):
-        raise TypeError(f'on_ambient={on_ambient!r}: "recapture" or "error"')
-    if not isinstance(allow_copies, int | None) or (allow_copies or 0) < 0:
-        raise DonationError(f"allow_copies={allow_copies!r}: True, False or a number of bytes")
-    generators = tuple(generators)
-    for generator in generators:
-        if not isinstance(generator, torch.Generator):
-            raise TypeError(f"generators={generator!r}: a tuple of torch.Generator, (g,)")
+    adapters = 0 if adapters is None else adapters
+    if options.get("allow_copies", COPY_LIMIT) is None:
+        options["allow_copies"] = COPY_LIMIT
+    for name in ("sizes", "query_lens", "fields", "generators"):
+        if options.get(name) is not None:
+            options[name] = tuple(options[name])
     return Options(
-        None if modes is None else Mode.parse(modes),
-        None if sizes is None else tuple(sizes),
-        tuple(query_lens),
-        dict(backends or {}),
-        adapter_counts(adapters, powers=True) if isinstance(adapters, int) else tuple(adapters),
-        tuple(fields),
-        cost,
-        resolve,
-        COPY_LIMIT if allow_copies is None else allow_copies,
-        on_ambient,
-        memory_budget,
-        on_failure,
-        generators,
+        modes=None if modes is None else Mode.parse(modes),
+        backends=dict(backends or {}),
+        adapters=adapter_counts(adapters, powers=True)
+        if isinstance(adapters, int)
+        else tuple(adapters),
+        resolve=resolve,
+        **options,
     )
+
+
+_OLD = {
+    "use_cudagraph": 'modes="PIECEWISE", or modes="NONE" where it was False',
+    "full_cuda_graph": 'modes="FULL", or modes="PIECEWISE" where it was False',
+}
+
+
+def signature_with_options(fn: Callable[..., Any]) -> inspect.Signature:
+    """The signature of `fn`, each option with its default in place of `**options`: for `help`."""
+    own = inspect.signature(fn)
+    defaults = {f.name: f.default for f in dataclasses.fields(Options)}
+    defaults |= {"adapters": 0, "backends": None, "allow_copies": None}
+    options = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name],
+            annotation=kind.__forward_arg__,
+        )
+        for name, kind in OptionsDict.__annotations__.items()
+        if name in defaults
+    ]  # fmt: skip
+    plain = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
+    return own.replace(parameters=[*plain, *options, *(p.replace(name="resolve") for p in rest)])
+
+
+def check_outputs(outputs: str) -> None:
+    """Raise `TreeError` unless `outputs` says who owns results."""
+    if outputs not in ("own", "borrow"):
+        raise TreeError(
+            f'outputs={outputs!r}: "own" (yours to keep) or "borrow" (views, good for one call)'
+        )

@@ -164,8 +164,8 @@ class Served:
 
     @property
     def captured(self) -> Any:
-        """The `Captured` at work."""
-        return self.bound if self.ahead else next(iter(self.fast._captured.values()))
+        """The step at work."""
+        return self.bound if self.ahead else self.fast.steps[0]
 
     def snapshot(self) -> Any:
         """All that must not be lost."""

@@ -221,7 +221,7 @@ def test_a_failed_capture_leaves_the_generator_where_it_was(device):
     fast, params, state = made(sampling(g), device, generators=(g,))
     batch = toys.on(toys.batch(3), device)
     step = fast.trace(params, state, batch=batch).split().lower().compile()
-    fn = step.fns[0]
+    fn = step.executable.fns[0]
 
     def explode(*args: Any) -> Any:
         fn(*args)

@@ -35,12 +35,13 @@ def setup(device: Any, requires_grad: bool) -> tuple[Any, Any, Any, Any]:
 
 def memory(step: Any) -> dict[str, Any]:
     """What graphs read and write that is the step's own."""
-    ring = step.ring
+    keys = step.main
+    ring = keys.ring
     pinned = [x for buffers in ring.buffers for x in buffers]
     return {
-        "static": list(step.static.tensors),
-        "outputs": list(step.outputs),
-        "constants": list(step.constants),
+        "static": list(keys.static.tensors),
+        "outputs": list(keys.outputs),
+        "constants": list(keys.constants),
         "ring": [ring.words, ring.state, ring.told, *pinned],
     }
 
@@ -69,7 +70,7 @@ def test_modes_of_capture_and_call_in_any_order(
             toys.assert_trees((got, state), (want, want_state))
             assert not got.requires_grad
     assert torch.equal(g.get_state(), before.get_state())
-    assert len({id(s) for s in step.siblings.values()}) <= 1  # nothing was traced again
+    assert len({id(keys) for keys in step.keys.values()}) <= 1  # nothing was traced again
 
 
 @pytest.mark.parametrize("outputs", ["own", "borrow"])

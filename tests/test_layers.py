@@ -24,8 +24,9 @@ STDLIB = set(sys.stdlib_module_names)
 # layer -> what may be imported anywhere in it, and what only inside a function
 BASE = {"fngraph.errors", "fngraph.core"}
 LOWER = BASE | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "torch"}
-STAGES = LOWER | {"fngraph.calls", "fngraph.options", "fngraph.stages", "fngraph.step"}
-TRANSFORMS = STAGES | {f"fngraph.{name}" for name in ("graphify", "graphified", "bound", "encoder")}
+STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
+STAGES = STEP | {"fngraph.calls", "fngraph.stages"}
+TRANSFORMS = STAGES | {f"fngraph.{name}" for name in ("graphified", "checking", "encoder")}
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
@@ -37,12 +38,11 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton", "numpy"}, {"cuda"}),
     "fngraph.calls": (LOWER, set()),
     "fngraph.options": (LOWER, set()),
+    "fngraph.executable": (LOWER, set()),
     "fngraph.stages": (STAGES, set()),
-    "fngraph.step": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
-    "fngraph.graphify": (TRANSFORMS, set()),
+    "fngraph.step": (STEP, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.graphified": (TRANSFORMS, set()),
-    "fngraph.bound": (TRANSFORMS, set()),
-    "fngraph.check": (TRANSFORMS, set()),
+    "fngraph.checking": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),
     "fngraph.testing": (TRANSFORMS | {"fngraph", "fngraph.testing"}, set()),
     "fngraph.report": (TRANSFORMS | {"fngraph"}, {"rich", "matplotlib"}),
@@ -280,11 +280,11 @@ PLANTED = {
     "ops know graphs": ("fngraph/ops/primitives.py", "import fngraph.graphs.tape.recorder"),
     "fx knows graphs": ("fngraph/fx/pieces/cuts.py", "from fngraph import graphs"),
     "fx knows ops": ("fngraph/fx/pieces/cuts.py", LAZILY.format("from fngraph.ops import PRIMITIVES")),
-    "fx knows ops, relatively": ("fngraph/fx/tracing/tracer.py", "from ..ops import PRIMITIVES"),
+    "fx knows ops, relatively": ("fngraph/fx/tracing/tracer.py", "from ...ops import PRIMITIVES"),
     "graphs know fx": ("fngraph/graphs/replay.py", "from fngraph.fx.pieces.cuts import Cut"),
     "graphs know stages": ("fngraph/graphs/replay.py", "from fngraph.stages import Compiled"),
-    "stages know graphify": ("fngraph/stages/traced.py", "from fngraph.graphify import graphify"),
-    "rich outside of report": ("fngraph/step/captured.py", LAZILY.format("import rich.progress")),
+    "stages know graphify": ("fngraph/stages.py", "from fngraph.graphified import graphify"),
+    "rich outside of report": ("fngraph/step/step.py", LAZILY.format("import rich.progress")),
     "matplotlib in core": ("fngraph/core/table.py", LAZILY.format("import matplotlib.pyplot")),
     "rich at report's import": ("fngraph/report/progress.py", "import rich"),
     "transformers at import": ("fngraph/integrations/transformers.py", "import transformers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -13,11 +14,10 @@ import pytest
 
 import fngraph
 import fngraph as fg
-from fngraph.bound import Bound
-from fngraph.graphified import Graphified
+from fngraph.graphified import Bound, Graphified
 
 ROOT = Path(__file__).parent.parent
-STAGES = ("Traced", "Split", "Lowered", "Compiled", "Captured")
+STAGES = ("Traced", "Split", "Lowered", "Compiled", "Step")
 
 
 def in_new_python(code: str) -> str:
@@ -99,9 +99,9 @@ def test_star_import_gives_every_public_name():
     assert in_new_python(code) == "set()"
 
 
-@pytest.mark.parametrize("first", ["import fngraph.graphify", "fg.like"])
-def test_graphify_is_callable_whatever_was_imported_before(first: str):
-    """The module of the same name would take its place."""
+@pytest.mark.parametrize("first", ["from fngraph.checking import Report", "fg.integrations"])
+def test_graphify_is_a_function_whatever_was_imported_before(first: str):
+    """A module of the same name would take its place."""
     code = f"""
 import fngraph as fg
 {first}
@@ -110,10 +110,33 @@ for _ in range(2):
     f = fg.graphify(lambda params, cache, batch: None, donate="cache", stage="batch")
     decorator = fg.graphify(donate=1, stage=2)
     made += [type(f).__name__, type(decorator(lambda params, cache, batch: None)).__name__]
-    import fngraph.graphify, fngraph.step.captured, fngraph.stages
+    import fngraph.graphified, fngraph.step.step, fngraph.stages
 print(*made, len(set(fg.__all__) - set(dir(fg))))
 """
     assert in_new_python(code) == "Graphified " * 4 + "0"
+
+
+def test_type_checkers_are_told_the_same_names():
+    """`__getattr__` is hidden from them; what they read stands under `TYPE_CHECKING`."""
+    tree = ast.parse((ROOT / "fngraph/__init__.py").read_text())
+    (block,) = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n)]
+    told = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    runs = {n: f"fngraph.{m}.{n}" for n, m in fngraph._EXPORTS.items()}
+    runs |= {name: f"fngraph.{name}" for name in fngraph._MODULES}
+    assert told == runs
+
+
+def test_no_module_is_named_as_what_it_holds():
+    """`from fngraph.x import y` would put the module where `fg.x` is the function."""
+    for package in ("fngraph", "models", "benchmarks"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            held = {getattr(node, "name", None) for node in ast.parse(path.read_text()).body}
+            assert path.stem not in held, path
 
 
 def test_the_words_of_the_issue_are_public():

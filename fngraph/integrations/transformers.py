@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fngraph.core import Limits, Mode
-from fngraph.graphify import graphify
+from fngraph.graphified import graphify
 from fngraph.integrations.hf_check import check_step
 from fngraph.integrations.hf_fixed import Fixed, experts_of, refuse_unsuitable, scaled_ropes
 from fngraph.integrations.hf_forward import (
@@ -31,7 +31,7 @@ from fngraph.integrations.hf_forward import (
 )
 from fngraph.integrations.hf_support import ModelSupport, support_of
 from fngraph.integrations.serving import Row, State, advance, lay_out, schedule, start
-from fngraph.step.captured import Captured
+from fngraph.step.step import Step
 
 
 class Served(NamedTuple):
@@ -59,7 +59,7 @@ class GraphifiedModel:
     forward: Forward
     params: Mapping[str, Tensor]
     cache: tuple[KV, ...]
-    step: Captured
+    step: Step
     support: ModelSupport
     stop: frozenset[int]
 

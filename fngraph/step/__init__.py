@@ -1,1 +1,1 @@
-"""`Captured`: a step over bound leaves, and all that it does."""
+"""What `capture` returns: a step over bound leaves, and all that it does."""

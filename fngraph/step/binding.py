@@ -15,9 +15,9 @@ from fngraph.fx.leaves import Role, TensorSpec, check_aliases, check_memory
 from fngraph.graphs.addresses import WRITE, Places, Watch, check_places, part, places
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Binding:
-    """Bound leaves.
+    """Bound leaves. Where they are, and of what specs, changes when they are bound again.
 
     Attributes:
         leaves: held and donated tensors.
@@ -61,6 +61,17 @@ class Binding:
         flat = flatten_as(self.args, position, value)
         span = self.spans[position]
         check_places(flat, part(self.recorded, span), self.paths[span], self.fixes[position])
+
+    def bound_again(self, args: Arguments | None = None) -> None:
+        """The leaves are right as they are now: where they are, and with the specs of `args`."""
+        self.args = args or self.args
+        self.recorded = places(self.leaves)
+        self.watch = Watch(self.leaves)
+
+    def donated(self) -> list[torch.Tensor]:
+        """The donated leaves."""
+        leaves = self.args.leaves
+        return [x for i, x in zip(self.indices, self.leaves) if leaves[i].role is Role.DONATED]
 
     def inputs(
         self, staged: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]

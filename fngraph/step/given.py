@@ -1,21 +1,23 @@
-"""Values for held leaves, as a tree or by path: matched with the leaves, and loaded one by one."""
+"""Values for held leaves, as a tree or by path: matched with the leaves, loaded one by one, written.
+
+`slot_writes` writes them into slots of leaves that are stacked along their first dim (adapters): a
+graph reads the stacked leaf where it is, and each row of a batch says which slot is its own; so an
+adapter comes and goes without a capture.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fngraph.core import trees
 from fngraph.errors import TreeError
-from fngraph.fx.leaves import Role, TensorSpec, check_memory
-from fngraph.step.binding import flatten_as
-
-if TYPE_CHECKING:
-    from fngraph.step.binding import Binding
+from fngraph.fx.leaves import Role, TensorSpec, check_memory, overlaps
+from fngraph.step.binding import Binding, flatten_as
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Given:
     load: Callable[[], torch.Tensor]
 
 
-def given(binding: Binding, arguments: Mapping[str, Any]) -> list[Given]:
+def values_for(binding: Binding, arguments: Mapping[str, Any]) -> list[Given]:
     """The held leaves that `arguments` has values for.
 
     Args:
@@ -107,3 +109,35 @@ def write(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy into a held leaf where it is, whatever mode the caller or the leaf is in."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.detach().copy_(value)
+
+
+def slot_writes(
+    binding: Binding, slot: Any, held: Mapping[str, Any]
+) -> list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]:
+    """What to write where, for values of one slot: leaf k goes into `leaf_k[slot]`.
+
+    Raises:
+        TreeError: another structure, a slot that is none, or another shape or dtype.
+    """
+    leaves = binding.leaves
+    memory = storages(leaves)
+    writes: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+    for one in values_for(binding, held):
+        stacked, value = leaves[one.at], loaded(one)
+        if type(slot) is not int or not stacked.dim() or not 0 <= slot < len(stacked):
+            slots = len(stacked) if stacked.dim() else 0
+            raise TreeError(f"{one.path} has {slots} slots, counted from 0; slot={slot!r} is none")
+        if value.shape != stacked.shape[1:] or value.dtype is not stacked.dtype:
+            want, got = _text(stacked[0]), _text(value)
+            raise TreeError(f"{one.path}: a slot of it is {want}, given {got}")
+        if overlaps(stacked):
+            raise TreeError(f"{one.path}: its slots share memory (strides {stacked.stride()})")
+        if storages([value]) & memory:  # writing another leaf may change it first
+            writes.append((stacked[slot], partial(_itself, value.clone())))
+        else:
+            writes.append((stacked[slot], partial(loaded, one)))
+    return writes
+
+
+def _text(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

@@ -1,104 +1,128 @@
-"""`guards=True`: a step that poisons what nothing may read.
+"""`guards=True`: poison in what nothing may read.
 
 Padding rows: NaN in floats, a copy of a true row in ints, after each batch has been unpacked; pads
 that were declared (`pad=-1`, `pad="stride"`, `pad=0`) stay, and so do those that the trace relies
-on (`pads`). Borrowed results: see `graphs.loans`. It is chosen once, at capture, so a step without
-guards does not ask.
+on. One that nobody declared, it may still have counted on as 0:
+
+    batch.x.sum(0)      # x: fg.buffer("T", "float32"): accepted, since its padding is 0
+
+Such a program is right, and poison in its padding would be a false alarm. So `forward` is traced
+with other pads: where that is refused as mixing rows, the pad is kept.
+
+Borrowed results: see `graphs.loans`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fngraph.core import BatchSpec, trees
+from fngraph.core import BatchSpec, Buffer, BufferPlan, trees
+from fngraph.executable import Executable
 from fngraph.fx.ambient import check_no_transform
-from fngraph.graphs.loans import Borrowed
-from fngraph.graphs.staging.buffers import true_sizes
-from fngraph.step.call import call
-from fngraph.step.captured import Captured
+from fngraph.fx.leaves import Role
+from fngraph.graphs.loans import Borrowed, Loans
+from fngraph.graphs.staging.buffers import StaticBuffers, true_sizes
 from fngraph.step.changed_rows import ChangedRows
-from fngraph.step.entry import CALLED
-from fngraph.step.pads import unrelied
+from fngraph.step.prepared import Assemble, Entry, HostBatch
 
 Node = Callable[[], None]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Guarded(Captured):
-    """A step that poisons.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Poison:
+    """What the graphs of one executable poison, and what its calls have lent.
 
     Attributes:
+        name: the function's.
         poisoned: for each static buffer, whether its padding is.
         counts: true rows of each static buffer, on the device.
         rows: 0, 1, 2, ... on the device.
     """
 
-    poisoned: tuple[bool, ...] = ()
-    counts: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
-    rows: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+    name: str
+    loans: Loans
+    plan: BufferPlan
+    dims: Mapping[str, int]
+    poisoned: tuple[bool, ...]
+    counts: torch.Tensor
+    rows: torch.Tensor
 
-    @property
-    def guards(self) -> bool:
-        """Whether padding and expired results are poisoned."""
-        return True
-
-    @property
-    def name(self) -> str:
-        """The function's."""
-        return getattr(self.compiled.args.signature.fn, "__name__", "a function")
-
-    def guard(self, first: Node, sizes: Mapping[str, int]) -> Node:
+    def after(self, unpack: Node, views: Sequence[torch.Tensor]) -> Node:
         """The node that takes a batch in, and then poisons its padding."""
-        views, poisoned = self.static.views(sizes), self.poisoned
-        chosen = [(i, x) for i, x in enumerate(views) if poisoned[i] and x.dim()]
+        chosen = [(i, x) for i, x in enumerate(views) if self.poisoned[i] and x.dim()]
 
         def node() -> None:
-            first()
+            unpack()
             for i, x in chosen:
                 _poison_rows(x, self.counts[i], self.rows[: len(x)])
 
         return node
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; see `Captured`.
+    def lending(self, assemble: Assemble) -> Assemble:
+        """`assemble`, of results that are lent until the pool's next call."""
+
+        def lend(results: Sequence[torch.Tensor], args: Sequence[Any]) -> Any:
+            return assemble(self.loans.lend(self.name, results), args)
+
+        return lend
+
+    def begin(
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        handed: HostBatch | None,
+    ) -> tuple[tuple[Any, ...], HostBatch | None]:
+        """Expire what the pool has lent; what this call is given of it is copied first.
+
+        Returns:
+            the call's arguments, and what `host_batch` has handed out, as they are now.
 
         Raises:
             StaleError: a leaf of the batch is a borrowed result that has expired.
         """
-        with self.recorder.turn.taken():
-            check_no_transform()
-            step = self.under_ambient()
-            assert isinstance(step, Guarded)
-            return call(self, *step.begin(args, kwargs))
-
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Expire what the pool has lent; what this call is given of it is copied first."""
-        entry, loans = self.entry, self.recorder.loans
+        check_no_transform()
         values = list(args)
         if kwargs or len(args) != entry.count:
-            values = list(self.compiled.args.signature.values(args, kwargs, *CALLED))
+            values = list(entry.values(args, kwargs))
         batch = given = values[entry.staged_at]
         leaves, treedef = trees.flatten(batch)
-        lent = loans.storages()
+        lent = self.loans.storages()
         kept = [_own(x, lent) for x in leaves]
         spec = None if entry.spec_field is None else getattr(batch, entry.spec_field, None)
         if any(a is not b for a, b in zip(kept, leaves)):
             values[entry.staged_at] = batch = trees.unflatten(treedef, kept)
             if entry.spec_field is not None:
                 batch.__dict__[entry.spec_field] = spec
-            if self.last_call.host_batch is not None and self.last_call.host_batch.batch is given:
-                self.last_call.host_batch = self.last_call.host_batch._replace(batch=batch)
-        loans.begin(self.name)
+            if handed is not None and handed.batch is given:
+                handed = handed._replace(batch=batch)
+        self.loans.begin(self.name)
         if isinstance(spec, BatchSpec):
-            true = true_sizes(spec, self.limits.dims)
-            counts = [planned.buffer.rows(true) or 0 for planned in self.static.buffer_plan.buffers]
+            true = true_sizes(spec, self.dims)
+            counts = [planned.buffer.rows(true) or 0 for planned in self.plan.buffers]
             with torch.inference_mode(False), torch.no_grad():
                 self.counts.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
-        return tuple(values)
+        return tuple(values), handed
+
+
+@torch.inference_mode(False)
+def make_poison(executable: Executable, static: StaticBuffers, loans: Loans) -> Poison:
+    """The poison of an executable over its static buffers."""
+    longest = max((len(x) for x in static.tensors if x.dim()), default=0)
+    device = executable.args.device
+    return Poison(
+        getattr(executable.args.signature.fn, "__name__", "a function"),
+        loans,
+        executable.plan,
+        executable.limits.dims,
+        _unrelied(executable),
+        torch.zeros(len(static.tensors), dtype=torch.int64, device=device),
+        torch.arange(longest, device=device),
+    )
 
 
 def _own(x: Any, lent: set[int]) -> Any:
@@ -112,27 +136,6 @@ def _own(x: Any, lent: set[int]) -> Any:
     return x.clone() if is_lent else x
 
 
-def guarded(step: Captured) -> Guarded:
-    """The same step, guarded."""
-    fields = {f.name: getattr(step, f.name) for f in dataclasses.fields(Captured)}
-    device, assemble, loans = step.recorder.device, step.assemble, step.recorder.loans
-    longest = max((len(x) for x in step.static.tensors if x.dim()), default=0)
-
-    def lend(results: Any, args: Any) -> Any:
-        return assemble(loans.lend(made.name, results), args)
-
-    if step.borrow:
-        fields["assemble"] = lend
-    with torch.inference_mode(False):
-        made = Guarded(
-            **fields,
-            poisoned=unrelied(step.compiled.lowered.split.traced),
-            counts=torch.zeros(len(step.static.tensors), dtype=torch.int64, device=device),
-            rows=torch.arange(longest, device=device),
-        )
-    return made
-
-
 _AS_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -144,3 +147,45 @@ def _poison_rows(x: torch.Tensor, true: torch.Tensor, rows: torch.Tensor) -> Non
         return
     bits = x.view(_AS_INTS[x.itemsize])
     bits.copy_(bits.index_select(0, torch.minimum(rows, (true - 1).clamp(min=0))))
+
+
+OTHER_INTS = (1, 101)  # no mask is likely to treat both as it treats 0
+
+
+def _unrelied(executable: Executable) -> tuple[bool, ...]:
+    """For each staged leaf, whether its padding may hold anything: no pad is declared or used."""
+    args = executable.args
+    staged = args.of(Role.STAGED)
+    found = [i for i in staged if _is_free(args.leaves[i].buffer)]
+    if found and not _takes(executable, found):
+        kept: list[int] = []
+        for i in found:
+            kept += [i] if _takes(executable, [*kept, i]) else []
+        found = kept
+    return tuple(i in found for i in staged)
+
+
+def _is_free(buffer: Buffer | None) -> bool:
+    if buffer is None or buffer.pad_given or not buffer.dims:
+        return False
+    return bool(buffer.dims[0].letters & {"T", "R"})
+
+
+def _takes(executable: Executable, leaves: Iterable[int]) -> bool:
+    """Whether the function is accepted with other padding in these leaves."""
+    for other in OTHER_INTS:
+        given = list(executable.args.leaves)
+        for i in leaves:
+            buffer = given[i].buffer
+            assert buffer is not None
+            changed = dataclasses.replace(buffer, pad=_pad(buffer.dtype, other))
+            given[i] = dataclasses.replace(given[i], buffer=changed)
+        if not executable.maker.accepts(given):
+            return False
+    return True
+
+
+def _pad(dtype: str, other: int) -> Any:
+    if dtype == "bool":
+        return True
+    return float("nan") if dtype.startswith(("float", "bfloat", "complex")) else other

@@ -1,99 +1,75 @@
-"""Batches that lie in the ring's slots, for the caller to fill where the graph reads them."""
+"""Batches over memory that graphs read: the ring's slots, for the caller to fill; static buffers,
+for whoever can write them on the device.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from fngraph.core import BatchSpec
+import torch
+
+from fngraph.core import BatchDescriptor, BatchSpec, Mode
 from fngraph.core.trees import is_frozen
-from fngraph.errors import TreeError
+from fngraph.errors import SpecError, TreeError
 from fngraph.graphs.addresses import Watch
-from fngraph.graphs.staging.ring import SLOTS
-from fngraph.step.changed_rows import ChangedRows
-from fngraph.step.prepared import Prepared, prepare
-from fngraph.step.tables import put_changed
-
-if TYPE_CHECKING:
-    from fngraph.step.captured import Captured
+from fngraph.step.keys import Keys
+from fngraph.step.prepared import HostBatch, Prepared, SlotBatch
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SlotBatch:
-    """A slot of the ring, seen as a batch of some counts.
-
-    Attributes:
-        fields: of the batch, but for its spec.
-        watch: over its leaves.
-        frozen: whether no leaf of it can be replaced.
-        place: of the slot's words in the ring's memory.
-        words: which they are.
-    """
-
-    fields: dict[str, Any]
-    watch: Watch
-    frozen: bool
-    place: slice
-    words: bytes
-
-
-class HostBatch(NamedTuple):
-    """A batch that `host_batch` has handed out, for the step that the ring's `taken` counts."""
-
-    batch: Any
-    spec: BatchSpec
-    prepared: Prepared | None  # None once it is forgotten
-    in_slot: SlotBatch
-    taken: int
-
-    @property
-    def slot(self) -> int:
-        """Of the ring."""
-        return self.taken % SLOTS
-
-    def is_in_place(self, taken: int) -> bool:
-        """Whether the step that now follows can read it where it is."""
-        return self.taken == taken and self.in_slot.frozen and not self.in_slot.watch.moved()
-
-
-def host_batch(step: Captured, /, spec: BatchSpec, **changed: ChangedRows) -> Any:
-    """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
-
-    Its contents are whatever was last in the slot. It is good for one step, the next one.
-
-    Args:
-        changed: for fields with rows="changed", what takes the place of the whole leaf.
+def next_batch(keys: Keys, spec: BatchSpec) -> Any:
+    """A batch of these counts in the ring's next slot; in memory of its own if it fits in none.
 
     Raises:
-        TreeError: a function without a spec, whose batches have exact shapes; or a field that
-            takes no `ChangedRows`.
+        TreeError: a function without a spec, whose batches have exact shapes.
     """
-    args, field, ring = step.compiled.args, step.entry.spec_field, step.ring
+    args, field, ring = keys.executable.args, keys.shared.entry.spec_field, keys.ring
     if field is None or args.batch_type is None:
         raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
-    with step.recorder.turn.lock:
-        prepared = step.prepared.get(spec[:7]) or prepare(step, spec)
-        slot = ring.wait()
-        in_slot = prepared.slots.get(slot) or _slot_batch(step, prepared, slot)
-        if in_slot is None:  # an eager batch beyond the largest key
-            leaves = ring.new_leaves([shape for shape, *_ in prepared.kinds])
-            batch = dataclasses.replace(args.batch_over(leaves), **{field: spec})
-        else:
-            batch = object.__new__(args.batch_type)
-            batch.__dict__.update(in_slot.fields)
-            batch.__dict__[field] = spec
-            step.last_call.host_batch = HostBatch(batch, spec, prepared, in_slot, ring.taken)
-    if changed:
-        put_changed(step.tables, batch, changed)
+    prepared = keys.prepared.get(spec[:7]) or keys.prepare(spec)
+    slot = ring.wait()
+    in_slot = prepared.slots.get(slot) or _slot_batch(keys, prepared, slot)
+    if in_slot is None:  # an eager batch beyond the largest key
+        leaves = ring.new_leaves([shape for shape, *_ in prepared.kinds])
+        return dataclasses.replace(args.batch_over(leaves), **{field: spec})
+    batch: Any = object.__new__(args.batch_type)
+    batch.__dict__.update(in_slot.fields)
+    batch.__dict__[field] = spec
+    keys.handed = HostBatch(batch, spec, prepared, in_slot, ring.taken)
     return batch
 
 
-def _slot_batch(step: Captured, prepared: Prepared, slot: int) -> SlotBatch | None:
-    leaves = step.ring.leaves(slot, [shape for shape, *_ in prepared.kinds])
+def _slot_batch(keys: Keys, prepared: Prepared, slot: int) -> SlotBatch | None:
+    ring = keys.ring
+    leaves = ring.leaves(slot, [shape for shape, *_ in prepared.kinds])
     if leaves is None:
         return None
-    batch = step.compiled.args.batch_over(leaves)
-    frozen = is_frozen(batch) and step.tables is None  # whose rows are also device state
-    place, words = step.ring.place(slot), step.ring.pack(prepared.words, leaves)
+    batch = keys.executable.args.batch_over(leaves)
+    frozen = is_frozen(batch) and keys.shared.tables is None  # whose rows are also device state
+    place, words = ring.place(slot), ring.pack(prepared.words, leaves)
     in_slot = prepared.slots[slot] = SlotBatch(vars(batch), Watch(leaves), frozen, place, words)
     return in_slot
+
+
+def buffer_of(keys: Keys, descriptor: BatchDescriptor, leaf: str) -> torch.Tensor:
+    """The static buffer of a batch leaf as a key reads it: its leading rows, on the device.
+
+    Args:
+        leaf: the field's name, or the path: "hidden" or "batch.hidden".
+
+    Raises:
+        SpecError: not a key of the table. TreeError: no such leaf. SleepError: while it sleeps.
+    """
+    keys.check_awake()
+    executable = keys.executable
+    if not any((mode, descriptor) in executable.table for mode in (Mode.FULL, Mode.PIECEWISE)):
+        raise SpecError(
+            f"{descriptor!r} is no key of this step. Ask for the one that a batch runs as: "
+            "step.dispatch(spec).descriptor"
+        )
+    name = executable.args.batch_name
+    paths = [planned.path for planned in executable.plan.buffers]
+    path = leaf if leaf in paths else f"{name}.{leaf}"
+    if path not in paths:
+        raise TreeError(f"{leaf!r} is no leaf of {name}; there are {', '.join(paths)}")
+    return keys.static.views(executable.sizes(descriptor))[paths.index(path)]

@@ -1,125 +1,329 @@
-"""The verbs of a step's keys: look up, capture, release, recapture.
+"""`Keys`: the graphs of one executable under one ambient state, the memory that they share, and
+what is known of them.
 
-A step for another ambient state has keys of its own. What is captured ahead is of the state of now;
-what is released, of all.
+Releasing a key frees its graphs at once. Its pool's memory stays with the pool, for the keys that
+share it, and comes back to the device only when the pool has no graph left; so where the pool
+itself is over the budget, all keys are released and a new pool is begun.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import contextlib
+import dataclasses
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from fngraph.core import BatchDescriptor, Mode
+import torch
+
+from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode, Stats, dispatch, runtime_modes
+from fngraph.core.dispatching import Allowed
+from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
+from fngraph.errors import CaptureError, SleepError
+from fngraph.executable import Executable
+from fngraph.graphs.memory import Emptied
+from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.replay import Replay
-from fngraph.step import budget
-from fngraph.step.ahead import capture_ahead, check_ready, missing
-from fngraph.step.ambient import family
-from fngraph.step.book import Key
-from fngraph.step.obtain import obtain
+from fngraph.graphs.staging.buffers import StaticBuffers, allocate, true_sizes
+from fngraph.graphs.staging.ring import Ring, make_ring
+from fngraph.graphs.staging.unpack import words_of
+from fngraph.options import Rules
+from fngraph.step.binding import Binding
+from fngraph.step.changed_rows import Tables
+from fngraph.step.guards import Poison, make_poison
+from fngraph.step.prepared import Assemble, Entry, HostBatch, Prepared, assembler
 
-if TYPE_CHECKING:
-    from fngraph.step.captured import Captured
+Key = tuple[Mode, BatchDescriptor]
+MOST_PREPARED = 4096  # counts that are kept
 
 
-def captured_replay(step: Captured, descriptor: BatchDescriptor) -> Replay:
-    """The replay of a captured key.
+class Shared(NamedTuple):
+    """What all keys of a step have in common, whatever they are captured under.
 
-    Raises:
-        KeyError: it is not captured, or no key of the table.
+    Attributes:
+        binding: held and donated leaves, and their addresses.
+        entry: how a call's arguments are read.
+        tables: of the batch's leaves that are device state, `rows="changed"`.
+        borrow: whether results are views of the outputs, good until the next call.
+        guards: whether padding and expired results are poisoned.
+        stats: what ran, counted.
     """
-    for mode in (Mode.FULL, Mode.PIECEWISE):
-        if (mode, descriptor) in step.replays:
-            return step.replays[mode, descriptor]
-    distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
-    near = sorted((d for _, d in step.replays), key=distance)[:3]
-    text = f"{descriptor} is not captured; the nearest that are: {near or 'none'}"
-    check_key(step, descriptor, f"{text}. It")
-    fix = "wake()" if step.book.asleep else f"recapture({descriptor})"
-    raise KeyError(f"{text}. Capture it: step.{fix}")
+
+    binding: Binding
+    recorder: Recorder
+    entry: Entry
+    tables: Tables | None
+    rules: Rules
+    borrow: bool
+    guards: bool
+    stats: Stats
 
 
-def capture_all(step: Captured, progress: bool | str = False) -> None:
-    """Capture every key of the table that is not yet, largest first, as far as the memory
-    budget goes.
+class Asleep(NamedTuple):
+    """What `wake` brings back: the keys that were captured, and memory with its bytes."""
 
-    Raises:
-        CaptureError: what was captured before stays.
-        SleepError: while it sleeps. AddressError: a bound leaf has moved.
+    keys: tuple[Key, ...]
+    emptied: Emptied
+
+
+@dataclasses.dataclass(eq=False)
+class Keys:
+    """The keys of an executable.
+
+    Attributes:
+        static: buffers of the batch's leaves, read by every key.
+        ring: host memory in which batches wait for their graphs.
+        constants: of the trace, on the device.
+        outputs: static output buffers, written by every key.
+        assemble: results and donated containers to `forward`'s whole output.
+        poison: what is poisoned, if anything is.
+        replays: what has been captured.
+        measured: memory of each captured key.
+        pool: bytes that the pool has grown to for these keys.
+        failed: why a key is served eagerly.
+        warm: kinds of kernels that have run, each with the key that they ran for.
+        prepared: what a batch's counts decide, by those counts.
+        handed: what `host_batch` has handed out since the last call, if anything.
+        asleep: set while the step sleeps.
     """
-    with step.recorder.turn.taken():
-        now = step.under_ambient()
-        capture_ahead(now, missing(now), progress)
 
+    executable: Executable
+    shared: Shared
+    static: StaticBuffers
+    ring: Ring
+    constants: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    assemble: Assemble
+    poison: Poison | None
+    replays: dict[Key, Replay] = dataclasses.field(default_factory=dict)
+    measured: dict[Key, Bytes] = dataclasses.field(default_factory=dict)
+    pool: int = 0
+    failed: dict[Key, str] = dataclasses.field(default_factory=dict)
+    warm: dict[Hashable, Key] = dataclasses.field(default_factory=dict)
+    prepared: dict[tuple[Any, ...], Prepared] = dataclasses.field(default_factory=dict)
+    handed: HostBatch | None = None
+    asleep: Asleep | None = None
 
-def capture_some(step: Captured, budget_ms: float) -> int:
-    """Capture missing keys between two steps, largest first, until `budget_ms` milliseconds
-    are used, but at least one; returns how many keys are missing still.
+    def check_awake(self) -> None:
+        """Raise `SleepError` while the step sleeps."""
+        if self.asleep is not None:
+            raise SleepError(
+                "the step sleeps: its graphs and static buffers are given back. Call step.wake()"
+            )
 
-    Raises:
-        CaptureError, SleepError, AddressError: as `capture_all`.
-    """
-    with step.recorder.turn.taken():
-        now = step.under_ambient()
-        check_ready(now)
-        until = time.perf_counter() + budget_ms / 1000
-        for key in missing(now):
-            obtain(now, key)
-            if key in now.replays and time.perf_counter() >= until:
-                break
-        return len(missing(now))
+    def check_ready(self) -> None:
+        """Raise unless keys can be captured now: awake, and with every leaf where it was bound, or
+        the new graphs would read other memory than the old ones.
 
+        Raises:
+            SleepError, AddressError
+        """
+        self.check_awake()
+        self.shared.binding.check()
 
-def release(step: Captured, /, *descriptors: BatchDescriptor) -> None:
-    """Free the graphs of these keys (none: of all), once the device has done with them.
+    @property
+    def missing(self) -> list[Key]:
+        """Keys that are neither captured nor known to fail, largest first."""
+        known = (self.replays, self.failed)
+        return [key for key in self.executable.table if not any(key in found for found in known)]
 
-    A released key that is dispatched to is captured again, and counted in `stats.captures`.
-    The pool keeps its memory while another key has a graph in it; with all of them it goes.
+    @contextlib.contextmanager
+    def fixed_ambient(self) -> Iterator[None]:
+        """The caller's autocast, gradients and device change nothing: the trace has decided."""
+        device = self.shared.recorder.device
+        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with current, torch.inference_mode(self.shared.binding.inference), torch.no_grad():
+            if not torch.is_autocast_enabled(device.type):
+                yield
+                return
+            with torch.autocast(device.type, enabled=False):
+                yield
 
-    Raises:
-        KeyError: no key of the table.
-    """
-    with step.recorder.turn.taken():
-        for one in family(step):
-            _release(one, descriptors)
-
-
-def recapture(step: Captured, /, *descriptors: BatchDescriptor) -> None:
-    """Release these keys (none: all that are captured or failed) and capture them again.
-
-    Raises:
-        KeyError: no key of the table. CaptureError, SleepError, AddressError: as `capture_all`.
-    """
-    with step.recorder.turn.taken():
-        now = step.under_ambient()
-        for one in family(now):
-            if one is not now:
-                _release(one, descriptors)
-        check_ready(now)
-        keys = _release(now, descriptors)
-        named = [key for key in now.table if key[1] in descriptors]
-        capture_ahead(now, named if descriptors else keys)
-
-
-def _release(step: Captured, descriptors: Sequence[BatchDescriptor]) -> list[Key]:
-    """Free the graphs of these keys, or of all; those that were captured, or had failed."""
-    for descriptor in descriptors:
-        check_key(step, descriptor)
-    wanted = [key for key in step.table if not descriptors or key[1] in descriptors]
-    found = [key for key in wanted if key in step.replays or key in step.book.failed]
-    for key in found:
-        step.book.failed.pop(key, None)
-    if descriptors:
-        budget.free(step, found)
-    else:
-        budget.begin_again(step)
-    return found
-
-
-def check_key(step: Captured, descriptor: BatchDescriptor, subject: str = "") -> None:
-    """Raise `KeyError` unless the table has this key."""
-    if all(known != descriptor for _, known in step.table):
-        raise KeyError(
-            f"{subject or descriptor} is no key of {step.table!r}. Ask for the one that a batch "
-            "runs as: step.dispatch(spec).descriptor"
+    def is_in_fixed_ambient(self) -> bool:
+        """Whether the caller's own state is the one that steps run under."""
+        return not (
+            torch.is_grad_enabled()
+            or torch.is_inference_mode_enabled() is not self.shared.binding.inference
+            or torch.is_autocast_enabled(self.shared.recorder.device.type)
         )
+
+    def cut(self, outputs: Sequence[torch.Tensor], sizes: dict[str, int]) -> list[torch.Tensor]:
+        """Leading slices of outputs, along the dims that depend on T and R."""
+        dims = self.executable.output_dims
+        return [out[tuple(slice(d(**sizes)) for d in ds)] for out, ds in zip(outputs, dims)]
+
+    # what the counts of a batch decide
+
+    def prepare(self, spec: BatchSpec, allowed: Allowed = None) -> Prepared:
+        """All that the counts of a batch decide, kept for the next one that has the same.
+
+        Args:
+            allowed: the modes that it may run as; None: all.
+
+        Raises:
+            SpecError: a batch beyond the limits. SleepError: while the step sleeps.
+            ModesError: no key covers the batch, and NONE is not allowed.
+        """
+        self.check_awake()  # nothing is found prepared while it sleeps
+        counts: tuple[Any, ...] = spec[:7]
+        if allowed is not None:
+            counts = (*counts, runtime_modes(allowed))
+            if counts in self.prepared:
+                return self.prepared[counts]
+        executable = self.executable
+        executable.limits.check(spec)
+        chosen = dispatch(executable.table, spec, allowed)
+        true = true_sizes(spec, executable.limits.dims)
+        words = words_of(executable.plan, true, chosen.descriptor.query_len or 0)
+        kinds = [
+            (planned.buffer.shape(true), getattr(torch, planned.buffer.dtype), torch.strided, False)
+            for planned in executable.plan.buffers
+        ]
+        with self.fixed_ambient():
+            views = [] if chosen.mode is Mode.NONE else self.cut(self.outputs, true)
+        counted_as = (true["T"], chosen.descriptor.num_tokens, chosen.mode)
+        prepared = Prepared(chosen, true, kinds, words, views, counted_as)
+        if len(self.prepared) >= MOST_PREPARED:
+            self.prepared.clear()
+        self.prepared[counts] = prepared
+        return prepared
+
+    def forget(self) -> None:
+        """After replays have gone or changed: the next calls look them up again."""
+        self.prepared.clear()
+        if self.handed is not None:
+            self.handed = self.handed._replace(prepared=None)
+
+    def refused(self, key: Key, spec: BatchSpec) -> Dispatch:
+        """What a batch runs as whose key cannot be captured."""
+        return Dispatch(Mode.NONE, spec.descriptor(), f"capture failed: {self.failed[key]}")
+
+    # memory
+
+    @property
+    def total(self) -> int:
+        """Bytes of the pool and of all graphs."""
+        return self.pool + sum(item.graph for item in self.measured.values())
+
+    @property
+    def memory(self) -> MemoryTable:
+        """Every key of the table with its memory."""
+        rows = []
+        for key in self.executable.table:
+            replay = self.replays.get(key)
+            used = None if replay is None else replay.used
+            estimate = self.executable.estimate(*key)
+            rows.append(KeyMemory(*key, estimate, self.measured.get(key), used))
+        return MemoryTable(tuple(rows), self.pool, self.shared.rules.memory_budget)
+
+    def fits(self, key: Key) -> bool:
+        """Whether the budget seems to have room for one key more."""
+        limit = self.shared.rules.memory_budget
+        if limit is None:
+            return True
+        alone = self.executable.estimate(*key)
+        return self.total + max(alone.pool - self.pool, 0) + alone.graph <= limit
+
+    def make_room(self, key: Key, *, evict: bool) -> bool:
+        """Make room for a key that is about to be captured; False: there is none, nothing goes.
+
+        Raises:
+            CaptureError: the budget cannot hold the key even alone.
+        """
+        limit = self.shared.rules.memory_budget
+        if limit is None:
+            return True
+        alone = self.executable.estimate(*key)
+        if sum(alone) > limit:
+            raise CaptureError(
+                f"memory_budget={limit} bytes cannot hold this key: its graphs will take about "
+                f"{alone.graph} and its intermediates {alone.pool}. Give more, or capture smaller "
+                "sizes"
+            )
+        if not evict:
+            return self.fits(key)
+        if max(self.pool, alone.pool) + alone.graph > limit:
+            self.begin_again()
+        while not self.fits(key) and self.replays:
+            self._evict()
+        return True
+
+    def keep_to_budget(self, key: Key, *, evict: bool) -> bool:
+        """Keep to what was measured; False: the key itself had to go with the others.
+
+        Raises:
+            CaptureError: the key alone takes more than the budget.
+        """
+        limit = self.shared.rules.memory_budget
+        if limit is None or self.total <= limit:
+            return True
+        while evict and self.total > limit and len(self.replays) > 1:
+            self._evict(but=key)
+        if self.total <= limit:
+            return True
+        taken = self.measured[key]
+        alone = len(self.replays) == 1 and self.pool == taken.pool
+        if alone or evict or self.pool > limit:
+            self.begin_again()
+        else:
+            self.free([key])
+        if not alone:
+            return False
+        raise CaptureError(
+            f"memory_budget={limit} bytes cannot hold this key: its graphs took {taken.graph} "
+            f"and the pool {taken.pool} more. Give more, or capture smaller sizes"
+        )
+
+    def _evict(self, but: Key | None = None) -> None:
+        """Release the key that was used least recently."""
+        others = (key for key in self.replays if key != but)
+        self.free([min(others, key=lambda key: self.replays[key].used)])
+
+    def begin_again(self) -> None:
+        """Release every key and begin a new pool; keys are captured again as they are needed."""
+        self.free(list(self.replays))
+        self.shared.recorder.renew()
+        self.pool = 0
+
+    def free(self, keys: Iterable[Key]) -> None:
+        """Forget the replays of these keys, once the device has done with them."""
+        going = [key for key in keys if key in self.replays]
+        self.forget()
+        if not going:
+            return
+        self.shared.recorder.synchronize()
+        for key in going:
+            del self.replays[key]
+            self.measured.pop(key, None)
+
+    def release(self, descriptors: Sequence[BatchDescriptor]) -> list[Key]:
+        """Free these keys, or all; returns those that were captured, or had failed."""
+        wanted = [k for k in self.executable.table if not descriptors or k[1] in descriptors]
+        found = [key for key in wanted if key in self.replays or key in self.failed]
+        for key in found:
+            self.failed.pop(key, None)
+        if descriptors:
+            self.free(found)
+        else:
+            self.begin_again()
+        return found
+
+
+@torch.inference_mode(False)  # graphs write these buffers, whatever mode the caller is in
+def make_keys(executable: Executable, shared: Shared) -> Keys:
+    """Static buffers, ring and outputs allocated; nothing captured yet."""
+    recorder, plan = shared.recorder, executable.plan
+    device = recorder.device
+    static = allocate(plan, device)
+    outputs = tuple(
+        torch.zeros([max(d(**plan.sizes), 0) for d in dims], dtype=dtype, device=device)
+        for dims, dtype in zip(executable.output_dims, executable.output_dtypes)
+    )
+    assemble = assembler(executable.args, executable.out_tree, executable.returns)
+    if shared.tables is not None:
+        assemble = shared.tables.assembler(assemble)
+    poison = make_poison(executable, static, recorder.loans) if shared.guards else None
+    if poison is not None and shared.borrow:
+        assemble = poison.lending(assemble)
+    constants = tuple(c.to(device) for c in executable.constants)
+    ring = make_ring(plan, device)
+    return Keys(executable, shared, static, ring, constants, outputs, assemble, poison)

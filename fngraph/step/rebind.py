@@ -1,83 +1,76 @@
-"""New values for held leaves: checked, traced again if a shape or dtype changes, then written."""
+"""New values for held leaves: what they do to each, checked before anything is written.
+
+A value is written where the old one is; one of another shape or dtype takes its place: the leaf gets
+the new tensor's memory (`leaf.data = new`), so that every tree that holds the leaf has the new one,
+and every other function that reads it sees that it moved. Tied weights, leaves that are one memory,
+can only be given one value.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Callable, Mapping, Set
+from typing import Any
 
-from fngraph.fx.leaves import Leaf
-from fngraph.graphs.addresses import Watch, check_places, places
-from fngraph.stages import Compiled, trace_function
-from fngraph.step.ahead import capture_ahead
+import torch
+
+from fngraph.errors import TreeError
+from fngraph.fx.leaves import Leaf, TensorSpec, overlaps
+from fngraph.graphs.addresses import check_places, places
 from fngraph.step.binding import Binding
-from fngraph.step.budget import free
-from fngraph.step.change import Change, change_of
-from fngraph.step.entry import make_entry
-from fngraph.step.given import given, storages
-from fngraph.step.prepared import forget
-from fngraph.step.tied import check_tied
-
-if TYPE_CHECKING:
-    from fngraph.step.captured import Captured
+from fngraph.step.given import Given, is_same, loaded, storages, values_for, write
 
 
-KEPT = {"replays", "prepared", "stats", "siblings", "book"}  # of a step, whatever it is bound to
+@dataclasses.dataclass(frozen=True, slots=True)
+class Changes:
+    """What new values will do.
+
+    Attributes:
+        changes: by position among the bound leaves.
+        replaced: positions of those that get other memory.
+        leaves: the abstract leaves of all arguments, as they will be.
+    """
+
+    binding: Binding
+    changes: Mapping[int, Change]
+    replaced: frozenset[int]
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def moved(self) -> set[int]:
+        """Indices of the leaves that are, or will be, at other addresses than when bound."""
+        binding = self.binding
+        where = zip(binding.indices, zip(*places(binding.leaves)), zip(*binding.recorded))
+        return {i for i, now, then in where if now != then} | {
+            binding.indices[at] for at in self.replaced
+        }
+
+    def apply(self) -> None:
+        """Write all of it."""
+        for change in self.changes.values():
+            change.apply()
 
 
-def rebind(step: Captured, /, **held: Any) -> None:
-    """New values for held arguments: `step.rebind(params=new)`.
-
-    All is checked first; then leaf by leaf is copied into the bound one, without a second copy
-    of the model. A leaf of another shape or dtype gets the new tensor's memory instead, in
-    every tree that holds it; if `forward` reads it, it is traced again, and the keys that were
-    captured are captured again. Another function that reads it raises `AddressError` at its
-    next call, until it is rebound too: `other.rebind(params=params)`.
-
-    Args:
-        held: by name, a tree of the bound structure, on any device; or a mapping from some
-            paths, as errors write them, to tensors: {"params['head']": x}. It may load what it
-            is asked for from a file; each is asked for twice, to check and to copy.
+def changes_of(binding: Binding, held: Mapping[str, Any]) -> Changes:
+    """What the new values will do, with nothing written.
 
     Raises:
-        TreeError: another structure, an unknown path, no tensor, or different values for
-            leaves that share memory.
+        TreeError: another structure, an unknown path, no tensor, or different values for leaves
+            that share memory.
         AddressError: a leaf that is not given has moved.
-        SleepError: another shape or dtype, while it sleeps. The same ones can be written then.
-        FnGraphError: `forward` refuses the new shapes, or torch does, in its own words. Nothing
-            has been written.
-        CaptureError: a key cannot be captured again; the others are, or will be when needed.
     """
-    with step.recorder.turn.taken():
-        binding = step.binding
-        memory = storages(binding.leaves)
-        changes = {one.at: change_of(binding, one, memory) for one in given(binding, held)}
-        _check_the_rest(binding, changes)
-        replaced = {at for at, change in changes.items() if change.replaces}
-        if replaced:
-            step.book.check_awake()  # it may have to be captured again
-        check_tied(binding, {at: change.one for at, change in changes.items()}, replaced)
-        specs = {binding.indices[at]: change.spec for at, change in changes.items()}
-        leaves = [
-            dataclasses.replace(leaf, spec=specs.get(i, leaf.spec))
-            for i, leaf in enumerate(binding.args.leaves)
-        ]
-        compiled, same = _retraced(step.compiled, leaves)
-        where = zip(binding.indices, zip(*places(binding.leaves)), zip(*binding.recorded))
-        moved = {i for i, a, b in where if a != b} | {binding.indices[at] for at in replaced}
-        reads_moved = bool(moved & _read(compiled)) and not step.book.asleep  # `wake` does it then
-        for change in changes.values():
-            change.apply()
-        at, watch = places(binding.leaves), Watch(binding.leaves)
-        now = dataclasses.replace(binding, args=compiled.args, recorded=at, watch=watch)
-        if reads_moved or not same:
-            _recapture(step, compiled, now)
-        else:
-            _set(step, compiled=compiled, binding=now)
-        if moved:
-            step.siblings.clear()  # what served another ambient state is made again when needed
-            step.last_call.ambient = None
-            forget(step)
+    memory = storages(binding.leaves)
+    changes = {one.at: _change_of(binding, one, memory) for one in values_for(binding, held)}
+    _check_the_rest(binding, changes)
+    replaced = frozenset(at for at, change in changes.items() if change.replaces)
+    _check_tied(binding, {at: change.one for at, change in changes.items()}, replaced)
+    specs = {binding.indices[at]: change.spec for at, change in changes.items()}
+    leaves = tuple(
+        dataclasses.replace(leaf, spec=specs.get(i, leaf.spec))
+        for i, leaf in enumerate(binding.args.leaves)
+    )
+    return Changes(binding, changes, replaced, leaves)
 
 
 def _check_the_rest(binding: Binding, changes: Mapping[int, Change]) -> None:
@@ -92,47 +85,111 @@ def _check_the_rest(binding: Binding, changes: Mapping[int, Change]) -> None:
     )  # fmt: skip
 
 
-def _retraced(compiled: Compiled, leaves: Sequence[Leaf]) -> tuple[Compiled, bool]:
-    """The function compiled for other leaves, and whether it computes as it did."""
-    if list(leaves) == list(compiled.args.leaves):
-        return compiled, True
-    lowered = compiled.lowered
-    old = lowered.split.traced
-    args = dataclasses.replace(old.args, leaves=tuple(leaves))
-    new = trace_function(args, old.options, old.limits)
-    made = new.split().lower(lowered.limits)
-    same = (
-        new.graph.same_as(old.graph)
-        and new.out_tree == old.out_tree
-        and new.ambient.kernels == old.ambient.kernels
-    )
-    return (Compiled(made, compiled.fns), True) if same else (made.compile(), False)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """What is to happen to one leaf, and its spec after that. `replaces`: it gets other memory."""
+
+    one: Given
+    spec: TensorSpec
+    apply: Callable[[], None]
+    replaces: bool = False
 
 
-def _read(compiled: Compiled) -> set[int]:
-    """Indices of the leaves that some step of the program reads, or that are returned."""
-    program = compiled.lowered.split.program
-    return {i for step in program.instructions for i in step.reads} | set(program.outputs)
+def _change_of(binding: Binding, one: Given, memory: set[int]) -> Change:
+    """Decide, and keep nothing of the value but its spec.
+
+    Args:
+        memory: storages of the bound leaves.
+
+    Raises:
+        TreeError: a value that is no tensor, or a leaf that cannot take it.
+    """
+    target, value = binding.leaves[one.at], loaded(one)
+    if is_same(value, target):
+        return Change(one, TensorSpec.of(target), lambda: None)
+    if storages([value]) & memory:  # writing another leaf may change it first
+        kept = value.clone()
+        one = dataclasses.replace(one, load=lambda: kept)
+    if value.shape == target.shape and value.dtype is target.dtype:
+        if overlaps(target):
+            raise TreeError(
+                f"{one.path}: its elements share memory (strides {target.stride()}), so it cannot "
+                "be written element by element. Bind one that can: x.contiguous()"
+            )
+        return Change(one, TensorSpec.of(target), lambda: write(target, loaded(one)))
+    takes_grad = value.is_floating_point() or value.is_complex()
+    if target.requires_grad and not target.is_leaf and not takes_grad:
+        raise TreeError(f"{one.path} was computed with gradients; bind {one.path}.detach()")
+    strides = torch.empty(value.shape, device="meta").stride()
+    spec = TensorSpec(tuple(value.shape), value.dtype, strides, target.device)
+    return Change(one, spec, lambda: _replace(target, loaded(one)), replaces=True)
 
 
-def _recapture(step: Captured, compiled: Compiled, binding: Binding) -> None:
-    """Memory and graphs anew, in the same pool, of the keys that were captured."""
-    from fngraph.step.allocate import anew
-
-    keys = list(step.replays)
-    step.recorder.synchronize()  # a step in flight still reads its slot
-    free(step, keys)
-    step.book.failed.clear()
-    step.book.warm.clear()
-    made = anew(step, compiled)
-    new = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in KEPT}
-    donated = make_entry(compiled.args, binding).donated
-    entry = dataclasses.replace(made.entry, donated=donated)
-    _set(step, **{**new, "binding": binding, "entry": entry})
-    capture_ahead(step, [key for key in keys if key in compiled.lowered.table])
+def _replace(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Give `target` the memory of `value`, which is copied if it is laid out or placed elsewise."""
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        plain = not (value.is_conj() or value.is_neg()) and value.is_contiguous()
+        if (
+            value.device != target.device
+            or not plain
+            or value.is_inference() != target.is_inference()
+        ):
+            value = torch.empty(value.shape, dtype=value.dtype, device=target.device).copy_(value)
+        if target.requires_grad and not (value.is_floating_point() or value.is_complex()):
+            target.requires_grad_(False)
+        target.data = value
 
 
-def _set(step: Captured, **fields: Any) -> None:
-    """A step is one value to its users but for this: it goes on with other weights."""
-    for name, value in fields.items():
-        object.__setattr__(step, name, value)
+def _check_tied(binding: Binding, values: Mapping[int, Given], replaced: Set[int]) -> None:
+    """Raise unless leaves that share memory are given the same values.
+
+    Args:
+        values: by index of the leaf.
+        replaced: leaves that get memory of their own.
+
+    Raises:
+        TreeError: naming two such leaves.
+    """
+    owners: dict[int, list[int]] = {}
+    for at, leaf in enumerate(binding.leaves):
+        owners.setdefault(leaf.untyped_storage().data_ptr(), []).append(at)
+    owners.pop(0, None)
+    for group in owners.values():
+        for a, b in itertools.combinations(group, 2):
+            if (a in values or b in values) and not _agree(binding, values, replaced, a, b):
+                raise TreeError(
+                    f"{binding.paths[a]} and {binding.paths[b]} are one memory (tied weights), but "
+                    "would get different values. Give both the same tensor"
+                )
+
+
+def _agree(
+    binding: Binding, values: Mapping[int, Given], replaced: Set[int], a: int, b: int
+) -> bool:
+    first, second = binding.leaves[a], binding.leaves[b]
+    if not is_same(first, second):
+        return not _cross(first, second)
+    if a not in values or b not in values:
+        return not replaced & {a, b}
+    x, y = loaded(values[a]), loaded(values[b])
+    alike = x.shape == y.shape and x.dtype is y.dtype
+    return is_same(x, y) or (alike and torch.equal(x, y.to(x.device)))
+
+
+def _cross(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two views of one storage have an element in common."""
+    (low, high), (start, end) = sorted(map(_reach, (a, b)))
+    if start >= high or low == high or start == end:
+        return False
+    if a.dtype is not b.dtype:
+        return True
+    marks = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool, device="cpu")
+    marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+
+
+def _reach(x: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the one past its last."""
+    low = int(x.storage_offset())
+    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride())) if x.numel() else 0
+    return low * x.itemsize, (low + int(span)) * x.itemsize

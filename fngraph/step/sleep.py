@@ -1,81 +1,54 @@
-"""Sleep and wake: a step's device memory given back between bursts of work, and taken again."""
+"""Sleep and wake: device memory given back between bursts of work, and taken again."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
+from collections.abc import Sequence
 
 from fngraph.errors import SleepError, TreeError
-from fngraph.fx.leaves import Role, TensorSpec
-from fngraph.graphs.addresses import places
+from fngraph.fx.leaves import TensorSpec
 from fngraph.graphs.memory import empty, fill_again
-from fngraph.step.ahead import capture_ahead
-from fngraph.step.ambient import family
 from fngraph.step.binding import Binding
-from fngraph.step.book import Asleep
-from fngraph.step.budget import begin_again
-
-if TYPE_CHECKING:
-    from fngraph.step.captured import Captured
+from fngraph.step.keys import Asleep, Key, Keys, Shared
 
 
-def sleep(step: Captured, cache: bool = False) -> None:
-    """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
-
-    Tensors over that memory (borrowed results, views of static buffers, a cache given back)
-    must not be used before `wake`: torch does not check, and reads at address 0. With
-    guards=True the use of a borrowed result is a `StaleError`.
-
-    Args:
-        cache: give back the donated leaves too. What they hold is lost.
+def give_back(shared: Shared, family: Sequence[Keys], cache: bool) -> None:
+    """Give back graphs, pool, static buffers and outputs; with `cache`, the donated leaves too.
 
     Raises:
         CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
     """
-    with step.recorder.turn.taken():
-        donated = _donated(step.binding) if cache else []
-        step.recorder.synchronize()
-        emptied = empty(donated)  # first, since it may refuse
-        for one in family(step):
-            before = one.book.asleep or Asleep(tuple(one.replays), [])
-            begin_again(one)
-            one.recorder.loans.expire(one.outputs, "sleep()")
-            own = [] if one.book.asleep else empty([*one.static.tensors, *one.outputs])
-            shared = [(x, nbytes) for x, nbytes in emptied if nbytes]
-            one.book.asleep = Asleep(before.keys, [*before.emptied, *own, *shared])
-            _bind_again(one.binding)
-        step.recorder.renew()  # once more: now it is all unused
+    recorder, binding = shared.recorder, shared.binding
+    donated = binding.donated() if cache else []
+    recorder.synchronize()
+    emptied = [(x, nbytes) for x, nbytes in empty(donated) if nbytes]  # first: it may refuse
+    for keys in family:
+        before = keys.asleep or Asleep(tuple(keys.replays), [])
+        keys.begin_again()
+        recorder.loans.expire(keys.outputs, "sleep()")
+        own = [] if keys.asleep else empty([*keys.static.tensors, *keys.outputs])
+        keys.asleep = Asleep(before.keys, [*before.emptied, *own, *emptied])
+    binding.bound_again()
+    recorder.renew()  # once more: now it is all unused
 
 
-def wake(step: Captured) -> None:
-    """Take the memory again and capture the keys that were captured. A cache that was given
-    back holds zeros, in the same tensors.
+def take_again(shared: Shared, family: Sequence[Keys]) -> list[tuple[Keys, tuple[Key, ...]]]:
+    """Memory again for all that sleep; returns what was captured there, which is not yet again.
 
     Raises:
-        TreeError: a bound leaf has another shape or dtype by now; the step sleeps on.
-        CaptureError: too little memory, and the step sleeps on; or a key that fails.
-        SleepError: a bound leaf that another function gave back: wake that one first.
+        TreeError: a bound leaf has another shape or dtype by now. CaptureError: too little memory.
+        SleepError: a bound leaf that another function gave back. The step sleeps on.
     """
-    with step.recorder.turn.taken():
-        slept = [(one, one.book.asleep) for one in family(step) if one.book.asleep]
-        for one, _ in slept:
-            _check_specs(one.binding)
-        for one, asleep in slept:
-            fill_again(asleep.emptied)
-            _check_filled(one.binding)
-        for one, _ in slept:
-            one.book.asleep = None
-            _bind_again(one.binding)
-        now = step.under_ambient()
-        for one, asleep in slept:
-            if one is now:  # graphs are captured under their own ambient state: others wait for it
-                capture_ahead(one, asleep.keys)
-
-
-def _donated(binding: Binding) -> list[torch.Tensor]:
-    leaves = binding.args.leaves
-    return [x for i, x in zip(binding.indices, binding.leaves) if leaves[i].role is Role.DONATED]
+    slept = [(keys, keys.asleep) for keys in family if keys.asleep is not None]
+    if not slept:
+        return []
+    _check_specs(shared.binding)
+    for _, asleep in slept:
+        fill_again(asleep.emptied)
+    _check_filled(shared.binding)
+    shared.binding.bound_again()
+    for keys, _ in slept:
+        keys.asleep = None
+    return [(keys, asleep.keys) for keys, asleep in slept]
 
 
 def _check_specs(binding: Binding) -> None:
@@ -94,10 +67,3 @@ def _check_filled(binding: Binding) -> None:
                 f"{path} has no memory: another function over it sleeps and gave it back. "
                 "Wake that one first, other.wake(), then this one"
             )
-
-
-def _bind_again(binding: Binding) -> None:
-    """The addresses of now are the right ones."""
-    for old, new in zip(binding.recorded, places(binding.leaves)):
-        old[:] = new  # type: ignore[index]
-    binding.watch.reset()

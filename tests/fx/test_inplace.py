@@ -791,7 +791,7 @@ def test_24_layers_are_settled_within_half_a_second(monkeypatch: pytest.MonkeyPa
         took.append(time.perf_counter() - start)
         return table
 
-    monkeypatch.setattr("fngraph.stages.traced.donate", timed)
+    monkeypatch.setattr("fngraph.stages.donate", timed)
     fast, params, cache = cached(24)
     rows = fast.trace(params, cache).donation.rows
     assert len(rows) == 48 and {row.how for row in rows} == {"in place"}

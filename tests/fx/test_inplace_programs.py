@@ -194,8 +194,8 @@ def check_programs(program: Program) -> None:
         assert [x.data_ptr() for x in s.values()] == addresses
         for name, x in held.items():
             x.copy_(after[name])
-    (captured,) = with_it._captured.values()  # a further trace of the same would take a third more
-    rows = captured.compiled.lowered.split.traced.donation.rows
+    (captured,) = with_it.steps  # a further trace of the same would take a third more
+    rows = captured.donation.rows
     how = {row.path[3:-2]: row.how for row in rows}
     SHARES["programs"] += 1
     SHARES["in place"] += any(how[name] == "in place" for name in functional(program))

@@ -140,7 +140,7 @@ def test_a_tree_staged_by_exact_shapes(what: str, modes: str):
         toys.assert_trees(got, (grown(xs), first(xs) * 3))
         assert type(got[0]) is type(xs)
     assert fast.stats.steps == 2 and fast.stats.share(modes) == 1
-    assert len(fast._captured) == 1  # the class became a node before the key was made
+    assert len(fast.steps) == 1  # the class became a node before the key was made
 
 
 # --- dataclasses ----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_a_none_that_comes_or_goes_is_another_structure():
         fast({"bias": None}, x)
     assert torch.equal(fast2(one, {"x": x, "y": None}), x)  # staged: another key
     assert torch.equal(fast2(one, {"x": x, "y": x * 5}), x * 5)
-    assert len(fast2._captured) == 2
+    assert len(fast2.steps) == 2
 
 
 class Loose(dict):
@@ -253,4 +253,4 @@ def test_structs_in_structs_are_staged_by_exact_shapes():
         xs = Struct(Struct(torch.tensor(ids), None), (torch.ones(len(ids)),))
         got = fast(w, xs)
         assert torch.equal(got.w, w[ids]) and torch.equal(got.extra, torch.ones(len(ids)) * 2)
-    assert len(fast._captured) == 2 and fast.stats.share("FULL") == 1
+    assert len(fast.steps) == 2 and fast.stats.share("FULL") == 1

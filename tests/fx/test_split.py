@@ -48,7 +48,9 @@ def test_a_llama_has_four_kinds_whatever_its_depth():
         split = made.trace(params, cache, limits=toys.LIMITS).split()
         assert split.program.kinds == 4 and kinds(split) == "pc" * layers + "p"
         compiled = split.lower().compile()
-        assert len(set(compiled.fns)) == 3 + layers  # pieces shared; a cut has its own arguments
+        assert (
+            len(set(compiled.executable.fns)) == 3 + layers
+        )  # pieces shared; a cut has its own arguments
 
 
 def test_pieces_that_differ_in_anything_are_not_shared():

@@ -20,7 +20,7 @@ from fngraph.graphs.cuda import nodes as cuda_nodes
 from fngraph.graphs.cuda.recorder import CudaRecording
 from fngraph.graphs.inside import Counts, Node, key_name
 from fngraph.graphs.tape import nodes as tape_nodes
-from fngraph.step import inside
+from fngraph.step import times as timing
 
 
 def toy(params: Any, state: Any, batch: toys.Batch) -> Any:
@@ -353,7 +353,7 @@ def test_times_are_medians_of_all_rounds_but_the_first(monkeypatch: pytest.Monke
         replay(sizes, host)
         return next(rounds), 0.5
 
-    monkeypatch.setattr(inside, "_on_cpu", timed)
+    monkeypatch.setattr(timing, "_on_cpu", timed)
     times = step.times(key_of(step, 8), repeats=3)
     assert [us for _, us in times.rows] == [2, 20, 200]
     assert times.total == 213

@@ -17,7 +17,7 @@ from fngraph.core.buffers import parse_dims
 from fngraph.graphs.staging.buffers import allocate
 from fngraph.graphs.staging.ring import SLOTS, make_ring
 from fngraph.graphs.staging.unpack import unpacker
-from fngraph.step import warm
+from fngraph.step import capture
 
 
 def kit(device: Any) -> Any:
@@ -102,7 +102,7 @@ def test_a_host_batch_needs_a_spec():
         return x * 2
 
     assert double(torch.ones(3)).tolist() == [2.0] * 3
-    (step,) = double._captured.values()
+    (step,) = double.steps
     with pytest.raises(fg.errors.TreeError, match="exact shapes"):
         step.host_batch(fg.BatchSpec(1, 1))
 
@@ -127,7 +127,7 @@ def test_a_capture_whose_first_node_fails_leaves_the_ring_in_step(monkeypatch):
         return node
 
     with monkeypatch.context() as patch:
-        patch.setattr(warm, "unpacker", broken)
+        patch.setattr(capture, "unpacker", broken)
         with pytest.raises(KeyboardInterrupt):
             fast(params, cache, batches[1])
     for batch in (batches[1], batches[0]):

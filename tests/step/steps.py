@@ -12,7 +12,7 @@ import toys
 
 import fngraph as fg
 from fngraph.graphs.recorder import make_recorder
-from fngraph.step import warm
+from fngraph.step import capture
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -90,7 +90,7 @@ def make(
     modes: str = "FULL_AND_PIECEWISE",
     sizes: tuple[int, ...] = toys.SIZES,
     limits: fg.Limits = toys.LIMITS,
-    **capture: Any,
+    **options: Any,
 ) -> Made:
     """A step over `fn`, lazily captured unless said otherwise."""
     attend = fn is toys.attend
@@ -105,11 +105,13 @@ def make(
     )  # fmt: skip
     compiled = fast.trace(params, state).split().lower().compile()
     fault = Fault()
-    fns = tuple(_faulty(fault, i, f) for i, f in enumerate(compiled.fns))
+    fns = tuple(_faulty(fault, i, f) for i, f in enumerate(compiled.executable.fns))
+    executable = dataclasses.replace(compiled.executable, fns=fns)
     recorder = make_recorder(recorder_name, torch.device(device))
     _plant(recorder, fault)
-    capture = {"lazy": True, "recorder": recorder} | capture
-    step = dataclasses.replace(compiled, fns=fns).capture(params, state, **capture)
+    options = {"lazy": True, "recorder": recorder} | options
+    faulty = dataclasses.replace(compiled, executable=executable)
+    step = faulty.capture(params, state, **options)
     return Made(step, fn, params, state, torch.device(device), fault)
 
 
@@ -154,7 +156,7 @@ def _plant(recorder: Any, fault: Fault) -> None:
 @contextlib.contextmanager
 def faulty_unpack(monkeypatch: Any, fault: Fault) -> Iterator[None]:
     """The first node of a key fails when it is first run, before or after its work."""
-    make_node = warm.unpacker
+    make_node = capture.unpacker
 
     def unpacker(*args: Any) -> Any:
         node = make_node(*args)
@@ -167,5 +169,5 @@ def faulty_unpack(monkeypatch: Any, fault: Fault) -> Iterator[None]:
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(warm, "unpacker", unpacker)
+        patch.setattr(capture, "unpacker", unpacker)
         yield

@@ -230,7 +230,7 @@ def test_changed_values_may_be_a_borrowed_result(recorder_name, device):
     )
     table = torch.arange(2 * B, dtype=torch.int32, device=device).view(2, B)
     values = next_tables(table)
-    (other,) = next_tables._captured.values()
+    (other,) = next_tables.steps
     params = torch.arange(100.0, device=device)
     fast = fg.graphify(forward, donate="state", stage="batch", sizes=(2, 4), guards=True)
     step = fast.bind(params).capture(

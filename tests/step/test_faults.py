@@ -45,7 +45,7 @@ def test_nothing_is_lost(recorder_name, device, monkeypatch, fn, moment, what, b
     mode = made.step.dispatch(batch.spec).mode
     with steps.faulty_unpack(monkeypatch, made.fault):
         keys, state = made.keys, toys.clone(made.state)
-        outputs = [x.clone() for x in made.step.outputs]
+        outputs = [x.clone() for x in made.step.main.outputs]
         before = used(made)
         made.fault.arm(*moment, ERRORS[what]("boom"))
         wanted = KeyboardInterrupt if what == "interrupt" else CaptureError
@@ -56,16 +56,16 @@ def test_nothing_is_lost(recorder_name, device, monkeypatch, fn, moment, what, b
             del error
         else:
             records = {FULL: 1, PIECEWISE: 3 if fn is toys.attend else 1}[mode]
-            beyond = {"piece": len(made.step.compiled.fns), "record": records}
+            beyond = {"piece": len(made.step.main.executable.fns), "record": records}
             cut = moment[0] == "piece" and mode is PIECEWISE and moment[1] % 2 == 1
             assert made.fault.hits == 0 and (cut or moment[1] >= beyond[moment[0]])
             return
         assert made.fault.hits == 1
         made.fault.error = None  # it holds frames, and they hold tensors
-        toys.assert_trees((made.state, outputs), (state, list(made.step.outputs)))
+        toys.assert_trees((made.state, outputs), (state, list(made.step.main.outputs)))
         assert made.keys == keys and used(made) == before
         assert not made.step.failed and made.step.stats.steps == 1
-        assert set(made.step.book.measured) == set(keys)
+        assert {row[:2] for row in made.step.memory.rows if row.measured} == set(keys)
         for again in (toys.batch(9, seed=4), batch, MIXED, UNIFORM):
             made.check(again)
 
@@ -213,7 +213,7 @@ def test_donated_leaves_are_saved_once_and_one_key_of_a_kind_is_warmed(
     made = steps.make(recorder_name, device, steps.bump, modes="FULL", sizes=(1, 2, 3, 4, 8, 16))
     ran: list[int] = []
     warm_up = made.step.recorder.warm_up
-    made.step.recorder.warm_up = lambda fn: (ran.append(made.step.ring.taken), warm_up(fn))
+    made.step.recorder.warm_up = lambda fn: (ran.append(made.step.main.ring.taken), warm_up(fn))
     state = toys.clone(made.state)
     with caplog.at_level("INFO", "fngraph"):
         made.step.capture_all()

@@ -73,8 +73,8 @@ def make(fn: Any, device: Any, recorder: Any, modes: str = "FULL", **options: An
 
 def static(step: Any, name: str) -> Tensor:
     """A static buffer."""
-    paths = [planned.path for planned in step.static.buffer_plan.buffers]
-    return step.static.tensors[paths.index(f"batch.{name}")]
+    paths = [planned.path for planned in step.main.static.buffer_plan.buffers]
+    return step.main.static.tensors[paths.index(f"batch.{name}")]
 
 
 # --- padding --------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_the_tree_of_results_is_the_same(recorder_name, device):
 
 def test_a_guarded_step_prints_as_a_step_does(recorder_name, device):
     step = make(simple, device, recorder_name)
-    assert repr(step).startswith("Guarded(") and len(repr(step)) < 200
+    assert repr(step).startswith("Step(") and len(repr(step)) < 200
 
 
 @pytest.mark.parametrize("by", ["sleep", "times"])

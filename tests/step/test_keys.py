@@ -41,7 +41,7 @@ def test_release_of_all_and_recapture(recorder_name, device):
     keys = made.keys
     made.check(UNIFORM)
     made.step.release()
-    assert len(made.step) == 0 and not made.step.book.measured
+    assert len(made.step) == 0 and not made.step.memory.total
     made.check(UNIFORM)
     assert made.keys == [(FULL, BatchDescriptor(4, 4, query_len=1))]
     made.step.capture_all()

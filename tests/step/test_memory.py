@@ -12,6 +12,7 @@ from torch import Tensor
 from toys import FULL, NONE, PIECEWISE
 
 import fngraph as fg
+from fngraph import stages
 from fngraph.core import BatchDescriptor
 from fngraph.core.memory import GRAPH_BYTES, NODE_BYTES, Bytes, KeyMemory, MemoryTable
 from fngraph.errors import CaptureError
@@ -99,7 +100,7 @@ def test_the_estimate_goes_across_cuts():
 
 def test_the_tape_takes_what_was_estimated():
     step = capture("tape", "cpu")
-    biggest = step.compiled.lowered.estimate(FULL, key(64)).pool
+    biggest = step.memory.rows[0].estimated.pool
     first, *rest = step.memory.rows
     assert biggest <= first.measured.pool <= biggest + 2 * MB
     assert all(row.measured.pool == 0 for row in rest)
@@ -110,7 +111,7 @@ def test_the_tape_takes_what_was_estimated():
 @pytest.mark.gpu
 def test_the_device_takes_what_was_estimated():
     step = capture("cuda", "cuda")
-    biggest = step.compiled.lowered.estimate(FULL, key(64)).pool
+    biggest = step.memory.rows[0].estimated.pool
     first, *rest = step.memory.rows
     assert biggest <= first.measured.pool <= 2 * biggest + 24 * MB
     assert sum(row.measured.pool for row in rest) <= 4 * MB
@@ -122,7 +123,7 @@ def test_the_table_prints_and_adds_up(recorder_name, device):
     step(batch(3, device))
     step(batch(3, device))
     table = step.memory
-    assert [row.last_used for row in table.rows] == [None, step.ring.taken, None]
+    assert [row.last_used for row in table.rows] == [None, step.main.ring.taken, None]
     (row,) = [r for r in table.rows if r.measured]
     assert row.key == key(16) and table.total == table.pool + row.measured.graph
     text = table.as_text()
@@ -143,7 +144,7 @@ def attended(recorder_name: str, device: Any, keys: float, **options: Any) -> st
     """A step of small keys, mixed ones of 1 to 16 tokens, whose budget holds so many."""
     probe = steps.make(recorder_name, device, modes="PIECEWISE", lazy=False)
     one = probe.step.memory.rows[0]
-    pool, graph = probe.step.book.pool, max(one.measured.graph, one.estimated.graph)
+    pool, graph = probe.step.memory.pool, max(one.measured.graph, one.estimated.graph)
     budget = pool + int(keys * graph)
     return steps.make(
         recorder_name, device, modes="PIECEWISE", memory_budget=budget, **options
@@ -164,7 +165,7 @@ def test_the_least_recently_used_key_goes():
     made.check(toys.batch(4))
     assert sizes(made) == {1, 8, 4}
     made.check(toys.batch(1))  # in use: not captured again
-    assert made.step.book.total <= made.step.book.rules.memory_budget
+    assert made.step.memory.total <= made.step.memory.budget
     times = {k.num_tokens: took.times for (_, k, _), took in made.step.stats.captures.items()}
     assert times == {1: 1, 2: 1, 4: 2, 8: 1}
 
@@ -176,7 +177,7 @@ def test_ahead_of_time_nothing_is_evicted_and_the_rest_is_left_for_later():
     assert made.step.capture_some(1e6) == 2 and sizes(made) == {16, 8, 4}
     for n in (9, 3, 5, 2, 1, 9):
         made.check(toys.batch(n))
-        assert made.step.book.total <= made.step.book.rules.memory_budget
+        assert made.step.memory.total <= made.step.memory.budget
     assert not made.step.stats.reasons
 
 
@@ -202,33 +203,32 @@ def test_a_pool_that_is_over_the_budget_is_begun_again():
     step = low.compile().capture(params, recorder="tape", lazy=True, memory_budget=budget)
     step(batch(16))
     step(batch(64))  # the small key's part of the pool is no use to it, and both are too much
-    assert [d.num_tokens for d in step] == [64] and step.book.total <= budget
-    assert step.recorder.arena.nbytes == step.book.pool == 8 * MB
+    assert [d.num_tokens for d in step] == [64] and step.memory.total <= budget
+    assert step.recorder.arena.nbytes == step.memory.pool == 8 * MB
     assert step(batch(16)).tolist() == wide(params, batch(16)).tolist()  # within the large pool
-    assert [d.num_tokens for d in step] == [16] and step.book.pool == 8 * MB
-    step.book.pool = budget  # as if it had grown by something else
+    assert [d.num_tokens for d in step] == [16] and step.memory.pool == 8 * MB
+    step.main.pool = budget  # as if it had grown by something else
     record, made = step.recorder.record, []
     step.recorder.record = lambda fn, **options: made.append(fn) or record(fn, **options)
     assert step(batch(1)).tolist() == wide(params, batch(1)).tolist()
     assert len(made) == 1  # not captured in vain before
-    assert [d.num_tokens for d in step] == [1] and step.book.pool == MB
+    assert [d.num_tokens for d in step] == [1] and step.memory.pool == MB
     assert step(batch(64)).tolist() == wide(params, batch(64)).tolist()
 
 
 def test_what_was_measured_counts_though_it_was_estimated_lower(monkeypatch):
     made = attended("tape", torch.device("cpu"), 3.5)
-    low = type(made.step.compiled.lowered)
-    monkeypatch.setattr(low, "estimate", lambda *args: Bytes(0, 0))
+    monkeypatch.setattr(stages, "estimate", lambda *args: Bytes(0, 0))
     for n in (1, 2, 4, 8, 9, 1):
         made.check(toys.batch(n))
-        assert made.step.book.total <= made.step.book.rules.memory_budget
+        assert made.step.memory.total <= made.step.memory.budget
     made.step.release()
     made.step.capture_all()
-    assert made.step.book.total <= made.step.book.rules.memory_budget and len(made.keys) == 3
+    assert made.step.memory.total <= made.step.memory.budget and len(made.keys) == 3
     alone = attended("tape", torch.device("cpu"), 0.5)
     with pytest.raises(CaptureError, match="graphs took"):
         alone.step(alone.state, toys.batch(3))
-    assert not alone.keys and alone.step.book.total == 0
+    assert not alone.keys and alone.step.memory.total == 0
     eager = attended("tape", torch.device("cpu"), 0.5, on_failure="eager")
     eager.check(toys.batch(3))
     assert "graphs took" in next(iter(eager.step.stats.reasons))
@@ -243,11 +243,11 @@ def test_random_dispatch_under_a_budget_stays_under_it():
     order = torch.randint(1, most, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     for n in order:
         made.check(toys.batch(n))
-        assert made.step.book.total <= made.step.book.rules.memory_budget
+        assert made.step.memory.total <= made.step.memory.budget
     after = made.step.recorder.usage()
     assert made.step.stats.share("NONE") < 0.1, made.step.failed
     taken = sum(after) - sum(before)
-    assert taken <= made.step.book.rules.memory_budget + 64 * MB  # the driver takes chunks
+    assert taken <= made.step.memory.budget + 64 * MB  # the driver takes chunks
 
 
 @pytest.mark.parametrize("budget", [-1, 1.5, "1 MB", True])

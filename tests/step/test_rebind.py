@@ -14,7 +14,7 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.core import trees
 from fngraph.errors import AddressError, CaptureError, TreeError
-from fngraph.step import obtain as obtaining
+from fngraph.step import capture
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 BATCHES = [toys.batch(3, 2, seed=1), toys.decode(2, seed=2), toys.batch(5, 4, seed=3)]
@@ -324,17 +324,17 @@ def test_a_key_that_cannot_be_captured_again_is_captured_when_needed(device, mon
     params, state = headed_params(device=device), headed_state(device)
     step = make(headed, params, state, device, modes="FULL")
     done: list[Any] = []
-    original = obtaining.capture_key
+    original = capture.capture_key
 
-    def second_fails(*key: Any) -> Any:
-        done.append(key)
+    def second_fails(*args: Any) -> Any:
+        done.append(args)
         if len(done) == 2:
             raise CaptureError("no room")
-        return original(*key)
+        return original(*args)
 
     new = headed_params(5)
     with monkeypatch.context() as patch:
-        patch.setattr(obtaining, "capture_key", second_fails)
+        patch.setattr(capture, "capture_key", second_fails)
         with pytest.raises(CaptureError, match="no room"):
             step.rebind(params=new)
     assert len(step) == 1

@@ -19,7 +19,7 @@ MIXED, UNIFORM = toys.batch(3, 2, seed=1), toys.decode(3, 2, seed=2)
 
 def held(made: steps.Made) -> int:
     """Bytes of static buffers and outputs."""
-    tensors = [*made.step.static.tensors, *made.step.outputs]
+    tensors = [*made.step.main.static.tensors, *made.step.main.outputs]
     return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
@@ -116,7 +116,8 @@ def test_memory_that_torch_does_not_own_is_refused_and_nothing_is_lost(device):
     made = steps.make("tape", "cpu")
     params, state = made.params, toys.attention_cache()
     state = ((torch.from_numpy(np.zeros_like(state[0][0].numpy())), state[0][1]), *state[1:])
-    step = made.step.compiled.capture(params, state, recorder="tape", lazy=True)
+    fast = fg.graphify(toys.attend, donate="cache", stage="batch", sizes=toys.SIZES)
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False, lazy=True)
     step(state, MIXED)
     with pytest.raises(CaptureError, match="not torch's own"):
         step.sleep(cache=True)
@@ -152,10 +153,10 @@ def test_an_ambient_state_of_its_own_sleeps_too(recorder_name, device):
     made.check(MIXED)
     with torch.autocast(made.device.type, torch.bfloat16):
         made.step(made.state, toys.on(MIXED, device))
-    assert len(set(map(id, made.step.siblings.values()))) == 2
+    assert len(set(map(id, made.step.keys.values()))) == 2
     made.step.sleep()
-    for step in made.step.siblings.values():
-        assert not step.replays and not step.outputs[0].untyped_storage().nbytes()
+    for keys in made.step.keys.values():
+        assert not keys.replays and not keys.outputs[0].untyped_storage().nbytes()
     made.step.wake()
     assert len(made.step) == 1
     with torch.autocast(made.device.type, torch.bfloat16):

@@ -84,7 +84,7 @@ def test_it_is_what_the_key_reads(recorder_name, device):
         for i, (name, shape) in enumerate(shapes.items()):
             leaf = step.static_buffer(key, name)
             assert leaf.shape == shape and leaf.device == device
-            assert leaf.data_ptr() == step.static.tensors[i].data_ptr()
+            assert leaf.data_ptr() == step.main.static.tensors[i].data_ptr()
             assert torch.equal(leaf, step.static_buffer(key, f"batch.{name}"))
             assert leaf.is_contiguous() and not leaf.is_inference()
 

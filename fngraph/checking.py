@@ -17,7 +17,7 @@ from fngraph.core import Limits
 from fngraph.errors import FnGraphError, PurityError
 from fngraph.fx.arguments import Names
 from fngraph.fx.tracing.refusals import Refusals
-from fngraph.graphify import graphify
+from fngraph.graphified import graphify
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

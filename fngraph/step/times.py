@@ -1,4 +1,4 @@
-"""A step's keys, looked at while they run: device time per piece, named ranges for profilers."""
+"""How long a captured key takes, part by part, on the device."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import dataclasses
 import statistics
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
-from fngraph.core import BatchDescriptor, HostBounds
+from fngraph.core import HostBounds
 from fngraph.core.text import table
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import kept, preserved
 from fngraph.graphs.replay import EagerCall, Replay, launch
 from fngraph.graphs.staging.buffers import Sizes
-from fngraph.step.backend_plans import plan_padding
-from fngraph.step.obtain import as_captured
-from fngraph.step.prepared import forget
-from fngraph.step.warm import bounds_of, sizes_of, written
-
-if TYPE_CHECKING:
-    from fngraph.step.captured import Captured
+from fngraph.step.capture import as_captured, bounds_of, overwritten, plan_padding
+from fngraph.step.keys import Keys
 
 Us = list[float]  # microseconds of each call of a key
 
@@ -49,36 +43,29 @@ class Times:
     __repr__ = as_text
 
 
-def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Times:
+def measure(keys: Keys, replay: Replay, repeats: int) -> Times:
     """Device time of each graph and eager call of a captured key; CPU time on the tape.
 
     It replays a batch that is all padding, so donated state and generators are as before; what
-    is written other than through null slots is saved first. Attention sees no keys there, so
-    its time is a lower bound. Borrowed outputs are overwritten, as by a step.
-
-    Raises:
-        KeyError: a key that is not captured. AddressError: a bound leaf has moved.
+    is written other than through null slots is saved first.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats}: at least 1")
-    replay = step[descriptor]
-    sizes = sizes_of(step, descriptor)
-    host = bounds_of((replay.mode, descriptor))
-    device = step.recorder.device
-    timed = _on_cuda if device.type == "cuda" else _on_cpu
+    key = replay.mode, replay.descriptor
+    sizes, host = keys.executable.sizes(replay.descriptor), bounds_of(key)
+    shared, ring = keys.shared, keys.ring
+    timed = _on_cuda if shared.recorder.device.type == "cuda" else _on_cpu
     rounds, lag = [], 0.0
-    with step.recorder.turn.taken(), as_captured(step):
-        step.binding.check()
-        step.recorder.loans.expire(step.outputs, "times()")
-        with preserved(written(step)), kept(step.static.views(sizes)):
+    with as_captured(keys):
+        shared.binding.check()
+        shared.recorder.loans.expire(keys.outputs, "times()")
+        with preserved(overwritten(keys)), kept(keys.static.views(sizes)):
             try:
                 for _ in range(repeats + 1):
-                    step.ring.put_padding(step.static.buffer_plan, descriptor.query_len or 0)
-                    plan_padding(step, replay.mode, descriptor, sizes)
+                    ring.put_padding(keys.executable.plan, replay.descriptor.query_len or 0)
+                    plan_padding(keys, key, sizes)
                     us, lag = timed(replay, sizes, host, lag)
                     rounds.append(us)
             except BaseException:
-                step.ring.resume()
+                ring.resume()
                 raise
     del rounds[0]  # it warms up, and tells how far the device is ahead of the host
     names = [
@@ -87,20 +74,7 @@ def times(step: Captured, descriptor: BatchDescriptor, repeats: int = 20) -> Tim
     ]
     medians = [statistics.median(column) for column in zip(*rounds)]
     total = statistics.median(map(sum, rounds))
-    return Times(key_name(replay.mode, descriptor), tuple(zip(names, medians)), total)
-
-
-def show_ranges(step: Captured, on: bool = True) -> None:
-    """From now on, replays of the keys that are captured show in profiles, or no longer do.
-
-    Each is in a range that is named after its key, as `fngraph FULL 8x8 q1`: of torch.profiler,
-    and an NVTX one where there is CUDA. Keys captured later have none until this is called
-    again. A step that never was asked for them has no code for them.
-    """
-    with step.recorder.turn.taken():
-        for key, replay in step.replays.items():
-            step.replays[key] = replay.with_ranges() if on else replay.without_ranges()
-        forget(step)
+    return Times(key_name(*key), tuple(zip(names, medians)), total)
 
 
 def _on_cpu(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tuple[Us, float]:

@@ -1,0 +1,108 @@
+"""`Executable`: a function made ready to run, for leaves of one kind and under one ambient state.
+
+It is what the stages hand down: flat, with no stage in it, and all that a step needs. The two things
+that only a stage could do, making it again for other leaves or under another state, it asks of its
+`Maker`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fngraph.core import BatchDescriptor, BufferPlan, Dim, DispatchTable, Limits, Mode, key_sizes
+from fngraph.core.memory import Bytes
+from fngraph.core.program import Program
+from fngraph.fx.ambient import Ambient
+from fngraph.fx.arguments import Arguments
+from fngraph.fx.donation.table import DonationTable
+from fngraph.fx.leaves import Leaf
+from fngraph.graphs.replay import StepFn
+from fngraph.ops.backend import Planner
+
+
+class Maker(Protocol):
+    """How an executable was made, and can be made again."""
+
+    def for_leaves(self, old: Executable, leaves: Sequence[Leaf]) -> Executable:
+        """The function for other leaves; with the callables of `old` if it computes as before.
+
+        Raises:
+            FnGraphError: `forward` refuses them.
+        """
+        ...
+
+    def under(self, ambient: Ambient) -> Executable | None:
+        """The function under the ambient state of now, which is `ambient`; None: it is the same.
+
+        Raises:
+            AmbientError: it is another, and `on_ambient="error"` was asked for.
+        """
+        ...
+
+    def accepts(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether the function keeps padding out of true rows with these leaves' pads."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executable:
+    """All that later steps need.
+
+    Attributes:
+        args: the abstract arguments.
+        out_tree: structure of what `forward` returns.
+        returns: index of a donated leaf to the index of the output leaf that is its new value.
+        program: instructions over numbered values: leaves, constants, then what is computed.
+        fns: one an instruction, `fn(sizes, host, *tensors) -> tensors`; equal pieces share theirs.
+        row_dims: for each instruction, the varying first dims of its arguments; none for a piece.
+        planners: what backends plan on the host before each step.
+        output_dims: for each output that is not donated, its dims in T and R.
+        output_aliased: whether it is memory of an input or of another output.
+        constants: tensors made from literals inside `forward`.
+        donation: how each donated leaf gets its new value.
+        notes: why anything is not as it was asked for.
+        generators: those that `forward` draws from.
+        table: which keys there are.
+        limits: bounds of every step.
+        plan: the static buffers.
+        estimate: bytes that a key will take, of its mode and descriptor.
+    """
+
+    args: Arguments
+    out_tree: Any
+    returns: Mapping[int, int]
+    program: Program
+    fns: tuple[StepFn, ...]
+    row_dims: tuple[tuple[Dim | None, ...], ...]
+    planners: tuple[Planner, ...]
+    output_dims: tuple[tuple[Dim, ...], ...]
+    output_dtypes: tuple[torch.dtype, ...]
+    output_aliased: tuple[bool, ...]
+    constants: tuple[torch.Tensor, ...]
+    donation: DonationTable
+    notes: tuple[str, ...]
+    generators: tuple[torch.Generator, ...]
+    table: DispatchTable
+    limits: Limits
+    plan: BufferPlan
+    estimate: Callable[[Mode, BatchDescriptor], Bytes]
+    maker: Maker
+
+    def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        """{"T": padded tokens, "R": padded requests, ...} of a key."""
+        return sizes_of(descriptor, self.limits)
+
+    @property
+    def reads(self) -> set[int]:
+        """Indices of the leaves that some instruction reads, or that are returned."""
+        read = {i for one in self.program.instructions for i in one.reads}
+        return read | set(self.program.outputs)
+
+
+def sizes_of(descriptor: BatchDescriptor, limits: Limits) -> dict[str, int]:
+    """{"T": padded tokens, "R": padded requests, ...} of a key."""
+    return key_sizes(descriptor.num_tokens, descriptor.num_reqs, limits.max_reqs, limits.dims)

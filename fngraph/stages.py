@@ -1,0 +1,491 @@
+"""The stages between a function and its graphs, each an immutable value with the next verb.
+
+    Traced --split--> Split --lower--> Lowered --compile--> Compiled --capture--> Step
+
+Every stage prints (`repr`, `as_text()`) and runs without a GPU. The last one hands down an
+`Executable`, which holds no stage. They stand here from the last to the first, since each makes the
+one above it; how a function is traced stands at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+import torch
+
+from fngraph.calls import PrimitiveCall, choose, with_planners
+from fngraph.core import (
+    BatchDescriptor,
+    BufferPlan,
+    DispatchTable,
+    Limits,
+    Mode,
+    Resolution,
+    Support,
+    build_table,
+    check_sizes,
+    key_sizes,
+    plan_buffers,
+    resolve,
+    trees,
+)
+from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
+from fngraph.core.program import Instruction, Program
+from fngraph.core.text import count, table
+from fngraph.errors import AmbientError, FieldError, RowsError, SpecError
+from fngraph.executable import Executable, sizes_of
+from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
+from fngraph.fx.arguments import Arguments, Signature
+from fngraph.fx.donation.returns import match_donated
+from fngraph.fx.donation.table import DonationTable, donate
+from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
+from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.pieces.code import blame, direct
+from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
+from fngraph.fx.pieces.memory import estimate, lifetimes
+from fngraph.fx.rows.check import check_rows
+from fngraph.fx.tracing.constants import pin
+from fngraph.fx.tracing.refusals import Refusals
+from fngraph.fx.tracing.tracer import Graph, trace
+from fngraph.graphs.replay import StepFn
+from fngraph.ops.primitives import PRIMITIVES
+from fngraph.options import CaptureDict, Options
+from fngraph.step.step import Step, make_step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A callable for each instruction of the program. Equal pieces share theirs.
+
+    Attributes:
+        executable: what a step is made of.
+        pieces: each distinct piece once.
+    """
+
+    executable: Executable
+    options: Options
+    pieces: tuple[Piece, ...]
+
+    def capture(self, *bound: Any, **options: Unpack[CaptureDict]) -> Step[Any]:
+        """Bind the held and donated arguments (in `forward`'s order) and capture every key.
+
+        Args:
+            recorder: "cuda", "tape", None for the one of the arguments' device, or one to share,
+                `recorder=step.recorder`.
+            outputs: "own": results are the caller's; "borrow": views, good until the next call.
+            progress: show a progress bar; a string is its label. Left out: none.
+            lazy: capture each key when it is first dispatched to, not now.
+            memory_budget: bytes that the pool and all graphs may take together. Keys beyond it are
+                captured when they are needed, and the least recently used ones go for them.
+            on_failure: of a key that cannot be captured: "raise", or "eager": its batches run
+                eagerly, and the reason is counted.
+            guards: poison padding and expired results, to find what reads them.
+
+        What is left out or None, but for `progress` and `lazy`, is as `graphify` was told.
+
+        Raises:
+            AliasError: a donated leaf shares its storage with another leaf.
+            TreeError: arguments that differ from the traced ones.
+            CaptureError: a key that could not be captured.
+        """
+        told, guards = self.options, options.get("guards")
+        step = make_step(
+            self.executable,
+            bound,
+            recorder=options.get("recorder") or told.recorder,
+            outputs=options.get("outputs") or told.outputs,
+            rules=told.rules(options.get("memory_budget"), options.get("on_failure")),
+            guards=told.guards if guards is None else guards,
+        )
+        if not options.get("lazy"):
+            step.capture_all(progress=options.get("progress", False))
+        return step
+
+    def as_text(self) -> str:
+        """The code of each distinct piece."""
+        codes = [piece.gm.code.strip() for piece in self.pieces]
+        return "\n\n".join(f"# piece {i}\n{code}" for i, code in enumerate(codes))
+
+    def __repr__(self) -> str:
+        fns = self.executable.fns
+        callables, instructions = count(len(set(fns)), "callable"), count(len(fns), "instruction")
+        return f"Compiled({callables} for {instructions})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """Everything decided that can be without running: modes, backends, keys, buffers.
+
+    Attributes:
+        calls: the cuts with their backends.
+        resolution: modes and sizes after the backends have had their say, with reasons.
+        table: the dispatch table.
+        plan: the static buffers.
+    """
+
+    split: Split
+    limits: Limits
+    calls: tuple[PrimitiveCall, ...]
+    resolution: Resolution
+    table: DispatchTable
+    plan: BufferPlan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why anything is not as it was asked for."""
+        passed_over = dict.fromkeys(call.note for call in self.calls if call.note)
+        return self.resolution.reasons + tuple(passed_over) + self.split.traced.notes
+
+    def compile(self) -> Compiled:
+        """One callable for each distinct piece.
+
+        Raises:
+            BackendError: a backend that is but a name with a level.
+        """
+        options, calls = self.split.traced.options, iter(self.calls)
+        of_piece = {id(p): _piece_fn(p, options.generators) for p in self.split.distinct}
+        fns: list[StepFn] = []
+        for part in self.split.pieces.parts:
+            if isinstance(part, Cut):
+                fns.append(call := next(calls))
+                call.check_shipped()
+            else:
+                fns.append(of_piece[id(part)])
+        return Compiled(self.executable(tuple(fns)), options, tuple(self.split.distinct))
+
+    def executable(self, fns: tuple[StepFn, ...]) -> Executable:
+        """What a step is made of, with these callables, one an instruction."""
+        traced, pieces = self.split.traced, self.split.pieces
+        planners = {id(p): p for call in self.calls for p in call.planners.values()}
+        return Executable(
+            args=traced.args,
+            out_tree=traced.out_tree,
+            returns=traced.returns,
+            program=pieces.program,
+            fns=fns,
+            row_dims=tuple(p.rows if isinstance(p, Cut) else () for p in pieces.parts),
+            planners=tuple(planners.values()),
+            output_dims=pieces.output_dims,
+            output_dtypes=pieces.output_dtypes,
+            output_aliased=pieces.output_aliased,
+            constants=tuple(traced.constants.values()),
+            donation=traced.donation,
+            notes=self.notes,
+            generators=traced.options.generators,
+            table=self.table,
+            limits=self.limits,
+            plan=self.plan,
+            estimate=self._estimate,
+            maker=Retracer(traced, self.limits),
+        )
+
+    def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        """{"T": padded tokens, "R": padded requests, ...} of a key."""
+        return sizes_of(descriptor, self.limits)
+
+    def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
+        """Bytes that a key will take in the pool and for its graphs."""
+        return self._estimate(mode, descriptor)
+
+    @property
+    def memory(self) -> MemoryTable:
+        """What every key will take, estimated."""
+        return MemoryTable(tuple(KeyMemory(*key, self.estimate(*key)) for key in self.table))
+
+    @functools.cached_property
+    def _estimate(self) -> Callable[[Mode, BatchDescriptor], Bytes]:
+        """`estimate` by itself, without the stage."""
+        pieces, limits, graph = self.split.pieces, self.limits, self.split.traced.graph
+        outputs = len(pieces.program.outputs)
+        alive = functools.cache(
+            lambda: lifetimes(pieces, graph)
+        )  # some ms, once they are asked for
+
+        def of_key(mode: Mode, descriptor: BatchDescriptor) -> Bytes:
+            return estimate(pieces, alive(), mode, sizes_of(descriptor, limits), outputs)
+
+        return of_key
+
+    def as_text(self) -> str:
+        """Backends, modes, keys and buffers."""
+        rows = [[i, *pair] for i, c in enumerate(self.calls) for pair in c.levels()]
+        parts = [self.table.as_text(), self.plan.as_text()]
+        parts += [table(["cut", "primitive (backend)", "support"], rows)] if rows else []
+        parts += self.notes
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return (
+            f"Lowered({self.table!r}, {len(self.plan.buffers)} static buffers of "
+            f"{self.plan.nbytes} bytes, notes: {list(self.notes) or 'none'})"
+        )
+
+
+def _piece_fn(piece: Piece, generators: Generators) -> StepFn:
+    gm = with_generators(piece.gm, generators)
+    forward = direct(gm)  # not gm(...): nn.Module.__call__ takes some 3 us a piece
+
+    def call_piece(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        try:
+            return forward(sizes["T"], sizes["R"], *tensors)
+        except Exception as error:
+            if (op := blame(gm, error)) is not None:
+                error.add_note(f"in {op}")
+            raise
+
+    return call_piece
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Pieces of traced ops, with a primitive between one and the next."""
+
+    traced: Traced
+    pieces: Pieces
+
+    @property
+    def program(self) -> Program:
+        """The instructions as data."""
+        return self.pieces.program
+
+    @property
+    def distinct(self) -> list[Piece]:
+        """Each distinct piece once; it is compiled once."""
+        return list(dict.fromkeys(p for p in self.pieces.parts if isinstance(p, Piece)))
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Calls of primitives, in order."""
+        return [p for p in self.pieces.parts if isinstance(p, Cut)]
+
+    def lower(self, limits: Limits | None = None) -> Lowered:
+        """Choose backends, resolve modes, lay out the dispatch table and the static buffers.
+
+        Raises:
+            BackendError: a backend that is unknown or does not support the configuration.
+            ModesError: modes that the backends cannot serve.
+            SizesError: capture sizes beyond the limits.
+        """
+        traced, options = self.traced, self.traced.options
+        limits = limits or traced.limits
+        if limits.dims != traced.limits.dims:
+            raise SpecError(
+                f"traced with {traced.limits!r}, lowered with {limits!r}: letters other than T and "
+                "R are fixed by the trace. Trace with the same: trace(..., limits=limits)"
+            )
+        traced.graph.check_limits(limits)
+        calls = choose(self.pieces, options.backends)
+        self._check_null_slots()
+        support = dict(pair for call in calls for pair in call.levels()) or Support.ALWAYS
+        resolution = resolve(
+            options.modes, support, query_lens=options.query_lens, limits=limits,
+            sizes=None if options.sizes is None else check_sizes(options.sizes, limits),
+            **options.resolve,
+        )  # fmt: skip
+        dispatch_table = build_table(
+            resolution.modes, resolution.sizes, limits, options.adapters, options.fields,
+            options.cost, own_uniform=any(call.uniform is not None for call in calls),
+        )  # fmt: skip
+        top = key_sizes(dispatch_table.top, None, limits.max_reqs, limits.dims)
+        plan = plan_buffers(traced.args.fields, top)
+        most = {**limits.dims, "T": limits.max_tokens, "R": limits.max_reqs}
+        most |= {name: max(most[name], top[name]) for name in ("T", "R")}
+        calls = with_planners(calls, self.pieces, traced.args.leaves, most)
+        return Lowered(self, limits, calls, resolution, dispatch_table, plan)
+
+    def _check_null_slots(self) -> None:
+        """Padding must write nowhere: the slots of each primitive are a leaf padded with -1."""
+        for one, part in zip(self.program.instructions, self.pieces.parts):
+            name = PRIMITIVES[part.op].null_slots if isinstance(part, Cut) else None
+            if name is None:
+                continue
+            leaf = self._leaf_of(one, part, name)
+            if leaf is not None and (leaf.buffer is None or leaf.buffer.pad != -1):
+                raise FieldError(
+                    f"{leaf.path} says where {one.name} writes, and its padding would write too. "
+                    f"Pad it with -1, which writes nowhere: fg.buffer(..., pad=-1)"
+                )
+
+    def _leaf_of(self, one: Instruction, cut: Any, name: str) -> Leaf | None:
+        """The argument's leaf, if the cut reads it as it was passed to `forward`."""
+        names = [a.name for a in PRIMITIVES[cut.op].op._schema.arguments]
+        number = one.reads[cut.places.index(names.index(name))]
+        leaves = self.traced.args.leaves
+        return leaves[number] if number < len(leaves) else None
+
+    def as_text(self) -> str:
+        """One line an instruction, with the leaves that it reads by name; equal kinds are one."""
+        leaves = [leaf.path for leaf in self.traced.args.leaves] + list(self.traced.constants)
+        return self.program.as_text(dict(enumerate(leaves)))
+
+    def __repr__(self) -> str:
+        return (
+            f"Split({count(len(self.program.instructions), 'instruction')}: "
+            f"{count(len(self.cuts), 'cut')}, {count(len(self.distinct), 'distinct piece')})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """`forward` as an fx graph, pure and with its donation settled.
+
+    Attributes:
+        donation: how each donated leaf gets its new value.
+        out_tree: structure of what `forward` returns.
+        returns: index of a donated leaf to the index of the output leaf that is its new value.
+        ambient: the state of torch that it was traced under.
+        asked: which of grad and inference mode `forward` has asked for; the others are all one.
+    """
+
+    args: Arguments
+    options: Options
+    limits: Limits
+    graph: Graph
+    donation: DonationTable
+    out_tree: Any
+    returns: Mapping[int, int]
+    ambient: Ambient
+    asked: frozenset[str]
+
+    @property
+    def signature(self) -> Signature:
+        """The function and the roles of its arguments."""
+        return self.args.signature
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Tensors made from literals inside `forward`: hoisted, frozen."""
+        return self.graph.constants
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not as it was asked for: primitives that are no cuts, streams that are one."""
+        return tuple(
+            f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
+            "its plain torch ops are captured, there is no cut, and no backend is asked"
+            for name, line in self.graph.inlined
+        ) + tuple(
+            f"{line}: the side stream is ignored: forward runs on one stream, in program order"
+            for line in self.graph.streams
+        )
+
+    def split(self) -> Split:
+        """Cut at every primitive; equal pieces become one."""
+        returned = set(self.returns.values())
+        outputs = [i for i in range(self.out_tree.num_leaves) if i not in returned]
+        return Split(self, split(self.graph, tuple(PRIMITIVES), outputs))
+
+    def computes_as(self, other: Traced) -> bool:
+        """Whether two traces are the same program, run by the same kernels."""
+        alike = self.graph.same_as(other.graph) and self.out_tree == other.out_tree
+        return alike and self.ambient.kernels == other.ambient.kernels
+
+    def as_text(self) -> str:
+        """The traced ops as Python."""
+        self.graph.gm.recompile()  # constants and donation have changed the graph since
+        return self.graph.gm.code.strip()
+
+    def __repr__(self) -> str:
+        ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)
+        how = [row.how for row in self.donation.rows]
+        donated = ", ".join(f"{how.count(h)} {h}" for h in dict.fromkeys(how)) or "none"
+        inlined = "".join(f", {name} inlined at {line}" for name, line in self.graph.inlined)
+        return f"Traced({self.signature!r}, {ops} ops, donated: {donated}{inlined})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Retracer:
+    """An executable's `Maker`: its first stage, kept to be compared with, and how it was lowered."""
+
+    traced: Traced
+    limits: Limits
+
+    def for_leaves(self, old: Executable, leaves: Sequence[Leaf]) -> Executable:
+        """See `Maker`."""
+        new = self._trace(leaves)
+        lowered = new.split().lower(self.limits)
+        if new.computes_as(self.traced):
+            return lowered.executable(old.fns)
+        return lowered.compile().executable
+
+    def under(self, ambient: Ambient) -> Executable | None:
+        """See `Maker`."""
+        old = self.traced
+        free = {name: getattr(ambient, name) for name in ("grad", "inference")}
+        kept = {name: value for name, value in free.items() if name not in old.asked}
+        if old.ambient._replace(**kept) == ambient:
+            return None
+        new = self._trace(old.args.leaves)
+        if new.computes_as(old):
+            return None
+        if old.options.on_ambient == "error":
+            raise AmbientError(
+                f"ambient state is not the trace's: {old.ambient.changes(ambient)}, and forward "
+                "computes something else under it. Call under the same state, or "
+                'fg.graphify(..., on_ambient="recapture")'
+            )
+        return new.split().lower(self.limits).compile().executable
+
+    def accepts(self, leaves: Sequence[Leaf]) -> bool:
+        """See `Maker`."""
+        try:
+            self._trace(leaves)
+        except RowsError:
+            return False
+        return True
+
+    def _trace(self, leaves: Sequence[Leaf]) -> Traced:
+        args = dataclasses.replace(self.traced.args, leaves=tuple(leaves))
+        return trace_function(args, self.traced.options, self.traced.limits)
+
+
+def like(tree: Any) -> Any:
+    """The same tree with shapes, dtypes and devices in place of memory, for `trace`."""
+    trees.register_dataclasses(tree)
+    return trees.map_leaves(TensorSpec.of, tree)
+
+
+def trace_function(
+    args: Arguments, options: Options, limits: Limits, refuse: Refusals | None = None
+) -> Traced:
+    """Trace the function of `args`; see `fngraph.fx.tracing` for the errors, kept in `refuse`."""
+    found: dict[str, Any] = {}
+    refuse = refuse or Refusals()
+    check_no_dispatch_mode()
+    ambient = read(args.device.type)
+
+    def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
+        values = args.unflatten(leaves, refuse)
+        given = [trees.flatten(value) for value in values]
+        with torch.set_grad_enabled(ambient.grad):
+            with refuse.catching(), unchanged(args.device.type, args.signature.fn):
+                found["result"] = args.signature.call(values)
+        if "result" not in found:
+            raise refuse.errors[-1]
+        with refuse.catching():
+            args.check_held(values, given)
+        result = found.pop("result")
+        trees.register_dataclasses(result)
+        outputs, found["tree"] = trees.flatten(result)
+        return outputs
+
+    generators = options.generators
+    states = [g.get_state() for g in generators]
+    with noted(ambient) as asked, preserved(generators):
+        graph = trace(flat_fn, args.leaves, limits, found, refuse, generators)
+        with refuse.catching():
+            check_untouched(generators, states)
+    with refuse.catching():
+        pin(graph.gm, ambient.default_dtype)
+    nodes = list(graph.gm.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
+    paths = trees.paths(found["tree"], "output")
+    check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text, refuse)
+    donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
+    return Traced(
+        args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked)
+    )

@@ -1,0 +1,297 @@
+"""How a key is warmed and captured: ahead of the calls that need it, or by the first one.
+
+Kernels are warmed once, not once a size: keys of one kind run the same ones. A kernel's first run
+loads it, and Triton compiles for a number that is 1, for one that is divisible by 16 and for any
+other. So a kind is that of each size, and one key of each kind, the largest, is run for real. cuBLAS
+may take another kernel for another size of the same kind, which CUDA loads within a capture; what
+cannot be done there makes that capture fail, and then that key is warmed and captured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fngraph.core import (
+    BatchDescriptor,
+    BatchSpec,
+    Dispatch,
+    HostBounds,
+    KeyBounds,
+    Mode,
+    PlannedBuffer,
+)
+from fngraph.core.memory import Bytes
+from fngraph.core.program import run_program
+from fngraph.errors import CaptureError
+from fngraph.fx.generators import preserved as undrawn
+from fngraph.graphs.inside import key_name
+from fngraph.graphs.memory import kept, preserved
+from fngraph.graphs.ranges import named_range
+from fngraph.graphs.recorder import describe
+from fngraph.graphs.replay import Replay, capture
+from fngraph.graphs.staging.buffers import Sizes
+from fngraph.graphs.staging.unpack import unpacker
+from fngraph.step.keys import Key, Keys
+from fngraph.step.prepared import Prepared
+
+# one key
+
+
+def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
+    """The replay of what a batch was dispatched to, captured now if it is not yet.
+
+    Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
+    """
+    keys.check_awake()
+    mode, descriptor, _ = prepared.chosen
+    key = (mode, descriptor)
+    replay = keys.replays.get(key) or obtain(keys, key, in_step=True)
+    if replay is None:
+        prepared.chosen = keys.refused(key, spec)
+        return
+    prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
+    prepared.ignores_grad_mode = mode is Mode.FULL and keys.shared.borrow
+
+
+def obtain(keys: Keys, key: Key, *, in_step: bool = False) -> Replay | None:
+    """Capture a key; None where it fails and is served eagerly, or where no memory is left for it.
+
+    Args:
+        in_step: whether it is needed now, so that others are evicted for it.
+    """
+    if key in keys.failed:
+        return None
+    began = time.perf_counter_ns()
+    try:
+        for _ in range(2):  # a second time in a new pool, where the old one was too large
+            if not keys.make_room(key, evict=in_step):
+                return None
+            replay = capture_key(keys, key)
+            if keys.keep_to_budget(key, evict=in_step):
+                break
+            if not in_step:
+                return None
+    except CaptureError as error:
+        _refuse(keys, key, error)
+        return None
+    us = (time.perf_counter_ns() - began) // 1000
+    keys.shared.stats.observe_capture(*key, us, in_step)
+    return replay
+
+
+def capture_key(keys: Keys, key: Key) -> Replay:
+    """Capture one key on an all-padding batch, whose writes go to null slots.
+
+    Raises:
+        CaptureError: naming the key; pool and donated state are as they were.
+    """
+    recorder = keys.shared.recorder
+    watched = all(mode is not key[0] for mode, _ in keys.replays)  # the first key of its mode
+    with as_captured(keys), named_range(f"capture {key_name(*key)}"):
+        try:
+            if _cold(keys, [key]):
+                with preserved(overwritten(keys)):
+                    _run_padding(keys, key)
+            hoped = key not in keys.warm.values()  # another of its kind has run: mostly it does
+            with recorder.recording():
+                before = recorder.usage()
+                try:
+                    replay = _record(keys, key, watched)
+                except CaptureError:
+                    if not (hoped and recorder.lazy_kernels):
+                        raise
+                    with preserved(overwritten(keys)):
+                        _run_padding(keys, key)
+                    replay = _record(keys, key, watched=True)
+                finally:
+                    after = recorder.usage()
+                    grown = max(after.pool - before.pool, 0)
+                    keys.pool += grown
+        except Exception as error:  # whatever a backend or an op raises
+            raise _failure(key, error) from error
+    keys.measured[key] = Bytes(grown, max(after.other - before.other, 0))
+    keys.replays[key] = replay
+    return replay
+
+
+@contextlib.contextmanager
+def as_captured(keys: Keys) -> Iterator[None]:
+    """The state of torch that keys are run and captured under; nothing is drawn from generators."""
+    with keys.fixed_ambient(), undrawn(keys.executable.generators):
+        yield
+
+
+def _record(keys: Keys, key: Key, watched: bool) -> Replay:
+    sizes, host, inputs, unpack = _operands(keys, key)
+    executable = keys.executable
+    return capture(
+        keys.shared.recorder, executable.program, executable.fns, executable.row_dims, inputs,
+        *key, sizes, host, tuple(keys.cut(keys.outputs, sizes)), unpack, executable.generators,
+        watched,
+    )  # fmt: skip
+
+
+class Operands(NamedTuple):
+    """What the program of one key is called with, and the graph's first node."""
+
+    sizes: dict[str, int]
+    host: HostBounds
+    inputs: list[torch.Tensor]
+    unpack: Callable[[], None]
+
+
+def _operands(keys: Keys, key: Key) -> Operands:
+    """For a key, at the addresses of now; what is planned on the host is planned for padding."""
+    sizes = keys.executable.sizes(key[1])
+    plan_padding(keys, key, sizes)
+    views = keys.static.views(sizes)
+    inputs = keys.shared.binding.inputs(views, keys.constants)
+    unpack = unpacker(keys.static, keys.ring, sizes)
+    if keys.poison is not None:
+        unpack = keys.poison.after(unpack, views)
+    return Operands(sizes, bounds_of(key), inputs, unpack)
+
+
+def bounds_of(key: Key) -> HostBounds:
+    """A key's own upper bounds; those of one graph say which key it is."""
+    mode, descriptor = key
+    return KeyBounds(descriptor) if mode is Mode.FULL else HostBounds(descriptor.num_tokens)
+
+
+# failures
+
+
+def _failure(key: Key, error: Exception) -> CaptureError:
+    """`error` as the key's."""
+    made = CaptureError(f"{_named(key)}{describe(error)}")
+    made.__cause__ = error
+    return made
+
+
+def _refuse(keys: Keys, key: Key, error: CaptureError) -> None:
+    """Raise `error`, or keep it as the reason why the key is served eagerly.
+
+    Raises:
+        CaptureError: by `on_failure="raise"`.
+    """
+    if keys.shared.rules.on_failure == "raise":
+        raise error
+    keys.failed[key] = str(error).removeprefix(_named(key))
+
+
+def _named(key: Key) -> str:
+    return f"{key[0]} {key[1]}: "
+
+
+# many keys, ahead of the calls that need them
+
+
+def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = False) -> None:
+    """Capture these keys in order: one warm-up for each kind, then one session of the recorder."""
+    keys.check_ready()
+    recorder = keys.shared.recorder
+    _warm_ahead(keys, [key for key in wanted if keys.fits(key)])
+    shown: Iterable[Key] = wanted
+    if progress:
+        from fngraph.report.progress import track
+
+        label = progress if isinstance(progress, str) else f"capturing on {recorder.name}"
+        shown = track(list(wanted), label)
+    with recorder.recording():
+        for key in shown:
+            obtain(keys, key)
+
+
+def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
+    """Warm one key of each kind that is cold, saving donated leaves once for all of them."""
+    firsts = _cold(keys, wanted)
+    if not firsts:
+        return
+    with as_captured(keys):
+        try:
+            with preserved(overwritten(keys)):
+                for key in firsts:
+                    try:
+                        _run_padding(keys, key)
+                    except Exception as error:
+                        _refuse(keys, key, _failure(key, error))
+        except CaptureError:  # no memory for the copies, as each key will find for itself
+            if keys.shared.rules.on_failure == "raise":
+                raise
+
+
+def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:
+    """The first of `wanted` of each kind that has not run yet."""
+    found: dict[Hashable, Key] = {}
+    for key in wanted:
+        found.setdefault(kind(keys.executable.sizes(key[1]), key[1]), key)
+    return [key for of, key in found.items() if of not in keys.warm]
+
+
+def kind(sizes: Mapping[str, int], descriptor: BatchDescriptor) -> Hashable:
+    """Equal for keys that run the same kernels, as far as one can tell without running them."""
+    return descriptor[2:], tuple((n == 1, n % 16 == 0) for n in sizes.values())
+
+
+def _run_padding(keys: Keys, key: Key) -> None:
+    """Run one key for real on an all-padding batch, whose writes go to null slots.
+
+    Other writes land: see `preserved` and `overwritten`.
+    """
+    sizes, host, inputs, unpack = _operands(keys, key)
+    executable = keys.executable
+    with kept(keys.static.views(sizes)):  # the next batch may be there already
+        try:
+            keys.ring.put_padding(executable.plan, key[1].query_len or 0)
+            unpack()
+        except BaseException:  # or the next step would read another slot than its own
+            keys.ring.resume()
+            raise
+        keys.shared.recorder.warm_up(
+            lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
+        )
+    keys.warm[kind(sizes, key[1])] = key
+
+
+def overwritten(keys: Keys) -> list[torch.Tensor]:
+    """Donated leaves that are written other than by primitives, whose slots are null."""
+    null_slots = {row.path: row.null_slots for row in keys.executable.donation.rows}
+    named = zip(keys.shared.binding.paths, keys.shared.binding.leaves)
+    return [x for path, x in named if not null_slots.get(path, True)]
+
+
+# host-side plans of backends: made before a capture, and before each step
+
+
+def plan_padding(keys: Keys, key: Key, sizes: Sizes) -> None:
+    """Plan a batch of nothing but padding."""
+    mode, descriptor = key
+    if keys.executable.planners:
+        stride = descriptor.query_len or 0
+        leaves = [_padding(planned, sizes, stride) for planned in keys.executable.plan.buffers]
+        for planner in keys.executable.planners:
+            planner.fill(descriptor if mode is Mode.FULL else None, sizes, leaves)
+
+
+def plan_step(keys: Keys, chosen: Dispatch, true: Sizes, leaves: Sequence[torch.Tensor]) -> None:
+    """Plan a batch: at its key's sizes where the key is one graph, else at its own."""
+    descriptor, sizes = None, true
+    if chosen.mode is Mode.FULL:
+        descriptor = chosen.descriptor
+        sizes = keys.executable.sizes(descriptor)
+    for planner in keys.executable.planners:
+        planner.fill(descriptor, sizes, leaves)
+
+
+def _padding(planned: PlannedBuffer, sizes: Sizes, stride: int) -> torch.Tensor:
+    shape, pad = planned.buffer.shape(sizes), planned.buffer.pad
+    dtype = getattr(torch, planned.buffer.dtype)
+    if pad == "stride":
+        return torch.arange(shape[0], dtype=dtype) * stride
+    filled: Any = pad
+    return torch.full(shape, filled, dtype=dtype)

@@ -1,0 +1,560 @@
+"""`Step`: what `capture` returns. Bound leaves and the keys captured over them; a call is one step.
+
+    batch.spec -> dispatch -> stage -> replay -> own
+
+The one stage with state: it owns memory, and it counts what it did. A call under other ambient state
+(autocast, default dtype, ...) than the trace's may need another program, whose keys then stand
+beside the first ones: over the same leaves, in the same pool. What is captured ahead is of the state
+of now; what is released, of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from fngraph.core import (
+    BatchDescriptor,
+    BatchSpec,
+    Dispatch,
+    DispatchTable,
+    Explanation,
+    Limits,
+    Mode,
+    Stats,
+    dispatch,
+    explain,
+)
+from fngraph.core.dispatching import Allowed
+from fngraph.core.memory import MemoryTable
+from fngraph.errors import SpecError
+from fngraph.executable import Executable
+from fngraph.fx.ambient import (
+    Ambient,
+    check_no_dispatch_mode,
+    check_no_transform,
+    is_plain,
+    plain_state,
+    read,
+)
+from fngraph.fx.donation.table import DonationTable
+from fngraph.graphs.recorder import Recorder, make_recorder
+from fngraph.graphs.replay import Replay
+from fngraph.options import Rules
+from fngraph.step.binding import bind
+from fngraph.step.call import leaves_of, results_of, spec_of
+from fngraph.step.capture import capture_ahead, find_replay, obtain
+from fngraph.step.changed_rows import ChangedRows, make_tables, put_changed
+from fngraph.step.given import slot_writes, write
+from fngraph.step.host_batch import buffer_of, next_batch
+from fngraph.step.keys import Key, Keys, Shared, make_keys
+from fngraph.step.prepared import make_entry
+from fngraph.step.rebind import changes_of
+from fngraph.step.sleep import give_back, take_again
+from fngraph.step.times import Times, measure
+
+R = TypeVar("R")  # what `forward` returns
+
+
+@dataclasses.dataclass(slots=True)
+class LastCall:
+    """What the last call found, for the next one.
+
+    Attributes:
+        read_ambient: reads the ambient state; see `plain_state`.
+        keys: those that served it.
+        ambient: as it was then; None if that was not plain, so that all is looked at.
+        in_fixed_ambient: whether the caller's state is the one that steps run under.
+    """
+
+    read_ambient: Callable[[], tuple[Any, ...]]
+    keys: Keys
+    ambient: tuple[Any, ...] | None = None
+    in_fixed_ambient: bool = False
+
+
+class Step(Generic[R]):
+    """A step over bound weights and state; a mapping from descriptors to replays.
+
+    Attributes:
+        main: the keys of the function as it was compiled, or bound again.
+        keys: those for each ambient state that calls have come under; `main` for its own.
+        stats: what ran, counted.
+    """
+
+    def __init__(self, shared: Shared, executable: Executable) -> None:
+        ambient = _ambient(shared.recorder)
+        executable = executable.maker.under(ambient) or executable
+        self.shared, self.entry, self.binding = shared, shared.entry, shared.binding
+        self.recorder, self.stats, self.turn = shared.recorder, shared.stats, shared.recorder.turn
+        self.main = make_keys(executable, shared)
+        self.keys: dict[Ambient, Keys] = {ambient: self.main}
+        self.last = LastCall(plain_state(self.recorder.device.type), self.main)
+
+    def __call__(self, /, *args: Any, allowed: Allowed = None, **kwargs: Any) -> R:
+        """One step: `forward` without its held arguments.
+
+        Args:
+            allowed: the modes that this batch may run as, by name or value, ("FULL", "NONE");
+                None: all.
+
+        Raises:
+            SpecError: a batch beyond the limits.
+            ModesError: no key of an allowed mode covers it, and NONE is not allowed.
+            TreeError: arguments that are not what was traced; with paths.
+            AddressError: bound leaves that moved, or other donated ones.
+            AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
+            TransformError: within a `torch.func` transform.
+            CaptureError: a key that cannot be captured, or a step within a capture of the caller's.
+            SleepError: while it sleeps.
+            StaleError: a leaf is a borrowed result that has expired, with guards=True.
+        """
+        turn = self.turn
+        with turn.lock:
+            last = self.last
+            ambient = last.read_ambient()
+            if ambient != last.ambient:
+                self._meet(ambient)
+            keys = last.keys
+            stream = turn.current()
+            if stream != turn.stream or turn.capturing():
+                turn.order(stream)
+            entry, binding = self.entry, self.binding
+            if keys.poison is not None:
+                args, keys.handed = keys.poison.begin(entry, args, kwargs, keys.handed)
+            elif kwargs or len(args) != entry.count:
+                args = entry.values(args, kwargs)
+            for at, position, bound in entry.donated:
+                if args[at] is not bound:
+                    binding.check_argument(position, args[at])
+            if binding.watch.moved():
+                binding.check()
+            batch = args[entry.staged_at]
+            filled, keys.handed = keys.handed, None
+            prepared = None
+            if filled is not None and filled.batch is batch:
+                spec, prepared = filled.spec, filled.prepared
+            else:
+                filled, spec = None, spec_of(keys, batch)
+            if allowed is not None:
+                prepared = keys.prepare(spec, allowed)
+                filled = filled and filled.not_in_place()  # it was laid out for another key
+            elif prepared is None:
+                prepared = keys.prepared.get(spec[:7]) or keys.prepare(spec)
+            leaves = leaves_of(keys, batch, prepared) if filled is None else None
+            if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
+                find_replay(keys, prepared, spec)
+            if prepared.ignores_grad_mode or (last.in_fixed_ambient and turn.is_here()):
+                results = results_of(keys, prepared, spec, batch, leaves, filled)
+            else:
+                with keys.fixed_ambient():
+                    results = results_of(keys, prepared, spec, batch, leaves, filled)
+            assembled: R = keys.assemble(results, args)
+            return assembled
+
+    # which keys serve a call
+
+    def _meet(self, ambient: tuple[Any, ...]) -> None:
+        """Another ambient state than the last call's: find the keys that serve it."""
+        check_no_transform()
+        last = self.last
+        last.keys = self._keys_of_now()
+        last.in_fixed_ambient = last.keys.is_in_fixed_ambient()
+        last.ambient = ambient if is_plain(ambient) else None
+
+    def _keys_of_now(self) -> Keys:
+        """The keys for the ambient state of now: of another program, where that matters.
+
+        Raises:
+            AmbientError: it does matter, and `on_ambient="error"` was asked for.
+        """
+        ambient = _ambient(self.recorder)
+        if ambient not in self.keys:
+            self.main.check_awake()
+            other = self.main.executable.maker.under(ambient)
+            self.keys[ambient] = self.main if other is None else make_keys(other, self.shared)
+        return self.keys[ambient]
+
+    @property
+    def _family(self) -> list[Keys]:
+        """The keys of every program."""
+        return list({id(keys): keys for keys in (self.main, *self.keys.values())}.values())
+
+    # what runs as what
+
+    @property
+    def table(self) -> DispatchTable:
+        """The dispatch table."""
+        return self.main.executable.table
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds of every step."""
+        return self.main.executable.limits
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why anything is not as it was asked for: modes, backends, cuts, streams."""
+        return self.main.executable.notes
+
+    @property
+    def donation(self) -> DonationTable:
+        """How each donated leaf gets its new value."""
+        return self.main.executable.donation
+
+    @property
+    def guards(self) -> bool:
+        """Whether padding and expired results are poisoned."""
+        return self.shared.guards
+
+    def dispatch(self, spec: BatchSpec, allowed: Allowed = None) -> Dispatch:
+        """What `spec` runs as."""
+        return dispatch(self.table, _checked(spec), allowed)
+
+    def runs_as(self, spec: BatchSpec, allowed: Allowed = None) -> Dispatch:
+        """As `dispatch`, but NONE where the key has failed under the last call's ambient state."""
+        chosen, keys = self.dispatch(spec, allowed), self.last.keys
+        key = chosen.mode, chosen.descriptor
+        return keys.refused(key, spec) if key in keys.failed else chosen
+
+    def explain(self, spec: BatchSpec, allowed: Allowed = None) -> Explanation:
+        """Why `spec` runs as it does, and why not as anything else."""
+        return explain(self.table, _checked(spec), allowed)
+
+    @property
+    def memory(self) -> MemoryTable:
+        """Memory of each key: estimated, measured, last used."""
+        return self.main.memory
+
+    @property
+    def failed(self) -> Mapping[Key, str]:
+        """Keys that are served eagerly since their capture failed, and why."""
+        return MappingProxyType(self.main.failed)
+
+    # batches where graphs read them
+
+    def host_batch(self, /, spec: BatchSpec, **changed: ChangedRows) -> Any:
+        """A batch in the ring's next slot, in pinned memory on CUDA: fill its leaves, and pass it.
+
+        Its contents are whatever was last in the slot. It is good for one step, the next one.
+
+        Args:
+            changed: for fields with rows="changed", what takes the place of the whole leaf.
+
+        Raises:
+            TreeError: a function without a spec, whose batches have exact shapes; or a field that
+                takes no `ChangedRows`.
+        """
+        with self.turn.lock:
+            batch = next_batch(self.last.keys, spec)
+        if changed:
+            put_changed(self.shared.tables, batch, changed)
+        return batch
+
+    def static_buffer(self, descriptor: BatchDescriptor, leaf: str) -> Any:
+        """The static buffer of a batch leaf as a key reads it: its leading rows, on the device.
+
+        What writes there (a receive from another rank, the kernel that samples) need not be
+        copied: pass the true rows of it as the leaf, of a batch that runs as that key.
+
+            key = step.dispatch(spec).descriptor
+            x = step.static_buffer(key, "hidden")[: spec.num_tokens]
+            dist.recv(x, src=rank - 1)
+            step(cache, Batch(hidden=x, ..., spec=spec))
+
+        Pass its leading rows, from the first one on, and write it on the stream of the steps (or
+        one that waits for it): the step before still reads it. Padding is written beyond the true
+        rows. The buffers are those of the current ambient state (autocast, ...), and new ones
+        after a `rebind` that captured again.
+
+        Args:
+            leaf: the field's name, or the path: "hidden" or "batch.hidden".
+
+        Raises:
+            SpecError: not a key of the table. TreeError: no such leaf. SleepError: while it sleeps.
+        """
+        return buffer_of(self._keys_of_now(), descriptor, leaf)
+
+    # new values for held leaves
+
+    def rebind(self, /, **held: Any) -> None:
+        """New values for held arguments: `step.rebind(params=new)`.
+
+        All is checked first; then leaf by leaf is copied into the bound one, without a second copy
+        of the model. A leaf of another shape or dtype gets the new tensor's memory instead, in
+        every tree that holds it; if `forward` reads it, it is traced again, and the keys that were
+        captured are captured again. Another function that reads it raises `AddressError` at its
+        next call, until it is rebound too: `other.rebind(params=params)`.
+
+        Args:
+            held: by name, a tree of the bound structure, on any device; or a mapping from some
+                paths, as errors write them, to tensors: {"params['head']": x}. It may load what it
+                is asked for from a file; each is asked for twice, to check and to copy.
+
+        Raises:
+            TreeError: another structure, an unknown path, no tensor, or different values for
+                leaves that share memory.
+            AddressError: a leaf that is not given has moved.
+            SleepError: another shape or dtype, while it sleeps. The same ones can be written then.
+            FnGraphError: `forward` refuses the new shapes, or torch does, in its own words. Nothing
+                has been written.
+            CaptureError: a key cannot be captured again; the others are, or will be when needed.
+        """
+        with self.turn.taken():
+            main, old = self.main, self.main.executable
+            changes = changes_of(self.binding, held)
+            if changes.replaced:
+                main.check_awake()  # it may have to be captured again
+            new = old
+            if changes.leaves != old.args.leaves:
+                new = old.maker.for_leaves(old, changes.leaves)
+            moved = changes.moved
+            stale = bool(moved & new.reads) and main.asleep is None  # else `wake` does it
+            changes.apply()
+            self.binding.bound_again(new.args)
+            if stale or new.fns is not old.fns:
+                captured = list(main.replays)
+                self.recorder.synchronize()  # a step in flight still reads its slot
+                main.free(captured)
+                self._begin(make_keys(new, self.shared))
+                self.main.pool = main.pool  # which the recorder still has
+                capture_ahead(self.main, [key for key in captured if key in new.table])
+            elif moved:
+                self._begin(dataclasses.replace(main, executable=new))
+                self.main.forget()
+
+    def _begin(self, main: Keys) -> None:
+        """Go on with these keys; those for other ambient states are made again when needed."""
+        self.main, self.keys = main, {}
+        self.last = LastCall(self.last.read_ambient, main)
+
+    def load_slot(self, /, slot: int, **held: Any) -> None:
+        """Write an adapter into a slot of stacked leaves: `step.load_slot(3, adapters=tree)`.
+
+        Leaf k of the tree goes into `leaf_k[slot]` of the bound one. Nothing is captured again;
+        rows of a batch that use the slot compute with the new values from the next call on.
+
+        Args:
+            slot: along the first dim of each leaf.
+            held: by name, a tree of the bound structure with leaves of one slot, on any device; or
+                a mapping from some paths to tensors, as `rebind` takes.
+
+        Raises:
+            TreeError: another structure, a slot that is none, or another shape or dtype. Nothing
+                has been written.
+            AddressError: a bound leaf has moved.
+        """
+        with self.turn.taken():
+            self.binding.check()
+            for target, value in slot_writes(self.binding, slot, held):
+                write(target, value())
+
+    # the keys, which come and go
+
+    @property
+    def replays(self) -> Mapping[Key, Replay]:
+        """What has been captured, by mode and descriptor."""
+        return MappingProxyType(self.main.replays)
+
+    def __getitem__(self, descriptor: BatchDescriptor) -> Replay:
+        """The replay of a captured key.
+
+        Raises:
+            KeyError: it is not captured, or no key of the table.
+        """
+        replays = self.main.replays
+        for mode in (Mode.FULL, Mode.PIECEWISE):
+            if (mode, descriptor) in replays:
+                return replays[mode, descriptor]
+        distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
+        near = sorted((d for _, d in replays), key=distance)[:3]
+        text = f"{descriptor} is not captured; the nearest that are: {near or 'none'}"
+        self._check_key(descriptor, f"{text}. It")
+        fix = "wake()" if self.main.asleep else f"recapture({descriptor})"
+        raise KeyError(f"{text}. Capture it: step.{fix}")
+
+    def _check_key(self, descriptor: BatchDescriptor, subject: str = "") -> None:
+        """Raise `KeyError` unless the table has this key."""
+        if all(known != descriptor for _, known in self.table):
+            raise KeyError(
+                f"{subject or descriptor} is no key of {self.table!r}. Ask for the one that a "
+                "batch runs as: step.dispatch(spec).descriptor"
+            )
+
+    def capture_all(self, progress: bool | str = False) -> None:
+        """Capture every key of the table that is not yet, largest first, as far as the memory
+        budget goes.
+
+        Raises:
+            CaptureError: what was captured before stays.
+            SleepError: while it sleeps. AddressError: a bound leaf has moved.
+        """
+        with self.turn.taken():
+            now = self._keys_of_now()
+            capture_ahead(now, now.missing, progress)
+
+    def capture_some(self, budget_ms: float) -> int:
+        """Capture missing keys between two steps, largest first, until `budget_ms` milliseconds
+        are used, but at least one; returns how many keys are missing still.
+
+        Raises:
+            CaptureError, SleepError, AddressError: as `capture_all`.
+        """
+        with self.turn.taken():
+            now = self._keys_of_now()
+            now.check_ready()
+            until = time.perf_counter() + budget_ms / 1000
+            for key in now.missing:
+                obtain(now, key)
+                if key in now.replays and time.perf_counter() >= until:
+                    break
+            return len(now.missing)
+
+    def release(self, /, *descriptors: BatchDescriptor) -> None:
+        """Free the graphs of these keys (none: of all), once the device has done with them.
+
+        A released key that is dispatched to is captured again, and counted in `stats.captures`.
+        The pool keeps its memory while another key has a graph in it; with all of them it goes.
+
+        Raises:
+            KeyError: no key of the table.
+        """
+        with self.turn.taken():
+            self._release(self._family, descriptors)
+
+    def recapture(self, /, *descriptors: BatchDescriptor) -> None:
+        """Release these keys (none: all that are captured or failed) and capture them again.
+
+        Raises:
+            KeyError: no key of the table. CaptureError, SleepError, AddressError: as `capture_all`.
+        """
+        with self.turn.taken():
+            now = self._keys_of_now()
+            self._release([keys for keys in self._family if keys is not now], descriptors)
+            now.check_ready()
+            (released,) = self._release([now], descriptors)
+            named = [key for key in now.executable.table if key[1] in descriptors]
+            capture_ahead(now, named if descriptors else released)
+
+    def _release(
+        self, family: Sequence[Keys], descriptors: Sequence[BatchDescriptor]
+    ) -> list[list[Key]]:
+        for descriptor in descriptors:
+            self._check_key(descriptor)
+        return [keys.release(descriptors) for keys in family]
+
+    def sleep(self, cache: bool = False) -> None:
+        """Give back device memory: graphs, pool, static buffers, outputs. A call is then an error.
+
+        Tensors over that memory (borrowed results, views of static buffers, a cache given back)
+        must not be used before `wake`: torch does not check, and reads at address 0. With
+        guards=True the use of a borrowed result is a `StaleError`.
+
+        Args:
+            cache: give back the donated leaves too. What they hold is lost.
+
+        Raises:
+            CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
+        """
+        with self.turn.taken():
+            give_back(self.shared, self._family, cache)
+
+    def wake(self) -> None:
+        """Take the memory again and capture the keys that were captured. A cache that was given
+        back holds zeros, in the same tensors.
+
+        Raises:
+            TreeError: a bound leaf has another shape or dtype by now; the step sleeps on.
+            CaptureError: too little memory, and the step sleeps on; or a key that fails.
+            SleepError: a bound leaf that another function gave back: wake that one first.
+        """
+        with self.turn.taken():
+            awake = take_again(self.shared, self._family)
+            now = self._keys_of_now()
+            for keys, captured in awake:
+                if keys is now:  # captured under their own ambient state alone: others wait for it
+                    capture_ahead(keys, captured)
+
+    # keys looked at while they run
+
+    def times(self, descriptor: BatchDescriptor, repeats: int = 20) -> Times:
+        """Device time of each graph and eager call of a captured key; CPU time on the tape.
+
+        It replays a batch that is all padding, so donated state and generators are as before; what
+        is written other than through null slots is saved first. Attention sees no keys there, so
+        its time is a lower bound. Borrowed outputs are overwritten, as by a step.
+
+        Raises:
+            KeyError: a key that is not captured. AddressError: a bound leaf has moved.
+        """
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats}: at least 1")
+        replay = self[descriptor]
+        with self.turn.taken():
+            return measure(self.main, replay, repeats)
+
+    def show_ranges(self, on: bool = True) -> None:
+        """From now on, replays of the keys that are captured show in profiles, or no longer do.
+
+        Each is in a range that is named after its key, as `fngraph FULL 8x8 q1`: of torch.profiler,
+        and an NVTX one where there is CUDA. Keys captured later have none until this is called
+        again. A step that never was asked for them has no code for them.
+        """
+        with self.turn.taken():
+            replays = self.main.replays
+            for key, replay in replays.items():
+                replays[key] = replay.with_ranges() if on else replay.without_ranges()
+            self.main.forget()
+
+    def __iter__(self) -> Iterator[BatchDescriptor]:
+        return iter(descriptor for _, descriptor in self.main.replays)
+
+    def __len__(self) -> int:
+        return len(self.main.replays)
+
+    def __repr__(self) -> str:
+        done = f"{len(self)} of {len(self.table)} keys on {self.recorder.name}"
+        asleep = ", asleep" if self.main.asleep else ""
+        guarded = ", guarded" if self.guards else ""
+        return f"Step({done}{asleep}{guarded}; {self.table!r})"
+
+
+def _ambient(recorder: Recorder) -> Ambient:
+    """The ambient state of now, for the recorder's device."""
+    check_no_dispatch_mode()
+    return read(recorder.device.type)
+
+
+def _checked(spec: BatchSpec) -> BatchSpec:
+    if not isinstance(spec, BatchSpec):
+        raise SpecError(f"expected a BatchSpec, got {type(spec).__name__}. Pass batch.spec")
+    return spec
+
+
+def make_step(
+    executable: Executable,
+    values: Sequence[Any],
+    *,
+    recorder: str | Recorder | None = None,
+    outputs: str = "own",
+    rules: Rules | None = None,
+    guards: bool = False,
+) -> Step[Any]:
+    """A step over held and donated arguments, given in `forward`'s order; nothing is captured yet.
+
+    Raises:
+        TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
+    """
+    args = executable.args
+    binding = bind(args, values, executable.out_tree)
+    made = make_recorder(recorder, args.device)
+    entry = make_entry(args, binding)
+    tables = make_tables(args, executable.limits, made.device)
+    if tables is not None:
+        entry = dataclasses.replace(entry, leaves=tables.reader(args, entry.leaves))
+    borrow = outputs == "borrow"
+    shared = Shared(binding, made, entry, tables, rules or Rules(), borrow, guards, Stats())
+    return Step(shared, executable)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fngraph.core.fields import BUILT_IN, Field
 from fngraph.core.lookup import CROWDED, Class, Dispatch, Entry
 from fngraph.core.modes import Mode, runtime_modes
-from fngraph.core.spec import BatchDescriptor, BatchSpec
+from fngraph.core.spec import CLASS, BatchDescriptor, BatchSpec
 from fngraph.core.table import DispatchTable
 from fngraph.errors import ModesError, SpecError
 
@@ -54,7 +54,7 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
     """
     lookup = table.lookup
     if allowed is None:
-        kind: Class = spec[2:7]
+        kind: Class = spec[CLASS]  # type: ignore[assignment]
         entries = lookup.quick.get(kind)
         if entries is None and lookup.quick and not spec[6]:
             kind = lookup.classify(spec)

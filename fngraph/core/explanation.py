@@ -68,7 +68,7 @@ def explain(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> E
         _why_not(table, spec, mode, key, chosen, modes)
         for mode in (Mode.FULL, Mode.PIECEWISE)
         for key in reversed(table.keys(mode))
-        if (mode, key) != chosen[:2]
+        if (mode, key) != chosen.key
     ]
     return Explanation(spec, chosen, tuple(others))
 

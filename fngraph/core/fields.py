@@ -6,7 +6,7 @@ A user adds a field by handing `build_table` one more `Field`; dispatch does not
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -142,6 +142,11 @@ BUILT_IN = (
     "encoder_outputs",
 )
 """The fields that every spec has, in the order in which keys are compared."""
+
+
+def user_defined(fields: Sequence[Field]) -> tuple[Field, ...]:
+    """The fields of a table that its user added; they stand behind the built-in ones."""
+    return tuple(fields[len(BUILT_IN) :])
 
 
 def built_in_fields(adapters: tuple[int, ...] = (0,), overflow: str = "eager") -> tuple[Field, ...]:

@@ -65,7 +65,7 @@ class Flight(NamedTuple):
             ran = dispatch(table, spec, allowed)
             stats.observe(spec.num_tokens, ran)
             if ran.mode is not Mode.NONE:
-                used[ran[:2]] = used.get(ran[:2], 0) + 1
+                used[ran.key] = used.get(ran.key, 0) + 1
         return Replayed(stats, used, tuple(key for key in table if key not in used))
 
     def histogram(self, query_len: int | None = None) -> dict[int, int]:

@@ -16,9 +16,12 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from fngraph.core.fields import Field, RoundedTo
+from fngraph.core.fields import Field, RoundedTo, user_defined
 from fngraph.core.modes import Mode
 from fngraph.core.spec import BatchDescriptor, BatchSpec, Extra
+
+Key = tuple[Mode, BatchDescriptor]
+"""What is captured, and what a step replays: a descriptor in one runtime mode."""
 
 
 class Dispatch(NamedTuple):
@@ -34,6 +37,11 @@ class Dispatch(NamedTuple):
     mode: Mode
     descriptor: BatchDescriptor
     reason: str
+
+    @property
+    def key(self) -> Key:
+        """Mode and descriptor."""
+        return self.mode, self.descriptor
 
 
 Class = tuple[int | None, int | None, bool, bool, Extra]
@@ -103,7 +111,8 @@ def arrange(
     kinds: Kinds = {}
     for mode, keys in ((Mode.FULL, full), (Mode.PIECEWISE, piecewise)):
         for key in keys:
-            kinds.setdefault((mode, *key[2:6]), []).append(key)
+            _, _, query_len, adapters, cascade, encoder, _ = key
+            kinds.setdefault((mode, query_len, adapters, cascade, encoder), []).append(key)
     rungs = sorted({key.num_tokens for keys in kinds.values() for key in keys})
     rung: list[int] = []
     for i in range(len(rungs)):
@@ -145,7 +154,7 @@ def arrange(
         rounded = None if count is None else rounding.round(count)
         batch = (query_len, count, cascade, encoder, ())
         classes[batch], reasons[batch] = entries((query_len, rounded, cascade, encoder, ()))
-    extra = tuple(fields[6:])
+    extra = user_defined(fields)
     top = rungs[-1] if rungs else 0
     quick = {} if extra else classes
     return Lookup(top, rung, classes, quick, reasons, frozenset(query_lens), rounding, extra)

@@ -55,6 +55,14 @@ class KeyBounds(HostBounds):
 NO_BOUNDS = HostBounds()
 
 
+COUNTS = slice(0, 7)
+"""`spec[COUNTS]`: all that dispatch looks at, a spec without its host bounds; every field of a
+descriptor. A constant, since a step takes one, in 0.08 us; `[:7]` takes 0.09, a property more."""
+
+CLASS = slice(2, 7)
+"""`spec[CLASS]`, `descriptor[CLASS]`: the fields after the numbers of tokens and requests."""
+
+
 class _SpecTuple(NamedTuple):
     num_tokens: int
     num_reqs: int
@@ -126,7 +134,7 @@ class BatchSpec(_SpecTuple):
 
     def descriptor(self) -> BatchDescriptor:
         """The key that this batch would have unpadded: what NONE runs."""
-        return tuple.__new__(BatchDescriptor, self[:7])
+        return tuple.__new__(BatchDescriptor, self[COUNTS])  # type: ignore[arg-type]
 
     @property
     def bounds(self) -> HostBounds:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fngraph.core import text
-from fngraph.core.fields import Field, RoundedTo
+from fngraph.core.fields import Field, RoundedTo, user_defined
 from fngraph.core.limits import Limits
 from fngraph.core.lookup import Lookup, arrange
 from fngraph.core.modes import Mode
@@ -73,10 +73,9 @@ class DispatchTable:
     def order(self, key: BatchDescriptor) -> tuple:
         """What "least" compares: cost, then each field, constrained before unconstrained."""
         rank: list[object] = [] if self.cost is None else [self.cost(key)]
-        for value in key[:6]:
-            rank += (True, 0) if value is None else (False, value)
-        for item in self.fields[6:]:
-            value = item.captured(key)
+        *built_in, _ = key
+        added = (item.captured(key) for item in user_defined(self.fields))
+        for value in (*built_in, *added):
             rank += (True, 0) if value is None else (False, value)
         return tuple(rank)
 

@@ -68,7 +68,7 @@ def graphify(
         fields: user-defined fields of specs and keys, with their covering rules.
         cost: what "least" means, of a key; None: its token count.
         resolve: what else `fg.resolve` takes: pooling=, encoder_decoder=, layerwise=,
-            state_blocks=, cut=, align=, eager=, and the old use_cudagraph= and full_cuda_graph=.
+            state_blocks=, cut=, align=, eager=.
         max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
             used goes first.
         allow_copies: whether a donated leaf may be copied where its new value cannot be made in its

@@ -11,6 +11,7 @@ import torch
 
 from fngraph import core
 from fngraph.core import BatchDescriptor, Field, Mode, adapter_counts
+from fngraph.core.resolution import OLD_FLAGS
 from fngraph.errors import BackendError, DonationError
 from fngraph.fx.donation.table import COPY_LIMIT
 from fngraph.ops.choice import Choices, check_choices
@@ -28,7 +29,7 @@ class Options:
         adapters: counts of active adapters that get keys of their own.
         fields: user-defined fields of specs and keys.
         cost: what "least" means, of a key; None: its token count.
-        resolve: further arguments of `fngraph.core.resolution`, such as pooling=True.
+        resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
         allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
         on_ambient: "recapture" or "error", for calls under other ambient state.
         memory_budget: bytes that a step's pool and graphs may take; None: anything.
@@ -79,7 +80,8 @@ def parse_options(
     for name, choices in (backends or {}).items():
         check_choices(name, choices)  # unknown names fail here, where they are written
     for name in resolve.keys() - inspect.signature(core.resolve).parameters.keys():
-        raise TypeError(f"graphify() and fg.resolve() take no argument {name!r}")
+        advice = OLD_FLAGS.get(name, "")
+        raise TypeError(f"graphify() and fg.resolve() take no argument {name!r}{advice}")
     if on_ambient not in ("recapture", "error"):
         raise TypeError(f'on_ambient={on_ambient!r}: "recapture" or "error"')
     if not isinstance(allow_copies, int | None) or (allow_copies or 0) < 0:

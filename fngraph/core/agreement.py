@@ -24,7 +24,7 @@ class Proposal(NamedTuple):
     Attributes:
         mode: the runtime mode it would run.
         num_tokens, num_reqs, query_len: its batch.
-        plan_hash: of its dispatch table; empty: not compared.
+        plan_hash: its dispatch table, by `plan_hash`; empty: not compared.
     """
 
     mode: Mode

@@ -1,6 +1,7 @@
 """`build_table`: the keys that resolved modes capture on their ladders.
 
-Which numbers of active adapters get graphs of their own.
+Every other field multiplies them by the values that it is captured at; which numbers of adapters
+those are is `adapter_counts`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _keys(
     fields: tuple[Field, ...],
 ) -> list[BatchDescriptor]:
     """One a combination of (tokens, requests, query_len) and values of the other fields."""
-    _, _, _, *others = fields
+    _, _, _, *others = fields  # the counts say those three
     captured = [item.full if mode is Mode.FULL else item.piecewise for item in others]
     names = [item.name for item in user_defined(fields)]
     combos = []

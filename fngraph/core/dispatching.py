@@ -7,16 +7,14 @@ from collections.abc import Iterable, Sequence
 from fngraph.core.fields import Field
 from fngraph.core.lookup import CROWDED, Class, Dispatch, Entry
 from fngraph.core.modes import Mode, runtime_modes
-from fngraph.core.spec import CLASS, BatchDescriptor, BatchSpec
+from fngraph.core.spec import CLASS, BatchSpec, Key
 from fngraph.core.table import DispatchTable
 from fngraph.errors import ModesError, SpecError
 
 Allowed = Iterable[Mode | str] | None
 
 
-def dispatch_by_definition(
-    table: DispatchTable, spec: BatchSpec, allowed: Allowed = None
-) -> tuple[Mode, BatchDescriptor]:
+def dispatch_by_definition(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> Key:
     """The definition: of the strongest allowed mode, the least key whose every field covers.
 
     "Least" is `table.order`. Without any such key the batch runs as itself, NONE. `dispatch` does
@@ -52,19 +50,19 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
     The same as `dispatch_by_definition` for every spec, from a lookup made ahead.
     """
     lookup = table.lookup
-    kind: Class = spec[CLASS]  # type: ignore[assignment]
-    entries = lookup.classes.get(kind)
+    batch: Class = spec[CLASS]  # type: ignore[assignment]
+    entries = lookup.classes.get(batch)
     if entries is None:
         check_fields(table, spec)
-        kind = lookup.classify(spec)
-        entries = lookup.classes[kind]
+        batch = lookup.classify(spec)
+        entries = lookup.classes[batch]
     entry: Entry = entries[lookup.rung[spec[0]]] if spec[0] <= lookup.top else ()
     if allowed is not None or lookup.extra:
-        return _choose(spec, entry, runtime_modes(allowed), lookup.extra, lookup.reasons[kind])
+        return _choose(spec, entry, runtime_modes(allowed), lookup.extra, lookup.reasons[batch])
     for most, answer in entry:
         if spec[1] <= most:
             return answer
-    return Dispatch(Mode.NONE, spec.descriptor(), CROWDED if entry else lookup.reasons[kind])
+    return Dispatch(Mode.NONE, spec.descriptor(), CROWDED if entry else lookup.reasons[batch])
 
 
 def _choose(

@@ -78,18 +78,14 @@ def test_paths_have_budgets_of_their_own():
         "local": (0, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 13824),
     }
     assert (plan.max_items, plan.num_graphs) == (50, 16)
-    assert plan.as_text() == (
-        """at most 50 items, 50 frames a graph
+    assert (
+        plan.as_text()
+        == """at most 50 items, 50 frames a graph
 
-| path   | graphs | token budgets                                          |
-|--------|-------:|--------------------------------------------------------|
-| global |      7 | 272, 544, 1088, 2176, 4352, 8704, 13824                |
-| local  |      9 | 0, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 13824 |""".replace(
-            "budgets                                          |",
-            "budgets                                         |",
-        )
-        .replace("-----------------|\n| global", "----------------|\n| global")
-        .replace("13824                |", "13824               |")
+| path   | graphs | token budgets                                         |
+|--------|-------:|-------------------------------------------------------|
+| global |      7 | 272, 544, 1088, 2176, 4352, 8704, 13824               |
+| local  |      9 | 0, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 13824 |"""
     )
 
 

@@ -68,7 +68,7 @@ class DispatchTable:
     @property
     def top(self) -> int:
         """The largest token count of any key; 0 where there is none. Static buffers reach to it."""
-        return max((keys[0].num_tokens for keys in (self.full, self.piecewise) if keys), default=0)
+        return self.lookup.top
 
     def order(self, descriptor: BatchDescriptor) -> tuple:
         """What "least" compares: cost, then each field, constrained before unconstrained."""
@@ -88,8 +88,8 @@ class DispatchTable:
 
         costs = self.cost and [self.cost(key) for _, key in self]
         rules = [(item.name, str(item.rule), item.default) for item in self.fields]
-        text = repr((str(self.modes), self.full, self.piecewise, rules, costs))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        plan = repr((str(self.modes), self.full, self.piecewise, rules, costs))
+        return hashlib.sha256(plan.encode()).hexdigest()[:16]
 
     def as_text(self) -> str:
         """The ladders as a text table: one row for each kind of key."""

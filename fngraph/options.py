@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import torch
 
 from fngraph.core import BatchDescriptor, Field, Limits, Mode, adapter_counts
+from fngraph.core.resolution import OLD_FLAGS
 from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError, CaptureError, DonationError, TreeError
 from fngraph.fx.donation.table import COPY_LIMIT
@@ -158,8 +159,8 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     known = OptionsDict.__annotations__
     for name in given:
         if name not in known:
-            old = f" Pass {_OLD[name]}" if name in _OLD else did_you_mean(name, known)
-            raise TypeError(f"graphify() takes no option {name!r}.{old}")
+            advice = OLD_FLAGS.get(name) or f".{did_you_mean(name, known)}"
+            raise TypeError(f"graphify() takes no option {name!r}{advice}")
     options = dict(given)
     resolve: Any = {n: options.pop(n) for n in ResolveDict.__annotations__ if n in options}
     modes, backends, adapters = (options.pop(n, None) for n in ("modes", "backends", "adapters"))
@@ -182,12 +183,6 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         resolve=resolve,
         **options,
     )
-
-
-_OLD = {
-    "use_cudagraph": 'modes="PIECEWISE", or modes="NONE" where it was False',
-    "full_cuda_graph": 'modes="FULL", or modes="PIECEWISE" where it was False',
-}
 
 
 def signature_with_options(fn: Callable[..., Any]) -> inspect.Signature:

@@ -31,7 +31,7 @@ from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).parents[1]
 CORE, TESTS = ROOT / "fngraph" / "core", ROOT / "tests" / "core"
-SLOW = ("test_agree.py", "test_dispatch_properties.py", "test_planner.py")  # for files they name
+SLOW = ("test_agreement.py", "test_dispatching_laws.py", "test_planner.py")  # for files they name
 SECONDS = 60  # of a core, for one run of all other tests, which takes 3; past it, a timeout
 GIGABYTES = 6  # of memory, past which a mutant fails by itself
 OPTIONS = ["-x", "-q", "-s", "--tb=no", "--assert=plain", "-pno:cacheprovider"]

@@ -475,6 +475,19 @@ def test_a_wrong_name_fails_where_it_is_written(what: str):
         fg.graphify(toys.attend, donate="cache", stage="batch", **changed)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nonsense", "take no argument 'nonsense'$"),
+        ("use_cudagraph", '\'use_cudagraph\'. Pass modes="PIECEWISE", or modes="NONE"'),
+        ("full_cuda_graph", '\'full_cuda_graph\'. Pass modes="FULL", or modes="PIECEWISE"'),
+    ],
+)
+def test_an_unknown_option(name: str, words: str):
+    with pytest.raises(TypeError, match=words):
+        fg.graphify(toys.attend, donate="cache", stage="batch", **{name: True})
+
+
 def test_a_forward_that_takes_anything():
     with pytest.raises(errors.TreeError, match=r"\*args"):
         fg.graphify(lambda params, *args: None, stage="params")

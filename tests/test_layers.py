@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.checking": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),
     "fngraph.testing": (TRANSFORMS | {"fngraph", "fngraph.testing"}, set()),
-    "fngraph.report": (TRANSFORMS | {"fngraph"}, {"rich", "matplotlib"}),
+    "fngraph.report": (TRANSFORMS | {"fngraph", "fngraph.report"}, {"rich", "matplotlib"}),
     "fngraph.integrations": (
         TRANSFORMS | {"fngraph", "fngraph.integrations", "einops"},
         {"transformers", "vllm"},

@@ -24,7 +24,7 @@ class Proposal(NamedTuple):
     Attributes:
         mode: the runtime mode it would run.
         num_tokens, num_reqs, query_len: its batch.
-        plan_hash: of its dispatch table; empty: not compared.
+        plan_hash: its dispatch table, by `plan_hash`; empty: not compared.
     """
 
     mode: Mode
@@ -80,7 +80,7 @@ def agree(proposals: Sequence[Proposal]) -> tuple[Decision, ...]:
         )
     mode = min((proposal.mode for proposal in proposals), key=lambda mode: mode.strength)
     if mode is Mode.NONE:
-        return tuple(Decision(mode, *proposal[1:4]) for proposal in proposals)
+        return tuple(Decision(mode, p.num_tokens, p.num_reqs, p.query_len) for p in proposals)
     num_tokens = max(proposal.num_tokens for proposal in proposals)
     num_reqs = max(proposal.num_reqs for proposal in proposals)
     lengths = {proposal.query_len for proposal in proposals}

@@ -26,6 +26,9 @@ ITEMSIZE = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint16": 2, "uint32": 4,
     "uint64": 8, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
+Sizes = Mapping[str, int]
+"""Letters -> how many of each there are, {"T": 8, "R": 8, "B": 16}."""
+
 _OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.FloorDiv | ast.Mod | ast.Pow
 
 
@@ -127,11 +130,11 @@ class Buffer:
                 "leading slices, so put T or R first"
             )
 
-    def rows(self, sizes: Mapping[str, int]) -> int | None:
+    def rows(self, sizes: Sizes) -> int | None:
         """The leading dim under `sizes`; None for a scalar, which has none."""
         return self.dims[0](**sizes) if self.dims else None
 
-    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The concrete shape under sizes such as {"T": 40, "R": 40, "B": 16}."""
         return tuple(d(**sizes) for d in self.dims)
 
@@ -158,7 +161,7 @@ class BufferPlan:
     """Every static buffer of a function, sized for the ladder's top."""
 
     buffers: tuple[PlannedBuffer, ...]
-    sizes: Mapping[str, int]
+    sizes: Sizes
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +176,7 @@ class BufferPlan:
     __repr__ = as_text
 
 
-def plan_buffers(fields: Mapping[str, Buffer], top: Mapping[str, int]) -> BufferPlan:
+def plan_buffers(fields: Mapping[str, Buffer], top: Sizes) -> BufferPlan:
     """The static buffers of `fields` (path to `Buffer`) at sizes `top`, the largest of any key."""
     planned = (PlannedBuffer(path, buf, buf.shape(top)) for path, buf in fields.items())
     return BufferPlan(tuple(planned), dict(top))
@@ -203,7 +206,7 @@ def buffer(
 
 
 def key_sizes(
-    num_tokens: int, num_reqs: int | None, limits_reqs: int, dims: Mapping[str, int]
+    num_tokens: int, num_reqs: int | None, limits_reqs: int, dims: Sizes
 ) -> dict[str, int]:
     """{"T", "R", ...} of a key; one that covers any number of requests holds all that can come."""
     reqs = min(num_tokens, limits_reqs) if num_reqs is None else num_reqs

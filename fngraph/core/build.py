@@ -1,6 +1,7 @@
 """`build_table`: the keys that resolved modes capture on their ladders.
 
-Which numbers of active adapters get graphs of their own.
+Every other field multiplies them by the values that it is captured at; which numbers of adapters
+those are is `adapter_counts`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from fngraph.core.fields import BUILT_IN, Field, built_in_fields
+from fngraph.core.fields import BUILT_IN, Field, built_in_fields, user_defined
 from fngraph.core.limits import Limits
 from fngraph.core.modes import Mode
 from fngraph.core.sizes import Ladders, check_sizes
@@ -54,21 +55,16 @@ def build_table(
     full: list[BatchDescriptor] = []
     if modes.decode is Mode.FULL and (modes.dual or own_uniform):
         for query_len, sizes in ladders.by_query_len:
-            full += _keys(
-                (
-                    (size, size // query_len, query_len)
-                    for size in _uniform(query_len, sizes, limits)
-                ),
-                [item.full for item in fields[3:]],
-                fields,
-            )
+            rungs = _uniform(query_len, sizes, limits)
+            uniform = ((size, size // query_len, query_len) for size in rungs)
+            full += _keys(Mode.FULL, uniform, fields)
     if modes.mixed is Mode.FULL:
         mixed = ((size, min(size, limits.max_reqs), None) for size in ladders.mixed)
-        full += _keys(mixed, [item.full for item in fields[3:]], fields)
+        full += _keys(Mode.FULL, mixed, fields)
     piecewise: list[BatchDescriptor] = []
     if modes.mixed is Mode.PIECEWISE:
         any_shape = ((size, None, None) for size in ladders.mixed)
-        piecewise = _keys(any_shape, [item.piecewise for item in fields[3:]], fields)
+        piecewise = _keys(Mode.PIECEWISE, any_shape, fields)
     return DispatchTable(modes, _ordered(full), _ordered(piecewise), limits, fields, cost)
 
 
@@ -99,15 +95,18 @@ def _uniform(query_len: int, sizes: Sequence[int], limits: Limits) -> Sequence[i
 
 
 def _keys(
+    mode: Mode,
     counts: Iterable[tuple[int, int | None, int | None]],
-    values: Sequence[tuple],
     fields: tuple[Field, ...],
 ) -> list[BatchDescriptor]:
-    names = [item.name for item in fields[6:]]
-    combos = [
-        (*combo[:3], sorted_extra([pair for pair in zip(names, combo[3:]) if pair[1] is not None]))
-        for combo in product(*values)
-    ]
+    """One a combination of (tokens, requests, query_len) and values of the other fields."""
+    _, _, _, *others = fields  # the counts say those three
+    captured = [item.full if mode is Mode.FULL else item.piecewise for item in others]
+    names = [item.name for item in user_defined(fields)]
+    combos = []
+    for adapters, cascade, encoder_outputs, *added in product(*captured):
+        extra = sorted_extra([(n, value) for n, value in zip(names, added) if value is not None])
+        combos.append((adapters, cascade, encoder_outputs, extra))
     new, cls = tuple.__new__, BatchDescriptor  # built by the thousand; the fields are checked
     return [new(cls, count + combo) for count in counts for combo in combos]
 

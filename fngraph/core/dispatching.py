@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fngraph.core.fields import BUILT_IN, Field
+from fngraph.core.fields import Field
 from fngraph.core.lookup import CROWDED, Class, Dispatch, Entry
 from fngraph.core.modes import Mode, runtime_modes
-from fngraph.core.spec import BatchDescriptor, BatchSpec
+from fngraph.core.spec import CLASS, BatchSpec, Key
 from fngraph.core.table import DispatchTable
 from fngraph.errors import ModesError, SpecError
 
 Allowed = Iterable[Mode | str] | None
 
 
-def dispatch_by_definition(
-    table: DispatchTable, spec: BatchSpec, allowed: Allowed = None
-) -> tuple[Mode, BatchDescriptor]:
+def dispatch_by_definition(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> Key:
     """The definition: of the strongest allowed mode, the least key whose every field covers.
 
     "Least" is `table.order`. Without any such key the batch runs as itself, NONE. `dispatch` does
@@ -49,34 +47,28 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
         ModesError: no key covers the batch, and NONE is not allowed.
         SpecError: `spec` has a field that the table does not know.
 
-    The same as `dispatch_by_definition` for every spec, from a lookup made ahead. A table with
-    user-defined fields, and `allowed=`, take the longer way of `_scan`.
+    The same as `dispatch_by_definition` for every spec, from a lookup made ahead.
     """
     lookup = table.lookup
-    if allowed is None:
-        kind: Class = spec[2:7]
-        entries = lookup.quick.get(kind)
-        if entries is None and lookup.quick and not spec[6]:
-            kind = lookup.classify(spec)
-            entries = lookup.quick[kind]
-        if entries is not None:
-            entry: Entry = ()
-            if spec[0] <= lookup.top:
-                entry = entries[lookup.rung[spec[0]]]
-                for most, answer in entry:
-                    if spec[1] <= most:
-                        return answer
-            reason = CROWDED if entry else lookup.reasons[kind]
-            return Dispatch(Mode.NONE, spec.descriptor(), reason)
-    return _scan(table, spec, runtime_modes(allowed))
+    batch: Class = spec[CLASS]  # type: ignore[assignment]
+    entries = lookup.classes.get(batch)
+    if entries is None:
+        check_fields(table, spec)
+        batch = lookup.classify(spec)
+        entries = lookup.classes[batch]
+    entry: Entry = entries[lookup.rung[spec[0]]] if spec[0] <= lookup.top else ()
+    if allowed is not None or lookup.extra:
+        return _choose(spec, entry, runtime_modes(allowed), lookup.extra, lookup.reasons[batch])
+    for most, answer in entry:
+        if spec[1] <= most:
+            return answer
+    return Dispatch(Mode.NONE, spec.descriptor(), CROWDED if entry else lookup.reasons[batch])
 
 
-def _scan(table: DispatchTable, spec: BatchSpec, modes: frozenset[Mode]) -> Dispatch:
-    """The answer for any spec and table; user-defined fields are compared key by key."""
-    check_fields(table, spec)
-    lookup, num_tokens, extra = table.lookup, spec.num_tokens, table.lookup.extra
-    kind = lookup.classify(spec)
-    entry = lookup.classes[kind][lookup.rung[num_tokens]] if num_tokens <= lookup.top else ()
+def _choose(
+    spec: BatchSpec, entry: Entry, modes: frozenset[Mode], extra: Sequence[Field], reason: str
+) -> Dispatch:
+    """The first of these answers that is allowed and whose user-defined fields cover the batch."""
     barred: list[str] = []  # modes that cover it and are not allowed
     missed: list[Dispatch] = []  # answers that do not cover it
     for most, answer in entry:
@@ -89,7 +81,7 @@ def _scan(table: DispatchTable, spec: BatchSpec, modes: frozenset[Mode]) -> Disp
             stronger = [other for other in missed if other.mode is not answer.mode]
             why = _why(spec, barred, stronger, extra)
             return answer._replace(reason=why) if why else answer
-    reason = _why(spec, barred, missed, extra) or lookup.reasons[kind]
+    reason = _why(spec, barred, missed, extra) or reason
     if Mode.NONE not in modes:
         names = ", ".join(sorted(map(str, modes)))
         raise ModesError(
@@ -113,7 +105,7 @@ def _why(spec: BatchSpec, barred: list[str], missed: list[Dispatch], extra: Sequ
 def check_fields(table: DispatchTable, spec: BatchSpec) -> None:
     """Raises SpecError where `spec` has a user-defined field that `table` does not know."""
     for name, value in spec.extra:
-        known = [item.name for item in table.fields[len(BUILT_IN) :]]
+        known = [item.name for item in table.lookup.extra]
         if name not in known:
             raise SpecError(
                 f"BatchSpec(extra={{{name!r}: {value!r}}}): the table knows "

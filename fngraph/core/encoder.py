@@ -1,6 +1,8 @@
-"""Encoder graphs: token budgets, the one that fits, and the plan of what to capture.
+"""Encoder graphs: which token budgets are captured, and how a step's items are packed into them.
 
-Encoder packing: items into as few graph runs as their budgets allow, and items over ranks.
+An item (an image, a video) brings output tokens, to each path (tower) of the encoder its own. A
+graph holds so many tokens, so many items and so many frames; `plan_encoder` says which graphs there
+are, `pack` runs items in as few of them as it can, and `balance` spreads items over ranks.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ class Explanation(NamedTuple):
 
     def as_text(self) -> str:
         """The decision and, a line each, the keys that it was not."""
-        mode, key, reason = self.chosen
-        padding = key.num_tokens - self.spec.num_tokens
+        mode, descriptor, reason = self.chosen
+        padding = descriptor.num_tokens - self.spec.num_tokens
         padded = f", {text.count(padding, 'padding token')}" if padding else ""
-        head = f"{self.spec!r}\n-> {mode} {key!r}{padded}: {reason}"
+        head = f"{self.spec!r}\n-> {mode} {descriptor!r}{padded}: {reason}"
         if not self.others:
             return head
         rows = [(other.mode, repr(other.descriptor), other.why) for other in self.others]
@@ -65,10 +65,10 @@ def explain(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> E
     chosen = dispatch(table, spec, allowed)
     modes = runtime_modes(allowed)
     others = [
-        _why_not(table, spec, mode, key, chosen, modes)
+        _why_not(table, spec, mode, descriptor, chosen, modes)
         for mode in (Mode.FULL, Mode.PIECEWISE)
-        for key in reversed(table.keys(mode))
-        if (mode, key) != chosen[:2]
+        for descriptor in reversed(table.keys(mode))
+        if (mode, descriptor) != chosen.key
     ]
     return Explanation(spec, chosen, tuple(others))
 
@@ -77,13 +77,13 @@ def _why_not(
     table: DispatchTable,
     spec: BatchSpec,
     mode: Mode,
-    key: BatchDescriptor,
+    descriptor: BatchDescriptor,
     chosen: Dispatch,
     modes: frozenset[Mode],
 ) -> Candidate:
     for item in table.fields:
-        if not item.covers(key, spec):
-            captured, wanted = item.captured(key), item.wanted(spec)
+        if not item.covers(descriptor, spec):
+            captured, wanted = item.captured(descriptor), item.wanted(spec)
             if isinstance(item.rule, AtLeast):
                 why = f"{item.name}: {captured} is less than {wanted}"
             elif isinstance(item.rule, RoundedTo):
@@ -91,11 +91,11 @@ def _why_not(
                 why += f", not {captured}"
             else:
                 why = f"{item.name}: {captured} is not {wanted}"
-            return Candidate(mode, key, item.name, why)
+            return Candidate(mode, descriptor, item.name, why)
     if mode not in modes:
         why = f"covers it, but {mode} is not allowed"
     elif mode is not chosen.mode:
         why = f"covers it, but {chosen.mode} is stronger"
     else:
         why = f"covers it, but {chosen.descriptor!r} is less"
-    return Candidate(mode, key, None, why)
+    return Candidate(mode, descriptor, None, why)

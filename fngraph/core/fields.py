@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fngraph.core.spec import BatchDescriptor, BatchSpec
 from fngraph.errors import SpecError
 
 
@@ -21,8 +22,8 @@ class Rule:
 
     __slots__ = ()
 
-    def covers(self, key: Any, value: Any) -> bool:
-        """Whether a key captured at `key` serves a batch of `value`."""
+    def covers(self, captured: Any, value: Any) -> bool:
+        """Whether a key captured at this value serves a batch of `value`."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -40,8 +41,8 @@ class AtLeast(Rule):
 
     __slots__ = ()
 
-    def covers(self, key: Any, value: Any) -> bool:
-        return key is None or key >= value
+    def covers(self, captured: Any, value: Any) -> bool:
+        return captured is None or captured >= value
 
     def __str__(self) -> str:
         return "at least"
@@ -52,8 +53,8 @@ class Equal(Rule):
 
     __slots__ = ()
 
-    def covers(self, key: Any, value: Any) -> bool:
-        return key is None or key == value
+    def covers(self, captured: Any, value: Any) -> bool:
+        return captured is None or captured == value
 
     def __str__(self) -> str:
         return "equal"
@@ -94,8 +95,8 @@ class RoundedTo(Rule):
             return self.captured[at]
         return self.captured[-1] or None if self.overflow == "clamp" else None
 
-    def covers(self, key: Any, value: Any) -> bool:
-        return key is None or key == self.round(value)
+    def covers(self, captured: Any, value: Any) -> bool:
+        return captured is None or captured == self.round(value)
 
     def __str__(self) -> str:
         return f"rounded to {', '.join(map(str, self.captured))} or {self.overflow}"
@@ -118,15 +119,17 @@ class Field(NamedTuple):
     full: tuple[Hashable, ...] = (None,)
     piecewise: tuple[Hashable, ...] = (None,)
 
-    def covers(self, key: Any, spec: Any) -> bool:
-        """Whether the descriptor `key` covers the batch `spec` as far as this field goes."""
-        return self.rule.covers(self.captured(key), self.wanted(spec))
+    def covers(self, descriptor: BatchDescriptor, spec: BatchSpec) -> bool:
+        """Whether a descriptor covers a batch as far as this field goes."""
+        return self.rule.covers(self.captured(descriptor), self.wanted(spec))
 
-    def captured(self, key: Any) -> Any:
+    def captured(self, descriptor: BatchDescriptor) -> Any:
         """This field of a descriptor; None: any."""
-        return getattr(key, self.name) if self.name in BUILT_IN else dict(key.extra).get(self.name)
+        if self.name in BUILT_IN:
+            return getattr(descriptor, self.name)
+        return dict(descriptor.extra).get(self.name)
 
-    def wanted(self, spec: Any) -> Any:
+    def wanted(self, spec: BatchSpec) -> Any:
         """This field of a spec."""
         if self.name in BUILT_IN:
             return getattr(spec, self.name)
@@ -142,6 +145,11 @@ BUILT_IN = (
     "encoder_outputs",
 )
 """The fields that every spec has, in the order in which keys are compared."""
+
+
+def user_defined(fields: tuple[Field, ...]) -> tuple[Field, ...]:
+    """Those of a table's fields that its user added; they stand behind the built-in ones."""
+    return fields[len(BUILT_IN) :]
 
 
 def built_in_fields(adapters: tuple[int, ...] = (0,), overflow: str = "eager") -> tuple[Field, ...]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fngraph.core import text
 from fngraph.core.dispatching import Allowed, dispatch
 from fngraph.core.modes import Mode
-from fngraph.core.spec import BatchDescriptor, BatchSpec, HostBounds
+from fngraph.core.spec import BatchSpec, HostBounds, Key
 from fngraph.core.stats import Stats
 from fngraph.core.table import DispatchTable
 from fngraph.errors import SpecError
@@ -18,13 +18,13 @@ class Replayed(NamedTuple):
 
     Attributes:
         stats: the counts.
-        used: (mode, key) -> steps, for keys that served any.
+        used: key -> steps, for keys that served any.
         unused: keys that served none: memory that this traffic does not need.
     """
 
     stats: Stats
-    used: dict[tuple[Mode, BatchDescriptor], int]
-    unused: tuple[tuple[Mode, BatchDescriptor], ...]
+    used: dict[Key, int]
+    unused: tuple[Key, ...]
 
     @property
     def hit_rate(self) -> float:
@@ -60,12 +60,12 @@ class Flight(NamedTuple):
     def replay(self, table: DispatchTable, allowed: Allowed = None) -> Replayed:
         """What each step would run as under `table`. Raises as `dispatch`."""
         stats = Stats()
-        used: dict[tuple[Mode, BatchDescriptor], int] = {}
+        used: dict[Key, int] = {}
         for spec in self.specs:
             ran = dispatch(table, spec, allowed)
             stats.observe(spec.num_tokens, ran)
             if ran.mode is not Mode.NONE:
-                used[ran[:2]] = used.get(ran[:2], 0) + 1
+                used[ran.key] = used.get(ran.key, 0) + 1
         return Replayed(stats, used, tuple(key for key in table if key not in used))
 
     def histogram(self, query_len: int | None = None) -> dict[int, int]:

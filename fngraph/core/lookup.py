@@ -1,24 +1,23 @@
 """The table arranged for the hot path: one dict lookup, one list index, one comparison a step.
 
-A batch's *class* is all of its fields but the two counts. For every class and every token count
-the lookup holds the keys that can still win, least first, as ready-made answers; all that is left
-for a step is to compare the number of requests (and user-defined fields, where a table has any).
-
-`arrange`: from keys to a `Lookup`. Everything that `dispatch` need not do at each step.
+A batch's *class* is all of its fields after the numbers of tokens and requests. For every class and
+every token count the lookup holds the keys that can still win, least first, as ready-made answers;
+all that is left for a step is to compare the number of requests (and user-defined fields, where a
+table has any). `arrange` makes a lookup of a table's keys, once.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from fngraph.core.fields import Field, RoundedTo
+from fngraph.core.fields import Field, RoundedTo, Rule, user_defined
 from fngraph.core.modes import Mode
-from fngraph.core.spec import BatchDescriptor, BatchSpec, Extra
+from fngraph.core.spec import BatchDescriptor, BatchSpec, Extra, Key
 
 
 class Dispatch(NamedTuple):
@@ -35,9 +34,14 @@ class Dispatch(NamedTuple):
     descriptor: BatchDescriptor
     reason: str
 
+    @property
+    def key(self) -> Key:
+        """Mode and descriptor."""
+        return self.mode, self.descriptor
+
 
 Class = tuple[int | None, int | None, bool, bool, Extra]
-"""A batch's fields after its two counts."""
+"""What `spec[CLASS]` is: query_len, adapters, cascade, encoder_outputs, extra."""
 
 Entry = tuple[tuple[int, Dispatch], ...]
 """(most requests, answer) pairs that can serve a class at one rung: least first, FULL first."""
@@ -56,18 +60,15 @@ class Lookup:
         top: the largest token count of any key.
         rung: token count -> index into a class's entries, for 0..top.
         classes: class, user-defined fields left out -> its entries, a rung each.
-        quick: the same where the table has no user-defined fields; else empty, since an answer
-            of `classes` must then be compared with the batch.
         reasons: class -> why a batch of it runs eagerly.
         query_lens: query lengths with keys of their own.
         adapters: the rounding of adapter counts.
-        extra: user-defined fields.
+        extra: user-defined fields, with which an answer must still be compared.
     """
 
     top: int
     rung: list[int]
     classes: dict[Class, list[Entry]]
-    quick: dict[Class, list[Entry]]
     reasons: dict[Class, str]
     query_lens: frozenset[int | None]
     adapters: RoundedTo
@@ -75,14 +76,10 @@ class Lookup:
 
     def classify(self, spec: BatchSpec) -> Class:
         """The class that answers for `spec`: values that no key tells apart fall together."""
-        _, _, query_len, count, cascade, encoder_outputs, _, _ = spec
+        _, _, query_len, adapters, cascade, encoder_outputs, _, _ = spec
         known = query_len if query_len in self.query_lens else None
-        return (known, self.adapters.round(count), cascade, encoder_outputs, ())
+        return (known, self.adapters.round(adapters), cascade, encoder_outputs, ())
 
-
-Order = Callable[[BatchDescriptor], tuple]
-Kind = tuple[Mode, int | None, int, bool | None, bool | None]  # a key's class, and its mode
-Kinds = dict[Kind, list[BatchDescriptor]]
 
 ENUMERATED_ADAPTERS = 64
 """Adapter counts up to here are classes of their own; larger ones are rounded first (1 us more)."""
@@ -91,19 +88,17 @@ ENUMERATED_ADAPTERS = 64
 def arrange(
     full: Iterable[BatchDescriptor],
     piecewise: Iterable[BatchDescriptor],
-    fields: Sequence[Field],
+    fields: tuple[Field, ...],
     order: Order,
 ) -> Lookup:
     """For every class and rung, the keys that can win, least first by `order`.
 
     Args:
-        full, piecewise: the keys of each mode.
+        full, piecewise: the descriptors of each mode.
         fields: the built-in fields, then user-defined ones.
     """
-    kinds: Kinds = {}
-    for mode, keys in ((Mode.FULL, full), (Mode.PIECEWISE, piecewise)):
-        for key in keys:
-            kinds.setdefault((mode, *key[2:6]), []).append(key)
+    kinds = _kinds((Mode.FULL, full), (Mode.PIECEWISE, piecewise))
+    rules = {item.name: item.rule for item in fields}
     rungs = sorted({key.num_tokens for keys in kinds.values() for key in keys})
     rung: list[int] = []
     for i in range(len(rungs)):
@@ -123,8 +118,8 @@ def arrange(
 
     @cache
     def entries(batch: Class) -> tuple[list[Entry], str]:
-        strong, full_gap = _fitting(Mode.FULL, kinds, fields, batch)
-        weak, piecewise_gap = _fitting(Mode.PIECEWISE, kinds, fields, batch)
+        strong, full_gap = _fitting(Mode.FULL, kinds, rules, batch)
+        weak, piecewise_gap = _fitting(Mode.PIECEWISE, kinds, rules, batch)
         rows = zip(
             answers(Mode.FULL, strong, "least FULL key"),
             answers(Mode.PIECEWISE, weak, full_gap or "least PIECEWISE key"),
@@ -133,22 +128,47 @@ def arrange(
         found = [one + (crowded if one else other) for one, other, crowded in rows]
         return found, "; ".join(filter(None, (full_gap, piecewise_gap))) or "no key exists"
 
-    query_lens = {kind[1] for kind in kinds}
-    rounding = fields[3].rule
+    query_lens = {kind.query_len for kind in kinds}
+    rounding = rules["adapters"]
     assert isinstance(rounding, RoundedTo)
     counted = range(min(rounding.captured[-1], ENUMERATED_ADAPTERS) + 1)
     classes: dict[Class, list[Entry]] = {}
     reasons: dict[Class, str] = {}
-    for query_len, count, cascade, encoder in product(
+    for query_len, count, *flags in product(
         {None, *query_lens}, {None, *counted, *rounding.captured}, (False, True), (False, True)
     ):
         rounded = None if count is None else rounding.round(count)
-        batch = (query_len, count, cascade, encoder, ())
-        classes[batch], reasons[batch] = entries((query_len, rounded, cascade, encoder, ()))
-    extra = tuple(fields[6:])
+        batch = (query_len, count, *flags, ())
+        classes[batch], reasons[batch] = entries((query_len, rounded, *flags, ()))
     top = rungs[-1] if rungs else 0
-    quick = {} if extra else classes
-    return Lookup(top, rung, classes, quick, reasons, frozenset(query_lens), rounding, extra)
+    extra = user_defined(fields)
+    return Lookup(top, rung, classes, reasons, frozenset(query_lens), rounding, extra)
+
+
+Order = Callable[[BatchDescriptor], tuple]
+
+
+class Kind(NamedTuple):
+    """What keys that serve the same classes have in common."""
+
+    mode: Mode
+    query_len: int | None
+    adapters: int
+    cascade: bool | None
+    encoder_outputs: bool | None
+
+
+Kinds = dict[Kind, list[BatchDescriptor]]
+
+
+def _kinds(*modes: tuple[Mode, Iterable[BatchDescriptor]]) -> Kinds:
+    found: dict[tuple, list[BatchDescriptor]] = {}
+    for mode, keys in modes:
+        for key in keys:
+            _, _, query_len, adapters, cascade, encoder_outputs, _ = key
+            kind = (mode, query_len, adapters, cascade, encoder_outputs)
+            found.setdefault(kind, []).append(key)
+    return {Kind(*kind): keys for kind, keys in found.items()}
 
 
 def _winners(
@@ -189,27 +209,26 @@ def _beats(one: tuple, other: tuple) -> bool:
 
 
 def _fitting(
-    mode: Mode, kinds: Kinds, fields: Sequence[Field], batch: Class
+    mode: Mode, kinds: Kinds, rules: Mapping[str, Rule], batch: Class
 ) -> tuple[tuple[Kind, ...], str]:
     """The kinds of keys whose fields cover a class, and what limits them, in words.
 
     The words are empty where `mode` has no keys at all.
     """
-    mine = [kind for kind in kinds if kind[0] is mode]
+    mine = [kind for kind in kinds if kind.mode is mode]
     if not mine:
         return (), ""
-    query_len, adapters, cascade, encoder, _ = batch
-    fits = [kind for kind in mine if kind[2] == adapters]
+    query_len, adapters, cascade, encoder_outputs, _ = batch
+    fits = [kind for kind in mine if kind.adapters == adapters]
     if not fits:
         return (), f"no {mode} key is for that many adapters"
-    for at, wanted in ((3, cascade), (4, encoder)):
-        field = fields[at + 1]
-        fits = [kind for kind in fits if field.rule.covers(kind[at], wanted)]
+    for name, wanted in (("cascade", cascade), ("encoder_outputs", encoder_outputs)):
+        fits = [kind for kind in fits if rules[name].covers(getattr(kind, name), wanted)]
         if not fits:
-            return (), f"{mode} keys take no {field.name} batches"
-    fits = [kind for kind in fits if fields[2].rule.covers(kind[1], query_len)]
+            return (), f"{mode} keys take no {name} batches"
+    fits = [kind for kind in fits if rules["query_len"].covers(kind.query_len, query_len)]
     if not fits:
-        lens = sorted({kind[1] for kind in mine if kind[1] is not None})
+        lens = sorted({kind.query_len for kind in mine if kind.query_len is not None})
         return (), f"{mode} keys are for uniform batches of query_len {' or '.join(map(str, lens))}"
     top = max(key.num_tokens for kind in fits for key in kinds[kind])
     return tuple(fits), f"{mode} keys for such batches end at {top} tokens"

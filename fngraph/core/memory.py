@@ -16,12 +16,12 @@ from fngraph.core.spec import BatchDescriptor
 from fngraph.core.text import table
 
 GRAPH_BYTES = 208 << 10
-"""Of one captured graph beside its nodes. Source: an H200 with torch 2.11 and CUDA 13.0, where 867
-graphs of six nodes, of a 16-layer Llama, took 200 MB more than 51 graphs of the same kernels."""
+"""What a graph takes beside its nodes. Source: an H200 with torch 2.11 and CUDA 13.0, where
+867 graphs of six nodes, of a 16-layer Llama, took 200 MB more than 51 of the same kernels."""
 
 NODE_BYTES = 3 << 10
-"""Of one node. Source: there too, the first 61 FULL graphs of `python -m benchmarks capture`, of
-1760 nodes each, took 298 MB."""
+"""What a node takes. Source: there too, the first 61 FULL graphs of `python -m benchmarks capture`,
+of 1760 nodes each, took 298 MB."""
 
 ALIGN = 512
 """Every tensor takes a multiple of this. Source: torch's CUDA caching allocator."""
@@ -31,9 +31,9 @@ class Bytes(NamedTuple):
     """Memory of one key.
 
     Attributes:
-        pool: of its intermediates; measured: by how much the pool grew for it.
-        graph: of its graphs themselves. CUDA takes memory in chunks of MBs, so that of measured
-            keys one may show a chunk and the next ones nothing; their sum is right.
+        pool: bytes of its intermediates; measured: by how much the pool grew for it.
+        graph: bytes of its graphs. CUDA takes memory in chunks of MBs, so that of measured keys
+            one may show a chunk and the next ones nothing; their sum is right.
     """
 
     pool: int

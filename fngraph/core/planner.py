@@ -1,6 +1,7 @@
-"""`plan_sizes`: the capture sizes that fit a measured traffic best, exactly.
+"""`plan_sizes`: the capture sizes that fit a measured traffic best, within a count or within bytes.
 
-The two exact searches behind `plan_sizes`: within a count of sizes, or a sum of bytes.
+Both searches are exact. A `Problem` is all that they look at: the candidates, what a step at each
+costs, and how many steps each would hold.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from fngraph.errors import SizesError
 
 Histogram = Mapping[int, float]
+Cost = Callable[[int], float]
+BytesOf = Callable[[int], float]
 
 
 def _rows(size: int) -> float:
@@ -23,10 +27,10 @@ def _rows(size: int) -> float:
 def plan_sizes(
     histogram: Histogram | Iterable[int],
     k: int | None = None,
-    cost: Callable[[int], float] = _rows,
+    cost: Cost = _rows,
     *,
     memory_budget: float | None = None,
-    bytes_per_size: float | Bytes | None = None,
+    bytes_per_size: float | BytesOf | None = None,
     candidates: Iterable[int] | None = None,
 ) -> tuple[int, ...]:
     """The ladder under which this traffic costs least in sum. The largest step is always covered.
@@ -34,7 +38,7 @@ def plan_sizes(
     Args:
         histogram: step size -> how often it came; or the sizes themselves, one a step.
         k: at most so many sizes.
-        cost: of one step that runs at a given size, in any unit; the default counts rows, so
+        cost: what a step that runs at a given size costs, in any unit; the default counts rows, so
             that the plan pads least.
         memory_budget: at most so many bytes, in place of `k`.
         bytes_per_size: bytes that a captured size takes: one number, or a function of the size.
@@ -53,7 +57,7 @@ def plan_sizes(
         what = f"k={k}"
     elif k is None and memory_budget is not None and bytes_per_size is not None:
         if callable(bytes_per_size):
-            return cheapest_within_bytes(problem, memory_budget, bytes_per_size)
+            return _cheapest_within_bytes(problem, memory_budget, bytes_per_size)
         what = f"memory_budget={memory_budget:g}"
         k = int(memory_budget / bytes_per_size)
     else:
@@ -63,11 +67,11 @@ def plan_sizes(
         )
     if k < 1:
         raise SizesError(f"{what} holds not even one size. Pass more, or capture nothing.")
-    return cheapest_within_count(problem, k)
+    return _cheapest_within_count(problem, k)
 
 
 def planned_cost(
-    histogram: Histogram | Iterable[int], sizes: Iterable[int], cost: Callable[[int], float] = _rows
+    histogram: Histogram | Iterable[int], sizes: Iterable[int], cost: Cost = _rows
 ) -> float:
     """What this traffic costs in sum on the ladder `sizes`; steps beyond it cost their own size."""
     ladder = sorted(sizes)
@@ -94,9 +98,17 @@ def _counts(histogram: Histogram | Iterable[int]) -> dict[int, float]:
     return {size: count for size, count in counts.items() if count}
 
 
+class Problem(NamedTuple):
+    """Candidate sizes, ascending; what a step at each costs; steps that are no larger."""
+
+    sizes: tuple[int, ...]
+    costs: tuple[float, ...]
+    steps: tuple[float, ...]
+
+
 def _problem(
     histogram: Histogram | Iterable[int],
-    cost: Callable[[int], float],
+    cost: Cost,
     candidates: Iterable[int] | None,
 ) -> Problem:
     counts = _counts(histogram)
@@ -113,20 +125,7 @@ def _problem(
     return Problem(tuple(sizes), tuple(map(cost, sizes)), tuple(steps))
 
 
-Bytes = Callable[[int], float]
-Ladder = tuple[float, float, tuple[int, ...]]
-"""Bytes, cost, sizes."""
-
-
-class Problem(NamedTuple):
-    """Candidate sizes, ascending; what a step at each costs; steps that are no larger."""
-
-    sizes: tuple[int, ...]
-    costs: tuple[float, ...]
-    steps: tuple[float, ...]
-
-
-def cheapest_within_count(problem: Problem, k: int) -> tuple[int, ...]:
+def _cheapest_within_count(problem: Problem, k: int) -> tuple[int, ...]:
     """At most `k` sizes of least cost, by adding one size at a time."""
     sizes, costs, steps = _rising(problem)
     best = [cost * upto for cost, upto in zip(costs, steps)]
@@ -187,32 +186,36 @@ def _rising(problem: Problem) -> Problem:
     return Problem(*zip(*reversed(kept)))
 
 
-def cheapest_within_bytes(problem: Problem, budget: float, bytes_of: Bytes) -> tuple[int, ...]:
+Plan = tuple[float, float, tuple[int, ...]]
+"""Bytes and cost in sum, and the sizes. A bare tuple: the search makes many."""
+
+
+def _cheapest_within_bytes(problem: Problem, budget: float, bytes_of: BytesOf) -> tuple[int, ...]:
     """Sizes of least cost whose bytes sum to at most `budget`.
 
-    For each largest size, keeps the ladders that no other beats in both bytes and cost.
+    For each largest size, keeps the plans that no other beats in both bytes and cost.
     """
     sizes, costs, steps = problem
-    ladders: list[list[Ladder]] = []
+    plans: list[list[Plan]] = []
     for i, size in enumerate(sizes):
         need = bytes_of(size)
-        found: list[Ladder] = [(need, costs[i] * steps[i], (size,))]
-        for below, shorter in enumerate(ladders):
+        found: list[Plan] = [(need, costs[i] * steps[i], (size,))]
+        for below, shorter in enumerate(plans):
             more = costs[i] * (steps[i] - steps[below])
             found += [(used + need, cost + more, (*ladder, size)) for used, cost, ladder in shorter]
-        ladders.append(_unbeaten(ladder for ladder in found if ladder[0] <= budget))
-    whole = [ladder for i, found in enumerate(ladders) if steps[i] == steps[-1] for ladder in found]
+        plans.append(_unbeaten(plan for plan in found if plan[0] <= budget))
+    whole = [plan for i, found in enumerate(plans) if steps[i] == steps[-1] for plan in found]
     if not whole:
         raise SizesError(
             f"memory_budget={budget:g} does not hold a size for {sizes[-1]} tokens, which takes "
             f"{bytes_of(sizes[-1]):g} bytes. Pass more, or capture nothing."
         )
-    return min(whole, key=lambda ladder: (ladder[1], ladder[0]))[2]
+    return min(whole, key=itemgetter(1, 0))[2]
 
 
-def _unbeaten(ladders: Iterable[Ladder]) -> list[Ladder]:
-    kept: list[Ladder] = []
-    for ladder in sorted(ladders, key=lambda ladder: ladder[:2]):
-        if not kept or ladder[1] < kept[-1][1]:
-            kept.append(ladder)
+def _unbeaten(plans: Iterable[Plan]) -> list[Plan]:
+    kept: list[Plan] = []
+    for plan in sorted(plans, key=itemgetter(0, 1)):
+        if not kept or plan[1] < kept[-1][1]:
+            kept.append(plan)
     return kept

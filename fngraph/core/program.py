@@ -64,7 +64,7 @@ class Program:
 def run_program(
     program: Program, fns: Sequence[Callable[..., Any]], inputs: Sequence[Any], *context: Any
 ) -> list[Any]:
-    """Call every instruction's `fn(*context, *values)`, which returns a tuple, and return the outputs."""
+    """Call each instruction's `fn(*context, *values)`, which returns a tuple; the outputs."""
     env = dict(enumerate(inputs))
     for one, fn in zip(program.instructions, fns):
         values = fn(*context, *[env[i] for i in one.reads])

@@ -1,11 +1,7 @@
-"""`resolve`: which modes the backends allow, which query lengths and sizes remain, and why.
-
-Two old flags that `modes` replaced; each still works, and warns.
-"""
+"""`resolve`: which modes the backends allow, which query lengths and sizes remain, and why."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +13,12 @@ from fngraph.errors import ModesError
 DEFAULT_MODES = Mode.FULL_AND_PIECEWISE
 DEFAULT_LIMITS = Limits()
 NOTHING = Ladders()
+
+OLD_FLAGS = {
+    "use_cudagraph": '. Pass modes="PIECEWISE", or modes="NONE" in place of False.',
+    "full_cuda_graph": '. Pass modes="FULL", or modes="PIECEWISE" in place of False.',
+}
+"""What to pass in place of two flags that vLLM had before `cudagraph_mode`, of 0.10.1."""
 
 
 class Resolution(NamedTuple):
@@ -57,8 +59,6 @@ def resolve(
     encoder_decoder: bool = False,
     layerwise: bool = False,
     state_blocks: int | None = None,
-    use_cudagraph: bool | None = None,
-    full_cuda_graph: bool | None = None,
 ) -> Resolution:
     """The strongest modes that keep every batch right.
 
@@ -88,11 +88,10 @@ def resolve(
         encoder_decoder: cross attention reads fresh encoder outputs; only decode is captured.
         layerwise: something works between layers (a KV connector); FULL becomes PIECEWISE.
         state_blocks: blocks of recurrent state; each request of a FULL batch needs one.
-        use_cudagraph, full_cuda_graph: old names for `modes`, with a DeprecationWarning.
 
     Raises:
         ModesError: FULL was asked of something that captures NEVER; fewer state blocks than
-            requests; an unknown `cut`; flags that contradict `modes`.
+            requests; an unknown `cut`.
 
     Source: vLLM 0.33 `VllmConfig.__post_init__` and `resolve_cudagraph_mode_and_sizes`. Unlike
     there, PIECEWISE is never lost where a cut is available, and one query length that cannot be
@@ -101,7 +100,7 @@ def resolve(
     if cut not in ("yes", "declined", "no"):
         raise ModesError(f'cut={cut!r} is unknown. Pass cut="yes", "declined" or "no".')
     check_query_lens(query_lens)
-    requested = modes_from_flags(modes, use_cudagraph, full_cuda_graph) or DEFAULT_MODES
+    requested = DEFAULT_MODES if modes is None else Mode.parse(modes)
     now, reasons = _by_model(
         requested, cut, eager=eager, pooling=pooling, encoder=encoder_decoder, layerwise=layerwise
     )
@@ -199,39 +198,3 @@ def _lowest(support: Support | Mapping[str, Support]) -> tuple[Support, str]:
 
 def _either(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers))
-
-
-def modes_from_flags(
-    modes: Mode | str | None = None,
-    use_cudagraph: bool | None = None,
-    full_cuda_graph: bool | None = None,
-) -> Mode | None:
-    """The modes that the old flags ask for; `modes` itself where none is given.
-
-    | use_cudagraph | full_cuda_graph | modes     |
-    |---------------|-----------------|-----------|
-    | False         | False or unset  | NONE      |
-    | True          | False or unset  | PIECEWISE |
-    | True or unset | True            | FULL      |
-    | unset         | False           | PIECEWISE |
-
-    Raises:
-        ModesError: a flag contradicts `modes`, or the other flag.
-
-    Source: vLLM deprecated these two in 0.10.1 in favour of `cudagraph_mode`.
-    """
-    asked = None if modes is None else Mode.parse(modes)
-    flags = {"use_cudagraph": use_cudagraph, "full_cuda_graph": full_cuda_graph}
-    given = ", ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
-    if not given:
-        return asked
-    if use_cudagraph is False and full_cuda_graph:
-        raise ModesError(f'{given} contradict each other. Pass modes="NONE" or modes="FULL".')
-    if use_cudagraph is False:
-        meant = Mode.NONE
-    else:
-        meant = Mode.FULL if full_cuda_graph else Mode.PIECEWISE
-    if asked is not None and asked is not meant:
-        raise ModesError(f'{given} means {meant}, but modes="{asked}". Pass modes= alone.')
-    warnings.warn(f'{given} is deprecated. Pass modes="{meant}".', DeprecationWarning, stacklevel=3)
-    return meant

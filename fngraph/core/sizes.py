@@ -9,7 +9,7 @@ from itertools import pairwise
 from fngraph.core.limits import Limits
 from fngraph.errors import SizesError
 
-Sizes = tuple[int, ...]
+Ladder = tuple[int, ...]
 
 
 def default_sizes(
@@ -19,7 +19,7 @@ def default_sizes(
     *,
     top: int | None = None,
     dense: bool = False,
-) -> Sizes:
+) -> Ladder:
     """The ladder of token counts to capture when the user names none.
 
     1, 2, 4, then every 8 up to 256, then every 16: fine where batches are small and padding
@@ -58,7 +58,7 @@ def _grid(last: int) -> set[int]:
     return {*(size for size in small if size <= last), *range(256, last + 1, 16)}
 
 
-def check_sizes(sizes: Iterable[int], limits: Limits | None = None) -> Sizes:
+def check_sizes(sizes: Iterable[int], limits: Limits | None = None) -> Ladder:
     """A user's ladder as a tuple.
 
     Raises:
@@ -102,11 +102,11 @@ class Ladders:
             of its query_len, so that padding adds whole requests.
     """
 
-    mixed: Sizes = ()
-    by_query_len: tuple[tuple[int, Sizes], ...] = ()
+    mixed: Ladder = ()
+    by_query_len: tuple[tuple[int, Ladder], ...] = ()
 
     @property
-    def uniform(self) -> dict[int, Sizes]:
+    def uniform(self) -> dict[int, Ladder]:
         """query_len -> its sizes, as a fresh dict."""
         return dict(self.by_query_len)
 
@@ -154,7 +154,7 @@ def ladders(
     return Ladders(mixed, tuple(uniform))
 
 
-def _shared(sizes: Sizes, query_lens: Sequence[int], cut: bool) -> Sizes:
+def _shared(sizes: Ladder, query_lens: Sequence[int], cut: bool) -> Ladder:
     """Every rounding of every size up to the largest; if there is none, the query lengths."""
     top = sizes[-1]
     rungs: set[int] = set()
@@ -169,7 +169,7 @@ def _shared(sizes: Sizes, query_lens: Sequence[int], cut: bool) -> Sizes:
     return tuple(sorted(rungs))
 
 
-def _at_most(most: int, rungs: Iterable[int], cut: bool) -> Sizes:
+def _at_most(most: int, rungs: Iterable[int], cut: bool) -> Ladder:
     """The rungs up to `most`, ascending; larger ones are lowered to it, or left out."""
     return tuple(sorted({min(size, most) for size in rungs if size <= most or cut} - {0}))
 

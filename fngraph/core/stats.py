@@ -34,7 +34,7 @@ class Took(NamedTuple):
 
 
 CaptureKey = tuple[Mode, BatchDescriptor, bool]
-"""A key, and whether it was captured in a step, which had to wait for it."""
+"""Mode and descriptor of a key, and whether it was captured in a step, which had to wait for it."""
 
 
 class Stats:
@@ -46,7 +46,7 @@ class Stats:
     Attributes:
         counts: (num_tokens, padded tokens, mode) -> steps.
         reasons: why steps ran eagerly -> how many did.
-        captures: (mode, key, whether in a step) -> how often and how long it was captured.
+        captures: (mode, descriptor, whether in a step) -> how often and how long it was captured.
     """
 
     __slots__ = ("captures", "counts", "reasons")
@@ -63,19 +63,19 @@ class Stats:
 
     def observe(self, num_tokens: int, ran: Dispatch) -> None:
         """Counts one step of `num_tokens` true tokens that ran as `ran`."""
-        mode, key, reason = ran
-        row = (num_tokens, key[0], mode)
+        mode, descriptor, reason = ran
+        row = (num_tokens, descriptor[0], mode)
         counts = self.counts
         counts[row] = counts.get(row, 0) + 1
         if mode is Mode.NONE:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def observe_capture(
-        self, mode: Mode, key: BatchDescriptor, us: int, in_step: bool = False
+        self, mode: Mode, descriptor: BatchDescriptor, us: int, in_step: bool = False
     ) -> None:
         """Counts one capture of a key, which took `us` microseconds."""
-        times, before = self.captures.get((mode, key, in_step), (0, 0))
-        self.captures[mode, key, in_step] = Took(times + 1, before + us)
+        times, before = self.captures.get((mode, descriptor, in_step), (0, 0))
+        self.captures[mode, descriptor, in_step] = Took(times + 1, before + us)
 
     @property
     def steps(self) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fngraph.core import text
-from fngraph.core.fields import Field, RoundedTo
+from fngraph.core.fields import Field, RoundedTo, user_defined
 from fngraph.core.limits import Limits
 from fngraph.core.lookup import Lookup, arrange
 from fngraph.core.modes import Mode
-from fngraph.core.spec import BatchDescriptor
+from fngraph.core.spec import BatchDescriptor, Key
 from fngraph.errors import ModesError
 
 Cost = Callable[[BatchDescriptor], float]
@@ -22,8 +22,8 @@ class DispatchTable:
 
     Attributes:
         modes: the resolved modes.
-        full: FULL keys in capture order: most tokens first, then most adapters.
-        piecewise: PIECEWISE keys, the same.
+        full: descriptors of FULL keys in capture order: most tokens first, then most adapters.
+        piecewise: of PIECEWISE keys, the same.
         limits: bounds of every step. Dispatch itself does not look at them.
         fields: every descriptor field in comparing order, user-defined ones last.
         cost: what "least" compares first in place of the token count; None: the token count.
@@ -43,7 +43,7 @@ class DispatchTable:
         object.__setattr__(self, "lookup", lookup)
 
     def keys(self, mode: Mode | str) -> tuple[BatchDescriptor, ...]:
-        """The keys of one runtime mode in capture order, largest first. NONE has none."""
+        """The descriptors of one runtime mode in capture order, largest first. NONE has none."""
         mode = Mode.parse(mode)
         if mode.dual:
             raise ModesError(
@@ -52,8 +52,8 @@ class DispatchTable:
             )
         return {Mode.NONE: (), Mode.PIECEWISE: self.piecewise, Mode.FULL: self.full}[mode]
 
-    def __iter__(self) -> Iterator[tuple[Mode, BatchDescriptor]]:
-        """(mode, key) in capture order: PIECEWISE before FULL, each largest first."""
+    def __iter__(self) -> Iterator[Key]:
+        """Keys, (mode, descriptor), in capture order: PIECEWISE before FULL, each largest first."""
         yield from ((Mode.PIECEWISE, key) for key in self.piecewise)
         yield from ((Mode.FULL, key) for key in self.full)
 
@@ -68,15 +68,16 @@ class DispatchTable:
     @property
     def top(self) -> int:
         """The largest token count of any key; 0 where there is none. Static buffers reach to it."""
-        return max((keys[0].num_tokens for keys in (self.full, self.piecewise) if keys), default=0)
+        return self.lookup.top
 
-    def order(self, key: BatchDescriptor) -> tuple:
+    def order(self, descriptor: BatchDescriptor) -> tuple:
         """What "least" compares: cost, then each field, constrained before unconstrained."""
-        rank: list[object] = [] if self.cost is None else [self.cost(key)]
-        for value in key[:6]:
+        *built_in, _ = descriptor
+        rank: list[object] = [] if self.cost is None else [self.cost(descriptor)]
+        for value in built_in:
             rank += (True, 0) if value is None else (False, value)
-        for item in self.fields[6:]:
-            value = item.captured(key)
+        for item in user_defined(self.fields):
+            value = item.captured(descriptor)
             rank += (True, 0) if value is None else (False, value)
         return tuple(rank)
 
@@ -87,8 +88,8 @@ class DispatchTable:
 
         costs = self.cost and [self.cost(key) for _, key in self]
         rules = [(item.name, str(item.rule), item.default) for item in self.fields]
-        text = repr((str(self.modes), self.full, self.piecewise, rules, costs))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        plan = repr((str(self.modes), self.full, self.piecewise, rules, costs))
+        return hashlib.sha256(plan.encode()).hexdigest()[:16]
 
     def as_text(self) -> str:
         """The ladders as a text table: one row for each kind of key."""

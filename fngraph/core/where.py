@@ -15,7 +15,7 @@ _OTHERS = {"torch", "fngraph", "optree", "einops", "functorch", "numpy", *sys.st
 def user_line(traceback: TracebackType | None = None) -> str:
     """`file:line` of the innermost frame that is not ours, torch's or another library's.
 
-    Of the current call, or of where a traceback began.
+    The frames are those of the current call, or of where a traceback began.
     """
     for frame, line in _raised(traceback) if traceback else _calling(sys._getframe(1)):
         if is_user(frame):

@@ -27,6 +27,7 @@ from fngraph.core import (
 )
 from fngraph.core.memory import Bytes
 from fngraph.core.program import run_program
+from fngraph.core.spec import CLASS, Key
 from fngraph.errors import CaptureError
 from fngraph.fx.generators import preserved as undrawn
 from fngraph.graphs.inside import key_name
@@ -36,7 +37,7 @@ from fngraph.graphs.recorder import describe
 from fngraph.graphs.replay import Replay, capture
 from fngraph.graphs.staging.buffers import Sizes
 from fngraph.graphs.staging.unpack import unpacker
-from fngraph.step.keys import Key, Keys
+from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
 # one key
@@ -48,14 +49,13 @@ def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
     Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
     """
     keys.check_awake()
-    mode, descriptor, _ = prepared.chosen
-    key = (mode, descriptor)
+    key = prepared.chosen.key
     replay = keys.replays.get(key) or obtain(keys, key, in_step=True)
     if replay is None:
         prepared.chosen = keys.refused(key, spec)
         return
     prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
-    prepared.ignores_grad_mode = mode is Mode.FULL and keys.shared.borrow
+    prepared.ignores_grad_mode = key[0] is Mode.FULL and keys.shared.borrow
 
 
 def obtain(keys: Keys, key: Key, *, in_step: bool = False) -> Replay | None:
@@ -235,7 +235,7 @@ def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:
 
 def kind(sizes: Mapping[str, int], descriptor: BatchDescriptor) -> Hashable:
     """Equal for keys that run the same kernels, as far as one can tell without running them."""
-    return descriptor[2:], tuple((n == 1, n % 16 == 0) for n in sizes.values())
+    return descriptor[CLASS], tuple((n == 1, n % 16 == 0) for n in sizes.values())
 
 
 def _run_padding(keys: Keys, key: Key) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchDescriptor, BatchSpec, Mode
+from fngraph.core.spec import COUNTS
 from fngraph.core.trees import is_frozen
 from fngraph.errors import SpecError, TreeError
 from fngraph.graphs.addresses import Watch
@@ -26,7 +27,7 @@ def next_batch(keys: Keys, spec: BatchSpec) -> Any:
     args, field, ring = keys.executable.args, keys.shared.entry.spec_field, keys.ring
     if field is None or args.batch_type is None:
         raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
-    prepared = keys.prepared.get(spec[:7]) or keys.prepare(spec)
+    prepared = keys.prepared.get(spec[COUNTS]) or keys.prepare(spec)
     slot = ring.wait()
     in_slot = prepared.slots.get(slot) or _slot_batch(keys, prepared, slot)
     if in_slot is None:  # an eager batch beyond the largest key

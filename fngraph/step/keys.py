@@ -18,6 +18,7 @@ import torch
 from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode, Stats, dispatch, runtime_modes
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
+from fngraph.core.spec import COUNTS, Key
 from fngraph.errors import CaptureError, SleepError
 from fngraph.executable import Executable
 from fngraph.graphs.memory import Emptied
@@ -32,7 +33,6 @@ from fngraph.step.changed_rows import Tables
 from fngraph.step.guards import Poison, make_poison
 from fngraph.step.prepared import Assemble, Entry, HostBatch, Prepared, assembler
 
-Key = tuple[Mode, BatchDescriptor]
 MOST_PREPARED = 4096  # counts that are kept
 
 
@@ -164,7 +164,7 @@ class Keys:
             ModesError: no key covers the batch, and NONE is not allowed.
         """
         self.check_awake()  # nothing is found prepared while it sleeps
-        counts: tuple[Any, ...] = spec[:7]
+        counts: tuple[Any, ...] = spec[COUNTS]
         if allowed is not None:
             counts = (*counts, runtime_modes(allowed))
             if counts in self.prepared:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fngraph.core.spec import Key
 from fngraph.errors import SleepError, TreeError
 from fngraph.fx.leaves import TensorSpec
 from fngraph.graphs.memory import empty, fill_again
 from fngraph.step.binding import Binding
-from fngraph.step.keys import Asleep, Key, Keys, Shared
+from fngraph.step.keys import Asleep, Keys, Shared
 
 
 def give_back(shared: Shared, family: Sequence[Keys], cache: bool) -> None:

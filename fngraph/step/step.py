@@ -30,6 +30,7 @@ from fngraph.core import (
 )
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
+from fngraph.core.spec import COUNTS, Key
 from fngraph.errors import SpecError
 from fngraph.executable import Executable
 from fngraph.fx.ambient import (
@@ -50,7 +51,7 @@ from fngraph.step.capture import capture_ahead, find_replay, obtain
 from fngraph.step.changed_rows import ChangedRows, make_tables, put_changed
 from fngraph.step.given import slot_writes, write
 from fngraph.step.host_batch import buffer_of, next_batch
-from fngraph.step.keys import Key, Keys, Shared, make_keys
+from fngraph.step.keys import Keys, Shared, make_keys
 from fngraph.step.prepared import make_entry
 from fngraph.step.rebind import changes_of
 from fngraph.step.sleep import give_back, take_again
@@ -143,7 +144,7 @@ class Step(Generic[R]):
                 prepared = keys.prepare(spec, allowed)
                 filled = filled and filled.not_in_place()  # it was laid out for another key
             elif prepared is None:
-                prepared = keys.prepared.get(spec[:7]) or keys.prepare(spec)
+                prepared = keys.prepared.get(spec[COUNTS]) or keys.prepare(spec)
             leaves = leaves_of(keys, batch, prepared) if filled is None else None
             if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
                 find_replay(keys, prepared, spec)
@@ -217,8 +218,8 @@ class Step(Generic[R]):
     def runs_as(self, spec: BatchSpec, allowed: Allowed = None) -> Dispatch:
         """As `dispatch`, but NONE where the key has failed under the last call's ambient state."""
         chosen, keys = self.dispatch(spec, allowed), self.last.keys
-        key = chosen.mode, chosen.descriptor
-        return keys.refused(key, spec) if key in keys.failed else chosen
+        failed = chosen.key in keys.failed
+        return keys.refused(chosen.key, spec) if failed else chosen
 
     def explain(self, spec: BatchSpec, allowed: Allowed = None) -> Explanation:
         """Why `spec` runs as it does, and why not as anything else."""

@@ -1,9 +1,21 @@
-"""`fngraph.core.encoder`: budgets, the one that fits, and what is captured."""
+"""`fngraph.core.encoder`: budgets, what is captured, items into runs, and items over ranks."""
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
-from fngraph.core import EncoderPlan, Path, fit, plan_encoder, token_budgets
-from fngraph.errors import SizesError
+from fngraph.core import (
+    EncoderPlan,
+    Item,
+    Packed,
+    Path,
+    Run,
+    balance,
+    fit,
+    pack,
+    plan_encoder,
+    token_budgets,
+)
+from fngraph.errors import SizesError, SpecError
 
 
 @pytest.mark.parametrize(
@@ -66,18 +78,14 @@ def test_paths_have_budgets_of_their_own():
         "local": (0, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 13824),
     }
     assert (plan.max_items, plan.num_graphs) == (50, 16)
-    assert plan.as_text() == (
-        """at most 50 items, 50 frames a graph
+    assert (
+        plan.as_text()
+        == """at most 50 items, 50 frames a graph
 
-| path   | graphs | token budgets                                          |
-|--------|-------:|--------------------------------------------------------|
-| global |      7 | 272, 544, 1088, 2176, 4352, 8704, 13824                |
-| local  |      9 | 0, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 13824 |""".replace(
-            "budgets                                          |",
-            "budgets                                         |",
-        )
-        .replace("-----------------|\n| global", "----------------|\n| global")
-        .replace("13824                |", "13824               |")
+| path   | graphs | token budgets                                         |
+|--------|-------:|-------------------------------------------------------|
+| global |      7 | 272, 544, 1088, 2176, 4352, 8704, 13824               |
+| local  |      9 | 0, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 13824 |"""
     )
 
 
@@ -127,3 +135,172 @@ def test_bad_plans(options, message):
     with pytest.raises(SizesError) as info:
         plan_encoder(64, 256, **options)
     assert message in str(info.value)
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+ONE = plan_encoder(64, 512, max_items=4)  # budgets 64, 128, 256, 512
+
+
+def runs(packed):
+    return [run[1:] for run in packed.runs]
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([], []),
+        ([64], [((0,), 64)]),
+        ([60, 250], [((0,), 64), ((1,), 256)]),  # deferred: 64 + 256 is less than 512
+        ([60, 300], [((0, 1), 512)]),  # one 512 either way
+        ([250, 60], [((1,), 64), ((0,), 256)]),
+        ([30, 30], [((0, 1), 64)]),
+        ([64, 64], [((0, 1), 128)]),  # two of 64 cost as much as one of 128
+        ([1, 1, 1, 1, 1], [((0, 1, 2, 3), 64), ((4,), 64)]),  # at most 4 items
+        ([500, 13], [((1,), 64), ((0,), 512)]),  # 513 is too many
+        ([500, 12], [((1, 0), 512)]),
+        ([600, 513], [((1,), None), ((0,), None)]),  # no budget holds them
+        ([5, 3, 5, 3], [((1, 3, 0, 2), 64)]),  # ascending, and stable
+        ([100, 129], [((0, 1), 256)]),
+        ([100, 157], [((0,), 128), ((1,), 256)]),
+    ],
+)
+def test_one_path(items, expected):
+    packed = pack(items, ONE)
+    assert runs(packed) == expected
+    hits = sum(len(items) for items, budget in expected if budget)
+    assert (packed.hits, packed.misses) == (hits, len(items) - hits)
+    assert all(run.path == "default" for run in packed.runs)
+
+
+TWO = plan_encoder(
+    64, 512, max_items=8, paths={"big": Path(64), "small": Path(32, allow_zero=True)}
+)
+
+
+@pytest.mark.parametrize(
+    ("items", "expected", "hits", "misses"),
+    [
+        ([(64, 0)], [Run("big", (0,), 64)], 1, 0),  # nothing to run on the other path
+        ([(64, 20)], [Run("big", (0,), 64), Run("small", (0,), 32)], 2, 0),
+        ([(600, 20)], [Run("big", (0,), None), Run("small", (0,), 32)], 1, 0),
+        ([(600, 600)], [Run("big", (0,), None), Run("small", (0,), None)], 0, 1),
+        (
+            [(64, 0), (64, 900)],
+            [Run("big", (0,), 64), Run("big", (1,), 64), Run("small", (1,), None)],
+            2,
+            0,
+        ),
+        (
+            [(10, 0), (10, 100), (10, 200)],  # 100 and 200 would need 512 together
+            [
+                Run("big", (0, 1), 64),
+                Run("small", (0, 1), 128),
+                Run("big", (2,), 64),
+                Run("small", (2,), 256),
+            ],
+            6,
+            0,
+        ),
+        ([(0, 0)], [], 0, 0),
+    ],
+)
+def test_two_paths(items, expected, hits, misses):
+    by_name = [{"big": big, "small": small} for big, small in items]
+    assert pack(by_name, TWO) == Packed(tuple(expected), hits, misses)
+    assert pack([Item(tokens) for tokens in items], TWO) == Packed(tuple(expected), hits, misses)
+
+
+def test_frames_close_a_batch():
+    plan = plan_encoder(64, 512, max_items=4, max_frames=10)
+    items = [Item((10,), 6), Item((10,), 4), Item((10,), 1), Item((10,))]
+    assert runs(pack(items, plan)) == [((0, 1), 64), ((2, 3), 64)]
+    images = [Item((10,), 10), Item((10,)), Item((10,)), 10]
+    assert runs(pack(images, plan)) == [((0, 1, 2, 3), 64)]  # images bring no frames
+    too_long = pack([Item((10,), 11), Item((10,))], plan)
+    assert runs(too_long) == [((0,), None), ((1,), 64)] and too_long.misses == 1
+    no_video = plan_encoder(64, 512, max_items=4, frames_per_item=0)
+    assert runs(pack([Item((9,), 1), 10, 10], no_video)) == [((0,), None), ((1, 2), 64)]
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (
+            [{"big": 1}],
+            (
+                "An item with tokens for ['big'] does not suit a plan with the paths "
+                "['big', 'small']. Pass {'big': tokens, 'small': tokens}."
+            ),
+        ),
+        ([5], "An item with tokens for ['default'] does not suit"),
+        ([Item((1,))], "Item(tokens=(1,), frames=0) needs 2 token counts, none negative."),
+        ([Item((1, -1))], "Item(tokens=(1, -1), frames=0) needs 2 token counts, none negative."),
+        ([Item((1, 1), -1)], "frames=-1) needs 2 token counts"),
+    ],
+)
+def test_bad_items(items, message):
+    with pytest.raises(SpecError) as info:
+        pack(items, TWO)
+    assert message in str(info.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700), st.integers(0, 3)), max_size=30),
+    st.integers(1, 9),
+    st.integers(0, 20),
+)
+def test_packing_keeps_every_limit(items, max_items, frames):
+    paths = {"big": Path(64), "small": Path(32, allow_zero=True)}
+    plan = plan_encoder(64, 512, max_items=max_items, paths=paths, max_frames=frames)
+    known = [Item((big, small), count) for big, small, count in items]
+    packed = pack(known, plan)
+    for i, path in enumerate(paths):
+        mine = [run for run in packed.runs if run.path == path]
+        served = [at for run in mine for at in run.items]
+        assert len(served) == len(set(served)), "no item runs twice"
+        some = [at for at in range(len(known)) if known[at].tokens[i] and at not in served]
+        assert not some, "every item with tokens runs"
+        for run in mine:
+            total = sum(known[at].tokens[i] for at in run.items)
+            assert len(run.items) <= max_items
+            fits = sum(known[at].frames for at in run.items) <= frames
+            assert run.budget == (fit(total, plan.path_budgets[path]) if fits else None)
+            if run.budget is None:
+                assert len(run.items) == 1, "only an item that fits nowhere runs eagerly"
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "expected"),
+    [
+        ([1000, 100, 200, 50], 2, ((0, 2, 1, 3), (1, 3), (1000, 350))),
+        ([], 2, ((), (0, 0), (0, 0))),
+        ([5, 5, 5], 2, ((0, 2, 1), (2, 1), (10, 5))),  # ties: first item, lowest rank
+        ([1, 2, 3], 1, ((2, 1, 0), (3,), (6,))),
+        ([1], 3, ((0,), (1, 0, 0), (1, 0, 0))),
+    ],
+)
+def test_balance(sizes, ranks, expected):
+    assert balance(sizes, ranks) == expected
+
+
+def test_somebody_works():
+    with pytest.raises(SpecError) as info:
+        balance([1], 0)
+    assert str(info.value) == "ranks=0: at least one rank works. Pass ranks=1 or more."
+
+
+@given(st.lists(st.integers(1, 100), max_size=20), st.integers(1, 5))
+def test_balanced_loads_differ_by_at_most_one_item(sizes, ranks):
+    order, counts, loads = balance(sizes, ranks)
+    assert sorted(order) == list(range(len(sizes))) and sum(counts) == len(sizes)
+    at, expected = 0, []
+    for count in counts:
+        expected.append(sum(sizes[item] for item in order[at : at + count]))
+        at += count
+    assert list(loads) == expected
+    assert max(loads) - min(loads) <= max(sizes, default=0)

@@ -1,4 +1,4 @@
-"""`fngraph.core.program`: steps over slots, run once in order, and grouped by mode."""
+"""`fngraph.core.program`: instructions over values, run once in order, and grouped by mode."""
 
 import pytest
 

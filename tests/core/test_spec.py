@@ -1,4 +1,4 @@
-"""`fngraph.core.spec` and `descriptor`: what is accepted, refused and shown."""
+"""`fngraph.core.spec`: what is accepted, refused and shown."""
 
 import copy
 import pickle
@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from fngraph.core import BatchDescriptor, BatchSpec, HostBounds
+from fngraph.core.spec import CLASS, COUNTS
 from fngraph.errors import SpecError
 
 
@@ -124,7 +125,7 @@ def test_whole_numbers_of_other_types_become_int():
         numpy.int64(6), numpy.int32(2), numpy.int8(3), numpy.int64(1), numpy.bool_(True)
     )
     assert spec == BatchSpec(6, 2, 3, 1, True)
-    assert [type(value) for value in spec[:6]] == [int, int, int, int, bool, bool]
+    assert [*map(type, spec)] == [int, int, int, int, bool, bool, tuple, HostBounds]
     assert type(BatchSpec(1, 1, cascade=1).cascade) is bool
     assert type(BatchSpec(1, 1, encoder_outputs=None).encoder_outputs) is bool
 
@@ -215,13 +216,13 @@ def test_descriptor_repr_reads_back(key, text):
 def test_flags_left_out_are_false_for_full_keys_and_any_for_piecewise_keys():
     assert BatchDescriptor(8, 8, 1) == (8, 8, 1, 0, False, False, ())
     assert BatchDescriptor(8) == (8, None, None, 0, None, None, ())
-    assert BatchDescriptor(8, 8, 1, 0, None, True)[4:6] == (None, True)
+    assert BatchDescriptor(8, 8, 1, 0, None, True)[CLASS] == (1, 0, None, True, ())
 
 
 def test_descriptor_of_a_spec_is_its_own_counts():
     spec = BatchSpec(6, 2, 3, 4, True, False, {"u": 2})
     key = spec.descriptor()
-    assert type(key) is BatchDescriptor and key == spec[:7]
+    assert type(key) is BatchDescriptor and key == spec[COUNTS]
     assert key == BatchDescriptor(6, 2, 3, 4, True, False, {"u": 2})
 
 

@@ -80,7 +80,7 @@ def test_no_frame_of_the_users():
 def test_paths_are_short_below_the_working_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     below = tmp_path / "models" / "llama.py"
-    assert short_path(str(below)) == "models/families/llama.py"
+    assert short_path(str(below)) == "models/llama.py"
     assert short_path(f"{tmp_path}2/llama.py") == f"{tmp_path}2/llama.py"
     assert short_path("/elsewhere/llama.py") == "/elsewhere/llama.py"
 

@@ -1,17 +1,15 @@
-"""`fngraph.report.dispatch_grid`: what the picture says, cell by cell, and that it is drawn."""
+"""`fngraph.report`: what the picture says, cell by cell, and that it is drawn."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 
+import fngraph as fg
 from fngraph.core import BatchSpec, Limits, Mode, build_table, explain, ladders
-from fngraph.report.dispatch_grid import (
-    COLORS,
-    draw_table,
-    explanation_table,
-    mixed_grid,
-    uniform_strip,
-)
+from fngraph.report import draw_table, explanation_table, mixed_grid, track, uniform_strip
+from fngraph.report.dispatch_grid import COLORS
 
 TABLE = build_table("FULL_AND_PIECEWISE", ladders((2, 4), (1, 2), 3), Limits(64, 3))
 
@@ -64,3 +62,22 @@ def test_explanation_in_rich():
     text = console.export_text()
     assert "BatchSpec(num_tokens=3, num_reqs=2)" in text
     assert "num_tokens: 2 is less than 3" in text and "PIECEWISE" in text
+
+
+def test_report_has_its_names_and_is_light_until_one_is_used():
+    names = {"Cell", "draw_table", "explanation_table", "mixed_grid", "track", "uniform_strip"}
+    assert names == set(fg.report.__all__) and all(hasattr(fg.report, name) for name in names)
+    code = "import sys, fngraph as fg; fg.report; print({'rich', 'matplotlib'} & {*sys.modules})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
+
+
+def test_without_rich_progress_is_silent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert list(track([3, 1], "capturing")) == [3, 1]
+
+
+def test_progress_says_what_goes_on(capsys):
+    pytest.importorskip("rich")
+    assert list(track([3, 1], "capturing")) == [3, 1]
+    assert "capturing" in capsys.readouterr().out

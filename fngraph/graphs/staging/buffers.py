@@ -7,14 +7,12 @@ address for every key. `unpack` fills it, and pads the rows beyond the batch's o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from fngraph.core import BatchSpec, BufferPlan, PlannedBuffer
+from fngraph.core import BatchSpec, BufferPlan, PlannedBuffer, Sizes
 from fngraph.errors import TreeError
-
-Sizes = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from fngraph.core import (
     dispatch_by_definition,
     ladders,
 )
+from fngraph.core.spec import COUNTS
 from fngraph.errors import ModesError
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
@@ -103,14 +104,19 @@ def _check(table, spec: BatchSpec, options: dict):
     }
     assert not any(covering[m] for m in covering if m.strength > mode.strength), "stronger covers"
     if mode is NONE:
-        assert key == spec.descriptor() == spec[:7]
+        assert key == spec.descriptor() == spec[COUNTS]
         return answer
     assert key in covering[mode], "must cover"
     assert not any(_less(other, key) for other in covering[mode]), "a smaller key covers"
     again = BatchSpec(
-        key.num_tokens, key.num_reqs or spec.num_reqs, key.query_len, key.adapters, *spec[4:6]
+        key.num_tokens,
+        key.num_reqs or spec.num_reqs,
+        key.query_len,
+        key.adapters,
+        spec.cascade,
+        spec.encoder_outputs,
     )
-    assert dispatch(table, again)[:2] == (mode, key), "idempotence"
+    assert dispatch(table, again).key == (mode, key), "idempotence"
     return answer
 
 
@@ -170,10 +176,10 @@ def _check_allowed(table, spec, allowed, free):
     assert (
         (mode, key)
         == dispatch_by_definition(table, spec, names)
-        == dispatch(table, spec, names)[:2]
+        == dispatch(table, spec, names).key
     )
     if free.mode in allowed:
-        assert (mode, key) == free[:2], "a mode that is not needed was barred, and it mattered"
+        assert (mode, key) == free.key, "a mode that is not needed was barred, and it mattered"
 
 
 @st.composite

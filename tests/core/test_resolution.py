@@ -1,6 +1,5 @@
-"""`fngraph.core.resolution` and `legacy`: the whole table of FIELD's resolution, and its reasons."""
+"""`fngraph.core.resolution`: which modes remain of what was asked, the whole table, and why."""
 
-import warnings
 from itertools import product
 
 import pytest
@@ -15,7 +14,7 @@ from fngraph.core import (
     ladders,
     resolve,
 )
-from fngraph.core.resolution import modes_from_flags
+from fngraph.core.resolution import OLD_FLAGS
 from fngraph.errors import ModesError, SizesError
 
 LETTER = {
@@ -262,54 +261,11 @@ def test_unknown_words():
         resolve(query_lens=())
 
 
-# --- old flags ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("use", "full", "modes"),
-    [
-        (False, None, "NONE"),
-        (False, False, "NONE"),
-        (True, None, "PIECEWISE"),
-        (True, False, "PIECEWISE"),
-        (True, True, "FULL"),
-        (None, True, "FULL"),
-        (None, False, "PIECEWISE"),
-    ],
-)
-def test_old_flags_still_work_and_warn(use, full, modes):
-    with pytest.warns(DeprecationWarning, match=rf'is deprecated\. Pass modes="{modes}"\.') as seen:
-        assert resolve(use_cudagraph=use, full_cuda_graph=full).modes is Mode[modes]
-    assert seen[0].filename == __file__, "the warning points at the caller"
-    with pytest.warns(DeprecationWarning):
-        assert modes_from_flags(modes.lower(), use, full) is Mode[modes]
-
-
-def test_flags_are_named_as_given():
-    with pytest.warns(DeprecationWarning) as seen:
-        modes_from_flags(None, True, False)
-    assert str(seen[0].message) == (
-        'use_cudagraph=True, full_cuda_graph=False is deprecated. Pass modes="PIECEWISE".'
-    )
-
-
-def test_flags_that_contradict():
-    with pytest.raises(ModesError) as info:
-        modes_from_flags(None, False, True)
-    assert str(info.value) == (
-        "use_cudagraph=False, full_cuda_graph=True contradict each other. "
-        'Pass modes="NONE" or modes="FULL".'
-    )
-    with pytest.raises(ModesError) as info:
-        resolve("FULL", use_cudagraph=True)
-    assert str(info.value) == (
-        'use_cudagraph=True means PIECEWISE, but modes="FULL". Pass modes= alone.'
-    )
-
-
-def test_no_flag_no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert modes_from_flags() is None
-        assert modes_from_flags("full") is Mode.FULL
-        assert resolve().requested is Mode.FULL_AND_PIECEWISE
+def test_old_flags_are_gone_but_for_advice():
+    assert OLD_FLAGS == {
+        "use_cudagraph": '. Pass modes="PIECEWISE", or modes="NONE" in place of False.',
+        "full_cuda_graph": '. Pass modes="FULL", or modes="PIECEWISE" in place of False.',
+    }
+    for flag in OLD_FLAGS:
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{flag}'"):
+            resolve(**{flag: True})

@@ -1,7 +1,4 @@
-"""`fngraph.core.dispatching`, `lookup`, `arrange`: examples; laws: test_dispatch_properties.py."""
-
-import sys
-from itertools import product
+"""`fngraph.core.dispatching`: examples. Its laws: test_dispatching_laws.py."""
 
 import pytest
 
@@ -16,12 +13,11 @@ from fngraph.core import (
     default_sizes,
     dispatch,
     dispatch_by_definition,
+    dispatching,
     ladders,
 )
-from fngraph.core.lookup import Lookup
 from fngraph.errors import ModesError, SpecError
 
-dispatch_module = sys.modules["fngraph.core.dispatching"]  # the name is the function's
 UBATCHES = Field("ubatches", Equal(), default=1, full=(1,), piecewise=(1,))
 LIMITS = Limits(max_tokens=8192, max_reqs=256)
 
@@ -49,12 +45,12 @@ BOTH = table_of("FULL_AND_PIECEWISE", default_sizes(LIMITS))
     ],
 )
 def test_default_ladder(spec, mode, key):
-    assert dispatch(BOTH, spec)[:2] == (mode, key)
+    assert dispatch(BOTH, spec).key == (mode, key)
 
 
 def test_two_requests_of_three_tokens_go_to_nine_not_to_piecewise_eight():
     table = table_of("FULL_AND_PIECEWISE", [1, 8, 16], query_lens=(1, 2, 3, 4))
-    assert dispatch(table, BatchSpec(6, 2, query_len=3))[:2] == (
+    assert dispatch(table, BatchSpec(6, 2, query_len=3)).key == (
         Mode.FULL,
         BatchDescriptor(9, 3, query_len=3),
     )
@@ -63,7 +59,7 @@ def test_two_requests_of_three_tokens_go_to_nine_not_to_piecewise_eight():
 def test_allowed_narrows_and_names_are_enough():
     spec = BatchSpec(37, 37, query_len=1)
     assert dispatch(BOTH, spec, ["PIECEWISE", "NONE"]).mode is Mode.PIECEWISE
-    assert dispatch(BOTH, spec, {Mode.NONE})[:2] == (Mode.NONE, spec.descriptor())
+    assert dispatch(BOTH, spec, {Mode.NONE}).key == (Mode.NONE, spec.descriptor())
     with pytest.raises(ModesError, match="cannot run as FULL"):
         dispatch(BOTH, BatchSpec(37, 5), ["FULL"])
 
@@ -78,7 +74,7 @@ def test_the_definition_knows_allowed_too():
 
 @pytest.mark.parametrize("extra", [{}, {"fields": [UBATCHES]}])
 def test_an_ordinary_step_never_takes_the_long_way(monkeypatch, extra):
-    """`_scan` answers the same, four times slower: only `allowed=` and a user's field need it."""
+    """`_choose` answers the same, three times slower: `allowed=` and a user's field need it."""
     table = table_of("FULL_AND_PIECEWISE", (2, 8), (1, 2), adapters=(0, 4, 99), **extra)
     specs = [
         BatchSpec(*counts, adapters=adapters, cascade=cascade)
@@ -88,34 +84,9 @@ def test_an_ordinary_step_never_takes_the_long_way(monkeypatch, extra):
     ]
     found = [dispatch(table, spec) for spec in specs]
     long_way: list[BatchSpec] = []
-    monkeypatch.setattr(dispatch_module, "_scan", lambda *args: long_way.append(args[1]))
+    monkeypatch.setattr(dispatching, "_choose", lambda *args: long_way.append(args[0]))
     again = [dispatch(table, spec) for spec in specs]
     assert (again == found and not long_way) if not extra else long_way == specs
-
-
-def test_a_known_kind_of_batch_is_found_without_a_second_look(monkeypatch):
-    """`classify` takes half of a microsecond: only values without a class of their own need it."""
-    table = table_of("FULL_AND_PIECEWISE", (2, 8), (1, 2), adapters=(0, 4, 99))
-    looked = []
-    classify = Lookup.classify
-    monkeypatch.setattr(
-        Lookup, "classify", lambda self, spec: looked.append(spec) or classify(self, spec)
-    )
-    for spec in (BatchSpec(2, 2, 1), BatchSpec(2, 1), BatchSpec(4, 2, 2, 64), BatchSpec(90, 3)):
-        for flags in product((False, True), repeat=2):
-            dispatch(table, spec._replace(cascade=flags[0], encoder_outputs=flags[1]))
-    assert not looked
-    dispatch(table, BatchSpec(3, 1, 3))
-    dispatch(table, BatchSpec(3, 1, adapters=65))
-    assert len(looked) == 2
-
-
-def test_every_adapter_count_up_to_64_is_a_class_of_its_own():
-    table = table_of("FULL_DECODE_ONLY", (2,), adapters=(0, 4, 99))
-    counts = {kind[1] for kind in table.lookup.classes}
-    assert counts == {None, *range(65), 99}
-    table = table_of("FULL_DECODE_ONLY", (2,), adapters=(0, 4))
-    assert {kind[1] for kind in table.lookup.classes} == {None, *range(5)}
 
 
 def test_unknown_field_is_refused():

@@ -86,7 +86,7 @@ def test_nobody_and_different_tables():
 def test_settling():
     one, spec = table(), BatchSpec(3, 3, 1)
     assert settle(one, spec, Decision(FULL, 5, 5, 1)) == dispatch(one, BatchSpec(5, 5, 1))
-    assert settle(one, spec, Decision(PIECEWISE, 5, 5, 1))[:2] == (PIECEWISE, BatchDescriptor(8))
+    assert settle(one, spec, Decision(PIECEWISE, 5, 5, 1)).key == (PIECEWISE, BatchDescriptor(8))
     assert settle(one, spec, Decision(NONE, 5, 5, 1)) == (
         NONE,
         BatchDescriptor(3, 3, 1),
@@ -132,4 +132,4 @@ def test_a_pipeline_sees_one_batch_and_agrees_on_the_weakest_stage():
     stages = [table(), table("PIECEWISE"), table()]
     proposals = [propose(stage, spec)._replace(plan_hash="") for stage in stages]
     ran = [settle(stage, spec, decision) for stage, decision in zip(stages, agree(proposals))]
-    assert {answer[:2] for answer in ran} == {(PIECEWISE, BatchDescriptor(4))}
+    assert {answer.key for answer in ran} == {(PIECEWISE, BatchDescriptor(4))}

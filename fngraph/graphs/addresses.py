@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from fngraph.errors import AddressError
+from fngraph.torch_facts.names import neg_view
 
 Places = tuple[list[int], list[torch.Size], list[tuple[Any, ...]]]
 
@@ -160,7 +161,7 @@ def layout() -> _Layout | None:
         return None
     impl_at, storage, at, first, step, data_at = found.pop()
     z = torch.empty(8, dtype=torch.complex64)
-    pairs = ((base.view(torch.int32), base.view(torch.float32)), (z, z.conj()), (z, z._neg_view()))
+    pairs = ((base.view(torch.int32), base.view(torch.float32)), (z, z.conj()), (z, neg_view(z)))
     kinds = [_first_other(a, b, range(at + 1, at + 6)) for a, b in pairs]
     if None in kinds:
         return None

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fngraph.errors import TreeError
-from fngraph.fx.leaves import overlaps
 from fngraph.step.given import given, loaded, storages, write
+from fngraph.torch_facts.memory import overlaps_itself
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -49,7 +49,7 @@ def load_slot(step: Captured, /, slot: int, **held: Any) -> None:
             if value.shape != stacked.shape[1:] or value.dtype is not stacked.dtype:
                 want, got = _text(stacked[0]), _text(value)
                 raise TreeError(f"{one.path}: a slot of it is {want}, given {got}")
-            if overlaps(stacked):
+            if overlaps_itself(stacked):
                 raise TreeError(f"{one.path}: its slots share memory (strides {stacked.stride()})")
             copy = value.clone() if storages([value]) & memory else None
             targets.append((one, stacked[slot], copy))

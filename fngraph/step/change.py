@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 
 from fngraph.errors import TreeError
-from fngraph.fx.leaves import TensorSpec, overlaps
+from fngraph.fx.leaves import TensorSpec
 from fngraph.step.binding import Binding
 from fngraph.step.given import Given, is_same, loaded, storages, write
+from fngraph.torch_facts.memory import overlaps_itself
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def change_of(binding: Binding, one: Given, memory: set[int]) -> Change:
         kept = value.clone()
         one = dataclasses.replace(one, load=lambda: kept)
     if value.shape == target.shape and value.dtype is target.dtype:
-        if overlaps(target):
+        if overlaps_itself(target):
             raise TreeError(
                 f"{one.path}: its elements share memory (strides {target.stride()}), so it cannot "
                 "be written element by element. Bind one that can: x.contiguous()"

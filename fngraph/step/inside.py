@@ -20,6 +20,7 @@ from fngraph.step.backend_plans import plan_padding
 from fngraph.step.obtain import as_captured
 from fngraph.step.prepared import forget
 from fngraph.step.warm import bounds_of, sizes_of, written
+from fngraph.torch_facts.names import keep_busy
 
 if TYPE_CHECKING:
     from fngraph.step.captured import Captured
@@ -117,7 +118,7 @@ def _on_cuda(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tupl
     calls = replay.bind(sizes)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(min(2 * lag, 0.1) * 2e9))  # cycles, at about 2 GHz
+    keep_busy(int(min(2 * lag, 0.1) * 2e9))  # cycles, at about 2 GHz
     began = time.perf_counter()
     marks[0].record()
     for bound, mark in zip(calls, marks[1:]):

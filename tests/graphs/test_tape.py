@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.tape.arena import POISON, Arena, subtract
-from fngraph.graphs.tape.mode import out_overload
 from fngraph.graphs.tape.recorder import TapeRecorder
 
 aten = torch.ops.aten
@@ -157,40 +156,6 @@ def test_a_write_of_something_elsewhere_is_refused(tape):
 
 
 # --- .out twins -----------------------------------------------------------------------------------
-
-TWINS = {
-    aten.add.Tensor: ("out",),
-    aten.mm.default: ("out",),
-    aten.cat.default: ("out",),
-    aten.index.Tensor: ("out",),
-    aten.index_put.default: ("out",),
-    aten._softmax.default: ("out",),
-    aten.native_layer_norm.default: ("out0", "out1", "out2"),
-    aten.topk.default: ("values", "indices"),
-    aten.sort.stable: ("values", "indices"),
-    aten.max.dim: ("max", "max_values"),
-    aten.var_mean.correction: ("out0", "out1"),
-    aten.clone.default: ("out",),
-    aten._to_copy.default: ("out",),
-    aten.full.default: ("out",),
-    aten.arange.start_step: ("out",),
-    aten.zeros_like.default: ("out",),
-    aten.new_zeros.default: ("out",),
-    aten.constant_pad_nd.default: ("out",),
-}
-
-
-@pytest.mark.parametrize("op", TWINS, ids=str)
-def test_the_out_twin_is_found(op):
-    twin, names = out_overload(op)
-    assert twin.overloadpacket is op.overloadpacket and names == TWINS[op]
-
-
-@pytest.mark.parametrize(
-    "op", [aten._fused_rms_norm.default, aten.split.Tensor, aten.view.default], ids=str
-)
-def test_ops_without_an_out_twin_are_known(op):
-    assert out_overload(op) is None
 
 
 def test_the_tape_uses_the_twin(tape):

@@ -28,6 +28,7 @@ from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import Witness
+from fngraph.torch_facts.names import end_allocating, launch_graph, release_pool, storage_at
 
 
 @contextlib.contextmanager
@@ -189,10 +190,10 @@ class CudaRecorder:
         """
         assert self.device.index is not None
         try:
-            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+            end_allocating(self.device.index, self.pool)
         except RuntimeError:  # a torch that has cleaned up by itself
             return
-        torch._C._cuda_releasePool(self.device.index, self.pool)
+        release_pool(self.device.index, self.pool)
         _ABANDONED.append(graph)
         self.pool = torch.cuda.graph_pool_handle()
         self._anchor = self._capture_nothing(generators)
@@ -212,9 +213,7 @@ class CudaRecorder:
         if tensor.numel() == 0:
             return tensor
         storage = tensor.untyped_storage()
-        bare = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), tensor.device, storage.nbytes()
-        )
+        bare = storage_at(storage.data_ptr(), tensor.device, storage.nbytes())
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -228,7 +227,7 @@ class CudaRecording:
     @property
     def replay(self) -> Callable[[], None]:
         """Launch it on the current stream. (Past torch's Python wrapper, which takes 0.3 us.)"""
-        return functools.partial(torch._C._CUDAGraph.replay, self.graph)
+        return functools.partial(launch_graph, self.graph)
 
     @property
     def nodes(self) -> tuple[Node, ...]:

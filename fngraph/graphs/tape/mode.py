@@ -6,19 +6,18 @@ poisoned, from the arena.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.tape.arena import Arena
 from fngraph.graphs.tape.nodes import Call
 from fngraph.graphs.witness import check_no_read, op_at
+from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves, tree_map
+from fngraph.torch_facts.schemas import out_twins
 
 aten = torch.ops.aten
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
@@ -54,11 +53,11 @@ class TapeMode(TorchDispatchMode):
         results = self._allocate(_meta_run(func, args, kwargs))
         if schema.name in _EMPTY:
             return results
-        out_variant = out_overload(func)
-        if out_variant is None:
+        twins = out_twins(func)
+        if not twins:
             self._note(_call_and_copy, (func, args, kwargs, results), {})
         else:
-            op, names = out_variant
+            op, names = twins[0]
             outs = dict(zip(names, (results,) if len(names) == 1 else results))
             kept = {k: v for k, v in kwargs.items() if k in {a.name for a in op._schema.arguments}}
             self._note(op, args, {**kept, **outs})
@@ -132,20 +131,3 @@ def _call_and_copy(func: Any, args: Any, kwargs: Any, results: Any) -> None:
     for into, value in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs))):
         if into.data_ptr() != value.data_ptr() or into.shape != value.shape:
             into.copy_(value)
-
-
-@functools.cache
-def out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The out= twin of a functional overload and the names of its out arguments, or None."""
-    want = [(a.name, str(a.type)) for a in func._schema.arguments]
-    tensor_options = {"dtype", "layout", "device", "pin_memory"}
-    for name in func.overloadpacket.overloads():
-        twin = getattr(func.overloadpacket, name)
-        arguments = twin._schema.arguments
-        outs = tuple(a.name for a in arguments if a.is_out)
-        have = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-        if not outs or len(outs) != len(func._schema.returns):
-            continue
-        if have == want or have == [(n, t) for n, t in want if n not in tensor_options]:
-            return twin, outs
-    return None

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fngraph.graphs.inside import Node
 from fngraph.graphs.tape.arena import subtract
+from fngraph.torch_facts.names import tree_leaves
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _COPIES = {"aten::copy_", "aten::copy", "aten::clone", "aten::_to_copy"}

@@ -27,6 +27,7 @@ from fngraph.graphs.tape.arena import POISON, Arena, subtract
 from fngraph.graphs.tape.mode import TapeMode
 from fngraph.graphs.tape.nodes import Call
 from fngraph.graphs.turn import Turn
+from fngraph.torch_facts.names import dispatch_modes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -125,7 +126,7 @@ class TapeRecorder:
         watched: bool = True,
     ) -> tuple[TapeRecording, Any]:
         """See `Recorder.record`. Ops keep the generators that they were given."""
-        if any(isinstance(m, TapeMode) for m in _modes()):
+        if any(isinstance(m, TapeMode) for m in dispatch_modes()):
             raise CaptureError("record() inside a recording; graphs do not nest")
         self.arena.handed_out = []
         mode = TapeMode(self.arena, sys._getframe().f_code)
@@ -150,9 +151,3 @@ class TapeRecorder:
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Recorder.unowned`."""
         return self.arena.unowned(tensor)
-
-
-def _modes() -> list[Any]:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return _get_current_dispatch_mode_stack()

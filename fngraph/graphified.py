@@ -20,7 +20,7 @@ from fngraph.fx.arguments import Names, arguments, signature
 from fngraph.fx.leaves import Role
 from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.refusals import Refusals
-from fngraph.graphs.recorder import check_name
+from fngraph.graphs.recorders import check_name
 from fngraph.stages import Options, Traced, trace_function
 from fngraph.step.allocate import check_outputs
 from fngraph.step.captured import Captured

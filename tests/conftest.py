@@ -60,7 +60,7 @@ def device(recorder_name: str) -> Any:
 @pytest.fixture
 def kit(recorder_name: str, device: Any) -> Kit:
     """A recorder whose first capture is behind it: on CUDA what holds the pool comes with that."""
-    from fngraph.graphs.recorder import make_recorder
+    from fngraph.graphs.recorders import make_recorder
 
     kit = Kit(make_recorder(recorder_name, device), device)
     if recorder_name == "cuda":

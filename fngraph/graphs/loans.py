@@ -103,7 +103,7 @@ _HARMLESS = {_TENSOR.shape.__get__, _TENSOR.dtype.__get__, _TENSOR.device.__get_
 class Borrowed(torch.Tensor):
     """A result that is good until the next call of its pool; later, its use is a `StaleError`."""
 
-    is_plain_memory = True  # see fx.kinds: an argument may be one
+    is_plain_memory = True  # see fx.leaves: an argument may be one
     _loan: Loan
 
     @classmethod

@@ -18,7 +18,7 @@ from fngraph.torch_facts.names import current_device, current_stream, is_capturi
 
 
 class Turn:
-    """Of one pool.
+    """Whose turn it is on one pool.
 
     Attributes:
         lock: held for a whole step, and for a capture.

@@ -11,7 +11,8 @@ import torch
 from fngraph.core import Stats, trees
 from fngraph.errors import TreeError
 from fngraph.fx.ambient import plain_state
-from fngraph.graphs.recorder import Recorder, make_recorder
+from fngraph.graphs.recorder import Recorder
+from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.staging.buffers import allocate
 from fngraph.graphs.staging.ring import make_ring
 from fngraph.stages import Compiled

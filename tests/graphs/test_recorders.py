@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fngraph.errors import CaptureError
-from fngraph.graphs.recorder import make_recorder
+from fngraph.graphs.recorders import make_recorder
 
 MB = 1 << 20
 

@@ -144,7 +144,7 @@ def test_a_library_s_op_is_named_by_the_line_in_forward(device):
         return x[x > 0]
 
     x = torch.ones(3, device=device)
-    recorder = fg.graphs.recorder.make_recorder(None, device)
+    recorder = fg.graphs.recorders.make_recorder(None, device)
     with pytest.raises(CaptureError, match=rf"{HERE}:\d+: aten.index.Tensor reads a value"):
         recorder.record(lambda: bad(x))
 

@@ -3,8 +3,6 @@
 One stream for the life of the pool: blocks belong to the stream that they were freed on, and a new
 stream for each capture took 4.9 GB where one takes 256 MB (51 sizes of a 1B model on an H200).
 `thread_local` error mode, so that another thread's CUDA call does not end the capture.
-
-One `torch.cuda.CUDAGraph`: made, launched, looked into.
 """
 
 from __future__ import annotations
@@ -208,8 +206,7 @@ class CudaRecorder:
         return graph
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Recorder.unowned`. The storage is built over the bare address, as torch's own
-        cudagraph trees do; it is private API, the same from torch 2.1 to 2.13."""
+        """See `Recorder.unowned`. The storage is built over the bare address."""
         if tensor.numel() == 0:
             return tensor
         storage = tensor.untyped_storage()

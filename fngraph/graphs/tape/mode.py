@@ -6,7 +6,6 @@ poisoned, from the arena.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.tape.arena import Arena
-from fngraph.graphs.tape.nodes import Call
+from fngraph.graphs.tape.ops import TapeOp
 from fngraph.graphs.witness import check_no_read, op_at
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves, tree_map
 from fngraph.torch_facts.schemas import out_twins
@@ -30,7 +29,7 @@ class TapeMode(TorchDispatchMode):
     def __init__(self, arena: Arena, within: CodeType) -> None:
         super().__init__()
         self.arena, self.within = arena, within
-        self.calls: list[Call] = []
+        self.ops: list[TapeOp] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -53,14 +52,13 @@ class TapeMode(TorchDispatchMode):
         results = self._allocate(_meta_run(func, args, kwargs))
         if schema.name in _EMPTY:
             return results
-        twins = out_twins(func)
-        if not twins:
-            self._note(_call_and_copy, (func, args, kwargs, results), {})
-        else:
-            op, names = twins[0]
-            outs = dict(zip(names, (results,) if len(names) == 1 else results))
-            kept = {k: v for k, v in kwargs.items() if k in {a.name for a in op._schema.arguments}}
-            self._note(op, args, {**kept, **outs})
+        if not (twins := out_twins(func)):
+            self._note(func, args, kwargs, results)
+            return results
+        twin, names = twins[0]
+        outs = dict(zip(names, (results,) if len(names) == 1 else results))
+        known = {a.name for a in twin._schema.arguments}
+        self._note(twin, args, {k: v for k, v in kwargs.items() if k in known} | outs)
         return results
 
     def _mutating(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -84,7 +82,7 @@ class TapeMode(TorchDispatchMode):
                 else by_alias[next(iter(r.alias_info.before_set))]
                 for r, m in zip(returns, metas)
             ]
-            self._note(_call_and_copy, (func, args, kwargs, tuple(found)), {})
+            self._note(func, args, kwargs, found)
         return found[0] if len(found) == 1 else tuple(found) or None
 
     def _allocate(self, metas: Any) -> Any:
@@ -101,15 +99,14 @@ class TapeMode(TorchDispatchMode):
                 where = op_at(func, self.within)
                 raise CaptureError(f"{where} on {tensor.device}; the tape records CPU")
 
-    def _note(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _note(self, fn: Any, args: Any, kwargs: dict[str, Any], into: Any = ()) -> None:
         # unowned, or the tape would keep every intermediate alive; it is a snapshot as well, so
         # that an in-place view op later on does not change what was recorded
-        self.calls.append(
-            tree_map(
-                lambda x: self.arena.unowned(x) if isinstance(x, torch.Tensor) else x,
-                (call, tuple(args), dict(kwargs)),
-            )
+        args, kwargs, into = tree_map(
+            lambda x: self.arena.unowned(x) if isinstance(x, torch.Tensor) else x,
+            (tuple(args), kwargs, tuple(tree_leaves(into))),
         )
+        self.ops.append(TapeOp(fn, args, kwargs, into))
 
 
 def _meta_run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -125,9 +122,3 @@ def _meta_run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": torch.device("meta")}
     kwargs.pop("pin_memory", None)
     return func(*args, **kwargs)
-
-
-def _call_and_copy(func: Any, args: Any, kwargs: Any, results: Any) -> None:
-    for into, value in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs))):
-        if into.data_ptr() != value.data_ptr() or into.shape != value.shape:
-            into.copy_(value)

@@ -41,16 +41,33 @@ class Recording(Protocol):
         ...
 
 
+CHUNK = 16 << 20
+"""Bytes that the driver may take for a graph at a time; the next graphs then take nothing."""
+
+
 class Usage(NamedTuple):
     """Bytes in use; two looks differ by what was done between them.
 
     Attributes:
-        pool: by the allocator that pools belong to.
-        other: of the device by anything else, graphs first of all.
+        pool: by this process's allocator that pools belong to.
+        other: of the device by anything else: graphs first of all, and other processes, whose
+            memory CUDA does not tell apart.
     """
 
     pool: int
     other: int
+
+    def graphs_since(self, before: Usage, estimate: Callable[[], int]) -> int:
+        """What graphs have taken since `before`: what the device has given, unless that is far
+        beyond `estimate`. It is another process's then, and the estimate stands.
+
+        Args:
+            estimate: asked only where what was given needs an explanation.
+        """
+        given = max(self.other - before.other, 0)
+        if given <= CHUNK or given <= 4 * (likely := estimate()):
+            return given
+        return likely
 
 
 @runtime_checkable

@@ -104,7 +104,9 @@ def capture_key(step: Captured, mode: Mode, descriptor: BatchDescriptor) -> Repl
                     book.pool += grown
         except Exception as error:  # whatever a backend or an op raises
             raise failure(key, error) from error
-    book.measured[key] = Bytes(grown, max(after.other - before.other, 0))
+    estimate = step.compiled.lowered.estimate
+    graphs = after.graphs_since(before, lambda: estimate(*key).graph)
+    book.measured[key] = Bytes(grown, graphs)
     step.replays[key] = replay
     return replay
 

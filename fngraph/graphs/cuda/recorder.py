@@ -156,7 +156,7 @@ class CudaRecorder:
                 self._abandon(graph, ())
 
     def usage(self) -> Usage:
-        """What torch has reserved, and the rest of what the device has given away."""
+        """What torch has reserved, and the rest of what the device has given away, to anybody."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         reserved = int(stats["reserved_bytes"]["all"]["current"]) if stats else 0
         free, total = torch.cuda.mem_get_info(self.device)

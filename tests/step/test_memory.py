@@ -118,9 +118,8 @@ def test_the_device_takes_what_was_estimated():
     assert biggest <= first.measured.pool <= 2 * biggest + 24 * MB
     assert sum(row.measured.pool for row in rest) <= 4 * MB
     graphs = [row.measured.graph for row in step.memory.rows]
-    assert all(0 <= n <= CHUNK for n in graphs) and step.memory.total - step.memory.pool == sum(
-        graphs
-    )
+    assert all(0 <= nbytes <= CHUNK for nbytes in graphs)
+    assert step.memory.total - step.memory.pool == sum(graphs)
 
 
 def test_the_table_prints_and_adds_up(recorder_name, device):

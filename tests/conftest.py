@@ -100,6 +100,16 @@ def held() -> Callable[[], Held]:
 
 
 @pytest.fixture
+def tape() -> Any:
+    """A new tape."""
+    import torch
+
+    from fngraph.graphs.recorders import make_recorder
+
+    return make_recorder("tape", torch.device("cpu"))
+
+
+@pytest.fixture
 def kit(recorder_name: str, device: Any) -> Kit:
     """A recorder whose first capture is behind it: on CUDA what holds the pool comes with that."""
     from fngraph.graphs.recorders import make_recorder

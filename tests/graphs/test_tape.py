@@ -12,16 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.tape.arena import POISON, Arena, subtract
-from fngraph.graphs.tape.recorder import TapeRecorder
+from fngraph.torch_facts.names import tree_leaves
 
 aten = torch.ops.aten
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def tape() -> TapeRecorder:
-    """A new tape."""
-    return TapeRecorder(CPU)
 
 
 # --- poison ---------------------------------------------------------------------------------------
@@ -113,7 +106,7 @@ def test_addresses_are_fixed_for_every_call_of_the_tape(tape):
     recording, out = tape.record(lambda: (x @ x.t()).softmax(-1).sum(0))
 
     def addresses() -> list[int]:
-        tensors = torch.utils._pytree.tree_leaves(list(recording.graph))
+        tensors = tree_leaves(list(recording.graph))
         return [t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)]
 
     before = addresses()

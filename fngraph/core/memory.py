@@ -33,7 +33,8 @@ class Bytes(NamedTuple):
     Attributes:
         pool: bytes of its intermediates; measured: by how much the pool grew for it.
         graph: bytes of its graphs. CUDA takes memory in chunks of MBs, so that of measured keys
-            one may show a chunk and the next ones nothing; their sum is right.
+            one may show a chunk and the next ones nothing; their sum is right. It does not tell
+            processes apart: what is far beyond the estimate is taken for another's.
     """
 
     pool: int

@@ -15,12 +15,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fngraph.core.where import defined_at, user_line
 from fngraph.errors import AmbientError, TransformError
+from fngraph.torch_facts.names import (
+    SWITCHES,
+    DeviceContext,
+    are_transforms_active,
+    count_dispatch_modes,
+    count_function_modes,
+    dispatch_modes,
+    function_modes,
+    get_precision,
+    set_precision,
+)
 
 
 class Ambient(NamedTuple):
@@ -51,9 +59,9 @@ def read(device: str) -> Ambient:
     """The state now, for a function on this type of device."""
     on = device != "meta" and torch.is_autocast_enabled(device)  # which meta does not know
     autocast = torch.get_autocast_dtype(device) if on else None
-    modes = torch._C._len_torch_function_stack() and tuple(
+    modes = count_function_modes() and tuple(
         ("device", mode.device) if isinstance(mode, DeviceContext) else mode
-        for mode in _get_current_function_mode_stack()
+        for mode in function_modes()
     )
     return Ambient(
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast,
@@ -61,23 +69,12 @@ def read(device: str) -> Ambient:
     )  # fmt: skip
 
 
-_SWITCHES = {
-    name.removeprefix("_get_"): getattr(torch._C, name)
-    for name in (
-        "_get_deterministic_algorithms", "_get_cudnn_deterministic", "_get_cudnn_benchmark",
-        "_get_cudnn_enabled", "_get_cudnn_allow_tf32", "_get_flash_sdp_enabled",
-        "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
-        "_get_cublas_allow_fp16_reduced_precision_reduction",
-        "_get_cublas_allow_bf16_reduced_precision_reduction",
-    )
-}  # fmt: skip
-_KERNELS = ("float32 matmul precision", "float32 matmul precision on the CPU", *_SWITCHES)
+_KERNELS = ("float32 matmul precision", "float32 matmul precision on the CPU", *SWITCHES)
 
 
 def _kernels() -> tuple[Any, ...]:
-    precision = torch._C._get_fp32_precision_getter  # also answers where torch's two APIs are mixed
-    matmul = precision("cuda", "matmul"), precision("mkldnn", "matmul")
-    return (*matmul, *[switch() for switch in _SWITCHES.values()])
+    matmul = get_precision("cuda", "matmul"), get_precision("mkldnn", "matmul")
+    return (*matmul, *[switch() for switch in SWITCHES.values()])
 
 
 def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
@@ -86,20 +83,16 @@ def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
     All of it is read in one expression, since it is read at each call: 0.9 us, `read` takes 3.
     """
     grad, inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
-    dtype = torch.get_default_dtype
-    functions = torch._C._len_torch_function_stack
-    dispatches = torch._C._len_torch_dispatch_stack
-    transforms = torch._C._are_functorch_transforms_active
+    dtype, transforms = torch.get_default_dtype, are_transforms_active
+    functions, dispatches = count_function_modes, count_dispatch_modes
     cuda = device == "cuda"
     autocast: Callable[[], bool] = functools.partial(torch.is_autocast_enabled, device)
     if cuda:
         autocast = torch.is_autocast_enabled  # its own default, at half the price
     elif device == "meta":
         autocast = bool  # meta does not know autocast
-    matmul = functools.partial(
-        torch._C._get_fp32_precision_getter, "cuda" if cuda else "mkldnn", "matmul"
-    )
-    a, b, c, d, e, f, g, h, i, j, k = _SWITCHES.values()
+    matmul = functools.partial(get_precision, "cuda" if cuda else "mkldnn", "matmul")
+    a, b, c, d, e, f, g, h, i, j, k = SWITCHES.values()
 
     def state() -> tuple[Any, ...]:
         return (
@@ -172,7 +165,7 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
         if after.kernels != before.kernels:
             torch.use_deterministic_algorithms(deterministic)
             for backend, precision in zip(("cuda", "mkldnn"), before.kernels):
-                torch._C._set_fp32_precision_setter(backend, "matmul", precision)
+                set_precision(backend, "matmul", precision)
         if after.modes != before.modes:
             torch.set_default_device(next((m[1] for m in before.modes if type(m) is tuple), None))
     if after != before or reseeded:
@@ -185,8 +178,8 @@ def unchanged(device: str, fn: Any) -> Iterator[None]:
 
 def check_no_dispatch_mode() -> None:
     """Raise `AmbientError` if a dispatch mode is active, which a replay would go past."""
-    if torch._C._len_torch_dispatch_stack():
-        names = ", ".join(type(mode).__name__ for mode in _get_current_dispatch_mode_stack())
+    if count_dispatch_modes():
+        names = ", ".join(type(mode).__name__ for mode in dispatch_modes())
         raise AmbientError(
             f"the dispatch mode {names} is active, and a graph replays without it. Call forward "
             "itself under the mode, or graphify a forward that does what the mode does"
@@ -199,7 +192,7 @@ def check_no_transform() -> None:
     Raises:
         TransformError: always then.
     """
-    if torch._C._are_functorch_transforms_active():
+    if are_transforms_active():
         raise TransformError(
             f"{user_line()}: a torch.func transform goes over a graphified function, whose results "
             "are constants to it. Put the transform inside: fg.graphify(torch.func.vmap(f)), or "

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from fngraph.errors import RandomError
+from fngraph.torch_facts.names import tree_leaves
 
 DRAWN = "drawn_from"  # in a node's custom meta: the index of a generator
 Generators = Sequence[torch.Generator]

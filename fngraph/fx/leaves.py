@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _disabled_torch_dispatch_impl, _disabled_torch_function_impl
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fngraph.core import Buffer
 from fngraph.errors import AliasError, TreeError
+from fngraph.torch_facts.memory import overlaps_itself, storage_key, with_bits
+from fngraph.torch_facts.names import no_torch_dispatch, no_torch_function
+from fngraph.torch_facts.tracing import FakeTensor
 
 
 class Role(enum.Enum):
@@ -89,17 +90,10 @@ class Leaf:
         made = torch.empty_strided(
             self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=self.device
         )
-        conj, neg = self.spec.bits
-        made = torch._conj(made) if conj else made
-        return torch._neg_view(made) if neg else made
+        return with_bits(made, *self.spec.bits)
 
     def __repr__(self) -> str:
         return f"{self.path}: {self.role.value} {self.buffer or self.spec}"
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Which storage a tensor lives in, the same for all its views."""
-    return tensor.untyped_storage()._cdata
 
 
 def place(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -152,12 +146,12 @@ def _oddity(x: torch.Tensor) -> str | None:
 def _subclass(cls: Any) -> str | None:
     """Subclasses that change what an op means; Parameter, Buffer and plain ones do not."""
     plain: Any = torch.Tensor.__torch_function__
-    functions = (plain.__func__, _disabled_torch_function_impl)
+    functions = (plain.__func__, no_torch_function)
     function = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
-    dispatch = getattr(cls, "__torch_dispatch__", _disabled_torch_dispatch_impl)
+    dispatch = getattr(cls, "__torch_dispatch__", no_torch_dispatch)
     if getattr(cls, "is_plain_memory", False):  # a borrowed result
         return None
-    if function in functions and dispatch is _disabled_torch_dispatch_impl:
+    if function in functions and dispatch is no_torch_dispatch:
         return None
     return (
         f"a {cls.__name__}, a tensor subclass with ops of its own, of which a graph would see the "
@@ -178,23 +172,12 @@ def check_memory(path: str, tensor: torch.Tensor, donated: bool) -> None:
             'like, but bind real tensors: module.to_empty(device="cpu"), torch.empty_like(x, '
             'device="cpu")'
         )
-    if donated and overlaps(tensor):
+    if donated and overlaps_itself(tensor):
         raise AliasError(
             f"{path} is donated, but its elements share memory (strides {tensor.stride()} of "
             f"shape {tuple(tensor.shape)}, from expand or as_strided), so it cannot be written "
             "element by element. Give each element its own: x.contiguous()"
         )
-
-
-def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether some stride is within the reach of the smaller ones."""
-    reach = 1
-    dims = [(s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1]
-    for stride, size in sorted(dims) if tensor.numel() else ():
-        if stride < reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 def check_aliases(leaves: Sequence[Leaf], tensors: Sequence[torch.Tensor]) -> None:

@@ -16,21 +16,13 @@ from typing import Any
 
 import torch
 
+from fngraph.torch_facts.names import OpOverload
+from fngraph.torch_facts.schemas import inputs_of, out_twins
+from fngraph.torch_facts.tracing import free_unbacked_symbols
+
 aten = torch.ops.aten
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _OFF = {"dropout_p": 0.0, "p": 0.0, "train": False, "training": False}
-
-
-def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors (or graph nodes, when given nodes) that an op writes, by its schema."""
-    if not func._schema.is_mutable:
-        return []
-    found: list[Any] = []
-    for i, spec in enumerate(func._schema.arguments):
-        if spec.alias_info is not None and spec.alias_info.is_write:
-            value = kwargs.get(spec.name) if i >= len(args) else args[i]
-            found += value if isinstance(value, list | tuple) else [value]
-    return [value for value in found if value is not None]
 
 
 def draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -57,66 +49,49 @@ def is_plain(x: torch.Tensor) -> bool:
 
 def waits_for_shape(func: Any, results: Sequence[torch.Tensor]) -> bool:
     """Whether the shape of a result depends on values."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False  # the tag is on x[indices] too, which is harmless
     return any(free_unbacked_symbols(t) for t in results)
 
 
-aten = torch.ops.aten
-Op = torch._ops.OpOverload
-_OPTIONS = {"dtype", "layout", "device", "pin_memory"}  # which an out= argument answers
-
-
-def _arguments(op: Op) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
-
-
 def is_functional(op: Any) -> bool:
     """Whether `op` is one of torch's own that returns one new tensor and writes nothing."""
-    if not isinstance(op, Op) or op.namespace != "aten" or op._schema.is_mutable:
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
         return False
     returns = op._schema.returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 @functools.cache
-def in_place(op: Op) -> Op | None:
+def in_place(op: OpOverload) -> OpOverload | None:
     """`foo_` of `foo`: writes into its first argument, and nothing else."""
     twin = getattr(getattr(aten, op.overloadpacket.__name__ + "_", None), op._overloadname, None)
-    if twin is None or torch.Tag.inplace_view in twin.tags or _arguments(twin) != _arguments(op):
+    if twin is None or torch.Tag.inplace_view in twin.tags or inputs_of(twin) != inputs_of(op):
         return None
     written = [a.alias_info is not None and a.alias_info.is_write for a in twin._schema.arguments]
     return twin if written[0] and not any(written[1:]) else None
 
 
 @functools.cache
-def scattered_view(op: Op) -> Op | None:
+def scattered_view(op: OpOverload) -> OpOverload | None:
     """`slice` of `slice_scatter`: the view into which the second argument is copied."""
     name = op.overloadpacket.__name__
     # as_strided counts from the start of a storage, which is another one in a buffer
     if not name.endswith("_scatter") or name == "as_strided_scatter":
         return None
     packet = getattr(aten, name.removesuffix("_scatter"), None)
-    want = [a for a in _arguments(op) if a[0] != "src"]
+    want = [a for a in inputs_of(op) if a[0] != "src"]
     views = [getattr(packet, o) for o in packet.overloads()] if packet else []
-    return next((v for v in views if _arguments(v) == want and not v._schema.is_mutable), None)
+    return next((v for v in views if inputs_of(v) == want and not v._schema.is_mutable), None)
 
 
 @functools.cache
-def out_form(op: Op) -> tuple[Op, str] | None:
+def out_form(op: OpOverload) -> tuple[OpOverload, str] | None:
     """The overload of `op` that takes out=, and what it calls that argument."""
-    want = _arguments(op)
-    fewer = [a for a in want if a[0] not in _OPTIONS]
-    found = {}
-    for name in op.overloadpacket.overloads():
-        twin = getattr(op.overloadpacket, name)
-        outs = [a.name for a in twin._schema.arguments if a.is_out]
-        generated = torch.Tag.generated in twin.tags  # makes a tensor and copies it
-        if len(outs) == len(twin._schema.returns) == 1 and not generated:
-            found[tuple(_arguments(twin))] = twin, outs[0]
-    return found.get(tuple(want)) or found.get(tuple(fewer))
+    for twin, (name, *more) in out_twins(op):
+        if not more and torch.Tag.generated not in twin.tags:  # which makes a tensor and copies it
+            return twin, name
+    return None
 
 
 def is_pointwise(op: Any) -> bool:
@@ -130,14 +105,14 @@ def reads_nothing(op: Any) -> bool:
 
 
 @functools.cache
-def fill_form(op: Op) -> Op | None:
+def fill_form(op: OpOverload) -> OpOverload | None:
     """`zeros` of `zeros_like` and `new_zeros`, with out=."""
     twin = getattr(getattr(aten, _constant(op) or "", None), "out", None)
     known = {"size", "fill_value", "memory_format"}
-    return twin if twin and known.issuperset(n for n, _ in _arguments(twin)) else None
+    return twin if twin and known.issuperset(n for n, _ in inputs_of(twin)) else None
 
 
-def _constant(op: Op) -> str | None:
+def _constant(op: OpOverload) -> str | None:
     name = op.overloadpacket.__name__
     like, new = name.endswith("_like"), name.startswith("new_")
     return name.removesuffix("_like").removeprefix("new_") if like or new else None

@@ -46,7 +46,7 @@ class Counts:
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> Counts:
-        """Of these nodes."""
+        """Counts of these nodes."""
         nodes = list(nodes)
         kinds = collections.Counter(node.kind for node in nodes)
         kernels, memcpys, memsets, others = (kinds[kind] for kind in KINDS)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.errors import StaleError
+from fngraph.torch_facts.memory import storage_addresses, storage_key
+from fngraph.torch_facts.names import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,8 +57,8 @@ class Loans:
 
     def expire(self, outputs: Iterable[torch.Tensor], by: str) -> None:
         """What is lent of these buffers is poisoned, before `by` takes or overwrites them."""
-        memory = _storages(outputs)
-        self._expire([x for x in self.running if _storages(x.tensors) & memory], by)
+        memory = storage_addresses(outputs)
+        self._expire([x for x in self.running if storage_addresses(x.tensors) & memory], by)
 
     def _expire(self, loans: list[Loan], by: str) -> None:
         for loan in loans:
@@ -77,11 +78,7 @@ class Loans:
 
     def storages(self) -> set[int]:
         """Addresses of the memory that is lent."""
-        return _storages(x for loan in self.running for x in loan.tensors)
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {x.untyped_storage().data_ptr() for x in tensors}
+        return storage_addresses(x for loan in self.running for x in loan.tensors)
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -106,7 +103,7 @@ _HARMLESS = {_TENSOR.shape.__get__, _TENSOR.dtype.__get__, _TENSOR.device.__get_
 class Borrowed(torch.Tensor):
     """A result that is good until the next call of its pool; later, its use is a `StaleError`."""
 
-    is_plain_memory = True  # see fx.kinds: an argument may be one
+    is_plain_memory = True  # see fx.leaves: an argument may be one
     _loan: Loan
 
     @classmethod
@@ -125,14 +122,14 @@ class Borrowed(torch.Tensor):
         if func not in _HARMLESS:
             for loan in loans:
                 loan.check()
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            memory = {x.untyped_storage()._cdata: x.__dict__["_loan"] for x in given}
+            memory = {storage_key(x): x.__dict__["_loan"] for x in given}
 
             def guarded(x: Any) -> Any:
                 if not isinstance(x, torch.Tensor) or isinstance(x, Borrowed):
                     return x
-                loan = memory.get(x.untyped_storage()._cdata)
+                loan = memory.get(storage_key(x))
                 return x if loan is None else borrowed(x, loan)
 
             return tree_map(guarded, result)

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fngraph.errors import CaptureError
+from fngraph.torch_facts.memory import storage_key, with_bits
+from fngraph.torch_facts.names import copy_all
 
 LOG = logging.getLogger("fngraph")
 Emptied = list[tuple[torch.Tensor, int]]
@@ -20,13 +22,14 @@ def kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     if not tensors:
         yield
         return
-    stored = [_as_stored(x) for x in tensors]
+    # without conjugate and negative bits, which `copy_all` refuses
+    stored = [with_bits(x, x.is_conj(), x.is_neg()) for x in tensors]
     saved = [x.clone() for x in stored]
     try:
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(stored, saved)  # one call: an interrupt falls not between
+            copy_all(stored, saved)  # one call: an interrupt falls not between
 
 
 @contextlib.contextmanager
@@ -51,19 +54,13 @@ def preserved(written: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def _as_stored(x: torch.Tensor) -> torch.Tensor:
-    """The same memory without a conjugate or negative bit, which `_foreach_copy_` refuses."""
-    x = x.conj() if x.is_conj() else x
-    return torch._neg_view(x) if x.is_neg() else x
-
-
 def empty(tensors: Sequence[torch.Tensor]) -> Emptied:
     """Give the tensors' memory back; the tensors stay, for `fill_again`.
 
     Raises:
         CaptureError: memory that torch does not own. Nothing is given back then.
     """
-    storages = {x.untyped_storage()._cdata: x for x in tensors}
+    storages = {storage_key(x): x for x in tensors}
     fixed = [x for x in storages.values() if not x.untyped_storage().resizable()]
     if fixed:
         raise CaptureError(

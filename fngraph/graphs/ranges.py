@@ -39,17 +39,17 @@ class RangedRecording:
 
     @property
     def graph(self) -> Any:
-        """Of the recording."""
+        """The recording's graph."""
         return self.recording.graph
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Of the recording."""
+        """The recording's nodes."""
         return self.recording.nodes
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Of the recording."""
+        """The recording's edges."""
         return self.recording.edges
 
     def replay(self) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fngraph.errors import CaptureError
 from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
 from fngraph.graphs.turn import Turn
@@ -28,7 +27,7 @@ class Recording(Protocol):
 
     @property
     def graph(self) -> Any:
-        """The thing itself, to look at: a `torch.cuda.CUDAGraph`, or the tape's list of calls."""
+        """The thing itself, to look at: a `torch.cuda.CUDAGraph`, or the tape's list of ops."""
         ...
 
     @property
@@ -42,16 +41,33 @@ class Recording(Protocol):
         ...
 
 
+CHUNK = 16 << 20
+"""Bytes that the driver may take for a graph at a time; the next graphs then take nothing."""
+
+
 class Usage(NamedTuple):
     """Bytes in use; two looks differ by what was done between them.
 
     Attributes:
-        pool: by the allocator that pools belong to.
-        other: of the device by anything else, graphs first of all.
+        pool: by this process's allocator that pools belong to.
+        other: of the device by anything else: graphs first of all, and other processes, whose
+            memory CUDA does not tell apart.
     """
 
     pool: int
     other: int
+
+    def graphs_since(self, before: Usage, estimate: Callable[[], int]) -> int:
+        """What graphs have taken since `before`: what the device has given, unless that is far
+        beyond `estimate`. It is another process's then, and the estimate stands.
+
+        Args:
+            estimate: asked only where what was given needs an explanation.
+        """
+        given = max(self.other - before.other, 0)
+        if given <= CHUNK or given <= 4 * (likely := estimate()):
+            return given
+        return likely
 
 
 @runtime_checkable
@@ -120,30 +136,3 @@ def describe(error: BaseException) -> str:
     notes = list(getattr(error, "__notes__", ()))
     line = "" if notes else raised_at(error.__traceback__)
     return ", ".join([first, *notes, *([f"at {line}"] if line and line not in first else [])])
-
-
-def check_name(name: str | Recorder | None) -> None:
-    """Raise `CaptureError` unless `name` is a recorder, the name of one, or None."""
-    if not isinstance(name, Recorder) and name not in (None, "cuda", "tape"):
-        raise CaptureError(f'recorder={name!r} is unknown; there are "cuda" and "tape"')
-
-
-def make_recorder(name: str | Recorder | None, device: torch.device) -> Recorder:
-    """The recorder called `name` for `device`; None is "cuda" on CUDA, else "tape".
-
-    Raises:
-        CaptureError: an unknown name, or one that cannot record on this device.
-    """
-    check_name(name)
-    if isinstance(name, Recorder):
-        if name.device.type != device.type or device.index not in (None, name.device.index):
-            raise CaptureError(f"{name.name!r} records on {name.device}, arguments are on {device}")
-        return name
-    name = name or ("cuda" if device.type == "cuda" else "tape")
-    if name == "tape":
-        from fngraph.graphs.tape.recorder import TapeRecorder
-
-        return TapeRecorder(device)
-    from fngraph.graphs.cuda.recorder import CudaRecorder
-
-    return CudaRecorder(device)

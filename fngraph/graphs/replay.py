@@ -1,9 +1,8 @@
 """`Replay`: one captured key as a flat tuple of calls, graphs and the eager calls between them.
 
-Capture one key of a program.
-
-FULL records the whole program in one graph. PIECEWISE records the runs of pieces between cuts; a
-cut is then an eager call over the rows that are really there, between two replays.
+`capture` makes it of a program. FULL records the whole program in one graph. PIECEWISE records the
+runs of pieces between cuts; a cut is then an eager call over the rows that are really there,
+between two replays.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Replay:
     Attributes:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
-        first: the node that takes a batch in; it holds memory that the graph reads.
+        unpack: the node that takes a batch in; it holds memory that the graph reads.
         used: the step that used it last, counted from 1; 0: none. The one that changes.
     """
 
@@ -76,7 +75,7 @@ class Replay:
     descriptor: BatchDescriptor
     calls: tuple[Recording | EagerCall, ...]
     outputs: tuple[torch.Tensor, ...]
-    first: Callable[[], None]
+    unpack: Callable[[], None]
     used: int = 0
 
     @property
@@ -162,13 +161,13 @@ def launch(calls: BoundCalls, host: HostBounds | None) -> None:
             fn()
 
 
-StepFn = Callable[..., tuple[Any, ...]]  # fn(sizes, host, *tensors) -> tensors
+InstructionFn = Callable[..., tuple[Any, ...]]  # fn(sizes, host, *tensors) -> tensors
 
 
 def capture(
     recorder: Recorder,
     program: Program,
-    fns: Sequence[StepFn],
+    fns: Sequence[InstructionFn],
     rows: Sequence[tuple[Dim | None, ...]],
     inputs: Sequence[torch.Tensor],
     mode: Mode,
@@ -176,19 +175,19 @@ def capture(
     sizes: Sizes,
     host: HostBounds,
     outputs: tuple[torch.Tensor, ...],
-    first: Callable[[], None],
+    unpack: Callable[[], None],
     generators: Sequence[torch.Generator] = (),
     watched: bool = True,
 ) -> Replay:
     """Record `program` for one key on `recorder`.
 
     Args:
-        fns: one a step.
-        rows: one a step; see `EagerCall.rows`.
+        fns: one an instruction.
+        rows: one an instruction; see `EagerCall.rows`.
         inputs: leaves and constants at their fixed addresses, cut to the key's rows.
         host: the key's own upper bounds, baked into FULL.
         outputs: where the program's results are copied; shared by all keys.
-        first: the node that takes the batch in.
+        unpack: the node that takes the batch in.
         generators, watched: see `Recorder.record`.
 
     Raises:
@@ -201,12 +200,12 @@ def capture(
 
     def body(indices: Sequence[int]) -> None:
         if not calls:
-            first()
+            unpack()
         for i in indices:
-            step = program.instructions[i]
-            values = fns[i](sizes, host, *[env[j] for j in step.reads])
-            env.update(zip(step.writes, values))
-            for j in step.drops:
+            instruction = program.instructions[i]
+            values = fns[i](sizes, host, *[env[j] for j in instruction.reads])
+            env.update(zip(instruction.writes, values))
+            for j in instruction.drops:
                 del env[j]
         if indices and indices[-1] == last:
             deliver()
@@ -224,19 +223,19 @@ def capture(
                 done = indices[-1] == last
                 continue
             if not calls:
-                calls.append(record(first)[0])
+                calls.append(record(unpack)[0])
             (i,) = indices
-            step = program.instructions[i]
-            tensors = tuple(recorder.unowned(env[j]) for j in step.reads)
-            calls.append(EagerCall(step.name, fns[i], tensors, rows[i]))
-            for j in step.drops:
+            instruction = program.instructions[i]
+            tensors = tuple(recorder.unowned(env[j]) for j in instruction.reads)
+            calls.append(EagerCall(instruction.name, fns[i], tensors, rows[i]))
+            for j in instruction.drops:
                 del env[j]
         if not calls:
-            calls.append(record(first)[0])
+            calls.append(record(unpack)[0])
         if outputs and not done:
             calls.append(record(deliver)[0])
     except BaseException:
         env.clear()  # the traceback holds this frame, and would hold the pool's memory with it
         calls.clear()
         raise
-    return Replay(mode, descriptor, tuple(calls), outputs, first)
+    return Replay(mode, descriptor, tuple(calls), outputs, unpack)

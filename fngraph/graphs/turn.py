@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fngraph.errors import CaptureError
+from fngraph.torch_facts.names import current_device, current_stream, is_capturing
 
 
 class Turn:
-    """Of one pool.
+    """Whose turn it is on one pool.
 
     Attributes:
         lock: held for a whole step, and for a capture.
@@ -33,12 +34,12 @@ class Turn:
         self.current: Callable[[], int] = int
         self.capturing: Callable[[], bool] = bool
         if device.type == "cuda":
-            self.capturing = torch._C._cuda_isCurrentStreamCapturing
-            self.current = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+            self.capturing = is_capturing
+            self.current = functools.partial(current_stream, device.index)
 
     def is_here(self) -> bool:
         """Whether the caller's current device is the pool's, as launches of Triton's want it."""
-        return self.device.type != "cuda" or torch._C._cuda_getDevice() == self.device.index
+        return self.device.type != "cuda" or current_device() == self.device.index
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:

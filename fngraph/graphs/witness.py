@@ -11,13 +11,13 @@ from types import CodeType, TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fngraph.core.where import is_user, short_path, user_line
 from fngraph.errors import CaptureError
+from fngraph.torch_facts.names import OpOverload, TorchDispatchMode, current_stream
+from fngraph.torch_facts.schemas import SYNCS, is_view
 
 aten = torch.ops.aten
-_SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
 _COPIES = {aten.copy_.default, aten._to_copy.default}
 
 
@@ -27,7 +27,7 @@ def check_no_read(func: Any, args: Any, within: CodeType) -> None:
     Args:
         within: the recorder's own code: the user's line is looked for inside of it.
     """
-    if func not in _SYNCS and torch.Tag.dynamic_output_shape not in func.tags:
+    if func not in SYNCS and torch.Tag.dynamic_output_shape not in func.tags:
         return
     if func is aten.index.Tensor and not any(
         x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
@@ -73,20 +73,20 @@ class Witness(TorchDispatchMode):
     def __init__(self, device: torch.device, within: CodeType) -> None:
         super().__init__()
         self.index, self.within = device.index, within
-        self.stream = torch._C._cuda_getCurrentRawStream(self.index)
+        self.stream = current_stream(self.index)
         self.aside = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             if func._can_decompose():  # inference tensors bring composite ops in one part
                 with self:
                     return func.decompose(*args, **kwargs)
             check_no_read(func, args, self.within)
             check_no_wait(func, args, kwargs, self.within)
-        if torch._C._cuda_getCurrentRawStream(self.index) != self.stream and not is_view(func):
+        if current_stream(self.index) != self.stream and not is_view(func):
             self.aside = op_at(func, self.within)
             if not torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
@@ -96,14 +96,6 @@ class Witness(TorchDispatchMode):
                     "torch.cuda.current_stream().wait_stream(s) after its last"
                 )
         return func(*args, **kwargs)
-
-
-def is_view(func: Any) -> bool:
-    """Whether an op gives other tensors of the same memory, and does nothing on the device."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable:
-        return False
-    return any(r.alias_info is not None for r in schema.returns)
 
 
 def op_at(func: Any, within: CodeType) -> str:

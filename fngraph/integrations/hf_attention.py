@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fngraph.errors import ModelError
 from fngraph.ops import attention
+from fngraph.torch_facts.names import without_modes
 
 NAME = "fngraph"  # of the implementation, and of the keyword argument that carries an `Attending`
 
@@ -147,7 +147,7 @@ def window_of(mask: Mask, longest: int, where: str) -> int | None:
         ModelError: a mask that is not a causal one with or without a window.
     """
     try:
-        with _disable_current_modes():  # a rule is Python over indices, and has nothing to trace
+        with without_modes():  # a rule is Python over indices, and has nothing to trace
             # neighbors too: the ends of chunks alone would look like a window
             near = [(longest - 1 >> i) - j for i in range(longest.bit_length()) for j in range(3)]
             q_QS = torch.tensor(sorted({q for q in near if q >= 0}))[:, None]

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 import fngraph as fg
 from fngraph.errors import FnGraphError, ModelError
 from fngraph.integrations.hf_attention import NAME, Attending, Layer, routed
 from fngraph.integrations.hf_fixed import Fixed, fixing
+from fngraph.torch_facts.tracing import FakeTensorMode
 
 KV = tuple[Tensor, Tensor]  # one layer's (k, v), each (num_blocks, block_size, K, D)
 Forward = Callable[[dict[str, Tensor], tuple[KV, ...], "Batch"], tuple[Tensor, tuple[KV, ...]]]

@@ -24,6 +24,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.backend import Backend
 from fngraph.ops.transforms import is_transformed
+from fngraph.torch_facts.names import BelowAutograd
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -255,7 +256,7 @@ def define(
     def refuse_gradients(*args: Any) -> None:
         if is_transformed(*args):
             refuse_transform(name)
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             op(*args)
 
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")

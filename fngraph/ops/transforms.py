@@ -18,10 +18,12 @@ import torch
 from torch import fx
 from torch.autograd.forward_ad import unpack_dual
 
+from fngraph.torch_facts.names import are_transforms_active
+
 
 def is_transformed(*args: Any) -> bool:
     """Whether gradients, tangents or an active `torch.func` transform may ask for a rule."""
-    if torch._C._are_functorch_transforms_active():
+    if are_transforms_active():
         return True
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     reverse = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

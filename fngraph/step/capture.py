@@ -114,7 +114,8 @@ def capture_key(keys: Keys, key: Key) -> Replay:
                     keys.pool += grown
         except Exception as error:  # whatever a backend or an op raises
             raise _failure(key, error) from error
-    keys.measured[key] = Bytes(grown, max(after.other - before.other, 0))
+    graphs = after.graphs_since(before, lambda: keys.executable.estimate(*key).graph)
+    keys.measured[key] = Bytes(grown, graphs)
     keys.replays[key] = replay
     return replay
 

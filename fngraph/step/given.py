@@ -16,8 +16,9 @@ import torch
 
 from fngraph.core import trees
 from fngraph.errors import TreeError
-from fngraph.fx.leaves import Role, TensorSpec, check_memory, overlaps
+from fngraph.fx.leaves import Role, TensorSpec, check_memory
 from fngraph.step.binding import Binding, flatten_as
+from fngraph.torch_facts.memory import overlaps_itself, storage_addresses
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Addresses of the memory that tensors are in."""
-    return {x.untyped_storage().data_ptr() for x in tensors} - {0}
+    return storage_addresses(tensors) - {0}
 
 
 def write(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -130,7 +131,7 @@ def slot_writes(
         if value.shape != stacked.shape[1:] or value.dtype is not stacked.dtype:
             want, got = _text(stacked[0]), _text(value)
             raise TreeError(f"{one.path}: a slot of it is {want}, given {got}")
-        if overlaps(stacked):
+        if overlaps_itself(stacked):
             raise TreeError(f"{one.path}: its slots share memory (strides {stacked.stride()})")
         if storages([value]) & memory:  # writing another leaf may change it first
             writes.append((stacked[slot], partial(_itself, value.clone())))

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from fngraph.errors import TreeError
-from fngraph.fx.leaves import Leaf, TensorSpec, overlaps
+from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.graphs.addresses import check_places, places
 from fngraph.step.binding import Binding
 from fngraph.step.given import Given, is_same, loaded, storages, values_for, write
+from fngraph.torch_facts.memory import overlaps_itself, span
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def _change_of(binding: Binding, one: Given, memory: set[int]) -> Change:
         kept = value.clone()
         one = dataclasses.replace(one, load=lambda: kept)
     if value.shape == target.shape and value.dtype is target.dtype:
-        if overlaps(target):
+        if overlaps_itself(target):
             raise TreeError(
                 f"{one.path}: its elements share memory (strides {target.stride()}), so it cannot "
                 "be written element by element. Bind one that can: x.contiguous()"
@@ -178,7 +179,7 @@ def _agree(
 
 def _cross(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two views of one storage have an element in common."""
-    (low, high), (start, end) = sorted(map(_reach, (a, b)))
+    (low, high), (start, end) = sorted(map(span, (a, b)))
     if start >= high or low == high or start == end:
         return False
     if a.dtype is not b.dtype:
@@ -186,10 +187,3 @@ def _cross(a: torch.Tensor, b: torch.Tensor) -> bool:
     marks = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool, device="cpu")
     marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
     return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
-
-
-def _reach(x: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor in its storage, and the one past its last."""
-    low = int(x.storage_offset())
-    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride())) if x.numel() else 0
-    return low * x.itemsize, (low + int(span)) * x.itemsize

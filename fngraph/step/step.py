@@ -42,7 +42,8 @@ from fngraph.fx.ambient import (
     read,
 )
 from fngraph.fx.donation.table import DonationTable
-from fngraph.graphs.recorder import Recorder, make_recorder
+from fngraph.graphs.recorder import Recorder
+from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import Replay
 from fngraph.options import Rules
 from fngraph.step.binding import bind

@@ -17,6 +17,7 @@ from fngraph.graphs.replay import EagerCall, Replay, launch
 from fngraph.graphs.staging.buffers import Sizes
 from fngraph.step.capture import as_captured, bounds_of, overwritten, plan_padding
 from fngraph.step.keys import Keys
+from fngraph.torch_facts.names import keep_busy
 
 Us = list[float]  # microseconds of each call of a key
 
@@ -91,7 +92,7 @@ def _on_cuda(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tupl
     calls = replay.bind(sizes)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(min(2 * lag, 0.1) * 2e9))  # cycles, at about 2 GHz
+    keep_busy(int(min(2 * lag, 0.1) * 2e9))  # cycles, at about 2 GHz
     began = time.perf_counter()
     marks[0].record()
     for bound, mark in zip(calls, marks[1:]):

@@ -12,7 +12,8 @@ import torch
 from fngraph.core import HostBounds, Support
 from fngraph.core.spec import KeyBounds
 from fngraph.errors import BackendError, CaptureError, SpecError
-from fngraph.graphs.recorder import Recorder, make_recorder
+from fngraph.graphs.recorder import Recorder
+from fngraph.graphs.recorders import make_recorder
 from fngraph.ops import ATTENTION, Backend
 from fngraph.testing.cases import Case, Rows, arguments, call, case, cut_from_one
 from fngraph.testing.differences import difference

@@ -19,8 +19,8 @@ from fngraph.errors import PackageError
 from fngraph.graphs.cuda import nodes as cuda_nodes
 from fngraph.graphs.cuda.recorder import CudaRecording
 from fngraph.graphs.inside import Counts, Node, key_name
-from fngraph.graphs.tape import nodes as tape_nodes
 from fngraph.step import times as timing
+from fngraph.torch_facts.schemas import out_twins
 
 
 def toy(params: Any, state: Any, batch: toys.Batch) -> Any:
@@ -144,10 +144,7 @@ def test_a_copy_is_a_memcpy_where_bytes_only_move(kit: Any):
             assert [node.kind for node in recorded(kit, fn).nodes] == [kind]
 
 
-def test_edges_go_from_the_last_writer_of_the_bytes_to_their_reader():
-    from fngraph.graphs.tape.recorder import TapeRecorder
-
-    recorder = TapeRecorder(torch.device("cpu"))
+def test_edges_go_from_the_last_writer_of_the_bytes_to_their_reader(tape):
     x, y, z = (torch.zeros(8) for _ in "xyz")
 
     def fn() -> None:
@@ -160,15 +157,11 @@ def test_edges_go_from_the_last_writer_of_the_bytes_to_their_reader():
         torch.mul(z, x[:1], out=y)  # 6 reads 5 and 1, writes y
         x.add_(y)  # 7 reads 1, 2 and 6
 
-    (recording, _) = recorder.record(fn)
     want = {(1, 4), (2, 4), (4, 5), (3, 5), (5, 6), (1, 6), (1, 7), (2, 7), (6, 7)}
-    assert set(recording.edges) == want
+    assert set(tape.record(fn)[0].edges) == want
 
 
-def test_a_writer_with_holes_does_not_hide_the_one_before():
-    from fngraph.graphs.tape.recorder import TapeRecorder
-
-    recorder = TapeRecorder(torch.device("cpu"))
+def test_a_writer_with_holes_does_not_hide_the_one_before(tape):
     x, y = torch.zeros(8), torch.zeros(8)
 
     def fn() -> None:
@@ -176,26 +169,23 @@ def test_a_writer_with_holes_does_not_hide_the_one_before():
         x[::7].fill_(2)  # from the first byte to the last
         y.copy_(x)
 
-    assert set(recorder.record(fn)[0].edges) == {(0, 2), (1, 2)}
+    assert set(tape.record(fn)[0].edges) == {(0, 2), (1, 2)}
 
 
-def test_an_op_without_an_out_variant_is_named_and_tied_as_itself():
-    from fngraph.graphs.tape.mode import out_overload
-    from fngraph.graphs.tape.recorder import TapeRecorder
-
+def test_an_op_without_an_out_variant_is_named_and_tied_as_itself(tape):
     functional = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert out_overload(functional) is None
+    assert out_twins(functional) == ()
     q = torch.zeros(1, 2, 3, 4)
-    recorder = TapeRecorder(torch.device("cpu"))
 
     def fn() -> torch.Tensor:
         return functional(q.add_(1), q, q)[0].add_(1)
 
-    recording = recorder.record(fn)[0]
+    recording = tape.record(fn)[0]
     names = [node.name for node in recording.nodes]
     assert names == ["aten::add_", functional._schema.name, "aten::add_"]
     assert recording.edges == ((0, 1), (1, 2))
-    assert tape_nodes.nodes(()) == () and tape_nodes.edges(()) == ()
+    nothing = tape.record(lambda: None)[0]
+    assert nothing.nodes == () == nothing.edges
 
 
 # --- DOT ------------------------------------------------------------------------------------------
@@ -316,7 +306,8 @@ def test_nodes_of_a_cuda_graph_with_a_child(monkeypatch: pytest.MonkeyPatch):
     main = [(10, 0), (11, 1), (12, 4), (13, 2), (15, 5)], [(10, 11), (11, 12), (12, 13), (13, 15)]
     child = [(21, 0), (99, 0)], [(21, 99)]
     driver = Driver({1: main, 2: child, 3: ([], [])}, {12: 2})
-    monkeypatch.setattr(cuda_nodes, "_driver", lambda: driver)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     nodes, edges = cuda_nodes.read(1)
     assert nodes == (
         Node("kernel", "f10"), Node("memcpy", "memcpy"), Node("other", "graph"),

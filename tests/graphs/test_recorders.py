@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from fngraph.errors import CaptureError
-from fngraph.graphs.recorder import make_recorder
+from fngraph.graphs.recorders import make_recorder
+from fngraph.torch_facts.names import tree_leaves
 
 MB = 1 << 20
 
@@ -37,7 +38,7 @@ def on(kit: Any, *values: Any, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 def leaves(tree: Any) -> list[torch.Tensor]:
     """The tensors of an op's result."""
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 # --- recording is not running ---------------------------------------------------------------------

@@ -74,21 +74,34 @@ def test_after_a_step_that_failed_the_ring_goes_on_from_the_devices_count(device
     assert buffer[0] == 4
 
 
-@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE", "NONE"])
-def test_a_host_batch_is_filled_in_place(recorder_name, device, modes):
+def attending(recorder_name: str, device: Any, **options: Any) -> Any:
+    """A step over attention that captures when it is called, its arguments, and bare forward's."""
     params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
     plain = toys.attention_cache(device=device)
     fast = fg.graphify(
-        toys.attend, modes=modes, donate="cache", stage="batch", sizes=toys.SIZES,
-        recorder=recorder_name,
+        toys.attend, donate="cache", stage="batch", sizes=toys.SIZES, recorder=recorder_name,
+        **{"modes": "FULL", **options},
     )  # fmt: skip
-    step = fast.bind(params).capture(cache, toys.LIMITS, progress=False)
+    compiled = fast.trace(params, cache, limits=toys.LIMITS).split().lower().compile()
+    return compiled.capture(params, cache, lazy=True, recorder=recorder_name), params, cache, plain
+
+
+def fill(filled: Any, like: Any) -> Any:
+    """The host batch, with the leaves of another."""
+    for name in fg.core.buffers_of(toys.Batch):
+        getattr(filled, name).copy_(getattr(like, name))
+    return filled
+
+
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE", "NONE"])
+def test_a_host_batch_is_filled_in_place(recorder_name, device, modes):
+    step, params, cache, plain = attending(recorder_name, device, modes=modes)
+    step.capture_all()
     batches = [toys.batch(3, 2, seed=1), toys.decode(2), toys.batch(1, seed=3), toys.batch(5, 4)]
     for like in 3 * batches:
-        filled = step.host_batch(like.spec)
+        filled = fill(step.host_batch(like.spec), like)
         assert filled.spec == like.spec
         for name in fg.core.buffers_of(toys.Batch):
-            getattr(filled, name).copy_(getattr(like, name))
             assert getattr(filled, name).is_pinned() is (str(device) != "cpu")
         got, cache = step(cache, filled)
         with torch.no_grad():
@@ -97,12 +110,8 @@ def test_a_host_batch_is_filled_in_place(recorder_name, device, modes):
 
 
 def test_a_host_batch_needs_a_spec():
-    @fg.graphify(stage="x", modes="FULL")
-    def double(x: Any) -> Any:
-        return x * 2
-
-    assert double(torch.ones(3)).tolist() == [2.0] * 3
-    (step,) = double.steps
+    double = fg.graphify(lambda x: x * 2, stage="x", modes="FULL")
+    step = double.bind().capture(batch=torch.ones(3), progress=False)
     with pytest.raises(fg.errors.TreeError, match="exact shapes"):
         step.host_batch(fg.BatchSpec(1, 1))
 
@@ -110,11 +119,7 @@ def test_a_host_batch_needs_a_spec():
 def test_a_capture_whose_first_node_fails_leaves_the_ring_in_step(monkeypatch):
     params, cache = toys.attention_params(), toys.attention_cache()
     fast = fg.graphify(
-        toys.attend,
-        modes="FULL",
-        donate="cache",
-        stage="batch",
-        sizes=toys.SIZES,
+        toys.attend, modes="FULL", donate="cache", stage="batch", sizes=toys.SIZES,
         limits=toys.LIMITS,
     )  # fmt: skip
     batches = [toys.batch(2, seed=1), toys.batch(3, 1, seed=2)]
@@ -134,24 +139,6 @@ def test_a_capture_whose_first_node_fails_leaves_the_ring_in_step(monkeypatch):
         want, _ = toys.bare(toys.attend, params, cache, batch)
         got, _ = fast(params, cache, batch)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
-def attending(recorder_name: str, device: Any, **options: Any) -> Any:
-    """A step over attention that captures when it is called, its arguments, and bare forward's."""
-    params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
-    plain = toys.attention_cache(device=device)
-    fast = fg.graphify(
-        toys.attend, donate="cache", stage="batch", sizes=toys.SIZES, recorder=recorder_name,
-        **{"modes": "FULL", **options},
-    )  # fmt: skip
-    compiled = fast.trace(params, cache, limits=toys.LIMITS).split().lower().compile()
-    return compiled.capture(params, cache, lazy=True, recorder=recorder_name), params, cache, plain
-
-
-def fill(filled: Any, like: Any) -> Any:
-    for name in fg.core.buffers_of(toys.Batch):
-        getattr(filled, name).copy_(getattr(like, name))
-    return filled
 
 
 @pytest.mark.parametrize("modes", ["FULL", "PIECEWISE", "NONE"])

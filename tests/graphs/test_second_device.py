@@ -10,7 +10,7 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import CaptureError
-from fngraph.graphs.recorder import make_recorder
+from fngraph.graphs.recorders import make_recorder
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two_gpus")
 ONE = torch.device("cuda", 1)

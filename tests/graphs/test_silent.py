@@ -144,7 +144,7 @@ def test_a_library_s_op_is_named_by_the_line_in_forward(device):
         return x[x > 0]
 
     x = torch.ones(3, device=device)
-    recorder = fg.graphs.recorder.make_recorder(None, device)
+    recorder = fg.graphs.recorders.make_recorder(None, device)
     with pytest.raises(CaptureError, match=rf"{HERE}:\d+: aten.index.Tensor reads a value"):
         recorder.record(lambda: bad(x))
 
@@ -160,9 +160,7 @@ def code() -> Any:
 def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The current stream, and whether it is capturing: stand-ins for CUDA's."""
     now = {"stream": 1, "capturing": True}
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda index: now["stream"], raising=False
-    )
+    monkeypatch.setattr("fngraph.graphs.witness.current_stream", lambda index: now["stream"])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["capturing"])
     return now
 

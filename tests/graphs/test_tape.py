@@ -12,17 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.tape.arena import POISON, Arena, subtract
-from fngraph.graphs.tape.mode import out_overload
-from fngraph.graphs.tape.recorder import TapeRecorder
+from fngraph.torch_facts.names import tree_leaves
 
 aten = torch.ops.aten
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def tape() -> TapeRecorder:
-    """A new tape."""
-    return TapeRecorder(CPU)
 
 
 # --- poison ---------------------------------------------------------------------------------------
@@ -114,7 +106,7 @@ def test_addresses_are_fixed_for_every_call_of_the_tape(tape):
     recording, out = tape.record(lambda: (x @ x.t()).softmax(-1).sum(0))
 
     def addresses() -> list[int]:
-        tensors = torch.utils._pytree.tree_leaves([(a, k) for _, a, k in recording.graph])
+        tensors = tree_leaves(list(recording.graph))
         return [t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)]
 
     before = addresses()
@@ -129,16 +121,16 @@ def test_views_vanish_from_the_tape_and_empty_runs_nothing(tape):
     recording, _ = tape.record(
         lambda: torch.empty(4, 3).copy_(x.t().view(4, 3)[:, :].unsqueeze(0).squeeze(0))
     )
-    assert [call for call, _, _ in recording.graph] == [aten.copy_.default]
+    assert [op.fn for op in recording.graph] == [aten.copy_.default]
 
 
-def test_the_tape_prints_one_line_a_call(tape):
+def test_the_tape_prints_one_line_an_op(tape):
     x = torch.rand(3, 4)
     recording, _ = tape.record(lambda: (x @ x.t()) + 1)
     lines = recording.as_text().splitlines()
     assert len(lines) == len(recording.graph) == 2
     assert "mm" in lines[0] and "float32[3, 4]" in lines[0]
-    assert "2 calls" in repr(recording)
+    assert "2 ops" in repr(recording)
 
 
 @pytest.mark.parametrize(
@@ -158,52 +150,18 @@ def test_a_write_of_something_elsewhere_is_refused(tape):
 
 # --- .out twins -----------------------------------------------------------------------------------
 
-TWINS = {
-    aten.add.Tensor: ("out",),
-    aten.mm.default: ("out",),
-    aten.cat.default: ("out",),
-    aten.index.Tensor: ("out",),
-    aten.index_put.default: ("out",),
-    aten._softmax.default: ("out",),
-    aten.native_layer_norm.default: ("out0", "out1", "out2"),
-    aten.topk.default: ("values", "indices"),
-    aten.sort.stable: ("values", "indices"),
-    aten.max.dim: ("max", "max_values"),
-    aten.var_mean.correction: ("out0", "out1"),
-    aten.clone.default: ("out",),
-    aten._to_copy.default: ("out",),
-    aten.full.default: ("out",),
-    aten.arange.start_step: ("out",),
-    aten.zeros_like.default: ("out",),
-    aten.new_zeros.default: ("out",),
-    aten.constant_pad_nd.default: ("out",),
-}
-
-
-@pytest.mark.parametrize("op", TWINS, ids=str)
-def test_the_out_twin_is_found(op):
-    twin, names = out_overload(op)
-    assert twin.overloadpacket is op.overloadpacket and names == TWINS[op]
-
-
-@pytest.mark.parametrize(
-    "op", [aten._fused_rms_norm.default, aten.split.Tensor, aten.view.default], ids=str
-)
-def test_ops_without_an_out_twin_are_known(op):
-    assert out_overload(op) is None
-
 
 def test_the_tape_uses_the_twin(tape):
     x = torch.rand(3, 4)
     recording, _ = tape.record(lambda: torch.topk(x, 2))
-    assert recording.graph[0][0] is aten.topk.values
+    assert recording.graph[0].fn is aten.topk.values
 
 
 def test_no_result_is_allocated_at_replay(tape):
     """A call with an out= twin writes straight into the recorded memory."""
     x = torch.rand(3, 4)
     recording, (values, indices) = tape.record(lambda: torch.topk(x, 2))
-    kwargs = recording.graph[0][2]
+    kwargs = recording.graph[0].kwargs
     assert kwargs["values"].data_ptr() == values.data_ptr()
     assert kwargs["indices"].data_ptr() == indices.data_ptr()
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fngraph.graphs import addresses as watch
 from fngraph.graphs.addresses import Watch
+from fngraph.torch_facts.layout import word_addresses
 
 MOVES: dict[str, Callable[[Any], Any]] = {
     "data": lambda x: setattr(x, "data", torch.empty(40, 8)),
@@ -36,7 +36,7 @@ STAYS: dict[str, Callable[[Any], Any]] = {
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of looking; the slow one is for a torch whose layout is another."""
     if request.param == "data_ptr":
-        monkeypatch.setattr(watch, "layout", lambda: None)
+        monkeypatch.setattr("fngraph.graphs.addresses.word_addresses", lambda x: None)
     return str(request.param)
 
 
@@ -61,8 +61,8 @@ def test_what_does_not_move_is_left_in_peace(stay: str, way: str):
     assert not found.moved()
 
 
-def test_the_layout_is_found_in_this_torch():
-    assert watch.layout() is not None
+def test_the_words_are_found_in_this_torch():
+    assert word_addresses(torch.empty(2, 3)) and word_addresses(torch.empty([1] * 6)) is None
 
 
 def test_moves_on_the_device_are_seen(device):

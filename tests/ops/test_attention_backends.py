@@ -10,7 +10,7 @@ import toys
 
 import fngraph as fg
 from fngraph.core.spec import KeyBounds
-from fngraph.graphs.recorder import make_recorder
+from fngraph.graphs.recorders import make_recorder
 from fngraph.ops import ATTENTION, AttentionMeta
 from fngraph.testing import points
 from fngraph.testing.cases import Case, arguments, call, case

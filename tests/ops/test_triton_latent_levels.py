@@ -11,7 +11,7 @@ from test_triton_levels import DEVICE, GPU, LONGEST, RECORDER, B, R, T
 from triton_cases import WHERE
 
 import fngraph as fg
-from fngraph.graphs.recorder import make_recorder
+from fngraph.graphs.recorders import make_recorder
 from fngraph.testing.differences import TOLERANCE, bits, worst_row
 from fngraph.testing.levels import batches, key_of, padding, replays
 

@@ -9,7 +9,7 @@ from triton_cases import WHERE, reference, run
 
 import fngraph as fg
 from fngraph.core.spec import KeyBounds
-from fngraph.graphs.recorder import make_recorder
+from fngraph.graphs.recorders import make_recorder
 from fngraph.testing.cases import call
 from fngraph.testing.differences import bits, worst_row
 from fngraph.testing.levels import batches, key_of, padding, replays

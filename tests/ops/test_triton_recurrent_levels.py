@@ -16,7 +16,7 @@ from recurrent_cases import KINDS, Rows, build, call, exact, off, run
 from triton_cases import WHERE
 
 import fngraph as fg
-from fngraph.graphs.recorder import make_recorder
+from fngraph.graphs.recorders import make_recorder
 from fngraph.testing.cases import NAN
 from fngraph.testing.differences import bits
 

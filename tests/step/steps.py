@@ -11,7 +11,7 @@ import torch
 import toys
 
 import fngraph as fg
-from fngraph.graphs.recorder import make_recorder
+from fngraph.graphs.recorders import make_recorder
 from fngraph.step import capture
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}

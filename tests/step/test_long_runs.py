@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import steps
-import torch
 import toys
 
 import fngraph as fg
@@ -61,38 +60,35 @@ def check_all(made: steps.Made, likes: list[toys.Batch], times: int) -> None:
 
 
 @pytest.mark.gpu
-def test_twenty_thousand_replays_leave_device_memory_flat():
+def test_twenty_thousand_replays_leave_memory_flat(held):
     made = steps.make("cuda", "cuda", limits=LIMITS, lazy=False)
     likes = batches("cuda")
     run(made, likes, 1000, seed=1)
-    torch.cuda.synchronize()
-    free, _ = torch.cuda.mem_get_info()
-    lowest = free
+    before = held()
+    assert before.graphs >= len(made.step)
     for part in range(20):
         run(made, likes, 1000, seed=2 + part)
-        torch.cuda.synchronize()
-        lowest = min(lowest, torch.cuda.mem_get_info()[0])
-    assert free - lowest <= 2 << 20  # a segment of the allocator's
+        held().check_flat(before, slack=2 << 20)  # a segment of the allocator's
     check_all(made, likes, 21_000)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_cycles_over_all_keys_leave_device_memory_flat(mode: str):
+def test_cycles_over_all_keys_leave_memory_flat(mode: str, held):
     """Beside the 2,000 of one key in tests/step/test_keys.py: the pool is given back and taken."""
     made = steps.make("cuda", "cuda", modes=mode, limits=LIMITS)
     likes = batches("cuda")
 
-    def cycle(times: int) -> int:
+    def cycle(times: int) -> Any:
         for i in range(times):
             made.step.release()
             made.step.capture_all()
             made.step(made.state, likes[i % len(likes)])
-        torch.cuda.synchronize()
-        return torch.cuda.mem_get_info()[0]
+        return held()
 
-    free = cycle(20)
-    assert free - cycle(200) <= 4 << 20
+    before = cycle(20)
+    assert before.graphs >= len(made.step)
+    cycle(200).check_flat(before)
     made.check(likes[0])
 
 

@@ -121,4 +121,4 @@ def pool_bytes(kit: Any) -> int:
 def test_a_shared_recorder_must_be_one_of_the_device():
     step, *_ = two(torch.device("cpu"), "tape", ("FULL", "FULL"))
     with pytest.raises(CaptureError, match="cuda"):
-        fg.graphs.recorder.make_recorder(step.recorder, torch.device("cuda", 0))
+        fg.graphs.recorders.make_recorder(step.recorder, torch.device("cuda", 0))

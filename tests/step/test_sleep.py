@@ -171,28 +171,28 @@ def test_device_memory_is_back_within_a_percent():
     def forward(params: Any, cache: Any, batch: toys.Batch) -> Any:
         return params[batch.token_ids] * 2 + 1, cache
 
+    reserved = torch.cuda.memory_reserved  # of this process; what is free is also others' doing
     params = torch.ones(toys.V, width, device="cuda")
     cache = torch.zeros(1 << 28, device="cuda")
+    batch = toys.on(MIXED, "cuda")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before, _ = torch.cuda.mem_get_info()
+    before = reserved()
     fast = fg.graphify(
         forward, modes="FULL", donate="cache", stage="batch", limits=toys.LIMITS, sizes=toys.SIZES
     )
     step = fast.bind(params).capture(cache, progress=False)
-    batch = toys.on(MIXED, "cuda")
-    want = step(cache, batch)[0].clone()
-    awake, _ = torch.cuda.mem_get_info()
-    taken = before - awake
-    assert taken > 64 << 20
+    want = step(cache, batch)[0].cpu()
+    awake = reserved()
+    assert awake - before > 64 << 20
     step.sleep()
-    asleep, _ = torch.cuda.mem_get_info()
-    assert before - asleep <= before // 100 and before - asleep < taken // 4
+    asleep = reserved()
+    assert asleep - before <= max((awake - before) // 100, 8 << 20)  # segments of small things
     step.sleep(cache=True)
-    assert torch.cuda.mem_get_info()[0] - asleep >= 0.99 * (1 << 30)
+    assert asleep - reserved() >= 0.99 * (1 << 30)
     step.wake()
-    assert abs(torch.cuda.mem_get_info()[0] - awake) <= max(awake // 100, 32 << 20)
-    assert torch.equal(step(cache, batch)[0], want) and not cache.any()
+    assert abs(reserved() - awake) <= max(awake // 100, 32 << 20)
+    assert torch.equal(step(cache, batch)[0].cpu(), want) and not cache.any()
 
 
 def test_weights_are_written_while_asleep_but_not_replaced(recorder_name, device):

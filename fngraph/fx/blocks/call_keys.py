@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
-from torch.overrides import _get_current_function_mode_stack
 
 from fngraph.core import trees
-from fngraph.fx.leaves import Leaf, storage_key
+from fngraph.fx.leaves import Leaf
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import DisableTorchFunction, function_modes, innermost_transform
+from fngraph.torch_facts.tracing import FakeTensor, get_proxy_slot, in_forward_mode
 
 SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _WITHOUT_STATE = (
@@ -71,7 +70,7 @@ def call_of(
     seen = _Seen(owners, tracer)
     try:
         seen.ambient()
-        with torch._C.DisableTorchFunction():  # or each x.shape goes through torch's own modes
+        with DisableTorchFunction():  # or each x.shape goes through torch's own modes
             seen.add((fn, args, dict(kwargs)))
         key = tuple(seen.parts)
         hash(key)
@@ -96,10 +95,10 @@ class _Seen:
 
     def ambient(self) -> None:
         """What torch's own state has to say. Transforms see what no node shows."""
-        modes = _get_current_function_mode_stack()
+        modes = function_modes()
         foreign = any(not type(m).__module__.startswith(("torch.", "fngraph.fx.")) for m in modes)
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if foreign or transformed or forward_ad._current_level >= 0:
+        transformed = innermost_transform() is not None
+        if foreign or transformed or in_forward_mode():
             raise _Unlike
         for device in ("cpu", "cuda"):
             self.parts += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]

@@ -18,17 +18,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fngraph.core import trees
 from fngraph.core.where import user_line
 from fngraph.fx.blocks.call_keys import SIZES, Call, call_of, has_state
-from fngraph.fx.leaves import storage_key
 from fngraph.fx.tracing.purity import PurityMode
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import (
+    DisableTorchFunction,
+    dispatch_mode,
+    tree_leaves,
+    tree_map_only,
+    without_modes,
+)
+from fngraph.torch_facts.tracing import (
+    FakeTensor,
+    get_proxy_mode,
+    get_proxy_slot,
+    in_kernel_invocation_manager,
+    no_python_dispatcher,
+    track_tensor_tree,
+)
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 
@@ -54,7 +64,7 @@ def block(fn: Body) -> Body:
 
     @functools.wraps(fn)
     def body(*args: Any, **kwargs: Any) -> Any:
-        mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
+        mode = None if torch.compiler.is_compiling() else dispatch_mode()
         if not isinstance(mode, PurityMode):
             return fn(*args, **kwargs)
         return _trace_or_stamp(mode, fn, args, kwargs)
@@ -128,7 +138,7 @@ class Stamp:
         """The outputs of another call, whose nodes are added to the tracer's graph."""
         copies = dict(zip(self.inputs, call.nodes))
         memory: dict[int, torch.Tensor] = dict(zip(self.storages, call.tensors))
-        with _disable_current_modes(), no_python_dispatcher(), torch._C.DisableTorchFunction():
+        with without_modes(), no_python_dispatcher(), DisableTorchFunction():
             for node, name in zip(self.nodes, self.names):
                 copies[node] = self._copy(node, name, copies, memory, tracer)
 

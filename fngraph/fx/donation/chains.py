@@ -16,7 +16,8 @@ from torch import fx
 
 from fngraph.fx import schemas
 from fngraph.fx.donation.liveness import keys
-from fngraph.fx.schemas import written
+from fngraph.torch_facts.names import OpOverload
+from fngraph.torch_facts.schemas import written
 
 _VISITS = 3  # of one op in the search, since a row of n diamonds has 2**n ways through it
 
@@ -42,7 +43,7 @@ class Hop:
 def hops(node: fx.Node) -> Iterator[Hop]:
     """Each way in which a node's value can take the place of one of its arguments."""
     op, value = node.target, node.meta.get("val")
-    if not isinstance(op, torch._ops.OpOverload) or not isinstance(value, torch.Tensor):
+    if not isinstance(op, OpOverload) or not isinstance(value, torch.Tensor):
         return
     (key,) = keys(node)
     tensors = [a for a in node.args if isinstance(a, fx.Node) and keys(a)]

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch.utils._pytree import tree_leaves
 
 from fngraph.fx import schemas
 from fngraph.fx.donation.chains import Hop, chains
-from fngraph.fx.donation.liveness import Memory, distinct_elements, keys, overlap
+from fngraph.fx.donation.liveness import Memory, keys
 from fngraph.fx.leaves import same_place, same_strides
-from fngraph.fx.schemas import written
+from fngraph.torch_facts.memory import is_static, overlap, overlaps_itself
+from fngraph.torch_facts.names import OpOverload, tree_leaves
+from fngraph.torch_facts.schemas import written
+from fngraph.torch_facts.tracing import enable_python_dispatcher
 
 _TRIES = 16  # chains of a kind for one leaf; the first or second will do in all but odd programs
 
@@ -79,7 +80,7 @@ def _lies_otherwise(
         return f"{hop} is viewed by counting from the start of its storage"
     if hop.how == "alias":
         return None
-    if here is None or not distinct_elements(here):
+    if here is None or overlaps_itself(here):
         return f"{hop} makes other elements than the buffer has"
     if not same_strides(here, hop.node.meta["val"]):
         if hop.how != "scatter" and not schemas.rounds_alike(hop.node.target):
@@ -94,7 +95,7 @@ def _lies_otherwise(
 def _moves_strangely(node: fx.Node) -> bool:
     """Whether a view's place follows from more than that of what it views."""
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return op is not operator.getitem  # a higher-order op
     if op._schema.is_mutable and not isinstance(node.meta["val"], torch.Tensor):
         return True
@@ -125,8 +126,7 @@ def _clash(hop: Hop, ours: set[int]) -> str | None:
 
 
 def _exactly(a: torch.Tensor, b: torch.Tensor) -> bool:
-    static = all(isinstance(n, int) for n in (*a.shape, *a.stride(), a.storage_offset()))
-    return static and a.dtype == b.dtype and same_place(a, b)
+    return is_static(a) and a.dtype == b.dtype and same_place(a, b)
 
 
 def still_needed(chain: Sequence[Hop], buffer: fx.Node, memory: Memory) -> str | None:

@@ -6,14 +6,14 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from fngraph.fx.leaves import storage_key
-from fngraph.fx.schemas import reads_nothing, written
+from fngraph.fx.schemas import reads_nothing
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import OpOverload, tree_leaves
+from fngraph.torch_facts.schemas import written
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Memory:
 
 def _looks_only(node: fx.Node) -> bool:
     """Whether a node makes a view or asks for a size, and touches no element."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         if node.target._schema.is_mutable or reads_nothing(node.target):
             return not node.target._schema.is_mutable
     elif node.target is not operator.getitem:
@@ -92,36 +92,6 @@ def _looks_only(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node, member: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return True  # a higher-order op: nothing says that it does not
     return member in written(node.target, node.args, node.kwargs)
-
-
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two fakes of one storage may have an element in common; yes where it is not known."""
-    spans = [_span(a), _span(b)]
-    if spans[0] is None or spans[1] is None:
-        return True
-    (start, stop), (first, last) = spans  # type: ignore[misc]
-    return start < last and first < stop
-
-
-def _span(t: torch.Tensor) -> tuple[int, int] | None:
-    """The bytes from a tensor's first element to its last."""
-    first: Any = t.storage_offset()
-    if not all(isinstance(n, int) for n in (*t.shape, *t.stride(), first)):
-        return None
-    if 0 in t.shape:
-        return (0, 0)
-    reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
-    return first * t.element_size(), (first + reach + 1) * t.element_size()
-
-
-def distinct_elements(t: torch.Tensor) -> bool:
-    """Whether no two indices lead to one element (as they do in an expanded tensor)."""
-    reach = 0
-    for stride, n in sorted((s, n) for n, s in zip(t.shape, t.stride()) if n != 1):
-        if n and stride <= reach:
-            return False
-        reach += (n - 1) * stride
-    return True

@@ -20,10 +20,12 @@ from fngraph.errors import DonationError
 from fngraph.fx.donation.inplace import settle
 from fngraph.fx.donation.liveness import Memory
 from fngraph.fx.generators import drawn
-from fngraph.fx.leaves import Leaf, same_place, storage_key
-from fngraph.fx.schemas import written
+from fngraph.fx.leaves import Leaf, same_place
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import OpOverload
+from fngraph.torch_facts.schemas import written
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def _drop_dead(graph: fx.Graph) -> None:
     """Erase ops whose results nobody reads, which would seem to need an old value."""
     for node in reversed(graph.nodes):
         op = node.target
-        if isinstance(op, torch._ops.OpOverload) and not node.users and op._schema.returns:
+        if isinstance(op, OpOverload) and not node.users and op._schema.returns:
             if not op._schema.is_mutable and drawn(node) is None:
                 graph.erase_node(node)
 
@@ -186,7 +188,7 @@ def _writers(gm: fx.GraphModule) -> dict[int, list[str]]:
     """Storage key to a description of each op that writes it."""
     found: dict[int, list[str]] = {}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
             for target in written(node.target, node.args, node.kwargs):
                 where = node.meta.get("stack_trace", "forward")
                 key = storage_key(target.meta["val"])

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fngraph.torch_facts.names import OpOverload
+
 OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 
 
@@ -32,7 +34,7 @@ def direct(gm: fx.GraphModule) -> Callable[..., Any]:
 
     def bind(found: re.Match[str]) -> str:
         op: Any = getattr(getattr(getattr(torch.ops, found[1]), found[2]), found[3])
-        if type(op) is not torch._ops.OpOverload:
+        if type(op) is not OpOverload:
             return found[0]
         if op not in names:
             names[op] = f"{stem}{len(names)}"

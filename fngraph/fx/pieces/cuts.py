@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fngraph.core import Dim
 from fngraph.core.program import Instruction, Program, with_drops
 from fngraph.errors import BranchError
 from fngraph.fx.generators import drawn
-from fngraph.fx.leaves import storage_key
 from fngraph.fx.tracing.tracer import Graph
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import OpOverload
+from fngraph.torch_facts.tracing import PythonReferenceAnalysis, sympy_interp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
 
 
 def _op_name(node: fx.Node) -> str:
-    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
 
 
 def _is_tensor(arg: Any) -> bool:
@@ -126,7 +126,7 @@ def _regions(
     live: set[fx.Node] = set(results)
     ops = [n for n in gm.graph.nodes if n.op == "call_function" and not is_size(n)]
     for node in reversed(ops):
-        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
         if node in live or mutable or drawn(node) is not None:
             live.add(node)
             live.update(a for a in node.all_input_nodes if not is_size(a))
@@ -267,7 +267,7 @@ class _Brief(str):
 
 def _target(node: fx.Node) -> str:
     target = node.target
-    is_op = isinstance(target, str | torch._ops.OpOverload)
+    is_op = isinstance(target, str | OpOverload)
     return str(target) if is_op else getattr(target, "__name__", str(target))
 
 

@@ -17,9 +17,10 @@ from torch import fx
 from fngraph.core.memory import ALIGN, GRAPH_BYTES, NODE_BYTES, Bytes
 from fngraph.core.modes import Mode
 from fngraph.core.program import groups
-from fngraph.fx.leaves import storage_key
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces
 from fngraph.fx.tracing.tracer import Graph
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import OpOverload
 
 aten = torch.ops.aten
 _ALIASING = {aten._unsafe_view.default, aten._reshape_alias.default}  # though their schemas deny it
@@ -121,7 +122,7 @@ def _through(
 
 
 def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _nbytes(tensor: torch.Tensor) -> Any:

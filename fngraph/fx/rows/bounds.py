@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fngraph.fx.rows.state import RISING, Mixed, is_tensor
+from fngraph.torch_facts.names import OpOverload
 
 _KEPT = set(
     """alias clone contiguous detach expand index index_select gather permute transpose t slice
@@ -46,7 +47,7 @@ def lowest(node: fx.Node, states: Mapping[fx.Node, Any]) -> float:
         return x if isinstance(x, int) else 0 if isinstance(x, fx.Node) else -math.inf
 
     source, second = node, 0
-    if not isinstance(node.target, torch._ops.OpOverload):  # one of several results
+    if not isinstance(node.target, OpOverload):  # one of several results
         source, second = node.args  # type: ignore[assignment]
     name = source.target._schema.name.partition("::")[2].removesuffix("_")  # type: ignore[union-attr]
     if name in _NATURAL or (second and name in _INDICES):

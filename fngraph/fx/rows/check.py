@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from fngraph.errors import RowsError
-from fngraph.fx.leaves import Leaf, storage_key
+from fngraph.fx.leaves import Leaf
 from fngraph.fx.rows.bounds import after_first, grows, lowest
 from fngraph.fx.rows.indices import WINDOW
 from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor, moving_dims
 from fngraph.fx.rows.table import rule
-from fngraph.fx.schemas import written
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import OpOverload, tree_leaves
+from fngraph.torch_facts.schemas import written
 
 _TRUSTED = "fngraph.trust_rows"
 REFUSED = "fngraph.refused"  # of such an op nothing more is asked
@@ -174,7 +175,7 @@ def _by_name(node: fx.Node) -> dict[str, Any]:
 
 
 def _written(node: fx.Node) -> Iterable[fx.Node]:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     return written(node.target, node.args, node.kwargs)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fngraph.fx.rows.state import (
     RISING,
@@ -24,6 +23,7 @@ from fngraph.fx.rows.state import (
     moving_dims,
     operands,
 )
+from fngraph.torch_facts.names import tree_leaves
 
 _LARGEST = 1 << 16  # elements of a constant that is worth computing
 _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"}

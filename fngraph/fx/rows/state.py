@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+
+from fngraph.torch_facts.names import tree_leaves
 
 RISING = "rising"  # padding that never falls below the last true value: query_start_loc
 BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fngraph.fx.rows import indices, made, products, sums, views
 from fngraph.fx.rows.fills import pointwise, refuse_counts
 from fngraph.fx.rows.state import Call, Mixes, Rows, is_moving, moving_dims, operands
+from fngraph.torch_facts.names import tree_leaves
 
 
 def rule(call: Call) -> Rows:

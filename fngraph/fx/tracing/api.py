@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from fngraph.core.where import user_line
 from fngraph.errors import BranchError, HostSyncError, MutationError, PurityError
-from fngraph.fx.leaves import Leaf, storage_key
+from fngraph.fx.leaves import Leaf
 from fngraph.fx.tracing import refusals
 from fngraph.fx.tracing.outside import MAKERS, Made, array_from_outside, foreign, memory
 from fngraph.fx.tracing.refusals import Refusals
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import tree_leaves, without_modes
+from fngraph.torch_facts.tracing import FakeTensor
 
 _VALUES = {"numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__", "share_memory_",
            "pin_memory", "storage", "_typed_storage"}  # fmt: skip
@@ -71,7 +71,7 @@ class CallsMode(TorchFunctionMode):
         """A tensor's values on the host; those of a literal are known."""
         x = args[0]
         if _literal(x) and name in ("numpy", "__array__"):
-            with _disable_current_modes():
+            with without_modes():
                 return True, x.constant.numpy()
         if not isinstance(x, FakeTensor):
             self.refuse(foreign(user_line(), x, self.owners))

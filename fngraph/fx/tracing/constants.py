@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from fngraph.errors import AmbientError
-from fngraph.fx.leaves import storage_key
 from fngraph.fx.rows.state import operands
-from fngraph.fx.schemas import written
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import OpOverload
+from fngraph.torch_facts.schemas import written
 
 aten = torch.ops.aten
 _COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,
@@ -28,7 +29,7 @@ def hoist(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     mutated = {
         storage_key(target.meta["val"])
         for node in gm.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
+        if isinstance(node.target, OpOverload)
         for target in written(node.target, node.args, node.kwargs)
     }
     values: dict[fx.Node, torch.Tensor] = {}
@@ -69,9 +70,7 @@ def pin(gm: fx.GraphModule, default: torch.dtype) -> None:
     """
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(
-            value, torch.Tensor
-        ):
+        if not isinstance(node.target, OpOverload) or not isinstance(value, torch.Tensor):
             continue
         if not value.is_floating_point() or _has_floats(node):
             continue

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 
 from fngraph.errors import ClosureError, FieldError, OperatorError, OutputError, PurityError
-from fngraph.fx.leaves import Leaf, Role, storage_key
+from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.schemas import is_plain
 from fngraph.fx.tracing.refusals import Refusals
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.tracing import FakeTensor, get_proxy_mode, has_proxy_slot
 
 
 def check_values(outputs: Sequence[Any], paths: Sequence[str], refuse: Refusals) -> list[Any]:

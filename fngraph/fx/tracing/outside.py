@@ -18,13 +18,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from fngraph.core.where import is_user
 from fngraph.errors import ClosureError, LeakError, MutationError, OperatorError, PurityError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.tracing.refusals import Refusals
+from fngraph.torch_facts.names import tree_leaves
+from fngraph.torch_facts.tracing import FakeTensor
 
 MAKERS = ("tensor", "as_tensor", "asarray", "new_tensor")  # check their own arguments
 

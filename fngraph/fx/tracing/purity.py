@@ -14,32 +14,40 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    UnsupportedOperatorException,
-)
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.fx.traceback import annotate
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.core.where import user_line
 from fngraph.errors import HostSyncError, MutationError, OperatorError, RandomError
 from fngraph.fx.generators import DRAWN, Generators, device_of, is_on, source, without
-from fngraph.fx.leaves import Leaf, Role, storage_key
+from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.rows.check import REFUSED
-from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape, written
+from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
 from fngraph.fx.tracing import refusals
 from fngraph.fx.tracing.api import CallsMode, rebound
 from fngraph.fx.tracing.outside import Made, foreign, literal_from_outside
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.sizes import Sizes, by_transform
 from fngraph.fx.tracing.streams import Streams
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import (
+    OpOverload,
+    TorchDispatchMode,
+    count_dispatch_modes,
+    dispatch_modes,
+    tree_leaves,
+    tree_map,
+)
+from fngraph.torch_facts.schemas import SYNCS, written
+from fngraph.torch_facts.tracing import (
+    DataDependentOutputException,
+    FakeTensor,
+    UnsupportedOperatorException,
+    get_proxy_mode,
+    has_proxy_slot,
+)
 
 aten = torch.ops.aten
 _LITERALS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # torch.tensor([1., 2.])
-_SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
 
 
 class PurityMode(TorchDispatchMode):
@@ -89,7 +97,7 @@ class PurityMode(TorchDispatchMode):
         line = user_line()
         fx.traceback.set_stack_trace([line])
         self.streams.look(line)
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             self.refuse(
                 OperatorError(
                     f"{line}: forward calls the higher-order operator {func}, whose functions a "
@@ -109,7 +117,7 @@ class PurityMode(TorchDispatchMode):
             args, kwargs = self._given(line, args, kwargs)
         if func is aten.record_stream.default:  # a graph's memory is its own
             return None
-        if func in _SYNCS and not all(_literal(x) for x in args):
+        if func in SYNCS and not all(_literal(x) for x in args):
             self.refuse(sync_error(line, func, self.calls.name))
             return refusals.scalar(args[0]) if func is aten._local_scalar_dense.default else True
         marks: dict[str, Any] = {}
@@ -188,8 +196,8 @@ class PurityMode(TorchDispatchMode):
 
 def is_tracing() -> bool:
     """Whether a function is being traced right now."""
-    return bool(torch._C._len_torch_dispatch_stack()) and any(
-        isinstance(mode, PurityMode) for mode in _get_current_dispatch_mode_stack()
+    return bool(count_dispatch_modes()) and any(
+        isinstance(mode, PurityMode) for mode in dispatch_modes()
     )
 
 

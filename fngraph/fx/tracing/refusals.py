@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from fngraph.errors import FnGraphError
+from fngraph.torch_facts.names import tree_map
 
 
 class Refusals:

@@ -26,16 +26,21 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch.autograd import forward_ad
-from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.functions import Mod, PythonMod
 
 from fngraph.core import Limits
 from fngraph.core.where import is_user, user_line
 from fngraph.errors import BranchError
 from fngraph.fx.tracing.refusals import Refusals
+from fngraph.torch_facts.names import OpOverload
+from fngraph.torch_facts.tracing import (
+    ConstantSource,
+    DimDynamic,
+    Mod,
+    PythonMod,
+    ShapeEnv,
+    SymNode,
+    in_forward_mode,
+)
 
 _CLAMPS = {"_compute_slice_index"}  # torch's own, but x[:n] is as long as the answer
 
@@ -268,7 +273,7 @@ def fixed(expr: Any, value: Any, line: str) -> BranchError:
 
 def by_transform(line: str) -> BranchError | None:
     """The error if it is within jvp or vmap that a size became a number: torch's rules do that."""
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         return BranchError(
             f"{line}: torch's forward-mode derivative (torch.func.jvp, jacfwd, hessian) of an op "
             "here fixes the number of tokens or requests. Take it in reverse mode: "
@@ -294,7 +299,7 @@ _SQUEEZES = {"aten::squeeze", "aten::squeeze_"}
 def implied(gm: fx.GraphModule, symbols: dict[Any, str]) -> Iterator[Guard]:
     """Conditions on T and R under which each op does what it did in the trace."""
     for node in gm.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             continue
         name = node.target._schema.name
         if name in _SQUEEZES or name == "aten::select":

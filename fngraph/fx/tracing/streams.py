@@ -17,6 +17,7 @@ import torch
 from fngraph.core.where import is_user, user_line
 from fngraph.errors import HostSyncError, PurityError
 from fngraph.fx.tracing.refusals import Refusals
+from fngraph.torch_facts.names import current_stream
 
 _STANDINS = {"query": True, "elapsed_time": 0.0}  # for a trace that goes on
 _ASKING: list[tuple[Any, str]] = [
@@ -121,4 +122,4 @@ def _raw() -> int:
     """The current stream of the current CUDA device; 0 where none is in use."""
     if not torch.cuda.is_initialized():
         return 0
-    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return current_stream(torch.cuda.current_device())

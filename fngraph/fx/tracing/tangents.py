@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch.utils._pytree import tree_map
+
+from fngraph.torch_facts.names import tree_map
+from fngraph.torch_facts.tracing import DispatchKey
 
 aten = torch.ops.aten
 

@@ -20,10 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import config as dynamo_config
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fngraph.core import Dim, Limits
 from fngraph.core.trees import paths
@@ -38,7 +34,7 @@ from fngraph.errors import (
     RandomError,
 )
 from fngraph.fx.generators import Generators, drawn
-from fngraph.fx.leaves import Leaf, place, storage_key
+from fngraph.fx.leaves import Leaf, place
 from fngraph.fx.tracing.api import CallsMode, rebound
 from fngraph.fx.tracing.constants import hoist
 from fngraph.fx.tracing.outputs import check_dims, check_owned, check_values
@@ -48,6 +44,13 @@ from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.sizes import Guard, Sizes, implied, lettered
 from fngraph.fx.tracing.streams import Streams
 from fngraph.fx.tracing.tangents import symbolic_zeros
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.tracing import (
+    FakeTensorMode,
+    enable_python_dispatcher,
+    make_fx,
+    under_compile,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +156,7 @@ def trace(
                 refuse(rebound("forward", ".data =, set_, resize_", leaf.path))
         return check_values(outputs, paths(found["tree"], "output"), refuse)
 
-    # what is under torch.compile is traced as the function that it was made from
-    nested = dynamo_config.patch(error_on_nested_fx_trace=False)
-    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), nested:
+    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
         with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
             # the dispatcher, because F.pad with a symbolic size crashes without
             try:

@@ -3,8 +3,6 @@
 One stream for the life of the pool: blocks belong to the stream that they were freed on, and a new
 stream for each capture took 4.9 GB where one takes 256 MB (51 sizes of a 1B model on an H200).
 `thread_local` error mode, so that another thread's CUDA call does not end the capture.
-
-One `torch.cuda.CUDAGraph`: made, launched, looked into.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import Witness
+from fngraph.torch_facts.names import end_allocating, launch_graph, release_pool, storage_at
 
 
 @contextlib.contextmanager
@@ -157,7 +156,7 @@ class CudaRecorder:
                 self._abandon(graph, ())
 
     def usage(self) -> Usage:
-        """What torch has reserved, and the rest of what the device has given away."""
+        """What torch has reserved, and the rest of what the device has given away, to anybody."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         reserved = int(stats["reserved_bytes"]["all"]["current"]) if stats else 0
         free, total = torch.cuda.mem_get_info(self.device)
@@ -189,10 +188,10 @@ class CudaRecorder:
         """
         assert self.device.index is not None
         try:
-            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+            end_allocating(self.device.index, self.pool)
         except RuntimeError:  # a torch that has cleaned up by itself
             return
-        torch._C._cuda_releasePool(self.device.index, self.pool)
+        release_pool(self.device.index, self.pool)
         _ABANDONED.append(graph)
         self.pool = torch.cuda.graph_pool_handle()
         self._anchor = self._capture_nothing(generators)
@@ -207,14 +206,11 @@ class CudaRecorder:
         return graph
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Recorder.unowned`. The storage is built over the bare address, as torch's own
-        cudagraph trees do; it is private API, the same from torch 2.1 to 2.13."""
+        """See `Recorder.unowned`. The storage is built over the bare address."""
         if tensor.numel() == 0:
             return tensor
         storage = tensor.untyped_storage()
-        bare = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), tensor.device, storage.nbytes()
-        )
+        bare = storage_at(storage.data_ptr(), tensor.device, storage.nbytes())
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -228,7 +224,7 @@ class CudaRecording:
     @property
     def replay(self) -> Callable[[], None]:
         """Launch it on the current stream. (Past torch's Python wrapper, which takes 0.3 us.)"""
-        return functools.partial(torch._C._CUDAGraph.replay, self.graph)
+        return functools.partial(launch_graph, self.graph)
 
     @property
     def nodes(self) -> tuple[Node, ...]:

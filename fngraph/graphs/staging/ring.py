@@ -79,7 +79,7 @@ class Ring:
         return self._struct.pack(*filled)
 
     def place(self, slot: int) -> slice:
-        """Of a slot's words in `memory`."""
+        """Where a slot's words are in `memory`."""
         return slice(slot * self._struct.size, (slot + 1) * self._struct.size)
 
     def put(self, words: Sequence[int], batch: Sequence[torch.Tensor], own: int = -1) -> None:

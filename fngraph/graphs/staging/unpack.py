@@ -49,7 +49,7 @@ def words_of(buffer_plan: BufferPlan, true: Sizes, stride: int) -> list[int]:
 
 
 def bytes_of(planned: PlannedBuffer, sizes: Sizes) -> int:
-    """Of a leaf of these sizes."""
+    """Bytes of a leaf at these sizes."""
     return math.prod(planned.buffer.shape(sizes)) * ITEMSIZE[planned.buffer.dtype]
 
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fngraph.torch_facts.memory import extent, with_bits
+
 POISON = 0xFF  # NaN in every float type, -1 in signed ints, True in bool
 _ALIGN = 64
 _ARENA = 1 << 20
@@ -43,10 +45,9 @@ class Arena:
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """A tensor on a block of its own; the block is freed with the last view of it."""
-        extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride))
         if 0 in shape:
             return torch.empty_strided(shape, stride, dtype=dtype)
-        size = -(-extent * dtype.itemsize // _ALIGN) * _ALIGN
+        size = -(-extent(shape, stride) * dtype.itemsize // _ALIGN) * _ALIGN
         address = self._take(size)
         window = memoryview((ctypes.c_uint8 * size).from_address(address))
         weakref.finalize(window, self._release, address).atexit = False
@@ -60,12 +61,10 @@ class Arena:
         for chunk in self.chunks:
             offset = address - chunk.data_ptr()
             if 0 <= offset < chunk.numel() and tensor.numel():
+                offset //= tensor.itemsize
                 alias = torch.empty(0, dtype=tensor.dtype)
-                storage = chunk.untyped_storage()
-                offset //= tensor.dtype.itemsize
-                return _with_bits(
-                    alias.set_(storage, offset, tensor.shape, tensor.stride()), tensor
-                )
+                alias.set_(chunk.untyped_storage(), offset, tensor.shape, tensor.stride())
+                return with_bits(alias, tensor.is_conj(), tensor.is_neg())
         return tensor.detach()
 
     def _take(self, size: int) -> int:
@@ -115,12 +114,6 @@ class Arena:
 
     def _is_start(self, address: int) -> bool:
         return any(chunk.data_ptr() == address for chunk in self.chunks)
-
-
-def _with_bits(alias: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view that is conjugate or negative where `like` is."""
-    alias = torch._conj(alias) if like.is_conj() else alias
-    return torch._neg_view(alias) if like.is_neg() else alias
 
 
 def subtract(

@@ -6,19 +6,17 @@ poisoned, from the arena.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.tape.arena import Arena
-from fngraph.graphs.tape.nodes import Call
+from fngraph.graphs.tape.ops import TapeOp
 from fngraph.graphs.witness import check_no_read, op_at
+from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves, tree_map
+from fngraph.torch_facts.schemas import out_twins
 
 aten = torch.ops.aten
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
@@ -31,7 +29,7 @@ class TapeMode(TorchDispatchMode):
     def __init__(self, arena: Arena, within: CodeType) -> None:
         super().__init__()
         self.arena, self.within = arena, within
-        self.calls: list[Call] = []
+        self.ops: list[TapeOp] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -54,14 +52,13 @@ class TapeMode(TorchDispatchMode):
         results = self._allocate(_meta_run(func, args, kwargs))
         if schema.name in _EMPTY:
             return results
-        out_variant = out_overload(func)
-        if out_variant is None:
-            self._note(_call_and_copy, (func, args, kwargs, results), {})
-        else:
-            op, names = out_variant
-            outs = dict(zip(names, (results,) if len(names) == 1 else results))
-            kept = {k: v for k, v in kwargs.items() if k in {a.name for a in op._schema.arguments}}
-            self._note(op, args, {**kept, **outs})
+        if not (twins := out_twins(func)):
+            self._note(func, args, kwargs, results)
+            return results
+        twin, names = twins[0]
+        outs = dict(zip(names, (results,) if len(names) == 1 else results))
+        known = {a.name for a in twin._schema.arguments}
+        self._note(twin, args, {k: v for k, v in kwargs.items() if k in known} | outs)
         return results
 
     def _mutating(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -85,7 +82,7 @@ class TapeMode(TorchDispatchMode):
                 else by_alias[next(iter(r.alias_info.before_set))]
                 for r, m in zip(returns, metas)
             ]
-            self._note(_call_and_copy, (func, args, kwargs, tuple(found)), {})
+            self._note(func, args, kwargs, found)
         return found[0] if len(found) == 1 else tuple(found) or None
 
     def _allocate(self, metas: Any) -> Any:
@@ -102,15 +99,14 @@ class TapeMode(TorchDispatchMode):
                 where = op_at(func, self.within)
                 raise CaptureError(f"{where} on {tensor.device}; the tape records CPU")
 
-    def _note(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _note(self, fn: Any, args: Any, kwargs: dict[str, Any], into: Any = ()) -> None:
         # unowned, or the tape would keep every intermediate alive; it is a snapshot as well, so
         # that an in-place view op later on does not change what was recorded
-        self.calls.append(
-            tree_map(
-                lambda x: self.arena.unowned(x) if isinstance(x, torch.Tensor) else x,
-                (call, tuple(args), dict(kwargs)),
-            )
+        args, kwargs, into = tree_map(
+            lambda x: self.arena.unowned(x) if isinstance(x, torch.Tensor) else x,
+            (tuple(args), kwargs, tuple(tree_leaves(into))),
         )
+        self.ops.append(TapeOp(fn, args, kwargs, into))
 
 
 def _meta_run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -126,26 +122,3 @@ def _meta_run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": torch.device("meta")}
     kwargs.pop("pin_memory", None)
     return func(*args, **kwargs)
-
-
-def _call_and_copy(func: Any, args: Any, kwargs: Any, results: Any) -> None:
-    for into, value in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs))):
-        if into.data_ptr() != value.data_ptr() or into.shape != value.shape:
-            into.copy_(value)
-
-
-@functools.cache
-def out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The out= twin of a functional overload and the names of its out arguments, or None."""
-    want = [(a.name, str(a.type)) for a in func._schema.arguments]
-    tensor_options = {"dtype", "layout", "device", "pin_memory"}
-    for name in func.overloadpacket.overloads():
-        twin = getattr(func.overloadpacket, name)
-        arguments = twin._schema.arguments
-        outs = tuple(a.name for a in arguments if a.is_out)
-        have = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-        if not outs or len(outs) != len(func._schema.returns):
-            continue
-        if have == want or have == [(n, t) for n, t in want if n not in tensor_options]:
-            return twin, outs
-    return None

@@ -1,6 +1,6 @@
 """The `tape` recorder: a CUDA graph's behavior, without a GPU.
 
-It records the ATen calls of one run (`tape_mode`) and replays them into the same memory. So what a
+It records the ATen calls of one run (`TapeMode`) and replays them into the same memory. So what a
 graph would get wrong (a stale input, a frozen branch, an output overwritten, memory reused) shows
 here too. docs/recorders.md lists what it cannot show.
 """
@@ -22,60 +22,50 @@ from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import Usage, describe
-from fngraph.graphs.tape import nodes
 from fngraph.graphs.tape.arena import POISON, Arena, subtract
 from fngraph.graphs.tape.mode import TapeMode
-from fngraph.graphs.tape.nodes import Call
+from fngraph.graphs.tape.ops import TapeOp, deliver, edges_of, nodes_of
 from fngraph.graphs.turn import Turn
+from fngraph.torch_facts.names import dispatch_modes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TapeRecording:
-    """Calls in order, and the memory that is dead once they have run.
+    """Ops in order, and the memory that is dead once they have run.
 
     Attributes:
-        graph: (function, args, kwargs) over tensors at fixed addresses.
         dead: byte windows of the pool that hold nothing between replays.
     """
 
-    graph: tuple[Call, ...]
+    graph: tuple[TapeOp, ...]
     dead: tuple[torch.Tensor, ...]
 
     @torch.inference_mode()  # which may write both inference tensors and normal ones
     def replay(self) -> None:
         """Do it all again, then poison what a CUDA graph would leave as garbage."""
-        for call, args, kwargs in self.graph:
-            call(*args, **kwargs)
+        for fn, args, kwargs, into in self.graph:
+            results = fn(*args, **kwargs)
+            if into:
+                deliver(results, into)
         for window in self.dead:
             window.fill_(POISON)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """See `Recording.nodes`."""
-        return nodes.nodes(self.graph)
+        return nodes_of(self.graph)
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """See `Recording.edges`."""
-        return nodes.edges(self.graph)
+        return edges_of(self.graph)
 
     def as_text(self) -> str:
-        """One line a call, in the order of replay."""
-        return "\n".join(
-            f"{i:4} {getattr(call, '_name', call)}({', '.join(map(_brief, args))})"
-            for i, (call, args, _) in enumerate(self.graph)
-        )
+        """One line an op, in the order of replay."""
+        return "\n".join(f"{i:4} {op}" for i, op in enumerate(self.graph))
 
     def __repr__(self) -> str:
-        return f"TapeRecording({len(self.graph)} calls)"
-
-
-def _brief(arg: Any) -> str:
-    if isinstance(arg, torch.Tensor):
-        return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
-    if isinstance(arg, list | tuple):
-        return f"[{', '.join(map(_brief, arg))}]"
-    return str(arg)
+        return f"TapeRecording({len(self.graph)} ops)"
 
 
 class TapeRecorder:
@@ -105,7 +95,7 @@ class TapeRecorder:
         yield
 
     def usage(self) -> Usage:
-        """The arena; and what CUDA would take for graphs of as many nodes as there are calls."""
+        """The arena; and what CUDA would take for graphs of as many nodes as there are ops."""
         return Usage(self.arena.nbytes, self._graph_bytes)
 
     def synchronize(self) -> None:
@@ -125,7 +115,7 @@ class TapeRecorder:
         watched: bool = True,
     ) -> tuple[TapeRecording, Any]:
         """See `Recorder.record`. Ops keep the generators that they were given."""
-        if any(isinstance(m, TapeMode) for m in _modes()):
+        if any(isinstance(m, TapeMode) for m in dispatch_modes()):
             raise CaptureError("record() inside a recording; graphs do not nest")
         self.arena.handed_out = []
         mode = TapeMode(self.arena, sys._getframe().f_code)
@@ -141,7 +131,7 @@ class TapeRecorder:
         dead = subtract(fresh, list(self.arena.live.items()))
         for window in self.arena.windows(fresh):
             window.fill_(POISON)
-        recording = TapeRecording(tuple(mode.calls), tuple(self.arena.windows(dead)))
+        recording = TapeRecording(tuple(mode.ops), tuple(self.arena.windows(dead)))
         nbytes = GRAPH_BYTES + NODE_BYTES * len(recording.graph)
         self._graph_bytes += nbytes
         weakref.finalize(recording, self._forget, nbytes).atexit = False
@@ -150,9 +140,3 @@ class TapeRecorder:
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Recorder.unowned`."""
         return self.arena.unowned(tensor)
-
-
-def _modes() -> list[Any]:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return _get_current_dispatch_mode_stack()

@@ -1,0 +1,111 @@
+"""What a tape holds: ops over tensors at fixed addresses; as a graph, nodes and edges.
+
+An edge goes from what last wrote some bytes to what reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fngraph.graphs.inside import Node
+from fngraph.graphs.tape.arena import subtract
+from fngraph.torch_facts.memory import extent
+from fngraph.torch_facts.names import tree_leaves
+from fngraph.torch_facts.schemas import written
+
+_COPIES = {"aten::copy_", "aten::copy", "aten::clone", "aten::_to_copy"}
+_OVERWRITE = {"aten::copy_", "aten::fill_", "aten::zero_"}  # without reading it
+_Range = tuple[int, int]  # (address, bytes)
+
+
+class TapeOp(NamedTuple):
+    """One op.
+
+    Attributes:
+        fn: torch's overload.
+        into: where its results are copied to; nowhere, if it writes them itself.
+    """
+
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    into: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.fn.name()}({', '.join(map(_brief, self.args))})"
+
+
+def deliver(results: Any, into: Sequence[Any]) -> None:
+    """Copy an op's results to where they belong, but those that are there."""
+    for target, value in zip(into, tree_leaves(results)):
+        if target.data_ptr() != value.data_ptr() or target.shape != value.shape:
+            target.copy_(value)
+
+
+def _brief(arg: Any) -> str:
+    if isinstance(arg, torch.Tensor):
+        return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
+    if isinstance(arg, list | tuple):
+        return f"[{', '.join(map(_brief, arg))}]"
+    return str(arg)
+
+
+def nodes_of(ops: Sequence[TapeOp]) -> tuple[Node, ...]:
+    """One node an op: a memcpy where one layout and dtype is copied as it is, else a kernel."""
+    return tuple(map(_node, ops))
+
+
+def edges_of(ops: Sequence[TapeOp]) -> tuple[tuple[int, int], ...]:
+    """(writer, reader) by index: who last wrote the bytes that an op reads."""
+    reads, writes = list(map(_read, ops)), list(map(_written, ops))
+    spans = [list(map(_range, tensors)) for tensors in writes]
+    whole = [all(x.is_contiguous() for x in tensors) for tensors in writes]
+    found = []
+    for j, tensors in enumerate(reads):
+        left = list(map(_range, tensors))
+        for i in range(j - 1, -1, -1):
+            if not left:
+                break
+            rest = subtract(left, spans[i])
+            if rest != left:
+                found.append((i, j))
+                left = rest if whole[i] else left
+    return tuple(sorted(found))
+
+
+def _node(op: TapeOp) -> Node:
+    name = op.fn._schema.name
+    target = _written(op)
+    source = [x for x in _tensors(op.args) if not any(x is y for y in target)][:1]
+    if name in _COPIES and source and len(target) == 1 and _alike(source[0], target[0]):
+        return Node("memcpy", name)
+    return Node("kernel", name)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether copying is moving bytes: one dtype, and one dense layout."""
+    alike = a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    dense = extent(a.shape, a.stride()) == a.numel()
+    return alike and dense and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+
+
+def _written(op: TapeOp) -> list[torch.Tensor]:
+    return _tensors([*written(op.fn, op.args, op.kwargs), *op.into])
+
+
+def _read(op: TapeOp) -> list[torch.Tensor]:
+    """All but what is only written; what is updated in place is read too."""
+    outs = {a.name for a in op.fn._schema.arguments if a.is_out}
+    args = op.args[1:] if op.fn._schema.name in _OVERWRITE else op.args
+    return _tensors((args, {k: v for k, v in op.kwargs.items() if k not in outs}))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.numel()]
+
+
+def _range(x: torch.Tensor) -> _Range:
+    return x.data_ptr(), extent(x.shape, x.stride()) * x.itemsize

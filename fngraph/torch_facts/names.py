@@ -1,0 +1,95 @@
+"""Torch's private names, as the library calls them. Those of tracing, slower to load, have a file.
+
+Each was seen in torch 2.11 (CUDA) and in 2.13 (CPU) unless its line says otherwise. Functions are
+bound here, at import, since some are called at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload as OpOverload  # `aten.add.Tensor`: one overload of an op
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext as DeviceContext  # torch.set_default_device's mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,  # a mode that sees each op
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import (  # trees of an op's arguments, as torch itself walks them
+    tree_leaves as tree_leaves,
+    tree_map as tree_map,
+    tree_map_only as tree_map_only,
+)
+
+_C: Any = torch._C
+
+# --- what is active around a call -----------------------------------------------------------------
+
+dispatch_modes = _get_current_dispatch_mode_stack  # outermost first
+dispatch_mode = _get_current_dispatch_mode  # the innermost, or None
+function_modes = _get_current_function_mode_stack  # outermost first
+without_modes = _disable_current_modes  # a context: ops run as if no dispatch mode were active
+count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+count_function_modes: Callable[[], int] = _C._len_torch_function_stack
+are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
+innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # or None
+DisableTorchFunction = _C.DisableTorchFunction  # a context: no function mode and no subclass
+DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # a context: modes, but no subclass
+BelowAutograd = _C._AutoDispatchBelowAutograd  # a context: ops go past autograd's kernels
+no_torch_function = _C._disabled_torch_function_impl  # of a class: none of its own
+no_torch_dispatch = _C._disabled_torch_dispatch_impl
+
+# --- switches that choose among kernels of one op -------------------------------------------------
+
+SWITCHES: dict[str, Callable[[], bool]] = {
+    name.removeprefix("_get_"): getattr(_C, name)
+    for name in (
+        "_get_deterministic_algorithms", "_get_cudnn_deterministic", "_get_cudnn_benchmark",
+        "_get_cudnn_enabled", "_get_cudnn_allow_tf32", "_get_flash_sdp_enabled",
+        "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+    )
+}  # fmt: skip
+# of a backend's op, ("cuda", "matmul"); torch.get_float32_matmul_precision raises where its two
+# APIs are mixed
+get_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
+set_precision: Callable[[str, str, str], None] = _C._set_fp32_precision_setter
+
+# --- tensors and their memory ---------------------------------------------------------------------
+
+conj_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj  # each turns its bit around
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+# over a bare address, as torch's own cudagraph trees use it: nobody frees it. torch 2.1 to 2.13
+storage_at: Callable[[int, torch.device, int], Any] = _C._construct_storage_from_data_pointer
+
+# --- CUDA: without Stream objects and wrappers, on the hot path; absent from CPU builds -----------
+
+_absent: Any = None
+current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", _absent)
+current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _absent)
+is_capturing: Callable[[], bool] = getattr(_C, "_cuda_isCurrentStreamCapturing", _absent)
+launch_graph: Callable[[Any], None] = getattr(_C._CUDAGraph, "replay", _absent)  # 0.3 us less
+# what a failed capture_end leaves undone up to 2.13: (device, pool)
+end_allocating: Callable[[int, Any], None] = _C._cuda_endAllocateToPool
+release_pool: Callable[[int, Any], None] = _C._cuda_releasePool
+keep_busy: Callable[[int], None] = torch.cuda._sleep  # a kernel that spins for so many cycles
+
+# --- attributes of torch's objects, read where the object is --------------------------------------
+
+ATTRIBUTES = {
+    "_schema": "of an OpOverload: arguments and results, what it writes, what is a view of what",
+    "_overloadname": "of an OpOverload, `out` of `aten.add.out`",
+    "_op": "of an OpOverload: what calling it calls",
+    "_can_decompose": "of an OpOverload: whether it is composite; with it goes `decompose`",
+    "_dispatch_cache": "of an OpOverload, to be cleared when `py_kernels` has changed",
+    "_cdata": "of a tensor, storage or generator: the address of its C++ object",
+    "_is_zerotensor": "of a tensor: a tangent that is zero and has no memory",
+    "_buffers": "of a module: its own, by attribute; and `_parameters`",
+}
+"""Each with its owner. What reads another one is refused by a test."""

@@ -1,0 +1,62 @@
+"""What an op's schema says: what it writes, whether it is a view, its twin that takes out=."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fngraph.torch_facts.names import OpOverload
+
+aten = torch.ops.aten
+
+SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+"""Ops that bring a value back to the host, and wait for it."""
+
+_OPTIONS = {"dtype", "layout", "device", "pin_memory"}  # which an out= argument answers
+
+
+def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors (or graph nodes, when given nodes) that an op writes, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for i, spec in enumerate(func._schema.arguments):
+        if spec.alias_info is not None and spec.alias_info.is_write:
+            value = kwargs.get(spec.name) if i >= len(args) else args[i]
+            found += value if isinstance(value, list | tuple) else [value]
+    return [value for value in found if value is not None]
+
+
+def is_view(func: Any) -> bool:
+    """Whether an op gives other tensors of the same memory, and does nothing on the device."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def inputs_of(op: OpOverload) -> list[tuple[str, str]]:
+    """(name, type) of an op's arguments but those that are out=."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+
+
+@functools.cache
+def out_twins(op: OpOverload) -> tuple[tuple[OpOverload, tuple[str, ...]], ...]:
+    """Overloads of a functional op that put each of its results where out= says, and the names of
+    those arguments. One with the same inputs comes before one that lacks dtype, device, ..."""
+    want = inputs_of(op)
+    fewer = [a for a in want if a[0] not in _OPTIONS]
+    same, rest = [], []
+    for name in op.overloadpacket.overloads():
+        twin = getattr(op.overloadpacket, name)
+        outs = tuple(a.name for a in twin._schema.arguments if a.is_out)
+        if outs and len(outs) == len(op._schema.returns):
+            have = inputs_of(twin)
+            if have == want:
+                same.append((twin, outs))
+            elif have == fewer:
+                rest.append((twin, outs))
+    return (*same, *rest)

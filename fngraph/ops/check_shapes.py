@@ -17,6 +17,8 @@ from fngraph.core.where import user_line
 from fngraph.errors import TreeError
 
 WHOLE = (torch.int32, torch.int64)
+CACHE = "num_blocks block_size K D"
+QKV = {"q_THD": "T H D", "k_TKD": "T K D", "v_TKD": "T K D", "kv[0]": CACHE, "kv[1]": CACHE}
 PAGED = {
     "batch.slot_mapping": "T", "batch.seq_lens": "R", "batch.query_start_loc": "R+1",
     "batch.block_tables": "R B",

@@ -1,4 +1,4 @@
-"""What attention is told of a batch, and what its backends may be chosen by."""
+"""What attention is told of a batch, what its backends are chosen by, and what they get."""
 
 from __future__ import annotations
 
@@ -67,6 +67,43 @@ class AttentionConfig(NamedTuple):
             "fp8 cache": self.cache_dtype.itemsize == 1,
         }
         return tuple(name for name, yes in asked.items() if yes)
+
+
+class AttentionArgs(NamedTuple):
+    """What a backend of attention gets, `run(args, host)`; the letters are `fg.ops.attention`'s.
+
+    Attributes:
+        q: (T, H, D) queries.
+        k: (T, K, D) new keys, to be written at `meta.slot_mapping`.
+        v: (T, K, D) new values, likewise.
+        k_cache: (num_blocks, block_size, K, D) keys.
+        v_cache: (num_blocks, block_size, K, D) values.
+        meta: where the tokens belong.
+        out: (T, H, D) to be written in full, zero in rows that belong to no request.
+        config: what is the same for every batch, the options included.
+        sinks: (H,) logits, if `config.sinks`.
+        k_scale: () or (K,) float32, the cache holds k / k_scale; None: 1.
+        v_scale: likewise of v.
+        plan: the buffers that the backend's `Plan` has filled, if it has one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: AttentionMeta
+    out: Tensor
+    config: AttentionConfig
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    plan: Any = None
+
+    @property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """The layer's cache, as it was passed to `fg.ops.attention`."""
+        return self.k_cache, self.v_cache
 
 
 def meta_of(batch: Any) -> AttentionMeta:

@@ -144,7 +144,7 @@ class Backend:
         """
         raise BackendError(
             f"backend {self.name!r}: run returned a {type(returned).__name__}, which nobody reads. "
-            "Write it into the output that run is given, out.copy_(...), and return nothing"
+            "Write it into the output that run is given, args.out.copy_(...), and return nothing"
         )
 
     def refusal(self, config: Any) -> str | None:
@@ -172,11 +172,13 @@ class Backend:
 
 
 def _signature(run: Run) -> inspect.Signature | None:
-    """What it takes, as far as it tells: some functions in C do not."""
+    """What it takes, by name, as far as it tells: some functions in C do not."""
     try:
-        return inspect.signature(run)
+        signature = inspect.signature(run)
     except (TypeError, ValueError):
         return None
+    bare = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=signature.empty)
 
 
 def not_installed(module: str, package: str) -> str | None:

@@ -122,7 +122,6 @@ class Primitive:
             BackendError: what is passed is no `Backend`, has the name of the definition, or names
                 an option or a leaf that the primitive does not have.
         """
-        leaves = [a.name for a in self.op._schema.arguments if str(a.type) == "Tensor"]
         definition = next(iter(self.backends.values()))
         for backend in backends:
             if not isinstance(backend, Backend):
@@ -137,7 +136,9 @@ class Primitive:
                     f"others are held. Register yours by another name: fg.ops.Backend('mine', ...)"
                 )
             if backend.shipped:
-                backend.check_names(self.name, options=definition.options, leaves=leaves)
+                backend.check_names(
+                    self.name, options=definition.options, leaves=_leaves(self.op._schema)
+                )
         self.backends.update({backend.name: backend for backend in backends})
         self._suited.clear()
 
@@ -215,6 +216,7 @@ def define(
             f"define({name!r}, {schema!r}): a primitive writes into tensors that it is given, "
             'marked as Tensor(a!), and returns nothing. Write "(Tensor x, Tensor(a!) out)"'
         )
+    default.check_names(name, options=default.options, leaves=_leaves(parsed))
     make_args = _maker(parsed, args)
     LIBRARY.define(whole)
     op = getattr(torch.ops.fngraph, name).default
@@ -236,6 +238,11 @@ def define(
     made = Primitive(name, op, configure, make_args, {default.name: default}, null_slots)
     PRIMITIVES[f"fngraph::{name}"] = made
     return made
+
+
+def _leaves(schema: torch.FunctionSchema) -> list[str]:
+    """Arguments that a plan may read: tensors that are always there."""
+    return [a.name for a in schema.arguments if str(a.type) == "Tensor"]
 
 
 def _maker(

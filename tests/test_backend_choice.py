@@ -64,8 +64,14 @@ def test_where_none_is_named_a_preferred_backend_is_taken_if_it_can_run(add):
     assert ATTENTION.suited(narrow).name == "reference"
 
 
-def test_the_definition_and_what_is_not_there_are_not_unregistered():
-    for name, why in (("reference", "is the definition of attention"), ("mime", "no backend")):
+def test_what_is_unregistered_is_forgotten():
+    config = fg.ops.AttentionConfig(4, 2, 8, 4, torch.float32, torch.float32, "cpu", 1.0)
+    level = lambda config: fg.Support.ALWAYS  # noqa: E731
+    ATTENTION.register(Backend("one", right, level, preferred=lambda config: True))
+    assert ATTENTION.suited(config).name == "one"
+    ATTENTION.unregister("one")
+    assert ATTENTION.suited(config).name == "reference"
+    for name, why in (("reference", "is the definition of attention"), ("one", "no backend")):
         with pytest.raises(BackendError, match=why):
             ATTENTION.unregister(name)
 

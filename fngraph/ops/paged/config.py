@@ -121,6 +121,12 @@ def dense(x: Tensor) -> Tensor:
 def present(meta: AttentionMeta, num_tokens: int) -> Tensor:
     """(T,) bool: whether a token belongs to a request that is not empty."""
     token_T = torch.arange(num_tokens, device=meta.seq_lens.device)
-    owner_T = (token_T[:, None] >= meta.query_start_loc[1:]).sum(1)
-    R = meta.seq_lens.shape[0]
-    return (owner_T < R) & (meta.seq_lens[owner_T.clamp(max=R - 1)] > 0)
+    owner_T, owned_T = owners(token_T, meta.query_start_loc)
+    return owned_T & (meta.seq_lens[owner_T] > 0)
+
+
+def owners(token_T: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The request of each token, and whether it has one: past the last offset it is padding."""
+    R = starts.shape[0] - 1
+    owner_T = (token_T[:, None] >= starts[1:]).sum(1)
+    return owner_T.clamp(max=R - 1), owner_T < R

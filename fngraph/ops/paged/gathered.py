@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
-from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, AttentionMeta
+from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, AttentionMeta, owners
 from fngraph.ops.paged.reference import write_new
 from fngraph.ops.slots import read_cache, some_at_a_time
 
@@ -141,8 +141,7 @@ def rows_of(meta: AttentionMeta, T: int, query_len: int | None) -> Rows:
     starts = meta.query_start_loc.long()
     R = starts.shape[0] - 1
     token_T = torch.arange(T, device=starts.device)
-    owner_T = (token_T[:, None] >= starts[1:]).sum(1)
-    owned_T, owner_T = owner_T < R, owner_T.clamp(max=R - 1)
+    owner_T, owned_T = owners(token_T, starts)
     len_R = meta.seq_lens.long()
     if query_len is None:
         position_T = torch.where(owned_T, len_R[owner_T] - (starts[owner_T + 1] - token_T), -1)

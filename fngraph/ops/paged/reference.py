@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
-from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, AttentionMeta
+from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, AttentionMeta, owners
 from fngraph.ops.slots import read_cache, some_at_a_time, write_cache
 
 
@@ -67,12 +67,9 @@ def attend(
         first: number of the first token in `q_THD`.
     """
     dtype = torch.promote_types(q_THD.dtype, torch.float32)
-    R = meta.seq_lens.shape[0]
     starts = meta.query_start_loc.long()
     token_T = torch.arange(first, first + q_THD.shape[0], device=q_THD.device)
-    owner_T = (token_T[:, None] >= starts[1:]).sum(1)
-    owned_T = owner_T < R  # tokens past the last offset are padding
-    owner_T = owner_T.clamp(max=R - 1)
+    owner_T, owned_T = owners(token_T, starts)
     len_T = meta.seq_lens.long()[owner_T]
     position_T = len_T - (starts[owner_T + 1] - token_T)
 

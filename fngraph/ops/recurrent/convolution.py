@@ -15,6 +15,7 @@ from torch import Tensor
 from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import STATES, Shapes
+from fngraph.ops.paged.config import owners
 from fngraph.ops.primitives import define
 from fngraph.ops.recurrent.requests import StateMeta, load, meta_of, store
 
@@ -58,8 +59,7 @@ def run(args: CausalConvArgs, host: HostBounds | None) -> None:
     R = starts.shape[0] - 1
     x, old_RCW = args.x.to(dtype), load(args.state, meta, dtype)
     token_T = torch.arange(T, device=x.device)
-    owner_T = (token_T[:, None] >= starts[1:]).sum(1)
-    owned_T, owner_T = owner_T < R, owner_T.clamp(max=R - 1)
+    owner_T, owned_T = owners(token_T, starts)
     owned_T = owned_T & meta.live_R[owner_T]
     back_W = torch.arange(1 - W, 1, device=x.device)
     tap_TCW = _inputs(x, old_RCW, owner_T, (token_T - starts[owner_T])[:, None] + back_W, starts)

@@ -120,12 +120,12 @@ def how_to(config: Any, Q: int, widest: int) -> How:
 
 
 def scale_of(config: Any) -> float:
-    """Of the scores, as `attend_rows` takes it."""
+    """The scale of scores, as `attend_rows` takes it."""
     return config.scale * LOG2E
 
 
 def constants(config: Any, tile: Tile) -> dict[str, Any]:
-    """Of both kernels. A tile holds BQ tokens of GROUP heads, as even a share of them as fits."""
+    """Both kernels' constants. A tile holds BQ tokens of GROUP heads, even shares that fit."""
     tiles = -(-config.num_heads // tile.rows)
     group = -(-config.num_heads // tiles)
     return {

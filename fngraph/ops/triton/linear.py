@@ -46,17 +46,17 @@ def gated_delta(args: GatedDeltaArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.gated_delta`; shape letters are listed there."""
     tokens = (args.q, args.k, args.v, args.beta, args.g)
     steps = args.state.stride()  # slots, heads, keys, values
-    _run(args, tokens, steps, args.config.scale, host, delta=True)
+    _launch_all(args, tokens, steps, args.config.scale, host, delta=True)
 
 
 def ssd(args: SSDArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.ssd`; shape letters are listed there."""
     tokens = (args.c, args.b, args.x, args.dt, args.a)
     of_slot, of_head, of_value, of_key = args.state.stride()
-    _run(args, tokens, (of_slot, of_head, of_key, of_value), 1.0, host, delta=False)
+    _launch_all(args, tokens, (of_slot, of_head, of_key, of_value), 1.0, host, delta=False)
 
 
-def _run(
+def _launch_all(
     args: GatedDeltaArgs | SSDArgs,
     tokens: tuple[Tensor, ...],
     steps: tuple[int, ...],

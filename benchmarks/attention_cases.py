@@ -28,6 +28,10 @@ class Paged(NamedTuple):
     keys: Tensor  # (N, context, K, D)
     values: Tensor
 
+    def args(self, out: Tensor) -> Any:
+        """What a backend is given."""
+        return fg.ops.AttentionArgs(self.q, self.k, self.v, *self.cache, self.meta, out, config())
+
 
 def paged(n: int, context: int) -> Paged:
     """n requests of one length, their last token new."""
@@ -57,7 +61,7 @@ def config() -> Any:
 def backend(name: str) -> Any:
     """One of ours, able to run here."""
     found = fg.ops.primitive("attention").backend(name)
-    reason = ops.triton_launch.missing("cuda") or found.supports(config())
+    reason = ops.triton.launch.missing("cuda") or found.supports(config())
     if reason is not None:
         raise SystemExit(f"{name}: {reason}")
     return found
@@ -84,17 +88,17 @@ def decoders(p: Paged, flex: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]
         run = backend(name).run
 
         def step() -> Tensor:
-            run(p.q, p.k, p.v, p.cache, p.meta, out, config=config(), host=host)
+            run(p.args(out), host)
             return out
 
         return step
 
     def split() -> Tensor:
-        ops.triton_decode.attend(p.q, p.cache, p.meta, out, config(), 1)
+        ops.triton.decode.attend(p.args(out), 1)
         return out
 
     def unified() -> Tensor:
-        ops.triton_unified.attend(p.q, p.cache, p.meta, out, config())
+        ops.triton.unified.attend(p.args(out))
         return out
 
     yield "sdpa", lambda: sdpa(q_NH1D, k_NKSD, v_NKSD, enable_gqa=True)[:, :, 0]
@@ -128,7 +132,8 @@ def prefilling(lens: tuple[int, ...]) -> tuple[Callable[..., Tensor], Fn, Tensor
     out = torch.empty_like(q)
 
     def ours(tile: Any = None) -> Tensor:
-        ops.triton_unified.attend(q, cache, meta, out, config(), tile=tile)
+        args = fg.ops.AttentionArgs(q, k, v, *cache, meta, out, config())
+        ops.triton.unified.attend(args, tile=tile)
         return out
 
     def theirs() -> Tensor:

@@ -116,18 +116,18 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     return [{"call": n, "attention": ran, "first us": a, "later us": b} for n, a, b in rows]
 
 
-def copies(q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, **_: Any) -> None:
+def copies(args: fg.ops.AttentionArgs, host: fg.HostBounds | None) -> None:
     """A backend of one copy, so that what is around its call can be seen."""
-    out.copy_(q)
+    args.out.copy_(args.q)
 
 
 def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     """Rows of a PIECEWISE key over `copies`: the step, its replays and direct calls of the backend
     alone, and the rest for each piece."""
     always = lambda config: fg.Support.ALWAYS  # noqa: E731
-    fg.ops.ATTENTION.backends["copies"] = fg.ops.Backend("copies", copies, always)
+    fg.ops.ATTENTION.register(fg.ops.Backend("copies", copies, always))
     step = kit.step(modes="PIECEWISE", backends={"attention": "copies"})
-    del fg.ops.ATTENTION.backends["copies"]
+    fg.ops.ATTENTION.unregister("copies")
     spec = kit.host.spec
     step(kit.cache, kit.device)
     prepared, ring = step.prepared[spec[:7]], step.ring
@@ -137,7 +137,7 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     def bare() -> None:
         for part in parts:
             if isinstance(part, tuple):
-                copies(*part)
+                copies(part[0], None)
             else:
                 part()
         prepared.views[0].detach()

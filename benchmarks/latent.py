@@ -47,9 +47,11 @@ class Compressed(NamedTuple):
     @property
     def config(self) -> Any:
         """What our backends are chosen by."""
-        return ops.latent_attention.MLAConfig(
-            self.q.shape[1], L, D, BLOCK, BF16, self.cache.dtype, "cuda", SCALE
-        )
+        return ops.MLAConfig(self.q.shape[1], L, D, BLOCK, BF16, self.cache.dtype, "cuda", SCALE)
+
+    def args(self, out: Tensor) -> Any:
+        """What a backend is given."""
+        return ops.MLAArgs(self.q, self.new, self.cache, self.meta, out, self.config)
 
 
 def compressed(heads: int, new: list[int], lens: list[int], dtype: torch.dtype) -> Compressed:
@@ -74,7 +76,7 @@ def runner(name: str, c: Compressed, query_len: int | None) -> Callable[[], Tens
     out, host = c.q.new_empty(*c.q.shape[:2], L), fg.HostBounds(max_query_len=query_len)
 
     def step() -> Tensor:
-        backend.run(c.q, c.new, c.cache, c.meta, out, config=c.config, host=host)
+        backend.run(c.args(out), host)
         return out
 
     return step
@@ -94,11 +96,11 @@ def decode(heads: int, query_len: int, n: int, context: int, peak: float,
     out = torch.empty_like(want)
 
     def split() -> Tensor:
-        ops.triton_latent_decode.attend(c.q, c.cache, c.meta, out, c.config, query_len)
+        ops.triton.latent.attend_decode(c.args(out), query_len)
         return out
 
     def unified() -> Tensor:
-        ops.triton_latent_unified.attend(c.q, c.cache, c.meta, out, c.config)
+        ops.triton.latent.attend_unified(c.args(out))
         return out
 
     calls = {"step": runner("triton_decode", c, query_len), "triton_decode": split}
@@ -139,13 +141,13 @@ PREFILL_TILES = ((64, 32, 8, 3), (64, 32, 8, 5), (64, 64, 8, 3), (32, 32, 8, 5))
 
 def sweep(peak: float) -> None:
     """Decode with other tiles and splits, the best six; prefill with other tiles."""
-    Tile = ops.triton_keys.Tile
+    Tile = ops.triton.keys.Tile
     for heads, n, context in ((16, 1, 8192), (16, 32, 512), (16, 32, 8192), (128, 32, 8192)):
         c = compressed(heads, [1] * n, [context] * n, BF16)
-        usual = ops.triton_latent_decode.how_to(c.config, 1, context)
+        usual = ops.triton.latent.how_to(c.config, 1, context)
         ways = [usual._replace(split=split) for split in (128, 256, 512, 1024, 2048)]
         ways += [usual._replace(tile=Tile(*shape), programs=k) for shape, k in TILES]
-        times = {how: _tried(ops.triton_latent_decode.attend, c, 1, how) for how in (usual, *ways)}
+        times = {how: _tried(ops.triton.latent.attend_decode, c, 1, how) for how in (usual, *ways)}
         best = sorted(times, key=times.__getitem__)[:6]
         for how in (usual, *best):
             share = c.cache.nbytes / times[how] / 1e6 / peak
@@ -154,7 +156,7 @@ def sweep(peak: float) -> None:
                   f"{times[how]:.1f} us, {share:.0%}, {how}")  # fmt: skip
     c = compressed(16, [4096], [4096], BF16)
     for tile in itertools.starmap(Tile, PREFILL_TILES):
-        us = _tried(ops.triton_latent_unified.attend, c, tile)
+        us = _tried(ops.triton.latent.attend_unified, c, tile)
         print(f"prefill of 4096: {us:.1f} us, {tile}")
 
 
@@ -162,7 +164,7 @@ def _tried(attend: Callable[..., None], c: Compressed, *how: Any) -> float:
     """us, or infinity where it does not fit the device."""
     out = c.q.new_empty(*c.q.shape[:2], L)
     try:
-        return device_us(lambda: attend(c.q, c.cache, c.meta, out, c.config, *how), 1.5)
+        return device_us(lambda: attend(c.args(out), *how), 1.5)
     except Exception as error:
         print(f"  {how}: {type(error).__name__}: {str(error)[:100]}")
         return float("inf")

@@ -20,7 +20,7 @@ from fngraph.fx.ambient import Ambient
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.leaves import Leaf
-from fngraph.graphs.replay import StepFn
+from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.backend import Planner
 
 
@@ -76,7 +76,7 @@ class Executable:
     out_tree: Any
     returns: Mapping[int, int]
     program: Program
-    fns: tuple[StepFn, ...]
+    fns: tuple[InstructionFn, ...]
     row_dims: tuple[tuple[Dim | None, ...], ...]
     planners: tuple[Planner, ...]
     output_dims: tuple[tuple[Dim, ...], ...]

@@ -50,7 +50,7 @@ from fngraph.fx.rows.check import check_rows
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
-from fngraph.graphs.replay import StepFn
+from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.options import CaptureDict, Options
 from fngraph.step.step import Step, make_step
@@ -147,7 +147,7 @@ class Lowered:
         """
         options, calls = self.split.traced.options, iter(self.calls)
         of_piece = {id(p): _piece_fn(p, options.generators) for p in self.split.distinct}
-        fns: list[StepFn] = []
+        fns: list[InstructionFn] = []
         for part in self.split.pieces.parts:
             if isinstance(part, Cut):
                 fns.append(call := next(calls))
@@ -156,7 +156,7 @@ class Lowered:
                 fns.append(of_piece[id(part)])
         return Compiled(self.executable(tuple(fns)), options, tuple(self.split.distinct))
 
-    def executable(self, fns: tuple[StepFn, ...]) -> Executable:
+    def executable(self, fns: tuple[InstructionFn, ...]) -> Executable:
         """What a step is made of, with these callables, one an instruction."""
         traced, pieces = self.split.traced, self.split.pieces
         planners = {id(p): p for call in self.calls for p in call.planners.values()}
@@ -224,7 +224,7 @@ class Lowered:
         )
 
 
-def _piece_fn(piece: Piece, generators: Generators) -> StepFn:
+def _piece_fn(piece: Piece, generators: Generators) -> InstructionFn:
     gm = with_generators(piece.gm, generators)
     forward = direct(gm)  # not gm(...): nn.Module.__call__ takes some 3 us a piece
 

@@ -16,22 +16,26 @@ from fngraph.errors import BackendError
 from fngraph.ops import ATTENTION, Backend, Hybrid, Plan
 
 CALLS: Counter[Any] = Counter()
+right: Any = ATTENTION.backend("reference").run
 
 
 @pytest.fixture
-def add(monkeypatch):
+def add():
     """Adds a backend that counts its calls and then does as `reference`."""
+    added = []
 
     def add(name: str, level: fg.Support, **more: Any) -> None:
-        def run(q: Any, *args: Any, host: Any, **options: Any) -> None:
-            CALLS[name, q.shape[0], host and host.key] += 1
-            ATTENTION.backend("reference").run(q, *args, host=host, **options)
+        def run(args: Any, host: Any) -> None:
+            CALLS[name, len(args.q), host and host.key] += 1
+            right(args, host)
 
         CALLS.clear()
-        backend = Backend(name, more.pop("run", run), lambda config: level, **more)
-        monkeypatch.setitem(ATTENTION.backends, name, backend)
+        ATTENTION.register(Backend(name, more.pop("run", run), lambda config: level, **more))
+        added.append(name)
 
-    return add
+    yield add
+    for name in set(added):
+        ATTENTION.unregister(name)
 
 
 def lowered(choice: Any, modes: str | None = None, layers: int = 2) -> Any:
@@ -47,40 +51,42 @@ def used(keys: Any) -> set[tuple[str, Any]]:
     return {(name, key and key.query_len) for name, _, key in keys}
 
 
-def test_where_none_is_named_a_preferred_backend_is_taken_if_it_can_run():
-    known = dataclasses.replace(ATTENTION, backends=dict(ATTENTION.backends), _suited={})
+def test_where_none_is_named_a_preferred_backend_is_taken_if_it_can_run(add):
     narrow = fg.ops.AttentionConfig(4, 2, 8, 4, torch.float32, torch.float32, "cpu", 1.0)
-    assert known.suited(narrow).name == "reference"
-    known.register(
-        Backend(
-            "narrow", ATTENTION.backend("reference").run, lambda config: fg.Support.ALWAYS,
-            lambda config: "too wide" if config.head_dim > 8 else None,
-            preferred=lambda config: True,
-        )
+    assert ATTENTION.suited(narrow).name == "reference"
+    add(
+        "narrow", fg.Support.ALWAYS, preferred=lambda config: True,
+        supports=lambda config: "too wide" if config.head_dim > 8 else None,
     )  # fmt: skip
-    assert known.suited(narrow).name == "narrow"
-    assert known.suited(narrow._replace(head_dim=16)).name == "reference"
+    assert ATTENTION.suited(narrow).name == "narrow"
+    assert ATTENTION.suited(narrow._replace(head_dim=16)).name == "reference"
+    add("narrow", fg.Support.ALWAYS)  # one of that name is replaced
+    assert ATTENTION.suited(narrow).name == "reference"
+
+
+def test_what_is_unregistered_is_forgotten():
+    config = fg.ops.AttentionConfig(4, 2, 8, 4, torch.float32, torch.float32, "cpu", 1.0)
+    level = lambda config: fg.Support.ALWAYS  # noqa: E731
+    ATTENTION.register(Backend("one", right, level, preferred=lambda config: True))
+    assert ATTENTION.suited(config).name == "one"
+    ATTENTION.unregister("one")
+    assert ATTENTION.suited(config).name == "reference"
+    for name, why in (("reference", "is the definition of attention"), ("one", "no backend")):
+        with pytest.raises(BackendError, match=why):
+            ATTENTION.unregister(name)
 
 
 def test_bare_forward_and_a_step_take_the_same_where_none_is_named(add):
     add("one", fg.Support.ALWAYS, preferred=lambda config: True)
-    ATTENTION._suited.clear()
-    try:
-        assert [call.backend.name for call in lowered(None).calls] == ["one", "one"]
-        toys.bare(toys.attend, toys.attention_params(), toys.attention_cache(), toys.batch(3, 2))
-        assert list(CALLS.items()) == [(("one", 5, None), 2)]
-    finally:
-        ATTENTION._suited.clear()
+    assert [call.backend.name for call in lowered(None).calls] == ["one", "one"]
+    toys.bare(toys.attend, toys.attention_params(), toys.attention_cache(), toys.batch(3, 2))
+    assert list(CALLS.items()) == [(("one", 5, None), 2)]
 
 
 def test_why_a_preferred_backend_is_passed_over_is_noted(add):
     add("one", fg.Support.ALWAYS, preferred=lambda config: True, supports=lambda config: "no way")
-    ATTENTION._suited.clear()
-    try:
-        assert lowered(None).notes == ("attention runs on reference, not on one: no way",)
-        assert lowered("reference").notes == ()
-    finally:
-        ATTENTION._suited.clear()
+    assert lowered(None).notes == ("attention runs on reference, not on one: no way",)
+    assert lowered("reference").notes == ()
 
 
 def test_a_hybrid_runs_uniform_keys_with_one_and_all_else_with_the_other(add):
@@ -169,7 +175,7 @@ def test_supports_gives_a_reason_or_none(add, answer):
 def test_what_is_no_backend_is_not_registered():
     known = list(ATTENTION.backends)
 
-    def mine(*args: Any, **options: Any) -> None: ...
+    def mine(args: Any, host: Any) -> None: ...
 
     with pytest.raises(BackendError, match=r"pass a fg.ops.Backend, fg.ops.Backend\('mine', run"):
         ATTENTION.register(ATTENTION.backend("reference"), mine)  # type: ignore[arg-type]
@@ -178,15 +184,14 @@ def test_what_is_no_backend_is_not_registered():
 
 def test_a_backend_shows_its_level():
     assert "'sdpa', UNIFORM_BATCH" in repr(ATTENTION.backend("sdpa"))
-    run = ATTENTION.backend("reference").run
-    by_width = Backend("mine", run, lambda config: fg.Support(config.head_dim > 8))
+    by_width = Backend("mine", right, lambda config: fg.Support(config.head_dim > 8))
     assert repr(by_width) == "Backend('mine')"
 
 
 def test_a_level_in_place_of_a_function():
     level = fg.Support.ALWAYS
     with pytest.raises(BackendError, match=r"pass support=lambda config: fg.Support.ALWAYS"):
-        Backend("mine", lambda *args: None, support=level)  # type: ignore[arg-type]
+        Backend("mine", right, support=level)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("typo, name", [("flashmla", "FlashMLA"), ("SDPA", "sdpa")])
@@ -225,11 +230,9 @@ def planned(add: Any, level: fg.Support, leaves: tuple[str, ...] = ("seq_lens",)
         filled.append((key, dict(sizes), leaves[0].tolist()))
         lens.zero_()[: len(leaves[0])] = leaves[0]
 
-    def run(
-        q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, *, plan: Any, **rest: Any
-    ) -> None:
-        meta = meta._replace(seq_lens=plan[1][: meta.seq_lens.shape[0]])
-        ATTENTION.backend("reference").run(q, k, v, kv, meta, out, **rest)
+    def run(args: Any, host: Any) -> None:
+        lens = args.plan[1][: len(args.meta.seq_lens)]
+        right(args._replace(meta=args.meta._replace(seq_lens=lens)), host)
 
     add("planned", level, run=run, plan=Plan(leaves, buffers, fill))
     return filled
@@ -322,9 +325,8 @@ def test_a_leaf_that_forward_computes_rejects_the_backend_when_lowered(add):
 
 
 def test_a_plan_names_tensors_of_the_primitive(add):
-    planned(add, fg.Support.ALWAYS, leaves=("seq_len",))
-    with pytest.raises(BackendError, match=r"plan reads 'seq_len', and attention 0 .*'seq_lens'"):
-        lowered("planned")
+    with pytest.raises(BackendError, match=r"plan names 'seq_len', and attention .*'seq_lens'"):
+        planned(add, fg.Support.ALWAYS, leaves=("seq_len",))
     with pytest.raises(BackendError, match=r"pass a tuple, \('seq_lens',\)"):
         Plan("seq_lens", lambda *a: None, lambda *a: None)  # type: ignore[arg-type]
 

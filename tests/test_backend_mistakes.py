@@ -5,53 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import toys
 
 import fngraph as fg
 from fngraph.errors import BackendError
 from fngraph.ops import ATTENTION, Backend, Plan
-from fngraph.ops.paged import reference
 
 always = lambda config: fg.Support.ALWAYS  # noqa: E731
 unplanned = (lambda config, sizes, key: None, lambda buffers, config, sizes, leaves: None)
+right: Any = ATTENTION.backend("reference").run
 
 
 @pytest.fixture(autouse=True)
 def _restored():
-    before = dict(ATTENTION.backends)
+    sdpa = ATTENTION.backend("sdpa")
     yield
-    ATTENTION.backends.clear()
-    ATTENTION.backends.update(before)
-    ATTENTION._suited.clear()
+    ATTENTION.register(sdpa)
+    if "mine" in ATTENTION.backends:
+        ATTENTION.unregister("mine")
 
 
-def no_host(q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, *, config: Any) -> None: ...
-
-
-def returned(
+def by_position(
     q: Any, k: Any, v: Any, kv: Any, meta: Any, out: Any, *, config: Any, host: Any
-) -> Any:
-    mine = out.new_empty(out.shape)
-    reference.run(q, k, v, kv, meta, mine, config=config, host=host)
+) -> None: ...
+
+
+def no_host(args: Any) -> None: ...
+
+
+def bounds(args: Any, bounds: Any) -> None: ...
+
+
+def returned(args: Any, host: Any) -> Any:
+    mine = torch.empty_like(args.out)
+    right(args._replace(out=mine), host)
     return mine
 
 
-def planned(*args: Any, plan: Any, **options: Any) -> None: ...
-
-
 MADE = {
-    "support gives a str": lambda: Backend("mine", reference.run, lambda config: "ALWAYS"),
-    "support gives None": lambda: Backend("mine", reference.run, lambda config: None),
+    "support gives a str": lambda: Backend("mine", right, lambda config: "ALWAYS"),
+    "support gives None": lambda: Backend("mine", right, lambda config: None),
+    "run takes them by position": lambda: Backend("mine", by_position, always),
     "run takes no host": lambda: Backend("mine", no_host, always),
+    "run calls its bounds otherwise": lambda: Backend("mine", bounds, always),
+    "run is no function": lambda: Backend("mine", 3, always),
     "run returns": lambda: Backend("mine", returned, always),
-    "options of no such name": lambda: Backend("mine", reference.run, always, options=("sink",)),
-    "options a str": lambda: Backend("mine", reference.run, always, options="sinks"),
-    "plan a function": lambda: Backend("mine", reference.run, always, plan=lambda config: 1),
+    "options of no such name": lambda: Backend("mine", right, always, options=("sink",)),
+    "options a str": lambda: Backend("mine", right, always, options="sinks"),
+    "plan a function": lambda: Backend("mine", right, always, plan=lambda config: 1),
     "plan of no such leaf": lambda: Backend(
-        "mine", planned, always, plan=Plan(("seqlens",), *unplanned)
-    ),
-    "run takes no plan": lambda: Backend(
-        "mine", reference.run, always, plan=Plan(("seq_lens",), *unplanned)
+        "mine", right, always, plan=Plan(("seqlens",), *unplanned)
     ),
 }
 
@@ -59,13 +63,15 @@ MADE = {
 FIXES = {
     "support gives a str": "returned 'ALWAYS'; return a level",
     "support gives None": "returned None; return a level",
-    "run takes no host": r"run takes no host.*run\(..., out, \*, config, host\)",
+    "run takes them by position": r"run\(q, k, .*, host\) cannot be called as run\(args, .*args.q",
+    "run takes no host": r"argument 'host'\. Write def run\(args, host\): .*fg.ops.AttentionArgs",
+    "run calls its bounds otherwise": r"run\(args, bounds\) .*'bounds'\. Write def run\(args, h",
+    "run is no function": "run=3 is no function",
     "run returns": r"run returned a Tensor.*out.copy_\(...\), and return nothing",
     "options of no such name": "options names 'sink'.* Did you mean 'sinks'",
     "options a str": r"options=\('sinks',\)",
     "plan a function": "is no fg.ops.Plan; pass plan=",
     "plan of no such leaf": "plan names 'seqlens'.* Did you mean 'seq_lens'",
-    "run takes no plan": r"run takes no plan.*\*, config, host, plan\)",
 }
 
 
@@ -104,8 +110,8 @@ def test_a_step_refuses_a_run_that_returns(modes):
 def test_a_call_between_graphs_is_refused_that_returns_for_some_batches_alone():
     wrong = []
 
-    def run(*args: Any, **options: Any) -> Any:
-        return (returned if wrong else reference.run)(*args, **options)
+    def run(args: Any, host: Any) -> Any:
+        return (returned if wrong else right)(args, host)
 
     fast, cache = graphified(run, "PIECEWISE"), toys.attention_cache()
     step = fast.bind(toys.attention_params()).capture(cache, progress=False)
@@ -124,7 +130,7 @@ def test_bare_forward_refuses_a_run_that_returns():
 
 
 def test_a_level_that_is_none_is_refused_when_lowered():
-    ATTENTION.register(Backend("mine", reference.run, lambda config: 3))
+    ATTENTION.register(Backend("mine", right, lambda config: 3))
     fast = fg.graphify(toys.attend, donate="cache", stage="batch", backends={"attention": "mine"})
     split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=toys.LIMITS).split()
     with pytest.raises(BackendError, match=r"'mine': support\(config\) returned 3; return a level"):

@@ -589,10 +589,10 @@ def test_a_key_that_cannot_be_captured(recorder_name, device):
 
     backend = toys.DOUBLE.backends["plain"]
 
-    def picky(x: Any, out: Any, factor: float, **rest: Any) -> None:
-        if len(x) == 4:
+    def picky(args: Any, host: Any) -> None:
+        if len(args.x) == 4:
             raise ValueError("four is right out")
-        backend.run(x, out, factor, **rest)
+        backend.run(args, host)
 
     toys.DOUBLE.backends["picky"] = dataclasses.replace(backend, name="picky", run=picky)
     try:

@@ -9,24 +9,24 @@ import pytest
 import torch
 
 import fngraph as fg
-from fngraph.ops import ATTENTION, Backend, Plan
-from fngraph.ops.paged import reference
+from fngraph.ops import ATTENTION, AttentionArgs, Backend, Plan
 from fngraph.testing import points
 
 ALL = ("bidirectional", "sinks", "cache scales", "fp8 cache")
 check = fg.testing.check_backend
+right: Any = ATTENTION.backend("reference").run
 
 
 @pytest.fixture
-def add(monkeypatch):
+def add():
     """Registers "mine"."""
 
     def add(run: Any, level: fg.Support = fg.Support.ALWAYS, **more: Any) -> None:
-        monkeypatch.setitem(
-            ATTENTION.backends, "mine", Backend("mine", run, lambda config: level, **more)
-        )
+        ATTENTION.register(Backend("mine", run, lambda config: level, **more))
 
-    return add
+    yield add
+    if "mine" in ATTENTION.backends:
+        ATTENTION.unregister("mine")
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def one_page(monkeypatch):
 
 
 def test_a_right_backend_passes(add):
-    add(reference.run, options=ALL)
+    add(right, options=ALL)
     checked = check("mine")
     assert checked.calls > 200 and checked.replays > 100 and not checked.refused
     assert repr(checked).startswith(f"'mine' on cpu: {checked.calls} calls and {checked.replays}")
 
 
 def test_what_is_refused_is_counted(one_page, add):
-    add(reference.run, supports=lambda c: None if c.window is None else "no window")
+    add(right, supports=lambda c: None if c.window is None else "no window")
     refused = check("mine", query_len=1).refused
     assert list(refused) == ["no window", "it has no bidirectional", "it has no sinks",
                              "it has no cache scales and no fp8 cache"]  # fmt: skip
@@ -55,12 +55,12 @@ def test_what_is_refused_is_counted(one_page, add):
 def test_only_what_the_level_and_the_query_length_allow_is_run(one_page, add, level, query_len):
     keys, lens = set(), set()
 
-    def run(*args: Any, host: Any, **options: Any) -> None:
+    def run(args: AttentionArgs, host: Any) -> None:
         if host is not None and host.key is not None:
             keys.add(host.key.query_len)
         else:
-            lens.update(args[4].query_start_loc.diff().tolist())
-        reference.run(*args, host=host, **options)
+            lens.update(args.meta.query_start_loc.diff().tolist())
+        right(args, host)
 
     add(run, level)
     check("mine", query_len=query_len)
@@ -72,122 +72,142 @@ def test_only_what_the_level_and_the_query_length_allow_is_run(one_page, add, le
 # --- wrong ones -----------------------------------------------------------------------------------
 
 
-def one_behind(q, k, v, kv, meta, out, *, config, host):
+def change(args: AttentionArgs, **fields: Any) -> AttentionArgs:
+    """Other fields, those of the meta and of the configuration too."""
+    meta = {name: fields.pop(name) for name in args.meta._fields if name in fields}
+    config = {name: fields.pop(name) for name in args.config._fields if name in fields}
+    return args._replace(
+        meta=args.meta._replace(**meta), config=args.config._replace(**config), **fields
+    )
+
+
+def attend(args, **fields):
+    """What `right` makes of the cache as it is."""
+    nowhere = torch.full_like(args.meta.slot_mapping, -1)
+    right(change(args, slot_mapping=nowhere, **fields), None)
+
+
+def one_behind(args, host):
     """Positions are one too low."""
-    reference.run(q, k, v, kv, meta, out, config=config, host=host)
-    behind = meta._replace(seq_lens=meta.seq_lens - 1)
-    reference.attend_to(q, kv, behind, out, config)
+    right(args, host)
+    attend(args, seq_lens=args.meta.seq_lens - 1)
 
 
-def into_slot_minus_one(q, k, v, kv, meta, out, *, config, host):
+def into_slot_minus_one(args, host):
     """-1 is the last row to torch."""
-    for cache, new in zip(kv, (k, v)):
-        cache.view(-1, *cache.shape[2:])[meta.slot_mapping] = new
-    reference.attend_to(q, kv, meta, out, config)
+    for cache, new in zip(args.kv, (args.k, args.v)):
+        cache.view(-1, *cache.shape[2:])[args.meta.slot_mapping] = new
+    attend(args)
 
 
-def without_window(*args, config, host):
-    reference.run(*args, config=config._replace(window=None), host=host)
+def without_window(args, host):
+    right(change(args, window=None), host)
 
 
-def without_softcap(*args, config, host):
-    reference.run(*args, config=config._replace(softcap=None), host=host)
+def without_softcap(args, host):
+    right(change(args, softcap=None), host)
 
 
-def as_far_ahead_as_there_is(*args, config, host):
+def as_far_ahead_as_there_is(args, host):
     """A window that bounds what is behind alone."""
-    ahead = not config.causal and config.window is not None
-    reference.run(*args, config=config._replace(window=None) if ahead else config, host=host)
+    right(args if args.config.causal else change(args, window=None), host)
 
 
-def as_if_dense(q, k, v, kv, meta, out, *, config, host):
+def as_if_dense(args, host):
     """Rows are taken to follow one another."""
-    q, k, v = (x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1)) for x in (q, k, v))
-    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+    q, k, v = (
+        x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1))
+        for x in (args.q, args.k, args.v)
+    )
+    right(change(args, q=q, k=k, v=v), host)
 
 
-def with_all_rows_in_one_scale(q, *args, config, host):
+def with_all_rows_in_one_scale(args, host):
     """As where q is rounded to fp8 by its largest number, be it nobody's."""
-    by = q.abs().amax()
-    reference.run(q / by * by, *args, config=config, host=host)
+    by = args.q.abs().amax()
+    right(change(args, q=args.q / by * by), host)
 
 
-def with_one_scale(*args, config, host, k_scale=None, v_scale=None):
+def with_one_scale(args, host):
     """The first kv head's for all."""
-    scales = (None if x is None else x.flatten()[0] for x in (k_scale, v_scale))
-    named = dict(zip(("k_scale", "v_scale"), scales))
-    reference.run(*args, config=config, host=host, **named)
+    k, v = (None if x is None else x.flatten()[0] for x in (args.k_scale, args.v_scale))
+    right(change(args, k_scale=k, v_scale=v), host)
 
 
-def of_128_keys(q, k, v, kv, meta, out, *, config, host):
-    blocks = -(-128 // config.block_size)
-    few = meta._replace(block_tables=meta.block_tables[:, :blocks])
-    reference.run(q, k, v, kv, few, out, config=config, host=host)
+def of_128_keys(args, host):
+    blocks = -(-128 // args.config.block_size)
+    right(change(args, block_tables=args.meta.block_tables[:, :blocks]), host)
 
 
-def values_as_keys(q, k, v, kv, meta, out, *, config, host):
-    reference.run(q, v, v, kv, meta, out, config=config, host=host)
+def values_as_keys(args, host):
+    right(change(args, k=args.v), host)
 
 
-def heads_in_turn(q, k, v, kv, meta, out, *, config, host):
+def heads_in_turn(args, host):
     """Head h reads kv head h % K."""
-    turned = q.unflatten(1, (-1, config.num_kv_heads)).transpose(1, 2).flatten(1, 2)
-    reference.run(turned, k, v, kv, meta, out, config=config, host=host)
-    out.copy_(out.unflatten(1, (config.num_kv_heads, -1)).transpose(1, 2).flatten(1, 2))
+    turned = args.q.unflatten(1, (-1, args.config.num_kv_heads)).transpose(1, 2).flatten(1, 2)
+    right(change(args, q=turned), host)
+    out = args.out.unflatten(1, (args.config.num_kv_heads, -1)).transpose(1, 2).flatten(1, 2)
+    args.out.copy_(out)
 
 
-def true_rows_alone(q, k, v, kv, meta, out, *, config, host):
+def real(args):
+    """(T, 1, 1): tokens that are a request's."""
+    return (torch.arange(len(args.q)) < args.meta.query_start_loc[-1])[:, None, None]
+
+
+def true_rows_alone(args, host):
     """What is no request's is left as it was."""
-    new = torch.empty_like(out)
-    reference.run(q, k, v, kv, meta, new, config=config, host=host)
-    real = torch.arange(len(q)) < meta.query_start_loc[-1]
-    out.copy_(torch.where(real[:, None, None], new, out))
+    new = torch.empty_like(args.out)
+    right(change(args, out=new), host)
+    args.out.copy_(torch.where(real(args), new, args.out))
 
 
-def the_last_request_goes_on(q, k, v, kv, meta, out, *, config, host):
+def the_last_request_goes_on(args, host):
     """What is no request's is attended for as well."""
-    starts = torch.cat([meta.query_start_loc[:-1], meta.query_start_loc.new_tensor([len(q)])])
-    reference.run(q, k, v, kv, meta, out, config=config, host=host)
-    new = torch.empty_like(out)
-    reference.attend_to(q, kv, meta._replace(query_start_loc=starts), new, config)
-    real = torch.arange(len(q)) < meta.query_start_loc[-1]
-    out.copy_(torch.where(real[:, None, None], out, new + 1))
+    starts = args.meta.query_start_loc
+    new, starts = (
+        torch.empty_like(args.out),
+        torch.cat([starts[:-1], starts.new_tensor([len(args.q)])]),
+    )
+    right(args, host)
+    attend(args, query_start_loc=starts, out=new)
+    args.out.copy_(torch.where(real(args), args.out, new + 1))
 
 
-def unseen_times_zero(q, k, v, kv, meta, out, *, config, host):
+def unseen_times_zero(args, host):
     """0 * NaN, of slots that hold nothing."""
-    reference.run(q, k, v, kv, meta, out, config=config, host=host)
-    out += 0 * kv[1][meta.block_tables.long()].sum()
+    right(args, host)
+    args.out.add_(0 * args.v_cache[args.meta.block_tables.long()].sum())
 
 
-def scaled_in_place(q, *args, config, host):
-    q *= 2.0
-    reference.run(q, *args, config=config._replace(scale=config.scale / 2), host=host)
+def scaled_in_place(args, host):
+    args.q.mul_(2.0)
+    right(change(args, scale=args.config.scale / 2), host)
 
 
-def as_if_uniform(q, k, v, kv, meta, out, *, config, host):
+def as_if_uniform(args, host):
     """Right in eager calls; a graph has T // R tokens a request baked in."""
     if host is not None and host.key is not None:
-        R = len(meta.seq_lens)
-        starts = torch.arange(R + 1, dtype=torch.int32) * (len(q) // R)
-        meta = meta._replace(query_start_loc=starts)
-    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+        R = len(args.meta.seq_lens)
+        starts = torch.arange(R + 1, dtype=torch.int32) * (len(args.q) // R)
+        args = change(args, query_start_loc=starts)
+    right(args, host)
 
 
-def as_long_as_the_query(q, k, v, kv, meta, out, *, config, host):
+def as_long_as_the_query(args, host):
     """Right in eager calls; a graph has the key's query length baked in as the longest context."""
     if host is not None and host.key is not None:
-        blocks = -(-host.max_query_len // config.block_size)
-        meta = meta._replace(block_tables=meta.block_tables[:, :blocks])
-    reference.run(q, k, v, kv, meta, out, config=config, host=host)
+        blocks = -(-host.max_query_len // args.config.block_size)
+        args = change(args, block_tables=args.meta.block_tables[:, :blocks])
+    right(args, host)
 
 
-def waiting(q, k, v, kv, meta, out, *, config, host):
+def waiting(args, host):
     """It waits for a number from the device."""
-    longest = int(meta.seq_lens.max())
-    blocks = meta.block_tables[:, : max(1, -(-longest // config.block_size))]
-    short = meta._replace(block_tables=blocks)
-    reference.run(q, k, v, kv, short, out, config=config, host=host)
+    longest = int(args.meta.seq_lens.max())
+    blocks = max(1, -(-longest // args.config.block_size))
+    right(change(args, block_tables=args.meta.block_tables[:, :blocks]), host)
 
 
 CALLED, CAPTURED = "differs from 'reference', called with", "differs from 'reference', captured as"
@@ -236,7 +256,7 @@ def test_a_wrong_backend_is_told_what_is_wrong(one_page, add, run):
 
 
 def test_what_it_raises_is_told_with_the_case(add):
-    def run(*args: Any, **options: Any) -> None:
+    def run(args: Any, host: Any) -> None:
         raise ZeroDivisionError("mine")
 
     add(run)
@@ -247,7 +267,7 @@ def test_what_it_raises_is_told_with_the_case(add):
 
 
 def test_what_runs_nothing_is_no_pass(add):
-    add(reference.run, missing=lambda: "no such device")
+    add(right, missing=lambda: "no such device")
     with pytest.raises(fg.errors.BackendError, match=r"'mine' runs none of it on cpu: .*no such"):
         check("mine")
     with pytest.raises(fg.errors.BackendError, match="no backend 'mime'"):
@@ -273,8 +293,8 @@ def plan_of(fill: Any) -> Plan:
     return Plan(("seq_lens",), lambda config, sizes, key: torch.zeros(sizes["R"]).int(), fill)
 
 
-def run_planned(q, k, v, kv, meta, out, *, config, host, plan):
-    reference.run(q, k, v, kv, meta._replace(seq_lens=plan), out, config=config, host=host)
+def run_planned(args, host):
+    right(change(args, seq_lens=args.plan), host)
 
 
 def fill(lens, config, sizes, leaves):

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.core import trees
-from fngraph.ops import Backend
-from fngraph.ops.primitives import define
+from fngraph.ops import Backend, define
 
 V, E, H, K, D, S, B = 11, 8, 4, 2, 2, 4, 3
 LIMITS = fg.Limits(max_tokens=16, max_reqs=4, B=B)
@@ -160,9 +159,9 @@ def assert_trees(got: Any, want: Any, **tolerance: Any) -> None:
 # --- a primitive without a cache ------------------------------------------------------------------
 
 
-def _run_double(x: Tensor, out: Tensor, factor: float, *, config: Any, host: Any) -> None:
-    DOUBLE_ROWS.append(len(x))
-    out.copy_(x * factor)
+def _run_double(args: Any, host: Any) -> None:
+    DOUBLE_ROWS.append(len(args.x))
+    args.out.copy_(args.x * args.factor)
 
 
 DOUBLE_ROWS: list[int] = []

@@ -3,19 +3,46 @@
 from fngraph.ops import shipped as shipped
 from fngraph.ops.backend import Backend as Backend, Plan as Plan
 from fngraph.ops.choice import Hybrid as Hybrid
-from fngraph.ops.paged.cascades import CASCADE as CASCADE, cascade as cascade
+from fngraph.ops.paged.cascades import (
+    CASCADE as CASCADE,
+    CascadeArgs as CascadeArgs,
+    cascade as cascade,
+)
 from fngraph.ops.paged.config import (
+    AttentionArgs as AttentionArgs,
     AttentionConfig as AttentionConfig,
     AttentionMeta as AttentionMeta,
 )
-from fngraph.ops.paged.latent import MLA as MLA, mla as mla
+from fngraph.ops.paged.latent import (
+    MLA as MLA,
+    MLAArgs as MLAArgs,
+    MLAConfig as MLAConfig,
+    mla as mla,
+)
 from fngraph.ops.paged.multi_head import ATTENTION as ATTENTION, attention as attention
 from fngraph.ops.primitives import (
     PRIMITIVES as PRIMITIVES,
     Primitive as Primitive,
+    define as define,
     primitive as primitive,
 )
-from fngraph.ops.recurrent.convolution import CAUSAL_CONV as CAUSAL_CONV, causal_conv as causal_conv
-from fngraph.ops.recurrent.delta_rule import GATED_DELTA as GATED_DELTA, gated_delta as gated_delta
+from fngraph.ops.recurrent.convolution import (
+    CAUSAL_CONV as CAUSAL_CONV,
+    CausalConvArgs as CausalConvArgs,
+    CausalConvConfig as CausalConvConfig,
+    causal_conv as causal_conv,
+)
+from fngraph.ops.recurrent.delta_rule import (
+    GATED_DELTA as GATED_DELTA,
+    GatedDeltaArgs as GatedDeltaArgs,
+    GatedDeltaConfig as GatedDeltaConfig,
+    gated_delta as gated_delta,
+)
 from fngraph.ops.recurrent.requests import StateMeta as StateMeta
-from fngraph.ops.recurrent.state_space import SSD as SSD, ssd as ssd
+from fngraph.ops.recurrent.state_space import (
+    SSD as SSD,
+    SSDArgs as SSDArgs,
+    SSDConfig as SSDConfig,
+    ssd as ssd,
+)
+from fngraph.ops.slots import write_cache as write_cache

@@ -1,9 +1,9 @@
-"""`Backend`: one way to run a primitive; a mistake in one is refused by its name.
+"""A backend: one way to run a primitive, maybe with a plan that it makes on the host before a step.
 
-`Plan`: what a backend works out on the host before each step, into buffers that stay.
+Users write them, so a mistake in one is refused by its name, when it is made or registered.
 
 Some libraries schedule a batch on the CPU and leave the result in device memory, where a captured
-graph reads it. So there is one set of buffers for each key that is captured in one graph, made
+graph reads it. So a plan has one set of buffers for each key that is captured in one graph, made
 before its capture, and one more for all eager calls.
 """
 
@@ -12,24 +12,41 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from importlib.util import find_spec
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from fngraph.core import BatchDescriptor, Support
+from fngraph.core import BatchDescriptor, HostBounds, Support
 from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError
+
+
+class Run(Protocol):
+    """What a backend does on the device."""
+
+    def __call__(self, args: Any, /, host: HostBounds | None) -> None:
+        """Write the output of one call.
+
+        Args:
+            args: the primitive's arguments by name, as `fg.ops.AttentionArgs` has attention's.
+            host: the bounds of the step, or of the key that is captured; None in bare `forward`.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
     """One way to run a primitive.
 
+        def run(args: fg.ops.AttentionArgs, host: fg.HostBounds | None) -> None: ...
+        fg.ops.ATTENTION.register(fg.ops.Backend("mine", run, lambda config: fg.Support.ALWAYS))
+
     Attributes:
         name: what users write in `graphify(backends={"attention": name})`.
-        run: `run(*args, config=..., host=...)` with the primitive's own arguments; writes `out`
-            in full for the rows it is given and returns nothing; may neither sync with the host
+        run: `run(args, host)` with the primitive's arguments in one tuple; writes `args.out` in
+            full for the rows it is given and returns nothing; may neither sync with the host
             nor, where `support` is not NEVER, launch what depends on values in device memory.
+            None: it is not shipped, but a name with a level, to study.
         support: configuration to the level at which its graphs can be captured.
         supports: configuration to None, or the reason why it cannot be run.
         options: what it can of what a configuration `asks` beyond the common; what is not listed
@@ -37,19 +54,17 @@ class Backend:
         needs: what it takes to run it, in words.
         missing: None, or the reason why it cannot be run on this machine at all.
         plan: host-side work before each step; None: it has none.
-        shipped: whether there is a `run`; without, it is a name with a level, to study.
         preferred: the configurations for which it is taken where none is named, if it can run.
     """
 
     name: str
-    run: Callable[..., None]
+    run: Run | None
     support: Callable[[Any], Support]
     supports: Callable[[Any], str | None] = lambda config: None
     options: tuple[str, ...] = ()
     needs: str = "torch"
     missing: Callable[[], str | None] = lambda: None
     plan: Plan | None = None
-    shipped: bool = True
     preferred: Callable[[Any], bool] = lambda config: False
 
     def __post_init__(self) -> None:
@@ -60,7 +75,7 @@ class Backend:
         """
         for name in ("run", "support", "supports", "missing", "preferred"):
             value = getattr(self, name)
-            if not callable(value):
+            if not callable(value) and (name, value) != ("run", None):
                 shown = f"fg.Support.{value.name}" if isinstance(value, Support) else repr(value)
                 raise BackendError(
                     f"backend {self.name!r}: {name}={shown} is no function; for one that always "
@@ -76,13 +91,21 @@ class Backend:
                 f"backend {self.name!r}: plan={self.plan!r} is no fg.ops.Plan; pass "
                 'plan=fg.ops.Plan(("seq_lens",), buffers, fill)'
             )
-        given = ("config", "host") if self.plan is None else ("config", "host", "plan")
-        unknown = _not_taken(self.run, given)
-        if unknown:
+        signature = None if self.run is None else _signature(self.run)
+        try:
+            if signature is not None:
+                signature.bind(None, host=None)
+        except TypeError as error:
             raise BackendError(
-                f"backend {self.name!r}: run takes no {' and no '.join(unknown)}, which it is "
-                f"called with. Write run(..., out, *, {', '.join(given)})"
-            )
+                f"backend {self.name!r}: run{signature} cannot be called as "
+                f"run(args, host=bounds): {error}. Write def run(args, host): ..., and read what "
+                "it is given by name: args.q, args.out (fg.ops.AttentionArgs for attention)"
+            ) from None
+
+    @property
+    def shipped(self) -> bool:
+        """Whether it can run anywhere at all."""
+        return self.run is not None
 
     def check_names(self, primitive: str, *, options: Sequence[str], leaves: Sequence[str]) -> None:
         """Raise where it names an option, or a leaf that its plan reads, that is none of these.
@@ -121,7 +144,7 @@ class Backend:
         """
         raise BackendError(
             f"backend {self.name!r}: run returned a {type(returned).__name__}, which nobody reads. "
-            "Write it into the output that run is given, out.copy_(...), and return nothing"
+            "Write it into the output that run is given, args.out.copy_(...), and return nothing"
         )
 
     def refusal(self, config: Any) -> str | None:
@@ -148,16 +171,19 @@ class Backend:
             return f"Backend({self.name!r})"
 
 
-def _not_taken(run: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Those of `names` that `run` does not take as keywords, as far as its signature tells."""
+def _signature(run: Run) -> inspect.Signature | None:
+    """What it takes, by name, as far as it tells: some functions in C do not."""
     try:
-        taken = inspect.signature(run).parameters.values()
-    except (TypeError, ValueError):  # some functions in C have none
-        return []
-    if any(p.kind is p.VAR_KEYWORD for p in taken):
-        return []
-    named = {p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return [name for name in names if name not in named]
+        signature = inspect.signature(run)
+    except (TypeError, ValueError):
+        return None
+    bare = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=signature.empty)
+
+
+def not_installed(module: str, package: str) -> str | None:
+    """None if `module` can be imported, else how to get it: what `missing` answers."""
+    return None if find_spec(module) is not None else f"not installed: pip install {package}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,8 +193,8 @@ class Plan:
     Attributes:
         leaves: names of the primitive's arguments that it reads on the host. Each must be a leaf
             of the batch as it was passed to `forward`, and come in host memory: nothing waits.
-        buffers: `buffers(config, sizes, key) -> Any`: what `run` gets as `plan=`. `sizes` are the
-            letters' (T, R, B, ...) largest values; `key` is None for eager calls.
+        buffers: `buffers(config, sizes, key) -> Any`: what `run` gets as `args.plan`. `sizes` are
+            the letters' (T, R, B, ...) largest values; `key` is None for eager calls.
         fill: `fill(buffers, config, sizes, leaves)`: before each step, with the leaves of the
             batch (unpadded, on the CPU) and `sizes` of what runs: the key's, or the true ones.
     """

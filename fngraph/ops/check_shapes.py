@@ -6,6 +6,7 @@ is a symbol while a graph is traced (T, R) is compared with nothing, which would
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn
@@ -17,6 +18,8 @@ from fngraph.core.where import user_line
 from fngraph.errors import TreeError
 
 WHOLE = (torch.int32, torch.int64)
+CACHE = "num_blocks block_size K D"
+QKV = {"q_THD": "T H D", "k_TKD": "T K D", "v_TKD": "T K D", "kv[0]": CACHE, "kv[1]": CACHE}
 PAGED = {
     "batch.slot_mapping": "T", "batch.seq_lens": "R", "batch.query_start_loc": "R+1",
     "batch.block_tables": "R B",
@@ -119,10 +122,8 @@ _Dims = tuple[tuple[str, int], ...]
 
 def _dims(letters: str) -> _Dims:
     """ "R+1 B" as (("R", 1), ("B", 0))."""
-    return tuple(
-        (word[:-2], int(word[-2:])) if word[-2:-1] in ("+", "-") else (word, 0)
-        for word in letters.split()
-    )
+    found = re.findall(r"(\w+)([+-]\d)?", letters)
+    return tuple((letter, int(more or 0)) for letter, more in found)
 
 
 def _fits(

@@ -1,20 +1,21 @@
-"""A primitive as users call it: `fg.ops.attention(...)`, and `fg.ops.attention.backends()`.
+"""A primitive: one opaque op in the traced graph, with several backends, where PIECEWISE cuts.
 
-A primitive: one opaque op in the traced graph, with several backends, where PIECEWISE cuts.
-
-A primitive writes into tensors that it is given (its `out` and, say, a KV cache) and returns
-nothing. So its output has a fixed address in every mode, and a backend is a plain function.
+It writes into tensors that it is given (its `out` and, say, a KV cache) and returns nothing. So its
+output has a fixed address in every mode, and a backend is a plain function.
 
 Words: `run` is what a backend does on the device; `support` is the largest class of batches that
-one captured graph of it may serve; `supports` says why a configuration cannot be run at all.
+one captured graph of it may serve; `supports` says why a configuration cannot be run at all. Users
+call a `Function`, as `fg.ops.attention(...)`, which can also tell of the backends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
+import operator
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
@@ -24,10 +25,295 @@ from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.backend import Backend
 from fngraph.ops.transforms import is_transformed
-from fngraph.torch_facts.names import BelowAutograd
+from fngraph.torch_facts.names import BelowAutograd, parse_schema
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Primitive:
+    """An opaque op and the backends that can run it.
+
+    Attributes:
+        name: of the op in the `fngraph` library, and of the key in `backends=`.
+        op: the overload that appears in traced graphs.
+        configure: the op's arguments (tensors or fakes) to a hashable configuration.
+        make_args: `make_args(arguments, config, plan)`: the op's arguments as a backend gets them.
+        backends: by name; the first one is the definition, which runs every configuration.
+        null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
+            alone, or does not say.
+    """
+
+    name: str
+    op: Any
+    configure: Callable[..., Any]
+    make_args: Callable[[tuple[Any, ...], Any, Any], Any]
+    backends: dict[str, Backend]
+    null_slots: str | None = None
+    _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
+
+    def bind(
+        self, backend: Backend, args: tuple[Any, ...], config: Any, plan: Any = None
+    ) -> functools.partial[None]:
+        """The call of a backend over these arguments of the op, as yet without `host=`.
+
+        Raises:
+            BackendError: it is not shipped.
+        """
+        if backend.run is None:
+            raise BackendError(
+                f"fngraph does not ship {backend.name}: its level is there to study what would be "
+                f"captured. To run it, write its run(args, host) and register it: fg.ops."
+                f"{self.name.upper()}.register(fg.ops.Backend({backend.name!r}, run, support))"
+            )
+        return functools.partial(backend.run, self.make_args(args, config, plan))
+
+    def call(
+        self, backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None,
+        plan: Any = None,
+    ) -> None:  # fmt: skip
+        """Run a backend on these arguments of the op.
+
+        Raises:
+            BackendError: its `run` returned something, or it is not shipped.
+        """
+        returned: Any = self.bind(backend, args, config, plan)(host=host)  # type: ignore[func-returns-value]
+        if returned is not None:
+            backend.refuse_returned(returned)
+
+    def suited(self, config: Any) -> Backend:
+        """The backend of a configuration where none is named: a preferred one, or the first.
+
+        Kept, since bare `forward` asks at each call, and a look for a package takes 50 us.
+        """
+        if config not in self._suited:
+            able = (backend for backend, reason in self._preferred(config) if reason is None)
+            self._suited[config] = next(able, next(iter(self.backends.values())))
+        return self._suited[config]
+
+    def passed_over(self, config: Any) -> list[str]:
+        """The preferred backends that cannot run a configuration, with the reasons."""
+        return [f"{b.name}: {reason}" for b, reason in self._preferred(config) if reason]
+
+    def _preferred(self, config: Any) -> Iterator[tuple[Backend, str | None]]:
+        """Those that are preferred for a configuration, each with why it cannot run it, or None."""
+        for backend in self.backends.values():
+            if backend.preferred(config):
+                yield backend, backend.refusal(config)
+
+    def backend(self, name: str) -> Backend:
+        """The backend called `name`.
+
+        Raises:
+            BackendError: no such backend; lists those there are and the nearest name.
+        """
+        if name not in self.backends:
+            shipped = [repr(b.name) for b in self.backends.values() if b.shipped]
+            raise BackendError(
+                f"primitive {self.name!r} has no backend {name!r}; "
+                f"there are {', '.join(shipped)}.{did_you_mean(name, self.backends)}"
+            )
+        return self.backends[name]
+
+    def register(self, *backends: Backend) -> None:
+        """Make backends known by name; one of the same name is replaced.
+
+        Raises:
+            BackendError: what is passed is no `Backend`, has the name of the definition, or names
+                an option or a leaf that the primitive does not have.
+        """
+        definition = next(iter(self.backends.values()))
+        for backend in backends:
+            if not isinstance(backend, Backend):
+                named = getattr(backend, "__name__", "mine")
+                raise BackendError(
+                    f"register({backend!r}): pass a fg.ops.Backend, "
+                    f"fg.ops.Backend({named!r}, run, support=lambda config: fg.Support.NEVER)"
+                )
+            if backend.name == definition.name and backend is not definition:
+                raise BackendError(
+                    f"register: {backend.name!r} is the definition of {self.name}, to which the "
+                    f"others are held. Register yours by another name: fg.ops.Backend('mine', ...)"
+                )
+            if backend.shipped:
+                backend.check_names(
+                    self.name, options=definition.options, leaves=_leaves(self.op._schema)
+                )
+        self.backends.update({backend.name: backend for backend in backends})
+        self._suited.clear()
+
+    def unregister(self, name: str) -> None:
+        """Forget a backend.
+
+        Raises:
+            BackendError: there is none of that name, or it is the definition.
+        """
+        if self.backend(name) is next(iter(self.backends.values())):
+            raise BackendError(f"unregister: {name!r} is the definition of {self.name}")
+        del self.backends[name]
+        self._suited.clear()
+
+    def function(self, fn: Callable[P, R]) -> Function[P, R]:
+        """A decorator: the function that users call, which can also tell of the backends."""
+        return Function(self, fn)
+
+    def __repr__(self) -> str:
+        return f"Primitive({self.name!r}, backends={list(self.backends)})"
+
+
+LIBRARY = torch.library.Library("fngraph", "FRAGMENT")
+PRIMITIVES: dict[str, Primitive] = {}  # by op name, "fngraph::attention"
+
+
+def define(
+    name: str,
+    schema: str,
+    *,
+    default: Backend,
+    configure: Callable[..., Any] = lambda *args: None,
+    args: type[tuple[Any, ...]] | None = None,
+    null_slots: str | None = None,
+) -> Primitive:
+    """Make a primitive of one's own, at which PIECEWISE cuts; `backends={name: ...}` chooses.
+
+        def run(args, host):
+            args.out.copy_(args.x * args.factor)
+
+        scale = fg.ops.define(
+            "scale", "(Tensor x, Tensor(a!) out, float factor)",
+            default=fg.ops.Backend("plain", run, lambda config: fg.Support.ALWAYS),
+        )
+        scale.op(x, out, 2.0)  # in `forward`
+
+    Outside of a graphified function the op runs what is `suited`, as a graphified one does where no
+    backend is named. It has no rule for gradients or `vmap`, and says so where one is needed:
+    torch's own fallback would make it silently constant.
+
+    Args:
+        name: of the op in the `fngraph` library.
+        schema: of the op, in torch's words: what is written is marked, and nothing is returned.
+        default: the definition, which runs every configuration.
+        configure: the op's arguments to a hashable configuration, by which backends are chosen.
+        args: the named tuple that backends get. Its fields are arguments of the op by their names,
+            `config`, `plan`, or named tuples of arguments in turn, as `fg.ops.AttentionMeta`. None:
+            one of all the op's arguments, `config` and `plan`.
+        null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
+            alone, or does not say.
+
+    Raises:
+        BackendError: the name is taken, the schema writes nothing or returns something, or a tensor
+            of it is no field of `args`, or a field no argument.
+    """
+    if f"fngraph::{name}" in PRIMITIVES:
+        raise BackendError(
+            f"define({name!r}, ...): there is such a primitive. To run it in another way register "
+            f"a backend: fg.ops.primitive({name!r}).register(fg.ops.Backend(...))"
+        )
+    whole = f"{name}{schema}" if "->" in schema else f"{name}{schema} -> ()"
+    parsed = parse_schema(f"fngraph::{whole}")
+    if parsed.returns or not parsed.is_mutable:
+        raise BackendError(
+            f"define({name!r}, {schema!r}): a primitive writes into tensors that it is given, "
+            'marked as Tensor(a!), and returns nothing. Write "(Tensor x, Tensor(a!) out)"'
+        )
+    default.check_names(name, options=default.options, leaves=_leaves(parsed))
+    make_args = _maker(parsed, args)
+    LIBRARY.define(whole)
+    op = getattr(torch.ops.fngraph, name).default
+
+    def eager(*given: Any) -> None:
+        config = configure(*given)
+        made.call(made.suited(config), given, config, None)
+
+    def refuse_gradients(*given: Any) -> None:
+        if is_transformed(*given):
+            refuse_transform(name)
+        with BelowAutograd():
+            op(*given)
+
+    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, refuse_gradients, "Autograd")
+    LIBRARY.impl(name, lambda *given: refuse_transform(name), "FuncTorchBatched")
+    torch.library.register_fake(f"fngraph::{name}", lambda *given: None, lib=LIBRARY)
+    made = Primitive(name, op, configure, make_args, {default.name: default}, null_slots)
+    PRIMITIVES[f"fngraph::{name}"] = made
+    return made
+
+
+def _leaves(schema: torch.FunctionSchema) -> list[str]:
+    """Arguments that a plan may read: tensors that are always there."""
+    return [a.name for a in schema.arguments if str(a.type) == "Tensor"]
+
+
+def _maker(
+    schema: torch.FunctionSchema, given: type[Any] | None
+) -> Callable[[tuple[Any, ...], Any, Any], Any]:
+    """What makes a backend's named tuple of the op's arguments, a configuration and a plan.
+
+    Raises:
+        BackendError: a tensor of the schema is no field, or a field no argument.
+    """
+    names = [*(a.name for a in schema.arguments), "config", "plan"]
+    kind: Any = given or namedtuple("Args", names)
+    left = {a.name for a in schema.arguments if "Tensor" in str(a.type)}
+
+    def place(name: str) -> int:
+        if name not in names:
+            raise BackendError(
+                f"define: {schema.name} has no argument {name!r}, which {kind.__name__} names."
+                f"{did_you_mean(name, names)}"
+            )
+        left.discard(name)
+        return names.index(name)
+
+    hints = {} if set(kind._fields) <= set(names) else get_type_hints(kind)
+    inner = [x for x in kind._fields if x not in names and hasattr(hints.get(x), "_fields")]
+    makers = [(hints[x]._make, _picker(map(place, hints[x]._fields))) for x in inner]
+    pick = _picker(len(names) + inner.index(x) if x in inner else place(x) for x in kind._fields)
+    if left:
+        raise BackendError(
+            f"define: {schema.name} has the tensors {', '.join(sorted(left))}, which no field of "
+            f"{kind.__name__} names"
+        )
+
+    def make_args(args: tuple[Any, ...], config: Any, plan: Any) -> Any:
+        given = (*args, config, plan)
+        return kind._make(pick((*given, *[make(of(given)) for make, of in makers])))
+
+    return make_args
+
+
+def _picker(places: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What takes the items at `places` out of a tuple."""
+    first, *more = places
+    return operator.itemgetter(first, *more) if more else lambda given: (given[first],)
+
+
+def primitive(name: str) -> Primitive:
+    """The primitive called `name`.
+
+    Raises:
+        BackendError: there is none of that name.
+    """
+    try:
+        return PRIMITIVES[f"fngraph::{name}"]
+    except KeyError:
+        known = sorted(p.name for p in PRIMITIVES.values())
+        raise BackendError(f"no primitive {name!r}; there are {known}") from None
+
+
+def refuse_transform(name: str) -> NoReturn:
+    """Raise because a primitive is opaque to what goes through it.
+
+    Raises:
+        TransformError: always.
+    """
+    raise TransformError(
+        f"{user_line()}: the primitive {name} has no gradient rule and no batching rule, so its "
+        "result would be silently constant. Wrap inference in torch.no_grad() or detach what goes "
+        "in; else write that part in torch ops, or call the primitive outside of the transform"
+    )
 
 
 class BackendRow(NamedTuple):
@@ -87,209 +373,3 @@ class Function(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"fg.ops.{self.primitive.name}"
-
-
-def not_installed(module: str, package: str) -> str | None:
-    """None if `module` can be imported, else how to get it."""
-    from importlib.util import find_spec
-
-    if find_spec(module) is not None:
-        return None
-    return f"not installed: pip install {package}"
-
-
-def not_shipped(name: str) -> Callable[..., None]:
-    """The `run` of a backend that is a name with a level."""
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        raise BackendError(
-            f"fngraph does not ship {name}: its level is there to study what would be captured. "
-            f"To run it, write its run(...) and register it: "
-            f"fg.ops.ATTENTION.register(fg.ops.Backend({name!r}, run, support))"
-        )
-
-    return run
-
-
-LIBRARY = torch.library.Library("fngraph", "FRAGMENT")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Primitive:
-    """An opaque op and the backends that can run it.
-
-    Attributes:
-        name: of the op in the `fngraph` library, and of the key in `backends=`.
-        op: the overload that appears in traced graphs.
-        configure: the op's arguments (tensors or fakes) to a hashable configuration.
-        group: the op's flat arguments to those of a backend's `run`.
-        options: the op's arguments to more of them, by name; those that are not asked for are left
-            out, so that a backend without them can run.
-        backends: by name; the first one is the definition, which runs every configuration.
-        null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
-            alone, or does not say.
-    """
-
-    name: str
-    op: Any
-    configure: Callable[..., Any]
-    group: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    options: Callable[[tuple[Any, ...]], dict[str, Any]]
-    backends: dict[str, Backend]
-    null_slots: str | None = None
-    _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
-
-    def bind(
-        self, backend: Backend, args: tuple[Any, ...], config: Any, **plan: Any
-    ) -> functools.partial[None]:
-        """The call of a backend over these arguments of the op, as yet without `host=`."""
-        options = self.options(args) | plan
-        return functools.partial(backend.run, *self.group(args), config=config, **options)
-
-    def call(
-        self, backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None,
-        **plan: Any,
-    ) -> None:  # fmt: skip
-        """Run a backend on these arguments of the op.
-
-        Raises:
-            BackendError: its `run` returned something.
-        """
-        returned: Any = self.bind(backend, args, config, **plan)(host=host)  # type: ignore[func-returns-value]
-        if returned is not None:
-            backend.refuse_returned(returned)
-
-    def suited(self, config: Any) -> Backend:
-        """The backend of a configuration where none is named: a preferred one, or the first.
-
-        Kept, since bare `forward` asks at each call, and a look for a package takes 50 us.
-        """
-        if config not in self._suited:
-            able = (backend for backend, reason in self._preferred(config) if reason is None)
-            self._suited[config] = next(able, next(iter(self.backends.values())))
-        return self._suited[config]
-
-    def passed_over(self, config: Any) -> list[str]:
-        """The preferred backends that cannot run a configuration, with the reasons."""
-        return [f"{b.name}: {reason}" for b, reason in self._preferred(config) if reason]
-
-    def _preferred(self, config: Any) -> Iterator[tuple[Backend, str | None]]:
-        """Those that are preferred for a configuration, each with why it cannot run it, or None."""
-        for backend in self.backends.values():
-            if backend.preferred(config):
-                yield backend, backend.refusal(config)
-
-    def backend(self, name: str) -> Backend:
-        """The backend called `name`.
-
-        Raises:
-            BackendError: no such backend; lists those there are and the nearest name.
-        """
-        if name not in self.backends:
-            shipped = [repr(b.name) for b in self.backends.values() if b.shipped]
-            raise BackendError(
-                f"primitive {self.name!r} has no backend {name!r}; "
-                f"there are {', '.join(shipped)}.{did_you_mean(name, self.backends)}"
-            )
-        return self.backends[name]
-
-    def register(self, *backends: Backend) -> None:
-        """Make backends known by name; one of the same name is replaced.
-
-        Raises:
-            BackendError: what is passed is no `Backend`, has the name of the definition, or names
-                an option or a leaf that the primitive does not have.
-        """
-        leaves = [a.name for a in self.op._schema.arguments if str(a.type) == "Tensor"]
-        definition = next(iter(self.backends.values()))
-        for backend in backends:
-            if not isinstance(backend, Backend):
-                named = getattr(backend, "__name__", "mine")
-                raise BackendError(
-                    f"register({backend!r}): pass a fg.ops.Backend, "
-                    f"fg.ops.Backend({named!r}, run, support=lambda config: fg.Support.NEVER)"
-                )
-            if backend.name == definition.name and backend is not definition:
-                raise BackendError(
-                    f"register: {backend.name!r} is the definition of {self.name}, to which the "
-                    f"others are held. Register yours by another name: fg.ops.Backend('mine', ...)"
-                )
-            if backend.shipped:
-                backend.check_names(self.name, options=definition.options, leaves=leaves)
-        self.backends.update({backend.name: backend for backend in backends})
-        self._suited.clear()
-
-    def function(self, fn: Callable[P, R]) -> Function[P, R]:
-        """A decorator: the function that users call, which can also tell of the backends."""
-        return Function(self, fn)
-
-    def __repr__(self) -> str:
-        return f"Primitive({self.name!r}, backends={list(self.backends)})"
-
-
-PRIMITIVES: dict[str, Primitive] = {}  # by op name, "fngraph::attention"
-
-
-def define(
-    name: str,
-    schema: str,
-    *,
-    configure: Callable[..., Any],
-    default: Backend,
-    group: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple,
-    options: Callable[[tuple[Any, ...]], dict[str, Any]] = lambda args: {},
-    null_slots: str | None = None,
-) -> Primitive:
-    """Make the op `fngraph::name` with `schema` (its written arguments marked) and register it.
-
-    Called outside a graphified function, the op runs what is `suited`, as a graphified one does
-    where no backend is named. It has no rule for gradients or `vmap`, and says so where one is
-    needed: torch's own fallback would make it silently constant.
-    """
-    LIBRARY.define(f"{name}{schema} -> ()")
-    op = getattr(torch.ops.fngraph, name).default
-
-    def eager(*args: Any) -> None:
-        config = configure(*args)
-        made.call(made.suited(config), args, config, None)
-
-    def refuse_gradients(*args: Any) -> None:
-        if is_transformed(*args):
-            refuse_transform(name)
-        with BelowAutograd():
-            op(*args)
-
-    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, refuse_gradients, "Autograd")
-    LIBRARY.impl(name, lambda *args: refuse_transform(name), "FuncTorchBatched")
-    torch.library.register_fake(f"fngraph::{name}", lambda *args: None, lib=LIBRARY)
-    backends = {default.name: default}
-    made = Primitive(name, op, configure, group, options, backends, null_slots)
-    PRIMITIVES[f"fngraph::{name}"] = made
-    return made
-
-
-def refuse_transform(name: str) -> NoReturn:
-    """Raise because a primitive is opaque to what goes through it.
-
-    Raises:
-        TransformError: always.
-    """
-    raise TransformError(
-        f"{user_line()}: the primitive {name} has no gradient rule and no batching rule, so its "
-        "result would be silently constant. Wrap inference in torch.no_grad() or detach what goes "
-        "in; else write that part in torch ops, or call the primitive outside of the transform"
-    )
-
-
-def primitive(name: str) -> Primitive:
-    """The primitive called `name`.
-
-    Raises:
-        BackendError: there is none of that name.
-    """
-    try:
-        return PRIMITIVES[f"fngraph::{name}"]
-    except KeyError:
-        known = sorted(p.name for p in PRIMITIVES.values())
-        raise BackendError(f"no primitive {name!r}; there are {known}") from None

@@ -49,7 +49,8 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.marks = inputs[:2]
+        name, mark, *_ = inputs
+        ctx.marks = name, mark
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

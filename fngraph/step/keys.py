@@ -164,7 +164,7 @@ class Keys:
             ModesError: no key covers the batch, and NONE is not allowed.
         """
         self.check_awake()  # nothing is found prepared while it sleeps
-        counts: tuple[Any, ...] = spec[COUNTS]
+        counts = spec[COUNTS]
         if allowed is not None:
             counts = (*counts, runtime_modes(allowed))
             if counts in self.prepared:

@@ -6,7 +6,7 @@ A cache is NaN wherever nothing was written, and an output is NaN before it is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def cut_from_one(c: Case) -> Case:
 
 
 def arguments(c: Case, out: Tensor, **options: Any) -> tuple[Any, ...]:
-    """The op's arguments, as a backend is called with them."""
+    """The op's arguments."""
     given = {
         "scale": c.q.shape[-1] ** -0.5, "window": None, "softcap": None, "causal": True,
         "sinks": None, "k_scale": None, "v_scale": None,
@@ -144,11 +144,11 @@ def arguments(c: Case, out: Tensor, **options: Any) -> tuple[Any, ...]:
 
 def call(
     backend: str | Backend, c: Case, host: HostBounds | None = None, out: Tensor | None = None,
-    plan: Mapping[str, Any] = {}, **options: Any,
+    plan: Any = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """What a backend makes of `out`, which is NaN where none is passed; the caches are written."""
     backend = ATTENTION.backend(backend) if isinstance(backend, str) else backend
     out = torch.full_like(c.q, NAN) if out is None else out
     args = arguments(c, out, **options)
-    ATTENTION.call(backend, args, ATTENTION.configure(*args), host, **plan)
+    ATTENTION.call(backend, args, ATTENTION.configure(*args), host, plan)
     return out

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fngraph.ops import AttentionMeta
 from fngraph.testing.cases import Case
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}  # of a row's own norm
-NAMES = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "seq_lens", "query_start_loc",
-         "block_tables")  # fmt: skip
+NAMES = ("q", "k", "v", "k_cache", "v_cache", *AttentionMeta._fields)
 
 
 def row_errors(got: Tensor, want: Tensor) -> Tensor:

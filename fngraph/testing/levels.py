@@ -64,14 +64,12 @@ def planner_of(backend: Backend, c: Case, config: Any) -> Planner | None:
     return Planner(backend.name, backend.plan, config, read, backend.plan.leaves, sizes)
 
 
-def planned(
-    planner: Planner | None, key: BatchDescriptor | None, leaves: Sequence[Tensor]
-) -> dict[str, Any]:
-    """Plan a call; what `run` gets for it."""
+def planned(planner: Planner | None, key: BatchDescriptor | None, leaves: Sequence[Tensor]) -> Any:
+    """Plan a call; what `run` gets for it as `args.plan`."""
     if planner is None:
-        return {}
+        return None
     planner.fill(key, planner.most, [x.cpu() for x in leaves])
-    return {"plan": planner.buffers(key)}
+    return planner.buffers(key)
 
 
 def replays(

@@ -40,6 +40,7 @@ innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack  #
 DisableTorchFunction = _C.DisableTorchFunction  # a context: no function mode and no subclass
 DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # a context: modes, but no subclass
 BelowAutograd = _C._AutoDispatchBelowAutograd  # a context: ops go past autograd's kernels
+parse_schema: Callable[[str], Any] = _C.parse_schema  # "fngraph::f(Tensor x) -> ()"
 no_torch_function = _C._disabled_torch_function_impl  # of a class: none of its own
 no_torch_dispatch = _C._disabled_torch_dispatch_impl
 

@@ -18,16 +18,15 @@ import fngraph as fg
 from fngraph.errors import CaptureError
 from fngraph.graphs import witness
 from fngraph.graphs.witness import Witness, check_no_wait
-from fngraph.ops import Backend
-from fngraph.ops.primitives import define
+from fngraph.ops import Backend, define
 
 HERE = Path(__file__).name
 Run = Callable[[torch.Tensor, torch.Tensor], Any]
 RUN: list[Run] = []  # what the primitive's backend does
 
 
-def _run(x: torch.Tensor, out: torch.Tensor, *, config: Any, host: Any) -> None:
-    RUN[0](x, out)
+def _run(args: Any, host: Any) -> None:
+    RUN[0](args.x, args.out)
 
 
 NAUGHTY = define(

@@ -9,8 +9,7 @@ from torch import Tensor
 from triton_cases import WHERE, build
 
 from fngraph.core import HostBounds
-from fngraph.ops import primitive
-from fngraph.ops.paged.latent import MLAConfig
+from fngraph.ops import MLA, MLAArgs, MLAConfig
 from fngraph.testing.cases import NAN, Case
 
 SIZES = tuple[int, int, int]  # heads, rank, rotated
@@ -23,18 +22,16 @@ def latent(*rows: tuple[int, int], sizes: SIZES, **options: Any) -> Case:
 
 
 def call(
-    backend: str, c: Case, out_THL: Tensor, query_len: int | None = None, **options: Any
+    backend: str, c: Case, out_THL: Tensor, query_len: int | None = None, scale: float | None = None
 ) -> None:
     """One run into `out_THL`, as a graph's node or an eager step would call it."""
     (_, H, C), L = c.q.shape, out_THL.shape[2]
-    scale = options.pop("scale", 2 * C**-0.5)
+    scale = 2 * C**-0.5 if scale is None else scale
     config = MLAConfig(H, L, C - L, c.k_cache.shape[1], c.q.dtype, c.k_cache.dtype, WHERE, scale)
-    chosen = primitive("mla").backend(backend)
+    chosen: Any = MLA.backend(backend)
     assert chosen.refusal(config) is None, chosen.refusal(config)
-    chosen.run(
-        c.q, c.k[:, 0], c.k_cache[:, :, 0], c.meta, out_THL,
-        config=config, host=HostBounds(max_query_len=query_len), **options,
-    )  # fmt: skip
+    args = MLAArgs(c.q, c.k[:, 0], c.k_cache[:, :, 0], c.meta, out_THL, config)
+    chosen.run(args, HostBounds(max_query_len=query_len))
 
 
 def run(backend: str, c: Case, rank: int, query_len: int | None = None, **options: Any) -> Tensor:

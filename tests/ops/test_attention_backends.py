@@ -150,7 +150,7 @@ def test_a_refusal_says_why(name, options, reason):
 
 def test_what_a_backend_has_not_heard_of_is_refused():
     """A new option in the configuration reaches only backends that list it."""
-    old = fg.ops.Backend("old", lambda *a, **k: None, lambda config: fg.Support.ALWAYS)
+    old = fg.ops.Backend("old", lambda args, host: None, lambda config: fg.Support.ALWAYS)
     c = case((3, 5))
     plain = ATTENTION.configure(*arguments(c, c.q))
     assert old.refusal(plain) is None

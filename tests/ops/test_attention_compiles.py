@@ -54,7 +54,8 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
     )
     cache = [zeros(4, 16, 8, config.head_dim, dtype=config.cache_dtype) for _ in range(2)]
     q = zeros(R * Q, 32, config.head_dim, dtype=config.dtype)
-    triton_decode.attend(q, (cache[0], cache[1]), meta, torch.empty_like(q), config, Q)
+    args = fg.ops.AttentionArgs(q, q, q, *cache, meta, torch.empty_like(q), config)
+    triton_decode.attend(args, Q)
     return names
 
 

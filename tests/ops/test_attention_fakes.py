@@ -14,11 +14,8 @@ import toys
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.ops import (
-    ATTENTION,
-    AttentionMeta,
-)
-from fngraph.ops.paged import flash, flashinfer, reference, varlen
+from fngraph.ops import ATTENTION, AttentionConfig, AttentionMeta
+from fngraph.ops.paged import flash, flashinfer, reference
 from fngraph.testing.cases import BATCHES, arguments, call, case
 from fngraph.testing.differences import difference
 
@@ -81,14 +78,12 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, page_table, c
 @pytest.fixture(params=["varlen", "flash_attn", "flash_attn_3"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> fg.ops.Backend:
     """Each over its stand-in."""
-    varlen._parameters.cache_clear()
-    monkeypatch.setattr(varlen, "_varlen", lambda: varlen_attn)
-    for name, fn in (("flash_attn", flash_attn_varlen_func),
+    for name, fn in (("torch.nn.attention.varlen", varlen_attn),
+                     ("flash_attn", flash_attn_varlen_func),
                      ("flash_attn_interface", flash_attn_with_kvcache)):  # fmt: skip
         module = ModuleType(name)
         setattr(module, fn.__name__, fn)
         monkeypatch.setitem(sys.modules, name, module)
-    request.addfinalizer(varlen._parameters.cache_clear)
     return ATTENTION.backend(request.param)
 
 
@@ -162,10 +157,8 @@ class Paged:
         lens = torch.where(num > 0, (num - 1) * self.page + last, 0)
         at = indptr[:-1, None] + torch.arange(toys.B)
         tables = indices[at.clamp(max=len(indices) - 1)]
-        config = ATTENTION.configure(
-            q, *kv, *kv, *[None] * 5, self.scale, None, None, True, None, None, None
-        )
-        config = config._replace(num_kv_heads=kv[0].shape[2], block_size=self.page)
+        (_, H, D), K = q.shape, kv[0].shape[2]
+        config = AttentionConfig(H, K, D, self.page, q.dtype, q.dtype, "cpu", self.scale)
         meta = AttentionMeta(None, lens, self.starts, tables)  # type: ignore[arg-type]
         return reference.attend(q, kv, meta, config)
 
@@ -185,7 +178,7 @@ class Prefill(Paged):
         super().plan(*args, **options)
 
 
-def test_flashinfer_is_planned_for_each_step(monkeypatch):
+def test_flashinfer_is_planned_for_each_step(monkeypatch, request):
     module = ModuleType("flashinfer")
     module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
@@ -194,7 +187,8 @@ def test_flashinfer_is_planned_for_each_step(monkeypatch):
     backend = dataclasses.replace(
         flashinfer.BACKEND, supports=lambda config: None, missing=lambda: None
     )
-    monkeypatch.setitem(ATTENTION.backends, "flashinfer", backend)
+    ATTENTION.register(backend)
+    request.addfinalizer(lambda: ATTENTION.register(flashinfer.BACKEND))
     fast = fg.graphify(
         toys.attend, donate="cache", stage="batch", sizes=toys.SIZES, query_lens=(1, 2),
         backends={"attention": "flashinfer"}, recorder="tape",

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fngraph import ops
 from fngraph.core import HostBounds
-from fngraph.ops import StateMeta
 from fngraph.ops.triton import launch as triton_launch
 
 HERE = Path(__file__)
@@ -48,9 +48,6 @@ def compile_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **optio
 
 def kernels(dtype: torch.dtype, query_len: int) -> list[str]:
     """What the backends launch for models' shapes, compiled; their names."""
-    from fngraph.ops.recurrent.convolution import CausalConvConfig
-    from fngraph.ops.recurrent.delta_rule import GatedDeltaConfig
-    from fngraph.ops.recurrent.state_space import SSDConfig
     from fngraph.ops.triton import convolution as triton_convolution, linear as triton_linear
 
     names = []
@@ -64,18 +61,18 @@ def kernels(dtype: torch.dtype, query_len: int) -> list[str]:
     T, R, f32 = 32, 2, torch.float32
     x = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)  # noqa: E731
     starts = torch.tensor([0, 16, 32], dtype=torch.int32)
-    meta = StateMeta(torch.arange(R), starts[1:], starts)
+    meta = ops.StateMeta(torch.arange(R), starts[1:], starts)
     host = HostBounds(max_query_len=query_len)
-    delta = GatedDeltaConfig(32, 16, 128, 128, dtype, f32, "cuda", 0.1)
+    delta = ops.GatedDeltaConfig(32, 16, 128, 128, dtype, f32, "cuda", 0.1)
     q, v, g = x(T, 16, 128), x(T, 32, 128), x(T, 32, dtype=f32)
     state = x(R, 32, 128, 128, dtype=f32)
-    triton_linear.gated_delta(q, q, v, g, g, state, meta, v, config=delta, host=host)
-    space = SSDConfig(64, 64, 1, 128, dtype, f32, "cuda")
+    triton_linear.gated_delta(ops.GatedDeltaArgs(q, q, v, g, g, state, meta, v, delta), host)
+    space = ops.SSDConfig(64, 64, 1, 128, dtype, f32, "cuda")
     v, dt, b, state = x(T, 64, 64), x(T, 64), x(T, 1, 128), x(R, 64, 64, 128, dtype=f32)
-    triton_linear.ssd(v, dt, x(64), b, b, state, meta, v, config=space, host=host)
-    conv = CausalConvConfig(8192, 4, dtype, dtype, "cuda")
+    triton_linear.ssd(ops.SSDArgs(v, dt, x(64), b, b, state, meta, v, space), host)
+    conv = ops.CausalConvConfig(8192, 4, dtype, dtype, "cuda")
     y, taps, state = x(T, 8192), x(8192, 4), x(R, 8192, 3)
-    triton_convolution.run(y, taps, state, meta, y, config=conv, host=host)
+    triton_convolution.run(ops.CausalConvArgs(y, taps, state, meta, y, conv), host)
     return names
 
 

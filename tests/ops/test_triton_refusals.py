@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import fngraph as fg
 from fngraph.errors import BackendError
-from fngraph.ops import AttentionConfig, primitive
-from fngraph.ops.paged.latent import MLAConfig
-from fngraph.ops.recurrent.convolution import CausalConvConfig
-from fngraph.ops.recurrent.delta_rule import GatedDeltaConfig
-from fngraph.ops.recurrent.state_space import SSDConfig
+from fngraph.ops import AttentionArgs, AttentionConfig, MLAArgs, MLAConfig, primitive
 from fngraph.ops.triton import backends as triton_backends
 from fngraph.ops.triton.launch import missing
 from fngraph.testing.cases import case
@@ -21,9 +19,9 @@ CONFIG = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0
 LATENT = MLAConfig(16, 512, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.1)
 LOW, F32 = torch.bfloat16, torch.float32
 RECURRENT = {
-    "gated_delta": GatedDeltaConfig(32, 16, 128, 128, LOW, F32, "cuda", 0.1),
-    "ssd": SSDConfig(64, 64, 1, 128, LOW, F32, "cuda"),
-    "causal_conv": CausalConvConfig(8192, 4, LOW, F32, "cuda"),
+    "gated_delta": fg.ops.GatedDeltaConfig(32, 16, 128, 128, LOW, F32, "cuda", 0.1),
+    "ssd": fg.ops.SSDConfig(64, 64, 1, 128, LOW, F32, "cuda"),
+    "causal_conv": fg.ops.CausalConvConfig(8192, 4, LOW, F32, "cuda"),
 }
 BACKENDS = ["triton", "triton_decode"]
 
@@ -75,9 +73,9 @@ def test_recurrent_state_that_it_has_not_is_refused_with_the_reason(kind, change
 def test_where_triton_cannot_run_recurrent_state_says_why(kind, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     triton_backends.loaded.cache_clear()
-    x = torch.zeros(2, 2, 2)
+    args = SimpleNamespace(out=torch.zeros(2))
     with pytest.raises(BackendError, match=f"'triton' of {kind}.*(pip|TRITON_INTERPRET=1)"):
-        primitive(kind).backend("triton").run(x, x, x, None, x, config=RECURRENT[kind], host=None)
+        primitive(kind).backend("triton").run(args, None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -85,17 +83,13 @@ def test_where_triton_cannot_run_it_says_why_and_writes_nothing(backend, monkeyp
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     triton_backends.loaded.cache_clear()
     c = case((3, 5))
-    before = c.k_cache.clone()
+    before, out = c.k_cache.clone(), torch.empty_like(c.q)
     with pytest.raises(BackendError, match=f"{backend!r}.*(pip install|TRITON_INTERPRET=1)"):
-        primitive("attention").backend(backend).run(
-            c.q, c.k, c.v, (c.k_cache, c.v_cache), c.meta, torch.empty_like(c.q),
-            config=CONFIG, host=None,
-        )  # fmt: skip
+        args = AttentionArgs(c.q, c.k, c.v, c.k_cache, c.v_cache, c.meta, out, CONFIG)
+        primitive("attention").backend(backend).run(args, None)
     with pytest.raises(BackendError, match=f"{backend!r} of mla.*(pip install|TRITON_INTERPRET=1)"):
-        primitive("mla").backend(backend).run(
-            c.q, c.k[:, 0], c.k_cache[:, :, 0], c.meta, torch.empty_like(c.q), config=LATENT,
-            host=None,
-        )  # fmt: skip
+        latent = MLAArgs(c.q, c.k[:, 0], c.k_cache[:, :, 0], c.meta, out, LATENT)
+        primitive("mla").backend(backend).run(latent, None)
     assert c.k_cache.nan_to_num().equal(before.nan_to_num())
 
 

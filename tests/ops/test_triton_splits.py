@@ -31,10 +31,8 @@ WAYS = ((0, None), (7, 3), (9, None), (100, 1), (None, None))
 def attend(c: Any, Q: int, how: Any, **options: Any) -> torch.Tensor:
     """Keys are read alone: `run` has written them."""
     out = torch.full_like(c.q, float("nan"))
-    given = {name: options.pop(name, None) for name in ("sinks", "k_scale", "v_scale")}
-    config = ATTENTION.configure(*arguments(c, out, **options))
-    kv = (c.k_cache, c.v_cache)
-    triton_decode.attend(c.q, kv, c.meta, out, config, Q, **given, how=how)
+    given = arguments(c, out, **options)
+    triton_decode.attend(ATTENTION.make_args(given, ATTENTION.configure(*given), None), Q, how)
     return out
 
 

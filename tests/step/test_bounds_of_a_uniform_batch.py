@@ -16,9 +16,9 @@ from fngraph.ops.paged import reference
 def test_a_backend_knows_what_the_spec_says(modes, monkeypatch):
     seen = []
 
-    def run(*args: Any, host: Any, **options: Any) -> None:
+    def run(args: Any, host: Any) -> None:
         seen.append(host.max_query_len)
-        reference.run(*args, host=host, **options)
+        reference.run(args, host)
 
     mine = Backend("mine", run, lambda config: fg.Support.UNIFORM_BATCH)
     monkeypatch.setitem(ATTENTION.backends, "mine", mine)

@@ -10,7 +10,7 @@ Shape letters are those of `fngraph.ops.attention`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import einsum, rearrange
@@ -18,48 +18,56 @@ from torch import Tensor
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
-from fngraph.ops.check_shapes import PAGED, Shapes
+from fngraph.ops.check_shapes import PAGED, QKV, Shapes
 from fngraph.ops.paged.config import AttentionConfig, AttentionMeta, meta_of
-from fngraph.ops.paged.dense import rows_of
-from fngraph.ops.paged.reference import AT_ONCE, read, write
+from fngraph.ops.paged.gathered import rows_of
 from fngraph.ops.primitives import define
+from fngraph.ops.slots import read_cache, some_at_a_time, write_cache
 
 
-def run(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    kv: tuple[Tensor, Tensor],
-    meta: AttentionMeta,
-    prefix_len: Tensor,
-    out_THD: Tensor,
-    *,
-    config: AttentionConfig,
-    host: HostBounds | None,
-) -> None:
+class CascadeArgs(NamedTuple):
+    """What a backend of `cascade` gets, `run(args, host)`.
+
+    Attributes:
+        q, k, v, k_cache, v_cache, meta, out, config, plan: as of `fg.ops.AttentionArgs`.
+        prefix_len: (1,) int32, tokens that all requests have in common.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: AttentionMeta
+    prefix_len: Tensor
+    out: Tensor
+    config: AttentionConfig
+    plan: Any = None
+
+
+def run(args: CascadeArgs, host: HostBounds | None) -> None:
     """The `reference` backend."""
-    for cache, x_TKD in zip(kv, (k_TKD, v_TKD)):
-        write(cache, x_TKD, meta.slot_mapping)
-    dtype = torch.promote_types(q_THD.dtype, torch.float32)
-    rows, B = rows_of(meta, q_THD.shape[0], None), meta.block_tables.shape[1]
-    key_S = torch.arange(B * config.block_size, device=q_THD.device)
-    shared_S = key_S < prefix_len
+    meta, config, kv = args.meta, args.config, (args.k_cache, args.v_cache)
+    for cache, x_TKD in zip(kv, (args.k, args.v)):
+        write_cache(cache, x_TKD, meta.slot_mapping)
+    dtype = torch.promote_types(args.q.dtype, torch.float32)
+    rows, B = rows_of(meta, args.q.shape[0], None), meta.block_tables.shape[1]
+    key_S = torch.arange(B * config.block_size, device=args.q.device)
+    shared_S = key_S < args.prefix_len
     first_B = meta.block_tables[0].long()
-    k_SKD, v_SKD = (_known(read(x, first_B, dtype)[None], shared_S[None])[0] for x in kv)
-    at_once = max(1, AT_ONCE // (B * kv[0][0].numel()))
-    for first in range(0, q_THD.shape[0], at_once):
-        part = slice(first, first + at_once)
-        q_TKGD = rearrange(q_THD[part].to(dtype), "t (k g) d -> t k g d", k=config.num_kv_heads)
+    k_SKD, v_SKD = (_known(read_cache(x, first_B, dtype)[None], shared_S[None])[0] for x in kv)
+    for part in some_at_a_time(args.q.shape[0], meta.block_tables, args.k_cache):
+        q_TKGD = rearrange(args.q[part].to(dtype), "t (k g) d -> t k g d", k=config.num_kv_heads)
         seen_TS = (key_S <= rows.position_NQ[part]) & rows.owned_T[part, None]
         own_TS = seen_TS & ~shared_S
-        k_TSKD, v_TSKD = (_known(read(x, rows.table_NB[part], dtype), own_TS) for x in kv)
+        k_TSKD, v_TSKD = (_known(read_cache(x, rows.table_NB[part], dtype), own_TS) for x in kv)
         scores = einsum(q_TKGD, k_SKD, "t k g d, s k d -> t k g s") * config.scale
         weights, lse = _softmax(scores, seen_TS & shared_S)
         shared = einsum(weights, v_SKD, "t k g s, s k d -> t k g d"), lse
         scores = einsum(q_TKGD, k_TSKD, "t k g d, t s k d -> t k g s") * config.scale
         weights, lse = _softmax(scores, own_TS)
         own = einsum(weights, v_TSKD, "t k g s, t s k d -> t k g d"), lse
-        out_THD[part].copy_(rearrange(merge(*shared, *own), "t k g d -> t (k g) d"))
+        args.out[part].copy_(rearrange(merge(*shared, *own), "t k g d -> t (k g) d"))
 
 
 def _known(x_TBSKD: Tensor, seen_TS: Tensor) -> Tensor:
@@ -83,15 +91,11 @@ def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> Tensor:
 
 
 def _configure(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, *rest: Any) -> AttentionConfig:
+    *_, scale = rest
     return AttentionConfig(
         q.shape[1], k.shape[1], q.shape[2], k_cache.shape[1], q.dtype, k_cache.dtype,
-        q.device.type, rest[-1],
+        q.device.type, scale,
     )  # fmt: skip
-
-
-def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, k, v, k_cache, v_cache, *meta, prefix_len, out, _ = args
-    return q, k, v, (k_cache, v_cache), AttentionMeta(*meta), prefix_len, out
 
 
 CASCADE = define(
@@ -100,21 +104,13 @@ CASCADE = define(
     "Tensor seq_lens, Tensor query_start_loc, Tensor block_tables, Tensor prefix_len, "
     "Tensor(c!) out, float scale)",
     configure=_configure,
-    group=_group,
+    args=CascadeArgs,
     default=Backend("reference", run, support=lambda config: Support.NEVER),
     null_slots="slot_mapping",
 )
 
 
-CACHE = "num_blocks block_size K D"
-SHAPES = Shapes(
-    "cascade",
-    {
-        "q_THD": "T H D", "k_TKD": "T K D", "v_TKD": "T K D", "kv[0]": CACHE, "kv[1]": CACHE,
-        **PAGED, "batch.prefix_len": "1",
-    },
-    shared=("H", "K"),
-)  # fmt: skip
+SHAPES = Shapes("cascade", {**QKV, **PAGED, "batch.prefix_len": "1"}, shared=("H", "K"))
 
 
 @CASCADE.function

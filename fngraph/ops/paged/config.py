@@ -1,4 +1,4 @@
-"""What attention is told of a batch, and what its backends may be chosen by."""
+"""What attention is told of a batch, what its backends are chosen by, and what they get."""
 
 from __future__ import annotations
 
@@ -69,6 +69,43 @@ class AttentionConfig(NamedTuple):
         return tuple(name for name, yes in asked.items() if yes)
 
 
+class AttentionArgs(NamedTuple):
+    """What a backend of attention gets, `run(args, host)`; the letters are `fg.ops.attention`'s.
+
+    Attributes:
+        q: (T, H, D) queries.
+        k: (T, K, D) new keys, to be written at `meta.slot_mapping`.
+        v: (T, K, D) new values, likewise.
+        k_cache: (num_blocks, block_size, K, D) keys.
+        v_cache: (num_blocks, block_size, K, D) values.
+        meta: where the tokens belong.
+        out: (T, H, D) to be written in full, zero in rows that belong to no request.
+        config: what is the same for every batch, the options included.
+        sinks: (H,) logits, if `config.sinks`.
+        k_scale: () or (K,) float32, the cache holds k / k_scale; None: 1.
+        v_scale: likewise of v.
+        plan: the buffers that the backend's `Plan` has filled, if it has one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: AttentionMeta
+    out: Tensor
+    config: AttentionConfig
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    plan: Any = None
+
+    @property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """The layer's cache, as it was passed to `fg.ops.attention`."""
+        return self.k_cache, self.v_cache
+
+
 def meta_of(batch: Any) -> AttentionMeta:
     """The fields of a batch that attention reads, without gaps."""
     fields = (getattr(batch, name) for name in AttentionMeta._fields)
@@ -84,6 +121,12 @@ def dense(x: Tensor) -> Tensor:
 def present(meta: AttentionMeta, num_tokens: int) -> Tensor:
     """(T,) bool: whether a token belongs to a request that is not empty."""
     token_T = torch.arange(num_tokens, device=meta.seq_lens.device)
-    owner_T = (token_T[:, None] >= meta.query_start_loc[1:]).sum(1)
-    R = meta.seq_lens.shape[0]
-    return (owner_T < R) & (meta.seq_lens[owner_T.clamp(max=R - 1)] > 0)
+    owner_T, owned_T = owners(token_T, meta.query_start_loc)
+    return owned_T & (meta.seq_lens[owner_T] > 0)
+
+
+def owners(token_T: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The request of each token, and whether it has one: past the last offset it is padding."""
+    R = starts.shape[0] - 1
+    owner_T = (token_T[:, None] >= starts[1:]).sum(1)
+    return owner_T.clamp(max=R - 1), owner_T < R

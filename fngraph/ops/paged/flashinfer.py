@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from fngraph.core import BatchDescriptor, HostBounds, Support
-from fngraph.ops.backend import Backend, Plan
-from fngraph.ops.paged.config import present
-from fngraph.ops.paged.reference import write
-from fngraph.ops.primitives import not_installed
+from fngraph.ops.backend import Backend, Plan, not_installed
+from fngraph.ops.paged.config import AttentionArgs, present
+from fngraph.ops.paged.reference import write_new
 
 WORKSPACE = 128 << 20  # bytes; what flashinfer's own examples use
 
@@ -88,23 +87,11 @@ def fill(planned: Wrapped, config: Any, sizes: Mapping[str, int], leaves: Sequen
         planned.wrapper.plan(starts, *table, *heads, config.block_size, causal=True, **options)
 
 
-def run(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    kv: tuple[Tensor, Tensor],
-    meta: Any,
-    out_THD: Tensor,
-    *,
-    config: Any,
-    host: HostBounds | None,
-    plan: Wrapped,
-) -> None:
+def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`."""
-    for cache, x_TKD in zip(kv, (k_TKD, v_TKD)):
-        write(cache, x_TKD, meta.slot_mapping)
-    out = plan.wrapper.run(q_THD, kv)
-    out_THD.copy_(torch.where(present(meta, len(out))[:, None, None], out, 0.0))
+    write_new(args)
+    out = args.plan.wrapper.run(args.q, args.kv)
+    args.out.copy_(torch.where(present(args.meta, len(out))[:, None, None], out, 0.0))
 
 
 def missing() -> str | None:

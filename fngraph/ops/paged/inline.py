@@ -12,6 +12,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import TransformError
 from fngraph.ops.paged import reference
 from fngraph.ops.paged.config import AttentionConfig, AttentionMeta
+from fngraph.ops.slots import write_cache
 from fngraph.ops.transforms import enter, leave
 
 
@@ -32,28 +33,42 @@ def inline(
             f"{user_line()}: a gradient or a torch.func transform goes through attention over a "
             f"cache in {config.cache_dtype}, whose rounding has no gradient. Use a wider one there"
         )
-    meta = AttentionMeta(*tensors[5:9])
-    for cache, new_TKD in zip(tensors[3:5], tensors[1:3]):
-        _Write.apply(cache, new_TKD, meta.slot_mapping)
-    given = (*tensors[:5], *(() if sinks is None else (sinks,)))
-    q_THD, k_TKD, v_TKD, k_cache, v_cache, *sink = enter("attention", *given)
-    new = []
+    q_THD, k_TKD, v_TKD, k_cache, v_cache, *fields = tensors
+    meta = AttentionMeta(*fields)
     for cache, new_TKD in ((k_cache, k_TKD), (v_cache, v_TKD)):
-        new.append(reference.put(cache, new_TKD, meta.slot_mapping))
+        _Write.apply(cache, new_TKD, meta.slot_mapping)
+    given = (q_THD, k_TKD, v_TKD, k_cache, v_cache, *(() if sinks is None else (sinks,)))
+    q_THD, k_TKD, v_TKD, k_cache, v_cache, *sink = enter("attention", *given)
+    new = [_written(*pair, meta.slot_mapping) for pair in ((k_cache, k_TKD), (v_cache, v_TKD))]
     out_THD = reference.attend(q_THD, (new[0], new[1]), meta, config, sink[0] if sink else None)
     out_THD = leave("attention", out_THD)
     return out_THD, trees.unflatten(trees.flatten(kv)[1], new)
 
 
+def _written(cache: Tensor, new_TKD: Tensor, slot_mapping: Tensor) -> Tensor:
+    """What `write_cache` makes of the cache, as a new tensor that any transform can go through.
+
+    It gathers, since scattering the first real row more than once would count its gradient so.
+    """
+    num_blocks, block_size, *_ = cache.shape
+    N = num_blocks * block_size
+    slot_T = torch.where(slot_mapping < 0, N, slot_mapping)
+    token_T = torch.arange(slot_T.shape[0], device=cache.device)
+    nobody = torch.full((N + 1,), -1, device=cache.device)
+    writer_NS = nobody.index_put((slot_T,), token_T)[:N].view(num_blocks, block_size)
+    new_NSKD = new_TKD.to(cache.dtype)[writer_NS.clamp(min=0)]
+    return torch.where(writer_NS[:, :, None, None] >= 0, new_NSKD, cache)
+
+
 class _Write(torch.autograd.Function):
-    """`reference.write` below all transforms, which refuse to write what was not passed through.
+    """`write_cache` below all transforms, which refuse to write what was not passed through.
 
     Under `vmap`, samples that share a cache leave it alone: each has one of its own coming back.
     """
 
     @staticmethod
     def forward(cache: Tensor, new_TKD: Tensor, slot_mapping: Tensor) -> Tensor:
-        reference.write(cache, new_TKD, slot_mapping)
+        write_cache(cache, new_TKD, slot_mapping)
         return cache.new_empty(0)
 
     @staticmethod

@@ -18,8 +18,9 @@ from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import PAGED, Shapes
 from fngraph.ops.paged import reference
-from fngraph.ops.paged.config import AttentionConfig, AttentionMeta, meta_of
+from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, AttentionMeta, meta_of
 from fngraph.ops.primitives import define
+from fngraph.ops.slots import write_cache
 
 
 class MLAConfig(NamedTuple):
@@ -44,37 +45,46 @@ class MLAConfig(NamedTuple):
         return ("fp8 cache",) if self.cache_dtype.itemsize == 1 else ()
 
 
-def run(
-    q_THC: Tensor,
-    new_TC: Tensor,
-    cache: Tensor,
-    meta: AttentionMeta,
-    out_THL: Tensor,
-    *,
-    config: MLAConfig,
-    host: HostBounds | None,
-) -> None:
+class MLAArgs(NamedTuple):
+    """What a backend of `mla` gets, `run(args, host)`.
+
+    Attributes:
+        q: (T, H, C) absorbed queries.
+        new: (T, C) rows of the cache, to be written at `meta.slot_mapping`.
+        cache: (num_blocks, block_size, C).
+        meta: where the tokens belong.
+        out: (T, H, L) to be written in full, zero in rows that belong to no request.
+        config: what is the same for every batch.
+        plan: the buffers that the backend's `Plan` has filled, if it has one.
+    """
+
+    q: Tensor
+    new: Tensor
+    cache: Tensor
+    meta: AttentionMeta
+    out: Tensor
+    config: MLAConfig
+    plan: Any = None
+
+
+def run(args: MLAArgs, host: HostBounds | None) -> None:
     """The `reference` backend: attention with one kv head, whose value is part of its key."""
+    c = args.config
     plain = AttentionConfig(
-        config.num_heads, 1, q_THC.shape[2], config.block_size, config.dtype,
-        config.cache_dtype, config.device, config.scale,
-    )  # fmt: skip
-    kv = cache[:, :, None], cache[:, :, None, : config.rank]
-    reference.write(kv[0], new_TC[:, None], meta.slot_mapping)
-    reference.attend_to(q_THC, kv, meta, out_THL, plain)
+        c.num_heads, 1, args.q.shape[2], c.block_size, c.dtype, c.cache_dtype, c.device, c.scale
+    )
+    keys, new = args.cache[:, :, None], args.new[:, None]
+    values = keys[..., : c.rank]
+    write_cache(keys, new, args.meta.slot_mapping)
+    reference.attend_to(AttentionArgs(args.q, new, new, keys, values, args.meta, args.out, plain))
 
 
 def _configure(q: Tensor, new: Tensor, cache: Tensor, *rest: Any) -> MLAConfig:
-    rank, scale = rest[-2:]
+    *_, rank, scale = rest
     return MLAConfig(
         q.shape[1], rank, q.shape[2] - rank, cache.shape[1], q.dtype, cache.dtype, q.device.type,
         scale,
     )  # fmt: skip
-
-
-def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, new, cache, *meta, out, _, _ = args
-    return q, new, cache, AttentionMeta(*meta), out
 
 
 MLA = define(
@@ -82,7 +92,7 @@ MLA = define(
     "(Tensor q, Tensor new, Tensor(a!) cache, Tensor slot_mapping, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor block_tables, Tensor(b!) out, int rank, float scale)",
     configure=_configure,
-    group=_group,
+    args=MLAArgs,
     default=Backend(
         "reference", run, support=lambda config: Support.ALWAYS, options=("fp8 cache",)
     ),

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fngraph.ops.check_shapes import PAGED, Shapes
+from fngraph.ops.check_shapes import PAGED, QKV, Shapes
 from fngraph.ops.paged import reference
-from fngraph.ops.paged.config import AttentionConfig, AttentionMeta, meta_of
+from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, meta_of
 from fngraph.ops.paged.inline import inline
 from fngraph.ops.primitives import define
 from fngraph.ops.transforms import inlined, is_transformed
@@ -22,7 +22,7 @@ from fngraph.ops.transforms import inlined, is_transformed
 def _configure(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
 ) -> AttentionConfig:
-    scale, window, softcap, causal, sinks, k_scale, v_scale = rest[5:]
+    *_, scale, window, softcap, causal, sinks, k_scale, v_scale = rest
     return AttentionConfig(
         num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[2],
         block_size=k_cache.shape[1], dtype=q.dtype, cache_dtype=k_cache.dtype,
@@ -31,35 +31,19 @@ def _configure(
     )  # fmt: skip
 
 
-def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, k, v, k_cache, v_cache, slots, lens, starts, tables, out, *_ = args
-    return q, k, v, (k_cache, v_cache), AttentionMeta(slots, lens, starts, tables), out
-
-
-def _options(args: tuple[Any, ...]) -> dict[str, Any]:
-    named = zip(("sinks", "k_scale", "v_scale"), args[-3:])
-    return {name: x for name, x in named if x is not None}
-
-
 ATTENTION = define(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor block_tables, Tensor(c!) out, float scale, "
     "int? window, float? softcap, bool causal, Tensor? sinks, Tensor? k_scale, Tensor? v_scale)",
     configure=_configure,
-    group=_group,
-    options=_options,
+    args=AttentionArgs,
     default=reference.BACKEND,
     null_slots="slot_mapping",
 )
 
 
-CACHE = "num_blocks block_size K D"
-SHAPES = Shapes(
-    "attention",
-    {"q_THD": "T H D", "k_TKD": "T K D", "v_TKD": "T K D", "kv[0]": CACHE, "kv[1]": CACHE, **PAGED},
-    shared=("H", "K"),
-)
+SHAPES = Shapes("attention", {**QKV, **PAGED}, shared=("H", "K"))
 
 
 @ATTENTION.function

@@ -15,6 +15,7 @@ from torch import Tensor
 from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import STATES, Shapes
+from fngraph.ops.paged.config import owners
 from fngraph.ops.primitives import define
 from fngraph.ops.recurrent.requests import StateMeta, load, meta_of, store
 
@@ -29,32 +30,44 @@ class CausalConvConfig(NamedTuple):
     device: str
 
 
-def run(
-    x_TC: Tensor,
-    weight_CW: Tensor,
-    state: Tensor,
-    meta: StateMeta,
-    out_TC: Tensor,
-    *,
-    config: CausalConvConfig,
-    host: HostBounds | None,
-) -> None:
+class CausalConvArgs(NamedTuple):
+    """What a backend of `causal_conv` gets, `run(args, host)`.
+
+    Attributes:
+        x: (T, C) inputs.
+        weight: (C, W), the tap of the token itself last.
+        state: (num_slots, C, W - 1).
+        meta: where the tokens and the states belong.
+        out: (T, C) to be written in full, zero in rows that belong to no request.
+        config: what is the same for every batch.
+        plan: the buffers that the backend's `Plan` has filled, if it has one.
+    """
+
+    x: Tensor
+    weight: Tensor
+    state: Tensor
+    meta: StateMeta
+    out: Tensor
+    config: CausalConvConfig
+    plan: Any = None
+
+
+def run(args: CausalConvArgs, host: HostBounds | None) -> None:
     """The `reference` backend: every tap is gathered, from this step's tokens or from the state."""
-    dtype = torch.promote_types(x_TC.dtype, torch.float32)
-    T, W, starts = x_TC.shape[0], config.taps, meta.starts
+    dtype = torch.promote_types(args.x.dtype, torch.float32)
+    T, W, meta, starts = args.x.shape[0], args.config.taps, args.meta, args.meta.starts
     R = starts.shape[0] - 1
-    x, old_RCW = x_TC.to(dtype), load(state, meta, dtype)
+    x, old_RCW = args.x.to(dtype), load(args.state, meta, dtype)
     token_T = torch.arange(T, device=x.device)
-    owner_T = (token_T[:, None] >= starts[1:]).sum(1)
-    owned_T, owner_T = owner_T < R, owner_T.clamp(max=R - 1)
+    owner_T, owned_T = owners(token_T, starts)
     owned_T = owned_T & meta.live_R[owner_T]
     back_W = torch.arange(1 - W, 1, device=x.device)
     tap_TCW = _inputs(x, old_RCW, owner_T, (token_T - starts[owner_T])[:, None] + back_W, starts)
-    out = einsum(tap_TCW, weight_CW.to(dtype), "t c w, c w -> t c")
+    out = einsum(tap_TCW, args.weight.to(dtype), "t c w, c w -> t c")
     owner_R = torch.arange(R, device=x.device)
     last_RW = (starts[1:] - starts[:-1])[:, None] + back_W[:-1]
-    store(state, _inputs(x, old_RCW, owner_R, last_RW, starts), meta)
-    out_TC.copy_(torch.where(owned_T[:, None], out, 0.0))
+    store(args.state, _inputs(x, old_RCW, owner_R, last_RW, starts), meta)
+    args.out.copy_(torch.where(owned_T[:, None], out, 0.0))
 
 
 def _inputs(x: Tensor, old_RCW: Tensor, owner_N: Tensor, at_NW: Tensor, starts: Tensor) -> Tensor:
@@ -72,17 +85,12 @@ def _configure(x: Tensor, weight: Tensor, state: Tensor, *rest: Any) -> CausalCo
     return CausalConvConfig(C, W, x.dtype, state.dtype, x.device.type)
 
 
-def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, weight, state, slots, lens, starts, out = args
-    return x, weight, state, StateMeta(slots, lens, starts), out
-
-
 CAUSAL_CONV = define(
     "causal_conv",
     "(Tensor x, Tensor weight, Tensor(a!) state, Tensor state_slots, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor(b!) out)",
     configure=_configure,
-    group=_group,
+    args=CausalConvArgs,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
 )

@@ -34,24 +34,40 @@ class GatedDeltaConfig(NamedTuple):
     scale: float
 
 
-def run(
-    q_TGD: Tensor,
-    k_TGD: Tensor,
-    v_THV: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    state: Tensor,
-    meta: StateMeta,
-    out_THV: Tensor,
-    *,
-    config: GatedDeltaConfig,
-    host: HostBounds | None,
-) -> None:
+class GatedDeltaArgs(NamedTuple):
+    """What a backend of `gated_delta` gets, `run(args, host)`.
+
+    Attributes:
+        q: (T, G, D) queries.
+        k: (T, G, D) keys.
+        v: (T, H, V) values.
+        g: (T, H) logarithm of the decay.
+        beta: (T, H) how much of the error is corrected.
+        state: (num_slots, H, D, V).
+        meta: where the tokens and the states belong.
+        out: (T, H, V) to be written in full, zero in rows that belong to no request.
+        config: what is the same for every batch.
+        plan: the buffers that the backend's `Plan` has filled, if it has one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    meta: StateMeta
+    out: Tensor
+    config: GatedDeltaConfig
+    plan: Any = None
+
+
+def run(args: GatedDeltaArgs, host: HostBounds | None) -> None:
     """The `reference` backend: the recurrence, one token of every request at a time."""
-    dtype = torch.promote_types(q_TGD.dtype, torch.float32)
-    each = config.num_heads // config.num_key_heads
-    q_THD, k_THD = (x.to(dtype).repeat_interleave(each, 1) for x in (q_TGD, k_TGD))
-    v, decay_TH, beta = v_THV.to(dtype), g_TH.to(dtype).exp(), beta_TH.to(dtype)
+    dtype = torch.promote_types(args.q.dtype, torch.float32)
+    each = args.config.num_heads // args.config.num_key_heads
+    q_THD, k_THD = (x.to(dtype).repeat_interleave(each, 1) for x in (args.q, args.k))
+    v, decay_TH, beta = args.v.to(dtype), args.g.to(dtype).exp(), args.beta.to(dtype)
 
     def advance(state_RHDV: Tensor, at_R: Tensor) -> tuple[Tensor, Tensor]:
         q_RHD, k_RHD = q_THD[at_R], k_THD[at_R]
@@ -61,21 +77,18 @@ def run(
             k_RHD, beta[at_R][..., None] * error_RHV, "r h d, r h v -> r h d v"
         )
         out_RHV = einsum(q_RHD, state_RHDV, "r h d, r h d v -> r h v")
-        return state_RHDV, out_RHV * config.scale
+        return state_RHDV, out_RHV * args.config.scale
 
-    scan(advance, state, meta, out_THV, host, dtype)
+    scan(advance, args.state, args.meta, args.out, host, dtype)
 
 
-def _configure(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> GatedDeltaConfig:
-    state, scale = rest[2], rest[-1]
+def _configure(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *rest: Any
+) -> GatedDeltaConfig:
+    *_, scale = rest
     return GatedDeltaConfig(
         v.shape[1], k.shape[1], k.shape[2], v.shape[2], q.dtype, state.dtype, q.device.type, scale
     )
-
-
-def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, k, v, g, beta, state, slots, lens, starts, out, _ = args
-    return q, k, v, g, beta, state, StateMeta(slots, lens, starts), out
 
 
 GATED_DELTA = define(
@@ -83,7 +96,7 @@ GATED_DELTA = define(
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor state_slots, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor(b!) out, float scale)",
     configure=_configure,
-    group=_group,
+    args=GatedDeltaArgs,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
-from fngraph.ops.paged.reference import write
+from fngraph.ops.slots import write_cache
 
 
 class StateMeta(NamedTuple):
@@ -61,7 +61,7 @@ def load(state: Tensor, meta: StateMeta, dtype: torch.dtype) -> Tensor:
 
 def store(state: Tensor, new: Tensor, meta: StateMeta) -> None:
     """Write each request's state to its slot."""
-    write(state[:, None], new, torch.where(meta.live_R, meta.state_slots, -1))
+    write_cache(state[:, None], new, torch.where(meta.live_R, meta.state_slots, -1))
 
 
 Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -33,42 +33,55 @@ class SSDConfig(NamedTuple):
     device: str
 
 
-def run(
-    x_THP: Tensor,
-    dt_TH: Tensor,
-    a_H: Tensor,
-    b_TGN: Tensor,
-    c_TGN: Tensor,
-    state: Tensor,
-    meta: StateMeta,
-    out_THP: Tensor,
-    *,
-    config: SSDConfig,
-    host: HostBounds | None,
-) -> None:
+class SSDArgs(NamedTuple):
+    """What a backend of `ssd` gets, `run(args, host)`.
+
+    Attributes:
+        x: (T, H, P) inputs.
+        dt: (T, H) time steps.
+        a: (H,) decay rates.
+        b: (T, G, N) what goes in.
+        c: (T, G, N) what comes out.
+        state: (num_slots, H, P, N).
+        meta: where the tokens and the states belong.
+        out: (T, H, P) to be written in full, zero in rows that belong to no request.
+        config: what is the same for every batch.
+        plan: the buffers that the backend's `Plan` has filled, if it has one.
+    """
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    state: Tensor
+    meta: StateMeta
+    out: Tensor
+    config: SSDConfig
+    plan: Any = None
+
+
+def run(args: SSDArgs, host: HostBounds | None) -> None:
     """The `reference` backend: the recurrence, one token of every request at a time."""
-    dtype = torch.promote_types(x_THP.dtype, torch.float32)
-    each = config.num_heads // config.num_groups
-    b_THN, c_THN = (x.to(dtype).repeat_interleave(each, 1) for x in (b_TGN, c_TGN))
-    dt = dt_TH.to(dtype)
-    decay_TH, x = (dt * a_H.to(dtype)).exp(), x_THP.to(dtype) * dt[..., None]
+    dtype = torch.promote_types(args.x.dtype, torch.float32)
+    each = args.config.num_heads // args.config.num_groups
+    b_THN, c_THN = (x.to(dtype).repeat_interleave(each, 1) for x in (args.b, args.c))
+    dt = args.dt.to(dtype)
+    decay_TH, x = (dt * args.a.to(dtype)).exp(), args.x.to(dtype) * dt[..., None]
 
     def advance(state_RHPN: Tensor, at_R: Tensor) -> tuple[Tensor, Tensor]:
         state_RHPN = state_RHPN * decay_TH[at_R][..., None, None]
         state_RHPN = state_RHPN + einsum(x[at_R], b_THN[at_R], "r h p, r h n -> r h p n")
         return state_RHPN, einsum(state_RHPN, c_THN[at_R], "r h p n, r h n -> r h p")
 
-    scan(advance, state, meta, out_THP, host, dtype)
+    scan(advance, args.state, args.meta, args.out, host, dtype)
 
 
-def _configure(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *rest: Any) -> SSDConfig:
+def _configure(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, *rest: Any
+) -> SSDConfig:
     (_, H, P), (_, G, N) = x.shape, b.shape
-    return SSDConfig(H, P, G, N, x.dtype, rest[0].dtype, x.device.type)
-
-
-def _group(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    *given, state, slots, lens, starts, out = args
-    return *given, state, StateMeta(slots, lens, starts), out
+    return SSDConfig(H, P, G, N, x.dtype, state.dtype, x.device.type)
 
 
 SSD = define(
@@ -76,7 +89,7 @@ SSD = define(
     "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor(a!) state, Tensor state_slots, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor(b!) out)",
     configure=_configure,
-    group=_group,
+    args=SSDArgs,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
 )

@@ -1,7 +1,7 @@
-"""How a Triton backend is built, and those of attention. Triton is loaded when one first runs.
+"""How a Triton backend is built, and all of them. Triton is loaded when one first runs.
 
-Both of them serve any batch. `triton_decode` splits the keys of uniform ones, by the key that is
-captured or the bounds of an eager step, and runs what `triton` runs else; so it is what is taken
+Both of attention serve any batch. `triton_decode` splits the keys of uniform ones, by the key that
+is captured or the bounds of an eager step, and runs what `triton` runs else; so it is what is taken
 where none is named. A row's bits are the same in any batch with `triton`, in any uniform one with
 both.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fngraph.core import Support
+from fngraph.core import HostBounds, Support
 from fngraph.errors import BackendError
 from fngraph.ops.backend import Backend
 from fngraph.ops.triton.launch import missing
@@ -49,6 +49,17 @@ def supports_latent(config: Any) -> str | None:
     return _dtypes(config)
 
 
+def supports_state(config: Any) -> str | None:
+    """Why no backend over recurrent state can run a configuration, or None."""
+    for what, dtype in (("tokens", config.dtype), ("states", config.state_dtype)):
+        if dtype not in MULTIPLIED:
+            return f"its {what} are float32, float16 or bfloat16, not {dtype}"
+    for what in ("key_dim", "value_dim", "state_dim", "head_dim"):
+        if getattr(config, what, 0) > 256:
+            return f"its tiles hold a {what} up to 256, not {getattr(config, what)}"
+    return None
+
+
 @functools.cache
 def loaded(primitive: str, name: str, module: str, device: str) -> Any:
     """The module of a backend's kernels, imported when it first runs.
@@ -78,9 +89,9 @@ def backend(
         preferred: whether it is taken on CUDA where none is named.
     """
 
-    def run(x: torch.Tensor, *args: Any, **given: Any) -> None:
-        kernels = loaded(primitive, name, module, x.device.type)
-        getattr(kernels, function)(x, *args, **given)
+    def run(args: Any, host: HostBounds | None) -> None:
+        kernels = loaded(primitive, name, module, args.out.device.type)
+        getattr(kernels, function)(args, host)
 
     return Backend(
         name, run, lambda config: Support.ALWAYS, supports,
@@ -96,6 +107,14 @@ ATTENTION = (
     backend("attention", "decode", supports, options=_OPTIONS, **_DECODE),
 )
 LATENT = (
-    backend("mla", "latent_unified", supports_latent, options=("fp8 cache",)),
-    backend("mla", "latent_decode", supports_latent, options=("fp8 cache",), **_DECODE),
+    backend("mla", "latent", supports_latent, function="unified", options=("fp8 cache",)),
+    backend("mla", "latent", supports_latent, function="decode", options=("fp8 cache",), **_DECODE),
+)
+GATED_DELTA, SSD, CAUSAL_CONV = (
+    backend(primitive, module, supports_state, function=function, preferred=True)
+    for primitive, module, function in (
+        ("gated_delta", "linear", "gated_delta"),
+        ("ssd", "linear", "ssd"),
+        ("causal_conv", "convolution", "run"),
+    )
 )

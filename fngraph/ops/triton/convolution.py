@@ -1,20 +1,17 @@
 """The Triton backend of the causal convolution: one kernel, for any mix of requests.
 
-A tile holds some tokens of one request, found as in `triton_tiles`. The tile with a
+A tile holds some tokens of one request, found as in `tiles`. The tile with a
 request's first tokens is the only one that needs its state, and so it writes the new one as well.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
-from fngraph.ops.recurrent.requests import StateMeta
+from fngraph.ops.recurrent.convolution import CausalConvArgs
 from fngraph.ops.triton.launch import launch, power_of_two
 from fngraph.ops.triton.recurrent import request
 from fngraph.ops.triton.tiles import find, lanes, tiles
@@ -73,19 +70,11 @@ def conv_kernel(
                 tl.store(home + tap * tap_step, s_C.to(state.dtype.element_ty), of_channel)
 
 
-def run(
-    x_TC: Tensor,
-    weight_CW: Tensor,
-    state: Tensor,
-    meta: StateMeta,
-    out_TC: Tensor,
-    *,
-    config: Any,
-    host: HostBounds | None,
-) -> None:
+def run(args: CausalConvArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.causal_conv`; shape letters are listed there."""
-    x_TC, weight_CW = dense(x_TC), dense(weight_CW)
-    (T, C), R, W = x_TC.shape, meta.seq_lens.shape[0], config.taps
+    x_TC, weight_CW = dense(args.x), dense(args.weight)
+    state, meta, out_TC = args.state, args.meta, args.out
+    (T, C), R, W = x_TC.shape, meta.seq_lens.shape[0], args.config.taps
     longest = min(T, (host and host.max_query_len) or T)
     tokens = max(power_of_two(W - 1), min(TOKENS, power_of_two(longest)))
     launch(

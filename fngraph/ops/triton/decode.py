@@ -1,17 +1,15 @@
 """Triton attention for uniform batches of any query length: split-KV, in one phase or two.
 
 Each request's keys are cut into splits and spans of a fixed number of keys, whose sums are folded
-in one order. How long they are follows from the block table's width alone; how many programs share
-them, from static shapes too, and changes no bit. So one graph serves every batch of its class, and
-a row's bits do not depend on the batch around it or on the size that served it.
+in one order (see `merge`). How long they are follows from the block table's width alone; how many
+programs share them, from static shapes too, and changes no bit. So one graph serves every batch of
+its class, and a row's bits do not depend on the batch around it or on the size that served it.
 
-The Triton kernel of split-KV decode: sums over units of each request's keys, one a program.
-
-A unit is a split, or a whole span of splits if the request is long enough to fill the device so
-(see `triton_merge`). There is a program for every unit that a request could have, or, where these
-are too many, each takes several in turn. Those past the end of their request read its length and
-are done; the device gives each next one to whichever multiprocessor is free, which requests of any
-lengths share well.
+A unit is what a program sums at a time: a split, or a whole span of splits if the request is long
+enough to fill the device so. There is a program for every unit that a request could have, or, where
+these are too many, each takes several in turn. Those past the end of their request read its length
+and are done; the device gives each next one to whichever multiprocessor is free, which requests of
+any lengths share well.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fngraph.core import HostBounds
-from fngraph.ops.paged.config import dense
+from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton import unified
 from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
 from fngraph.ops.triton.launch import launch, power_of_two, processors
@@ -34,49 +31,26 @@ from fngraph.ops.triton.write import scale_of, write
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 
 
-def run(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    kv: tuple[Tensor, Tensor],
-    meta: Any,
-    out_THD: Tensor,
-    *,
-    config: Any,
-    host: HostBounds | None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`. A batch not known to be uniform goes to the unified kernel."""
-    write(k_TKD, v_TKD, kv, meta.slot_mapping, k_scale, v_scale)
-    T, R = q_THD.shape[0], meta.seq_lens.shape[0]
+    write(args)
+    T, R = args.q.shape[0], args.meta.seq_lens.shape[0]
     Q = host.max_query_len if host is not None else None
-    rows = (Q or 0) * (config.num_heads // config.num_kv_heads)
+    rows = (Q or 0) * (args.config.num_heads // args.config.num_kv_heads)
     if Q is None or T != R * Q or rows > MAX_ROWS:
-        unified.attend(q_THD, kv, meta, out_THD, config, sinks, k_scale, v_scale)
+        unified.attend(args)
     else:
-        attend(q_THD, kv, meta, out_THD, config, Q, sinks, k_scale, v_scale)
+        attend(args, Q)
 
 
-def attend(
-    q_THD: Tensor,
-    kv: tuple[Tensor, Tensor],
-    meta: Any,
-    out_THD: Tensor,
-    config: Any,
-    Q: int,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    how: How | None = None,
-) -> None:
+def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
     """Attention of R * Q rows, where no request brings more than Q tokens, into all of them."""
-    q_THD, (k_cache, v_cache) = dense(q_THD), kv
+    q_THD, k_cache, v_cache, out_THD = dense(args.q), args.k_cache, args.v_cache, args.out
+    meta, config, sinks = args.meta, args.config, args.sinks
     R, K, D = meta.seq_lens.shape[0], config.num_kv_heads, config.head_dim
     if not R:
         return
-    numbers, constants = options(config, kv)
+    numbers, constants = options(config, args.kv)
     rows = Q * constants["GROUP"]
     widest = meta.block_tables.shape[1] * config.block_size
     how = how or how_to(config, rows, widest, R * K, processors(q_THD.device))
@@ -85,8 +59,8 @@ def attend(
     each = min(each or units, units)
     final = units == 1
     sums = None if final else empty(q_THD, R, K, units, rows, D)
-    by_k, k_step = scale_of(k_scale, q_THD)
-    by_v, v_step = scale_of(v_scale, q_THD)
+    by_k, k_step = scale_of(args.k_scale, q_THD)
+    by_v, v_step = scale_of(args.v_scale, q_THD)
     launch(
         split_kernel,
         (R * K * each,),
@@ -103,8 +77,8 @@ def attend(
         SPAN=split if many is None else split * SPLITS,
         SHARED=each < units,
         FINAL=final,
-        K_SCALED=k_scale is not None,
-        V_SCALED=v_scale is not None,
+        K_SCALED=args.k_scale is not None,
+        V_SCALED=args.v_scale is not None,
         SINKS=sinks is not None,
         early=early,
         programs=programs,
@@ -115,8 +89,8 @@ def attend(
     if sums is not None:
         merge(
             sums, meta, out_THD, Q, split, many,
-            window=config.window, sinks=sinks, v_scale=None if v_scale is None else (by_v, v_step),
-            early=early,
+            window=config.window, sinks=sinks,
+            v_scale=None if args.v_scale is None else (by_v, v_step), early=early,
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What Triton's attention kernels share: a tile's scores and weights, and how a row's sums end.
 
 `attend_keys` is how the unified kernel goes over keys; split-KV decode sums them split by split, in
-`triton_split`. A row is one query head of one token; rows that share a kv head share a tile, which
+`decode`. A row is one query head of one token; rows that share a kv head share a tile, which
 reads it once. Key tiles begin at multiples of KEYS whatever the batch, and each row's softmax goes
 over them in order, so its bits depend on its own request alone.
 """

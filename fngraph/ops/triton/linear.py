@@ -1,10 +1,9 @@
 """Triton backends of the gated delta rule and the state space: two recurrences, the same kernels.
 
-A request of up to SHORT tokens goes token by token, a longer one chunk by chunk, whatever batch it
-comes in: its bits depend on itself alone. The grids depend on T and R alone, and a batch that is
-known to hold short requests only (decode, verifying drafts) is one launch.
-
-The Triton kernels of the same recurrences chunk by chunk, by matrix products: for prefill.
+A request of up to SHORT tokens goes token by token (see `recurrent`), a longer one chunk by chunk,
+by matrix products, whatever batch it comes in: its bits depend on itself alone. The grids depend on
+T and R alone, and a batch that is known to hold short requests only (decode, verifying drafts) is
+one launch.
 
 Chunks of 64 tokens begin at a request's own first token of the step. With L_ij the decay between
 tokens j and i of a chunk, S the state before it, and g_i the decay from there:
@@ -32,7 +31,8 @@ from torch import Tensor
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
-from fngraph.ops.recurrent.requests import StateMeta
+from fngraph.ops.recurrent.delta_rule import GatedDeltaArgs
+from fngraph.ops.recurrent.state_space import SSDArgs
 from fngraph.ops.triton.launch import launch, power_of_two
 from fngraph.ops.triton.recurrent import recurrent_kernel, request
 from fngraph.ops.triton.tiles import find, lanes, tiles
@@ -42,62 +42,32 @@ CHUNK, EXACT_CHUNK = 64, 16  # tokens; float32 goes without tensor cores, in sma
 VALUES, EXACT_VALUES = 32, 16  # of a head, a program: its tile of the state has them by all keys
 
 
-def gated_delta(
-    q_TGD: Tensor,
-    k_TGD: Tensor,
-    v_THV: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    state: Tensor,
-    meta: StateMeta,
-    out_THV: Tensor,
-    *,
-    config: Any,
-    host: HostBounds | None,
-) -> None:
+def gated_delta(args: GatedDeltaArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.gated_delta`; shape letters are listed there."""
-    tokens = (q_TGD, k_TGD, v_THV, beta_TH, g_TH)
-    steps = state.stride()  # slots, heads, keys, values
-    _run(*tokens, state, steps, meta, out_THV, config.scale, config, host, delta=True)
+    tokens = (args.q, args.k, args.v, args.beta, args.g)
+    steps = args.state.stride()  # slots, heads, keys, values
+    _launch_all(args, tokens, steps, args.config.scale, host, delta=True)
 
 
-def ssd(
-    x_THP: Tensor,
-    dt_TH: Tensor,
-    a_H: Tensor,
-    b_TGN: Tensor,
-    c_TGN: Tensor,
-    state: Tensor,
-    meta: StateMeta,
-    out_THP: Tensor,
-    *,
-    config: Any,
-    host: HostBounds | None,
-) -> None:
+def ssd(args: SSDArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.ssd`; shape letters are listed there."""
-    tokens = (c_TGN, b_TGN, x_THP, dt_TH, a_H)
-    of_slot, of_head, of_value, of_key = state.stride()
-    steps = (of_slot, of_head, of_key, of_value)
-    _run(*tokens, state, steps, meta, out_THP, 1.0, config, host, delta=False)
+    tokens = (args.c, args.b, args.x, args.dt, args.a)
+    of_slot, of_head, of_value, of_key = args.state.stride()
+    _launch_all(args, tokens, (of_slot, of_head, of_key, of_value), 1.0, host, delta=False)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rate: Tensor,
-    decay: Tensor,
-    state: Tensor,
+def _launch_all(
+    args: GatedDeltaArgs | SSDArgs,
+    tokens: tuple[Tensor, ...],
     steps: tuple[int, ...],
-    meta: StateMeta,
-    out: Tensor,
     scale: float,
-    config: Any,
     host: HostBounds | None,
     *,
     delta: bool,
 ) -> None:
-    q, k, v, rate, decay = (dense(x) for x in (q, k, v, rate, decay))
+    """Launch what a batch needs; `tokens` are the kernels' q, k, v, rate and decay."""
+    state, meta, out, config = args.state, args.meta, args.out, args.config
+    q, k, v, rate, decay = map(dense, tokens)
     (T, H, V), (G, D), R = v.shape, k.shape[1:], meta.seq_lens.shape[0]
     longest = min(T, (host and host.max_query_len) or T)
     of_keys = (*q.stride()[:2], *k.stride()[:2])
@@ -176,7 +146,7 @@ def chunk_kernel(
 ):  # fmt: skip
     """P, scaled, and with DELTA (I + A)^-1 of one chunk of one head, rows by token.
 
-    Chunks are tiles of `triton_tiles`. Rows past the last request are zeroed here, as are those of
+    Chunks are tiles of `tiles`. Rows past the last request are zeroed here, as are those of
     padding requests.
     """
     h, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)

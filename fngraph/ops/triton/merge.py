@@ -128,7 +128,7 @@ def merge_units(
 
 
 class Sums(NamedTuple):
-    """Of each request, kv head and unit, by rows (token by token, the head's query heads in each).
+    """Sums of each request, kv head and unit; rows go token by token, by query heads in each.
 
     Attributes:
         parts: (R, K, units, rows, D) float32, weighted values.

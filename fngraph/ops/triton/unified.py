@@ -1,6 +1,6 @@
 """Triton attention for any mix of prefill and decode: one kernel, whose grid fits every batch.
 
-A tile holds BQ tokens of one request, for all query heads of one kv head; see `triton_tiles`.
+A tile holds BQ tokens of one request, for all query heads of one kv head; see `tiles`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fngraph.core import HostBounds
-from fngraph.ops.paged.config import dense
+from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton.keys import Tile, attend_keys, compute_dtype, finish, options
 from fngraph.ops.triton.launch import launch, power_of_two
 from fngraph.ops.triton.tiles import find_with_keys, lanes, tiles
@@ -83,45 +82,23 @@ def unified_kernel(
         tl.store(out + at[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=there)
 
 
-def run(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    kv: tuple[Tensor, Tensor],
-    meta: Any,
-    out_THD: Tensor,
-    *,
-    config: Any,
-    host: HostBounds | None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`; shape letters are listed there."""
-    write(k_TKD, v_TKD, kv, meta.slot_mapping, k_scale, v_scale)
-    attend(q_THD, kv, meta, out_THD, config, sinks, k_scale, v_scale)
+    write(args)
+    attend(args)
 
 
-def attend(
-    q_THD: Tensor,
-    kv: tuple[Tensor, Tensor],
-    meta: Any,
-    out_THD: Tensor,
-    config: Any,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    tile: Tile | None = None,
-) -> None:
-    """Attention over a cache that holds this step's k and v, into all rows of `out_THD`."""
-    q_THD, (k_cache, v_cache) = dense(q_THD), kv
+def attend(args: AttentionArgs, tile: Tile | None = None) -> None:
+    """Attention over a cache that holds this step's k and v, into all rows of the output."""
+    q_THD, k_cache, v_cache, out_THD = dense(args.q), args.k_cache, args.v_cache, args.out
+    meta, config, sinks = args.meta, args.config, args.sinks
     T, R = q_THD.shape[0], meta.seq_lens.shape[0]
-    numbers, constants = options(config, kv)
+    numbers, constants = options(config, args.kv)
     group = constants["GROUP"]
     tile = tile or tile_of(config)
     BQ = tile.rows // group
-    by_k, k_step = scale_of(k_scale, q_THD)
-    by_v, v_step = scale_of(v_scale, q_THD)
+    by_k, k_step = scale_of(args.k_scale, q_THD)
+    by_v, v_step = scale_of(args.v_scale, q_THD)
     launch(
         unified_kernel,
         (config.num_kv_heads, tiles(T, R, BQ)),
@@ -137,8 +114,8 @@ def attend(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         SINKS=sinks is not None,
-        K_SCALED=k_scale is not None,
-        V_SCALED=v_scale is not None,
+        K_SCALED=args.k_scale is not None,
+        V_SCALED=args.v_scale is not None,
         **constants,
     )  # fmt: skip
 

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.errors import BackendError
-from fngraph.ops.paged.config import dense
-from fngraph.ops.paged.reference import rounded
+from fngraph.ops.paged.config import AttentionArgs, dense
+from fngraph.ops.slots import rounded
 from fngraph.ops.triton.launch import launch, power_of_two
 
 
@@ -49,16 +49,10 @@ def write_kernel(
         _store(v_cache, y, by_v, at, real, EXACT, V_SCALED)
 
 
-def write(
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    kv: tuple[Tensor, Tensor],
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def write(args: AttentionArgs) -> None:
     """cache[slot] = new / scale for each token whose slot is not -1; nothing else changes."""
-    k_cache, v_cache = kv
+    k_TKD, v_TKD, k_cache, v_cache = args.k, args.v, args.k_cache, args.v_cache
+    k_scale, v_scale = args.k_scale, args.v_scale
     check_dense(k_cache)
     check_dense(v_cache)
     if not k_cache.is_cuda and k_cache.dtype != k_TKD.dtype:  # the interpreter rounds it wrongly
@@ -72,8 +66,8 @@ def write(
     launch(
         write_kernel,
         (T,),
-        (slot_mapping, k_TKD, v_TKD, by_k, by_v),
-        kv,
+        (args.meta.slot_mapping, k_TKD, v_TKD, by_k, by_v),
+        args.kv,
         (*k_TKD.stride()[:2], *v_TKD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
          k_step, v_step),
         HEADS=K,
@@ -102,7 +96,7 @@ def row_kernel(
 
 
 def write_rows(new_TC: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """`write` for a cache of one row a token, (num_blocks, block_size, C)."""
+    """As `write`, for a cache of one row a token, (num_blocks, block_size, C)."""
     check_dense(cache)
     if not cache.is_cuda:  # the interpreter rounds wrongly
         new_TC = rounded(new_TC, cache.dtype)

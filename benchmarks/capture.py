@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fngraph as fg
-from benchmarks.harness import BACKEND, DEVICE, MODES, Benchmark, Mistake, count, show, some_of
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, Mistake, count, show, some_of
 from benchmarks.workload import BF16, BLOCKS, QUICK, SHAPE, attention_of, new_cache, shape
 from fngraph.models.families import llama
 
@@ -106,7 +106,7 @@ def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
 FLAGS = {
     "--top": count(512, "the largest size", least=2),
     "--sizes": count([10, 51, 102], "how many", least=2),
-    "--modes": some_of(MODES, GRAPHS),
+    "--modes": some_of(GRAPHS),
 }
 
 

@@ -48,6 +48,8 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("capture --quick --sizes 3 17", "--sizes 17"),
         ("trace --layers 2 1", "[2, 1]"),
         ("serve --parts decod", "'decod'"),
+        ("serve --tiny --speed 0", "--speed 0.0"),
+        ("serve --tiny --blocks 1", "--blocks 1"),
         ("traffic --requests x", "'x'"),
     ],
 )

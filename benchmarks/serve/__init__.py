@@ -18,7 +18,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import BACKEND, DEVICE, MODES, Benchmark, count, show, some_of, write
+from benchmarks.harness import (
+    BACKEND,
+    DEVICE,
+    MODES,
+    Benchmark,
+    Mistake,
+    count,
+    show,
+    some_of,
+    write,
+)
 from benchmarks.serve.right import share_of_texts, wrong
 from benchmarks.serve.streams import served, shares
 from benchmarks.serve.turns import broken, by_batch, decode_batch, in_turns, on_device
@@ -116,7 +126,11 @@ def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
     config, block_size, most = SHAPES[name], 16, max(args.batches)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     B = -(-max(profile.longest, args.context + 1) // block_size)
-    num_blocks = args.blocks or most * max(B // 2, -(-args.context // block_size))
+    decoding = most * -(-args.context // block_size)
+    num_blocks = args.blocks or max(B, most * (B // 2), decoding)
+    least = max(decoding * ("decode" in args.parts), B * ("traffic" in args.parts))
+    if num_blocks < least or args.speed <= 0:
+        raise Mistake(f"--blocks {num_blocks}, --speed {args.speed}: {least} or more, above 0")
     torch.manual_seed(args.seed)
     params = random_params(config, args.device, dtype)
     cache = llama.init_cache(

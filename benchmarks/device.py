@@ -1,8 +1,9 @@
-"""Kernels on a CUDA device: random inputs, device times, errors, tables."""
+"""Kernels on a CUDA device: random batches, device times, bandwidth, errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 import fngraph as fg
 
 DTYPE = torch.bfloat16
+PREFILLS = ((4096,), (1024,) * 4, (3072, 700, 300, 24))  # tokens of each prompt
 Fn = Callable[[], Any]
 
 
@@ -20,31 +22,52 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=DTYPE)
 
 
+def starts_of(new: Sequence[int]) -> Tensor:
+    """Where the tokens of each request begin, and the end: (R + 1,)."""
+    return torch.tensor([0, *itertools.accumulate(new)], device="cuda", dtype=torch.int32)
+
+
+def scattered(new: Sequence[int], lens: Sequence[int], block: int) -> Any:
+    """Requests of `lens` tokens, the last `new` of which are new, in blocks in random order."""
+    columns = -(-max(lens) // block)
+    table = torch.randperm(len(lens) * columns, device="cuda").view(len(lens), columns)
+    slots = []
+    for row, n, length in zip(table, new, lens):
+        i = torch.arange(length - n, length, device="cuda")
+        slots.append(row[i // block] * block + i % block)
+    seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
+    return fg.ops.AttentionMeta(torch.cat(slots), seq_lens, starts_of(new), table.int())
+
+
+def in_graph(fn: Fn, calls: int = 1) -> torch.cuda.CUDAGraph:
+    """So many calls of what is warm."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            fn()
+    return graph
+
+
+def once_ms(fn: Fn, calls: int = 1) -> float:
+    """Device time of so many calls in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
 def device_us(fn: Fn, target_ms: float = 4.0) -> float:
     """Median device time of one call, in us, over replays of a graph of as many as take so long."""
     for _ in range(2):
         fn()
     torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(3):
-        fn()
-    end.record()
-    torch.cuda.synchronize()
-    calls = max(2, min(50, int(target_ms * 3 / begin.elapsed_time(end))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            fn()
+    calls = max(2, min(50, int(target_ms * 3 / once_ms(fn, 3))))
+    graph = in_graph(fn, calls)
     graph.replay()
-    times = []
-    for _ in range(7):
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return median(times)
+    return median(once_ms(graph.replay) * 1e3 / calls for _ in range(7))
 
 
 def copy_bandwidth() -> float:
@@ -52,28 +75,15 @@ def copy_bandwidth() -> float:
     x = torch.ones(1 << 28, device="cuda")
     y = torch.empty_like(x)
     us = min(device_us(lambda: y.copy_(x)), device_us(lambda: torch.neg(x, out=y)))
-    return 2 * x.nbytes / us / 1e6
+    peak = 2 * x.nbytes / us / 1e6
+    print(f"copy: {peak:.2f} TB/s")
+    return peak
 
 
-def worst(got: Tensor, want: Tensor) -> float:
-    """The largest error of a (token, head) row, by the row's norm."""
+def error_of(got: Tensor, want: Tensor, what: str) -> float:
+    """The largest error of a (token, head) row, by the row's norm; of a large one this ends."""
     got, want = got.double(), want.double()
-    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
-
-
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """A table; numbers short."""
-    names = [name for name in rows[0] if not name.endswith("failed")]
-
-    def cell(x: Any) -> str:
-        if isinstance(x, float):
-            return f"{x:.3f}" if x < 10 else f"{x:.1f}"
-        return "-" if x is None else str(x)
-
-    print(
-        f"\n{title}\n{fg.core.text.table(names, [[cell(r.get(n)) for n in names] for r in rows])}"
-    )
-    for row in rows:
-        for name in row:
-            if name.endswith("failed"):
-                print(f"  batch {row['batch']}, context {row['context']}: {name}: {row[name]}")
+    error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+    if not error < 1e-2:
+        raise SystemExit(f"{what} is wrong: {error}")
+    return error

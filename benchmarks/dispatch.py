@@ -15,12 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import fngraph as fg
+from benchmarks.harness import Benchmark, count, over, show
 
 core = fg.core
 
@@ -28,16 +28,6 @@ QUERY_LENS = (1, 2, 3, 4)
 ADAPTERS = core.adapter_counts(63, powers=True)  # 0, 1, 2, 4, ... 32, 64: 8 counts
 LIMITS = fg.Limits(max_tokens=8192, max_reqs=256)
 CHUNK = 1000  # specs alive at once; they are as warm as a scheduler would have just made them
-
-
-class Row(NamedTuple):
-    """One measured line: the median, the 99th percentile, and what is asked of the median."""
-
-    what: str
-    median: float
-    p99: float
-    unit: str
-    at_most: float | None = None
 
 
 def tables() -> dict[str, Any]:
@@ -88,44 +78,47 @@ def timed(call: Callable[..., Any], arguments: list[tuple]) -> tuple[list[int], 
     return times, results
 
 
-def row(what: str, times: list[int], unit: str, at_most: float | None = None) -> Row:
-    """Median and p99, in `unit`."""
+def row(what: str, times: list[int], unit: str, at_most: float | None = None) -> dict[str, Any]:
+    """Median and p99, in `unit`, and what is asked of the median."""
     scale = {"us": 1e3, "ms": 1e6}[unit]
     ordered = sorted(times)
-    return Row(
-        what, median(ordered) / scale, ordered[len(ordered) * 99 // 100] / scale, unit, at_most
-    )
+    p99 = ordered[len(ordered) * 99 // 100]
+    return {
+        "what": what, "median": median(ordered) / scale, "p99": p99 / scale, "unit": unit,
+        "at_most": at_most,
+    }  # fmt: skip
 
 
-def dispatching(n: int, seed: int) -> Iterator[Row]:
+def dispatching(n: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows of building and dispatching `n` specs, and the share of each mode among them."""
     build = tables()["51 sizes x 4 query lengths x 8 adapter counts"]
     yield row("timer alone", timed(lambda: None, [()] * n)[0], "us")
     for beyond, what, at_most in ((False, "a hit", 0.5), (True, "any spec", 1.5)):
         stream = fields(random.Random(seed + beyond), beyond)
         table, spent, built, ran = build(), [], [], dict.fromkeys(core.Mode, 0)
-        for _ in range(n // CHUNK):
-            new, specs = timed(core.BatchSpec, list(islice(stream, CHUNK)))
+        at_once = min(n, CHUNK)
+        for _ in range(n // at_once):
+            new, specs = timed(core.BatchSpec, list(islice(stream, at_once)))
             times, answers = timed(core.dispatch, [(table, spec) for spec in specs])
             built += new
             spent += times
             for answer in answers:
                 ran[answer.mode] += 1
-        shares = ", ".join(f"{mode} {count / n:.0%}" for mode, count in ran.items() if count)
+        shares = ", ".join(f"{mode} {found / n:.0%}" for mode, found in ran.items() if found)
         if not beyond and ran[core.Mode.NONE]:
             raise SystemExit("a spec of the row `a hit` was not a hit")
         yield row(f"dispatch, {what} ({shares})", spent, "us", at_most)
         yield row(f"  building that spec, {what}", built, "us")
 
 
-def building(repeats: int) -> Iterator[Row]:
+def building(repeats: int) -> Iterator[dict[str, Any]]:
     """Rows of building tables from ready ladders, one alive at a time."""
     for what, build in tables().items():
         times = [timed(build, [()])[0][0] for _ in range(repeats)]
         yield row(f"build_table, {what}", times, "ms", 1.0 if what == "51 sizes" else None)
 
 
-def importing(repeats: int) -> Iterator[Row]:
+def importing(repeats: int) -> Iterator[dict[str, Any]]:
     """One row: `import fngraph.core` in fresh interpreters, bytecode compiled once before."""
     code = (
         "import sys, time; began = time.perf_counter_ns(); import fngraph.core; "
@@ -145,26 +138,14 @@ def importing(repeats: int) -> Iterator[Row]:
     yield row("import fngraph.core (no torch in it)", times, "ms", 50.0)
 
 
-def main(argv: list[str]) -> int:
-    """Prints the table; 1 where a median is above what is asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks dispatch", description=__doc__)
-    parser.add_argument("--specs", type=int, default=200_000, help="distinct specs a row")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="keep the figures here (imports torch)")
-    args = parser.parse_args(argv)
-    rows = [*dispatching(args.specs, args.seed), *building(200), *importing(15)]
-    lines = [
-        (r.what, f"{r.median:.2f}", f"{r.p99:.2f}", r.unit, "" if r.at_most is None else r.at_most)
-        for r in rows
-    ]
-    print(f"medians over {args.specs:,} distinct, freshly built specs in random order\n")
-    print(core.text.table(("what", "median", "p99", "unit", "at most"), lines))
-    if args.json:
-        from benchmarks.record import write
-
-        write(args.json, [r._asdict() for r in rows])
-    return int(any(r.at_most is not None and r.median > r.at_most for r in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+@Benchmark(
+    {"--specs": count(200_000, "distinct specs a row"), "--seed": count(0, least=0)},
+    quick={"specs": 1000},
+    missed=lambda rows, flags: [] if flags.quick else over(rows, "median", "at_most"),
+)
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Dispatching, building tables, importing."""
+    tables_built, imports = (5, 1) if flags.quick else (200, 15)
+    rows = [*dispatching(flags.specs, flags.seed), *building(tables_built), *importing(imports)]
+    show(rows, f"medians over {flags.specs:,} distinct, freshly built specs in random order")
+    return rows

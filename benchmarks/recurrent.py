@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +19,19 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 import fngraph as fg
-from benchmarks.device import copy_bandwidth, device_us, draw, show, worst
+from benchmarks.device import (
+    PREFILLS,
+    copy_bandwidth,
+    device_us,
+    draw,
+    error_of,
+    once_ms,
+    starts_of,
+)
+from benchmarks.harness import Benchmark, show
 
 BATCHES = [*itertools.product((1, 8, 32, 128), (1,)), (32, 4)]  # (requests, query length)
-PREFILLS = ((4096,), (1024,) * 4, (3072, 700, 300, 24))
+NAMES = ("gated_delta", "ssd", "causal_conv")
 ops: Any = fg.ops
 
 
@@ -51,7 +57,7 @@ class Batch(NamedTuple):
 def batch(name: str, new: tuple[int, ...], past: int) -> Batch:
     """Requests of `new` tokens each, all with as long a past."""
     T, R = sum(new), len(new)
-    starts = torch.tensor([0, *itertools.accumulate(new)], device="cuda", dtype=torch.int32)
+    starts = starts_of(new)
     lens = starts.diff() + past
     meta = ops.StateMeta(torch.randperm(R, device="cuda"), lens, starts)
     if name == "gated_delta":
@@ -71,10 +77,9 @@ def compared(b: Batch, query_len: int) -> float:
     """The largest error of a row or of a state, by its own norm."""
     mine, theirs = b.state.clone(), b.state.clone()
     got, want = b.call("triton", query_len, mine), b.call("reference", query_len, theirs)
-    error = max(worst(got, want), worst(mine.flatten(2), theirs.flatten(2)))
-    if not error < 1e-2:
-        raise SystemExit(f"wrong: {b.name} of {b.meta.query_start_loc.tolist()}: {error}")
-    return error
+    what = f"{b.name} of {b.meta.query_start_loc.tolist()}"
+    of_states = error_of(mine.flatten(2), theirs.flatten(2), f"the state of {what}")
+    return max(error_of(got, want, what), of_states)
 
 
 def decode(name: str, n: int, query_len: int, peak: float) -> dict[str, Any]:
@@ -93,16 +98,6 @@ def decode(name: str, n: int, query_len: int, peak: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def once_ms(fn: Callable[[], Any]) -> float:
-    """Of one eager call."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    fn()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
 def prefill(name: str, new: tuple[int, ...]) -> dict[str, Any]:
     """Whole prompts: ms of each backend."""
     b = batch(name, new, 0)
@@ -115,27 +110,14 @@ def prefill(name: str, new: tuple[int, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    """Prints both tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks recurrent", description=__doc__)
-    parser.add_argument("--json", type=Path, help="keep the figures here")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks recurrent needs a CUDA device")
+@Benchmark(needs_cuda=True)
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    """Decode and prefill of each primitive."""
     torch.manual_seed(0)
     peak = copy_bandwidth()
-    print(f"copy: {peak:.2f} TB/s")
-    names = ("gated_delta", "ssd", "causal_conv")
-    decodes = [decode(name, n, q, peak) for name in names for n, q in BATCHES]
-    show("decode, us a call", decodes)
-    prefills = [prefill(name, new) for name in names for new in PREFILLS]
-    show("prefill", prefills)
-    if args.json:
-        from benchmarks.record import write
-
-        write(args.json, {"copy TB/s": peak, "decode": decodes, "prefill": prefills})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    most = 1 if flags.quick else None
+    decodes = [decode(name, n, q, peak) for name in NAMES for n, q in BATCHES[:most]]
+    show(decodes, "decode, us a call")
+    prefills = [prefill(name, new) for name in NAMES for new in PREFILLS[:most]]
+    show(prefills, "prefill")
+    return {"copy TB/s": peak, "decode": decodes, "prefill": prefills}

@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 import fngraph as fg
-from benchmarks.record import write
+from benchmarks.device import in_graph, once_ms
+from benchmarks.harness import Benchmark, show
+from benchmarks.workload import COUNTS
 from fngraph.models.families import llama
 
 BLOCKS, REPEATS = 512, 50
@@ -32,27 +33,23 @@ def captured(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """`fn` in a graph, warm."""
     fn()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    return graph
+    return in_graph(fn)
 
 
 def timed(launch: Callable[[], Any]) -> tuple[float, float]:
     """Device and host us of one launch: medians over runs of REPEATS in a row."""
     device, host = [], []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(4_000_000)  # the host gets ahead
-        begin.record()
+
+    def launches() -> None:
         began = time.perf_counter_ns()
         for _ in range(REPEATS):
             launch()
         host.append((time.perf_counter_ns() - began) / REPEATS / 1e3)
-        end.record()
+
+    for _ in range(7):
         torch.cuda.synchronize()
-        device.append(begin.elapsed_time(end) / REPEATS * 1e3)
+        torch.cuda._sleep(4_000_000)  # the host gets ahead
+        device.append(once_ms(launches) / REPEATS * 1e3)
     return median(device), median(host)
 
 
@@ -61,19 +58,17 @@ def forward(x: torch.Tensor, batch: llama.Batch) -> torch.Tensor:
     return x[batch.logits_indices]
 
 
-def measure(num_reqs: int) -> list[dict[str, Any]]:
+def ways(num_reqs: int) -> list[dict[str, Any]]:
     """A row for each way, for a decode batch of so many requests."""
     x, spec = torch.zeros(512, device="cuda"), fg.BatchSpec(num_reqs, num_reqs, query_len=1)
     fast = fg.graphify(forward, modes="FULL", stage="batch", sizes=(num_reqs,))
     limits = fg.Limits(max_tokens=num_reqs, max_reqs=num_reqs, B=BLOCKS)
     step = fast.bind(x).capture(limits, progress=False)
     step(step.host_batch(spec))
-    words, ring, node = (
-        step.prepared[spec[:7]].words,
-        step.ring,
-        next(iter(step.replays.values())).unpack,
-    )
-    there = [torch.zeros_like(x) for x in step.static.tensors]
+    keys = step.main
+    words, ring = keys.prepared[spec[COUNTS]].words, keys.ring
+    node = next(iter(keys.replays.values())).unpack
+    there = [torch.zeros_like(x) for x in keys.static.tensors]
     nbytes = sum(x.nbytes for x in there)
     pinned = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
     arena, side = torch.zeros(nbytes, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
@@ -113,18 +108,9 @@ def measure(num_reqs: int) -> list[dict[str, Any]]:
     ]
 
 
-def main(argv: list[str]) -> int:
-    """Print the rows; `--json` keeps them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks staging", description=__doc__)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("staging needs a CUDA device")
-        return 1
-    rows = [row for num_reqs in (1, 64, 256) for row in measure(num_reqs)]
-    cells = [[*(r[k] for k in ("requests", "bytes", "way")), f"{r['device us']:.1f}",
-              f"{r['host us']:.1f}"] for r in rows]  # fmt: skip
-    print(fg.core.text.table(["requests", "bytes", "way", "device us", "host us"], cells))
-    if args.json:
-        write(args.json, rows)
-    return 0
+@Benchmark(needs_cuda=True)
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of small and large batches."""
+    rows = [row for num_reqs in (1, 64, 256) for row in ways(num_reqs)]
+    show(rows)
+    return rows

@@ -7,54 +7,44 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 
 import fngraph as fg
-from benchmarks.record import median_ms, write
+from benchmarks.harness import DEVICE, MODES, Benchmark, count, show, some_of
+from benchmarks.workload import BLOCK_SIZE, BLOCKS, attention_of, batch_of, to_device
 from fngraph.models.families import llama
 from fngraph.models.weights.checkpoint import load_checkpoint
 
-MODES = ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
-BLOCK_SIZE, CONTEXT = 16, 128
-BACKEND_HELP = "of attention; what suits the device, if none is named"
+
+def median_ms(fn: Callable[[], Any], repeats: int, *, warm_up: int = 5) -> float:
+    """Median wall time of `fn` with everything that it launched finished, in ms."""
+    times = []
+    for i in range(warm_up + repeats):
+        began = time.perf_counter()
+        fn()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if i >= warm_up:
+            times.append(time.perf_counter() - began)
+    return median(times) * 1e3
 
 
-def attention_of(step: Any) -> str:
-    """The backend that a captured step's attention runs on."""
-    return step.compiled.lowered.calls[0].backend.name
-
-
-def batch_of(num_reqs: int, new: int, device: torch.device | str) -> llama.Batch:
-    """`num_reqs` requests of CONTEXT tokens, the last `new` of which run in this step."""
-    per = CONTEXT // BLOCK_SIZE
-    blocks = torch.arange(num_reqs * per, dtype=torch.int32).view(num_reqs, per)
-    positions = torch.arange(CONTEXT - new, CONTEXT).repeat(num_reqs)
-    owner = torch.arange(num_reqs).repeat_interleave(new)
-    slots = blocks[owner, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-    starts = torch.arange(0, num_reqs * new + 1, new)
-    leaves = {
-        "token_ids": torch.randint(256, (num_reqs * new,)),
-        "positions": positions,
-        "slot_mapping": slots,
-        "seq_lens": torch.full((num_reqs,), CONTEXT, dtype=torch.int32),
-        "query_start_loc": starts.int(),
-        "block_tables": blocks,
-        "logits_indices": starts[1:] - 1,
-    }
-    spec = fg.BatchSpec(num_reqs * new, num_reqs, query_len=1 if new == 1 else None)
-    return llama.Batch(**{k: v.to(device) for k, v in leaves.items()}, spec=spec)
-
-
+@Benchmark(
+    DEVICE | {"--repeats": count(200), "--modes": some_of(MODES)},
+    quick={"repeats": 2, "modes": ["NONE", "FULL"]},
+)
 @torch.no_grad()
-def measure(device: str, repeats: int) -> list[dict[str, Any]]:
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a mode and batch: what it ran as, ms, ms of bare forward, largest difference."""
+    device, repeats = flags.device, flags.repeats
     _, params = load_checkpoint(device=device)
-    limits = fg.Limits(max_tokens=128, max_reqs=8, B=CONTEXT // BLOCK_SIZE)
+    limits = fg.Limits(max_tokens=128, max_reqs=8, B=BLOCKS)
     rows = []
-    for modes in MODES:
+    for modes in flags.modes:
         cache = llama.init_cache(params.config, 64, block_size=BLOCK_SIZE, device=device)
         fast = fg.graphify(
             llama.forward, modes=modes, donate="cache", stage="batch", sizes=(1, 2, 4, 8, 64, 128)
@@ -63,7 +53,7 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
         step = fast.bind(params).capture(cache, limits, progress=False)
         capture_s = time.perf_counter() - began
         for num_reqs, new in ((1, 1), (8, 1), (7, 1), (8, 16)):
-            batch = batch_of(num_reqs, new, device)
+            batch = to_device(batch_of(num_reqs, new), device)
             got, _ = step(cache, batch)
             plain = tuple((k.clone(), v.clone()) for k, v in cache)
             want, _ = llama.forward(params, plain, batch)
@@ -80,20 +70,5 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
                     "keys": len(step), "trace and capture s": capture_s,
                 }
             )  # fmt: skip
+    show(rows)
     return rows
-
-
-def main(argv: list[str]) -> int:
-    """Print the rows; `--json` keeps them."""
-    p = argparse.ArgumentParser(prog="python -m benchmarks steps")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--repeats", type=int, default=200)
-    p.add_argument("--json", type=Path)
-    flags = p.parse_args(argv)
-    rows = measure(flags.device, flags.repeats)
-    print(*rows[0], sep=" | ")
-    for row in rows:
-        print(*(f"{v:.4g}" if isinstance(v, float) else v for v in row.values()), sep=" | ")
-    if flags.json:
-        write(flags.json, rows)
-    return 0

@@ -13,7 +13,6 @@ import gc
 import resource
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -21,10 +20,9 @@ from unittest import mock
 from torch import fx
 
 import fngraph as fg
-from benchmarks.record import write
+from benchmarks.harness import Benchmark, Mistake, count, over, show
 from fngraph.models.families import llama
 
-LAYERS = (1, 8, 24, 80)
 AT_MOST = {("as written", 24): 5, ("as written", 80): 16, ("marked", 24): 2.5, ("marked", 80): 5}
 LIMITS = fg.Limits(max_tokens=8192, max_reqs=256, B=16)
 
@@ -43,7 +41,7 @@ def seconds() -> tuple[float, float]:
     return time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
-def measure(layers: int, repeats: int) -> tuple[dict[str, Any], list[Any]]:
+def traced(layers: int, repeats: int) -> tuple[dict[str, Any], list[Any]]:
     """Medians over `repeats` traces after a first one; and the graph, a tuple a node."""
     params, cache = abstract(layers)
     fast = fg.graphify(llama.forward, donate="cache", stage="batch")
@@ -51,71 +49,57 @@ def measure(layers: int, repeats: int) -> tuple[dict[str, Any], list[Any]]:
     for _ in range(1 + repeats):
         gc.collect()
         began, began_user = seconds()
-        traced = fast.trace(params, cache, limits=LIMITS)
+        trace = fast.trace(params, cache, limits=LIMITS)
         between, _ = seconds()
-        split = traced.split()
+        split = trace.split()
         ended, ended_user = seconds()
         times.append((ended - began, between - began, ended - between, ended_user - began_user))
-    total, trace, splitting, user = map(median, zip(*times[1:]))
-    nodes = {node: i for i, node in enumerate(traced.graph.gm.graph.nodes)}
+    total, tracing, splitting, user = map(median, zip(*times[1:]))
+    nodes = {node: i for i, node in enumerate(trace.graph.gm.graph.nodes)}
     row = {
-        "layers": layers, "s": total, "trace s": trace, "split s": splitting, "user s": user,
+        "layers": layers, "s": total, "trace s": tracing, "split s": splitting, "user s": user,
         "nodes": len(nodes), "pieces": len(split.program.instructions),
-        "distinct pieces": split.program.kinds, "guards": len(traced.graph.guards),
+        "distinct pieces": split.program.kinds, "guards": len(trace.graph.guards),
     }  # fmt: skip
     return row, [(n.op, n.target, fx.map_arg((n.args, n.kwargs), nodes.get)) for n in nodes]
 
 
-def both_ways(repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each depth as written, then for each marked."""
-    marked = mock.patch.object(llama, "decoder_layer", fg.block(llama.decoder_layer))
-    graphs = {}
-    for layers in LAYERS:
-        row, graphs[layers] = measure(layers, repeats)
-        yield {"layer": "as written"} | row
-    for layers in LAYERS:
-        with marked:
-            row, graph = measure(layers, repeats)
-        if graph != graphs[layers]:
-            raise SystemExit(f"{layers} layers: the marked graph is not the one as written")
-        yield {"layer": "marked"} | row
-
-
-def with_growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with the seconds that one further layer took since the row above."""
-    found = []
-    for last, row in zip([None, *rows], rows):
-        if last is None or last["layer"] != row["layer"]:
-            grown = None
-        else:
-            grown = (row["s"] - last["s"]) / (row["layers"] - last["layers"])
-        most = AT_MOST.get((row["layer"], row["layers"]))
-        found.append(row | {"s a further layer": grown, "at most": most})
-    return found
+def both_ways(depths: list[int], repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each depth as written, then for each marked; and what a further layer took."""
+    ways = {"as written": llama.decoder_layer, "marked": fg.block(llama.decoder_layer)}
+    graphs: dict[int, list[Any]] = {}
+    for layer, function in ways.items():
+        last: dict[str, Any] | None = None
+        for layers in depths:
+            with mock.patch.object(llama, "decoder_layer", function):
+                row, graph = traced(layers, repeats)
+            if graph != graphs.setdefault(layers, graph):
+                raise SystemExit(f"{layers} layers: the marked graph is not the one as written")
+            grown = (row["s"] - last["s"]) / (layers - last["layers"]) if last else None
+            most = AT_MOST.get((layer, layers))
+            yield {"layer": layer, **row, "s a further layer": grown, "at most": most}
+            last = row
 
 
 def growth(rows: list[dict[str, Any]], layer: str) -> str:
     """How the time of a layer changes with depth."""
-    first, *_, last = (
-        r["s a further layer"] for r in rows if r["layer"] == layer and r["layers"] > 1
-    )
+    _, *grown = (r["s a further layer"] for r in rows if r["layer"] == layer)
+    first, last = grown[0], grown[-1]
     return f"{layer}: {last * 1e3:.0f} ms a layer at the end, {last / first:.2f} of the beginning's"
 
 
-def main(argv: list[str]) -> int:
-    """Prints the table; 1 where a median is above what is asked."""
-    p = argparse.ArgumentParser(prog="python -m benchmarks trace", description=__doc__)
-    p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--json", type=Path, help="keep the figures here")
-    flags = p.parse_args(argv)
-    measure(2, 1)  # torch's imports and caches
-    rows = with_growth(list(both_ways(flags.repeats)))
-    print(f"medians of {flags.repeats}\n")
-    shown = [["" if v is None else f"{v:.3f}" if isinstance(v, float) else v for v in row.values()]
-             for row in rows]  # fmt: skip
-    print(fg.core.text.table(list(rows[0]), shown))
-    lines = [growth(rows, layer) for layer in ("as written", "marked")]
-    print("", *lines, sep="\n")
-    if flags.json:
-        write(flags.json, rows)
-    return int(any(row["at most"] is not None and row["s"] > row["at most"] for row in rows))
+@Benchmark(
+    {"--repeats": count(5), "--layers": count([1, 8, 24, 80])},
+    quick={"repeats": 1, "layers": [1, 2, 4]}, missed=lambda rows, _: over(rows, "s", "at most"),
+)  # fmt: skip
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of each depth as written, then marked."""
+    if flags.layers != sorted({*flags.layers}):
+        raise Mistake(f"--layers {flags.layers}: each deeper than the one before")
+    if not flags.quick:
+        traced(2, 1)  # torch's imports and caches
+    rows = list(both_ways(flags.layers, flags.repeats))
+    show(rows, f"medians of {flags.repeats}")
+    if len(flags.layers) > 1:
+        print("", *(growth(rows, layer) for layer in ("as written", "marked")), sep="\n")
+    return rows

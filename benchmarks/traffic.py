@@ -14,9 +14,10 @@ import dataclasses
 import math
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fngraph as fg
+from benchmarks.harness import Benchmark, Flags, count
 
 
 class Lengths(NamedTuple):
@@ -146,14 +147,16 @@ def _quantiles(values: Sequence[int]) -> str:
     return " / ".join(str(x) for x in (quantile(values, 0.5), quantile(values, 0.99), max(values)))
 
 
-def main(argv: list[str]) -> int:
-    """Print a stream's figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks traffic")
-    parser.add_argument("--profile", choices=list(PROFILES), default="chat")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    profile = PROFILES[args.profile]
-    arrivals = stream(profile, args.requests, vocab_size=1000, seed=args.seed)
+STREAM: Flags = {
+    "--profile": {"choices": list(PROFILES), "default": "chat"},
+    "--seed": {"type": int, "default": 0},
+}
+
+
+@Benchmark(STREAM | {"--requests": count(200)}, quick={"requests": 20})
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """A stream's figures are shown, its requests kept."""
+    profile = PROFILES[flags.profile]
+    arrivals = stream(profile, flags.requests, vocab_size=1000, seed=flags.seed)
     print(profile, as_text(arrivals), sep="\n\n")
-    return 0
+    return [one._asdict() for one in arrivals]

@@ -63,6 +63,7 @@ class Executable:
         output_dims: for each output that is not donated, its dims in T and R.
         output_aliased: whether it is memory of an input or of another output.
         constants: tensors made from literals inside `forward`.
+        backends: what runs each call of a primitive, by its name in the program.
         donation: how each donated leaf gets its new value.
         notes: why anything is not as it was asked for.
         generators: those that `forward` draws from.
@@ -83,6 +84,7 @@ class Executable:
     output_dtypes: tuple[torch.dtype, ...]
     output_aliased: tuple[bool, ...]
     constants: tuple[torch.Tensor, ...]
+    backends: Mapping[str, str]
     donation: DonationTable
     notes: tuple[str, ...]
     generators: tuple[torch.Generator, ...]

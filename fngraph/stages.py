@@ -172,6 +172,7 @@ class Lowered:
             output_dtypes=pieces.output_dtypes,
             output_aliased=pieces.output_aliased,
             constants=tuple(traced.constants.values()),
+            backends={c.name: ", ".join(b.name for b in c.backends) for c in self.calls},
             donation=traced.donation,
             notes=self.notes,
             generators=traced.options.generators,

@@ -99,7 +99,7 @@ class Keys:
     pool: int = 0
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
     warm: dict[Hashable, Key] = dataclasses.field(default_factory=dict)
-    prepared: dict[tuple[Any, ...], Prepared] = dataclasses.field(default_factory=dict)
+    prepared: dict[Any, Prepared] = dataclasses.field(default_factory=dict)
     handed: HostBatch | None = None
     asleep: Asleep | None = None
 
@@ -164,7 +164,7 @@ class Keys:
             ModesError: no key covers the batch, and NONE is not allowed.
         """
         self.check_awake()  # nothing is found prepared while it sleeps
-        counts = spec[COUNTS]
+        counts: Any = spec[COUNTS]
         if allowed is not None:
             counts = (*counts, runtime_modes(allowed))
             if counts in self.prepared:

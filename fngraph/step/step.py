@@ -203,6 +203,12 @@ class Step(Generic[R]):
         return self.main.executable.notes
 
     @property
+    def backends(self) -> Mapping[str, str]:
+        """What runs each call of a primitive, {"attention 0": "triton_decode", ...}; of two, that
+        of uniform batches is first."""
+        return self.main.executable.backends
+
+    @property
     def donation(self) -> DonationTable:
         """How each donated leaf gets its new value."""
         return self.main.executable.donation

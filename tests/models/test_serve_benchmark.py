@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fngraph as fg
-from benchmarks import serve
-from benchmarks.serve_check import share_of_texts, share_right
-from benchmarks.serve_decode import beside, broken, decode_batch
-from benchmarks.serve_stream import Clock
+from benchmarks import harness, serve
+from benchmarks.serve.right import share_of_texts, share_right
+from benchmarks.serve.streams import Clock
+from benchmarks.serve.turns import beside, broken, decode_batch
 from benchmarks.traffic import Arrival, stream
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.steps import Steps
@@ -30,7 +30,7 @@ from tests.traced_once import Kept, traced_once
 )
 def test_a_tiny_run(modes, more, tmp_path, capsys):
     flags = ["--tiny", "--modes", *modes, "--json", str(tmp_path / "serve.json"), *more]
-    assert serve.main(flags) == 0
+    assert harness.main(["serve", *flags]) == 0
     written = json.loads((tmp_path / "serve.json").read_text())
     assert written["environment"]["torch"] == torch.__version__
     (found,) = written["figures"]
@@ -113,11 +113,11 @@ def traces() -> Kept:
 def test_wrong_tokens_are_not_measured(break_, more, part, monkeypatch, capsys, traces):
     real = serve.make_steps
     monkeypatch.setattr(serve, "make_steps", lambda *args, **opts: break_(real(*args, **opts)))
-    monkeypatch.setattr(serve, "table", str)
     one_layer = dataclasses.replace(serve.SHAPES["tiny"], num_layers=1)
     monkeypatch.setitem(serve.SHAPES, "tiny", one_layer)
     with traced_once(traces, len(more)):
-        assert serve.main(["--tiny", "--modes", "FULL_AND_PIECEWISE", "--parts", part, *more]) == 1
+        flags = ["--tiny", "--modes", "FULL_AND_PIECEWISE", "--parts", part, *more]
+        assert harness.main(["serve", *flags]) == 1
     what = "traffic" if part == "traffic" else "batch 3"
     lines = capsys.readouterr().out.splitlines()
     assert any(
@@ -200,12 +200,12 @@ def test_idle_time_is_skipped():
 
 
 def test_tiny_leaves_flags_that_were_given():
-    args = serve.parse(["--tiny", "--requests", "5", "--backend", "sdpa"])
+    args = harness.parse("serve", ["--tiny", "--requests", "5", "--backend", "sdpa"])
     assert (args.requests, args.backend) == (5, "sdpa")
     assert (args.models, args.device) == (["tiny"], "cpu")
 
 
 def test_a_part_that_there_is_not(capsys):
     with pytest.raises(SystemExit):
-        serve.parse(["--parts", "decod"])
+        harness.parse("serve", ["--parts", "decod"])
     assert "decode" in capsys.readouterr().err

@@ -110,6 +110,6 @@ assert_type(layer(ids, ids), Tensor)
 apply, weights, buffers = fg.from_module(torch.nn.Linear(4, 4))
 # 19 errors, tests, other people's models
 error: type[Exception] = fg.errors.RowsError
-fg.testing.assert_graph
+asserts = fg.testing.assert_graph
 # 20 attention
 level: fg.Support = fg.ops.attention.level("FlashMLA")

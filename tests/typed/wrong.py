@@ -25,7 +25,7 @@ batch = Batch(ids=weights, spec=spec)
 fast = fg.graphify(forward, stage="batch", donate="cache")
 step = fast.bind(weights).capture(cache, progress=False)
 
-fg.nonsense  # wrong: no such name
+nothing = fg.nonsense  # wrong: no such name
 fg.graphify(forward, mode="FULL")  # wrong: it is modes=
 fg.graphify(forward, modes=3)  # wrong: a Mode or its name
 fg.graphify(forward, donate=2.5)  # wrong: names or positions

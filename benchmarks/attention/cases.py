@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fngraph as fg
-from benchmarks.device import DTYPE, Fn, draw
+from benchmarks.device import DTYPE, Fn, draw, scattered
+from benchmarks.harness import Mistake
 
 H, K, D, BLOCK = 32, 8, 128, 16
-ops: Any = fg.ops
+kernels: Any = fg.ops.triton  # not public: what lies below a backend's call
 
 
 class Paged(NamedTuple):
@@ -35,20 +35,13 @@ class Paged(NamedTuple):
 
 def paged(n: int, context: int) -> Paged:
     """n requests of one length, their last token new."""
-    blocks = context // BLOCK
-    place = torch.randperm(n * blocks, device="cuda")
+    meta = scattered([1] * n, [context] * n, BLOCK)
     keys, values, cache = draw(n, context, K, D), draw(n, context, K, D), []
     for x in (keys, values):
-        pages = torch.empty_like(x).view(n * blocks, BLOCK, K, D)
-        pages[place] = x.view(n * blocks, BLOCK, K, D)
+        blocks = x.view(-1, BLOCK, K, D)
+        pages = torch.empty_like(blocks)
+        pages[meta.block_tables.flatten().long()] = blocks
         cache.append(pages)
-    table = place.view(n, blocks).int()
-    meta = fg.ops.AttentionMeta(
-        slot_mapping=table[:, -1].long() * BLOCK + BLOCK - 1,
-        seq_lens=torch.full((n,), context, device="cuda", dtype=torch.int32),
-        query_start_loc=torch.arange(n + 1, device="cuda", dtype=torch.int32),
-        block_tables=table,
-    )
     new = keys[:, -1].clone(), values[:, -1].clone()
     return Paged(draw(n, H, D), *new, (cache[0], cache[1]), meta, keys, values)
 
@@ -61,9 +54,9 @@ def config() -> Any:
 def backend(name: str) -> Any:
     """One of ours, able to run here."""
     found = fg.ops.primitive("attention").backend(name)
-    reason = ops.triton.launch.missing("cuda") or found.supports(config())
+    reason = kernels.launch.missing("cuda") or found.supports(config())
     if reason is not None:
-        raise SystemExit(f"{name}: {reason}")
+        raise Mistake(f"{name}: {reason}")
     return found
 
 
@@ -94,11 +87,11 @@ def decoders(p: Paged, flex: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]
         return step
 
     def split() -> Tensor:
-        ops.triton.decode.attend(p.args(out), 1)
+        kernels.decode.attend(p.args(out), 1)
         return out
 
     def unified() -> Tensor:
-        ops.triton.unified.attend(p.args(out))
+        kernels.unified.attend(p.args(out))
         return out
 
     yield "sdpa", lambda: sdpa(q_NH1D, k_NKSD, v_NKSD, enable_gqa=True)[:, :, 0]
@@ -117,23 +110,16 @@ def prefilling(lens: tuple[int, ...]) -> tuple[Callable[..., Tensor], Fn, Tensor
     """Our call, by a tile if one is given; theirs; and what both should come to."""
     T, most = sum(lens), max(lens)
     q, k, v = draw(T, H, D), draw(T, K, D), draw(T, K, D)
-    columns = -(-most // BLOCK)
-    pages = torch.randperm(len(lens) * columns, device="cuda").view(len(lens), columns)
-    cache = draw(pages.numel(), BLOCK, K, D), draw(pages.numel(), BLOCK, K, D)
-    slots = []
-    for row, n in zip(pages, lens):
-        i = torch.arange(n, device="cuda")
-        slots.append(row[i // BLOCK] * BLOCK + i % BLOCK)
+    meta = scattered(lens, lens, BLOCK)
+    blocks, starts = meta.block_tables.numel(), meta.query_start_loc
+    cache = draw(blocks, BLOCK, K, D), draw(blocks, BLOCK, K, D)
     for pool, x in zip(cache, (k, v)):
-        pool.view(-1, K, D)[torch.cat(slots)] = x
-    starts = torch.tensor([0, *itertools.accumulate(lens)], device="cuda", dtype=torch.int32)
-    seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
-    meta = fg.ops.AttentionMeta(torch.cat(slots), seq_lens, starts, pages.int())
+        pool.view(-1, K, D)[meta.slot_mapping] = x
     out = torch.empty_like(q)
 
     def ours(tile: Any = None) -> Tensor:
         args = fg.ops.AttentionArgs(q, k, v, *cache, meta, out, config())
-        ops.triton.unified.attend(args, tile=tile)
+        kernels.unified.attend(args, tile=tile)
         return out
 
     def theirs() -> Tensor:

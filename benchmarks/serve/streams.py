@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.serve_decode import DRAWN
+from benchmarks.serve.turns import DRAWN
 from benchmarks.traffic import Arrival, quantile
 from fngraph.models.serving.loop import gather, serve
 from fngraph.models.serving.policy import Policy
@@ -20,7 +20,7 @@ from fngraph.models.serving.steps import Steps
 from fngraph.models.serving.tally import Tally
 
 
-def run(
+def served(
     steps: Steps, cache: Any, policy: Policy, num_blocks: int, arrivals: Sequence[Arrival]
 ) -> tuple[dict[str, Any], Tally, dict[int, tuple[int, ...]]]:
     """What a stream sees: one row, what ran as what, and the texts by their arrivals' numbers."""

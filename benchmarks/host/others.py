@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fngraph as fg
-from benchmarks.steps import CONTEXT
+from benchmarks.workload import CONTEXT
 from fngraph.models.families import llama
 
 
@@ -96,7 +96,7 @@ class Module(nn.Module):
         return plain_step(params, cache, token_ids_R, positions_R)[0]
 
 
-def peers(params: Any, paged: Any, batch: llama.Batch) -> dict[str, Callable[[], Any]]:
+def ways(params: Any, paged: Any, batch: llama.Batch) -> dict[str, Callable[[], Any]]:
     """What is called, by name."""
     device, dtype = batch.token_ids.device, params.embed.dtype
     new_cache = lambda: static_cache(params.config, batch.spec.num_reqs, device, dtype)  # noqa: E731

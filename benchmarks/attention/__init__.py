@@ -3,26 +3,25 @@
 Decode of a Llama-8B head shape (32 query heads, 8 kv heads of 128, bf16, blocks of 16). Ours read
 a paged cache whose blocks lie in random order, theirs a contiguous one of the same contents, and
 gathering it is not charged. `step` is ours with the write of the new k and v, which theirs do not
-make; ratios are without. Then prefill against torch's FlashAttention 2. Every result is compared
-with sdpa's in the same run. Times are of replayed graphs, medians. --sweep tries other tiles.
+make; ratios are without. Then prefill against torch's FlashAttention 2, which ours are held to in
+the same run. Times are of replayed graphs, medians. --sweep tries other tiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.attention_cases import D, H, backend, decoders, flash, paged, prefilling
-from benchmarks.attention_sweep import invariant_cost, sweep
-from benchmarks.device import copy_bandwidth, device_us, show, worst
+from benchmarks.attention.cases import D, H, backend, decoders, flash, paged, prefilling
+from benchmarks.attention.tiles import invariant_cost, sweep
+from benchmarks.device import PREFILLS, copy_bandwidth, device_us, error_of
+from benchmarks.harness import SWEEP, Benchmark, Flags, show
 
+OURS = ("step", "triton_decode", "triton")
 POINTS = [*itertools.product((1, 8, 32, 128), (512, 4096, 32768)), (32, 8192)]
-PREFILLS = ((4096,), (1024,) * 4, (3072, 700, 300, 24))
 
 
 def decode(n: int, context: int, flex: bool, peak: float) -> dict[str, Any]:
@@ -32,13 +31,14 @@ def decode(n: int, context: int, flex: bool, peak: float) -> dict[str, Any]:
     starts = p.meta.query_start_loc
     want = flash(p.q, p.keys.flatten(0, 1), p.values.flatten(0, 1), (starts, starts * context),
                  (1, context), False)  # fmt: skip
-    errors = {}
+    errors = []
     for name, fn in decoders(p, flex):
         try:
-            errors[name] = worst(fn(), want)
+            if name in OURS:
+                errors.append(error_of(fn(), want, f"{name}, batch {n}, context {context}"))
             row[name] = device_us(fn)
         except Exception as error:
-            if name in ("step", "triton_decode", "triton"):
+            if name in OURS:
                 raise
             row[name], row[f"{name} failed"] = None, f"{type(error).__name__}: {error}"[:200]
     theirs = {name: row[name] for name in ("sdpa", "varlen", "flex") if row.get(name)}
@@ -46,18 +46,14 @@ def decode(n: int, context: int, flex: bool, peak: float) -> dict[str, Any]:
     row["ratio"] = min(theirs.values()) / row["triton_decode"]
     row["ratio, write charged"] = min(theirs.values()) / row["step"]
     row["share of copy"] = 2 * p.keys.nbytes / row["triton_decode"] / 1e6 / peak
-    row["error"] = max(errors[name] for name in ("step", "triton_decode", "triton"))
-    if not row["error"] < 1e-2:
-        raise SystemExit(f"wrong at batch {n}, context {context}: {errors}")
+    row["error"] = max(errors)
     return row
 
 
 def prefill(lens: tuple[int, ...]) -> dict[str, Any]:
     """Causal self-attention of whole prompts: us, TFLOP/s of each, and the ratio."""
     call, theirs, want = prefilling(lens)
-    error = worst(call(), want)
-    if not error < 1e-2:
-        raise SystemExit(f"wrong in prefill of {lens}: {error}")
+    error = error_of(call(), want, f"prefill of {lens}")
     ours_us, theirs_us = device_us(call), device_us(theirs)
     flops = sum(2 * n * n * H * D for n in lens)  # half of the square, two products
     return {
@@ -66,43 +62,44 @@ def prefill(lens: tuple[int, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    """Prints the tables; 1 where a ratio or share is below what is asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks attention", description=__doc__)
-    parser.add_argument("--json", type=Path, help="keep the figures here")
-    parser.add_argument("--no-flex", action="store_true", help="leave out flex, which compiles")
-    parser.add_argument("--sweep", action="store_true", help="other tiles and splits, alone")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks attention needs a CUDA device")
+def missed(figures: dict[str, Any], flags: argparse.Namespace) -> list[str]:
+    """Ours are as fast as the best of theirs, in prefill 0.7 of it, and read at 0.8 of a copy."""
+    lines = []
+    for row in figures["decode"]:
+        where = f"batch {row['batch']}, context {row['context']}"
+        if row["ratio"] < 1.0:
+            lines.append(f"{where}: {row['ratio']:.2f} of the best of theirs, and 1 is asked")
+        if (row["batch"], row["context"]) == (32, 8192) and row["share of copy"] < 0.8:
+            lines.append(f"{where}: {row['share of copy']:.2f} of the copy, and 0.8 is asked")
+    first = figures["prefill"][0]
+    if first["ratio"] < 0.7:
+        lines.append(f"prefill of {first['prompts']}: {first['ratio']:.2f}, and 0.7 is asked")
+    return lines
+
+
+FLEX: Flags = {"--no-flex": {"action": "store_true", "help": "leave out flex, which compiles"}}
+
+
+@Benchmark(FLEX | SWEEP, missed=missed, needs_cuda=True)
+def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
+    """Decode, prefill, and what batch invariance costs; or other tiles."""
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(0)
     backend("triton_decode")
     peak = copy_bandwidth()
-    print(f"copy: {peak:.2f} TB/s")
     importing = paged(1, 512)  # loads the kernels' modules
     for _, fn in list(decoders(importing, False)):
         fn()
-    if args.sweep:
+    if flags.sweep:
         sweep(peak)
-        return 0
+        return None
     rows = []
-    for n, context in POINTS:
-        rows.append(decode(n, context, not args.no_flex, peak))
+    for n, context in POINTS[: 2 if flags.quick else None]:
+        rows.append(decode(n, context, not flags.no_flex, peak))
         torch.cuda.empty_cache()
-    show("decode, us a call", rows)
-    prompts = [prefill(lens) for lens in PREFILLS]
-    show("prefill, us a call", prompts)
-    cost = invariant_cost()
-    show("fixed splits, batch-invariant, against the best for the batch", cost)
-    if args.json:
-        from benchmarks.record import write
-
-        write(args.json, {"copy TB/s": peak, "decode": rows, "prefill": prompts, "invariant": cost})
-    share = next(r["share of copy"] for r in rows if (r["batch"], r["context"]) == (32, 8192))
-    good = share >= 0.8 and prompts[0]["ratio"] >= 0.7
-    return int(not good or any(r["ratio"] < 1.0 for r in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    show(rows, "decode, us a call")
+    prompts = [prefill(lens) for lens in PREFILLS[: 1 if flags.quick else None]]
+    show(prompts, "prefill, us a call")
+    cost = invariant_cost(1 if flags.quick else None)
+    show(cost, "fixed splits, batch-invariant, against the best for the batch")
+    return {"copy TB/s": peak, "decode": rows, "prefill": prompts, "invariant": cost}

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-import fngraph as fg
-from benchmarks.attention_cases import H, K, Paged, config, paged, prefilling
+from benchmarks.attention.cases import H, K, Paged, config, kernels, paged, prefilling
 from benchmarks.device import device_us
 
-ops: Any = fg.ops
 TILES = ((32, 4, 3), (32, 2, 3), (32, 2, 4), (32, 1, 4), (64, 4, 3), (64, 2, 3))
 SPLITS = (128, 256, 512, 1024, 2048)
 PREFILL_TILES = (
@@ -26,11 +24,11 @@ def splitting(p: Paged) -> tuple[Any, Callable[[Any], float]]:
     out = torch.empty_like(p.q)
 
     def us(how: Any) -> float:
-        call = lambda: ops.triton.decode.attend(p.args(out), 1, how=how)  # noqa: E731
+        call = lambda: kernels.decode.attend(p.args(out), 1, how=how)  # noqa: E731
         return device_us(call, 1.5)
 
-    pairs, places = len(p.q) * K, ops.triton.launch.processors(p.q.device)
-    return ops.triton.decode.how_to(config(), H // K, p.keys.shape[1], pairs, places), us
+    pairs, places = len(p.q) * K, kernels.launch.processors(p.q.device)
+    return kernels.decode.how_to(config(), H // K, p.keys.shape[1], pairs, places), us
 
 
 def ways(usual: Any) -> list[Any]:
@@ -52,7 +50,7 @@ def ways(usual: Any) -> list[Any]:
 
 def divisions(usual: Any, context: int) -> list[Any]:
     """Splits of every length, alone and in spans, and a whole request in one program."""
-    whole = usual._replace(split=context // ops.triton.merge.SPLITS, many=0, each=None)
+    whole = usual._replace(split=context // kernels.merge.SPLITS, many=0, each=None)
     shared = itertools.product(SPLITS, (None, 0))
     found = [usual._replace(split=split, many=many, each=None) for split, many in shared]
     return list(dict.fromkeys([usual, *found, whole]))
@@ -72,20 +70,20 @@ def sweep(peak: float) -> None:
             print(f"batch {n}, context {context}, {name}: {times[how]:.1f} us, {share:.0%}, {how}")
     prompt = (4096,)
     call = prefilling(prompt)[0]
-    usual = ops.triton.unified.tile_of(config())
+    usual = kernels.unified.tile_of(config())
     for shape in PREFILL_TILES:
         tile = type(usual)(*shape)
         us_of = device_us(lambda tile=tile: call(tile))  # type: ignore[misc]
         print(f"prefill of {prompt}: {us_of:.1f} us, {tile}{' as it is' * (tile == usual)}")
 
 
-def invariant_cost() -> list[dict[str, Any]]:
+def invariant_cost(most: int | None = None) -> list[dict[str, Any]]:
     """Splits by the table's width, which make rows batch-invariant, against the batch's best.
 
-    The best is of all `divisions`, by the batch's own tile and programs.
+    The best is of all `divisions`, by the batch's own tile and programs, of `most` batches.
     """
     found = []
-    for n, context in ((1, 4096), (1, 32768), (8, 4096), (32, 8192), (128, 4096)):
+    for n, context in ((1, 4096), (1, 32768), (8, 4096), (32, 8192), (128, 4096))[:most]:
         usual, us = splitting(paged(n, context))
         times = {how: us(how) for how in divisions(usual, context)}
         best = min(times, key=times.__getitem__)

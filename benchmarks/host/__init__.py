@@ -13,27 +13,30 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 import fngraph as fg
-from benchmarks.record import write
-from benchmarks.steps import BACKEND_HELP, BLOCK_SIZE, CONTEXT, attention_of, batch_of
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show
+from benchmarks.host.others import ways
+from benchmarks.workload import (
+    BF16,
+    BLOCKS,
+    COUNTS,
+    QUICK,
+    SHAPE,
+    attention_of,
+    batch_of,
+    new_cache,
+    shape,
+    to_device,
+)
 from fngraph.models.families import llama
 
 BURST = 4
 Call = Callable[[], Any]
-
-
-def shape(layers: int, dim: int) -> llama.Config:
-    """Llama-3.2-1B's, or a smaller one of its kind."""
-    return llama.Config(
-        vocab_size=128256, num_layers=layers, num_heads=dim // 64, num_kv_heads=dim // 256,
-        head_dim=64, dim=dim, mlp_dim=4 * dim, tied=True,
-    )  # fmt: skip
 
 
 def times_us(call: Callable[[Any], Any], before: Call, repeats: int) -> tuple[float, float]:
@@ -65,7 +68,7 @@ class Kit:
 
     def step(self, **options: Any) -> Any:
         """A captured step."""
-        limits = fg.Limits(max_tokens=64, max_reqs=64, B=CONTEXT // BLOCK_SIZE)
+        limits = fg.Limits(max_tokens=64, max_reqs=64, B=BLOCKS)
         outputs = options.pop("outputs", "borrow")
         options = {"backends": {"attention": self.backend}} | options
         fast = fg.graphify(llama.forward, donate="cache", stage="batch", sizes=(1, 64), **options)
@@ -82,7 +85,8 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     want = own(cache, kit.device)[0]
     assert torch.equal(borrow(cache, pinned)[0], want), "pinned"
     assert torch.equal(borrow(cache, kit.host)[0], want), "host"
-    prepared, logits, ring = borrow.prepared[spec[:7]], borrow.outputs[0], borrow.ring
+    keys = borrow.main
+    prepared, logits, ring = keys.prepared[spec[COUNTS]], keys.outputs[0], keys.ring
     (replay, _), view = prepared.calls[0], prepared.views[0]
     in_slot = next(iter(prepared.slots.values()))
 
@@ -98,8 +102,8 @@ def full(kit: Kit, repeats: int) -> list[dict[str, Any]]:
         "step, host batch, borrowed": (call, lambda: kit.host),
         "part: host_batch (before the call)": (lambda _: borrow.host_batch(spec), int),
         "part: dispatch, any spec": (lambda _: fg.dispatch(borrow.table, spec), int),
-        "part: look up what the counts decide": (lambda _: borrow.prepared.get(spec[:7]), int),
-        "part: check ambient state": (lambda _: borrow.last_call.read_ambient(), int),
+        "part: look up what the counts decide": (lambda _: keys.prepared.get(spec[COUNTS]), int),
+        "part: check ambient state": (lambda _: borrow.last.read_ambient(), int),
         "part: check addresses of bound leaves": (lambda _: borrow.binding.watch.moved(), int),
         "part: check the slot's leaves": (lambda _: in_slot.watch.moved(), int),
         "part: stage a pinned batch": (lambda _: stage(), int),
@@ -130,7 +134,7 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     fg.ops.ATTENTION.unregister("copies")
     spec = kit.host.spec
     step(kit.cache, kit.device)
-    prepared, ring = step.prepared[spec[:7]], step.ring
+    prepared, ring = step.main.prepared[spec[COUNTS]], step.main.ring
 
     parts = [fn.args if takes_host else fn for fn, takes_host in prepared.calls]
 
@@ -158,10 +162,8 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
 
 def others(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     """Rows of what one would use otherwise."""
-    from benchmarks.peers import peers
-
     rows = []
-    for name, call in peers(kit.params, kit.cache, kit.device).items():
+    for name, call in ways(kit.params, kit.cache, kit.device).items():
         row: dict[str, Any] = {"call": name, "attention": ""}
         try:
             for _ in range(4):  # compiles and captures
@@ -174,40 +176,25 @@ def others(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main(argv: list[str]) -> int:
-    """Print the rows; `--json` keeps them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks host", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--backend", help=BACKEND_HELP)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--dim", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--no-peers", action="store_true", help="they take a minute to compile")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+NO_PEERS = {"action": "store_true", "help": "they take a minute to compile"}
+
+
+@Benchmark(
+    DEVICE | BACKEND | SHAPE | {"--repeats": count(100), "--no-peers": NO_PEERS},
+    quick={**QUICK, "repeats": 1},
+)
+@torch.no_grad()
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of 1 and of 64 requests."""
     rows: list[dict[str, Any]] = []
-    with torch.no_grad():
-        config = shape(args.layers, args.dim)
-        params = llama.init_params(config, device=args.device, dtype=torch.bfloat16)
-        for num_reqs in (1, 64):
-            cache = llama.init_cache(
-                config, 64 * CONTEXT // BLOCK_SIZE, block_size=BLOCK_SIZE, device=args.device,
-                dtype=torch.bfloat16,
-            )  # fmt: skip
-            host = batch_of(num_reqs, 1, "cpu")
-            on_device = {
-                n: getattr(host, n).to(args.device) for n in fg.core.buffers_of(llama.Batch)
-            }
-            kit = Kit(params, cache, dataclasses.replace(host, **on_device), host, args.backend)
-            found = full(kit, args.repeats) + piecewise(kit, args.repeats)
-            if num_reqs == 1 and not args.no_peers and args.device == "cuda":
-                found += others(kit, args.repeats)
-            rows += [{"batch": num_reqs, **row} for row in found]
-    shown = lambda us: "-" if us is None else f"{us:.1f}"  # noqa: E731
-    cells = [[r["batch"], r["call"], r["attention"], shown(r["first us"]), shown(r["later us"])]
-             for r in rows]  # fmt: skip
-    head = ["batch", "call", "attention", "first, idle, us", "later, busy, us"]
-    print(fg.core.text.table(head, cells))
-    if args.json:
-        write(args.json, rows)
-    return 0
+    config, device = shape(flags), flags.device
+    params = llama.init_params(config, device=device, dtype=BF16)
+    for num_reqs in (1,) if flags.quick else (1, 64):
+        cache, host = new_cache(config, device), batch_of(num_reqs, 1)
+        kit = Kit(params, cache, to_device(host, device), host, flags.backend)
+        found = full(kit, flags.repeats) + piecewise(kit, flags.repeats)
+        if num_reqs == 1 and not flags.no_peers and device == "cuda":
+            found += others(kit, flags.repeats)
+        rows += [{"batch": num_reqs, **row} for row in found]
+    show(rows, "us of a call: the first of a burst, on an idle GPU, and the later ones")
+    return rows

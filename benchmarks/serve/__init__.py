@@ -1,13 +1,11 @@
 """Serving in every mode, with random weights in bf16: python -m benchmarks serve
 
-decode     fixed batches, in turns with bare `forward`; see benchmarks/serve_decode.py
-traffic    a stream of benchmarks/traffic.py through models/serving/loop.py: tokens a second, time to first
-           token, time between tokens, what ran as what, padding. Where nothing is to be done, the
-           clock jumps to the next arrival.
+decode     fixed batches, in turns with bare `forward`; see turns.py
+traffic    a stream of benchmarks/traffic.py through models/serving/loop.py: tokens a second, time
+           to first token, time between tokens, what ran as what, padding; see streams.py
 
-Both hold what is drawn to bare `forward`; see benchmarks/serve_check.py.
-
---tiny: small enough for the tape, on a CPU. Both models and all modes take some minutes on a GPU.
+Both hold what is drawn to bare `forward`; see right.py. --tiny: small enough for the tape, on a
+CPU. Both models and all modes take some minutes on a GPU.
 """
 
 from __future__ import annotations
@@ -16,19 +14,26 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import fngraph as fg
-from benchmarks.host import shape
-from benchmarks.record import write
-from benchmarks.serve_check import share_of_texts, wrong
-from benchmarks.serve_decode import broken, by_batch, decode_batch, on_device, sweep
-from benchmarks.serve_stream import run, shares
-from benchmarks.steps import BACKEND_HELP, attention_of
-from benchmarks.traffic import PROFILES, Arrival, Lengths, Profile, as_text, stream
+from benchmarks.harness import (
+    BACKEND,
+    DEVICE,
+    MODES,
+    Benchmark,
+    Mistake,
+    count,
+    show,
+    some_of,
+    write,
+)
+from benchmarks.serve.right import share_of_texts, wrong
+from benchmarks.serve.streams import served, shares
+from benchmarks.serve.turns import broken, by_batch, decode_batch, in_turns, on_device
+from benchmarks.traffic import PROFILES, STREAM, Arrival, Lengths, Profile, as_text, stream
+from benchmarks.workload import attention_of, shape
 from fngraph.models.families import llama, lora
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, Row
@@ -37,10 +42,9 @@ from fngraph.models.serving.tokens import Tokens
 from fngraph.models.weights import naming
 
 PARTS = ("decode", "traffic")
-MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384, 512)
 SHAPES = {
-    "1B": shape(16, 2048),
+    "1B": shape(),
     "8B": llama.Config(
         vocab_size=128256, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, dim=4096,
         mlp_dim=14336,
@@ -122,7 +126,11 @@ def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
     config, block_size, most = SHAPES[name], 16, max(args.batches)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     B = -(-max(profile.longest, args.context + 1) // block_size)
-    num_blocks = args.blocks or most * max(B // 2, -(-args.context // block_size))
+    decoding = most * -(-args.context // block_size)
+    num_blocks = args.blocks or max(B, most * (B // 2), decoding)
+    least = max(decoding * ("decode" in args.parts), B * ("traffic" in args.parts))
+    if num_blocks < least or args.speed <= 0:
+        raise Mistake(f"--blocks {num_blocks}, --speed {args.speed}: {least} or more, above 0")
     torch.manual_seed(args.seed)
     params = random_params(config, args.device, dtype)
     cache = llama.init_cache(
@@ -136,10 +144,10 @@ def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
     return Bench(args, config, params, cache, policy, num_blocks, adapters)
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def serving(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """All that is asked for of one model; printed on the way."""
     profile = dataclasses.replace(
-        TINY if args.tiny else PROFILES[args.profile], adapters=args.adapters, adapted=0.5,
+        TINY if args.quick else PROFILES[args.profile], adapters=args.adapters, adapted=0.5,
         sampled=float(args.sampled),
     )  # fmt: skip
     profile = dataclasses.replace(profile, rate=profile.rate * args.speed)
@@ -167,77 +175,57 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             for n in args.batches
         ]  # fmt: skip
         ways = {"bare forward": bench.bare().run} | {m: s.run for m, s in captured.items()}
-        found["decode"] = sweep(ways, bench.cache, batches, bench.logits)
-        print(table(by_batch(found["decode"])))
+        found["decode"] = in_turns(ways, bench.cache, batches, bench.logits)
+        show(by_batch(found["decode"]))
     if "traffic" in args.parts:
         arrivals = stream(profile, args.requests, vocab_size=vocab_size, seed=args.seed)
         print(as_text(arrivals))
         held = bench.cache, bench.policy, bench.num_blocks
-        _, _, wanted = run(bench.bare(), *held, arrivals)
+        _, _, wanted = served(bench.bare(), *held, arrivals)
         for mode, steps in captured.items():
             print(f"{name} {mode}: serving {len(arrivals)} requests", flush=True)
-            run(steps, *held, arrivals[:8])  # kernels of eager steps compile as they come
-            row, tally, texts = run(steps, *held, arrivals)
+            served(steps, *held, arrivals[:8])  # kernels of eager steps compile as they come
+            row, tally, texts = served(steps, *held, arrivals)
             right = share_of_texts(texts, wanted, arrivals, bench.logits_after)
             found["traffic"].append({"modes": mode, **row, "right": right})
             found["shares"] += [{"modes": mode, **line} for line in shares(tally)]
-        print(table(found["shares"]), table(found["traffic"]), sep="\n\n")
+        show(found["shares"])
+        show(found["traffic"])
     return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """As Markdown."""
-    cells = [[f"{v:.3f}" if isinstance(v, float) else v for v in r.values()] for r in rows]
-    return "\n" + fg.core.text.table(list(rows[0]), cells) + "\n"
-
-
-def main(argv: list[str]) -> int:
-    """Print the rows; 1 where what is drawn is wrong, or a GPU does not do what is asked of it."""
-    args = parse(argv)
-    found = []
-    for name in args.models:
-        found.append(measure(name, args))
-        if args.json:
-            write(args.json, found)
+def missed(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """What is drawn and wrong, and what is asked of a GPU and not met."""
     lines = [f"{one['model']}, {line}" for one in found for line in wrong(one)]
     if args.device == "cuda":
         lines += [f"{one['model']}, {line}" for one in found for line in broken(one["decode"])]
-    for line in lines:
-        print(line)
-    return 1 if lines else 0
+    return lines
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags; what `--tiny` makes smaller are defaults, which other flags still change."""
-    p = parser()
-    if p.parse_args(argv).tiny:
-        p.set_defaults(
-            device="cpu", models=["tiny"], batches=[1, 3], context=20, max_tokens=16, requests=12,
-        )  # fmt: skip
-    return p.parse_args(argv)
+FLAGS = {
+    "--models": some_of(list(SHAPES), ["1B", "8B"]),
+    "--modes": some_of(MODES),
+    "--parts": some_of(PARTS),
+    "--batches": count([1, 2, 4, 8, 16, 32, 64]),
+    "--context": count(512, "tokens of each request, decode"),
+    "--max-tokens": count(512, "token budget of a step"),
+    "--blocks": count(0, "of the cache; 0: by the profile", least=0),
+    "--requests": count(100),
+    "--speed": {"type": float, "default": 1.0, "help": "times the profile's rate"},
+    "--sampled": {"action": "store_true", "help": "draw by temperature and top-p"},
+    "--adapters": count(0, "LoRA, used by half of the requests", least=0),
+}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks serve", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    p.add_argument("--tiny", action="store_true")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--models", nargs="+", default=["1B", "8B"], choices=list(SHAPES))
-    p.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    p.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
-    p.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
-    p.add_argument("--context", type=int, default=512, help="tokens of each request, decode")
-    p.add_argument("--max-tokens", type=int, default=512, help="token budget of a step")
-    p.add_argument("--blocks", type=int, default=0, help="of the cache; 0: by the profile")
-    p.add_argument("--profile", choices=list(PROFILES), default="chat")
-    p.add_argument("--requests", type=int, default=100)
-    p.add_argument("--speed", type=float, default=1.0, help="times the profile's rate")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--sampled", action="store_true", help="draw by temperature and top-p")
-    p.add_argument("--adapters", type=int, default=0, help="LoRA, used by half of the requests")
-    p.add_argument("--backend", help=BACKEND_HELP)
-    p.add_argument("--json", type=Path)
-    return p
+@Benchmark(
+    DEVICE | STREAM | FLAGS | BACKEND, missed=missed,
+    quick={"device": "cpu", "models": ["tiny"], "batches": [1, 3], "context": 20,
+           "max_tokens": 16, "requests": 12},
+)  # fmt: skip
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each model, kept as it is done."""
+    found = []
+    for name in args.models:
+        found.append(serving(name, args))
+        write(args, found)
+    return found

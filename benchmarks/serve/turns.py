@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fngraph as fg
-from benchmarks.serve_check import refill, share_right
+from benchmarks.serve.right import refill, share_right
+from benchmarks.workload import to_device
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, Row
@@ -53,9 +53,7 @@ def decode_batch(
 def on_device(rows: Sequence[Row], policy: Policy, device: Any, *more: str) -> Any:
     """The batch of these rows, each leaf on the device."""
     kind = batch_type(*more)
-    host = lay_out(rows, policy, lambda spec: empty_batch(kind, policy, spec))
-    leaves = {n: getattr(host, n).to(device) for n in fg.core.buffers_of(kind)}
-    return kind(**leaves, spec=host.spec)
+    return to_device(lay_out(rows, policy, lambda spec: empty_batch(kind, policy, spec)), device)
 
 
 def seconds(step: Step, cache: Any, batch: Any, steps: int) -> float:
@@ -81,7 +79,7 @@ def waits(step: Step, cache: Any, batch: Any) -> int:
 
 
 @torch.no_grad()
-def sweep(
+def in_turns(
     ways: Mapping[str, Step], cache: Any, batches: Sequence[Any], logits: Logits
 ) -> list[dict[str, Any]]:
     """A row for each batch and way: ms a step, and tokens a second over all its requests.

@@ -1,4 +1,4 @@
-"""Greedy text for many prompts at once: python -m fngraph.models.generate --model FOLDER --modes ...
+"""Greedy text for many prompts at once: python -m fngraph.models.generate --model FOLDER
 
 `fngraph.models.serving.loop` is the loop; `reference` is what it has to agree with, token by token.
 """

@@ -2,11 +2,12 @@
 
     forward = lora.adapted(llama.forward)              # (params, adapters, cache, batch)
     adapters = lora.slots(params, count=8, rank=16)    # held leaves, stacked along the first dim
-    step.load_slot(3, adapters=load_adapter(folder, ...))  # models/weights/lora_load.py; no capture
+    step.load_slot(3, adapters=load_adapter(folder, ...))  # fngraph.models.weights.adapters
 
 A row's update goes through two products over all slots at once, the first masked to the row's own
 slot between them: two more matrix products a projection, whatever adapters a batch mixes. Batches
-without any are better served by the plain `forward`, over the same cache, as `fngraph.models.serving.steps` does.
+without any are better served by the plain `forward`, over the same cache: see
+`fngraph.models.serving.steps`. Loading an adapter captures nothing.
 
 Shape letters: T tokens, N slots, r rank of the slots, I and O what a projection takes and gives.
 """

@@ -121,9 +121,8 @@ def fill_more(jobs: Sequence[Any], counts: np.ndarray, shared: int, into: dict[s
         into["adapter_ids"][:] = np.repeat([job.request.adapter for job in jobs], counts)
     if "keys" in into:
         into["keys"][:] = [job.request.key for job in jobs]
-        drawing = np.array([job.request.settings[:4] for job in jobs])
-        for column, name in enumerate(Settings._fields[:4]):
-            into[name][:] = drawing[:, column]
+        for name in set(Settings._fields) & set(into):  # all but the seed, of which the key is made
+            into[name][:] = [getattr(job.request.settings, name) for job in jobs]
 
 
 def spec_of(

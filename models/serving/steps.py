@@ -1,12 +1,9 @@
 """What the loop calls: a model's forward and the draw of its tokens, captured as one function.
 
-What few batches need has a function of its own, over the same cache and pool: see `fngraph.models.serving.steps`.
-
-Which function serves a batch: what only some batches need is not paid for by the others.
-
-Adapters cost two products a projection. A verify batch draws at each place of a draft, the others
-once a request. Cascade attention is never part of a graph, so that its batches run PIECEWISE where
-there is that.
+What only some batches need is not paid for by the others: a `Case` of them has a function of its
+own, over the same cache and pool. Adapters cost two products a projection. A verify batch draws at
+each place of a draft, the others once a request. Cascade attention is never part of a graph, so
+that its batches run PIECEWISE where there is that.
 """
 
 from __future__ import annotations
@@ -161,11 +158,6 @@ def bare_steps(
     return Steps(host_batch, run, dispatch, can=can)
 
 
-def count_slots(adapters: Any) -> int:
-    """How many adapters there are slots for."""
-    return 0 if adapters is None else lora.slot_count(adapters)
-
-
 class Case(NamedTuple):
     """Which function serves a batch."""
 
@@ -209,3 +201,8 @@ def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tu
         for adapted in either[: 1 + (adapters is not None)]
         for verify in either[: 1 + (max(policy.query_lens) > 1)]
     }
+
+
+def count_slots(adapters: Any) -> int:
+    """How many adapters there are slots for."""
+    return 0 if adapters is None else lora.slot_count(adapters)

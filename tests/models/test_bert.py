@@ -142,5 +142,5 @@ def test_other_pooling_is_refused(tmp_path: Path):
 
 def test_it_writes_no_text(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(CheckpointError, match=r"'bert' writes no text.*models\.bert\.forward"):
+    with pytest.raises(CheckpointError, match=r"'bert' writes no text.*families\.bert\.forward"):
         loading.family(tmp_path, generative=True)

@@ -12,7 +12,7 @@ from fngraph.models import generate
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import start, submit
 from fngraph.models.serving.sampling import Settings
-from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.tally import Tally
 from fngraph.models.text import read_text
 from fngraph.models.weights import loading

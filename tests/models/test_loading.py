@@ -101,8 +101,8 @@ def test_what_else_may_be_wrong_with_a_config(folder: Path):
 
 
 def test_a_weight_that_a_format_does_not_name_is_said(folder: Path):
-    names = {n: theirs for n, theirs in llama.FORMAT.names.items() if n != "layers.*.wq"}
-    with pytest.raises(CheckpointError, match=r"names has no 'layers\.\*\.wq'\. Add what"):
+    names = {n: theirs for n, theirs in llama.FORMAT.names.items() if n != "layers.*.attn.wq"}
+    with pytest.raises(CheckpointError, match=r"names has no 'layers\.\*\.attn\.wq'\. Add"):
         loading.load(llama.FORMAT._replace(names=names), folder)
 
 

@@ -16,7 +16,7 @@ from fngraph.models.serving.loop import gather, serve, stream
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import cancel, start, submit
 from fngraph.models.serving.sampling import Settings
-from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import bare_steps, case_of, make_steps
 from fngraph.models.serving.tally import Tally
 from tests.models.conftest import wide_params

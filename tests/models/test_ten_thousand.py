@@ -17,7 +17,7 @@ import fngraph as fg
 from fngraph.models.serving.loop import gather, serve
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import State, cancel, start, submit
-from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import make_steps
 from fngraph.models.serving.tally import Tally
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Event, State
-from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.scheduling import advance, plan
 
 
 class Step(NamedTuple):

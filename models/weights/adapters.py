@@ -31,7 +31,7 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
     """The adapter as a slot of `adapters`, for `step.load_slot`.
 
     Args:
-        names: "layers.*.wq" -> "model.layers.*.self_attn.q_proj.weight", of the model's family.
+        names: of the family's `FORMAT`, what the files call each weight, by our name of it.
 
     Raises:
         ValueError: all that is wrong, a line each: options that are not computed here, tensors

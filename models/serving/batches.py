@@ -105,8 +105,9 @@ def lay_out(rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchS
     into["seq_lens"][:] = computed + counts
     into["query_start_loc"][0], into["query_start_loc"][1:] = 0, ends
     drawn = 1 + len(rows[0].drafts)  # of each row; places beyond them repeat the last
-    wide = into["logits_indices"].shape[1]
-    into["logits_indices"][:] = (ends - drawn)[:, None] + np.arange(wide).clip(max=drawn - 1)
+    places_RQ = into["logits_indices"].reshape(len(rows), -1)  # (R,) where Q is 1 for good
+    wide = places_RQ.shape[1]
+    places_RQ[:] = (ends - drawn)[:, None] + np.arange(wide).clip(max=drawn - 1)
     fill_more(jobs, counts, shared, into)
     return batch
 

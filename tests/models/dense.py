@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fngraph.models.families import llama
-from fngraph.models.weights import naming
+from fngraph.models import llama, naming
 
 
 def dense_logits(params: llama.Params, tokens: Sequence[int]) -> Tensor:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fngraph.models.families import lora
-from fngraph.models.weights.adapters import load_adapter
+from fngraph.models import load_adapter, lora
 
 RANK, ALPHA = 3, 12
 NAMES = {

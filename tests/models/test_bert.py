@@ -11,12 +11,9 @@ import transformers
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.families import bert
+from fngraph.models import CheckpointError, bert, loading, read_text
 from fngraph.models.generate import select
 from fngraph.models.serving.blocks import blocks_for
-from fngraph.models.text import read_text
-from fngraph.models.weights import loading
-from fngraph.models.weights.loading import CheckpointError
 from tests.models.rows import llama_batch
 
 B, BLOCK_SIZE = 4, 16

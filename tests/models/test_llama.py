@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from fngraph.core import trees
-from fngraph.models.families import decoder, llama
+from fngraph.models import llama, load_checkpoint, naming, save_checkpoint
+from fngraph.models.families import decoder
 from fngraph.models.families.rope import Llama3, Yarn, rotate, rotation
-from fngraph.models.weights import naming
-from fngraph.models.weights.checkpoint import (
-    BYTES,
-    CheckpointError,
-    load_checkpoint,
-    save_checkpoint,
-)
+from fngraph.models.weights.checkpoint import BYTES, CheckpointError
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 from tests.models.rows import llama_batch

@@ -11,11 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models as kinds, pre_tokenizers
 
-from fngraph.models import generate
-from fngraph.models.families import llama
-from fngraph.models.text import read_text
-from fngraph.models.weights import loading, naming
-from fngraph.models.weights.loading import CheckpointError
+from fngraph.models import CheckpointError, generate, llama, loading, naming, read_text
 from tests.models import tiny
 
 FILE = "model.safetensors"

@@ -35,7 +35,7 @@ PROMPTS = Path(__file__).parent / "prompts.txt"
 def reference(
     params: Any, prompt: Sequence[int], max_new: int, family: Any = llama
 ) -> tuple[int, ...]:
-    """The same tokens from bare `forward`: one request, its own cache, no scheduler."""
+    """The new tokens of one request from bare `forward`: its own cache, no scheduler."""
     device = params.embed.device
     num_blocks = blocks_for(len(prompt) + max_new, BLOCK_SIZE)
     cache = family.init_cache(

@@ -65,7 +65,7 @@ class Config:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """What the scores are multiplied by."""
         sharper = self.rope_scaling.sharper if isinstance(self.rope_scaling, Yarn) else 1.0
         return float((self.plain_dim + self.rope_dim) ** -0.5 * sharper)
 
@@ -83,7 +83,7 @@ class Attention:
 
 @fg.struct
 class Mixture(experts.Mixture):
-    """The same, and the experts that every token has."""
+    """Weights of the experts and their router, and of the experts that every token has."""
 
     shared: Mlp
 

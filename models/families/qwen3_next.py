@@ -79,7 +79,7 @@ class Delta:
 
 @fg.struct
 class Mixture(experts.Mixture):
-    """The same, and the expert that every token has, with its gate."""
+    """Weights of the experts and their router, and of the expert that every token has."""
 
     shared: Mlp
     shared_gate: Tensor  # (1, E)
@@ -133,18 +133,18 @@ def delta(
     """Convolution, gated delta rule, gated norm; and the layer's last inputs and state."""
     G, H, D, U = config.key_heads, config.value_heads, config.key_dim, config.value_dim
     last, state = states
-    parts = heads(x_TE, weights.w_qkvz, 2 * (D + H // G * U)).split(
+    *qkv, gate_TGU = heads(x_TE, weights.w_qkvz, 2 * (D + H // G * U)).split(
         [D, D, H // G * U, H // G * U], dim=-1
     )
     b_TH, a_TH = (x.flatten(1) for x in heads(x_TE, weights.w_ba, 2 * H // G).chunk(2, dim=-1))
-    mixed_TC = torch.cat([x.flatten(1) for x in parts[:3]], dim=-1)
+    mixed_TC = torch.cat([x.flatten(1) for x in qkv], dim=-1)
     mixed_TC, last = fg.ops.causal_conv(mixed_TC, weights.conv[:, 0], last, batch)
     q_TC, k_TC, v_TC = silu(mixed_TC).split([G * D, G * D, H * U], dim=-1)
     q_TGD, k_TGD = (unit(rearrange(x, "t (g d) -> t g d", g=G)) for x in (q_TC, k_TC))
     v_THU = rearrange(v_TC, "t (h u) -> t h u", h=H)
     g_TH = -weights.a_log.float().exp() * softplus(a_TH.float() + weights.dt_bias.float())
     out_THU, state = fg.ops.gated_delta(q_TGD, k_TGD, v_THU, g_TH, b_TH.sigmoid(), state, batch)
-    gate_THU = rearrange(parts[3], "t g (m u) -> t (g m) u", u=U)
+    gate_THU = rearrange(gate_TGU, "t g (m u) -> t (g m) u", u=U)
     out_THU = rms_norm(out_THU, weights.gate_norm, config.norm_eps) * silu(gate_THU.float())
     return join(out_THU.to(x_TE.dtype), weights.w_out), (last, state)
 

@@ -90,7 +90,7 @@ def gather(events: Iterable[Event]) -> dict[int, tuple[int, ...]]:
 
 
 def kind_of(rows: tuple[Row, ...]) -> str:
-    """See the table in `fngraph.models.serving.scheduling`."""
+    """What a step is called, by the table in `fngraph.models.serving.scheduling`."""
     past = [row.job.decoding for row in rows]
     if all(past):
         return "verify" if rows[0].drafts else "decode"

@@ -137,7 +137,7 @@ def bare_steps(
     forward: Forward, params: Any, policy: Policy, *more: str, adapters: Any = None,
     device: torch.device | str = "cpu",
 ) -> Steps:  # fmt: skip
-    """The same without fngraph: `forward` itself, eager, which all modes are held to."""
+    """Steps without fngraph: `forward` itself, eager, which all modes are held to."""
     all_names = cases(policy, adapters, more)
 
     def host_batch(spec: fg.BatchSpec) -> Any:
@@ -172,14 +172,14 @@ class Case(NamedTuple):
         return " ".join(name for name, has in named if has) or "plain"
 
     def modes(self, asked: str) -> str:
-        """Of its function; verify batches are uniform, so mixed ones need no keys of theirs."""
+        """The modes of its function: verify batches are uniform, so mixed ones have no keys."""
         if self.cascade:
             return "PIECEWISE" if asked in ("PIECEWISE", "FULL_AND_PIECEWISE") else "NONE"
         mixed = asked in ("FULL", "FULL_AND_PIECEWISE")
         return "FULL_DECODE_ONLY" if self.verify and mixed else asked
 
     def policy(self, whole: Policy) -> Policy:
-        """Of its batches: only those with drafts draw more than one token a request."""
+        """The policy of its batches: only those with drafts draw more than one token a request."""
         return whole if self.verify else dataclasses.replace(whole, query_lens=(1,))
 
 

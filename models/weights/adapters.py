@@ -17,7 +17,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fngraph.models.families.lora import Adapters, one_slot
+from fngraph.models.families.lora import Adapters, filled_slot
 
 ONLY: dict[str, Any] = {  # what the update above is right for, where a config says anything
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,),
@@ -59,11 +59,8 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
             continue
         rank = len(found["A"]) ** (0.5 if config.get("use_rslora") else 1)
         pairs[layer, name] = found["A"], found["B"].T * (config["lora_alpha"] / rank)
-    try:
-        slot = one_slot(adapters, pairs)
-    except ValueError as error:
-        wrong += str(error).splitlines()[1:]
-    if wrong:
+    slot, misfits = filled_slot(adapters, pairs)
+    if wrong := wrong + misfits:
         raise ValueError(f"{folder} cannot be loaded:\n" + "\n".join(wrong))
     return slot
 

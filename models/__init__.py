@@ -1,1 +1,99 @@
-"""Models as pure functions over pytrees, and the programs that train, serve and show them."""
+"""Models as pure functions over pytrees, and what trains, serves and shows them.
+
+    from fngraph.models import Policy, advance, llama, make_steps, schedule, start, submit
+
+A name comes in with what it needs when it is first asked for (PEP 562); weights need safetensors,
+text needs tokenizers, what prints needs rich: `pip install fngraph[models]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_MODULES = {  # name -> wing
+    "bert": "families", "deepseek_v2": "families", "llama": "families", "mamba2": "families",
+    "qwen3": "families", "qwen3_moe": "families", "qwen3_next": "families", "lora": "families",
+    "sampling": "serving",
+    "loading": "weights", "naming": "weights",
+    "demo": "", "generate": "", "text": "", "train": "", "train_bytes": "",
+}  # fmt: skip
+_EXPORTS = {  # name -> module that holds it
+    # requests, and what a server is set to
+    "Policy": "serving.policy", "Settings": "serving.sampling",
+    "State": "serving.requests", "Event": "serving.requests",
+    "start": "serving.requests", "submit": "serving.requests", "cancel": "serving.requests",
+    # the loop
+    "Steps": "serving.steps", "make_steps": "serving.steps", "bare_steps": "serving.steps",
+    "schedule": "serving.loop", "advance": "serving.scheduling",
+    "Served": "serving.loop", "serve": "serving.loop", "stream": "serving.loop",
+    "gather": "serving.loop", "Tally": "serving.tally",
+    # weights and text
+    "CheckpointError": "weights.loading", "load_adapter": "weights.adapters",
+    "load_checkpoint": "weights.checkpoint", "save_checkpoint": "weights.checkpoint",
+    "BYTE_TEXT": "text", "read_text": "text",
+}  # fmt: skip
+
+if TYPE_CHECKING:
+    from fngraph.models.families import (
+        bert as bert,
+        deepseek_v2 as deepseek_v2,
+        llama as llama,
+        lora as lora,
+        mamba2 as mamba2,
+        qwen3 as qwen3,
+        qwen3_moe as qwen3_moe,
+        qwen3_next as qwen3_next,
+    )
+    from fngraph.models.serving import sampling as sampling
+    from fngraph.models.serving.loop import (
+        Served as Served,
+        gather as gather,
+        schedule as schedule,
+        serve as serve,
+        stream as stream,
+    )
+    from fngraph.models.serving.policy import Policy as Policy
+    from fngraph.models.serving.requests import (
+        Event as Event,
+        State as State,
+        cancel as cancel,
+        start as start,
+        submit as submit,
+    )
+    from fngraph.models.serving.sampling import Settings as Settings
+    from fngraph.models.serving.scheduling import advance as advance
+    from fngraph.models.serving.steps import (
+        Steps as Steps,
+        bare_steps as bare_steps,
+        make_steps as make_steps,
+    )
+    from fngraph.models.serving.tally import Tally as Tally
+    from fngraph.models.text import BYTE_TEXT as BYTE_TEXT, read_text as read_text
+    from fngraph.models.weights import loading as loading, naming as naming
+    from fngraph.models.weights.adapters import load_adapter as load_adapter
+    from fngraph.models.weights.checkpoint import (
+        load_checkpoint as load_checkpoint,
+        save_checkpoint as save_checkpoint,
+    )
+    from fngraph.models.weights.loading import CheckpointError as CheckpointError
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = importlib.import_module(
+            ".".join(filter(None, ("fngraph.models", _MODULES[name], name)))
+        )
+    elif name in _EXPORTS:
+        value = getattr(importlib.import_module(f"fngraph.models.{_EXPORTS[name]}"), name)
+    else:
+        raise AttributeError(f"module 'fngraph.models' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+__all__ = sorted([*_EXPORTS, *_MODULES])

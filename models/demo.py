@@ -1,4 +1,4 @@
-"""The main job on real text, in every mode, held against bare `forward`: python -m fngraph.models.demo
+"""The main job on real text, in every mode, held to bare `forward`: python -m fngraph.models.demo
 
 Exits with 1 where a mode writes other tokens than `llama.forward` does for one request at a time,
 or where steps that the mode should have replayed ran otherwise.

@@ -1,4 +1,4 @@
-"""Greedy text for many prompts at once: python -m fngraph.models.generate --model FOLDER --modes ...
+"""Greedy text for many prompts at once: python -m fngraph.models.generate --model FOLDER
 
 `fngraph.models.serving.loop` is the loop; `reference` is what it has to agree with, token by token.
 """
@@ -35,7 +35,7 @@ PROMPTS = Path(__file__).parent / "prompts.txt"
 def reference(
     params: Any, prompt: Sequence[int], max_new: int, family: Any = llama
 ) -> tuple[int, ...]:
-    """The same tokens from bare `forward`: one request, its own cache, no scheduler."""
+    """The new tokens of one request from bare `forward`: its own cache, no scheduler."""
     device = params.embed.device
     num_blocks = blocks_for(len(prompt) + max_new, BLOCK_SIZE)
     cache = family.init_cache(

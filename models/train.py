@@ -10,9 +10,11 @@ Shape letters: N sequences of S bytes; T = N * S, the others as in `fngraph.mode
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
 from fngraph.models.families import llama
+from fngraph.models.families.decoder import logits, transformer
 from fngraph.models.weights import naming
 
 Named = dict[str, Tensor]  # weights by name
@@ -124,21 +127,33 @@ def nats_a_byte(config: llama.Config, named: Named, text_NS: Tensor) -> Tensor:
     params = naming.filled(llama.blank(config), named)
     input_NS, target_NS = text_NS[:, :-1], text_NS[:, 1:]
     position_S = torch.arange(input_NS.shape[1], device=text_NS.device)
-    hidden_TE, _ = llama.transformer(
-        params,
+    texts = Texts(
         rearrange(input_NS, "n s -> (n s)"),
         repeat(position_S, "s -> (n s)", n=len(text_NS)),
-        (len(text_NS),) * config.num_layers,
-        attend_within,
+        len(text_NS),
     )
-    return cross_entropy(llama.logits(params, hidden_TE), rearrange(target_NS, "n s -> (n s)"))
+    attention = functools.partial(llama.attention, attend=attend_within)
+    hidden_TE, _ = transformer(
+        params, (None,) * config.num_layers, texts, attention, rope_dim=config.head_dim
+    )
+    return cross_entropy(logits(params, hidden_TE), rearrange(target_NS, "n s -> (n s)"))
 
 
-def attend_within(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, N: int) -> tuple[Tensor, int]:
-    """Dense causal attention of N sequences of equal length; nothing is cached."""
-    groups = q_THD.shape[1] // k_TKD.shape[1]
+class Texts(NamedTuple):
+    """A batch for the layers: sequences of equal length, end to end."""
+
+    token_ids: Tensor  # (T,)
+    positions: Tensor  # (T,)
+    num_seqs: int  # N
+
+
+def attend_within(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kept: None, texts: Texts
+) -> tuple[Tensor, None]:
+    """Dense causal attention of each sequence by itself; nothing is cached."""
+    groups, N = q_THD.shape[1] // k_TKD.shape[1], texts.num_seqs
     q_NHSD = rearrange(q_THD, "(n s) h d -> n h s d", n=N)
     k_NHSD = repeat(k_TKD, "(n s) k d -> n (k g) s d", n=N, g=groups)
     v_NHSD = repeat(v_TKD, "(n s) k d -> n (k g) s d", n=N, g=groups)
     out_NHSD = scaled_dot_product_attention(q_NHSD, k_NHSD, v_NHSD, is_causal=True)
-    return rearrange(out_NHSD, "n h s d -> (n s) h d"), N
+    return rearrange(out_NHSD, "n h s d -> (n s) h d"), None

@@ -1,11 +1,9 @@
-"""Train the byte-level Llama on the text of `fngraph.models.train_bytes`: python -m fngraph.models.train_bytes
+"""Train the byte-level Llama on English of Python itself: python -m fngraph.models.train_bytes
 
-It saves the weights and, beside them, a card that says what they are and how they came to be.
-
-English that every Python installation carries: language topics, docstrings and comments.
-
-About 2 MB of sentences by the Python authors (PSF license). What counts as a sentence is decided
-one paragraph at a time; code, tables and grammar are left out, and so is anything seen before.
+It saves the weights and, beside them, a card that says what they are and how they came to be. The
+text is what every installation carries: language topics, docstrings and comments, about 2 MB by the
+Python authors (PSF license). What counts as a sentence is decided one paragraph at a time; code,
+tables and grammar are left out, and so is anything seen before.
 """
 
 from __future__ import annotations
@@ -28,6 +26,17 @@ import torch
 from fngraph.models.families import llama
 from fngraph.models.train import cut, evaluate, fit
 from fngraph.models.weights.checkpoint import BYTES, save_checkpoint
+
+HELD_OUT_EVERY = 20  # documents: a module or a topic
+MAX_MODULE_BYTES = 1_000_000  # larger ones hold generated tables
+
+# not installed everywhere, or not the library's own text
+_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
+_ASCII = str.maketrans(
+    {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2014": "-", "\u2026": "..."}
+)
+_BREAK = re.compile(r"\n\s*\n|\n(?=\s*[*-] )")  # an empty line, or the next bullet
+_SENTENCE = re.compile(r"""["'`*(\[]?[A-Za-z0-9][\x20-\x7e]*[.:!?)]""")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -99,11 +108,11 @@ def card(facts: Mapping[str, Any]) -> str:
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return f"""# bytes.safetensors
 
-A byte-level Llama (`fngraph.models.train_bytes.tiny_bytes`) that gives the demo and the tests something
-legible to write. It is no use for anything else.
+A byte-level Llama (`fngraph.models.train_bytes.tiny_bytes`) that gives the demo and the tests
+something legible to write. It is no use for anything else.
 
-Data: language topics, docstrings and comments of Python's own standard library, as selected by
-`models/train_bytes.py` (by the Python authors, PSF license). Written by `models/train_bytes.py`.
+Data: language topics, docstrings and comments of Python's own standard library (by the Python
+authors, PSF license). Selected and written by `fngraph.models.train_bytes`.
 
 | | |
 |---|---|
@@ -118,22 +127,6 @@ def device_name(device: str) -> str:
         if device.startswith("cuda")
         else f"{device}, {platform.machine()}"
     )
-
-
-if __name__ == "__main__":
-    main()
-
-
-HELD_OUT_EVERY = 20  # documents: a module or a topic
-MAX_MODULE_BYTES = 1_000_000  # larger ones hold generated tables
-
-# not installed everywhere, or not the library's own text
-_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "ensurepip"}
-_ASCII = str.maketrans(
-    {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2014": "-", "\u2026": "..."}
-)
-_BREAK = re.compile(r"\n\s*\n|\n(?=\s*[*-] )")  # an empty line, or the next bullet
-_SENTENCE = re.compile(r"""["'`*(\[]?[A-Za-z0-9][\x20-\x7e]*[.:!?)]""")
 
 
 def corpus() -> tuple[bytes, bytes]:
@@ -192,3 +185,7 @@ def paragraphs(document: str) -> Iterator[str]:
         if long_enough and plain >= 0.82 * len(line) and _SENTENCE.fullmatch(line):
             if ">>>" not in line:
                 yield line
+
+
+if __name__ == "__main__":
+    main()

@@ -49,7 +49,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.testing": (TRANSFORMS | {"fngraph", "fngraph.testing"}, set()),
     "fngraph.report": (TRANSFORMS | {"fngraph", "fngraph.report"}, {"rich", "matplotlib"}),
     "fngraph.integrations": (
-        TRANSFORMS | {"fngraph", "fngraph.integrations", "einops"},
+        TRANSFORMS | {"fngraph", "fngraph.integrations", "fngraph.models.serving"},
         {"transformers", "vllm"},
     ),
     "fngraph": (set(), set()),  # lazy: loads nothing but what `import_module` is asked for
@@ -290,7 +290,7 @@ PLANTED = {
     "rich outside of report": ("fngraph/step/step.py", LAZILY.format("import rich.progress")),
     "matplotlib in core": ("fngraph/core/table.py", LAZILY.format("import matplotlib.pyplot")),
     "rich at report's import": ("fngraph/report/progress.py", "import rich"),
-    "transformers at import": ("fngraph/integrations/transformers.py", "import transformers"),
+    "transformers at import": ("fngraph/integrations/transformers/fixed.py", "import transformers"),
     "a module of no layer": ("fngraph/utils.py", "x = 1"),
     "the front door is heavy": ("fngraph/__init__.py", "from fngraph.stages import like"),
     "models reach in": ("models/families/llama.py", "from fngraph.core import trees"),

@@ -11,8 +11,9 @@ The last three attend over a static contiguous cache by torch's SDPA, as gpt-fas
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from torch.nn import functional as F
 
 import fngraph as fg
 from benchmarks.workload import CONTEXT
-from fngraph.models.families import llama
+from fngraph.models.families import decoder, llama
+from fngraph.models.families.layers import Mlp
 
 
 def by_hand(params: Any, cache: Any, batch: llama.Batch) -> Callable[[llama.Batch], Tensor]:
@@ -43,6 +45,13 @@ def by_hand(params: Any, cache: Any, batch: llama.Batch) -> Callable[[llama.Batc
     return call
 
 
+class Tokens(NamedTuple):
+    """What the layers read of a batch."""
+
+    token_ids: Tensor
+    positions: Tensor
+
+
 def plain_step(
     params: llama.Params, cache: Any, token_ids_R: Tensor, positions_R: Tensor
 ) -> tuple[Tensor, Any]:
@@ -50,7 +59,7 @@ def plain_step(
     rows_R = torch.arange(len(token_ids_R), device=token_ids_R.device)
     seen_RS = torch.arange(CONTEXT, device=token_ids_R.device) <= positions_R[:, None]
 
-    def attend(q_RHD: Tensor, k_RKD: Tensor, v_RKD: Tensor, kv: Any) -> tuple[Tensor, Any]:
+    def attend(q_RHD: Tensor, k_RKD: Tensor, v_RKD: Tensor, kv: Any, _: Any) -> tuple[Tensor, Any]:
         k_RKSD, v_RKSD = kv
         k_RKSD[rows_R, :, positions_R] = k_RKD
         v_RKSD[rows_R, :, positions_R] = v_RKD
@@ -59,8 +68,11 @@ def plain_step(
         )
         return out_RH1D[:, :, 0], kv
 
-    x_RE, cache = llama.transformer(params, token_ids_R, positions_R, cache, attend)
-    return llama.logits(params, x_RE), cache
+    x_RE, cache = decoder.transformer(
+        params, cache, Tokens(token_ids_R, positions_R),
+        functools.partial(llama.attention, attend=attend), rope_dim=params.config.head_dim,
+    )  # fmt: skip
+    return decoder.logits(params, x_RE), cache
 
 
 def static_cache(config: llama.Config, num_reqs: int, device: Any, dtype: torch.dtype) -> Any:
@@ -75,10 +87,10 @@ class Module(nn.Module):
 
     def __init__(self, params: llama.Params, cache: Any) -> None:
         super().__init__()
-        self.config, self.names = params.config, [f.name for f in dataclasses.fields(llama.Layer)]
+        self.config = params.config
         for i, (layer, (k, v)) in enumerate(zip(params.layers, cache)):
-            leaves = {name: getattr(layer, name) for name in self.names} | {"k": k, "v": v}
-            for name, x in leaves.items():
+            norms = {"attn_norm": layer.attn_norm, "mlp_norm": layer.mlp_norm}
+            for name, x in {**norms, **vars(layer.attn), **vars(layer.mlp), "k": k, "v": v}.items():
                 self.register_buffer(f"{name}{i}", x)
         for name in ("embed", "norm", "head"):
             self.register_buffer(name, getattr(params, name))
@@ -87,7 +99,12 @@ class Module(nn.Module):
         """Logits, (R, V)."""
         numbers = range(self.config.num_layers)
         layers = tuple(
-            llama.Layer(**{name: getattr(self, f"{name}{i}") for name in self.names})
+            decoder.Layer(
+                getattr(self, f"attn_norm{i}"),
+                llama.Attention(*(getattr(self, f"{n}{i}") for n in ("wq", "wk", "wv", "wo"))),
+                getattr(self, f"mlp_norm{i}"),
+                Mlp(*(getattr(self, f"{n}{i}") for n in ("w_gate", "w_up", "w_down"))),
+            )
             for i in numbers
         )
         embed, norm, head = (getattr(self, name) for name in ("embed", "norm", "head"))

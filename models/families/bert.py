@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, normalize
 
 import fngraph as fg
-from fngraph.models.families.layers import heads
+from fngraph.models.families import layers
+from fngraph.models.families.layers import Room, heads
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
 
@@ -146,25 +147,16 @@ def blank(config: Config) -> Params:
     return Params(embed, positions, types, gain, (layer,) * config.num_layers, config)
 
 
+def empty(config: Config, room: Room) -> KV:
+    """Pages of k and v for the tokens of one step, all layers'."""
+    H, D = config.num_heads, config.dim // config.num_heads
+    return room.pages(H, D), room.pages(H, D)
+
+
 init_params = functools.partial(
     naming.init_params, blank, vectors={"bias": 0.0}
 )  # config, *, seed, device, dtype
-
-
-def init_cache(
-    config: Config,
-    num_blocks: int,
-    *,
-    block_size: int = 16,
-    num_slots: int | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> KV:
-    """A pair of (num_blocks, block_size, H, D) for one step's tokens; `num_slots` is not used."""
-    each = (num_blocks, block_size, config.num_heads, config.dim // config.num_heads)
-    return torch.zeros(each, device=device, dtype=dtype), torch.zeros(
-        each, device=device, dtype=dtype
-    )
+init_cache = functools.partial(layers.init_cache, empty)  # config, num_blocks, *, block_size, ...
 
 
 def read_config(raw: loading.Raw) -> Config:

@@ -5,6 +5,7 @@ A family whose layers are those of `decode` says what differs:
     attention(config, weights, x_TE, rope, kept, batch) -> (T, E), and what its layer keeps
     mixture(config, weights, x_TE, real_T) -> (T, E), where a layer has no plain mlp
 
+Training and other caches run the same layers, through `transformer`, with an `attend` of their own.
 Shape letters as in `fngraph.models.families.llama`.
 """
 
@@ -23,6 +24,7 @@ from fngraph.models.weights.naming import shape
 
 NormFn = Callable[[Tensor, Tensor, float], Tensor]
 AttentionFn = Callable[..., tuple[Tensor, Any]]
+AttendFn = Callable[..., tuple[Tensor, Any]]  # q_THD, k_TKD, v_TKD, kept, batch -> out_THD, kept
 MixtureFn = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 
@@ -37,18 +39,6 @@ class Params:
     config: Any = fg.static()  # the family's Config
 
 
-def params_of(config: Any, layers: Iterable[Any]) -> Params:
-    """Shapes of a decoder with these layers."""
-    embed = shape(config.vocab_size, config.dim)
-    return Params(embed, tuple(layers), shape(config.dim), None if config.tied else embed, config)
-
-
-def logits(params: Params, x_RE: Tensor, norm: NormFn = rms_norm) -> Tensor:
-    """(R, V): the last norm and the head."""
-    head_VE = params.embed if params.head is None else params.head
-    return linear(norm(x_RE, params.norm, params.config.norm_eps), head_VE)
-
-
 @fg.struct
 class Layer:
     """Weights of one layer."""
@@ -59,23 +49,34 @@ class Layer:
     mlp: Any  # Mlp, or the family's Mixture
 
 
-def layer_of(config: Any, attn: Any, mlp: Any) -> Layer:
-    """Shapes of one layer around those of its parts."""
-    return Layer(shape(config.dim), attn, shape(config.dim), mlp)
-
-
 def decode(
     params: Params, cache: tuple[Any, ...], batch: Any, attention: AttentionFn,
     mixture: MixtureFn | None = None, *, rope_dim: int, norm: NormFn = rms_norm,
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
+    x_TE, cache = transformer(
+        params, cache, batch, attention, mixture, rope_dim=rope_dim, norm=norm
+    )
+    return logits(params, x_TE[batch.logits_indices], norm), cache
+
+
+def transformer(
+    params: Params, cache: tuple[Any, ...], batch: Any, attention: AttentionFn,
+    mixture: MixtureFn | None = None, *, rope_dim: int, norm: NormFn = rms_norm,
+) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    """Hidden states (T, E) before the last norm, and the updated cache.
+
+    `attention` says which tokens see which: serving looks over a paged cache, training over the
+    other tokens of its T. Of `batch` the layers read `token_ids` and `positions`, and mixtures
+    `slot_mapping`; the rest is for `attention`.
+    """
     config, kept = params.config, []
     x_TE = params.embed[batch.token_ids]
     rope = rotation(batch.positions, rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling)
     for layer, own in zip(params.layers, cache, strict=True):
         x_TE, own = decoder_layer(config, layer, x_TE, rope, own, batch, attention, mixture, norm)
         kept.append(own)
-    return logits(params, x_TE[batch.logits_indices], norm), tuple(kept)
+    return x_TE, tuple(kept)
 
 
 @fg.block
@@ -91,6 +92,23 @@ def decoder_layer(
     if mixture is None or isinstance(layer.mlp, Mlp):
         return x_TE + mlp(layer.mlp, normed_TE), kept
     return x_TE + mixture(config, layer.mlp, normed_TE, batch.slot_mapping >= 0), kept
+
+
+def logits(params: Params, x_RE: Tensor, norm: NormFn = rms_norm) -> Tensor:
+    """(R, V): the last norm and the head."""
+    head_VE = params.embed if params.head is None else params.head
+    return linear(norm(x_RE, params.norm, params.config.norm_eps), head_VE)
+
+
+def params_of(config: Any, layers: Iterable[Any]) -> Params:
+    """Shapes of a decoder with these layers."""
+    embed = shape(config.vocab_size, config.dim)
+    return Params(embed, tuple(layers), shape(config.dim), None if config.tied else embed, config)
+
+
+def layer_of(config: Any, attn: Any, mlp: Any) -> Layer:
+    """Shapes of one layer around those of its parts."""
+    return Layer(shape(config.dim), attn, shape(config.dim), mlp)
 
 
 DECODER_NAMES = {

@@ -2,8 +2,10 @@
 
 The cache holds a latent and a rotated key for each token, shared by all heads. Queries are
 multiplied into latent space and results out of it, so that keys and values are never made
-("absorbed"), in prefill as well. Shape letters as in `fngraph.models.families.llama`; L latent, P rotated and N
-other columns of a query, U columns of a value, C = L + P, X experts.
+("absorbed"), in prefill as well.
+
+Shape letters as in `fngraph.models.families.llama`; L latent, P rotated and N other columns of a
+query, U columns of a value, C = L + P, X experts.
 
 Source: DeepSeek-V2, 2024, sections 2.1 and 2.2; V2-Lite's queries are not compressed.
 """
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
-from fngraph.models.families import experts
+from fngraph.models.families import experts, layers
 from fngraph.models.families.decoder import (
     DECODER_NAMES,
     Params as Params,
@@ -28,7 +30,7 @@ from fngraph.models.families.decoder import (
     params_of,
 )
 from fngraph.models.families.experts import EXPERT_NAMES, chosen_of, experts_of, mix, route
-from fngraph.models.families.layers import Mlp, heads, join, mlp, mlp_names, mlp_of, rms_norm
+from fngraph.models.families.layers import Mlp, Room, heads, join, mlp, mlp_names, mlp_of, rms_norm
 from fngraph.models.families.llama import Batch as Batch
 from fngraph.models.families.rope import Scaling, Turn, Yarn, read_rope, rotate_neighbours
 from fngraph.models.weights import loading, naming
@@ -63,7 +65,7 @@ class Config:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """What the scores are multiplied by."""
         sharper = self.rope_scaling.sharper if isinstance(self.rope_scaling, Yarn) else 1.0
         return float((self.plain_dim + self.rope_dim) ** -0.5 * sharper)
 
@@ -81,7 +83,7 @@ class Attention:
 
 @fg.struct
 class Mixture(experts.Mixture):
-    """The same, and the experts that every token has."""
+    """Weights of the experts and their router, and of the experts that every token has."""
 
     shared: Mlp
 
@@ -135,21 +137,13 @@ def blank(config: Config) -> Params:
     return params_of(config, [layer_of(config, attn, kind) for kind in kinds])
 
 
+def empty(config: Config, room: Room) -> tuple[Tensor, ...]:
+    """A cache without tokens: pages of (C,) for each layer."""
+    return tuple(room.pages(config.rank + config.rope_dim) for _ in range(config.num_layers))
+
+
 init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
-
-
-def init_cache(
-    config: Config,
-    num_blocks: int,
-    *,
-    block_size: int = 16,
-    num_slots: int | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, ...]:
-    """An empty paged cache, (num_blocks, block_size, C) for each layer; `num_slots` is not used."""
-    each = num_blocks, block_size, config.rank + config.rope_dim
-    return tuple(torch.zeros(each, device=device, dtype=dtype) for _ in range(config.num_layers))
+init_cache = functools.partial(layers.init_cache, empty)  # config, num_blocks, *, block_size, ...
 
 
 def read_config(raw: loading.Raw) -> Config:

@@ -1,7 +1,9 @@
 """Mixture of experts: a router, and the mlps that it chooses, grouped by expert.
 
 No size depends on what is routed where, and nothing waits. Padding is routed nowhere, so groups
-are of true rows alone. Shape letters as in `fngraph.models.families.llama`; X experts, C chosen ones of a token.
+are of true rows alone.
+
+Shape letters as in `fngraph.models.families.llama`; X experts, C chosen ones of a token.
 """
 
 from __future__ import annotations

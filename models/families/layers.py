@@ -1,8 +1,12 @@
-"""Parts of layers: norms, heads, attention, gated mlps. Shape letters as in `fngraph.models.families.llama`."""
+"""Parts of layers: norms, heads, attention, gated mlps; and the cache that layers keep.
+
+Shape letters as in `fngraph.models.families.llama`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -74,3 +78,46 @@ def mlp_names(ours: str, theirs: str) -> dict[str, str]:
         f"layers.*.{ours}.w_up": f"model.layers.*.{theirs}.up_proj.weight",
         f"layers.*.{ours}.w_down": f"model.layers.*.{theirs}.down_proj.weight",
     }
+
+
+class Room(NamedTuple):
+    """What a cache is made for: its parts are zeros of these sizes."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int | None
+    device: torch.device | str
+    dtype: torch.dtype
+
+    def pages(self, *dims: int) -> Tensor:
+        """A row of `dims` for each token: (num_blocks, block_size, *dims)."""
+        size = self.num_blocks, self.block_size, *dims
+        return torch.zeros(size, device=self.device, dtype=self.dtype)
+
+    def slots(self, *dims: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A state for each request: (num_slots, *dims)."""
+        if self.num_slots is None:
+            raise TypeError("init_cache: this model keeps a state a request. Pass num_slots=")
+        return torch.zeros(self.num_slots, *dims, device=self.device, dtype=dtype or self.dtype)
+
+
+def init_cache(
+    empty: Callable[[Any, Room], Any],
+    config: Any,
+    num_blocks: int,
+    *,
+    block_size: int = 16,
+    num_slots: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """An empty cache: that of a family's `empty(config, room)`.
+
+    Args:
+        num_blocks, block_size: of pages, where tokens are kept.
+        num_slots: of states, where requests have one; without states it is not used.
+
+    Raises:
+        TypeError: no `num_slots` for a family with states.
+    """
+    return empty(config, Room(num_blocks, block_size, num_slots, device, dtype))

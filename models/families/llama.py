@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.families.decoder import DECODER_NAMES, Params as Params, logits, params_of
-from fngraph.models.families.layers import attend, heads, join, rms_norm, swiglu
-from fngraph.models.families.rope import Scaling, Turn, read_rope, rotate, rotation
+from fngraph.models.families import layers
+from fngraph.models.families.decoder import (
+    DECODER_NAMES,
+    AttendFn,
+    Params as Params,
+    decode,
+    layer_of,
+    params_of,
+)
+from fngraph.models.families.layers import Room, attend, heads, join, mlp_names, mlp_of
+from fngraph.models.families.rope import Scaling, Turn, read_rope, rotate
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
 
 KV = tuple[Tensor, Tensor]  # one layer's (k, v), each (N, S, K, D)
-Attend = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]  # q, k, v, kv -> out_THD, kv
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,18 +48,13 @@ class Config:
 
 
 @fg.struct
-class Layer:
-    """Weights of one layer, matrices as (out, in)."""
+class Attention:
+    """Weights of one attention, matrices as (out, in)."""
 
-    attn_norm: Tensor  # (E,)
     wq: Tensor  # (H*D, E)
     wk: Tensor  # (K*D, E)
     wv: Tensor  # (K*D, E)
     wo: Tensor  # (E, H*D)
-    mlp_norm: Tensor  # (E,)
-    w_gate: Tensor  # (F, E)
-    w_up: Tensor  # (F, E)
-    w_down: Tensor  # (E, F)
 
 
 @fg.struct
@@ -73,77 +73,47 @@ class Batch:
 
 def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
-
-    def paged(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: KV) -> tuple[Tensor, KV]:
-        return attend(q_THD, k_TKD, v_TKD, kv, batch)
-
-    x_TE, cache = transformer(params, batch.token_ids, batch.positions, cache, paged)
-    return logits(params, x_TE[batch.logits_indices]), cache
+    return decode(params, cache, batch, attention, rope_dim=params.config.head_dim)
 
 
-def transformer(
-    params: Params, token_ids_T: Tensor, positions_T: Tensor, cache: tuple[Any, ...], attend: Attend
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """Hidden states (T, E) before the last norm. `attend` says which tokens see which.
-
-    Serving attends over a paged cache, training over the other tokens of its T: the layers are
-    the same, and `cache` holds whatever one layer's `attend` keeps (None where it keeps nothing).
-    """
-    x_TE = params.embed[token_ids_T]
-    config, kept = params.config, []
-    rope = rotation(
-        positions_T, config.head_dim, config.rope_theta, x_TE.dtype, config.rope_scaling
-    )
-    for layer, kv in zip(params.layers, cache, strict=True):
-        x_TE, kv = decoder_layer(config, layer, x_TE, rope, kv, attend)
-        kept.append(kv)
-    return x_TE, tuple(kept)
-
-
-def decoder_layer(
-    config: Config, layer: Layer, x_TE: Tensor, rope: Turn, kv: Any, attend: Attend
-) -> tuple[Tensor, Any]:
-    """x + attention(norm(x)), plus the mlp of its norm; and what the layer keeps."""
-    normed_TE = rms_norm(x_TE, layer.attn_norm, config.norm_eps)
+def attention(
+    config: Any, weights: Attention, x_TE: Tensor, rope: Turn, kv: Any, batch: Any,
+    attend: AttendFn = attend,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Attention by `attend`, over a paged cache if nothing else is said; and what that keeps."""
     q_THD, k_TKD, v_TKD = (
-        heads(normed_TE, weight, config.head_dim) for weight in (layer.wq, layer.wk, layer.wv)
+        heads(x_TE, weight, config.head_dim) for weight in (weights.wq, weights.wk, weights.wv)
     )
-    out_THD, kv = attend(rotate(q_THD, rope), rotate(k_TKD, rope), v_TKD, kv)
-    x_TE = x_TE + join(out_THD, layer.wo)
-    normed_TE = rms_norm(x_TE, layer.mlp_norm, config.norm_eps)
-    return x_TE + swiglu(normed_TE, layer.w_gate, layer.w_up, layer.w_down), kv
+    out_THD, kv = attend(rotate(q_THD, rope), rotate(k_TKD, rope), v_TKD, kv, batch)
+    return join(out_THD, weights.wo), kv
 
 
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
-    E, F, D = config.dim, config.mlp_dim, config.head_dim
-    q, kv = config.num_heads * D, config.num_kv_heads * D
-    layer = Layer(
-        attn_norm=shape(E), wq=shape(q, E), wk=shape(kv, E), wv=shape(kv, E), wo=shape(E, q),
-        mlp_norm=shape(E), w_gate=shape(F, E), w_up=shape(F, E), w_down=shape(E, F),
-    )  # fmt: skip
+    layer = layer_of(config, attention_of(config), mlp_of(config.dim, config.mlp_dim))
     return params_of(config, [layer] * config.num_layers)
 
 
+def attention_of(config: Any) -> Attention:
+    """Shapes of one attention."""
+    E, D = config.dim, config.head_dim
+    q, kv = config.num_heads * D, config.num_kv_heads * D
+    return Attention(shape(q, E), shape(kv, E), shape(kv, E), shape(E, q))
+
+
+def empty(config: Any, room: Room) -> tuple[KV, ...]:
+    """A cache without tokens: pages of k and v for each layer."""
+    return tuple(pair(config, room) for _ in range(config.num_layers))
+
+
+def pair(config: Any, room: Room) -> KV:
+    """Pages of one layer's k and v."""
+    K, D = config.num_kv_heads, config.head_dim
+    return room.pages(K, D), room.pages(K, D)
+
+
 init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
-
-
-def init_cache(
-    config: Config,
-    num_blocks: int,
-    *,
-    block_size: int = 16,
-    num_slots: int | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> tuple[KV, ...]:
-    """An empty paged cache: for each layer a pair of (num_blocks, block_size, K, D) tensors.
-
-    There are no states, so `num_slots` is not used.
-    """
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    zeros = lambda: torch.zeros(shape, device=device, dtype=dtype)  # noqa: E731
-    return tuple((zeros(), zeros()) for _ in range(config.num_layers))
+init_cache = functools.partial(layers.init_cache, empty)  # config, num_blocks, *, block_size, ...
 
 
 def read_config(raw: loading.Raw) -> Config:
@@ -170,21 +140,17 @@ def read_fields(raw: loading.Raw) -> dict[str, Any]:
     }
 
 
+ATTENTION_NAMES = {
+    "layers.*.attn.wq": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attn.wk": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attn.wv": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attn.wo": "model.layers.*.self_attn.o_proj.weight",
+}
 FORMAT = loading.Format(
     read_config,
     blank,
-    names={
-        **DECODER_NAMES,
-        "layers.*.wq": "model.layers.*.self_attn.q_proj.weight",
-        "layers.*.wk": "model.layers.*.self_attn.k_proj.weight",
-        "layers.*.wv": "model.layers.*.self_attn.v_proj.weight",
-        "layers.*.wo": "model.layers.*.self_attn.o_proj.weight",
-        "layers.*.w_gate": "model.layers.*.mlp.gate_proj.weight",
-        "layers.*.w_up": "model.layers.*.mlp.up_proj.weight",
-        "layers.*.w_down": "model.layers.*.mlp.down_proj.weight",
-    },
+    names={**DECODER_NAMES, **ATTENTION_NAMES, **mlp_names("mlp", "mlp")},
     only={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     skipped=("lm_head.weight", "model.layers.*.self_attn.rotary_emb.inv_freq"),
 )
-
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

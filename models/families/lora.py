@@ -2,11 +2,12 @@
 
     forward = lora.adapted(llama.forward)              # (params, adapters, cache, batch)
     adapters = lora.slots(params, count=8, rank=16)    # held leaves, stacked along the first dim
-    step.load_slot(3, adapters=load_adapter(folder, ...))  # models/weights/lora_load.py; no capture
+    step.load_slot(3, adapters=load_adapter(folder, ...))  # fngraph.models.weights.adapters
 
 A row's update goes through two products over all slots at once, the first masked to the row's own
 slot between them: two more matrix products a projection, whatever adapters a batch mixes. Batches
-without any are better served by the plain `forward`, over the same cache, as `fngraph.models.serving.steps` does.
+without any are better served by the plain `forward`, over the same cache: see
+`fngraph.models.serving.steps`. Loading an adapter captures nothing.
 
 Shape letters: T tokens, N slots, r rank of the slots, I and O what a projection takes and gives.
 """
@@ -135,6 +136,16 @@ def one_slot(adapters: Adapters, pairs: Mapping[tuple[int, str], tuple[Tensor, T
     Raises:
         ValueError: all pairs that have no place, or another shape, one a line.
     """
+    slot, wrong = filled_slot(adapters, pairs)
+    if wrong:
+        raise ValueError("an adapter does not fit the slots:\n" + "\n".join(wrong))
+    return slot
+
+
+def filled_slot(
+    adapters: Adapters, pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
+) -> tuple[Any, list[str]]:
+    """The slot of `one_slot`, and a line for each pair that does not fit."""
     zeros = lambda p: LowRank(torch.zeros_like(p.a[0]), torch.zeros_like(p.b[0]))  # noqa: E731
     layers, wrong = [{n: zeros(p) for n, p in own.items()} for own in adapters], []
     for (i, name), (a, b) in pairs.items():
@@ -147,9 +158,7 @@ def one_slot(adapters: Adapters, pairs: Mapping[tuple[int, str], tuple[Tensor, T
             wrong.append(f"layers.{i}.{name}: {want}; given a {list(a.shape)}, b {list(b.shape)}")
         else:
             place.a[: len(a)], place.b[: len(b)] = a, b
-    if wrong:
-        raise ValueError("an adapter does not fit the slots:\n" + "\n".join(wrong))
-    return tuple(layers)
+    return tuple(layers), wrong
 
 
 def _fits(place: LowRank, a: Tensor, b: Tensor) -> bool:

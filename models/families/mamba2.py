@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import linear, silu, softplus
 
 import fngraph as fg
+from fngraph.models.families import layers
 from fngraph.models.families.decoder import Params as Params, logits, params_of
-from fngraph.models.families.layers import rms_norm
+from fngraph.models.families.layers import Room, rms_norm
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
 
@@ -136,30 +137,19 @@ def blank(config: Config) -> Params:
     return params_of(config, [layer] * config.num_layers)
 
 
+def empty(config: Config, room: Room) -> tuple[State, ...]:
+    """A slot for each request in each layer, without pages; states are float32."""
+    H, P, N = config.num_heads, config.head_dim, config.state_dim
+    return tuple(
+        (room.slots(config.channels, config.taps - 1), room.slots(H, P, N, dtype=torch.float32))
+        for _ in range(config.num_layers)
+    )
+
+
 init_params = functools.partial(
     naming.init_params, blank, vectors={"conv_bias": 0.0, "dt_bias": -2.0}
 )  # config, *, seed, device, dtype
-
-
-def init_cache(
-    config: Config,
-    num_blocks: int,
-    *,
-    num_slots: int,
-    block_size: int = 16,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> tuple[State, ...]:
-    """A slot for each of `num_slots` requests in each layer; states are float32.
-
-    Nothing is paged, so `num_blocks` and `block_size` are not used.
-    """
-    last = num_slots, config.channels, config.taps - 1
-    state = num_slots, config.num_heads, config.head_dim, config.state_dim
-    return tuple(
-        (torch.zeros(last, device=device, dtype=dtype), torch.zeros(state, device=device))
-        for _ in range(config.num_layers)
-    )
+init_cache = functools.partial(layers.init_cache, empty)  # config, num_blocks, *, block_size, ...
 
 
 def read_config(raw: loading.Raw) -> Config:

@@ -12,14 +12,8 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.models.families import llama
-from fngraph.models.families.decoder import (
-    DECODER_NAMES,
-    Params as Params,
-    decode,
-    layer_of,
-    params_of,
-)
-from fngraph.models.families.layers import attend, heads, join, mlp_names, mlp_of, rms_norm
+from fngraph.models.families.decoder import Params as Params, decode, layer_of, params_of
+from fngraph.models.families.layers import attend, heads, join, mlp_of, rms_norm
 from fngraph.models.families.llama import (
     KV,
     Batch as Batch,
@@ -32,13 +26,9 @@ from fngraph.models.weights.naming import shape
 
 
 @fg.struct
-class Attention:
-    """Weights of one attention, matrices as (out, in)."""
+class Attention(llama.Attention):
+    """Llama's, and the norms."""
 
-    wq: Tensor  # (H*D, E)
-    wk: Tensor  # (K*D, E)
-    wv: Tensor  # (K*D, E)
-    wo: Tensor  # (E, H*D)
     q_norm: Tensor  # (D,)
     k_norm: Tensor  # (D,)
 
@@ -69,26 +59,19 @@ def blank(config: Config) -> Params:
 
 def attention_of(config: Any) -> Attention:
     """Shapes of one attention."""
-    E, D = config.dim, config.head_dim
-    q, kv = config.num_heads * D, config.num_kv_heads * D
-    return Attention(shape(q, E), shape(kv, E), shape(kv, E), shape(E, q), shape(D), shape(D))
+    norm = shape(config.head_dim)
+    return Attention(**vars(llama.attention_of(config)), q_norm=norm, k_norm=norm)
 
 
 init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
-
-
-ATTENTION_NAMES = {
-    "layers.*.attn.wq": "model.layers.*.self_attn.q_proj.weight",
-    "layers.*.attn.wk": "model.layers.*.self_attn.k_proj.weight",
-    "layers.*.attn.wv": "model.layers.*.self_attn.v_proj.weight",
-    "layers.*.attn.wo": "model.layers.*.self_attn.o_proj.weight",
-    "layers.*.attn.q_norm": "model.layers.*.self_attn.q_norm.weight",
-    "layers.*.attn.k_norm": "model.layers.*.self_attn.k_norm.weight",
-}
 FORMAT = loading.Format(
     llama.read_config,
     blank,
-    names={**DECODER_NAMES, **ATTENTION_NAMES, **mlp_names("mlp", "mlp")},
+    names={
+        **llama.FORMAT.names,
+        "layers.*.attn.q_norm": "model.layers.*.self_attn.q_norm.weight",
+        "layers.*.attn.k_norm": "model.layers.*.self_attn.k_norm.weight",
+    },
     only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     skipped=("lm_head.weight",),
 )

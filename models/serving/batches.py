@@ -105,8 +105,9 @@ def lay_out(rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchS
     into["seq_lens"][:] = computed + counts
     into["query_start_loc"][0], into["query_start_loc"][1:] = 0, ends
     drawn = 1 + len(rows[0].drafts)  # of each row; places beyond them repeat the last
-    wide = into["logits_indices"].shape[1]
-    into["logits_indices"][:] = (ends - drawn)[:, None] + np.arange(wide).clip(max=drawn - 1)
+    places_RQ = into["logits_indices"].reshape(len(rows), -1)  # (R,) where Q is 1 for good
+    wide = places_RQ.shape[1]
+    places_RQ[:] = (ends - drawn)[:, None] + np.arange(wide).clip(max=drawn - 1)
     fill_more(jobs, counts, shared, into)
     return batch
 
@@ -121,9 +122,8 @@ def fill_more(jobs: Sequence[Any], counts: np.ndarray, shared: int, into: dict[s
         into["adapter_ids"][:] = np.repeat([job.request.adapter for job in jobs], counts)
     if "keys" in into:
         into["keys"][:] = [job.request.key for job in jobs]
-        drawing = np.array([job.request.settings[:4] for job in jobs])
-        for column, name in enumerate(Settings._fields[:4]):
-            into[name][:] = drawing[:, column]
+        for name in set(Settings._fields) & set(into):  # all but the seed, of which the key is made
+            into[name][:] = [getattr(job.request.settings, name) for job in jobs]
 
 
 def spec_of(

@@ -20,7 +20,7 @@ import fngraph as fg
 from fngraph.models.serving.batches import lay_out
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Event, Row, State
-from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import Steps
 
 
@@ -90,7 +90,7 @@ def gather(events: Iterable[Event]) -> dict[int, tuple[int, ...]]:
 
 
 def kind_of(rows: tuple[Row, ...]) -> str:
-    """See the table in `fngraph.models.serving.schedule`."""
+    """What a step is called, by the table in `fngraph.models.serving.scheduling`."""
     past = [row.job.decoding for row in rows]
     if all(past):
         return "verify" if rows[0].drafts else "decode"

@@ -52,5 +52,5 @@ class Policy:
 
     @property
     def limits(self) -> fg.Limits:
-        """Of every step; Q is the tokens that a request draws at most."""
+        """The limits of every step; Q is the tokens that a request draws at most."""
         return fg.Limits(self.max_tokens, self.max_reqs, B=self.max_blocks, Q=max(self.query_lens))

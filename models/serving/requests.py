@@ -10,7 +10,7 @@ import numpy as np
 
 from fngraph.models.serving.blocks import Pool, blocks_for, new_pool, release
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.sampling import Settings, check, key_of
+from fngraph.models.serving.sampling import Settings, check_settings, key_of
 from fngraph.models.serving.tokens import Tokens
 
 GREEDY = Settings()
@@ -169,7 +169,7 @@ def submit(
             f"{state.pool.num_blocks}. Pass Policy(max_blocks={needed}) and a larger cache, or "
             "shorten the request"
         )
-    check(settings)
+    check_settings(settings)
     key = key_of(settings.seed)
     request = Request(state.submitted, tokens, max_new, ends, adapter, settings, key)
     job = Job(request, Tokens(tokens), 0, no_blocks(), -1)

@@ -52,7 +52,7 @@ class Sampling:
     min_p: Tensor = fg.buffer("R", "float32", pad=0)
 
 
-def check(settings: Settings, subject: str = "") -> None:
+def check_settings(settings: Settings, subject: str = "") -> None:
     """Raise `ValueError` for a setting out of its range."""
     temperature, top_k, top_p, min_p, _ = settings
     if not (0 <= temperature <= HOT and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
@@ -69,7 +69,7 @@ def stack(settings: Sequence[Settings]) -> Sampling:
         ValueError: a setting out of its range, with the request's number.
     """
     for i, one in enumerate(settings):
-        check(one, f"request {i}: ")
+        check_settings(one, f"request {i}: ")
     temperature, top_k, top_p, min_p, seeds = zip(*settings)
     return Sampling(
         keys=torch.tensor([key_of(seed) for seed in seeds]),

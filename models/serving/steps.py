@@ -1,12 +1,9 @@
 """What the loop calls: a model's forward and the draw of its tokens, captured as one function.
 
-What few batches need has a function of its own, over the same cache and pool: see `fngraph.models.serving.steps`.
-
-Which function serves a batch: what only some batches need is not paid for by the others.
-
-Adapters cost two products a projection. A verify batch draws at each place of a draft, the others
-once a request. Cascade attention is never part of a graph, so that its batches run PIECEWISE where
-there is that.
+What only some batches need is not paid for by the others: a `Case` of them has a function of its
+own, over the same cache and pool. Adapters cost two products a projection. A verify batch draws at
+each place of a draft, the others once a request. Cascade attention is never part of a graph, so
+that its batches run PIECEWISE where there is that.
 """
 
 from __future__ import annotations
@@ -140,7 +137,7 @@ def bare_steps(
     forward: Forward, params: Any, policy: Policy, *more: str, adapters: Any = None,
     device: torch.device | str = "cpu",
 ) -> Steps:  # fmt: skip
-    """The same without fngraph: `forward` itself, eager, which all modes are held to."""
+    """Steps without fngraph: `forward` itself, eager, which all modes are held to."""
     all_names = cases(policy, adapters, more)
 
     def host_batch(spec: fg.BatchSpec) -> Any:
@@ -161,11 +158,6 @@ def bare_steps(
     return Steps(host_batch, run, dispatch, can=can)
 
 
-def count_slots(adapters: Any) -> int:
-    """How many adapters there are slots for."""
-    return 0 if adapters is None else lora.slot_count(adapters)
-
-
 class Case(NamedTuple):
     """Which function serves a batch."""
 
@@ -180,14 +172,14 @@ class Case(NamedTuple):
         return " ".join(name for name, has in named if has) or "plain"
 
     def modes(self, asked: str) -> str:
-        """Of its function; verify batches are uniform, so mixed ones need no keys of theirs."""
+        """The modes of its function: verify batches are uniform, so mixed ones have no keys."""
         if self.cascade:
             return "PIECEWISE" if asked in ("PIECEWISE", "FULL_AND_PIECEWISE") else "NONE"
         mixed = asked in ("FULL", "FULL_AND_PIECEWISE")
         return "FULL_DECODE_ONLY" if self.verify and mixed else asked
 
     def policy(self, whole: Policy) -> Policy:
-        """Of its batches: only those with drafts draw more than one token a request."""
+        """The policy of its batches: only those with drafts draw more than one token a request."""
         return whole if self.verify else dataclasses.replace(whole, query_lens=(1,))
 
 
@@ -209,3 +201,8 @@ def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tu
         for adapted in either[: 1 + (adapters is not None)]
         for verify in either[: 1 + (max(policy.query_lens) > 1)]
     }
+
+
+def count_slots(adapters: Any) -> int:
+    """How many adapters there are slots for."""
+    return 0 if adapters is None else lora.slot_count(adapters)

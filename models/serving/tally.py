@@ -78,4 +78,6 @@ class Tally:
     def as_text(self) -> str:
         """A Markdown table, most steps first."""
         head = ("batch", "mode", "key", "steps", "tokens", "padding", "new")
-        return fg.core.text.table(head, [(*x[:2], x.key or "", *x[3:]) for x in self.lines])
+        return fg.core.text.table(
+            head, [(kind, mode, key or "", *counts) for kind, mode, key, *counts in self.lines]
+        )

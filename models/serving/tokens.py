@@ -68,8 +68,10 @@ class Tokens:
         return longer
 
     def after_first(self, n: int, most: int) -> list[int]:
-        """What followed the first occurrence of the last n ids, at most `most` of it; see
-        `fngraph.models.serving.schedule`. Each id is indexed once, so that asking costs what was appended."""
+        """What followed the first occurrence of the last n ids, at most `most` of it: drafts.
+
+        Each id is indexed once, so that asking costs what was appended.
+        """
         log, length = self._log, self._length
         if length <= n:
             return []

@@ -17,7 +17,7 @@ from fngraph.models.families.rope import Llama3, Yarn
 from fngraph.models.weights import naming
 from fngraph.models.weights.loading import CheckpointError, mismatches
 
-BYTES = Path(__file__).parent / "checkpoints" / "bytes.safetensors"
+BYTES = Path(__file__).parent.parent / "checkpoints" / "bytes.safetensors"
 
 
 def save_checkpoint(path: Path, config: llama.Config, named: Mapping[str, Tensor]) -> None:

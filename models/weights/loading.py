@@ -1,9 +1,8 @@
 """Models from Hugging Face folders: config.json, and safetensors in one file or in shards.
 
 `FAMILIES` says which module reads which `model_type`; a family says as a `Format`, which is data,
-what its weights are called in such files. Nothing of transformers is needed.
-
-config.json of a Hugging Face folder: read, and judged by the types of a family's config.
+what its weights are called in such files. What config.json says is held to the types of its
+`Config`. Nothing of transformers is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,12 @@ FAMILIES = {
 POOLING = {"bert"}
 STORED = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; others want scales of their own
 
+Raw = Mapping[str, Any]  # what a config.json says
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is none, or whose tensors do not fit its config."""
 
 
 class Format(NamedTuple):
@@ -124,19 +128,6 @@ def load(
         return config, naming.replaced(blank, read)
 
 
-def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tuple[int, ...]]:
-    """The tensors of the files that make up one of ours, in order, with their shapes."""
-    ours = re.sub(r"\.\d+\.", ".*.", name)
-    if ours not in names:
-        raise CheckpointError(f"FORMAT.names has no {ours!r}. Add what the files call it")
-    theirs = names[ours]
-    for number in re.findall(r"\.(\d+)\.", name):
-        theirs = theirs.replace("*", number, 1)
-    if "*" not in theirs:
-        return {theirs: tuple(x.shape)}
-    return {theirs.replace("*", str(i)): tuple(x.shape[1:]) for i in range(x.shape[0])}
-
-
 def read_config(format: Format, folder: Path) -> Any:
     """The config of a folder.
 
@@ -162,6 +153,53 @@ def read_config(format: Format, folder: Path) -> Any:
     if wrong := wrong or misfits(config):
         raise CheckpointError(f"{path}:\n" + "\n".join(wrong))
     return config
+
+
+def misfits(config: Any, path: str = "") -> list[str]:
+    """A line for each field of a config, and of its scaling, whose value is not of its type."""
+    lines = []
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if hasattr(value, "_fields"):
+            lines += misfits(value, f"{path}{name}.")
+        elif hint is bool and not isinstance(value, bool):
+            lines.append(f"  {path}{name} is {value!r}, not true or false")
+        elif hint is float and not number:
+            lines.append(f"  {path}{name} is {value!r}, not a number")
+        elif hint is int and not (number and isinstance(value, int) and value >= 0):
+            lines.append(f"  {path}{name} is {value!r}, not a whole number")
+    return lines
+
+
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A JSON file of a folder.
+
+    Raises:
+        CheckpointError: it is not there, or no JSON object in UTF-8.
+    """
+    try:
+        raw = json.loads((folder / name).read_text("utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"a {type(raw).__name__} where an object should be")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / name}: {error}. Pass a folder as transformers' save_pretrained writes it"
+        ) from None
+    return raw
+
+
+def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tuple[int, ...]]:
+    """The tensors of the files that make up one of ours, in order, with their shapes."""
+    ours = re.sub(r"\.\d+\.", ".*.", name)
+    if ours not in names:
+        raise CheckpointError(f"FORMAT.names has no {ours!r}. Add what the files call it")
+    theirs = names[ours]
+    for number in re.findall(r"\.(\d+)\.", name):
+        theirs = theirs.replace("*", number, 1)
+    if "*" not in theirs:
+        return {theirs: tuple(x.shape)}
+    return {theirs.replace("*", str(i)): tuple(x.shape[1:]) for i in range(x.shape[0])}
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -201,44 +239,3 @@ def mismatches(wanted: Shapes, found: Shapes) -> list[str]:
         for n, s in wanted.items()
         if n in found and found[n] != s
     ]
-
-
-Raw = Mapping[str, Any]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is none, or whose tensors do not fit its config."""
-
-
-def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """A JSON file of a folder.
-
-    Raises:
-        CheckpointError: it is not there, or no JSON object in UTF-8.
-    """
-    try:
-        raw = json.loads((folder / name).read_text("utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError(f"a {type(raw).__name__} where an object should be")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / name}: {error}. Pass a folder as transformers' save_pretrained writes it"
-        ) from None
-    return raw
-
-
-def misfits(config: Any, path: str = "") -> list[str]:
-    """A line for each field of a config, and of its scaling, whose value is not of its type."""
-    lines = []
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if hasattr(value, "_fields"):
-            lines += misfits(value, f"{path}{name}.")
-        elif hint is bool and not isinstance(value, bool):
-            lines.append(f"  {path}{name} is {value!r}, not true or false")
-        elif hint is float and not number:
-            lines.append(f"  {path}{name} is {value!r}, not a number")
-        elif hint is int and not (number and isinstance(value, int) and value >= 0):
-            lines.append(f"  {path}{name} is {value!r}, not a whole number")
-    return lines

@@ -20,8 +20,8 @@ from fngraph.ops import Backend, primitive
 
 pytest.importorskip("transformers")
 
-from fngraph.integrations.hf_attention import Attending, Mask, attend, window_of
 from fngraph.integrations.transformers import GraphifiedModel, graphify_model
+from fngraph.integrations.transformers.attention import Attending, Mask, attend, window_of
 from tests.integrations.architectures import EVERY_MODE, FURTHER, VOCAB, WINDOW, make
 from tests.traced_once import Kept, traced_once
 
@@ -120,17 +120,19 @@ def graphify(model: Any, **options: Any) -> GraphifiedModel:
 def hold(fast: GraphifiedModel, right: Wanted, modes: str) -> Counter[str]:
     """Serve the prompts; tokens, logits and the mode of each step must be right."""
     should: Counter[str] = Counter()
+    got: list[list[int]] = [[] for _ in prompts()]
     top = fast.step.table.top
     for served in fast.serve(prompts(), NEW):
-        ends = [row.request.computed + row.num_new for row in served.rows]
-        logits = [right.logits_SV[row.request.id][end - 1] for row, end in zip(served.rows, ends)]
+        ends = [(job.id, job.computed + new) for job, new, _ in served.rows]
+        logits = [right.logits_SV[id][end - 1] for id, end in ends]
         torch.testing.assert_close(served.logits_RV, torch.stack(logits), atol=1e-4, rtol=0)
+        for event in served.events:
+            got[event.id] += event.tokens
         spec = served.batch.spec
         decode, mixed = MODES[modes]
         name = decode if spec.query_len == 1 else mixed
         should["NONE" if spec.num_tokens > top else name] += 1
-    done = sorted(served.state.finished, key=lambda request: request.id)
-    assert [list(request.tokens[request.prompt_len :]) for request in done] == right.tokens
+    assert got == right.tokens and len(served.state.pool.free) == len(fast.cache[0][0])
     steps = fast.step.stats.steps
     ran = {
         name: round(fast.step.stats.share(name) * steps) for name in ("FULL", "PIECEWISE", "NONE")
@@ -245,6 +247,8 @@ def test_prompts_that_could_never_run_are_refused(llama, fast):
         fast.generate([[1] * 60], NEW)
     with pytest.raises(SpecError, match="prompt 1 has 0 tokens"):
         fast.generate([[1], []], NEW)
+    with pytest.raises(SpecError, match="prompt 0 has 1 tokens and asks for 0 more"):
+        fast.generate([[1]], 0)
     with pytest.raises(SpecError, match=r"Limits\(..., B=...\)"):
         graphify_model(llama, fg.Limits(16, 4))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fngraph.models.families import llama
-from fngraph.models.weights import naming
+from fngraph.models import llama, naming
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The Llama once more, apart from `fngraph.models.families.llama`: dense, one text, float64, head by head."""
+"""Llama once more, apart from `fngraph.models`: dense, one text, float64, head by head."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fngraph.models.families import llama
-from fngraph.models.weights import naming
+from fngraph.models import llama, naming
 
 
 def dense_logits(params: llama.Params, tokens: Sequence[int]) -> Tensor:
@@ -18,7 +17,7 @@ def dense_logits(params: llama.Params, tokens: Sequence[int]) -> Tensor:
     w = {name: tensor.double() for name, tensor in naming.named(params).items()}
     x = torch.stack([w["embed"][token] for token in tokens])
     for i in range(c.num_layers):
-        layer = {n.split(".")[2]: t for n, t in w.items() if n.startswith(f"layers.{i}.")}
+        layer = {n.rsplit(".", 1)[-1]: t for n, t in w.items() if n.startswith(f"layers.{i}.")}
         y = normed(x, layer["attn_norm"], c.norm_eps)
         heads = []
         for head in range(c.num_heads):

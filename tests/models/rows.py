@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from fngraph.models.families import llama
-from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
-from fngraph.models.serving.policy import Policy
+from fngraph.models import Policy, llama
+from fngraph.models.serving.batches import empty_batch, lay_out
 from fngraph.models.serving.requests import Job, Request, Row
 from fngraph.models.serving.tokens import Tokens
 
@@ -24,7 +22,4 @@ def llama_batch(spans: Sequence[Span], B: int, block_size: int) -> llama.Batch:
             last - first)
         for i, (text, blocks, first, last) in enumerate(spans)
     ]  # fmt: skip
-    batch = lay_out(rows, policy, lambda spec: empty_batch(batch_type(), policy, spec))
-    names = [field.name for field in dataclasses.fields(llama.Batch)]
-    fields = {name: getattr(batch, name) for name in names}
-    return llama.Batch(**{**fields, "logits_indices": batch.logits_indices[:, 0]})
+    return lay_out(rows, policy, lambda spec: empty_batch(llama.Batch, policy, spec))

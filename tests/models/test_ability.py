@@ -10,12 +10,20 @@ import pytest
 import torch
 
 import fngraph as fg
-from fngraph.models.families import llama, lora
-from fngraph.models.serving.loop import gather, serve, stream
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import cancel, start, submit
-from fngraph.models.serving.sampling import Settings
-from fngraph.models.serving.steps import bare_steps, make_steps
+from fngraph.models import (
+    Policy,
+    Settings,
+    bare_steps,
+    cancel,
+    gather,
+    llama,
+    lora,
+    make_steps,
+    serve,
+    start,
+    stream,
+    submit,
+)
 from tests.models.conftest import wide_params
 
 POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)

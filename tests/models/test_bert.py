@@ -11,12 +11,9 @@ import transformers
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.families import bert
+from fngraph.models import CheckpointError, bert, loading, read_text
 from fngraph.models.generate import select
 from fngraph.models.serving.blocks import blocks_for
-from fngraph.models.text import read_text
-from fngraph.models.weights import loading
-from fngraph.models.weights.loading import CheckpointError
 from tests.models.rows import llama_batch
 
 B, BLOCK_SIZE = 4, 16
@@ -142,5 +139,5 @@ def test_other_pooling_is_refused(tmp_path: Path):
 
 def test_it_writes_no_text(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(CheckpointError, match=r"'bert' writes no text.*models\.bert\.forward"):
+    with pytest.raises(CheckpointError, match=r"'bert' writes no text.*families\.bert\.forward"):
         loading.family(tmp_path, generative=True)

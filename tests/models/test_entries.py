@@ -8,14 +8,18 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from fngraph.models import generate
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import start, submit
-from fngraph.models.serving.sampling import Settings
-from fngraph.models.serving.schedule import advance, plan
-from fngraph.models.serving.tally import Tally
-from fngraph.models.text import read_text
-from fngraph.models.weights import loading
+from fngraph.models import (
+    Policy,
+    Settings,
+    Tally,
+    advance,
+    generate,
+    loading,
+    read_text,
+    start,
+    submit,
+)
+from fngraph.models.serving.scheduling import plan
 from tests.models import tiny
 
 POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)

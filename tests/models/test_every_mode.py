@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models import demo, generate
-from fngraph.models.families import llama
+from fngraph.models import Policy, Steps, demo, gather, generate, llama, schedule, start, submit
 from fngraph.models.serving.batches import batch_type
-from fngraph.models.serving.loop import advance, gather, schedule
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import Row, start, submit
-from fngraph.models.serving.steps import Steps
+from fngraph.models.serving.loop import advance
+from fngraph.models.serving.requests import Row
 from tests.models.conftest import wide_params
 from tests.traced_once import Kept, traced_once
 

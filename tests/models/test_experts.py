@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import fngraph as fg
-from fngraph.models import generate
-from fngraph.models.families import experts, qwen3_moe
+from fngraph.models import generate, qwen3_moe
+from fngraph.models.families import experts
 
 T, E, F, X, C = 9, 16, 24, 5, 2
 REAL = torch.tensor([1, 1, 1, 0, 1, 1, 0, 1, 0], dtype=torch.bool)

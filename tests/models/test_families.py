@@ -10,13 +10,19 @@ import pytest
 import torch
 
 import fngraph as fg
-from fngraph.models import generate
+from fngraph.models import (
+    Policy,
+    gather,
+    generate,
+    loading,
+    make_steps,
+    naming,
+    serve,
+    start,
+    stream,
+    submit,
+)
 from fngraph.models.serving.blocks import blocks_for
-from fngraph.models.serving.loop import gather, serve, stream
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import start, submit
-from fngraph.models.serving.steps import make_steps
-from fngraph.models.weights import loading, naming
 from tests.models import tiny
 
 COUNT = 64

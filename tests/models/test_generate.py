@@ -7,14 +7,21 @@ from collections import Counter
 import pytest
 
 import fngraph as fg
-from fngraph.models import demo, generate, text
-from fngraph.models.families import llama
-from fngraph.models.serving.loop import gather, serve, stream
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import start, submit
-from fngraph.models.serving.steps import bare_steps
-from fngraph.models.weights import naming
-from fngraph.models.weights.checkpoint import save_checkpoint
+from fngraph.models import (
+    Policy,
+    bare_steps,
+    demo,
+    gather,
+    generate,
+    llama,
+    naming,
+    save_checkpoint,
+    serve,
+    start,
+    stream,
+    submit,
+    text,
+)
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 

@@ -1,4 +1,4 @@
-"""`fngraph.models.families.llama` against a dense computation of its own, for every kind of batch."""
+"""Llama against a dense computation of its own, for every kind of batch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from fngraph.core import trees
-from fngraph.models.families import llama
+from fngraph.models import llama, load_checkpoint, naming, save_checkpoint
+from fngraph.models.families import decoder
 from fngraph.models.families.rope import Llama3, Yarn, rotate, rotation
-from fngraph.models.weights import naming
-from fngraph.models.weights.checkpoint import (
-    BYTES,
-    CheckpointError,
-    load_checkpoint,
-    save_checkpoint,
-)
+from fngraph.models.weights.checkpoint import BYTES, CheckpointError
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
 from tests.models.rows import llama_batch
@@ -85,8 +80,9 @@ def test_variants(config, change):
 
 def test_the_head_runs_on_the_asked_rows_only(params, monkeypatch):
     seen = []
-    head = llama.logits
-    monkeypatch.setattr(llama, "logits", lambda p, x_RE: seen.append(x_RE.shape) or head(p, x_RE))
+    head = decoder.logits
+    watched = lambda params, x_RE, norm: seen.append(x_RE.shape) or head(params, x_RE, norm)  # noqa: E731
+    monkeypatch.setattr(decoder, "logits", watched)
     (got_RV,) = run(params, [(0, 0, 20), (2, 0, 13)])
     assert seen == [(2, params.config.dim)]
     assert got_RV.shape == (2, params.config.vocab_size)
@@ -164,14 +160,14 @@ def test_a_checkpoint_comes_back(config, params, scaling, tmp_path):
 
 def test_a_bad_checkpoint_lists_all_that_is_wrong(config, params, tmp_path):
     named = naming.named(params)
-    named["layers.0.wq"] = named["layers.0.wq"][1:]
-    named["layers.9.wq"] = named.pop("layers.1.wo")
+    named["layers.0.attn.wq"] = named["layers.0.attn.wq"][1:]
+    named["layers.9.attn.wq"] = named.pop("layers.1.attn.wo")
     save_checkpoint(tmp_path / "m.safetensors", config, named)
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(tmp_path / "m.safetensors")
-    for line in ("layers.1.wo: missing", "layers.9.wq: unknown", "layers.0.wq: expected (72, 32)"):
+    for line in ("1.attn.wo: missing", "9.attn.wq: unknown", "0.attn.wq: expected (72, 32)"):
         assert line in str(error.value)
-    with pytest.raises(CheckpointError, match=r"python -m models\.train_bytes"):
+    with pytest.raises(CheckpointError, match=r"python -m fngraph\.models\.train_bytes"):
         load_checkpoint(tmp_path / "none.safetensors")
 
 

@@ -11,11 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models as kinds, pre_tokenizers
 
-from fngraph.models import generate
-from fngraph.models.families import llama
-from fngraph.models.text import read_text
-from fngraph.models.weights import loading, naming
-from fngraph.models.weights.loading import CheckpointError
+from fngraph.models import CheckpointError, generate, llama, loading, naming, read_text
 from tests.models import tiny
 
 FILE = "model.safetensors"
@@ -101,8 +97,8 @@ def test_what_else_may_be_wrong_with_a_config(folder: Path):
 
 
 def test_a_weight_that_a_format_does_not_name_is_said(folder: Path):
-    names = {n: theirs for n, theirs in llama.FORMAT.names.items() if n != "layers.*.wq"}
-    with pytest.raises(CheckpointError, match=r"names has no 'layers\.\*\.wq'\. Add what"):
+    names = {n: theirs for n, theirs in llama.FORMAT.names.items() if n != "layers.*.attn.wq"}
+    with pytest.raises(CheckpointError, match=r"names has no 'layers\.\*\.attn\.wq'\. Add"):
         loading.load(llama.FORMAT._replace(names=names), folder)
 
 

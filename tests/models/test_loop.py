@@ -9,16 +9,25 @@ import pytest
 import torch
 
 import fngraph as fg
-from fngraph.models import generate
-from fngraph.models.families import llama
+from fngraph.models import (
+    Policy,
+    Settings,
+    Tally,
+    advance,
+    bare_steps,
+    cancel,
+    gather,
+    generate,
+    llama,
+    make_steps,
+    serve,
+    start,
+    stream,
+    submit,
+)
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
-from fngraph.models.serving.loop import gather, serve, stream
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import cancel, start, submit
-from fngraph.models.serving.sampling import Settings
-from fngraph.models.serving.schedule import advance, plan
-from fngraph.models.serving.steps import bare_steps, case_of, make_steps
-from fngraph.models.serving.tally import Tally
+from fngraph.models.serving.scheduling import plan
+from fngraph.models.serving.steps import case_of
 from tests.models.conftest import wide_params
 
 POLICY = Policy(16, 3, 6, 8, query_lens=(1, 3), ngram=1)

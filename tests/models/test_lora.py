@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fngraph as fg
-from fngraph.models import generate
-from fngraph.models.families import llama, lora
+from fngraph.models import Policy, generate, llama, loading, lora, naming
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
-from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, Row
 from fngraph.models.serving.tokens import Tokens
-from fngraph.models.weights import loading, naming
 from tests.models import tiny
 from tests.models.conftest import wide_params
 from tests.traced_once import Kept, traced_once
@@ -61,11 +59,14 @@ def random_adapter(adapters: lora.Adapters, seed: int, rank: int = RANK) -> Any:
 
 def merged(params: llama.Params, one: Any) -> llama.Params:
     """The weights that the adapter amounts to."""
+
+    def update(own: Any, name: str, weight: Tensor) -> Tensor:
+        if name not in own:
+            return weight
+        return weight + (own[name].a.T @ own[name].b).T.to(params.embed)
+
     layers = tuple(
-        dataclasses.replace(
-            layer,
-            **{n: getattr(layer, n) + (p.a.T @ p.b).T.to(params.embed) for n, p in own.items()},
-        )
+        naming.replaced(layer, functools.partial(update, own))
         for layer, own in zip(params.layers, one)
     )
     return dataclasses.replace(params, layers=layers)
@@ -223,15 +224,15 @@ def test_what_does_not_fit_is_listed(params):
     adapters = lora.slots(params, count=2, rank=2)
     dim = params.config.dim
     pairs = {
-        (0, "wq"): (torch.zeros(3, dim), torch.zeros(3, 72)),  # rank 3
-        (0, "w_up"): (torch.zeros(1, dim), torch.zeros(1, 48)),
-        (7, "wq"): (torch.zeros(1, dim), torch.zeros(1, 72)),
-        (1, "wo"): (torch.zeros(1, 72), torch.zeros(1, 33)),
+        (0, "attn.wq"): (torch.zeros(3, dim), torch.zeros(3, 72)),  # rank 3
+        (0, "mlp.w_up"): (torch.zeros(1, dim), torch.zeros(1, 48)),
+        (7, "attn.wq"): (torch.zeros(1, dim), torch.zeros(1, 72)),
+        (1, "attn.wo"): (torch.zeros(1, 72), torch.zeros(1, 33)),
     }
     with pytest.raises(ValueError) as error:
         lora.one_slot(adapters, pairs)
-    for line in ("layers.0.wq: rank 2 at most, 32 to 72", "layers.0.w_up: no slots",
-                 "layers.7.wq: no slots", "layers.1.wo: rank 2 at most"):  # fmt: skip
+    for line in ("layers.0.attn.wq: rank 2 at most, 32 to 72", "layers.0.mlp.w_up: no slots",
+                 "layers.7.attn.wq: no slots", "layers.1.attn.wo: rank 2 at most"):  # fmt: skip
         assert line in str(error.value)
 
 
@@ -248,10 +249,10 @@ def test_a_bias_goes_along():
 
 
 def test_an_adapted_weight_is_for_linear_alone(params):
-    odd = lambda p, cache, batch: p.layers[0].wq @ p.embed.T  # noqa: E731
+    odd = lambda p, cache, batch: p.layers[0].attn.wq @ p.embed.T  # noqa: E731
     adapters = lora.slots(params, count=1, rank=1)
     with pytest.raises(TypeError, match=r"matmul.* linear\(x, weight\) alone"):
-        lora.adapted(lambda p, c, b: torch.matmul(p.layers[0].wq, p.embed.T))(
+        lora.adapted(lambda p, c, b: torch.matmul(p.layers[0].attn.wq, p.embed.T))(
             params, adapters, None, batch_of([0])
         )
     with pytest.raises(TypeError):

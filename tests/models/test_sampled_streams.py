@@ -10,14 +10,20 @@ import pytest
 import torch
 
 from benchmarks.traffic import Arrival, Lengths, Profile, stream
-from fngraph.models import generate
-from fngraph.models.families import llama
-from fngraph.models.serving.loop import gather, serve
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import State, start, submit
-from fngraph.models.serving.sampling import Settings, sample, stack
-from fngraph.models.serving.steps import make_steps
-from fngraph.models.serving.tally import Tally
+from fngraph.models import (
+    Policy,
+    Settings,
+    State,
+    Tally,
+    gather,
+    generate,
+    llama,
+    make_steps,
+    serve,
+    start,
+    submit,
+)
+from fngraph.models.serving.sampling import sample, stack
 from tests.models.conftest import wide_params
 
 PROFILE = Profile(10, Lengths(8, 0.6, 20), Lengths(14, 0.4, 24), systems=(9, 4), sampled=0.8)

@@ -16,14 +16,24 @@ import pytest
 import torch
 
 import fngraph as fg
-from fngraph.models import demo, generate
-from fngraph.models.families import llama, lora
-from fngraph.models.serving.loop import Served, gather, serve
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import State, start, submit
-from fngraph.models.serving.sampling import Settings, sample, stack
-from fngraph.models.serving.steps import Steps, make_steps
-from fngraph.models.serving.tally import Tally
+from fngraph.models import (
+    Policy,
+    Served,
+    Settings,
+    State,
+    Steps,
+    Tally,
+    demo,
+    gather,
+    generate,
+    llama,
+    lora,
+    make_steps,
+    serve,
+    start,
+    submit,
+)
+from fngraph.models.serving.sampling import sample, stack
 from tests.models.conftest import wide_params
 from tests.traced_once import Kept, traced_once
 

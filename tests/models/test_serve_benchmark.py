@@ -15,8 +15,7 @@ from benchmarks.serve.right import share_of_texts, share_right
 from benchmarks.serve.streams import Clock
 from benchmarks.serve.turns import beside, broken, decode_batch
 from benchmarks.traffic import Arrival, stream
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.steps import Steps
+from fngraph.models import Policy, Steps
 from tests.traced_once import Kept, traced_once
 
 

@@ -14,12 +14,19 @@ import pytest
 import torch
 
 import fngraph as fg
-from fngraph.models.serving.loop import gather, serve
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import State, cancel, start, submit
-from fngraph.models.serving.schedule import advance, plan
-from fngraph.models.serving.steps import make_steps
-from fngraph.models.serving.tally import Tally
+from fngraph.models import (
+    Policy,
+    State,
+    Tally,
+    advance,
+    cancel,
+    gather,
+    make_steps,
+    serve,
+    start,
+    submit,
+)
+from fngraph.models.serving.scheduling import plan
 
 VOCAB, SIZE = 11, 8
 DEVICES = [

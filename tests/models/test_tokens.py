@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from fngraph.models.serving.policy import Policy
+from fngraph.models import Policy
 from fngraph.models.serving.requests import Job, Request
-from fngraph.models.serving.schedule import accept, choose, find_drafts
+from fngraph.models.serving.scheduling import accept, choose, find_drafts
 from fngraph.models.serving.tokens import Tokens
 
 runs = st.lists(st.integers(0, 2), max_size=6)

@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fngraph.models import train, train_bytes, train_bytes as corpus
-from fngraph.models.families import llama
-from fngraph.models.weights import naming
-from fngraph.models.weights.checkpoint import load_checkpoint
+from fngraph.models import llama, load_checkpoint, naming, train, train_bytes, train_bytes as corpus
 from tests.models.rows import llama_batch
 
 

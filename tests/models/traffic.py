@@ -6,10 +6,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from fngraph.models import Event, Policy, State, advance
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import Event, State
-from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.scheduling import plan
 
 
 class Step(NamedTuple):

@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fngraph.models.families import lora
-from fngraph.models.weights.lora_load import load_adapter
+from fngraph.models import load_adapter, lora
 
 RANK, ALPHA = 3, 12
 NAMES = {
     "embed": "model.embed_tokens.weight",
-    "layers.*.wq": "model.layers.*.self_attn.q_proj.weight",
-    "layers.*.w_down": "model.layers.*.mlp.down_proj.weight",
+    "layers.*.attn.wq": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.mlp.w_down": "model.layers.*.mlp.down_proj.weight",
 }
 PREFIX = "base_model.model.model.layers"
 
@@ -40,7 +39,8 @@ def tensors_of(params: Any) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     out = {}
     for i, layer in enumerate(params.layers):
-        for module, weight in (("self_attn.q_proj", layer.wq), ("mlp.down_proj", layer.w_down)):
+        q, down = layer.attn.wq, layer.mlp.w_down
+        for module, weight in (("self_attn.q_proj", q), ("mlp.down_proj", down)):
             if i == 0 and module == "mlp.down_proj":
                 continue
             name = f"{PREFIX}.{i}.{module}"
@@ -55,12 +55,12 @@ def test_an_update_is_scale_times_b_times_a(params, tmp_path, rslora):
     tensors = tensors_of(params)
     slot = load_adapter(write(tmp_path, tensors, use_rslora=rslora), adapters, NAMES)
     scale = ALPHA / (RANK**0.5 if rslora else RANK)
-    for i, module, name in ((0, "self_attn.q_proj", "wq"), (1, "mlp.down_proj", "w_down")):
+    for i, module, name in ((0, "self_attn.q_proj", "attn.wq"), (1, "mlp.down_proj", "mlp.w_down")):
         a, b = (tensors[f"{PREFIX}.{i}.{module}.lora_{half}.weight"] for half in "AB")
         pair = slot[i][name]
         assert pair.a.shape[0] == pair.b.shape[0] == 4
         torch.testing.assert_close((pair.a.T @ pair.b).T, scale * b @ a)
-    assert not slot[0]["w_down"].a.any() and not slot[0]["w_down"].b.any()
+    assert not slot[0]["mlp.w_down"].a.any() and not slot[0]["mlp.w_down"].b.any()
 
 
 def test_all_that_is_wrong_is_listed(params, tmp_path):
@@ -74,8 +74,8 @@ def test_all_that_is_wrong_is_listed(params, tmp_path):
     for line in (
         "use_dora=True is not supported", "bias='all' is not supported",
         "base_model.model.lm_head.lora_A.weight: unknown",
-        "layers.0.wq: lora_B is missing", "layers.1.wq: rank 2 at most",
-        "layers.1.w_down: no slots",
+        "layers.0.attn.wq: lora_B is missing", "layers.1.attn.wq: rank 2 at most",
+        "layers.1.mlp.w_down: no slots",
     ):  # fmt: skip
         assert line in str(error.value)
 
@@ -94,4 +94,4 @@ def test_how_else_an_adapter_began_does_not_matter(params, tmp_path, init):
     slot = load_adapter(
         write(tmp_path, tensors_of(params), init_lora_weights=init), adapters, NAMES
     )
-    assert slot[0]["wq"].a.any()
+    assert slot[0]["attn.wq"].a.any()

@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 import fngraph as fg
 from fngraph.errors import FnGraphError, ModelError
-from fngraph.integrations.hf_attention import NAME, Attending, Layer, routed
-from fngraph.integrations.hf_fixed import Fixed, fixing
+from fngraph.integrations.transformers.attention import NAME, Attending, Layer, routed
+from fngraph.integrations.transformers.fixed import Fixed, fixing
 from fngraph.torch_facts.tracing import FakeTensorMode
 
 KV = tuple[Tensor, Tensor]  # one layer's (k, v), each (num_blocks, block_size, K, D)
@@ -52,12 +52,12 @@ def pure_forward(model: Any, longest: int, fixed: Fixed) -> Forward:
         params: dict[str, Tensor], cache: tuple[KV, ...], batch: Batch
     ) -> tuple[Tensor, tuple[KV, ...]]:
         with routed(model), fixing(model, fixed):
-            return call(model, params, batch, Attending(batch, cache, longest)), cache
+            return logits_of(model, params, batch, Attending(batch, cache, longest)), cache
 
     return forward
 
 
-def call(model: Any, params: dict[str, Tensor], batch: Any, attending: Attending) -> Tensor:
+def logits_of(model: Any, params: dict[str, Tensor], batch: Any, attending: Attending) -> Tensor:
     """The logits (R, V). One row of T tokens; which belong together, only attention knows."""
     kwargs = {
         "input_ids": batch.token_ids[None],
@@ -83,7 +83,7 @@ def attention_layers(
 
     def dry(params: dict[str, Tensor], batch: Batch) -> Tensor:
         with routed(model), fixing(model, fixed):
-            return call(model, params, batch, noted)
+            return logits_of(model, params, batch, noted)
 
     noted = Attending(None, None, longest)
     try:

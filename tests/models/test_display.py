@@ -6,11 +6,9 @@ import io
 
 from rich.console import Console
 
+from fngraph.models import BYTE_TEXT, Event, Served, start
 from fngraph.models.generate import plan
 from fngraph.models.serving.display import show, texts
-from fngraph.models.serving.loop import Served
-from fngraph.models.serving.requests import Event, start
-from fngraph.models.text import BYTE_TEXT
 
 
 def shown(*prompts: str, answer: str, text=BYTE_TEXT) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.serving.sampling import Sampling, Settings, key_of, sample, stack, uniform
+from fngraph.models import Settings
+from fngraph.models.serving.sampling import Sampling, key_of, sample, stack, uniform
 
 V, DRAWS = 12, 20_000
 FILTERS = [

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fngraph.models.families.lora import Adapters, one_slot
+from fngraph.models.families.lora import Adapters, filled_slot
 
 ONLY: dict[str, Any] = {  # what the update above is right for, where a config says anything
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,),
@@ -31,7 +31,7 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
     """The adapter as a slot of `adapters`, for `step.load_slot`.
 
     Args:
-        names: "layers.*.wq" -> "model.layers.*.self_attn.q_proj.weight", of the model's family.
+        names: of the family's `FORMAT`, what the files call each weight, by our name of it.
 
     Raises:
         ValueError: all that is wrong, a line each: options that are not computed here, tensors
@@ -59,11 +59,8 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
             continue
         rank = len(found["A"]) ** (0.5 if config.get("use_rslora") else 1)
         pairs[layer, name] = found["A"], found["B"].T * (config["lora_alpha"] / rank)
-    try:
-        slot = one_slot(adapters, pairs)
-    except ValueError as error:
-        wrong += str(error).splitlines()[1:]
-    if wrong:
+    slot, misfits = filled_slot(adapters, pairs)
+    if wrong := wrong + misfits:
         raise ValueError(f"{folder} cannot be loaded:\n" + "\n".join(wrong))
     return slot
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fngraph as fg
+from fngraph.models import Policy, State, advance, cancel, gather, start, submit
 from fngraph.models.serving import blocks
 from fngraph.models.serving.blocks import blocks_for
-from fngraph.models.serving.loop import gather, kind_of
-from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import State, cancel, start, submit
-from fngraph.models.serving.schedule import advance, plan
+from fngraph.models.serving.loop import kind_of
+from fngraph.models.serving.scheduling import plan
 from tests.models.traffic import Step, generate, next_token, simulate
 
 SIZE, MOST = 4, 10  # tokens a block, blocks a request

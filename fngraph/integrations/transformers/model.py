@@ -1,0 +1,324 @@
+"""Hugging Face causal LMs as they are: attention over a paged cache, graphs around it.
+
+    fast = graphify_model(model, fg.Limits(2048, 64, B=128))
+    fast.generate(prompts, max_new_tokens=48)      # lists of tokens in, lists of tokens out
+    print(fast.support)                            # per layer: backend, level, reason
+
+Nothing of transformers is edited. Attention reaches `fg.ops.attention` through the interface that
+transformers has for it, weights are passed in by `torch.func.functional_call`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fngraph.core import Limits, Mode, Support
+from fngraph.core.text import table
+from fngraph.errors import ModelError, SpecError
+from fngraph.graphified import graphify
+from fngraph.integrations.transformers.attention import Layer
+from fngraph.integrations.transformers.fixed import (
+    Fixed,
+    experts_of,
+    refuse_unsuitable,
+    scaled_ropes,
+)
+from fngraph.integrations.transformers.forward import (
+    KV,
+    Batch,
+    Forward,
+    attention_layers,
+    init_cache,
+    params_of,
+    pure_forward,
+)
+from fngraph.models.serving.batches import empty_batch, lay_out
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.requests import Event, Row, State, start, submit
+from fngraph.models.serving.scheduling import advance, plan
+from fngraph.stages import Lowered
+from fngraph.step.step import Step
+
+
+class Served(NamedTuple):
+    """One step of `GraphifiedModel.serve`.
+
+    Attributes:
+        rows: of the step: each request, with how many tokens it computed.
+        logits_RV: of each row's last token.
+        state: after the step.
+        events: the new token of each request that got one.
+    """
+
+    rows: tuple[Row, ...]
+    batch: Batch
+    logits_RV: Tensor
+    state: State
+    events: tuple[Event, ...]
+
+
+class LayerSupport(NamedTuple):
+    """What runs a layer's attention.
+
+    Attributes:
+        layer: the path of its module.
+        level: the largest class of batches that one captured graph of it serves.
+        reason: what the layer asks of a backend, and which backends refuse that.
+    """
+
+    layer: str
+    backend: str
+    level: Support
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSupport:
+    """Every attention layer in order, and the modes that they resolve to."""
+
+    rows: tuple[LayerSupport, ...]
+    modes: Mode
+    notes: tuple[str, ...]
+
+    def as_text(self) -> str:
+        """A table, the modes, and why they are not those that were asked for."""
+        return "\n\n".join(
+            [
+                table(["layer", "backend", "level", "reason"], self.rows),
+                f"{self.modes}",
+                *self.notes,
+            ]
+        )
+
+    __repr__ = as_text
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphifiedModel:
+    """A model with its graphs, over a paged cache of its own.
+
+    Attributes:
+        forward: the pure function, forward(params, cache, batch) -> (logits, cache).
+        params: the model's own parameters and buffers by name, held in place.
+        cache: a (k, v) pair a layer, each (num_blocks, block_size, K, D); the step writes it.
+        step: step(cache, batch) -> (logits, cache), with graphs for the keys of `step.table`.
+        support: per layer, what runs its attention.
+        stop: tokens that end a text, of the model's own generation config.
+    """
+
+    forward: Forward
+    params: Mapping[str, Tensor]
+    cache: tuple[KV, ...]
+    step: Step
+    support: ModelSupport
+    stop: frozenset[int]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        stop: Collection[int] | None = None,
+    ) -> list[list[int]]:
+        """Greedy tokens after each prompt, without the prompt, all prompts batched continuously.
+
+        Args:
+            prompts: lists of tokens, of any lengths.
+            stop: tokens that end a text, the last one in it; None: the model's own.
+
+        Raises:
+            SpecError: a prompt that is empty, or too long for the limits or the cache.
+        """
+        texts: list[list[int]] = [[] for _ in prompts]
+        for served in self.serve(prompts, max_new_tokens, stop=stop):
+            for event in served.events:
+                texts[event.id] += event.tokens
+        return texts
+
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        stop: Collection[int] | None = None,
+    ) -> Iterator[Served]:
+        """The steps of `generate`, one by one. The whole cache is taken; run one at a time."""
+        limits = self.step.limits
+        num_blocks, block_size = self.cache[0][0].shape[:2]
+        policy = Policy(limits.max_tokens, limits.max_reqs, limits["B"], block_size)
+        ends = [int(token) for token in (self.stop if stop is None else stop)]
+        state = start(num_blocks, policy)
+        for i, prompt in enumerate(prompts):
+            refuse_endless(i, len(prompt), max_new_tokens, policy, num_blocks)
+            state = submit(state, policy, map(int, prompt), max_new_tokens, stop=ends)
+        while state.live:
+            state = plan(state, policy)
+            rows = state.rows
+            batch = lay_out(rows, policy, lambda spec: empty_batch(Batch, policy, spec))
+            logits_RV, _ = self.step(self.cache, batch)
+            state, events = advance(state, logits_RV.argmax(-1, keepdim=True).tolist())
+            yield Served(rows, batch, logits_RV, state, events)
+
+    def __repr__(self) -> str:
+        return f"GraphifiedModel({len(self.support.rows)} layers, {self.step!r})"
+
+
+def graphify_model(
+    model: Any,
+    limits: Limits,
+    *,
+    modes: Mode | str = Mode.FULL_AND_PIECEWISE,
+    sizes: Sequence[int] | None = None,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    backends: Mapping[str, str] | None = None,
+    experts: str | None = None,
+    recorder: str | None = None,
+    outputs: str = "own",
+    lazy: bool = False,
+    check: bool = True,
+) -> GraphifiedModel:
+    """Graphs for a transformers causal LM over a paged cache.
+
+    Args:
+        model: in eval mode, on one device; neither it nor its config is changed.
+        limits: with B, the most blocks that a request may have: `Limits(2048, 64, B=128)`.
+        modes, sizes, backends, recorder, outputs: as `fg.graphify` takes them.
+        num_blocks: of the cache; None: enough for `max_reqs` requests of B blocks each.
+        block_size: tokens a block.
+        experts: transformers' name for how experts run, where there are any; None: "grouped_mm"
+            where the device can, else "batched_mm".
+        lazy: capture a key when it is first needed, not now.
+        check: first run two small requests, and compare their logits with the model's own.
+
+    Raises:
+        ModelError: a model that cannot run over a paged cache, with the reason.
+        PurityError: its forward does what a graph would freeze, with the line in its file.
+        FnGraphError: see the classes in `fngraph.errors`.
+    """
+    refuse_unsuitable(model)
+    longest = limits["B"] * block_size
+    fixed = Fixed(experts_of(model, experts), scaled_ropes(model, longest))
+    params = params_of(model, fixed.ropes)
+    layers = attention_layers(model, params, limits, longest, fixed)
+    num_blocks = limits.max_reqs * limits["B"] if num_blocks is None else num_blocks
+    cache = init_cache(layers, num_blocks, block_size, next(iter(params.values())).device)
+    forward = pure_forward(model, longest, fixed)
+    if check:
+        check_step(model, forward, params, layers)
+    fast = graphify(
+        forward, modes=modes, donate="cache", stage="batch", limits=limits, sizes=sizes,
+        backends=backends, recorder=recorder, outputs=outputs,
+    )  # fmt: skip
+    lowered = fast.trace(params, cache).split().lower()
+    step = lowered.compile().capture(params, cache, recorder=recorder, outputs=outputs, lazy=lazy)
+    stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = [] if stop is None else [stop] if isinstance(stop, int) else stop
+    return GraphifiedModel(
+        forward, params, cache, step, support_of(model, layers, lowered), frozenset(ends)
+    )
+
+
+def refuse_endless(i: int, length: int, max_new: int, policy: Policy, num_blocks: int) -> None:
+    """Raise unless prompt number `i` can run to its end.
+
+    Raises:
+        SpecError: it is empty, or too long for the limits or the cache.
+    """
+    needed = -(-(length + max_new) // policy.block_size)
+    most = min(policy.max_blocks, num_blocks)
+    if not length or max_new < 1:
+        raise SpecError(
+            f"prompt {i} has {length} tokens and asks for {max_new} more. Pass at least 1 of each"
+        )
+    if needed > most:
+        raise SpecError(
+            f"prompt {i} has {length} tokens; with {max_new} new ones it takes {needed} blocks of "
+            f"{policy.block_size}, and {most} are there. Pass Limits(..., B={needed}) and "
+            f"num_blocks={needed} or more, or shorten it"
+        )
+
+
+def support_of(model: Any, layers: Sequence[Layer], lowered: Lowered) -> ModelSupport:
+    """The table of a lowered model."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    rows = []
+    for layer, call in zip(layers, lowered.calls):
+        asks = [f"{n} {getattr(call.config, n)}" for n in ("window", "softcap")
+                if getattr(call.config, n) is not None]  # fmt: skip
+        others = [b for b in call.primitive.backends.values() if b not in call.backends]
+        usable = [b for b in others if b.missing() is None]
+        refused = [f"not {b.name}: {why}" for b in usable if (why := b.refusal(call.config))]
+        rows.append(
+            LayerSupport(
+                paths[id(layer.module)], " + ".join(b.name for b in call.backends),
+                min(level for _, level in call.levels()),
+                "; ".join([*asks, *refused]) or "causal, nothing more",
+            )
+        )  # fmt: skip
+    return ModelSupport(tuple(rows), lowered.resolution.modes, lowered.notes)
+
+
+CHECKED = Policy(4, 2, 1, block_size=8, share=False, reserve=0)
+"""A prompt of 6 comes in two chunks, the second beside a decode."""
+
+
+@torch.no_grad()
+def check_step(
+    model: Any, forward: Forward, params: dict[str, Tensor], layers: list[Layer]
+) -> None:
+    """Raise unless the logits of the step are those of the model, two small requests each alone.
+
+    A flattened row of requests is right only if nothing but attention looks from one token to
+    another, and nothing but `position_ids` says where a token is. No trace can tell; this can.
+
+    Raises:
+        ModelError: with the relative error.
+    """
+    device, vocab = model.device, model.config.get_text_config().vocab_size
+    prompts = [[(7 * i + 3) % vocab for i in range(2)], [(11 * i + 5) % vocab for i in range(6)]]
+    state = start(2, CHECKED)
+    for prompt in prompts:
+        state = submit(state, CHECKED, prompt, 2)
+    cache = init_cache(layers, num_blocks=2, block_size=8, device=device)
+    with _eager(model):
+        alone = {
+            i: model(torch.tensor([p], device=device), use_cache=False).logits[0, -1]
+            for i, p in enumerate(prompts)
+        }
+    worst = 0.0
+    while state.live:
+        state = plan(state, CHECKED)
+        batch = lay_out(state.rows, CHECKED, lambda spec: empty_batch(Batch, CHECKED, spec))
+        leaves = {n: x.to(device) for n, x in vars(batch).items() if isinstance(x, Tensor)}
+        logits_RV, cache = forward(params, cache, dataclasses.replace(batch, **leaves))
+        for (job, new, _), got in zip(state.rows, logits_RV):
+            if job.computed + new == len(job.request.prompt):
+                want = alone[job.id]
+                worst = max(worst, float((got - want).norm() / want.norm().clamp(min=1e-6)))
+        state, _ = advance(state, logits_RV.argmax(-1, keepdim=True).tolist())
+    tolerance = 1e-3 if next(iter(alone.values())).dtype in (torch.float32, torch.float64) else 0.1
+    if not worst <= tolerance:
+        raise ModelError(
+            f"{type(model).__name__} gives other logits for a request beside another one than "
+            f"alone (relative error {worst:.2g}): a part of it other than attention looks from one "
+            "token to another, or goes by something other than position_ids. If that is as it "
+            "should be, pass check=False"
+        )
+
+
+@contextlib.contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    """With transformers' plainest attention: its sdpa leaves out soft caps."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("eager")
+        yield
+    finally:
+        model.set_attn_implementation(before)

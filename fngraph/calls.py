@@ -1,7 +1,7 @@
 """`PrimitiveCall`: a cut with the backends that run it, one instruction of a program.
 
-A backend is chosen for each cut when a split graph is lowered, or two where uniform batches have one
-of their own; what they plan on the host is settled then, too.
+A backend is chosen for each cut when a split graph is lowered, or two where uniform batches have
+one of their own; what they plan on the host is settled then, too.
 """
 
 from __future__ import annotations

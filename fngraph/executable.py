@@ -1,8 +1,8 @@
 """`Executable`: a function made ready to run, for leaves of one kind and under one ambient state.
 
-It is what the stages hand down: flat, with no stage in it, and all that a step needs. The two things
-that only a stage could do, making it again for other leaves or under another state, it asks of its
-`Maker`.
+It is what the stages hand down: flat, with no stage in it, and all that a step needs. The two
+things that only a stage could do, making it again for other leaves or under another state, it asks
+of its `Maker`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`graphify`: a drop-in for `forward` that runs each batch as CUDA graphs.
 
 Called without more, what it returns traces, splits, lowers, compiles and binds at the first call,
-and captures each key when it is first needed. `bind(...).capture(...)` does all of it ahead of time.
+and captures each key when it is first needed; `bind(...).capture(...)` does all of it ahead.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Graphified(Generic[P, R]):
 
     @property
     def steps(self) -> tuple[Step[R], ...]:
-        """What calls have made so far: a step for each exact shape, or one; the last used is last."""
+        """What calls have made so far: a step for each exact shape, or one; last used is last."""
         return tuple(self._steps.values())
 
     def _latest(self) -> Step[R]:

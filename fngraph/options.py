@@ -1,7 +1,7 @@
-"""`Options`: what `graphify` was asked for, checked where it is written; each stage carries it along.
+"""`Options`: what `graphify` was asked for, checked where it is written; stages carry it along.
 
-The names stand once, in `OptionsDict`: `graphify` takes them as `**options: Unpack[OptionsDict]`, so
-that an unknown one is an error to a type checker, and at run time here.
+The names stand once, in `OptionsDict`: `graphify` takes them as `**options: Unpack[OptionsDict]`,
+so that an unknown one is an error to a type checker, and at run time here.
 """
 
 from __future__ import annotations

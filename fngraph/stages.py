@@ -399,7 +399,7 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Retracer:
-    """An executable's `Maker`: its first stage, kept to be compared with, and how it was lowered."""
+    """An executable's `Maker`: its first stage, to compare with, and the limits of the others."""
 
     traced: Traced
     limits: Limits

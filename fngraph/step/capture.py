@@ -2,9 +2,9 @@
 
 Kernels are warmed once, not once a size: keys of one kind run the same ones. A kernel's first run
 loads it, and Triton compiles for a number that is 1, for one that is divisible by 16 and for any
-other. So a kind is that of each size, and one key of each kind, the largest, is run for real. cuBLAS
-may take another kernel for another size of the same kind, which CUDA loads within a capture; what
-cannot be done there makes that capture fail, and then that key is warmed and captured again.
+other. So a kind is that of each size, and one key of each kind, the largest, is run for real.
+cuBLAS may take another kernel for another size of the same kind, which CUDA loads within a capture;
+what cannot be done there makes that capture fail, and that key is then warmed and captured again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values for held leaves, as a tree or by path: matched with the leaves, loaded one by one, written.
+"""Values for held leaves, as a tree or by path: matched with the leaves, loaded one by one.
 
 `slot_writes` writes them into slots of leaves that are stacked along their first dim (adapters): a
 graph reads the stacked leaf where it is, and each row of a batch says which slot is its own; so an

@@ -1,9 +1,9 @@
 """New values for held leaves: what they do to each, checked before anything is written.
 
-A value is written where the old one is; one of another shape or dtype takes its place: the leaf gets
-the new tensor's memory (`leaf.data = new`), so that every tree that holds the leaf has the new one,
-and every other function that reads it sees that it moved. Tied weights, leaves that are one memory,
-can only be given one value.
+A value is written where the old one is; one of another shape or dtype takes its place: the leaf
+gets the new tensor's memory (`leaf.data = new`), so that every tree that holds the leaf has the new
+one, and every other function that reads it sees that it moved. Tied weights, leaves that are one
+memory, can only be given one value.
 """
 
 from __future__ import annotations

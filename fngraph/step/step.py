@@ -2,10 +2,10 @@
 
     batch.spec -> dispatch -> stage -> replay -> own
 
-The one stage with state: it owns memory, and it counts what it did. A call under other ambient state
-(autocast, default dtype, ...) than the trace's may need another program, whose keys then stand
-beside the first ones: over the same leaves, in the same pool. What is captured ahead is of the state
-of now; what is released, of all.
+The one stage with state: it owns memory, and it counts what it did. A call under other ambient
+state (autocast, default dtype, ...) than the trace's may need another program, whose keys then
+stand beside the first ones: over the same leaves, in the same pool. What is captured ahead is of
+the state of now; what is released, of all.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ def draw(data: Tensor, flags: argparse.Namespace) -> Tensor:
 @torch.no_grad()
 def blend(average: Named, named: Mapping[str, Tensor], weight: float) -> None:
     """average += weight * (named - average), in place."""
-    torch._foreach_lerp_(list(average.values()), list(named.values()), weight)
+    for name, value in named.items():
+        average[name].lerp_(value, weight)
 
 
 def cut(data: Tensor, context: int) -> Tensor:

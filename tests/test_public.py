@@ -129,17 +129,3 @@ def test_type_checkers_are_told_the_same_names():
     runs = {n: f"fngraph.{m}.{n}" for n, m in fngraph._EXPORTS.items()}
     runs |= {name: f"fngraph.{name}" for name in fngraph._MODULES}
     assert told == runs
-
-
-def test_no_module_is_named_as_what_it_holds():
-    """`from fngraph.x import y` would put the module where `fg.x` is the function."""
-    for package in ("fngraph", "models", "benchmarks"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            held = {getattr(node, "name", None) for node in ast.parse(path.read_text()).body}
-            assert path.stem not in held, path
-
-
-def test_the_words_of_the_issue_are_public():
-    words = "graphify like BatchSpec BatchDescriptor Limits struct buffer host static ops dispatch"
-    assert set(words.split()) <= set(fngraph.__all__)
-    assert callable(fg.ops.attention)

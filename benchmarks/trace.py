@@ -59,7 +59,7 @@ def traced(layers: int, repeats: int) -> tuple[dict[str, Any], list[Any]]:
     row = {
         "layers": layers, "s": total, "trace s": tracing, "split s": splitting, "user s": user,
         "nodes": len(nodes), "pieces": len(split.program.instructions),
-        "distinct pieces": split.program.kinds, "guards": len(trace.graph.guards),
+        "distinct pieces": split.program.kinds, "assumptions": len(trace.graph.assumptions),
     }  # fmt: skip
     return row, [(n.op, n.target, fx.map_arg((n.args, n.kwargs), nodes.get)) for n in nodes]
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
 from fngraph.errors import TreeError
 from fngraph.fx.ambient import check_no_transform
-from fngraph.fx.arguments import Names, arguments, signature
+from fngraph.fx.arguments import Names, abstract_arguments, signature
 from fngraph.fx.leaves import Role
 from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.refusals import Refusals
@@ -178,7 +178,7 @@ class Graphified(Generic[P, R]):
         return self._trace(dict(zip(self.signature.names, values)), limits, refuse)
 
     def _trace(self, given: Mapping[str, Any], limits: Limits, refuse: Refusals) -> Traced:
-        args = arguments(self.signature, given)
+        args = abstract_arguments(self.signature, given)
         if args.batch_type is None:  # exact shapes: one key of one "token"
             options = dataclasses.replace(self.options, sizes=(1,), query_lens=(1,))
             return trace_function(args, options, Limits(1, 1), refuse)

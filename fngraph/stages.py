@@ -166,7 +166,7 @@ class Lowered:
             returns=traced.returns,
             program=pieces.program,
             fns=fns,
-            row_dims=tuple(p.rows if isinstance(p, Cut) else () for p in pieces.parts),
+            row_dims=tuple(p.row_dims if isinstance(p, Cut) else () for p in pieces.parts),
             planners=tuple(planners.values()),
             output_dims=pieces.output_dims,
             output_dtypes=pieces.output_dtypes,

@@ -1,1 +1,5 @@
-"""Traced graphs: trace, purity, donation, split. Knows nothing of recorders or backends."""
+"""Traced graphs: trace, purity, rows, donation, pieces. Knows nothing of recorders or backends.
+
+Imports go downwards only: `rows` and `tracing` stand on the files of this folder; `donation`,
+`pieces` and `blocks` stand on `tracing` too.
+"""

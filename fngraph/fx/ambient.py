@@ -1,9 +1,8 @@
 """Ambient state of torch that changes what a function computes: part of what a trace is for.
 
 Autocast, the default dtype and function modes change the traced ops; matmul precision, determinism
-and the choice of attention kernels change what a graph has recorded. It is read at each call.
-
-What torch may have active around a call that a replay would go past: both are refused.
+and the choice of attention kernels change what a graph has recorded. It is read at each call. A
+dispatch mode or a transform around a call, which a replay would go past, is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A user's function and the role of each of its parameters: held, donated or staged.
+"""A user's function, the role of each of its parameters, and its arguments as a trace needs them.
 
-Abstract arguments: what the tracer needs of them, made from tensors, specs or a class alone.
+A parameter is held, donated or staged. Its abstract argument is a structure and leaves without
+memory, made from tensors, from specs (`fg.like`), or, of the batch, from its class alone.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Arguments:
                 )
 
 
-def arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
+def abstract_arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
     """Abstract arguments from tensors or `fg.like` specs; the batch comes from its class alone.
 
     Args:

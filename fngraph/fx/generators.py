@@ -129,7 +129,7 @@ def _address(generator: torch.Generator) -> int:
 
 
 def _place(func: Any) -> int | None:
-    """Of an op's argument that is a generator."""
+    """The index of an op's argument that is a generator; None where it has none."""
     names = [a.name for a in func._schema.arguments]
     return names.index("generator") if "generator" in names else None
 

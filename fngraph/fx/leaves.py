@@ -1,8 +1,7 @@
-"""Leaves as the tracer sees them: a path, a role and an abstract value; never a real tensor.
+"""Leaves: the path, role and abstract value of each, and which tensors can stand for one.
 
-Kinds of tensors: a graph reads and writes dense memory by address, and nothing else.
-
-Aliases: a donated leaf may share its storage with no other leaf.
+A trace never holds a real tensor. A graph reads and writes dense memory by address, and nothing
+else: other kinds are refused, and a donated leaf that shares its storage with another one.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ class Leaf:
 
     Attributes:
         path: how the user reaches it, e.g. `params.layers[0].wq`.
-        spec: of a held or donated leaf; None for a staged one.
-        buffer: of a staged leaf; None for the others.
+        spec: what a held or donated leaf is; None for a staged one.
+        buffer: what a staged leaf is declared to be; None for the others.
     """
 
     path: str
@@ -78,7 +77,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Of a held or donated leaf; 0 for a staged one."""
+        """Bytes of a held or donated leaf; 0 for a staged one."""
         return 0 if self.spec is None else math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
     def fake(self, sizes: Mapping[str, Any]) -> torch.Tensor:

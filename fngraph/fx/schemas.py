@@ -1,6 +1,6 @@
-"""What an op's schema, its tags and its result say of a call: writes, draws, waits.
+"""What an op's schema and tags say of it: what it draws, waits for; its in-place form.
 
-In-place forms of functional ops, read off their schemas; there is no table of ops.
+No table of ops says what works in place:
 
 foo(x, ...)             ->  foo_(x, ...)                same overload, same arguments
 foo(..., x, ...)        ->  foo(..., x, ..., out=x)     where foo is pointwise
@@ -23,15 +23,26 @@ from fngraph.torch_facts.tracing import free_unbacked_symbols
 aten = torch.ops.aten
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _OFF = {"dropout_p": 0.0, "p": 0.0, "train": False, "training": False}
+MOVES = (aten.index_put.default, aten.index_copy.default, aten.index_fill.int_Scalar,
+         aten.index_fill.int_Tensor, aten.scatter.src, aten.scatter.value, aten.tril.default,
+         aten.triu.default, aten.masked_scatter.default, aten.copy.default)  # fmt: skip
+"""Ops that put values where an index says and compute none; what no schema says."""
+COPIES = (aten.clone.default, aten._to_copy.default)
+"""Ops that return what they were given, in memory of its own; what no schema says."""
+
+
+def named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by their names in the schema, in its order, defaults included."""
+    schema = func._schema.arguments
+    given = {a.name: a.default_value for a in schema}
+    return given | dict(zip((a.name for a in schema), args)) | dict(kwargs)
 
 
 def draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an op uses a generator; dropout that is switched off carries the tag all the same."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    schema = func._schema.arguments  # torch leaves out what equals the default
-    given = {a.name: a.default_value for a in schema}
-    given |= dict(zip((a.name for a in schema), args)) | dict(kwargs)
+    given = named(func, args, kwargs)  # torch leaves out what equals the default
     return not any(name in given and given[name] == off for name, off in _OFF.items())
 
 
@@ -121,11 +132,3 @@ def _constant(op: OpOverload) -> str | None:
 def rounds_alike(op: Any) -> bool:
     """Whether an op gives the same bits in any layout; mm picks a kernel by strides."""
     return is_pointwise(op) or op in MOVES or op in COPIES or reads_nothing(op)
-
-
-MOVES = (aten.index_put.default, aten.index_copy.default, aten.index_fill.int_Scalar,
-         aten.index_fill.int_Tensor, aten.scatter.src, aten.scatter.value, aten.tril.default,
-         aten.triu.default, aten.masked_scatter.default, aten.copy.default)  # fmt: skip
-"""Ops that put values where an index says and compute none; what no schema says."""
-COPIES = (aten.clone.default, aten._to_copy.default)
-"""Ops that return what they were given, in memory of its own; what no schema says."""

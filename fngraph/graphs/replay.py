@@ -30,14 +30,14 @@ class EagerCall:
     Attributes:
         fn: `bind(tensors)`, if it has that, makes its function of the step's bounds, `host=`.
         tensors: static arguments, as long as the key.
-        rows: for each, its first dim in T and R, or None where it does not vary.
+        row_dims: for each, its first dim in T and R, or None where it does not vary.
         range: a name that it shows as in profiles.
     """
 
     name: str
     fn: Any
     tensors: tuple[torch.Tensor, ...]
-    rows: tuple[Dim | None, ...]
+    row_dims: tuple[Dim | None, ...]
     range: str | None = None
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class EagerCall:
 
     def bind(self, true: Sizes) -> Callable[..., Any]:
         """The call over the true rows; the rest of the output is zero: the piece before made it."""
-        rows = [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.rows)]
+        rows = [x if d is None else x[: d(**true)] for x, d in zip(self.tensors, self.row_dims)]
         if hasattr(self.fn, "bind"):
             call = self.fn.bind(rows)
         else:
@@ -168,7 +168,7 @@ def capture(
     recorder: Recorder,
     program: Program,
     fns: Sequence[InstructionFn],
-    rows: Sequence[tuple[Dim | None, ...]],
+    row_dims: Sequence[tuple[Dim | None, ...]],
     inputs: Sequence[torch.Tensor],
     mode: Mode,
     descriptor: BatchDescriptor,
@@ -183,7 +183,7 @@ def capture(
 
     Args:
         fns: one an instruction.
-        rows: one an instruction; see `EagerCall.rows`.
+        row_dims: one an instruction; see `EagerCall`.
         inputs: leaves and constants at their fixed addresses, cut to the key's rows.
         host: the key's own upper bounds, baked into FULL.
         outputs: where the program's results are copied; shared by all keys.
@@ -227,7 +227,7 @@ def capture(
             (i,) = indices
             instruction = program.instructions[i]
             tensors = tuple(recorder.unowned(env[j]) for j in instruction.reads)
-            calls.append(EagerCall(instruction.name, fns[i], tensors, rows[i]))
+            calls.append(EagerCall(instruction.name, fns[i], tensors, row_dims[i]))
             for j in instruction.drops:
                 del env[j]
         if not calls:

@@ -163,7 +163,7 @@ def test_scales_are_one_number_or_one_a_head():
 def test_a_trace_is_asked_nothing_about_tokens_and_requests(modes):
     fast = fg.graphify(toys.attend, modes=modes, donate="cache", stage="batch", sizes=toys.SIZES)
     traced = fast.trace(toys.attention_params(), toys.attention_cache(), limits=toys.LIMITS)
-    assert not traced.graph.guards
+    assert not traced.graph.assumptions
 
 
 def test_a_trace_names_the_argument_too():

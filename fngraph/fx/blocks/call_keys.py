@@ -18,11 +18,11 @@ from torch import fx
 
 from fngraph.core import trees
 from fngraph.fx.leaves import Leaf
+from fngraph.fx.nodes import SIZES
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import DisableTorchFunction, function_modes, innermost_transform
 from fngraph.torch_facts.tracing import FakeTensor, get_proxy_slot, in_forward_mode
 
-SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 _WITHOUT_STATE = (
     type, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.EllipsisType, torch.dtype, torch.layout, torch.memory_format,
@@ -34,8 +34,8 @@ class _Unlike(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """One call of a function inside a trace.
+class BodyCall:
+    """One call of a body inside a trace.
 
     Attributes:
         key: equal for calls that are alike.
@@ -47,7 +47,7 @@ class Call:
     tensors: tuple[FakeTensor, ...]
     nodes: tuple[fx.Node, ...]
 
-    def is_same(self, other: Call | None) -> bool:
+    def is_same(self, other: BodyCall | None) -> bool:
         """Whether both see the very same tensors, and the rest alike."""
         if other is None or self.key != other.key:
             return False
@@ -60,7 +60,7 @@ def call_of(
     kwargs: Mapping[str, Any],
     owners: Mapping[int, Leaf],
     tracer: Any,
-) -> Call | None:
+) -> BodyCall | None:
     """What `fn(*args, **kwargs)` sees; None if that cannot be said.
 
     Args:
@@ -76,7 +76,7 @@ def call_of(
         hash(key)
     except (_Unlike, TypeError):  # TypeError: unhashable
         return None
-    return Call(key, tuple(seen.tensors), tuple(seen.nodes))
+    return BodyCall(key, tuple(seen.tensors), tuple(seen.nodes))
 
 
 class _Seen:

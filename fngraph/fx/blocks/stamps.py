@@ -4,8 +4,6 @@ A model runs one body many times over leaves that differ in their memory alone. 
 first such call runs the body; a later one with an equal key copies the graph nodes that it left,
 with this call's tensors in the place of the first one's. The graph is the one that running the body
 would have given. What cannot be told to be alike is run: that is slower, and never wrong.
-
-A stamp: the graph nodes that one call of a body left, to be left again for one that is alike.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ from torch import fx
 
 from fngraph.core import trees
 from fngraph.core.where import user_line
-from fngraph.fx.blocks.call_keys import SIZES, Call, call_of, has_state
+from fngraph.fx.blocks.call_keys import BodyCall, call_of, has_state
+from fngraph.fx.nodes import SIZES, is_size
 from fngraph.fx.tracing.purity import PurityMode
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import (
@@ -41,6 +40,10 @@ from fngraph.torch_facts.tracing import (
 )
 
 Body = TypeVar("Body", bound=Callable[..., Any])
+aten = torch.ops.aten
+_OF_A_TENSOR = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default,
+                aten.sym_storage_offset.default}  # fmt: skip
+_FAKES = ("val", "eager_input_vals")  # what a node's meta says in fake tensors
 
 
 def block(fn: Body) -> Body:
@@ -94,12 +97,6 @@ def _trace_or_stamp(mode: PurityMode, fn: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
-aten = torch.ops.aten
-_OF_A_TENSOR = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default,
-                aten.sym_storage_offset.default}  # fmt: skip
-_FAKES = ("val", "eager_input_vals")  # what a node's meta says in fake tensors
-
-
 @dataclasses.dataclass(frozen=True)
 class Stamp:
     """What one call of a body left in the graph. It holds none of the call's tensors.
@@ -110,7 +107,7 @@ class Stamp:
         nodes: those that the call added, in order.
         moved: input to the node of what was written into it.
         outputs: for each output leaf the node that made it, `_Input`, or the value itself.
-        treedef: of the outputs.
+        treedef: the outputs' structure.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -122,7 +119,7 @@ class Stamp:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of the nodes, without their numbers."""
+        """The nodes' names, without their numbers."""
         return [re.sub(r"_\d+$", "", node.name) for node in self.nodes]
 
     @functools.cached_property
@@ -134,7 +131,7 @@ class Stamp:
                 found[storage_key(fake)] = fake.untyped_storage().nbytes() // fake.itemsize
         return found
 
-    def again(self, call: Call, tracer: Any) -> Any:
+    def again(self, call: BodyCall, tracer: Any) -> Any:
         """The outputs of another call, whose nodes are added to the tracer's graph."""
         copies = dict(zip(self.inputs, call.nodes))
         memory: dict[int, torch.Tensor] = dict(zip(self.storages, call.tensors))
@@ -183,12 +180,12 @@ class Stamp:
         with in_kernel_invocation_manager(old.fake_mode):
             if key not in memory:
                 memory[key] = torch.empty(self.lengths[key], dtype=old.dtype, device="meta")
-            base, layout = memory[key], (old.shape, old.stride(), old.storage_offset())
+            base, start = memory[key], old.storage_offset()
             if base.dtype is old.dtype:
-                meta = aten.as_strided.default(base, *layout)
+                meta = aten.as_strided.default(base, old.shape, old.stride(), start)
             else:
                 meta = torch.empty(0, dtype=old.dtype, device="meta")
-                meta.set_(base.untyped_storage(), layout[2], *layout[:2])
+                meta.set_(base.untyped_storage(), start, old.shape, old.stride())
         return FakeTensor(old.fake_mode, meta, old.device)
 
 
@@ -206,7 +203,7 @@ def _output(x: Any, tensors: Sequence[Any], made: dict[fx.Node, Any]) -> Any:
 
 
 def stamp_of(
-    call: Call, after: Call | None, nodes: list[fx.Node], out: Any, tracer: Any
+    call: BodyCall, after: BodyCall | None, nodes: list[fx.Node], out: Any, tracer: Any
 ) -> Stamp | None:
     """What a call left; None where another could not leave the same.
 
@@ -219,7 +216,7 @@ def stamp_of(
     """
     known = {*nodes, *call.nodes}
     asking = [node for node in nodes if node.target not in _OF_A_TENSOR]
-    reached = {arg for node in asking for arg in node.all_input_nodes if not _is_size(arg)}
+    reached = {arg for node in asking for arg in node.all_input_nodes if not is_size(arg)}
     if after is None or not call.is_same(after) or reached - known:
         return None
     if any(fake.is_conj() or fake.is_neg() for fake in _fakes(nodes)):
@@ -249,7 +246,3 @@ def stamp_of(
 def _fakes(nodes: Sequence[fx.Node]) -> list[FakeTensor]:
     found = tree_leaves([node.meta.get(key) for node in nodes for key in _FAKES])
     return [x for x in found if isinstance(x, FakeTensor)]
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), SIZES)

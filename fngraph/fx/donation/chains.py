@@ -1,7 +1,7 @@
 """Chains of ops that can work in place, from a leaf's new value back to the leaf's buffer.
 
 `add(mul(p, 0.9), g)` is `p.mul_(0.9).add_(g)`: each op can take the place of what the one before it
-left there. This file finds the ways; `inplace` says which of them will do.
+left there. All ways are found here; `inplace` says which of them will do.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import fx
 
 from fngraph.fx import schemas
 from fngraph.fx.donation.liveness import keys
-from fngraph.torch_facts.names import OpOverload
-from fngraph.torch_facts.schemas import written
+from fngraph.fx.nodes import is_op, is_tensor, line_of, mutates, written_by
 
 _VISITS = 3  # of one op in the search, since a row of n diamonds has 2**n ways through it
 
@@ -28,7 +27,8 @@ class Hop:
 
     Attributes:
         how: "alias" (a view, or an op in place already), "same" (a clone, which falls away),
-            "twin", "scatter", "out" (see `fngraph.fx.schemas`), or "start" (out=, of nothing in the buffer).
+            "twin", "scatter", "out" (see `fngraph.fx.schemas`), or "start" (out=, of nothing that
+            the buffer holds).
         operand: the argument in whose place the result goes; None for "start".
     """
 
@@ -37,19 +37,20 @@ class Hop:
     operand: fx.Node | None
 
     def __str__(self) -> str:
-        return f"{self.node.target} ({self.node.meta.get('stack_trace', 'forward')})"
+        return f"{self.node.target} ({line_of(self.node)})"
 
 
 def hops(node: fx.Node) -> Iterator[Hop]:
     """Each way in which a node's value can take the place of one of its arguments."""
-    op, value = node.target, node.meta.get("val")
-    if not isinstance(op, OpOverload) or not isinstance(value, torch.Tensor):
+    if not is_op(node) or not is_tensor(node):
         return
+    op: Any = node.target
+    value = node.meta["val"]
     (key,) = keys(node)
     tensors = [a for a in node.args if isinstance(a, fx.Node) and keys(a)]
     shared = [a for a in node.all_input_nodes if key in keys(a)]
-    if shared and op._schema.is_mutable:
-        shared = [a for a in written(op, node.args, node.kwargs) if key in keys(a)]
+    if shared and mutates(node):
+        shared = [a for a in written_by(node) if key in keys(a)]
     if shared:
         yield Hop(node, "alias", shared[0])
     elif schemas.is_functional(op):
@@ -72,7 +73,7 @@ def _alike(a: Any, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
-def chains(new: fx.Node, buffer: fx.Node, from_nothing: bool) -> Iterator[tuple[Hop, ...]]:
+def leading_to(new: fx.Node, buffer: fx.Node, from_nothing: bool) -> Iterator[tuple[Hop, ...]]:
     """Chains that lead to `new` from the buffer's old value, or else from nothing in the buffer."""
     (home,) = keys(buffer)
     visits: Counter[fx.Node] = Counter()

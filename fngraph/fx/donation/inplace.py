@@ -1,9 +1,8 @@
 """In place: a leaf's new value is computed in the leaf's own buffer, if nothing is lost by it.
 
 Each op of a chain makes the next version of the buffer. A chain will do if its values lie where the
-buffer's elements do, and if each version is read for the last time before the next one begins.
-
-Graph surgery: put the ops of a chain into their in-place forms, and keep every fake truthful.
+buffer's elements do, and if each version is read for the last time before the next one begins. Its
+ops are put into their in-place forms then, and every fake is kept truthful.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ import torch
 from torch import fx
 
 from fngraph.fx import schemas
-from fngraph.fx.donation.chains import Hop, chains
+from fngraph.fx.donation.chains import Hop, leading_to
 from fngraph.fx.donation.liveness import Memory, keys
 from fngraph.fx.leaves import same_place, same_strides
+from fngraph.fx.nodes import is_op, mutates, operands, written_by
+from fngraph.fx.schemas import named
 from fngraph.torch_facts.memory import is_static, overlap, overlaps_itself
-from fngraph.torch_facts.names import OpOverload, tree_leaves
-from fngraph.torch_facts.schemas import written
 from fngraph.torch_facts.tracing import enable_python_dispatcher
 
+aten = torch.ops.aten
 _TRIES = 16  # chains of a kind for one leaf; the first or second will do in all but odd programs
 
 
-def settle(new: fx.Node, buffer: fx.Node, memory: Memory) -> str | None:
+def make_in_place(new: fx.Node, buffer: fx.Node, memory: Memory) -> str | None:
     """Rewrite the graph so that `new` is computed in `buffer`; or say why it cannot be."""
     if keys(new) == keys(buffer):
         return "it is not the buffer's elements in the buffer's order"
     why = None
-    ways = (islice(chains(new, buffer, from_nothing=x), _TRIES) for x in (False, True))
+    ways = (islice(leading_to(new, buffer, from_nothing=x), _TRIES) for x in (False, True))
     for chain in joined.from_iterable(ways):
         obstacle = misfit(chain, buffer, memory) or still_needed(chain, buffer, memory)
         if obstacle is None:
@@ -94,10 +94,10 @@ def _lies_otherwise(
 
 def _moves_strangely(node: fx.Node) -> bool:
     """Whether a view's place follows from more than that of what it views."""
-    op = node.target
-    if not isinstance(op, OpOverload):
+    op: Any = node.target
+    if not is_op(node):
         return op is not operator.getitem  # a higher-order op
-    if op._schema.is_mutable and not isinstance(node.meta["val"], torch.Tensor):
+    if mutates(node) and not isinstance(node.meta["val"], torch.Tensor):
         return True
     return "as_strided" in op._schema.name or torch.Tag.inplace_view in op.tags
 
@@ -106,8 +106,7 @@ def _clash(hop: Hop, ours: set[int]) -> str | None:
     """Whether an op would read, through another argument, what it is about to write."""
     if schemas.reads_nothing(hop.node.target):
         return None
-    arguments = [a for a in tree_leaves((hop.node.args, hop.node.kwargs)) if isinstance(a, fx.Node)]
-    arguments = [a for a in arguments if ours.intersection(keys(a))]
+    arguments = [a for a in operands(hop.node) if ours.intersection(keys(a))]
     message = f"{hop} still reads the old value where it would write the new one"
     if hop.operand is None:
         return message if arguments else None
@@ -146,9 +145,6 @@ def still_needed(chain: Sequence[Hop], buffer: fx.Node, memory: Memory) -> str |
             if use.node is not hop.node and use.time >= limit and limit < math.inf:
                 return f"{use} the old value after {hop} made the new one"
     return None
-
-
-aten = torch.ops.aten
 
 
 def rewrite(chain: Sequence[Hop], buffer: fx.Node, memory: Memory) -> None:
@@ -194,7 +190,7 @@ def _write(hop: Hop, into: fx.Node, memory: Memory) -> None:
     op, args, kwargs = _form(hop, into)
     if hop.how == "scatter":
         region = _insert(op, args, kwargs, scatter_region(node, value), node, memory)
-        op, args, kwargs = aten.copy_.default, (region, bound(node)["src"]), {}
+        op, args, kwargs = aten.copy_.default, (region, _named(node)["src"]), {}
         value = region.meta["val"]
     if op is not None:
         _insert(op, args, kwargs, value, node, memory)
@@ -208,12 +204,11 @@ def _form(hop: Hop, into: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]
     if hop.how == "twin":
         return schemas.in_place(op), args, dict(kwargs)
     if hop.how == "scatter":
-        rest = {k: v for k, v in bound(hop.node).items() if k not in ("self", "src")}
-        return schemas.scattered_view(op), (into,), rest
+        return schemas.scattered_view(op), (into,), _window(hop.node)
     if op in schemas.COPIES:
         return aten.copy_.default, (into, args[0]), {}
     if (fill := schemas.fill_form(op)) is not None:
-        value = bound(hop.node).get("fill_value")
+        value = _named(hop.node).get("fill_value")
         shape = list(into.meta["val"].shape)
         return fill, (shape,) if value is None else (shape, value), {"out": into}
     twin, name = schemas.out_form(op)  # type: ignore[misc]
@@ -232,20 +227,11 @@ def _follow(key: int, home: int, memory: Memory) -> None:
     """Bring the views of a value that has moved up to date: they are views of the buffer now."""
     for node in sorted(memory.members[key], key=memory.at.__getitem__):
         if node.target is not operator.getitem and mutates(node):
-            into = written(node.target, node.args, node.kwargs)
+            into = written_by(node)
             node.meta["val"] = next(a.meta["val"] for a in into if home in keys(a))
         else:
             node.meta["val"] = rerun(node, {})
     memory.move(key, home)
-
-
-# --- fakes ----------------------------------------------------------------------------------------
-
-
-def bound(node: fx.Node) -> dict[str, Any]:
-    """An op's arguments by name."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return dict(zip(names, node.args)) | dict(node.kwargs)
 
 
 def rerun(node: fx.Node, places: dict[fx.Node, torch.Tensor]) -> Any:
@@ -255,8 +241,17 @@ def rerun(node: fx.Node, places: dict[fx.Node, torch.Tensor]) -> Any:
 
 def scatter_region(node: fx.Node, base: torch.Tensor) -> torch.Tensor:
     """The view of `base` into which a scatter op copies."""
-    arguments = {k: v for k, v in bound(node).items() if k not in ("self", "src")}
-    return _fake(schemas.scattered_view(node.target), (base,), arguments, {})  # type: ignore[arg-type]
+    view = schemas.scattered_view(node.target)  # type: ignore[arg-type]
+    return _fake(view, (base,), _window(node), {})  # type: ignore[no-any-return]
+
+
+def _window(node: fx.Node) -> dict[str, Any]:
+    """Where a scatter op puts its source: the further arguments of the view of the same name."""
+    return {k: v for k, v in _named(node).items() if k not in ("self", "src")}
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    return named(node.target, node.args, node.kwargs)
 
 
 def _fake(op: Any, args: Any, kwargs: Any, places: dict[fx.Node, torch.Tensor]) -> Any:
@@ -276,8 +271,3 @@ def view_as(buffer: fx.Node, node: fx.Node) -> torch.Tensor | None:
         if old.is_contiguous() and new.is_contiguous():
             return aten.view.default(old, new.shape)
     return None
-
-
-def mutates(node: fx.Node) -> bool:
-    """Whether an op writes any of its arguments."""
-    return bool(node.target._schema.is_mutable)  # type: ignore[union-attr]

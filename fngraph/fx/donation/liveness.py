@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from fngraph.fx.nodes import is_op, is_size, line_of, mutates, written_by
 from fngraph.fx.schemas import reads_nothing
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import OpOverload, tree_leaves
-from fngraph.torch_facts.schemas import written
+from fngraph.torch_facts.names import tree_leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,8 +32,7 @@ class Use:
     def __str__(self) -> str:
         if self.node.op == "output":
             return "forward returns"
-        where = self.node.meta.get("stack_trace", "forward")
-        return f"{self.node.target} ({where}) {'writes' if self.writes else 'reads'}"
+        return f"{self.node.target} ({line_of(self.node)}) {'writes' if self.writes else 'reads'}"
 
 
 def keys(node: fx.Node) -> list[int]:
@@ -47,7 +46,7 @@ def keys(node: fx.Node) -> list[int]:
 
 
 class Memory:
-    """A graph's storages. `replace` keeps it true while the graph is changed."""
+    """A graph's storages. `add` and `move` keep it true while the graph is changed."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.at: dict[fx.Node, int] = {}
@@ -77,21 +76,21 @@ class Memory:
 
 def _looks_only(node: fx.Node) -> bool:
     """Whether a node makes a view or asks for a size, and touches no element."""
-    if isinstance(node.target, OpOverload):
-        if node.target._schema.is_mutable or reads_nothing(node.target):
-            return not node.target._schema.is_mutable
-    elif node.target is not operator.getitem:
-        return isinstance(node.meta.get("val"), torch.SymInt)
-    elif isinstance(node.args[0].meta["val"], list | tuple):  # type: ignore[union-attr]
+    if mutates(node):
+        return False
+    if is_size(node) or reads_nothing(node.target):
         return True
-    if isinstance(node.meta.get("val"), torch.SymInt):
-        return True
+    if not is_op(node):
+        if node.target is not operator.getitem:
+            return False
+        if isinstance(node.args[0].meta["val"], list | tuple):  # type: ignore[union-attr]
+            return True
     made = keys(node)
     given = {key for a in node.all_input_nodes for key in keys(a)}
     return bool(made) and given.issuperset(made)
 
 
 def _writes(node: fx.Node, member: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload):
+    if not is_op(node):
         return True  # a higher-order op: nothing says that it does not
-    return member in written(node.target, node.args, node.kwargs)
+    return member in written_by(node)

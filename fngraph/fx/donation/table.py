@@ -1,10 +1,8 @@
-"""Donation: leaf k's new value ends up in leaf k's own buffer.
+"""Donation: leaf k's new value ends up in leaf k's own buffer, and a table says how.
 
 A leaf that was updated in place and comes back costs nothing. A functional update is rewritten to
 happen in the buffer where it can (`inplace`). Any other new value is copied into the buffer at the
 end, after everything that still reads the old one. `Donation` says which and why.
-
-Copies at the end: new values that were not made in their buffers are put there last of all.
 """
 
 from __future__ import annotations
@@ -17,15 +15,14 @@ from torch import fx
 
 from fngraph.core.text import table
 from fngraph.errors import DonationError
-from fngraph.fx.donation.inplace import settle
+from fngraph.fx.donation.inplace import make_in_place
 from fngraph.fx.donation.liveness import Memory
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Leaf, same_place
+from fngraph.fx.nodes import is_op, line_of, mutates, written_by
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import OpOverload
-from fngraph.torch_facts.schemas import written
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +54,7 @@ class DonationTable:
     __repr__ = as_text
 
 
+aten = torch.ops.aten
 _NAMED = 3  # ops that one row of the table names at most
 COPY_LIMIT = 64 << 20
 """Bytes of the largest leaf that is copied without a word: under 30 us of an H200's bandwidth, and
@@ -91,7 +89,7 @@ def donate(
         new = output.args[0][out]
         if not same_place(inputs[k].meta["val"], new.meta["val"]):
             origin = _origin(new, inputs, leaves)  # before the graph is changed
-            if (why := settle(new, inputs[k], memory)) is not None:
+            if (why := make_in_place(new, inputs[k], memory)) is not None:
                 copied[k] = f"{origin}; {why}"
 
     writers = _writers(graph.gm)
@@ -112,17 +110,17 @@ def donate(
 def _drop_dead(graph: fx.Graph) -> None:
     """Erase ops whose results nobody reads, which would seem to need an old value."""
     for node in reversed(graph.nodes):
-        op = node.target
-        if isinstance(op, OpOverload) and not node.users and op._schema.returns:
-            if not op._schema.is_mutable and drawn(node) is None:
-                graph.erase_node(node)
+        if node.users or not is_op(node) or not node.target._schema.returns:
+            continue
+        if not mutates(node) and drawn(node) is None:
+            graph.erase_node(node)
 
 
 def _origin(new: fx.Node, inputs: Sequence[fx.Node], leaves: Sequence[Leaf]) -> str:
     if new in inputs:
         return f"it is {leaves[inputs.index(new)].path}"
-    where = new.meta.get("stack_trace", "forward")
-    return f"{new.target if new.op == 'call_function' else 'a constant'} makes it ({where})"
+    maker = new.target if new.op == "call_function" else "a constant"
+    return f"{maker} makes it ({line_of(new)})"
 
 
 def _refuse_copies(
@@ -188,15 +186,10 @@ def _writers(gm: fx.GraphModule) -> dict[int, list[str]]:
     """Storage key to a description of each op that writes it."""
     found: dict[int, list[str]] = {}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, OpOverload):
-            for target in written(node.target, node.args, node.kwargs):
-                where = node.meta.get("stack_trace", "forward")
-                key = storage_key(target.meta["val"])
-                found.setdefault(key, []).append(f"{node.target} ({where})")
+        for target in written_by(node):
+            key = storage_key(target.meta["val"])
+            found.setdefault(key, []).append(f"{node.target} ({line_of(node)})")
     return found
-
-
-aten = torch.ops.aten
 
 
 def append_copies(

@@ -1,9 +1,8 @@
 """Split a traced graph at its primitives into pieces, and share the pieces that are equal.
 
-`Piece`: traced ops between two cuts, as a graph of its own.
-
-Sizes never cross between pieces: every piece takes T and R as its first two arguments and computes
-what it needs of them. So a piece is a function of (T, R, tensors) and serves any batch.
+A piece is what lies between two cuts, as a graph of its own. Sizes never cross between pieces: each
+takes T and R as its first two arguments and computes what it needs of them. So a piece is a
+function of (T, R, tensors) and serves any batch.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from fngraph.core import Dim
 from fngraph.core.program import Instruction, Program, with_drops
 from fngraph.errors import BranchError
 from fngraph.fx.generators import drawn
+from fngraph.fx.nodes import is_op, is_size, is_tensor, line_of, mutates
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import OpOverload
 from fngraph.torch_facts.tracing import PythonReferenceAnalysis, sympy_interp
 
 
@@ -33,23 +32,35 @@ class Cut:
         op: its name, "fngraph::attention".
         template: its arguments; a tensor's position holds None.
         places: the positions of the tensors.
-        rows: for each tensor argument, its first dim if that depends on T or R, else None.
+        row_dims: for each tensor argument, its first dim if that depends on T or R, else None.
         example: fakes and constants, for the primitive's configuration.
     """
 
     op: str
     template: tuple[Any, ...]
     places: tuple[int, ...]
-    rows: tuple[Dim | None, ...]
+    row_dims: tuple[Dim | None, ...]
     example: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece:
+    """Traced ops between two cuts: `gm(T, R, *tensors) -> tuple`."""
+
+    gm: fx.GraphModule
+    key: str
+
+    def __repr__(self) -> str:
+        ops = sum(n.op == "call_function" for n in self.gm.graph.nodes)
+        return f"Piece({ops} ops)"
+
+
+@dataclasses.dataclass(frozen=True)
 class Pieces:
-    """A program, with one `Piece` or `Cut` for each of its steps; equal pieces are one object.
+    """A program, with one `Piece` or `Cut` for each instruction; equal pieces are one object.
 
     Attributes:
-        output_dims: of each output, in T and R.
+        output_dims: the sizes of each output, in T and R.
         output_aliased: whether an output is memory of an input or of another output.
     """
 
@@ -70,7 +81,7 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
     regions = _regions(gm, cut_ops, results)
     needed_after = _needed_after(regions, results)
 
-    steps: list[Instruction] = []
+    instructions: list[Instruction] = []
     parts: list[Piece | Cut] = []
     kinds: dict[str, int] = {}
     shared: dict[str, Piece] = {}
@@ -78,28 +89,28 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
         if is_cut:
             (node,) = nodes
             part: Piece | Cut = _cut(graph, node)
-            reads: list[fx.Node] = [a for a in node.args if _is_tensor(a)]  # type: ignore[misc]
+            reads: list[fx.Node] = [a for a in node.args if is_tensor(a)]  # type: ignore[misc]
             writes: list[fx.Node] = []
             key = _op_name(node)
             name = key.partition("::")[2]
         else:
             writes = [n for n in nodes if n in needed]
-            piece, reads = make_piece(graph, nodes, writes)
-            name, key = "piece", structure(graph, piece)
+            piece, reads = _piece(graph, nodes, writes)
+            name, key = "piece", _structure(graph, piece)
             if key not in shared:
                 shared[key] = Piece(fx.GraphModule({}, piece), key)
             part = shared[key]
         for node in writes:
             numbers[node] = len(numbers)
-        index = sum(s.name.startswith(name + " ") for s in steps)
-        steps.append(
+        index = sum(i.name.startswith(name + " ") for i in instructions)
+        instructions.append(
             Instruction(
                 f"{name} {index}", is_cut, kinds.setdefault(key, len(kinds)),
                 tuple(numbers[n] for n in reads), tuple(numbers[n] for n in writes),
             )
         )  # fmt: skip
         parts.append(part)
-    program = Program(len(inputs), tuple(steps), tuple(numbers[n] for n in results))
+    program = Program(len(inputs), tuple(instructions), tuple(numbers[n] for n in results))
     dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
     dtypes = tuple(n.meta["val"].dtype for n in results)
     owned = {storage_key(n.meta["val"]) for n in inputs}
@@ -112,11 +123,7 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
 
 
 def _op_name(node: fx.Node) -> str:
-    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
-
-
-def _is_tensor(arg: Any) -> bool:
-    return isinstance(arg, fx.Node) and not isinstance(arg.meta["val"], torch.SymInt)
+    return node.target._schema.name if is_op(node) else ""  # type: ignore[union-attr]
 
 
 def _regions(
@@ -126,8 +133,7 @@ def _regions(
     live: set[fx.Node] = set(results)
     ops = [n for n in gm.graph.nodes if n.op == "call_function" and not is_size(n)]
     for node in reversed(ops):
-        mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-        if node in live or mutable or drawn(node) is not None:
+        if node in live or mutates(node) or drawn(node) is not None:
             live.add(node)
             live.update(a for a in node.all_input_nodes if not is_size(a))
     regions: list[tuple[bool, list[fx.Node]]] = []
@@ -156,44 +162,25 @@ def _needed_after(
 
 
 def _cut(graph: Graph, node: fx.Node) -> Cut:
-    rows: list[Dim | None] = []
-    for arg in node.args:
-        if _is_tensor(arg):
-            shape = arg.meta["val"].shape  # type: ignore[union-attr]
-            dim = graph.dim(shape[0]) if len(shape) else None
-            rows.append(dim if dim is not None and dim.letters else None)
-    template = tuple(None if _is_tensor(a) else a for a in node.args)
-    places = tuple(i for i, a in enumerate(node.args) if _is_tensor(a))
-    example = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)
-    return Cut(_op_name(node), template, places, tuple(rows), example)
+    template = tuple(None if is_tensor(a) else a for a in node.args)
+    places = tuple(i for i, a in enumerate(node.args) if is_tensor(a))
+    example: Any = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)
+    firsts = [next((graph.dim(n) for n in example[i].shape[:1]), None) for i in places]
+    row_dims = tuple(dim if dim is not None and dim.letters else None for dim in firsts)
+    return Cut(_op_name(node), template, places, row_dims, example)
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Traced ops between two cuts: `gm(T, R, *tensors) -> tuple`."""
-
-    gm: fx.GraphModule
-    key: str
-
-    def __repr__(self) -> str:
-        ops = sum(n.op == "call_function" for n in self.gm.graph.nodes)
-        return f"Piece({ops} ops)"
-
-
-def make_piece(
+def _piece(
     graph: Graph, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]
 ) -> tuple[fx.Graph, list[fx.Node]]:
     """A piece as a graph of its own, and the outer nodes that it reads, in argument order."""
     inside = set(nodes)
-    reads = list(
-        dict.fromkeys(
-            a for n in nodes for a in n.all_input_nodes if a not in inside and not is_size(a)
-        )
-    )
+    given = (a for n in nodes for a in n.all_input_nodes if a not in inside and not is_size(a))
+    reads = list(dict.fromkeys(given))
     new = fx.Graph()
     letters = {"T": fx.Proxy(new.placeholder("num_tokens"))}
     letters["R"] = fx.Proxy(new.placeholder("num_reqs"))
-    env = {symbol: letters[letter] for symbol, letter in graph.symbols.items()}
+    env = {symbol: letters[letter] for symbol, letter in graph.letters.items()}
     names = {n: new.placeholder(f"x{i}") for i, n in enumerate(reads)}
     for old, placeholder in names.items():
         placeholder.meta["val"] = old.meta["val"]
@@ -204,8 +191,9 @@ def make_piece(
             return names[arg]
         expr = arg.meta["val"].node.expr
         if expr not in sizes:
-            where = node.meta.get("stack_trace", "forward")
-            sizes[expr] = _emit(expr, env, f"{where}: the size {graph.text(arg.meta['val'])}")
+            sizes[expr] = _emit(
+                expr, env, f"{line_of(node)}: the size {graph.text(arg.meta['val'])}"
+            )
         return sizes[expr]
 
     for node in nodes:
@@ -238,13 +226,9 @@ def _emit(expr: Any, env: dict[Any, fx.Proxy], what: str) -> Any:
     return value.node if isinstance(value, fx.Proxy) else value
 
 
-def structure(graph: Graph, piece: fx.Graph) -> str:
+def _structure(graph: Graph, piece: fx.Graph) -> str:
     """Text that is equal for pieces that compute the same from equal kinds of inputs."""
     index = {node: i for i, node in enumerate(piece.nodes)}
-
-    def brief(arg: Any) -> Any:
-        return f"%{index[arg]}"
-
     lines = []
     storages: dict[int, int] = {}
     for node in piece.nodes:
@@ -254,23 +238,11 @@ def structure(graph: Graph, piece: fx.Graph) -> str:
             sizes = [graph.text(s) for s in (*value.shape, *value.stride())]
             lines.append(f"in {sizes} {value.dtype} {value.device} storage {storage}")
         else:
-            args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Brief(brief(n)))
+            args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{index[n]}")
             lines.append(f"{node.op} {_target(node)} {args} {drawn(node)}")
     return "\n".join(lines)
 
 
-class _Brief(str):
-    """A node's number; prints without quotes."""
-
-    __repr__ = str.__str__  # type: ignore[assignment]
-
-
 def _target(node: fx.Node) -> str:
-    target = node.target
-    is_op = isinstance(target, str | OpOverload)
-    return str(target) if is_op else getattr(target, "__name__", str(target))
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether a node is a number made of T and R."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
+    named = is_op(node) or isinstance(node.target, str)
+    return str(node.target) if named else getattr(node.target, "__name__", str(node.target))

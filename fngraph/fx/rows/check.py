@@ -2,7 +2,7 @@
 
 A batch runs as a key of more tokens and requests, so dims in T and R are longer than true. A value
 *keeps its rows* if its leading slice of the true shape is what bare `forward` computes. Staged
-leaves do; each op's rule (`table`) says whether its result does when its arguments do. A sum over T
+leaves do; each op's rule (`rules`) says whether its result does when its arguments do. A sum over T
 does if padding adds nothing, so what is known of padding goes along.
 """
 
@@ -13,21 +13,21 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf
-from fngraph.fx.rows.bounds import after_first, grows, lowest
-from fngraph.fx.rows.indices import WINDOW
-from fngraph.fx.rows.state import RISING, Call, Mixed, Mixes, Rows, is_tensor, moving_dims
-from fngraph.fx.rows.table import rule
+from fngraph.fx.nodes import REFUSED, is_size, is_tensor, line_of, written_by
+from fngraph.fx.rows.indices import WINDOW, after_first, lowest
+from fngraph.fx.rows.rules import rule
+from fngraph.fx.rows.state import RISING, Kept, Mixed, Mixes, OpCall, moving_dims
+from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import OpOverload, tree_leaves
-from fngraph.torch_facts.schemas import written
+from fngraph.torch_facts.names import tree_leaves
 
 _TRUSTED = "fngraph.trust_rows"
-REFUSED = "fngraph.refused"  # of such an op nothing more is asked
 
 
 def check_rows(
@@ -41,14 +41,14 @@ def check_rows(
     """Refuse outputs that do not keep their rows, each culprit once; take out `trust_rows`.
 
     Args:
-        paths: of the outputs.
+        paths: where each output is.
         text: a size in T and R.
 
     Raises:
         RowsError: naming the first op that lets padding in, with its line.
     """
     with torch.device("cpu"):
-        states = _run(gm, leaves, constants, text)
+        states = _states(gm, leaves, constants, text)
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     known = set()
     for path, result in zip(paths, output.args[0]):
@@ -60,20 +60,20 @@ def check_rows(
         gm.graph.erase_node(node)
 
 
-def _run(
+def _states(
     gm: fx.GraphModule,
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
-) -> dict[fx.Node, Rows | Mixed]:
-    states: dict[fx.Node, Rows | Mixed] = {}
+) -> dict[fx.Node, Kept | Mixed]:
+    states: dict[fx.Node, Kept | Mixed] = {}
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = iter(leaves)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             states[node] = _leaf(next(inputs))
         elif node.op == "get_attr":
-            states[node] = Rows(value=constants[node.name].cpu())
+            states[node] = Kept(value=constants[node.name].cpu())
         elif node.op == "call_function":
             states[node] = _result(node, states, text)
         else:
@@ -81,12 +81,12 @@ def _run(
         states[node] = state = _bounded(node, states)
         if is_tensor(node):
             views.setdefault(storage_key(node.meta["val"]), []).append(node)
-        for target in _written(node):
+        for target in written_by(node):
             _rewrite(target, state, states, views[storage_key(target.meta["val"])])
     return states
 
 
-def _bounded(node: fx.Node, states: Mapping[fx.Node, Any]) -> Rows | Mixed:
+def _bounded(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
     state = states[node]
     if isinstance(state, Mixed) or not is_tensor(node):
         return state  # type: ignore[no-any-return]
@@ -98,38 +98,36 @@ def _is_trusted(node: fx.Node) -> bool:
     return bool(node.meta.get("custom", {}).get(_TRUSTED))
 
 
-def _leaf(leaf: Leaf) -> Rows:
+def _leaf(leaf: Leaf) -> Kept:
     if leaf.buffer is None or leaf.buffer.pad == "stride":
-        return Rows({} if leaf.buffer is None else {0: RISING})
+        return Kept({} if leaf.buffer is None else {0: RISING})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
     names_a_row = leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0
-    return Rows({0: pad}, said="pad") if names_a_row else Rows({0: pad}, unsaid=leaf.path)
+    return Kept({0: pad}, said="pad") if names_a_row else Kept({0: pad}, unsaid=leaf.path)
 
 
-def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Rows | Mixed:
+def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | Mixed:
     if _is_inlined(node) and is_tensor(node):
         return _inlined(node, states)
-    read = [] if _reads_shape_alone(node) else map(states.get, node.all_input_nodes)
+    read = [] if reads_nothing(node.target) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
     if mixed is not None and not _is_trusted(node):
         return mixed
     if node.target is operator.getitem:  # one of several results
         return states[node.args[0]]  # type: ignore[no-any-return,index]
-    if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
-        return Rows()
-    if mixed is not None:
-        return Rows()
-    call = Call(node, _by_name(node), states, text)
+    if is_size(node) or mixed is not None:
+        return Kept()
+    call = OpCall(node, named(node.target, node.args, node.kwargs), states, text)
     try:
-        if any(states[target].window for target in _written(node)):
+        if any(states[target].window for target in written_by(node)):
             raise Mixes(WINDOW.format(call.name))
         _check_sizes(call)
         return rule(call)
     except Mixes as error:
-        return Rows() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))
+        return Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))
 
 
-def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Rows | Mixed:
+def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
     """An op of a primitive's plain form: it takes care of padding, if what goes in keeps its rows.
 
     The ops of its gradient are not marked, but for the first ones and the last.
@@ -145,57 +143,52 @@ def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Rows | Mixed:
             pending += source.all_input_nodes
         elif isinstance(states[source], Mixed):
             return states[source]  # type: ignore[no-any-return]
-    return Rows({dim: torch.tensor(0) for dim in moving_dims(node)})
+    return Kept({dim: torch.tensor(0) for dim in moving_dims(node)})
 
 
 def _is_inlined(node: fx.Node) -> bool:
     return any(mark in node.meta.get("custom", {}) for mark in ("inlined", "inlined_end"))
 
 
-def _check_sizes(call: Call) -> None:
+def _check_sizes(call: OpCall) -> None:
     for x in tree_leaves(call.node.meta.get("val")):
         for size in x.shape if isinstance(x, torch.Tensor) else ():
-            if not grows(size):
+            if not _grows(size):
                 raise Mixes(
                     f"makes a tensor of {call.text(size)} rows ({call.name}), which in a key may "
                     "be fewer than its batch has. Make one for each token or request, and mask"
                 )
 
 
-def _reads_shape_alone(node: fx.Node) -> bool:
-    return str(getattr(node.target, "_opname", "")).endswith("_like")
-
-
-def _by_name(node: fx.Node) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for i, spec in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        given = node.args[i] if i < len(node.args) else spec.default_value
-        named[spec.name] = node.kwargs.get(spec.name, given)
-    return named
-
-
-def _written(node: fx.Node) -> Iterable[fx.Node]:
-    if not isinstance(node.target, OpOverload):
-        return []
-    return written(node.target, node.args, node.kwargs)
+def _grows(size: Any) -> bool:
+    """Whether a size is at least as large for more tokens or requests."""
+    if isinstance(size, torch.SymInt):
+        size = size.node.expr
+    if not isinstance(size, sympy.Expr) or size.is_number or size.is_Symbol:
+        return True
+    if isinstance(size, sympy.Mul):
+        return all(_grows(a) and not (a.is_number and a < 0) for a in size.args)
+    if type(size).__name__ in ("FloorDiv", "CleanDiv"):
+        return _grows(size.args[0]) and bool(size.args[1].is_number and size.args[1] > 0)
+    sums = isinstance(size, sympy.Add) or type(size).__name__ in ("Max", "Min")
+    return sums and all(map(_grows, size.args))
 
 
 def _rewrite(
-    target: fx.Node, state: Rows | Mixed, states: dict[fx.Node, Any], views: Iterable[fx.Node]
+    target: fx.Node, state: Kept | Mixed, states: dict[fx.Node, Any], views: Iterable[fx.Node]
 ) -> None:
     """After a write: every view of the memory has padding in it, or padding that is not known."""
     for node in views:
         if node is not target:
             if isinstance(state, Mixed):
                 states[node] = state
-            elif isinstance(known := states[node], Rows):
-                states[node] = Rows(window=known.window)
+            elif isinstance(known := states[node], Kept):
+                states[node] = Kept(window=known.window)
     states[target] = state
 
 
 def _message(mixed: Mixed, path: str) -> str:
-    line = mixed.node.meta.get("stack_trace", "forward")
-    return f"{line}: forward {mixed.why}. It reaches {path}"
+    return f"{line_of(mixed.node)}: forward {mixed.why}. It reaches {path}"
 
 
 def trust_rows(x: torch.Tensor) -> torch.Tensor:

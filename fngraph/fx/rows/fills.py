@@ -12,37 +12,28 @@ from typing import Any
 
 import torch
 
-from fngraph.fx.rows.state import (
-    RISING,
-    Call,
-    Fill,
-    Mixes,
-    Rows,
-    is_moving,
-    is_tensor,
-    moving_dims,
-    operands,
-)
+from fngraph.fx.nodes import is_tensor, operands
+from fngraph.fx.rows.state import RISING, Fill, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.torch_facts.names import tree_leaves
 
 _LARGEST = 1 << 16  # elements of a constant that is worth computing
 _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"}
 
 
-def pointwise(call: Call) -> Rows:
+def pointwise(call: OpCall) -> Kept:
     """An op that computes each element from the same element of its operands."""
     refuse_counts(call)
     said, unsaid = _origin(call)
     if not is_tensor(call.node):
-        return Rows(said=said, unsaid=unsaid)
+        return Kept(said=said, unsaid=unsaid)
     moving = moving_dims(call.node)
     if not moving:
-        return Rows(value=constant(call))
+        return Kept(value=constant(call))
     fills = {dim: fill for dim in moving if (fill := _fill(call, dim)) is not None}
-    return Rows(fills, said=said, unsaid=unsaid)
+    return Kept(fills, said=said, unsaid=unsaid)
 
 
-def refuse_counts(call: Call) -> None:
+def refuse_counts(call: OpCall) -> None:
     """Raise `Mixes` if an argument is a number made of T or R."""
     for x in tree_leaves(list(call.args.values())):
         if is_moving(x):
@@ -53,7 +44,7 @@ def refuse_counts(call: Call) -> None:
             )
 
 
-def _origin(call: Call) -> tuple[str, str | None]:
+def _origin(call: OpCall) -> tuple[str, str | None]:
     """`said` and `unsaid` of the operands that padding comes from."""
     chosen = _chosen_operands(call)
     given = operands(call.node) if chosen is None else chosen
@@ -65,8 +56,8 @@ def _origin(call: Call) -> tuple[str, str | None]:
     return "" if "" in said else "pad" if "pad" in said else "where", unsaid
 
 
-def _chosen_operands(call: Call) -> list[Any] | None:
-    """Of a choice that is known, the chosen one."""
+def _chosen_operands(call: OpCall) -> list[Any] | None:
+    """The chosen one, where a choice is known."""
     args = call.args
     pairs = {"where": ("condition", "self", "other"), "masked_fill": ("mask", "value", "self")}
     if call.name in pairs:
@@ -78,19 +69,19 @@ def _chosen_operands(call: Call) -> list[Any] | None:
     return None
 
 
-def constant(call: Call) -> torch.Tensor | None:
+def constant(call: OpCall) -> torch.Tensor | None:
     """The result of an op on constants, if it is small."""
-    if call.node.meta["val"].numel() > _LARGEST:
+    if call.value.numel() > _LARGEST:
         return None
     values = {x: call.rows(x).value for x in operands(call.node)}
-    return run(call, values) if all(v is not None for v in values.values()) else None
+    return evaluated(call, values) if all(v is not None for v in values.values()) else None
 
 
-def _fill(call: Call, dim: int) -> Fill | None:
-    rank = call.node.meta["val"].dim()
+def _fill(call: OpCall, dim: int) -> Fill | None:
+    rank = call.value.dim()
     known: dict[Any, Fill | None] = {}
     for x in operands(call.node):
-        at = dim - rank + x.meta["val"].dim()
+        at = dim - rank + ndim(x)
         state = call.rows(x)
         known[x] = state.fills.get(at) if at in moving_dims(x) else state.value
     marks = [fill for fill in known.values() if isinstance(fill, str)]
@@ -98,19 +89,19 @@ def _fill(call: Call, dim: int) -> Fill | None:
         known = {x: None if isinstance(f, str) else f for x, f in known.items()}
         return marks[0] if _goes_on(call, marks[0]) else _decided(call, known)
     if all(fill is not None for fill in known.values()):
-        return run(call, known)
+        return evaluated(call, known)
     return _decided(call, known)
 
 
-def _goes_on(call: Call, mark: str) -> bool:
+def _goes_on(call: OpCall, mark: str) -> bool:
     """Whether padding still rises, or lies beyond: after copies, and rising ones after a shift."""
-    if call.node.meta["val"].dtype not in (torch.int32, torch.int64, torch.float64):
+    if call.value.dtype not in (torch.int32, torch.int64, torch.float64):
         return False  # it may wrap
     shifted = call.name in ("add", "sub") and mark == RISING and not is_tensor(call.args["other"])
     return call.name in _COPIES or shifted
 
 
-def run(call: Call, values: dict[Any, Any]) -> torch.Tensor | None:
+def evaluated(call: OpCall, values: dict[Any, Any]) -> torch.Tensor | None:
     """The op on CPU values in place of its operands; None where it does not take them."""
 
     def value(x: Any) -> Any:
@@ -141,10 +132,10 @@ def is_all(fill: Fill | None, number: float) -> bool:
     return isinstance(fill, torch.Tensor) and bool((fill == number).all())
 
 
-def _decided(call: Call, known: dict[Any, Any]) -> Fill | None:
+def _decided(call: OpCall, known: dict[Any, Any]) -> Fill | None:
     """Where one operand's padding settles it. 0 * x is 0: a NaN in padding would not be silent."""
     args, name = call.args, call.name
-    dtype = call.node.meta["val"].dtype
+    dtype = call.value.dtype
 
     def of(x: Any) -> Fill | None:
         return known.get(x) if is_tensor(x) else call.rows(x).value
@@ -160,11 +151,11 @@ def _decided(call: Call, known: dict[Any, Any]) -> Fill | None:
         source = of(args["src"] if name == "copy" else args["value"])
         return source.to(dtype) if isinstance(source, torch.Tensor) else source
     if name.endswith("_backward") and is_all(of(args.get("grad_output")), 0):
-        return torch.zeros((), dtype=dtype)
+        return call.zero
     if name == "mul" and among(0):
-        return torch.zeros((), dtype=dtype)
+        return call.zero
     if name in ("bitwise_and", "logical_and") and among(0):
-        return torch.zeros((), dtype=dtype)
+        return call.zero
     if name in ("bitwise_or", "logical_or") and dtype is torch.bool and among(1):
         return torch.ones((), dtype=dtype)
     return None

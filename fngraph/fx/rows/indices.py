@@ -4,35 +4,53 @@
     cache.index_put((batch.slot,), k)
 
 A pad left out is 0 too, but then row 0 may be somebody's. A write whose padded rows add nothing, or
-whose index follows the target's own rows, harms nobody.
+whose index follows the target's own rows, harms nobody. x[i] with i = -1 is the last row: of a key,
+padding. So an index into T or R rows must not be negative; staged integers are taken not to be, in
+true rows.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
+from fngraph.fx.nodes import is_op, is_tensor
 from fngraph.fx.rows.fills import is_all
+from fngraph.fx.rows.shapes import ends_early
 from fngraph.fx.rows.state import (
     BEYOND,
     RISING,
-    Call,
+    Kept,
+    Mixed,
     Mixes,
-    Rows,
+    OpCall,
     is_moving,
-    is_tensor,
     moving_dims,
+    ndim,
+    op_name,
 )
-from fngraph.fx.rows.views import ends_early
 
 WINDOW = (
     "writes as many rows as a key has, padding included ({}), into memory that has more. Write by "
     "index, with a row for padding: x.index_put((batch.slot,), rows)"
 )
+_KEPT = set(
+    """alias clone contiguous detach expand index index_select gather permute transpose t slice
+    select narrow squeeze unsqueeze view _unsafe_view reshape _reshape_alias repeat flip sort amax
+    amin max min _to_copy relu split split_with_sizes unbind topk embedding""".split()
+)  # the elements of their first argument
+_NATURAL = set(
+    """argmax argmin argsort searchsorted bucketize zeros ones zeros_like ones_like new_zeros
+    new_ones eye count_nonzero""".split()
+)
+_INDICES = {"sort", "topk", "max", "min", "cummax", "cummin"}  # as their second result
 
 
-def read(call: Call) -> Rows:
+def read(call: OpCall) -> Kept:
     """index, gather, embedding: a true index finds a true row, unless it counts from the end."""
     source = call.args.get("self", call.args.get("weight"))
     indices = call.args.get("indices", call.args.get("index"))
@@ -41,10 +59,10 @@ def read(call: Call) -> Rows:
             _check_counts_forward(call, source, d, index)
     else:
         _check_within(call, indices)
-    return Rows()
+    return Kept()
 
 
-def _check_within(call: Call, index: Any) -> None:
+def _check_within(call: OpCall, index: Any) -> None:
     """Unlike x[index], these ops take no negative numbers: an error, or the end of a process."""
     fills = [call.rows(index).fills.get(d) for d in moving_dims(index)]
     if any(isinstance(f, torch.Tensor) and bool((f < 0).any()) for f in fills):
@@ -54,7 +72,7 @@ def _check_within(call: Call, index: Any) -> None:
         )
 
 
-def _check_counts_forward(call: Call, x: Any, dim: int, index: Any) -> None:
+def _check_counts_forward(call: OpCall, x: Any, dim: int, index: Any) -> None:
     if is_tensor(index) and dim in moving_dims(x) and call.rows(index).low < 0:
         raise Mixes(
             f"indexes {call.dim(x, dim)} rows ({call.name}) by numbers that may be negative: those "
@@ -62,10 +80,10 @@ def _check_counts_forward(call: Call, x: Any, dim: int, index: Any) -> None:
         )
 
 
-def search(call: Call) -> Rows:
+def search(call: OpCall) -> Kept:
     """searchsorted, bucketize: boundaries in R, such as query_start_loc, must go on rising."""
     sequence = call.args.get("sorted_sequence", call.args.get("boundaries"))
-    last = sequence.meta["val"].dim() - 1
+    last = ndim(sequence) - 1
     if last in moving_dims(sequence) and call.rows(sequence).fills.get(last) != RISING:
         raise Mixes(
             f"searches {call.dim(sequence, last)} boundaries, and a key has padding among them. "
@@ -77,10 +95,10 @@ def search(call: Call) -> Rows:
             f"searches {call.dim(sequence, last)} boundaries for numbers that may lie above the "
             "last, where a key has more of them. Search for torch.arange(T), the tokens' own rows"
         )
-    return Rows()
+    return Kept()
 
 
-def _below_last(call: Call, sequence: Any, x: Any) -> bool:
+def _below_last(call: OpCall, sequence: Any, x: Any) -> bool:
     """Whether all of x is arange(T), and no offset at its end is as large."""
     if not is_tensor(x) or call.args.get("sorter") is not None or not moving_dims(x):
         return False
@@ -90,10 +108,10 @@ def _below_last(call: Call, sequence: Any, x: Any) -> bool:
     )
 
 
-def write(call: Call) -> Rows:
+def write(call: OpCall) -> Kept:
     """index_put, scatter, index_add, ...: where do the padded rows go?"""
     args, target = call.args, call.args["self"]
-    rank = target.meta["val"].dim()
+    rank = ndim(target)
     if "dim" in args:
         places = {args["dim"] % rank if rank else 0: args["index"]}
     else:
@@ -102,9 +120,9 @@ def write(call: Call) -> Rows:
     for d, index in places.items():
         _check_counts_forward(call, target, d, index)
     if not any(moving_dims(x) for x in (*places.values(), values) if is_tensor(x)):
-        return Rows()
+        return Kept()
     if _adds_nothing(call, values) or any(_harmless(call, target, d, x) for d, x in places.items()):
-        return Rows()
+        return Kept()
     said = next((u for x in places.values() if (u := call.rows(x).unsaid)), None)
     if said is not None and not _adds(call):
         raise Mixes(
@@ -124,11 +142,11 @@ def write(call: Call) -> Rows:
     )
 
 
-def _adds(call: Call) -> bool:
+def _adds(call: OpCall) -> bool:
     return call.name in ("index_add", "scatter_add") or call.args.get("accumulate") is True
 
 
-def _adds_nothing(call: Call, values: Any) -> bool:
+def _adds_nothing(call: OpCall, values: Any) -> bool:
     whole = call.args.get("include_self") is True
     sums = call.name == "scatter_reduce" and call.args.get("reduce") == "sum" and whole
     if not (_adds(call) or sums) or not is_tensor(values):
@@ -137,7 +155,7 @@ def _adds_nothing(call: Call, values: Any) -> bool:
     return bool(moving) and all(is_all(call.rows(values).fills.get(d), 0) for d in moving)
 
 
-def _harmless(call: Call, target: Any, dim: int, index: Any) -> bool:
+def _harmless(call: OpCall, target: Any, dim: int, index: Any) -> bool:
     """Whether the padded rows of one index write among themselves, or to a row that was said."""
     moving, state = moving_dims(index), call.rows(index)
     if index.meta["val"].dtype is torch.bool:  # a mask over the target's own rows
@@ -161,10 +179,10 @@ def _harmless(call: Call, target: Any, dim: int, index: Any) -> bool:
     )
 
 
-def window(call: Call) -> Rows:
+def window(call: OpCall) -> Kept:
     """slice_scatter, select_scatter: T rows written into more memory take padding along."""
     target, source = call.args["self"], call.args["src"]
-    dim = (call.args.get("dim") or 0) % max(target.meta["val"].dim(), 1)
+    dim = (call.args.get("dim") or 0) % max(ndim(target), 1)
     start: Any = call.args.get("start", call.args.get("index")) or 0
     moves = dim in moving_dims(target)
     if is_moving(start) or (moves and start < 0):
@@ -173,4 +191,67 @@ def window(call: Call) -> Rows:
         raise Mixes(WINDOW.format(call.name))
     if moves and call.name == "slice_scatter" and ends_early(call, target, dim):
         raise Mixes(WINDOW.format(call.name))
-    return Rows()
+    return Kept()
+
+
+def lowest(node: fx.Node, states: Mapping[fx.Node, Any]) -> float:
+    """A number that no true element of an integer tensor is below; -inf if none is known."""
+    dtype = node.meta["val"].dtype
+    value = states[node].value
+    if dtype.is_floating_point or dtype.is_complex:
+        return -math.inf
+    if value is not None:
+        return value.min().item() if value.numel() else 0
+    if dtype is torch.bool or node.op == "placeholder":
+        return 0
+
+    def of(x: Any) -> float:
+        if is_tensor(x):
+            return -math.inf if isinstance(states[x], Mixed) else states[x].low
+        return x if isinstance(x, int) else 0 if isinstance(x, fx.Node) else -math.inf
+
+    source, second = node, 0
+    if not is_op(node):  # one of several results
+        source, second = node.args  # type: ignore[assignment]
+    name = op_name(source)
+    if name in _NATURAL or (second and name in _INDICES):
+        return 0
+    return _bound(name, source, of)
+
+
+def _bound(name: str, node: fx.Node, of: Callable[[Any], float]) -> float:
+    args = [*node.args, None, None]
+    a, b = of(args[0]), of(args[1])
+    if name in _KEPT:
+        return a
+    if name == "arange":
+        down = len(node.args) > 2 and not of(node.args[2]) > 0
+        return -math.inf if down else 0 if len(node.args) == 1 else a
+    if name == "add" and not node.kwargs:
+        return a + b
+    if name == "sub" and isinstance(args[1], int):
+        return a - args[1]
+    if name in ("mul", "bitwise_and", "floor_divide", "div", "bitwise_right_shift", "bitwise_or"):
+        return 0 if min(a, b) >= 0 else -math.inf
+    if name in ("sum", "cumsum"):
+        return 0 if a >= 0 else -math.inf
+    if name == "remainder":  # the divisor's sign
+        return 0 if b > 0 else -math.inf
+    if name in ("clamp", "clamp_min", "maximum"):
+        return max(a, of(node.kwargs.get("min", args[1])))
+    if name in ("minimum", "where", "masked_fill", "cat", "stack"):
+        picked = args[0] if name in ("cat", "stack") else [x for x in node.args if not _is_mask(x)]
+        return min(map(of, picked))  # type: ignore[arg-type]
+    return -math.inf
+
+
+def _is_mask(x: Any) -> bool:
+    return is_tensor(x) and x.meta["val"].dtype is torch.bool
+
+
+def after_first(node: fx.Node, fills: Any) -> float:
+    """A bound on offsets that lack their leading 0: each request has brought a token, so 1."""
+    name = str(getattr(node.target, "_opname", ""))
+    start = node.args[2] if len(node.args) > 2 else 0
+    later = name == "slice" and isinstance(start, int) and start > 0
+    return 1 if later and any(isinstance(f, str) and f == RISING for f in fills) else -math.inf

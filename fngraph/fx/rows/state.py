@@ -1,4 +1,8 @@
-"""What is known of a traced value's rows, and one op with what is known of its arguments."""
+"""What is known of a traced value's rows, and one op with what is known of its arguments.
+
+A value *keeps* its rows, or padding is *mixed* into them. A batch runs as a key of more tokens and
+requests, so dims in T and R, the *moving* ones, are longer there.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.torch_facts.names import tree_leaves
+from fngraph.fx.nodes import SIZES
 
 RISING = "rising"  # padding that never falls below the last true value: query_start_loc
 BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
@@ -18,13 +22,13 @@ Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Kept:
     """A value that keeps its rows.
 
     Attributes:
         fills: by dim in T or R, what lies beyond the true rows of it, at true rows of the other
             ones; a dim left out: unknown.
-        value: of a constant.
+        value: a constant's own.
         said: who says that the fills, as indices, are rows kept for padding: "pad", the field's
             own; "where", a choice between them and true ones; "", nobody.
         unsaid: a staged leaf whose pad names no row (left out, or -1), if the fills are its.
@@ -53,7 +57,7 @@ class Mixes(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class OpCall:
     """One op: its arguments by their names in the schema, and what is known of them."""
 
     node: fx.Node
@@ -64,13 +68,23 @@ class Call:
     @property
     def name(self) -> str:
         """`sum` for aten.sum.dim_IntList and for aten.sum_."""
-        return str(self.node.target._schema.name).partition("::")[2].removesuffix("_")  # type: ignore[union-attr]
+        return op_name(self.node)
 
-    def rows(self, x: Any) -> Rows:
+    @property
+    def value(self) -> torch.Tensor:
+        """The result's fake."""
+        return self.node.meta["val"]  # type: ignore[no-any-return]
+
+    @property
+    def zero(self) -> torch.Tensor:
+        """Padding of zeros, in the result's dtype."""
+        return torch.zeros((), dtype=self.value.dtype)
+
+    def rows(self, x: Any) -> Kept:
         """What is known of an argument; of a number, its value."""
         if isinstance(x, fx.Node):
             return self.states[x]  # type: ignore[no-any-return]
-        return Rows(value=torch.tensor(x)) if isinstance(x, bool | int | float) else Rows()
+        return Kept(value=torch.tensor(x)) if isinstance(x, bool | int | float) else Kept()
 
     def fill(self, x: fx.Node, dim: int) -> torch.Tensor | None:
         """What padding along `dim` of `x` holds, if known, in the shape of one row of it."""
@@ -90,9 +104,7 @@ def is_moving(size: Any) -> bool:
     """Whether a number depends on T or R."""
     if isinstance(size, fx.Node):
         size = size.meta.get("val")
-    return isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) and bool(
-        size.node.expr.free_symbols
-    )
+    return isinstance(size, SIZES) and bool(size.node.expr.free_symbols)
 
 
 def moving_dims(x: fx.Node) -> list[int]:
@@ -100,11 +112,11 @@ def moving_dims(x: fx.Node) -> list[int]:
     return [i for i, n in enumerate(x.meta["val"].shape) if is_moving(n)]
 
 
-def is_tensor(x: Any) -> bool:
-    """Whether an argument is a node of a tensor."""
-    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
+def ndim(x: fx.Node) -> int:
+    """How many dims a tensor has."""
+    return x.meta["val"].dim()  # type: ignore[no-any-return]
 
 
-def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments, those in lists too."""
-    return [x for x in tree_leaves((node.args, dict(node.kwargs))) if is_tensor(x)]
+def op_name(node: fx.Node) -> str:
+    """`sum` for aten.sum.dim_IntList and for aten.sum_."""
+    return str(node.target._schema.name).partition("::")[2].removesuffix("_")  # type: ignore[union-attr]

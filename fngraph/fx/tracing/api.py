@@ -16,9 +16,15 @@ from torch.overrides import TorchFunctionMode
 from fngraph.core.where import user_line
 from fngraph.errors import BranchError, HostSyncError, MutationError, PurityError
 from fngraph.fx.leaves import Leaf
-from fngraph.fx.tracing import refusals
-from fngraph.fx.tracing.outside import MAKERS, Made, array_from_outside, foreign, memory
-from fngraph.fx.tracing.refusals import Refusals
+from fngraph.fx.tracing.outside import (
+    MAKERS,
+    Made,
+    array_from_outside,
+    foreign,
+    is_literal,
+    memory,
+)
+from fngraph.fx.tracing.refusals import Refusals, any_array
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves, without_modes
 from fngraph.torch_facts.tracing import FakeTensor
@@ -34,7 +40,7 @@ class CallsMode(TorchFunctionMode):
     """Refuses calls that take a tensor to the host; knows the name of the call that runs.
 
     Attributes:
-        name: of torch's function that the user's code is in, such as "__getitem__"; else "".
+        name: what torch calls the function that the user's code is in ("__getitem__"); else "".
     """
 
     def __init__(self, owners: Mapping[int, Leaf], refuse: Refusals, made: Made) -> None:
@@ -48,11 +54,11 @@ class CallsMode(TorchFunctionMode):
         kwargs = kwargs or {}
         name = _name(func)
         frame = sys._getframe(1)  # fakes have a `tolist` of their own, which no mode sees
-        if frame.f_code is _TOLIST and name == "dim" and not _literal(args[0]):
+        if frame.f_code is _TOLIST and name == "dim" and not is_literal(args[0]):
             self.values("tolist", args)
             return 1
         if name == "unbind" and getattr(frame.f_back, "f_code", None) is _TOLIST:
-            return tuple(refusals.array(args[0])) if not _literal(args[0]) else func(*args)
+            return tuple(any_array(args[0])) if not is_literal(args[0]) else func(*args)
         check = _CHECKS.get(name)
         if check is not None and (check is CallsMode.values or not _asked_by_torch()):
             done, result = check(self, name, args)
@@ -70,7 +76,7 @@ class CallsMode(TorchFunctionMode):
     def values(self, name: str, args: Any) -> tuple[bool, Any]:
         """A tensor's values on the host; those of a literal are known."""
         x = args[0]
-        if _literal(x) and name in ("numpy", "__array__"):
+        if is_literal(x) and name in ("numpy", "__array__"):
             with without_modes():
                 return True, x.constant.numpy()
         if not isinstance(x, FakeTensor):
@@ -82,12 +88,9 @@ class CallsMode(TorchFunctionMode):
                     "graph would freeze it. Stay in torch: x.clone(), torch.where(condition, a, b)"
                 )
             )
-        array = refusals.array(x)
-        return name in (
-            "numpy",
-            "__array__",
-            "tolist",
-        ), array.tolist() if name == "tolist" else array
+        array = any_array(x)
+        done = name in ("numpy", "__array__", "tolist")
+        return done, array.tolist() if name == "tolist" else array
 
     def text(self, name: str, args: Any) -> tuple[bool, Any]:
         """A tensor as text."""
@@ -180,7 +183,3 @@ def _asked_by_torch() -> bool:
         frame = frame.f_back  # type: ignore[assignment]
     module = "" if frame is None else frame.f_globals.get("__name__", "")
     return module.partition(".")[0] in ("torch", "fngraph")
-
-
-def _literal(x: Any) -> bool:
-    return getattr(x, "constant", None) is not None

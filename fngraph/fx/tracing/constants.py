@@ -1,10 +1,10 @@
-"""Hoist constants: tensors made from literals inside `forward` become inputs, made once.
+"""What a trace took from outside of its arguments for good: literals, and the default dtype.
 
 `torch.tensor([1., 2.], device="cuda")` is traced as a CPU tensor, a copy of it and a transfer,
-which a graph would replay from memory that may be gone. Where nothing writes into
-the copy, the chain is folded to its result; else the copy stays, and copies the constant.
-
-Write out the dtypes that ops took from torch's default, which may be another one at replay.
+which a graph would replay from memory that may be gone. So tensors made from literals become inputs
+that are made once. Where nothing writes into the copy, the chain is folded to its result; else the
+copy stays, and copies the constant. Dtypes that ops took from torch's default, which may be another
+one at replay, are written out.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import torch
 from torch import fx
 
 from fngraph.errors import AmbientError
-from fngraph.fx.rows.state import operands
+from fngraph.fx.nodes import is_op, is_tensor, line_of, operands, written_by
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import OpOverload
-from fngraph.torch_facts.schemas import written
 
 aten = torch.ops.aten
 _COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,
@@ -27,10 +25,7 @@ _COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.
 def hoist(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Fold copies of constants in place; returns node name to value, one a get_attr node."""
     mutated = {
-        storage_key(target.meta["val"])
-        for node in gm.graph.nodes
-        if isinstance(node.target, OpOverload)
-        for target in written(node.target, node.args, node.kwargs)
+        storage_key(target.meta["val"]) for node in gm.graph.nodes for target in written_by(node)
     }
     values: dict[fx.Node, torch.Tensor] = {}
     for node in list(gm.graph.nodes):
@@ -69,9 +64,9 @@ def pin(gm: fx.GraphModule, default: torch.dtype) -> None:
         AmbientError: an op without such an argument took another default, set inside `forward`.
     """
     for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if not isinstance(node.target, OpOverload) or not isinstance(value, torch.Tensor):
+        if not is_op(node) or not is_tensor(node):
             continue
+        value = node.meta["val"]
         if not value.is_floating_point() or _has_floats(node):
             continue
         names = [a.name for a in node.target._schema.arguments]
@@ -79,10 +74,9 @@ def pin(gm: fx.GraphModule, default: torch.dtype) -> None:
             if node.kwargs.get("dtype") is None:
                 node.kwargs = {**node.kwargs, "dtype": value.dtype}
         elif value.dtype is not default and "dtype" not in names:
-            line = node.meta.get("stack_trace", "forward")
             raise AmbientError(
-                f"{line}: {node.target} makes {value.dtype} of integers, by a default dtype that "
-                f"forward sets for itself. Say it: x.to({value.dtype})"
+                f"{line_of(node)}: {node.target} makes {value.dtype} of integers, by a default "
+                f"dtype that forward sets for itself. Say it: x.to({value.dtype})"
             )
 
 

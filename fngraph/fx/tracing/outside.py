@@ -1,9 +1,9 @@
-"""What `forward` was not given: real tensors and arrays that its code can reach, by name.
+"""What goes past arguments and results: what `forward` reads unasked, and what it keeps.
 
-Tensors that outlive the call of `forward` that made them, other than as its result.
-
-A graph makes them once: whoever keeps one holds memory of the last capture, or a trace's fake.
-Everything made is weakly referred to; what is alive after the trace, somebody keeps.
+It reads real tensors and arrays that its code can reach, and is told their names. It keeps tensors
+that outlive the call, which a graph makes once: whoever keeps one holds memory of the last capture,
+or a trace's fake. All that is made is weakly referred to; what is alive after the trace, somebody
+keeps.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from fngraph.torch_facts.names import tree_leaves
 from fngraph.torch_facts.tracing import FakeTensor
 
 MAKERS = ("tensor", "as_tensor", "asarray", "new_tensor")  # check their own arguments
+
+
+def is_literal(x: Any) -> bool:
+    """Whether a tensor is made of numbers that stand in `forward`, so that its values are known."""
+    return getattr(x, "constant", None) is not None
 
 
 def foreign(line: str, x: Any, owners: Mapping[int, Leaf]) -> PurityError:

@@ -2,8 +2,6 @@
 
 A graph freezes what Python saw once. So `forward` may not read tensors that it was not given, wait
 for values on the host, draw from an unregistered generator, or write what it was not given to keep.
-
-Errors about single ops: writes into what was not given to keep, waits, what no graph holds.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from fngraph.core.where import user_line
 from fngraph.errors import HostSyncError, MutationError, OperatorError, RandomError
 from fngraph.fx.generators import DRAWN, Generators, device_of, is_on, source, without
 from fngraph.fx.leaves import Leaf, Role
-from fngraph.fx.rows.check import REFUSED
+from fngraph.fx.nodes import REFUSED
 from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
-from fngraph.fx.tracing import refusals
 from fngraph.fx.tracing.api import CallsMode, rebound
-from fngraph.fx.tracing.outside import Made, foreign, literal_from_outside
-from fngraph.fx.tracing.refusals import Refusals
-from fngraph.fx.tracing.sizes import Sizes, by_transform
+from fngraph.fx.tracing.assumptions import by_transform
+from fngraph.fx.tracing.outside import Made, foreign, is_literal, literal_from_outside
+from fngraph.fx.tracing.refusals import Refusals, any_scalar, any_shape
 from fngraph.fx.tracing.streams import Streams
+from fngraph.fx.tracing.symbols import Symbols
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import (
     OpOverload,
@@ -55,7 +53,7 @@ class PurityMode(TorchDispatchMode):
 
     Args:
         owners: storage key to the leaf that was passed in with that storage.
-        sizes: is asked, after each op, whether it has fixed a size.
+        symbols: is asked, after each op, whether it has fixed a size.
         calls: the mode that sees what the user's code calls, for which ops run.
         made: is told of each result.
         streams: is told of each op's line.
@@ -67,7 +65,7 @@ class PurityMode(TorchDispatchMode):
     def __init__(
         self,
         owners: Mapping[int, Leaf],
-        sizes: Sizes,
+        symbols: Symbols,
         refuse: Refusals,
         calls: CallsMode,
         made: Made,
@@ -75,12 +73,10 @@ class PurityMode(TorchDispatchMode):
         generators: Generators = (),
     ) -> None:
         super().__init__()
-        self.owners, self.sizes, self.refuse = owners, sizes, refuse
+        self.owners, self.symbols, self.refuse = owners, symbols, refuse
         self.calls, self.made, self.generators = calls, made, generators
         self.streams = streams
-        self.blocks: dict[
-            Any, Any
-        ] = {}  # key of a call to what it left; see `fngraph.fx.blocks.stamps`
+        self.blocks: dict[Any, Any] = {}  # key of a call to what it left: see fx/blocks/stamps.py
         self._standins: dict[int, tuple[Any, Any]] = {}
 
     def __enter__(self) -> Any:
@@ -117,9 +113,9 @@ class PurityMode(TorchDispatchMode):
             args, kwargs = self._given(line, args, kwargs)
         if func is aten.record_stream.default:  # a graph's memory is its own
             return None
-        if func in SYNCS and not all(_literal(x) for x in args):
+        if func in SYNCS and not all(is_literal(x) for x in args):
             self.refuse(sync_error(line, func, self.calls.name))
-            return refusals.scalar(args[0]) if func is aten._local_scalar_dense.default else True
+            return any_scalar(args[0]) if func is aten._local_scalar_dense.default else True
         marks: dict[str, Any] = {}
         if draws(func, args, kwargs):
             index = source(func, args, kwargs, self.generators)
@@ -148,7 +144,7 @@ class PurityMode(TorchDispatchMode):
         except DataDependentOutputException:
             self.refuse(sync_error(line, func, self.calls.name))
             return True
-        self.sizes.check_fixed(line)
+        self.symbols.check_fixed(line)
         result = self._check_result(line, func, args, result)
         self.made.note(result, line)
         return result
@@ -172,7 +168,7 @@ class PurityMode(TorchDispatchMode):
                     "have to wait for them. Use a mask of fixed shape: torch.where(mask, x, 0)"
                 )
             )
-            return refusals.fixed(result)
+            return any_shape(result)
         return result
 
     def _given(self, line: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -208,10 +204,6 @@ def _unregistered(line: str, func: Any) -> RandomError:
         "graphify(..., generators=(g,)); or pass the numbers in as an argument. Dropout in a "
         "module is switched off with module.eval()"
     )
-
-
-def _literal(x: Any) -> bool:
-    return getattr(x, "constant", None) is not None
 
 
 _REBINDS = ("set_", "resize_", "resize_as_")

@@ -1,9 +1,8 @@
 """What one trace has refused so far. The trace owns the list; no `except` of forward's hides it.
 
 The first refusal is raised where it is found, and once more at the end. `fg.check` wants all of
-them: there nothing is raised, and the trace goes on with a stand-in value.
-
-Values with which a trace goes on after a refusal (`fg.check`): of the right type, no more.
+them: there nothing is raised, and the trace goes on with a stand-in value, of the right type and no
+more.
 """
 
 from __future__ import annotations
@@ -14,8 +13,34 @@ from typing import Any
 
 import torch
 
-from fngraph.errors import FnGraphError
+from fngraph.core.where import user_line
+from fngraph.errors import (
+    BranchError,
+    FnGraphError,
+    HostFieldError,
+    HostSyncError,
+    OperatorError,
+    PurityError,
+)
 from fngraph.torch_facts.names import tree_map
+
+# ruff: noqa: ISC004
+_NUMBERS = ("SymInt", "SymBool", "SymFloat", "PrintMethodNotImplementedError")
+_HOST = ("FakeTensor.__format__", ".numpy()", "data is not allocated", "Cannot access data pointer")
+_MEMORY = ("with symbolic sizes/strides", "Mixing fake modes", "FakeTensor", "UntypedStorage")
+_OPS = ("SparseTensorImpl", "NestedTensorImpl", "symbolically trace a dynamo-optimized", "MKLDNN")
+_KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
+    (_NUMBERS, BranchError, "needs the number of tokens or requests as a number. Keep it symbolic: "
+     "torch.arange(x.shape[0], device=x.device)"),
+    (_HOST, HostSyncError, "takes a tensor to the host, where a graph would freeze it. Stay in "
+     "torch: torch.where(condition, a, b)"),
+    (_MEMORY, PurityError, "looks at the memory behind a tensor, or copies it other than by an op. "
+     "Stay with tensors: x.clone(), x.shape"),
+    (("HiddenHostField",), HostFieldError, "reads a host field, which a graph would freeze. Read "
+     "the counts from a staged leaf, e.g. batch.seq_lens"),
+    (_OPS, OperatorError, "calls what a graph cannot hold. Call it outside, or use ops on plain "
+     "tensors and no torch.compile inside"),
+]  # fmt: skip
 
 
 class Refusals:
@@ -28,12 +53,12 @@ class Refusals:
     def __init__(self, go_on: bool = False) -> None:
         self.go_on = go_on
         self.errors: list[FnGraphError] = []
-        self.sizes: Any = None  # knows torch's names of T and R
+        self.symbols: Any = None  # knows torch's names of T and R
 
     def __call__(self, error: FnGraphError) -> None:
         """Note `error`, and raise it unless the trace is to go on."""
-        if self.sizes is not None:
-            error.args = (self.sizes.spell(str(error)),)
+        if self.symbols is not None:
+            error.args = (self.symbols.spell(str(error)),)
         self.errors.append(error)
         if not self.go_on:
             raise error
@@ -55,21 +80,45 @@ class Refusals:
             raise self.errors[0].with_traceback(None) from None
 
 
-def scalar(tensor: torch.Tensor) -> Any:
+def explained(error: Exception, refuse: Refusals) -> Exception:
+    """What to raise for an exception that came out of `forward` while it was traced.
+
+    Our own come without torch's thirty frames. What torch says of fakes and symbols becomes a typed
+    error; anything else is the user's, with a note of the line. Where the trace was to go on, it
+    becomes the report's last entry.
+    """
+    line = user_line(error.__traceback__)
+    if isinstance(error, FnGraphError):
+        return error.with_traceback(None)
+    said = str(error).strip().splitlines()[:1]
+    text = refuse.symbols.spell(": ".join([type(error).__name__, *said]))
+    for words, kind, why in _KNOWN:
+        if any(word in text for word in words) and not isinstance(error, AssertionError):
+            return kind(f"{line}: forward {why}. ({text})")
+    if refuse.go_on:
+        return PurityError(
+            f"{line}: forward ends here with {text}, so what comes after it was not checked"
+        )
+    names = ", ".join(f"{symbol} is {letter}" for symbol, letter in refuse.symbols.letters.items())
+    error.add_note(f"while fngraph traced forward, at {line}; {names}")
+    return error
+
+
+def any_scalar(tensor: torch.Tensor) -> Any:
     """What `.item()` might give."""
     if tensor.dtype is torch.bool:
         return True
     return 1j if tensor.is_complex() else 1.0 if tensor.is_floating_point() else 1
 
 
-def array(tensor: torch.Tensor) -> Any:
+def any_array(tensor: torch.Tensor) -> Any:
     """What `.numpy()` might give."""
     import numpy
 
-    return numpy.full([example(n) for n in tensor.shape], scalar(tensor))
+    return numpy.full([_example(n) for n in tensor.shape], any_scalar(tensor))
 
 
-def example(size: Any) -> int:
+def _example(size: Any) -> int:
     """A size as the number that it is in the example; 2 where it depends on values."""
     if isinstance(size, int):
         return size
@@ -77,8 +126,8 @@ def example(size: Any) -> int:
     return 2 if hint is None else int(hint)
 
 
-def fixed(result: Any) -> Any:
+def any_shape(result: Any) -> Any:
     """Fresh tensors in place of those whose shapes depend on values."""
     return tree_map(
-        lambda x: x.new_empty([example(n) for n in x.shape]) if torch.is_tensor(x) else x, result
+        lambda x: x.new_empty([_example(n) for n in x.shape]) if torch.is_tensor(x) else x, result
     )

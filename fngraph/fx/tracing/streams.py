@@ -45,11 +45,11 @@ class Streams:
     def __init__(self, refuse: Refusals) -> None:
         self.refuse = refuse
         self.lines: list[str] = []
-        self.known = {_raw()}
+        self.known = {raw_stream()}
 
     def look(self, line: str) -> None:
         """Before an op: a stream that was gone to unseen, as by `with torch.Stream():`."""
-        if (raw := _raw()) not in self.known:
+        if (raw := raw_stream()) not in self.known:
             self.known.add(raw)
             self.lines.append(line)
 
@@ -87,7 +87,7 @@ class Streams:
     def _enter(self, original: Any, args: Any, kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if getattr(args[0], "stream", args[0]) is not None:
-            self.known.add(_raw())
+            self.known.add(raw_stream())
             self.lines.append(user_line())
         return result
 
@@ -118,7 +118,7 @@ def _replaced(owner: Any, name: str, by: Callable[[Any], Any]) -> Iterator[None]
             delattr(owner, name)
 
 
-def _raw() -> int:
+def raw_stream() -> int:
     """The current stream of the current CUDA device; 0 where none is in use."""
     if not torch.cuda.is_initialized():
         return 0

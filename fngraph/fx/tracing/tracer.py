@@ -1,21 +1,18 @@
 """Trace a function over flat leaves to an fx graph, with only T and R symbolic.
 
-The example has no data: it is made of fake tensors, from the leaves' specs.
-
-What to raise for an exception that came out of `forward` while it was traced.
-
-Our own come without torch's thirty frames. What torch says of fakes and symbols becomes a typed
-error; anything else is the user's, with a note of the line.
+The example has no data: it is made of fake tensors, from the leaves' specs. What may come out is
+tensors of forward's own, with sizes that can be evaluated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,31 +20,33 @@ from torch import fx
 
 from fngraph.core import Dim, Limits
 from fngraph.core.trees import paths
-from fngraph.core.where import user_line
 from fngraph.errors import (
-    BranchError,
-    FnGraphError,
-    HostFieldError,
-    HostSyncError,
+    ClosureError,
+    FieldError,
     OperatorError,
+    OutputError,
     PurityError,
     RandomError,
 )
 from fngraph.fx.generators import Generators, drawn
-from fngraph.fx.leaves import Leaf, place
+from fngraph.fx.leaves import Leaf, Role, place
+from fngraph.fx.nodes import line_of
+from fngraph.fx.schemas import is_plain
 from fngraph.fx.tracing.api import CallsMode, rebound
+from fngraph.fx.tracing.assumptions import Assumption, implied, lettered
 from fngraph.fx.tracing.constants import hoist
-from fngraph.fx.tracing.outputs import check_dims, check_owned, check_values
 from fngraph.fx.tracing.outside import Made
 from fngraph.fx.tracing.purity import PurityMode
-from fngraph.fx.tracing.refusals import Refusals
-from fngraph.fx.tracing.sizes import Guard, Sizes, implied, lettered
+from fngraph.fx.tracing.refusals import Refusals, explained
 from fngraph.fx.tracing.streams import Streams
-from fngraph.fx.tracing.tangents import symbolic_zeros
+from fngraph.fx.tracing.symbols import Symbols, symbolic_zeros
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.tracing import (
+    FakeTensor,
     FakeTensorMode,
     enable_python_dispatcher,
+    get_proxy_mode,
+    has_proxy_slot,
     make_fx,
     under_compile,
 )
@@ -59,24 +58,24 @@ class Graph:
 
     Attributes:
         gm: its graph. Placeholders are the leaves in order; `meta["val"]` holds fakes.
-        symbols: sympy symbol to letter, {s0: "T", s1: "R"}.
+        letters: sympy symbol to letter, {s0: "T", s1: "R"}.
         constants: tensors made from literals inside the function, by node name, in order.
-        guards: what the trace assumed of T and R.
+        assumptions: what the trace assumed of T and R.
         inlined: (name, user's line) of each primitive that a gradient or a transform went through,
             so that its plain ops are in the graph; see `fngraph.ops.transforms`.
         streams: user's lines that go to another stream, which the graph does not.
     """
 
     gm: fx.GraphModule
-    symbols: dict[Any, str]
+    letters: dict[Any, str]
     constants: dict[str, torch.Tensor]
-    guards: tuple[Guard, ...]
+    assumptions: tuple[Assumption, ...]
     inlined: tuple[tuple[str, str], ...]
     streams: tuple[str, ...] = ()
 
     def text(self, size: Any) -> str:
         """A fake tensor's size in T and R, as sympy prints it."""
-        return str(size) if isinstance(size, int) else str(lettered(size.node.expr, self.symbols))
+        return str(size) if isinstance(size, int) else str(lettered(size.node.expr, self.letters))
 
     def dim(self, size: Any) -> Dim:
         """A fake tensor's size as an expression that can be evaluated.
@@ -87,19 +86,19 @@ class Graph:
         return Dim(self.text(size))
 
     def same_as(self, other: Graph) -> bool:
-        """Whether two traces compute the same: ops, arguments, dtypes, constants and guards."""
-        return _signature(self) == _signature(other) and all(
+        """Whether two traces compute the same: ops, arguments, dtypes, constants, assumptions."""
+        return _compared(self) == _compared(other) and all(
             torch.equal(a, b) and a.dtype == b.dtype
             for a, b in zip(self.constants.values(), other.constants.values())
         )
 
     def check_limits(self, limits: Limits) -> None:
-        """Raise `BranchError` unless every guard holds for every batch within `limits`."""
-        for guard in self.guards:
-            guard.check(limits)
+        """Raise `BranchError` unless each assumption holds for every batch within `limits`."""
+        for assumption in self.assumptions:
+            assumption.check(limits)
 
 
-def _signature(graph: Graph) -> list[Any]:
+def _compared(graph: Graph) -> list[Any]:
     names = {node: i for i, node in enumerate(graph.gm.graph.nodes)}
 
     def plain(x: Any) -> Any:
@@ -114,7 +113,7 @@ def _signature(graph: Graph) -> list[Any]:
          str(plain(dict(node.kwargs))), dtype(node), drawn(node))
         for node in names
     ]  # fmt: skip
-    return [values, graph.guards, len(graph.constants)]
+    return [values, graph.assumptions, len(graph.constants)]
 
 
 def trace(
@@ -130,7 +129,8 @@ def trace(
     Args:
         flat_fn: leaves to output leaves.
         leaves: abstract arguments.
-        limits: sizes of the further letters (B, ...) and the bounds that guards must hold for.
+        limits: sizes of the further letters (B, ...), and the batches for which what the trace
+            assumes must hold.
         found: holds the output's structure as "tree" once `flat_fn` has run.
         generators: those that may be drawn from.
 
@@ -138,23 +138,23 @@ def trace(
         PurityError: see its subclasses; with the user's line.
     """
     taken = [n for leaf in leaves if leaf.spec for n in leaf.spec.shape]
-    sizes = refuse.sizes = Sizes(limits, taken, refuse)
-    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=False)
+    symbols = refuse.symbols = Symbols(limits, taken, refuse)
+    mode = FakeTensorMode(shape_env=symbols, allow_non_fake_inputs=False)
     with torch.inference_mode(False), mode:
-        fakes = [leaf.fake({**limits.dims, **sizes.letters}) for leaf in leaves]
+        fakes = [leaf.fake({**limits.dims, **symbols.sizes}) for leaf in leaves]
     owners = {storage_key(fake): leaf for fake, leaf in zip(fakes, leaves)}
     made, streams = Made(fakes, leaves), Streams(refuse)
 
     def traced(*flat: torch.Tensor) -> list[Any]:
         calls = CallsMode(owners, refuse, made)
-        purity = PurityMode(owners, sizes, refuse, calls, made, streams, generators)
+        purity = PurityMode(owners, symbols, refuse, calls, made, streams, generators)
         with purity, calls, streams.watched():
             places = [place(x) for x in flat]
             outputs = flat_fn(list(flat))
         for x, before, leaf in zip(flat, places, leaves):
             if place(x) != before and not refuse.errors:
                 refuse(rebound("forward", ".data =, set_, resize_", leaf.path))
-        return check_values(outputs, paths(found["tree"], "output"), refuse)
+        return _check_values(outputs, paths(found["tree"], "output"), refuse)
 
     with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
         with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
@@ -163,23 +163,110 @@ def trace(
                 gm = make_fx(traced)(*fakes)
             except Exception as error:
                 refuse.raise_first()
-                raise explained(error, sizes, refuse) from None
+                raise explained(error, refuse) from None
     refuse.raise_first()
-    sizes.check_fixed("forward")
+    symbols.check_fixed("forward")
     del fakes
     made.check(refuse)
-    silent = dict.fromkeys(implied(gm, sizes.symbols))
-    for guard in silent:
+    silent = dict.fromkeys(implied(gm, symbols.letters))
+    for assumption in silent:
         with refuse.catching():
-            guard.check(limits)
-    guards = dict.fromkeys((*sizes.guards_asked, *silent))
+            assumption.check(limits)
+    assumptions = tuple(dict.fromkeys((*symbols.assumed, *silent)))
     lines = tuple(dict.fromkeys(streams.lines))
-    graph = Graph(gm, sizes.symbols, hoist(gm), tuple(guards), _inlined(gm), lines)
+    graph = Graph(gm, symbols.letters, hoist(gm), assumptions, _inlined(gm), lines)
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     names = paths(found["tree"], "output")
-    check_owned(output.args[0], names, owners, refuse)
-    check_dims(output.args[0], names, graph.dim, refuse)
+    _check_owned(output.args[0], names, owners, refuse)
+    _check_dims(output.args[0], names, graph.dim, refuse)
     return graph
+
+
+def _check_values(outputs: Sequence[Any], paths: Sequence[str], refuse: Refusals) -> list[Any]:
+    """Refuse output leaves that are not tensors that `forward` computed; the rest as they are.
+
+    Raises:
+        OutputError: something other than a tensor. ClosureError: a tensor from outside.
+    """
+    mode: Any = get_proxy_mode()
+    checked = []
+    for path, value in zip(paths, outputs):
+        error: PurityError | None = None
+        if not isinstance(value, torch.Tensor):
+            error = OutputError(
+                f"forward returns {path} = {_brief(value)}, which a graph would freeze. Return "
+                "tensors only; sizes are known from batch.spec outside"
+            )
+        elif not isinstance(value, FakeTensor):
+            error = ClosureError(
+                f"forward returns {path}, {tuple(value.shape)} {value.dtype}, which was not passed "
+                "to it. Make it an argument, and return a copy of it: x.clone()"
+            )
+        elif not is_plain(value):
+            error = OperatorError(
+                f"forward returns {path}, which has no plain memory ({value.layout}, "
+                f"{value.dtype}). Return plain tensors: x.to_dense(), x.dequantize()"
+            )
+        elif not has_proxy_slot(value, mode.tracer):
+            error = PurityError(
+                f"forward returns {path}, which no op of this trace has made: another thread has, "
+                "or another trace. Compute it in forward, on its own thread"
+            )
+        if error is not None:
+            refuse(error)
+            value = torch.zeros(())
+        checked.append(value)
+    return checked
+
+
+def _brief(value: Any) -> str:
+    if inspect.isgenerator(value) or inspect.iscoroutine(value):
+        return f"a {type(value).__name__}: forward is written with yield or async"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _check_owned(
+    results: Sequence[fx.Node], paths: Sequence[str], owners: Mapping[int, Leaf], refuse: Refusals
+) -> None:
+    """Refuse an output that is memory of an argument that was not donated.
+
+    Raises:
+        OutputError: naming the argument.
+    """
+    for node, path in zip(results, paths):
+        leaf = owners.get(storage_key(node.meta["val"]))
+        if leaf is not None and leaf.role is not Role.DONATED:
+            why = "the next step rewrites its memory" if leaf.role is Role.STAGED else (
+                "writing to the result would write to it"
+            )  # fmt: skip
+            refuse(
+                OutputError(
+                    f"forward returns {leaf.path} itself or a view of it as {path}. It is "
+                    f"{leaf.role.value}: {why}. Return a copy: x.clone()"
+                )
+            )
+
+
+def _check_dims(
+    results: Sequence[fx.Node], paths: Sequence[str], dim: Any, refuse: Refusals
+) -> None:
+    """Refuse an output with a size that is not made of T, R and ints by + - * // % **.
+
+    Raises:
+        OutputError: with the line of the op that makes it.
+    """
+    for node, path in zip(results, paths):
+        for size in node.meta["val"].shape:
+            try:
+                dim(size)
+            except FieldError:
+                refuse(
+                    OutputError(
+                        f"{line_of(node)}: {path} has the dim {size}, and a size is made of T, R "
+                        "and ints with + - * // % ** only. Compute with one of these, and slice "
+                        "outside"
+                    )
+                )
 
 
 def _inlined(gm: fx.GraphModule) -> tuple[tuple[str, str], ...]:
@@ -209,41 +296,3 @@ def _random_states() -> dict[str, Any]:
     if numpy is not None:
         states["numpy.random"] = pickle.dumps(numpy.random.get_state())
     return states
-
-
-_NUMBERS = ("SymInt", "SymBool", "SymFloat", "PrintMethodNotImplementedError")
-_HOST = ("FakeTensor.__format__", ".numpy()", "data is not allocated", "Cannot access data pointer")
-_MEMORY = ("with symbolic sizes/strides", "Mixing fake modes", "FakeTensor", "UntypedStorage")
-_OPS = ("SparseTensorImpl", "NestedTensorImpl", "symbolically trace a dynamo-optimized", "MKLDNN")
-# ruff: noqa: ISC004
-_KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
-    (_NUMBERS, BranchError, "needs the number of tokens or requests as a number. Keep it symbolic: "
-     "torch.arange(x.shape[0], device=x.device)"),
-    (_HOST, HostSyncError, "takes a tensor to the host, where a graph would freeze it. Stay in "
-     "torch: torch.where(condition, a, b)"),
-    (_MEMORY, PurityError, "looks at the memory behind a tensor, or copies it other than by an op. "
-     "Stay with tensors: x.clone(), x.shape"),
-    (("HiddenHostField",), HostFieldError, "reads a host field, which a graph would freeze. Read "
-     "the counts from a staged leaf, e.g. batch.seq_lens"),
-    (_OPS, OperatorError, "calls what a graph cannot hold. Call it outside, or use ops on plain "
-     "tensors and no torch.compile inside"),
-]  # fmt: skip
-
-
-def explained(error: Exception, sizes: Sizes, refuse: Refusals) -> Exception:
-    """What to raise for `error`; where the trace was to go on, the report's last entry."""
-    line = user_line(error.__traceback__)
-    if isinstance(error, FnGraphError):
-        return error.with_traceback(None)
-    text = sizes.spell(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-                       if str(error).strip() else type(error).__name__)  # fmt: skip
-    for words, kind, why in _KNOWN:
-        if any(word in text for word in words) and not isinstance(error, AssertionError):
-            return kind(f"{line}: forward {why}. ({text})")
-    if refuse.go_on:
-        return PurityError(
-            f"{line}: forward ends here with {text}, so what comes after it was not checked"
-        )
-    names = ", ".join(f"{symbol} is {letter}" for symbol, letter in sizes.symbols.items())
-    error.add_note(f"while fngraph traced forward, at {line}; {names}")
-    return error

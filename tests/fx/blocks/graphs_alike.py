@@ -63,12 +63,12 @@ def _asked(traced: Any) -> int:
 
 
 def assert_alike(got: Any, want: Any) -> None:
-    """Equal graphs, constants, guards, donation and pieces."""
+    """Equal graphs, constants, assumptions, donation and pieces."""
     ours, theirs = lines(got), lines(want)
     for a, b in zip(ours, theirs):
         assert a == b
     assert len(ours) == len(theirs) and _asked(got) <= _asked(want)
-    assert got.graph.guards == want.graph.guards
+    assert got.graph.assumptions == want.graph.assumptions
     assert got.donation == want.donation and got.returns == want.returns
     assert got.out_tree == want.out_tree
     values = [list(traced.constants.values()) for traced in (got, want)]

@@ -1,4 +1,4 @@
-"""Which rule an op goes by."""
+"""Which rule an op goes by: one table, and what becomes of an op that is not in it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from fngraph.fx.rows import indices, made, products, sums, views
+from fngraph.fx.nodes import operands
+from fngraph.fx.rows import indices, shapes, sums
 from fngraph.fx.rows.fills import pointwise, refuse_counts
-from fngraph.fx.rows.state import Call, Mixes, Rows, is_moving, moving_dims, operands
+from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims
 from fngraph.torch_facts.names import tree_leaves
 
 
-def rule(call: Call) -> Rows:
+def rule(call: OpCall) -> Kept:
     """The rule of the op. One that is not known keeps rows if it sees none of T and R."""
     known = _RULES.get(call.name) if _namespace(call) == "aten" else None
     if known is not None:
@@ -20,52 +21,52 @@ def rule(call: Call) -> Rows:
             refuse_counts(call)
         return known(call)
     if _namespace(call) == "fngraph":  # primitives take care of padding themselves
-        return Rows()
+        return Kept()
     tags = call.node.target.tags  # type: ignore[union-attr]
     if torch.Tag.pointwise in tags:
         return pointwise(call)
     if not any(moving_dims(x) for x in operands(call.node)) and not _counts(call):
-        return Rows()
+        return Kept()
     raise Mixes(
         f"calls {call.node.target}, of which it is not known whether it keeps rows apart. If row i "
         "of its result depends on row i alone, say so: fg.trust_rows(result)"
     )
 
 
-def _namespace(call: Call) -> str:
+def _namespace(call: OpCall) -> str:
     return str(call.node.target.namespace)  # type: ignore[union-attr]
 
 
-def _counts(call: Call) -> bool:
+def _counts(call: OpCall) -> bool:
     return any(map(is_moving, tree_leaves(list(call.args.values()))))
 
 
-_COUNTING = {views.in_order, views.reshape, views.cut, made.parts, made.pad, made.filled,
-             made.repeat, made.drawn, made.embedded, indices.window, products.norm}  # fmt: skip
+_COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,
+             shapes.repeat, shapes.drawn, shapes.embedded, indices.window, sums.norm}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
 
 
-_RULES: dict[str, Callable[[Call], Rows]] = {
+_RULES: dict[str, Callable[[OpCall], Kept]] = {
     name: fn
     for fn, names in {
         pointwise: """_to_copy copy fill zero floor_divide polar complex scalar_tensor
             masked_fill clone where""",
-        views.in_order: """unsqueeze squeeze expand alias detach lift_fresh lift_fresh_copy
+        shapes.in_order: """unsqueeze squeeze expand alias detach lift_fresh lift_fresh_copy
             contiguous view_as_real view_as_complex real imag _conj _neg_view resolve_conj
             resolve_neg""",
-        views.permute: "permute t transpose numpy_T",
-        views.reshape: "view _unsafe_view reshape _reshape_alias",
-        views.cut: "slice select narrow",
-        made.parts: "split split_with_sizes unbind chunk",
-        made.join: "cat stack",
-        made.embedded: "slice_backward select_backward",
-        made.diagonal: "diagonal",
-        made.pad: "constant_pad_nd",
-        made.filled: """zeros ones full empty arange zeros_like ones_like full_like empty_like
+        shapes.permute: "permute t transpose numpy_T",
+        shapes.reshape: "view _unsafe_view reshape _reshape_alias",
+        shapes.cut: "slice select narrow",
+        shapes.parts: "split split_with_sizes unbind chunk",
+        shapes.join: "cat stack",
+        shapes.embedded: "slice_backward select_backward",
+        shapes.diagonal: "diagonal",
+        shapes.pad: "constant_pad_nd",
+        shapes.filled: """zeros ones full empty arange zeros_like ones_like full_like empty_like
             new_zeros new_ones new_full new_empty empty_strided new_empty_strided eye""",
-        made.repeat: "repeat",
-        made.drawn: """rand randn randint rand_like randn_like randint_like bernoulli normal uniform
-            exponential geometric cauchy log_normal random native_dropout multinomial""",
+        shapes.repeat: "repeat",
+        shapes.drawn: """rand randn randint rand_like randn_like randint_like bernoulli normal
+            uniform exponential geometric cauchy log_normal random native_dropout multinomial""",
         sums.reduction: " ".join(sums.NEUTRAL),
         sums.order: "sort argsort topk",
         sums.never: """mean var std var_mean std_mean median nanmedian mode kthvalue flip roll msort
@@ -73,12 +74,12 @@ _RULES: dict[str, Callable[[Call], Rows]] = {
         sums.running: "cumsum cumprod cummax cummin logcumsumexp triu repeat_interleave",
         sums.lower: "tril",
         sums.cross_entropy: "nll_loss_forward",
-        products.product: "mm bmm addmm baddbmm mv addmv dot matmul linear",
-        products.norm: """native_layer_norm _fused_rms_norm native_group_norm native_batch_norm
+        sums.product: "mm bmm addmm baddbmm mv addmv dot matmul linear",
+        sums.norm: """native_layer_norm _fused_rms_norm native_group_norm native_batch_norm
             _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
             _native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update""",
-        products.convolution: "convolution",
-        products.scaled_dot_product: """_scaled_dot_product_flash_attention
+        sums.convolution: "convolution",
+        sums.scaled_dot_product: """_scaled_dot_product_flash_attention
             _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
             _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable""",
         indices.read: "index _unsafe_index index_select gather embedding",

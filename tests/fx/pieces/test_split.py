@@ -253,7 +253,7 @@ def test_a_cut_knows_which_arguments_vary():
     split = splitted(toys.attend, toys.attention_params(1), toys.attention_cache(1))
     (cut,) = split.cuts
     # q k v | caches | slot_mapping seq_lens query_start_loc block_tables | out
-    rows = [str(d) if d is not None else None for d in cut.rows]
+    rows = [str(d) if d is not None else None for d in cut.row_dims]
     assert rows == ["T", "T", "T", None, None, "T", "R", "R + 1", "R", "T"]
     assert cut.op == "fngraph::attention"
     # scale window softcap causal sinks k_scale v_scale

@@ -196,7 +196,7 @@ def check_programs(program: Program) -> None:
             x.copy_(after[name])
     (captured,) = with_it.steps  # a further trace of the same would take a third more
     rows = captured.donation.rows
-    how = {row.path[3:-2]: row.how for row in rows}
+    how = {row.path.removeprefix("s['").removesuffix("']"): row.how for row in rows}
     SHARES["programs"] += 1
     SHARES["in place"] += any(how[name] == "in place" for name in functional(program))
     SHARES["copied"] += "copied" in how.values()

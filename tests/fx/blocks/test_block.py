@@ -26,6 +26,22 @@ def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
+def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes each run of a body."""
+
+    @functools.wraps(fn)
+    def body(*args: Any, **kwargs: Any) -> Any:
+        RUNS.append(fn.__name__)
+        return fn(*args, **kwargs)
+
+    return body
+
+
+def marked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The mark, and a note of each run of the body."""
+    return fg.block(counted(fn))
+
+
 def params(layers: int = L) -> dict[str, Any]:
     """A square and a vector a layer."""
     draw = torch.Generator().manual_seed(0)
@@ -55,7 +71,7 @@ def check(model: Callable[[Any], Any], runs: int, *args: Any) -> Any:
     """
     want = traced(model(plain), *args)
     RUNS.clear()
-    got = traced(model(fg.block), *args)
+    got = traced(model(marked), *args)
     assert len(RUNS) == runs
     assert_alike(got, want)
     given, old = args or (params(), state())
@@ -69,6 +85,23 @@ def check(model: Callable[[Any], Any], runs: int, *args: Any) -> Any:
             wanted, kept = toys.bare(model(plain), given, kept, toys.batch(*rows))
             toys.assert_trees((out, held), (wanted, kept), atol=1e-5, rtol=1e-5)
     return got
+
+
+def loop(make: Callable[[Any], Any]) -> Any:
+    """A model of L calls `x = layer(i, x, p)`, where `layer = make(mark)`."""
+
+    def model(mark: Any) -> Any:
+        layer = make(mark)
+
+        def forward(p: Any, s: Any, b: Any) -> Any:
+            x = p["embed"][b.token_ids]
+            for i in range(L):
+                x = layer(i, x, p)
+            return x, s
+
+        return forward
+
+    return model
 
 
 def stack(body: Callable[..., Any], *, of: Callable[..., Any] | None = None) -> Any:
@@ -94,13 +127,11 @@ def stack(body: Callable[..., Any], *, of: Callable[..., Any] | None = None) -> 
 
 
 def functional(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
-    RUNS.append("functional")
     return torch.relu(x @ w) + b, s * 0.5 + b
 
 
 def in_place(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     """Written whole, through a view, and read in between."""
-    RUNS.append("in place")
     s.add_(b)
     y = x @ w + s[0]
     s[1:3].mul_(2)
@@ -109,7 +140,6 @@ def in_place(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 
 
 def temporary_in_place(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
-    RUNS.append("temporary")
     x.mul_(w[0])
     y = x + b
     y += 1
@@ -119,7 +149,6 @@ def temporary_in_place(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 
 def literals(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     """One that is read, one that is written, one of another dtype, one that is returned."""
-    RUNS.append("literals")
     gain = torch.tensor([1.0, 2.0] * (toys.E // 2))
     written = torch.tensor([0.5, 1.5])
     written.add_(1)
@@ -129,7 +158,6 @@ def literals(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 
 def sizes(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     """T in many ways."""
-    RUNS.append("sizes")
     T = x.shape[0]
     y = x.view(T * 2, -1).reshape(-1, toys.E) + torch.arange(T)[:, None]
     y = y + x.new_zeros(T, toys.E) + torch.cat([x, x])[:T] + torch.ones(2 * T + 1)[T:-1, None]
@@ -138,7 +166,6 @@ def sizes(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 
 
 def many_outputs(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
-    RUNS.append("many outputs")
     q, k = (x @ w).chunk(2, -1)
     top, where = torch.cat([k, q], -1).topk(toys.E)
     return top * 1 + where, s
@@ -146,13 +173,11 @@ def many_outputs(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 
 def complex_numbers(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     """Views of another dtype, in the memory of an input and in memory of its own."""
-    RUNS.append("complex")
     turned = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2))) * (1 + 2j)
     return torch.view_as_real(turned).flatten(1) + b.view(torch.int32).view(torch.float32), s
 
 
 def with_autocast(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
-    RUNS.append("autocast")
     with torch.autocast("cpu", torch.bfloat16):
         y = x @ w
     return y.float() + b, s
@@ -160,7 +185,6 @@ def with_autocast(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 
 def with_transforms(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     """vmap and grad inside."""
-    RUNS.append("transforms")
     y = torch.func.vmap(lambda row: row @ w)(x)
     slope = torch.func.grad(lambda b: (b**2).sum())(b)
     return y + slope, s
@@ -168,19 +192,16 @@ def with_transforms(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 
 def primitive(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     """A cut in the middle, that writes into memory of the body's own."""
-    RUNS.append("primitive")
     return toys.double(x @ w) + b, s
 
 
 def asks_for_a_size(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     """T is asked of the batch, for the first time in the first layer."""
-    RUNS.append("asks")
     return torch.relu(x.view(x.shape[0], 2, -1).flatten(1) @ w) + b, s
 
 
 def conjugate(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     """A view that differs from another in a bit."""
-    RUNS.append("conjugate")
     turned = torch.view_as_complex((x * 1).unflatten(-1, (-1, 2))).conj()
     return torch.view_as_real(turned.resolve_conj()).flatten(1) + b, s
 
@@ -201,7 +222,7 @@ def test_the_graph_is_the_one_without(body: Any):
 def test_conjugate_views_are_traced_each_time():
     want = traced(stack(conjugate)(plain))
     RUNS.clear()
-    assert_alike(traced(stack(conjugate)(fg.block)), want)
+    assert_alike(traced(stack(conjugate)(marked)), want)
     assert len(RUNS) == L
 
 
@@ -230,7 +251,6 @@ def test_layers_of_two_kinds_are_traced_once_each():
     """Shapes, strides, dtypes: whatever differs is another signature."""
 
     def body(x: Tensor, w: Tensor, s: Tensor) -> Any:
-        RUNS.append("")
         return (x.to(w.dtype) @ w).float() + 1, s + 1
 
     kinds = [
@@ -251,7 +271,6 @@ def test_layers_that_share_a_leaf():
     """Each odd layer reads and writes the cache of the one before it."""
 
     def body(x: Tensor, mine: Tensor, other: Tensor) -> Any:
-        RUNS.append("")
         mine.add_(1)
         y = x + other[0] * 2
         other.mul_(2)
@@ -267,7 +286,6 @@ def test_arguments_in_another_place():
     """The same leaf twice, two views of one, two leaves crosswise."""
 
     def body(x: Tensor, a: Tensor, b: Tensor, s: Tensor) -> Any:
-        RUNS.append("")
         a.mul_(3)
         return x + a.sum() - b.sum(), s
 
@@ -288,7 +306,6 @@ def test_arguments_in_another_place():
 
 def test_views_that_begin_elsewhere():
     def body(x: Tensor, part: Tensor) -> Any:
-        RUNS.append("")
         part.view(-1).add_(1)
         return x + part.sum(), part
 
@@ -305,7 +322,6 @@ def test_views_and_inputs_come_back():
     def model(mark: Any) -> Any:
         @mark
         def body(x: Tensor, s: Tensor, n: int) -> Any:
-            RUNS.append("")
             y = x * 2
             part = s[1:3]
             part.add_(1)
@@ -332,12 +348,10 @@ def test_nested_marks():
     def model(mark: Any) -> Any:
         @mark
         def inner(x: Tensor, w: Tensor) -> Tensor:
-            RUNS.append("inner")
             return torch.relu(x @ w) + torch.tensor([1.0] * toys.E)
 
         @mark
         def outer(x: Tensor, p: Any, s: Tensor) -> Any:
-            RUNS.append("outer")
             return inner(inner(x, p["w"][0]), p["w"][1]), s.add_(1)
 
         def forward(p: Any, s: Any, b: Any) -> Any:
@@ -364,12 +378,10 @@ def test_a_layer_defined_in_the_loop():
 
                 @mark
                 def by_index(x: Tensor) -> Tensor:
-                    RUNS.append("")
                     return x @ p["w"][i] * (i + 1)  # noqa: B023
 
                 @mark
                 def by_value(x: Tensor) -> Tensor:
-                    RUNS.append("")
                     return x @ w + 1  # noqa: B023
 
                 x = by_value(by_index(x))
@@ -414,7 +426,6 @@ def closing_over(values: Any) -> Any:
 
             @mark
             def body(x: Tensor) -> Tensor:
-                RUNS.append("")
                 got = value() if callable(value) else value
                 got = got[0] if isinstance(got, tuple | list) else got
                 return x + len(got) if isinstance(got, str | dict) else x * got
@@ -464,7 +475,6 @@ def test_what_has_a_state_is_traced_each_time(value: Any):
     """It may have changed, and nothing would show it."""
 
     def body(x: Tensor, s: Tensor, value: Any) -> Any:
-        RUNS.append("")
         return x + 1, s
 
     model = stack(body, of=lambda i, x, p, s, b: (x, s[i], value))
@@ -476,7 +486,6 @@ def test_an_object_that_counts_its_calls():
         calls = 0
 
     def body(x: Tensor, s: Tensor, counter: Counter) -> Any:
-        RUNS.append("")
         counter.calls += 1
         return x * counter.calls, s
 
@@ -491,25 +500,21 @@ def test_a_body_that_changes_its_arguments_is_traced_each_time():
     def model(mark: Any) -> Any:
         @mark
         def appends(x: Tensor, kept: list[Tensor], seen: dict[str, Tensor]) -> Tensor:
-            RUNS.append("")
             kept.append(x + 1)
             return x * 2
 
         @mark
         def renames(x: Tensor, w: Tensor, seen: dict[str, Tensor]) -> Tensor:
-            RUNS.append("")
             seen["x"] = x
             return x * 2 + w
 
         @mark
         def swaps(x: Tensor, pair: list[Tensor]) -> Tensor:
-            RUNS.append("")
             pair.reverse()
             return x + pair[0]
 
         @mark
         def reshapes(x: Tensor) -> Tensor:
-            RUNS.append("")
             x.unsqueeze_(0)
             return x[0] + 1
 
@@ -519,7 +524,6 @@ def test_a_body_that_changes_its_arguments_is_traced_each_time():
             @mark
             def counts(x: Tensor) -> Tensor:
                 nonlocal calls
-                RUNS.append("")
                 calls += 1
                 return x * calls
 
@@ -539,7 +543,6 @@ def test_a_body_that_changes_its_arguments_is_traced_each_time():
 
 def test_ambient_state_is_seen():
     def body(x: Tensor, w: Tensor, s: Tensor) -> Any:
-        RUNS.append("")
         return (x @ w).float() + torch.ones(toys.E).float(), s
 
     def model(mark: Any) -> Any:
@@ -611,7 +614,6 @@ def test_static_fields_are_seen():
     """1 and 1.0 are equal, and make a difference: of whole numbers, one makes floats."""
 
     def body(x: Tensor, scaled: Scaled) -> Any:
-        RUNS.append("")
         return x + (torch.arange(toys.E) * scaled.by / 2 + scaled.w), scaled.w * 1
 
     model = stack(body, of=lambda i, x, p, s, b: (x, Scaled(p["b"][i], (1, 1.0, 2, 1, 1.0)[i])))
@@ -627,7 +629,6 @@ def test_a_literal_that_is_passed_on_is_looked_at():
     """Its values are known to a trace, which may go another way for them."""
 
     def body(x: Tensor, lit: Tensor, s: Tensor) -> Any:
-        RUNS.append("")
         return x * (3 if torch.allclose(lit, torch.tensor([2.0])) else 1) + lit, s
 
     model = stack(body, of=lambda i, x, p, s, b: (x, torch.tensor([float(i)]), s[i]))
@@ -637,20 +638,15 @@ def test_a_literal_that_is_passed_on_is_looked_at():
 def test_a_literal_that_comes_back():
     """The caller may ask for its values, which a copy of the nodes would not know."""
 
+    @loop
     def model(mark: Any) -> Any:
-        @mark
-        def body(x: Tensor) -> Any:
-            RUNS.append("")
-            return x * 2, torch.tensor([2.0])
+        body = mark(lambda x: (x * 2, torch.tensor([2.0])))
 
-        def forward(p: Any, s: Any, b: Any) -> Any:
-            x = p["embed"][b.token_ids]
-            for _ in range(L):
-                x, two = body(x)
-                x = x + (1 if torch.allclose(two, torch.tensor([2.0])) else 0)
-            return x, s
+        def layer(i: int, x: Tensor, p: Any) -> Tensor:
+            x, two = body(x)
+            return x + (1 if torch.allclose(two, torch.tensor([2.0])) else 0)
 
-        return forward
+        return layer
 
     check(model, L)
 
@@ -662,27 +658,22 @@ class Box:
 
 
 def test_what_comes_back_with_a_state_is_made_each_time():
+    @loop
     def model(mark: Any) -> Any:
+        in_a_set = mark(lambda x: (x * 2, {1}))
+
         @mark
         def boxed(x: Tensor) -> Any:
-            RUNS.append("")
             box = Box()
             box.value = x * 2
             return box
 
-        @mark
-        def in_a_set(x: Tensor) -> Any:
-            RUNS.append("")
-            return x * 2, {1}
+        def layer(i: int, x: Tensor, p: Any) -> Tensor:
+            x, found = in_a_set(boxed(x).value)
+            found.add(2)
+            return x
 
-        def forward(p: Any, s: Any, b: Any) -> Any:
-            x = p["embed"][b.token_ids]
-            for _ in range(L):
-                x, found = in_a_set(boxed(x).value)
-                found.add(2)
-            return x, s
-
-        return forward
+        return layer
 
     check(model, 2 * L)
 
@@ -690,48 +681,28 @@ def test_what_comes_back_with_a_state_is_made_each_time():
 HANDED_OVER: list[Tensor] = []
 
 
-def test_tensors_that_arrive_behind_the_arguments():
-    """Globals are not looked at, but a tensor that is no argument shows in the graph."""
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: (x, x + HANDED_OVER[-1]),  # shows in the graph as no argument
+        lambda x: (x * 2, HANDED_OVER[-1]),  # returned as it is
+    ],
+    ids=["arrives", "comes back"],
+)
+def test_tensors_that_pass_behind_the_arguments(body: Any):
+    """In a global, at which nobody looks."""
 
-    def body(x: Tensor) -> Tensor:
-        RUNS.append("")
-        return x + HANDED_OVER[-1]
-
+    @loop
     def model(mark: Any) -> Any:
-        layer = mark(body)
+        marked_body = mark(body)
 
-        def forward(p: Any, s: Any, b: Any) -> Any:
-            x = p["embed"][b.token_ids]
-            for i in range(L):
-                HANDED_OVER.append(p["b"][i])
-                x = layer(x)
-            HANDED_OVER.clear()
-            return x, s
+        def layer(i: int, x: Tensor, p: Any) -> Tensor:
+            HANDED_OVER.append(p["b"][i])
+            x, other = marked_body(x)
+            HANDED_OVER.pop()
+            return x + other
 
-        return forward
-
-    check(model, L)
-
-
-def test_tensors_that_come_back_from_elsewhere():
-    """One that a global held, returned as it is."""
-
-    def model(mark: Any) -> Any:
-        @mark
-        def body(x: Tensor) -> Any:
-            RUNS.append("")
-            return x * 2, HANDED_OVER[-1]
-
-        def forward(p: Any, s: Any, b: Any) -> Any:
-            x = p["embed"][b.token_ids]
-            for i in range(L):
-                HANDED_OVER.append(p["b"][i])
-                x, other = body(x)
-                x = x + other
-            HANDED_OVER.clear()
-            return x, s
-
-        return forward
+        return layer
 
     check(model, L)
 
@@ -745,7 +716,6 @@ def test_inside_a_transform_the_body_is_traced_each_time():
     def model(mark: Any) -> Any:
         @mark
         def body(x: Tensor, w: Tensor) -> Tensor:
-            RUNS.append("")
             return torch.tanh(x @ w)
 
         def forward(p: Any, s: Any, b: Any) -> Any:
@@ -773,12 +743,10 @@ def test_recorded_gradients():
     def model(mark: Any) -> Any:
         @mark
         def body(x: Tensor, w: Tensor) -> Tensor:
-            RUNS.append("")
             return torch.tanh(x @ w)
 
         @mark
         def makes(w: Tensor) -> Tensor:
-            RUNS.append("")
             return w.detach().clone().requires_grad_()
 
         def forward(p: Any, s: Any, b: Any) -> Any:
@@ -793,11 +761,10 @@ def test_recorded_gradients():
     check(model, 5)
 
 
-# --- errors and guards ----------------------------------------------------------------------------
+# --- errors and assumptions -----------------------------------------------------------------------
 
 
 def writes(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
-    RUNS.append("")
     s.add_(1)
     return x @ w + s[0], s
 
@@ -864,19 +831,18 @@ def test_impure_bodies_are_refused_with_the_mark_as_without(body: Any, error: An
     assert said[0] == said[1] and "test_block.py" in said[0]
 
 
-def test_guards_are_the_same():
+def test_assumptions_are_the_same():
     def body(x: Tensor, s: Tensor) -> Any:
-        RUNS.append("")
         return (x * 2 if x.shape[0] < 100 else x), s
 
     got = check(stack(body, of=lambda i, x, p, s, b: (x, s[i])), 1)
-    assert len(got.graph.guards) == 1
+    assert len(got.graph.assumptions) == 1
 
 
 def test_the_lines_are_those_of_the_body():
     got = traced(stack(functional)(fg.block))
     found = [n.meta["stack_trace"] for n in got.graph.gm.graph.nodes if "relu" in str(n.target)]
-    line = functional.__code__.co_firstlineno + 2
+    line = functional.__code__.co_firstlineno + 1
     assert len(found) == L and all(where.endswith(f"test_block.py:{line}") for where in found)
 
 
@@ -885,22 +851,23 @@ def test_the_lines_are_those_of_the_body():
 
 def test_outside_a_trace_it_is_the_function():
     x, w, b, s = torch.rand(2, 8), torch.rand(8, 8), torch.rand(8), torch.rand(3, 8)
-    marked = fg.block(functional)
+    layer = marked(functional)
     RUNS.clear()
     for _ in range(3):
-        toys.assert_trees(marked(x, w, b=b, s=s), functional(x, w, b, s))
-    assert len(RUNS) == 6
-    assert marked.__name__ == "functional" and marked.__wrapped__ is functional
-    compiled = torch.compile(marked, backend="eager", fullgraph=True)
+        toys.assert_trees(layer(x, w, b=b, s=s), functional(x, w, b, s))
+    assert len(RUNS) == 3
+    layer = fg.block(functional)
+    assert layer.__name__ == "functional" and layer.__wrapped__ is functional
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
     toys.assert_trees(compiled(x, w, b, s), functional(x, w, b, s))
     w.requires_grad_()
-    marked(x, w, b, s)[0].sum().backward()
+    layer(x, w, b, s)[0].sum().backward()
     assert w.grad is not None
 
 
 def test_nothing_is_kept_between_traces():
     """Another trace is another table: the body is run again."""
-    model = stack(functional)(fg.block)
+    model = stack(functional)(marked)
     RUNS.clear()
     for _ in range(2):
         traced(model)
@@ -920,7 +887,7 @@ def test_a_method_and_keywords():
     def model(mark: Any) -> Any:
         def forward(p: Any, s: Any, b: Any) -> Any:
             x = p["embed"][b.token_ids]
-            call = Layer.__call__ if mark is fg.block else Layer.__call__.__wrapped__
+            call = Layer.__call__.__wrapped__ if mark is plain else Layer.__call__
             for scale in (1.0, 2.0, 1.0):
                 x = call(Layer(scale), x, w=p["w"][0])
                 x = call(Layer(scale), x, bias=p["b"][0], w=p["w"][0])

@@ -166,15 +166,15 @@ def weights() -> dict[str, Tensor]:
 def assert_fixes_no_size(traced: Any) -> None:
     """T and R are the only symbols; nothing was assumed of them, and neither became a number."""
     graph = traced.graph
-    assert graph.guards == () and set(graph.symbols.values()) == {"T", "R"}
+    assert graph.assumptions == () and set(graph.letters.values()) == {"T", "R"}
     values = tree_leaves([n.meta.get("val") for n in graph.gm.graph.nodes])
     tensors = [v for v in values if isinstance(v, Tensor)]
     sizes = [n for v in tensors for n in (*v.shape, *v.stride(), v.storage_offset())]
     sizes += [v for v in values if isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool)]
     symbols = {s for n in sizes if not isinstance(n, int) for s in n.node.expr.free_symbols}
-    assert symbols <= set(graph.symbols)
+    assert symbols <= set(graph.letters)
     (environment,) = {v.fake_mode.shape_env for v in tensors}
-    assert not environment.replacements.keys() & set(graph.symbols)
+    assert not environment.replacements.keys() & set(graph.letters)
 
 
 @pytest.mark.parametrize("name", WAYS)

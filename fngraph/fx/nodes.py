@@ -1,0 +1,51 @@
+"""What one node of a traced graph says: its op, its value, its arguments, and the user's line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fngraph.torch_facts.names import OpOverload, tree_leaves
+from fngraph.torch_facts.schemas import written
+
+SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
+"""Types of the numbers that are made of T and R."""
+REFUSED = "fngraph.refused"
+"""A mark on nodes of an op that a trace has refused: of its rows nothing more is asked."""
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that a node comes from."""
+    return node.meta.get("stack_trace", "forward")  # type: ignore[no-any-return]
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether a node calls an op of torch's dispatcher, and not arithmetic or one of its kin."""
+    return isinstance(node.target, OpOverload)
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether an argument is a node of a tensor."""
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
+
+
+def is_size(x: Any) -> bool:
+    """Whether an argument is a node of a number that is made of T and R."""
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), SIZES)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the arguments, those in lists too."""
+    return [x for x in tree_leaves((node.args, dict(node.kwargs))) if is_tensor(x)]
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node's op writes any of its arguments."""
+    return is_op(node) and bool(node.target._schema.is_mutable)  # type: ignore[union-attr]
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node's op writes."""
+    return written(node.target, node.args, node.kwargs) if is_op(node) else []

@@ -1,4 +1,4 @@
-"""What a type checker says of a user's file: nothing of right uses, and each wrong one at its line."""
+"""What a type checker says of a user's file: nothing of right uses; wrong ones at their lines."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fngraph.ops.check_shapes import PAGED, QKV, Shapes
 from fngraph.ops.paged import reference
 from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, meta_of
-from fngraph.ops.paged.inline import inline
+from fngraph.ops.paged.inlined import inline
 from fngraph.ops.primitives import define
 from fngraph.ops.transforms import inlined, is_transformed
 

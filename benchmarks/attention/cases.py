@@ -54,7 +54,7 @@ def config() -> Any:
 def backend(name: str) -> Any:
     """One of ours, able to run here."""
     found = fg.ops.primitive("attention").backend(name)
-    reason = kernels.launch.missing("cuda") or found.supports(config())
+    reason = kernels.launching.missing("cuda") or found.supports(config())
     if reason is not None:
         raise Mistake(f"{name}: {reason}")
     return found

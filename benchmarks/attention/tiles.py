@@ -27,7 +27,7 @@ def splitting(p: Paged) -> tuple[Any, Callable[[Any], float]]:
         call = lambda: kernels.decode.attend(p.args(out), 1, how=how)  # noqa: E731
         return device_us(call, 1.5)
 
-    pairs, places = len(p.q) * K, kernels.launch.processors(p.q.device)
+    pairs, places = len(p.q) * K, kernels.launching.processors(p.q.device)
     return kernels.decode.how_to(config(), H // K, p.keys.shape[1], pairs, places), us
 
 
@@ -50,7 +50,7 @@ def ways(usual: Any) -> list[Any]:
 
 def divisions(usual: Any, context: int) -> list[Any]:
     """Splits of every length, alone and in spans, and a whole request in one program."""
-    whole = usual._replace(split=context // kernels.merge.SPLITS, many=0, each=None)
+    whole = usual._replace(split=context // kernels.merging.SPLITS, many=0, each=None)
     shared = itertools.product(SPLITS, (None, 0))
     found = [usual._replace(split=split, many=many, each=None) for split, many in shared]
     return list(dict.fromkeys([usual, *found, whole]))

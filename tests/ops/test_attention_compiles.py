@@ -14,7 +14,7 @@ import torch
 from test_triton_compiles import SHARED, compile_for_h100
 
 import fngraph as fg
-from fngraph.ops.triton import launch as triton_launch
+from fngraph.ops.triton import launching as triton_launch
 
 HERE = Path(__file__)
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -27,7 +27,7 @@ CASES: list[tuple[dict[str, Any], int, int]] = [  # config, requests, blocks of 
 
 def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
     """Kernels launched for R requests of Q tokens each, compiled; their names and constants."""
-    from fngraph.ops.triton import decode as triton_decode, merge as triton_merge
+    from fngraph.ops.triton import decode as triton_decode, merging as triton_merge
 
     names = []
 

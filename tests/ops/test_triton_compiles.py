@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fngraph import ops
 from fngraph.core import HostBounds
-from fngraph.ops.triton import launch as triton_launch
+from fngraph.ops.triton import launching as triton_launch
 
 HERE = Path(__file__)
 POINTERS = {

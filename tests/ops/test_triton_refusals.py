@@ -12,7 +12,7 @@ import fngraph as fg
 from fngraph.errors import BackendError
 from fngraph.ops import AttentionArgs, AttentionConfig, MLAArgs, MLAConfig, primitive
 from fngraph.ops.triton import backends as triton_backends
-from fngraph.ops.triton.launch import missing
+from fngraph.ops.triton.launching import missing
 from fngraph.testing.cases import case
 
 CONFIG = AttentionConfig(4, 2, 64, 16, torch.bfloat16, torch.bfloat16, "cuda", 0.125)

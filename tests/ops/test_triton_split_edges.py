@@ -7,11 +7,11 @@ import torch
 from test_triton_splits import attend
 from triton_cases import WHERE, build, run
 
-from fngraph.ops.triton import launch as triton_launch
+from fngraph.ops.triton import launching as triton_launch
 
 pytestmark = [pytest.mark.gpu] if WHERE == "cuda" else []
 if triton_launch.missing() is None:
-    from fngraph.ops.triton import decode as triton_decode, merge as triton_merge
+    from fngraph.ops.triton import decode as triton_decode, merging as triton_merge
     from fngraph.ops.triton.keys import Tile
 
 

@@ -9,7 +9,7 @@ import torch
 from triton_cases import WHERE, build, padded, part, reference as right, run, wide
 
 from fngraph.ops import ATTENTION
-from fngraph.ops.triton import launch as triton_launch
+from fngraph.ops.triton import launching as triton_launch
 from fngraph.testing.cases import arguments
 from fngraph.testing.differences import worst_row
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fngraph.core import HostBounds
 from fngraph.ops import ATTENTION, AttentionMeta
-from fngraph.ops.triton.launch import interpreted
+from fngraph.ops.triton.launching import interpreted
 from fngraph.testing.cases import NAN, Case, arguments, call, case
 
 WHERE = "cpu" if interpreted() else "cuda"

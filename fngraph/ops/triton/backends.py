@@ -18,7 +18,7 @@ import torch
 from fngraph.core import HostBounds, Support
 from fngraph.errors import BackendError
 from fngraph.ops.backend import Backend
-from fngraph.ops.triton.launch import missing
+from fngraph.ops.triton.launching import missing
 
 MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)
 STORED = (*MULTIPLIED, torch.float8_e4m3fn)

@@ -12,9 +12,9 @@ import triton.language as tl
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
 from fngraph.ops.recurrent.convolution import CausalConvArgs
-from fngraph.ops.triton.launch import launch, power_of_two
+from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.recurrent import request
-from fngraph.ops.triton.tiles import find, lanes, tiles
+from fngraph.ops.triton.tiling import find, lanes, tiles
 
 TOKENS = 16  # a tile, at most
 CHANNELS = 128

@@ -24,9 +24,9 @@ from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton import unified
 from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
-from fngraph.ops.triton.launch import launch, power_of_two, processors
-from fngraph.ops.triton.merge import SPLITS, by_spans, empty, fold, merge
-from fngraph.ops.triton.write import scale_of, write
+from fngraph.ops.triton.launching import launch, power_of_two, processors
+from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold, merge
+from fngraph.ops.triton.writing import scale_of, write
 
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 

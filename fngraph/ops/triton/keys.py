@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.triton.launch import power_of_two
+from fngraph.ops.triton.launching import power_of_two
 
 LOG2E = 1.4426950408889634
 

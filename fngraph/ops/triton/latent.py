@@ -23,10 +23,10 @@ from fngraph.ops.paged.config import dense
 from fngraph.ops.paged.latent import MLAArgs
 from fngraph.ops.triton.decode import How
 from fngraph.ops.triton.keys import LOG2E, Tile, compute_dtype, weigh
-from fngraph.ops.triton.launch import launch, power_of_two, processors
-from fngraph.ops.triton.merge import empty, merge
-from fngraph.ops.triton.tiles import find_with_keys, lanes, tiles
-from fngraph.ops.triton.write import write_rows
+from fngraph.ops.triton.launching import launch, power_of_two, processors
+from fngraph.ops.triton.merging import empty, merge
+from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
+from fngraph.ops.triton.writing import write_rows
 
 MAX_TOKENS = 8  # of a request: more is prefill
 

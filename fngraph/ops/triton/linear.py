@@ -33,9 +33,9 @@ from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
 from fngraph.ops.recurrent.delta_rule import GatedDeltaArgs
 from fngraph.ops.recurrent.state_space import SSDArgs
-from fngraph.ops.triton.launch import launch, power_of_two
+from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.recurrent import recurrent_kernel, request
-from fngraph.ops.triton.tiles import find, lanes, tiles
+from fngraph.ops.triton.tiling import find, lanes, tiles
 
 SHORT = 8  # tokens that cost no more one by one than a chunk does
 CHUNK, EXACT_CHUNK = 64, 16  # tokens; float32 goes without tensor cores, in small tiles

@@ -14,9 +14,9 @@ import triton.language as tl
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton.keys import Tile, attend_keys, compute_dtype, finish, options
-from fngraph.ops.triton.launch import launch, power_of_two
-from fngraph.ops.triton.tiles import find_with_keys, lanes, tiles
-from fngraph.ops.triton.write import scale_of, write
+from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
+from fngraph.ops.triton.writing import scale_of, write
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fngraph.ops.triton.launch import power_of_two
+from fngraph.ops.triton.launching import power_of_two
 
 
 @triton.jit

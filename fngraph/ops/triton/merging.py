@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.triton.keys import finish
-from fngraph.ops.triton.launch import launch, power_of_two
+from fngraph.ops.triton.launching import launch, power_of_two
 
 SPLITS = 8  # of a span, in order
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fngraph.errors import BackendError
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.slots import rounded
-from fngraph.ops.triton.launch import launch, power_of_two
+from fngraph.ops.triton.launching import launch, power_of_two
 
 
 @triton.jit

@@ -227,7 +227,8 @@ def test_a_failed_capture_leaves_the_generator_where_it_was(device):
         fn(*args)
         raise ValueError("boom")
 
-    broken = toys.dataclasses.replace(step, fns=(explode,))
+    executable = toys.dataclasses.replace(step.executable, fns=(explode,))
+    broken = toys.dataclasses.replace(step, executable=executable)
     before = g.get_state()
     with pytest.raises(fg.errors.CaptureError, match="boom"):
         broken.capture(params, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from fngraph.errors import PackageError
 from fngraph.graphs.cuda import nodes as cuda_nodes
 from fngraph.graphs.cuda.recorder import CudaRecording
 from fngraph.graphs.inside import Counts, Node, key_name
+from fngraph.graphs.replay import Replay
 from fngraph.step import times as timing
 from fngraph.torch_facts.schemas import out_twins
 
@@ -385,13 +385,16 @@ def test_times_that_fail_leave_all_as_it_was(device: Any, monkeypatch: Any, at: 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("broken backend")
 
-    replay = step[key_of(step, 8)]
-    broken = dataclasses.replace(replay.calls[1], fn=fail)
-    calls = (*replay.calls[:at], broken, *replay.calls[at + 1 :])
-    key = (PIECEWISE, key_of(step, 8))
-    monkeypatch.setitem(step.replays, key, dataclasses.replace(replay, calls=calls))
+    bind = Replay.bind
+
+    def broken(replay: Replay, true: Any) -> Any:
+        calls = list(bind(replay, true))
+        calls[at] = fail, False
+        return calls
+
+    monkeypatch.setattr(Replay, "bind", broken)
     with pytest.raises(RuntimeError, match="broken backend"):
-        step.times(key[1])
+        step.times(key_of(step, 8))
     monkeypatch.undo()
     assert torch.equal(state, before)
     batch = toys.on(toys.batch(2, 1), device)

@@ -275,6 +275,6 @@ def test_piecewise_gives_a_primitive_its_true_rows(modes: str):
 
 def test_a_split_prints():
     split = splitted(toys.attend, toys.attention_params(2), toys.attention_cache(2))
-    assert repr(split) == "Split(5 steps: 2 cuts, 3 distinct pieces)"
+    assert repr(split) == "Split(5 instructions: 2 cuts, 3 distinct pieces)"
     lines = split.as_text().splitlines()
     assert len(lines) == 2 + 5 and "attention 0" in lines[3] and "piece 2" in lines[6]

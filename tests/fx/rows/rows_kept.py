@@ -57,6 +57,10 @@ KEPT: Outputs = {
     "grad of a sum over rows": lambda x, p, b: torch.func.grad(lambda y: (y**3).sum())(x),
     "a reduction over weights alone": lambda x, p, b: x - p["w"].mean(0),
     "a reduction over what has no rows": lambda x, p, b: x * torch.arange(5).sum(),
+    "made in the shape of what is mixed": lambda x, p, b: (
+        x.mean(0).new_ones(3),
+        x.mean(0).new_zeros(2),
+    ),
     "where, sum": lambda x, p, b: torch.where(real(b)[:, None], x, 0).sum(0),
     "masked_fill, sum": lambda x, p, b: x.masked_fill(~real(b)[:, None], 0).sum(0),
     "mask product, sum": lambda x, p, b: (x * real(b)[:, None]).sum(0),

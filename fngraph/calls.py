@@ -102,14 +102,14 @@ def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCa
     Raises:
         BackendError: one that is unknown, or cannot run the configuration.
     """
-    steps = [step for step in pieces.program.instructions if step.cut]
+    names = [one.name for one in pieces.program.instructions if one.cut]
     cuts = [part for part in pieces.parts if isinstance(part, Cut)]
     ops = [cut.op for cut in cuts]
     chosen = {
         op: iter(choices_of(PRIMITIVES[op], backends.get(PRIMITIVES[op].name), ops.count(op)))
         for op in dict.fromkeys(ops)
     }
-    return tuple(_choose(step.name, cut, next(chosen[cut.op])) for step, cut in zip(steps, cuts))
+    return tuple(_choose(name, cut, next(chosen[cut.op])) for name, cut in zip(names, cuts))
 
 
 def _choose(name: str, cut: Cut, choice: Choice) -> PrimitiveCall:
@@ -149,15 +149,15 @@ def with_planners(
         BackendError: a leaf that the plan reads is not on the host.
     """
     staged = [i for i, leaf in enumerate(leaves) if leaf.buffer is not None]
-    steps = [step for step in pieces.program.instructions if step.cut]
+    cuts = [one for one in pieces.program.instructions if one.cut]
     shared: dict[Any, Planner] = {}
     planned = []
-    for step, call in zip(steps, calls):
+    for one, call in zip(cuts, calls):
         planners = {}
         for backend in call.backends:
             if backend.plan is None:
                 continue
-            read = [_host_leaf(step, call, backend, name, leaves) for name in backend.plan.leaves]
+            read = [_host_leaf(one, call, backend, name, leaves) for name in backend.plan.leaves]
             numbers = tuple(staged.index(i) for i in read)
             paths = tuple(leaves[i].path for i in read)
             planners[backend.name] = shared.setdefault(
@@ -169,17 +169,17 @@ def with_planners(
 
 
 def _host_leaf(
-    step: Instruction, call: PrimitiveCall, backend: Backend, name: str, leaves: Sequence[Leaf]
+    one: Instruction, call: PrimitiveCall, backend: Backend, name: str, leaves: Sequence[Leaf]
 ) -> int:
     """Number of the leaf that a plan reads as argument `name`."""
     names = [a.name for a in call.primitive.op._schema.arguments]
     read = [names[place] for place in call.cut.places]
     if name not in read:
         raise BackendError(
-            f"backend {backend.name!r}: its plan reads {name!r}, and {step.name} has the tensors "
+            f"backend {backend.name!r}: its plan reads {name!r}, and {one.name} has the tensors "
             f"{', '.join(read)}.{did_you_mean(name, read)}"
         )
-    number = step.reads[read.index(name)]
+    number = one.reads[read.index(name)]
     buffer = leaves[number].buffer if number < len(leaves) else None
     if buffer is None:
         why = f"{name}, which is no leaf of the batch: forward computes it, or holds it"
@@ -188,6 +188,6 @@ def _host_leaf(
     else:
         return number
     raise BackendError(
-        f"backend {backend.name!r} of {step.name} plans on the host, where it reads {why}. "
+        f"backend {backend.name!r} of {one.name} plans on the host, where it reads {why}. "
         f"Pass {name} as a field of the batch, in host memory; or choose another backend"
     )

@@ -140,6 +140,11 @@ class Options:
         for generator in self.generators:
             if not isinstance(generator, torch.Generator):
                 raise TypeError(f"generators={generator!r}: a tuple of torch.Generator, (g,)")
+        for name, kind in (("max_keys", int), ("limits", Limits | None)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name}={getattr(self, name)!r}: expected {_SAID[name]}")
+        if self.max_keys < 1:
+            raise TypeError(f"max_keys={self.max_keys}: at least 1")
         check_outputs(self.outputs)
         check_name(self.recorder)
         Rules(self.memory_budget, self.on_failure)
@@ -173,8 +178,13 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     if options.get("allow_copies", COPY_LIMIT) is None:
         options["allow_copies"] = COPY_LIMIT
     for name in ("sizes", "query_lens", "fields", "generators"):
-        if options.get(name) is not None:
-            options[name] = tuple(options[name])
+        given = options.get(name, ())
+        if given is None and name == "sizes":
+            continue
+        if not isinstance(given, Iterable):
+            raise TypeError(f"{name}={given!r}: expected several, {name}=(...)")
+        if name in options:
+            options[name] = tuple(given)
     return Options(
         modes=None if modes is None else Mode.parse(modes),
         backends=dict(backends or {}),
@@ -184,6 +194,9 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         resolve=resolve,
         **options,
     )
+
+
+_SAID = {"max_keys": "a number of exact shapes", "limits": "fg.Limits(max_tokens=..., ...)"}
 
 
 def signature_with_options(fn: Callable[..., Any]) -> inspect.Signature:

@@ -115,7 +115,7 @@ class Compiled:
         return f"Compiled({callables} for {instructions})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Lowered:
     """Everything decided that can be without running: modes, backends, keys, buffers.
 
@@ -183,10 +183,6 @@ class Lowered:
             maker=Retracer(traced, self.limits),
         )
 
-    def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:
-        """{"T": padded tokens, "R": padded requests, ...} of a key."""
-        return sizes_of(descriptor, self.limits)
-
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
         """Bytes that a key will take in the pool and for its graphs."""
         return self._estimate(mode, descriptor)
@@ -240,7 +236,7 @@ def _piece_fn(piece: Piece, generators: Generators) -> InstructionFn:
     return call_piece
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Split:
     """Pieces of traced ops, with a primitive between one and the next."""
 
@@ -329,7 +325,7 @@ class Split:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
     """`forward` as an fx graph, pure and with its donation settled.
 
@@ -386,7 +382,6 @@ class Traced:
 
     def as_text(self) -> str:
         """The traced ops as Python."""
-        self.graph.gm.recompile()  # constants and donation have changed the graph since
         return self.graph.gm.code.strip()
 
     def __repr__(self) -> str:
@@ -487,6 +482,7 @@ def trace_function(
     paths = trees.paths(found["tree"], "output")
     check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text, refuse)
     donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
+    graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(
         args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked)
     )

@@ -62,7 +62,7 @@ def test_under_each_state_it_equals_bare_forward(name: str, modes: str) -> None:
 
 def programs(step: Any) -> int:
     """How many a step has captured keys of."""
-    return len({id(keys) for keys in step.keys.values()})
+    return len({id(keys) for keys in step.by_ambient.values()})
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name][-1]])
@@ -223,3 +223,16 @@ def test_ops_under_a_changed_state_are_other_ops() -> None:
             toys.tally_params(), toys.tally_state(), batch=toys.batch(3, 2)
         )
     assert "bfloat16" in again.as_text() and "bfloat16" not in traced.as_text()
+
+
+def test_weights_that_are_bound_again_wait_for_their_own_state() -> None:
+    """New memory is captured anew, but not under a state that the keys are not of."""
+    step, state = captured(matmul)
+    step(state, toys.batch(3, 2))
+    moved = {name: x.clone() for name, x in toys.tally_params().items()}
+    step.binding.leaves[0].data = moved["w"]
+    with autocast()():
+        step.rebind(p=moved)
+        assert len(step) == 0
+    want, _ = matmul(moved, toys.clone(state), toys.batch(3, 2))
+    assert torch.equal(step(state, toys.batch(3, 2))[0], want) and len(step) == 1

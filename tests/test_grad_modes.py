@@ -70,7 +70,7 @@ def test_modes_of_capture_and_call_in_any_order(
             toys.assert_trees((got, state), (want, want_state))
             assert not got.requires_grad
     assert torch.equal(g.get_state(), before.get_state())
-    assert len({id(keys) for keys in step.keys.values()}) <= 1  # nothing was traced again
+    assert len({id(keys) for keys in step.by_ambient.values()}) <= 1  # nothing was traced again
 
 
 @pytest.mark.parametrize("outputs", ["own", "borrow"])

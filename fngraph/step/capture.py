@@ -44,9 +44,10 @@ from fngraph.step.prepared import Prepared
 
 
 def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
-    """The replay of what a batch was dispatched to, captured now if it is not yet.
+    """Put the replay of what a batch was dispatched to into `prepared`, captured now if need be.
 
-    Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
+    Where it cannot be, the batch is one of mode NONE from now on, whatever modes it was allowed,
+    and the reason is counted.
     """
     keys.check_awake()
     key = prepared.chosen.key

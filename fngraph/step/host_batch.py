@@ -53,14 +53,7 @@ def _slot_batch(keys: Keys, prepared: Prepared, slot: int) -> SlotBatch | None:
 
 
 def buffer_of(keys: Keys, descriptor: BatchDescriptor, leaf: str) -> torch.Tensor:
-    """The static buffer of a batch leaf as a key reads it: its leading rows, on the device.
-
-    Args:
-        leaf: the field's name, or the path: "hidden" or "batch.hidden".
-
-    Raises:
-        SpecError: not a key of the table. TreeError: no such leaf. SleepError: while it sleeps.
-    """
+    """See `Step.static_buffer`."""
     keys.check_awake()
     executable = keys.executable
     if not any((mode, descriptor) in executable.table for mode in (Mode.FULL, Mode.PIECEWISE)):

@@ -31,7 +31,7 @@ from fngraph.core import (
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
-from fngraph.errors import SpecError
+from fngraph.errors import AmbientError, SpecError
 from fngraph.executable import Executable
 from fngraph.fx.ambient import (
     Ambient,
@@ -79,11 +79,14 @@ class LastCall:
 
 
 class Step(Generic[R]):
-    """A step over bound weights and state; a mapping from descriptors to replays.
+    """A step over bound weights and state; `step[descriptor]` is the replay of a captured key.
+
+    What looks at keys (`replays`, `memory`, `times`, `failed`, ...) looks at those of `main`; calls
+    and captures are of the ambient state that they come under, and a budget is of each alone.
 
     Attributes:
         main: the keys of the function as it was compiled, or bound again.
-        keys: those for each ambient state that calls have come under; `main` for its own.
+        by_ambient: those for each ambient state that calls have come under; `main` for its own.
         stats: what ran, counted.
     """
 
@@ -93,7 +96,7 @@ class Step(Generic[R]):
         self.shared, self.entry, self.binding = shared, shared.entry, shared.binding
         self.recorder, self.stats, self.turn = shared.recorder, shared.stats, shared.recorder.turn
         self.main = make_keys(executable, shared)
-        self.keys: dict[Ambient, Keys] = {ambient: self.main}
+        self.by_ambient: dict[Ambient, Keys] = {ambient: self.main}
         self.last = LastCall(plain_state(self.recorder.device.type), self.main)
 
     def __call__(self, /, *args: Any, allowed: Allowed = None, **kwargs: Any) -> R:
@@ -101,7 +104,7 @@ class Step(Generic[R]):
 
         Args:
             allowed: the modes that this batch may run as, by name or value, ("FULL", "NONE");
-                None: all.
+                None: all. A key that has failed, with on_failure="eager", runs as NONE anyway.
 
         Raises:
             SpecError: a batch beyond the limits.
@@ -174,16 +177,24 @@ class Step(Generic[R]):
             AmbientError: it does matter, and `on_ambient="error"` was asked for.
         """
         ambient = _ambient(self.recorder)
-        if ambient not in self.keys:
+        if ambient not in self.by_ambient:
             self.main.check_awake()
             other = self.main.executable.maker.under(ambient)
-            self.keys[ambient] = self.main if other is None else make_keys(other, self.shared)
-        return self.keys[ambient]
+            found = self.main if other is None else make_keys(other, self.shared)
+            self.by_ambient[ambient] = found
+        return self.by_ambient[ambient]
+
+    def _is_of_now(self) -> bool:
+        """Whether `main` serves the ambient state of now."""
+        try:
+            return self._keys_of_now() is self.main
+        except AmbientError:
+            return False
 
     @property
     def _family(self) -> list[Keys]:
         """The keys of every program."""
-        return list({id(keys): keys for keys in (self.main, *self.keys.values())}.values())
+        return list({id(keys): keys for keys in (self.main, *self.by_ambient.values())}.values())
 
     # what runs as what
 
@@ -329,14 +340,15 @@ class Step(Generic[R]):
                 main.free(captured)
                 self._begin(make_keys(new, self.shared))
                 self.main.pool = main.pool  # which the recorder still has
-                capture_ahead(self.main, [key for key in captured if key in new.table])
+                if self._is_of_now():  # else they wait for their own ambient state
+                    capture_ahead(self.main, [key for key in captured if key in new.table])
             elif moved:
                 self._begin(dataclasses.replace(main, executable=new))
                 self.main.forget()
 
     def _begin(self, main: Keys) -> None:
         """Go on with these keys; those for other ambient states are made again when needed."""
-        self.main, self.keys = main, {}
+        self.main, self.by_ambient = main, {}
         self.last = LastCall(self.last.read_ambient, main)
 
     def load_slot(self, /, slot: int, **held: Any) -> None:

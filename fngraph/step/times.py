@@ -45,11 +45,7 @@ class Times:
 
 
 def measure(keys: Keys, replay: Replay, repeats: int) -> Times:
-    """Device time of each graph and eager call of a captured key; CPU time on the tape.
-
-    It replays a batch that is all padding, so donated state and generators are as before; what
-    is written other than through null slots is saved first.
-    """
+    """See `Step.times`."""
     key = replay.mode, replay.descriptor
     sizes, host = keys.executable.sizes(replay.descriptor), bounds_of(key)
     shared, ring = keys.shared, keys.ring

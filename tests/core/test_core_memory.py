@@ -33,8 +33,9 @@ def test_text_and_repr():
         "MemoryTable(2 of 3 keys: 8.50 MB, of which the pool 6.00 MB; "
         "all keys, estimated: 6.01 MB, budget 9.00 MB)"
     )
-    assert repr(MemoryTable(())) == (
-        "MemoryTable(0 of 0 keys: 0.00 MB, of which the pool 0.00 MB; all keys, estimated: 0.00 MB)"
+    assert repr(MemoryTable((), 5 * MB * MB)) == (
+        "MemoryTable(0 of 0 keys: 5000000.00 MB, of which the pool 5000000.00 MB; "
+        "all keys, estimated: 0.00 MB)"
     )
 
 

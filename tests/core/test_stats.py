@@ -122,6 +122,7 @@ def test_stats_with_captures_add_and_subtract():
     both = a + b
     assert both.captures == {(Mode.FULL, key, False): (2, 2200), (Mode.FULL, key, True): (1, 500)}
     assert both - a == b and both - b == a and both != a
+    assert Stats() + a == a == a - Stats()
     assert (both - both) == Stats() and both.captures[Mode.FULL, key, False].ms == 2.2
     kept = a.copy()
     a.observe_capture(Mode.FULL, key, 1)

@@ -159,6 +159,17 @@ def test_only_the_first_dim_varies_with_the_batch(dims, moving):
     )
 
 
+def test_a_table_may_be_told_the_rows_that_changed():
+    for dims in ("R B", "R", "R 2*B"):
+        assert declared(dims, "int32", rows="changed").changed
+    assert not declared("T", "int32").changed and not declared("T", "int32", rows="all").changed
+    assert refused(buffer, "T B", "int32", rows="changed") == (
+        "rows='changed' is for a table with a row for each request, dims such as 'R B', not 'T B'"
+    )
+    assert refused(buffer, "", "int32", rows="changed").endswith("not ''")
+    assert refused(buffer, "R", "int32", rows="some") == 'rows=\'some\': "all" or "changed"'
+
+
 # --- plans ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from fngraph.core import (
+    BatchDescriptor,
     BatchSpec,
     Limits,
     Mode,
@@ -110,3 +111,34 @@ def test_a_copy_shares_nothing():
     stats = Stats(counts)
     counts.clear()
     assert stats.steps == 1
+
+
+def test_stats_with_captures_add_and_subtract():
+    a, b = Stats(), Stats()
+    key = BatchDescriptor(8)
+    a.observe_capture(Mode.FULL, key, 1500)
+    a.observe_capture(Mode.FULL, key, 500, in_step=True)
+    b.observe_capture(Mode.FULL, key, 700)
+    both = a + b
+    assert both.captures == {(Mode.FULL, key, False): (2, 2200), (Mode.FULL, key, True): (1, 500)}
+    assert both - a == b and both - b == a and both != a
+    assert Stats() + a == a == a - Stats()
+    assert (both - both) == Stats() and both.captures[Mode.FULL, key, False].ms == 2.2
+    kept = a.copy()
+    a.observe_capture(Mode.FULL, key, 1)
+    assert kept != a and kept.captures[Mode.FULL, key, False].times == 1
+
+
+def test_captures_slowest_first():
+    stats = Stats()
+    stats.observe_capture(Mode.FULL, BatchDescriptor(8, 8, 1), 1500)
+    stats.observe_capture(Mode.PIECEWISE, BatchDescriptor(8), 2000, in_step=True)
+    stats.observe_capture(Mode.PIECEWISE, BatchDescriptor(8), 149, in_step=True)
+    assert (
+        stats.as_text().partition("\n\n")[2]
+        == """\
+| captured  | key                                | when      | times |  ms |
+|-----------|------------------------------------|-----------|------:|----:|
+| PIECEWISE | BatchDescriptor(8)                 | in a step |     2 | 2.1 |
+| FULL      | BatchDescriptor(8, 8, query_len=1) | ahead     |     1 | 1.5 |"""
+    )

@@ -36,7 +36,9 @@ def test_frames_of_libraries_are_passed_over(module):
     assert library() == here()
 
 
-@pytest.mark.parametrize("module", ["torchvision", "my.torch", "models.fngraph", "__main__"])
+@pytest.mark.parametrize(
+    "module", ["torchvision", "my.torch", "models.fngraph", "__main__", "fngraph.models.x"]
+)
 def test_names_that_only_look_like_a_library_are_the_users(module):
     theirs = code("def call():\n    return user_line()\n", module)["call"]
     assert theirs() == "/their/file.py:2"
@@ -44,8 +46,9 @@ def test_names_that_only_look_like_a_library_are_the_users(module):
 
 @pytest.mark.parametrize("filename", ["<eval_with_key>.7", "<string>", "<frozen importlib>"])
 def test_generated_code_is_passed_over(filename):
-    generated = code("def call():\n    return user_line()\n", "user", filename)["call"]
-    assert generated() == here()
+    for module in ("user", "fngraph.models.x"):
+        generated = code("def call():\n    return user_line()\n", module, filename)["call"]
+        assert generated() == here()
 
 
 def test_a_frame_of_no_module_is_the_users():

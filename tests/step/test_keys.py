@@ -11,7 +11,7 @@ import toys
 from toys import FULL, PIECEWISE
 
 import fngraph as fg
-from fngraph.core import BatchDescriptor, Stats
+from fngraph.core import BatchDescriptor
 from fngraph.errors import AddressError
 from fngraph.graphs.replay import EagerCall
 
@@ -101,21 +101,6 @@ def test_captures_are_shown_with_their_ms(recorder_name, device):
     made.step.capture_some(0)
     text = made.step.stats.as_text()
     assert "in a step" in text and "ahead" in text and "BatchDescriptor(8)" in text
-
-
-def test_stats_with_captures_add_and_subtract():
-    a, b = Stats(), Stats()
-    key = BatchDescriptor(8)
-    a.observe_capture(FULL, key, 1500)
-    a.observe_capture(FULL, key, 500, in_step=True)
-    b.observe_capture(FULL, key, 700)
-    both = a + b
-    assert both.captures == {(FULL, key, False): (2, 2200), (FULL, key, True): (1, 500)}
-    assert both - a == b and both - b == a and both != a
-    assert (both - both) == Stats() and both.captures[FULL, key, False].ms == 2.2
-    kept = a.copy()
-    a.observe_capture(FULL, key, 1)
-    assert kept != a and kept.captures[FULL, key, False].times == 1
 
 
 def test_lazily_captured_by_a_bound_function(recorder_name, device):

@@ -15,7 +15,7 @@ from toys import FULL, NONE, PIECEWISE
 import fngraph as fg
 from fngraph import stages
 from fngraph.core import BatchDescriptor
-from fngraph.core.memory import GRAPH_BYTES, NODE_BYTES, Bytes, KeyMemory, MemoryTable
+from fngraph.core.memory import GRAPH_BYTES, NODE_BYTES, Bytes
 from fngraph.errors import CaptureError
 from fngraph.graphs.cuda.recorder import CudaRecorder
 from fngraph.graphs.recorder import CHUNK, Usage
@@ -133,13 +133,6 @@ def test_the_table_prints_and_adds_up(recorder_name, device):
     assert row.key == key(16) and table.total == table.pool + row.measured.graph
     text = table.as_text()
     assert "| FULL | BatchDescriptor(64, 8) |" in text and "1 of 3 keys" in text
-
-
-def test_an_empty_table():
-    assert MemoryTable(()).total == MemoryTable(()).estimated == 0
-    row = KeyMemory(FULL, key(1), Bytes(10, 5), Bytes(7, 3), 0)
-    assert "never" in MemoryTable((row,), 7, 100).as_text()
-    assert (MemoryTable((row,), 7).total, MemoryTable((row,), 7).estimated) == (10, 15)
 
 
 # --- the budget -----------------------------------------------------------------------------------

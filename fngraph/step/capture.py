@@ -148,7 +148,7 @@ class Operands(NamedTuple):
 
 
 def _operands(keys: Keys, key: Key) -> Operands:
-    """For a key, at the addresses of now; what is planned on the host is planned for padding."""
+    """A key's operands, at the addresses of now; what is planned on the host is so for padding."""
     sizes = keys.executable.sizes(key[1])
     plan_padding(keys, key, sizes)
     views = keys.static.views(sizes)

@@ -160,7 +160,7 @@ class Tables:
 
 @torch.inference_mode(False)
 def make_tables(args: Arguments, limits: Limits, device: torch.device) -> Tables | None:
-    """Of the fields with rows="changed"; None where there are none."""
+    """The tables of the fields with rows="changed"; None where there are none."""
     if args.batch_type is None:
         return None
     sizes = {**limits.dims, "R": limits.max_reqs}
@@ -174,7 +174,7 @@ def make_tables(args: Arguments, limits: Limits, device: torch.device) -> Tables
 
 
 def put_changed(tables: Tables | None, batch: Any, changed: Mapping[str, ChangedRows]) -> None:
-    """Into a batch of one's own.
+    """Put changed rows into a batch of one's own.
 
     Raises:
         TreeError: a field without a table.

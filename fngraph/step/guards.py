@@ -140,7 +140,7 @@ _AS_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _poison_rows(x: torch.Tensor, true: torch.Tensor, rows: torch.Tensor) -> None:
-    """Rows of `x` from `true` on: NaN, or a copy of the last row before."""
+    """Overwrite the rows of `x` from `true` on: with NaN, or with a copy of the last true row."""
     if (x.dtype.is_floating_point and x.itemsize > 1) or x.dtype.is_complex:
         mask = (rows >= true).view(-1, *[1] * (x.dim() - 1))
         x.masked_fill_(mask, float("nan"))

@@ -141,8 +141,8 @@ class Prepared:
 
     Attributes:
         true: sizes of the batch.
-        kinds: of its leaves, as `kinds_of` reads them.
-        words: of its slot in the ring; addresses are filled in.
+        kinds: shape, dtype and layout of each of its leaves, as `kinds_of` reads them.
+        words: what its slot in the ring says; addresses are filled in.
         views: the outputs, cut to the true sizes.
         counted_as: where its steps are counted.
         replay: of the key, once it is captured.
@@ -197,7 +197,7 @@ class HostBatch(NamedTuple):
 
     @property
     def slot(self) -> int:
-        """Of the ring."""
+        """Which slot of the ring it lies in."""
         return self.taken % SLOTS
 
     def is_in_place(self, taken: int) -> bool:

@@ -162,19 +162,17 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         ModesError, BackendError, DonationError, CaptureError, TreeError, TypeError: an option that
             means nothing, or is none.
     """
-    known = OptionsDict.__annotations__
-    for name in given:
-        if name not in known:
-            advice = OLD_FLAGS.get(name) or f".{did_you_mean(name, known)}"
-            raise TypeError(f"graphify() takes no option {name!r}{advice}")
+    check_names("graphify", given, OptionsDict)
     options = dict(given)
     resolve: Any = {n: options.pop(n) for n in ResolveDict.__annotations__ if n in options}
-    modes, backends, adapters = (options.pop(n, None) for n in ("modes", "backends", "adapters"))
+    modes, backends = options.pop("modes", None), options.pop("backends", None)
+    adapters = options.pop("adapters", 0)
     if not isinstance(backends, Mapping | None):
         raise BackendError(
             f'backends={backends!r}: pass them by primitive, backends={{"attention": {backends!r}}}'
         )
-    adapters = 0 if adapters is None else adapters
+    if not isinstance(adapters, int | Iterable):
+        raise TypeError(f"adapters={adapters!r}: expected a number, or several")
     if options.get("allow_copies", COPY_LIMIT) is None:
         options["allow_copies"] = COPY_LIMIT
     for name in ("sizes", "query_lens", "fields", "generators"):
@@ -194,6 +192,14 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         resolve=resolve,
         **options,
     )
+
+
+def check_names(verb: str, given: Iterable[str], known: type) -> None:
+    """Raise `TypeError` for a name that the `TypedDict` `known` does not have."""
+    for name in given:
+        if name not in known.__annotations__:
+            advice = OLD_FLAGS.get(name) or f".{did_you_mean(name, known.__annotations__)}"
+            raise TypeError(f"{verb}() takes no option {name!r}{advice}")
 
 
 _SAID = {"max_keys": "a number of exact shapes", "limits": "fg.Limits(max_tokens=..., ...)"}

@@ -52,7 +52,7 @@ from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
-from fngraph.options import CaptureDict, Options
+from fngraph.options import CaptureDict, Options, check_names, check_outputs
 from fngraph.step.step import Step, make_step
 
 
@@ -91,12 +91,14 @@ class Compiled:
             TreeError: arguments that differ from the traced ones.
             CaptureError: a key that could not be captured.
         """
-        told, guards = self.options, options.get("guards")
+        told, (guards, outputs) = self.options, (options.get("guards"), options.get("outputs"))
+        check_names("capture", options, CaptureDict)
+        check_outputs(told.outputs if outputs is None else outputs)
         step = make_step(
             self.executable,
             bound,
-            recorder=options.get("recorder") or told.recorder,
-            outputs=options.get("outputs") or told.outputs,
+            recorder=told.recorder if (named := options.get("recorder")) is None else named,
+            outputs=told.outputs if outputs is None else outputs,
             rules=told.rules(options.get("memory_budget"), options.get("on_failure")),
             guards=told.guards if guards is None else guards,
         )
@@ -404,7 +406,8 @@ class Retracer:
         new = self._trace(leaves)
         lowered = new.split().lower(self.limits)
         if new.computes_as(self.traced):
-            return lowered.executable(old.fns)
+            same = lowered.executable(old.fns)  # which read what the old planners have planned
+            return dataclasses.replace(same, planners=old.planners)
         return lowered.compile().executable
 
     def under(self, ambient: Ambient) -> Executable | None:

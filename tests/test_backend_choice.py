@@ -243,7 +243,7 @@ def test_a_plan_is_made_before_each_step_into_the_keys_own_buffers(add):
     low = lowered("planned")
     params, cache = toys.attention_params(), toys.attention_cache()
     compiled = low.compile()
-    assert len(compiled.planners) == 1  # two layers, one plan
+    assert len(compiled.executable.planners) == 1  # two layers, one plan
     step = compiled.capture(params, cache, recorder="tape")
     keys = {key for key, _, _ in filled}
     assert None in keys and {key.num_tokens for key in keys if key} == {1, 2, 4}
@@ -348,3 +348,17 @@ def test_flashinfers_page_table():
     assert offsets.tolist() == [0, 3, 5, 6, 6, 6]
     assert used.tolist() == [7, 3, 5, 2, 9, 4]
     assert last.tolist()[:3] == [1, 4, 1] and len(last) == 5
+
+
+def test_what_is_planned_is_what_is_read_after_an_unread_leaf_got_another_shape(add):
+    planned(add, fg.Support.UNIFORM_BATCH)
+    params = toys.attention_params() | {"unread": torch.ones(3)}
+    fast = fg.graphify(
+        toys.attend, donate="cache", stage="batch", limits=toys.LIMITS, sizes=(1, 2, 4),
+        backends={"attention": "planned"}, recorder="tape",
+    )  # fmt: skip
+    step = fast.bind(params).capture(toys.attention_cache(), progress=False)
+    step.rebind(params={"params['unread']": torch.ones(5)})
+    executable = step.main.executable
+    read = {id(p) for fn in executable.fns for p in getattr(fn, "planners", {}).values()}
+    assert read == {id(planner) for planner in executable.planners} and len(read) == 1

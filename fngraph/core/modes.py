@@ -96,6 +96,8 @@ def runtime_modes(allowed: Iterable[Mode | str] | None) -> frozenset[Mode]:
         return _ALL
     if type(allowed) is frozenset and allowed in _SUBSETS:  # an eighth of the time
         return allowed
+    if not isinstance(allowed, Mode | Iterable):
+        raise ModesError(f'allowed={allowed!r}: pass modes, ("FULL", "NONE"), or None for all.')
     modes = frozenset(map(Mode.parse, (allowed,) if isinstance(allowed, str | Mode) else allowed))
     if not modes:
         raise ModesError("allowed=() allows no mode at all. Pass allowed=None to allow every mode.")

@@ -25,6 +25,7 @@ from fngraph.core import (
     Mode,
     PlannedBuffer,
 )
+from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import Bytes
 from fngraph.core.program import run_program
 from fngraph.core.spec import CLASS, Key
@@ -43,17 +44,19 @@ from fngraph.step.prepared import Prepared
 # one key
 
 
-def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
+def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowed = None) -> None:
     """Put the replay of what a batch was dispatched to into `prepared`, captured now if need be.
 
-    Where it cannot be, the batch is one of mode NONE from now on, whatever modes it was allowed,
-    and the reason is counted.
+    Where it cannot be, the batch is one of mode NONE from now on, and the reason is counted.
+
+    Raises:
+        ModesError: it cannot be, and NONE is not allowed.
     """
     keys.check_awake()
     key = prepared.chosen.key
     replay = keys.replays.get(key) or obtain(keys, key, in_step=True)
     if replay is None:
-        prepared.chosen = keys.refused(key, spec)
+        prepared.chosen = keys.refused(key, spec, allowed)
         return
     prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
     prepared.ignores_grad_mode = key[0] is Mode.FULL and keys.shared.borrow

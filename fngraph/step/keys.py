@@ -19,7 +19,7 @@ from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode, Stats, disp
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.spec import COUNTS, Key
-from fngraph.errors import CaptureError, SleepError
+from fngraph.errors import CaptureError, ModesError, SleepError
 from fngraph.executable import Executable
 from fngraph.graphs.memory import Emptied
 from fngraph.graphs.recorder import Recorder
@@ -193,8 +193,17 @@ class Keys:
         if self.handed is not None:
             self.handed = self.handed._replace(prepared=None)
 
-    def refused(self, key: Key, spec: BatchSpec) -> Dispatch:
-        """What a batch runs as whose key cannot be captured."""
+    def refused(self, key: Key, spec: BatchSpec, allowed: Allowed = None) -> Dispatch:
+        """What a batch runs as whose key cannot be captured.
+
+        Raises:
+            ModesError: NONE is not allowed.
+        """
+        if Mode.NONE not in runtime_modes(allowed):
+            raise ModesError(
+                f'{spec!r} cannot run as {key[0]}: capture failed: {self.failed[key]}. Add "NONE" '
+                "to allowed=, or mend what failed and call step.recapture()"
+            )
         return Dispatch(Mode.NONE, spec.descriptor(), f"capture failed: {self.failed[key]}")
 
     # memory

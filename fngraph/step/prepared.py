@@ -56,6 +56,12 @@ class Entry:
         """
         return tuple(self.args.signature.values(args, kwargs, *CALLED))
 
+    @property
+    def takes_allowed(self) -> bool:
+        """Whether an argument has the name of a step's own option."""
+        sig = self.args.signature
+        return "allowed" in [sig.names[i] for i in sig.positions(*CALLED)]
+
 
 def make_entry(args: Arguments, binding: Binding) -> Entry:
     """The entry of a bound function."""

@@ -104,11 +104,12 @@ class Step(Generic[R]):
 
         Args:
             allowed: the modes that this batch may run as, by name or value, ("FULL", "NONE");
-                None: all. A key that has failed, with on_failure="eager", runs as NONE anyway.
+                None: all.
 
         Raises:
             SpecError: a batch beyond the limits.
-            ModesError: no key of an allowed mode covers it, and NONE is not allowed.
+            ModesError: no key of an allowed mode covers it, or it has failed, and NONE is not
+                allowed.
             TreeError: arguments that are not what was traced; with paths.
             AddressError: bound leaves that moved, or other donated ones.
             AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
@@ -128,6 +129,8 @@ class Step(Generic[R]):
             if stream != turn.stream or turn.capturing():
                 turn.order(stream)
             entry, binding = self.entry, self.binding
+            if allowed is not None and entry.takes_allowed:  # an argument of forward's own
+                kwargs["allowed"], allowed = allowed, None
             if keys.poison is not None:
                 args, keys.handed = keys.poison.begin(entry, args, kwargs, keys.handed)
             elif kwargs or len(args) != entry.count:
@@ -138,7 +141,7 @@ class Step(Generic[R]):
             if binding.watch.moved():
                 binding.check()
             batch = args[entry.staged_at]
-            filled, keys.handed = keys.handed, None
+            filled = keys.handed
             prepared = None
             if filled is not None and filled.batch is batch:
                 spec, prepared = filled.spec, filled.prepared
@@ -149,9 +152,10 @@ class Step(Generic[R]):
                 filled = filled and filled.not_in_place()  # it was laid out for another key
             elif prepared is None:
                 prepared = keys.prepared.get(spec[COUNTS]) or keys.prepare(spec)
+            keys.handed = None
             leaves = leaves_of(keys, batch, prepared) if filled is None else None
             if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
-                find_replay(keys, prepared, spec)
+                find_replay(keys, prepared, spec, allowed)
             if prepared.ignores_grad_mode or (last.in_fixed_ambient and turn.is_here()):
                 results = results_of(keys, prepared, spec, batch, leaves, filled)
             else:
@@ -237,7 +241,7 @@ class Step(Generic[R]):
         """As `dispatch`, but NONE where the key has failed under the last call's ambient state."""
         chosen, keys = self.dispatch(spec, allowed), self.last.keys
         failed = chosen.key in keys.failed
-        return keys.refused(chosen.key, spec) if failed else chosen
+        return keys.refused(chosen.key, spec, allowed) if failed else chosen
 
     def explain(self, spec: BatchSpec, allowed: Allowed = None) -> Explanation:
         """Why `spec` runs as it does, and why not as anything else."""
@@ -325,9 +329,9 @@ class Step(Generic[R]):
         with self.turn.taken():
             main, old = self.main, self.main.executable
             changes = changes_of(self.binding, held)
-            if changes.replaced:
-                main.check_awake()  # it may have to be captured again
             new = old
+            if changes.replaced or changes.leaves != old.args.leaves:
+                main.check_awake()  # it may have to be captured again
             if changes.leaves != old.args.leaves:
                 new = old.maker.for_leaves(old, changes.leaves)
             moved = changes.moved

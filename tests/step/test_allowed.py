@@ -1,0 +1,101 @@
+"""`step(..., allowed=)`: the modes that one call may run as; options of `capture` that are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import steps
+import torch
+import toys
+
+import fngraph as fg
+from fngraph.errors import CaptureError, ModesError, SleepError, TreeError
+
+MIXED, UNIFORM = toys.batch(3, 2, seed=1), toys.decode(2, 3, seed=2)
+
+
+@pytest.mark.parametrize("allowed", ["FULL", "PIECEWISE", "NONE", ("PIECEWISE", "NONE"), None])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_batch_runs_as_what_is_allowed(recorder_name, device, allowed: Any, in_place: bool):
+    made = steps.make(recorder_name, device)
+    step, like = made.step, toys.on(UNIFORM, device)
+    mode = step.dispatch(like.spec, allowed).mode
+    assert str(mode) == {None: "FULL", ("PIECEWISE", "NONE"): "PIECEWISE"}.get(allowed, allowed)
+    want, _ = toys.bare(made.fn, made.params, toys.clone(made.state), like)
+    batch = like
+    if in_place:
+        batch = step.host_batch(like.spec)
+        for name in fg.core.buffers_of(toys.Batch):
+            getattr(batch, name).copy_(getattr(like, name))
+    got, _ = step(made.state, batch, allowed=allowed)
+    torch.testing.assert_close(got, want, **steps.CLOSE)
+    assert step.stats.share(mode) == 1
+
+
+def test_a_mode_that_covers_nothing_is_refused_and_the_batch_is_not_lost(recorder_name, device):
+    made = steps.make(recorder_name, device)
+    batch = made.step.host_batch(MIXED.spec)
+    for name in fg.core.buffers_of(toys.Batch):
+        getattr(batch, name).copy_(getattr(MIXED, name))
+    with pytest.raises(ModesError, match="cannot run as FULL"):
+        made.step(made.state, batch, allowed="FULL")
+    made.step(made.state, batch)
+    with pytest.raises(ModesError, match="allowed=5"):
+        made.step(made.state, toys.on(MIXED, device), allowed=5)
+    assert made.step.stats.share("PIECEWISE") == 1
+
+
+def test_a_key_that_failed_is_not_run_eagerly_where_that_is_not_allowed(recorder_name, device):
+    made = steps.make(recorder_name, device, memory_budget=1000, on_failure="eager")
+    for _ in range(2):
+        with pytest.raises(ModesError, match="capture failed"):
+            made.step(made.state, toys.on(MIXED, device), allowed="PIECEWISE")
+    with pytest.raises(ModesError, match="capture failed"):
+        made.step.runs_as(MIXED.spec, "PIECEWISE")
+    made.check(MIXED)
+    assert made.step.stats.share("NONE") == 1
+
+
+def test_an_argument_of_forwards_own_may_have_that_name():
+    step = fg.graphify(lambda w, allowed: allowed @ w, stage="allowed", recorder="tape")
+    x, w = torch.ones(2, 3), torch.ones(3, 3)
+    made = step.bind(w).capture(batch=x, progress=False)
+    assert made(allowed=x).tolist() == made(x).tolist() == (x @ w).tolist()
+
+
+@pytest.mark.parametrize(
+    "options, error, says",
+    [
+        ({"output": "borrow"}, TypeError, "no option 'output'. Did you mean 'outputs'"),
+        ({"memory_budgt": 1}, TypeError, "Did you mean 'memory_budget'"),
+        ({"outputs": "borow"}, TreeError, "outputs='borow'"),
+        ({"outputs": ""}, TreeError, "outputs=''"),
+        ({"recorder": ""}, CaptureError, "recorder=''"),
+    ],
+)
+def test_options_of_capture_that_mean_nothing(options: Any, error: Any, says: str):
+    fast = fg.graphify(lambda w, x: x @ w, stage="x", recorder="tape")
+    with pytest.raises(error, match=says.replace(".", r"\.")):
+        fast.bind(torch.ones(3, 3)).capture(batch=torch.ones(2, 3), progress=False, **options)
+
+
+def test_a_leaf_that_takes_another_shape_asleep_wakes_nothing():
+    """It would be a step with new buffers, over a cache that has no memory."""
+
+    def widened(params: Any, cache: Any, batch: toys.Batch) -> Any:
+        out, cache = toys.attend(params, cache, batch)
+        return out * float(params["head"].shape[1]), cache
+
+    params, cache = toys.attention_params(), toys.attention_cache()
+    fast = fg.graphify(widened, donate="cache", stage="batch", sizes=toys.SIZES, recorder="tape")
+    step = fast.bind(params).capture(cache, toys.LIMITS, progress=False)
+    keys, head = len(step), params["head"].data
+    step.sleep(cache=True)
+    params["head"].data = torch.randn(toys.E, toys.V + 1)
+    with pytest.raises(SleepError):
+        step.rebind(params=params)
+    params["head"].data = head
+    step.wake()
+    assert len(step) == keys and cache[0][0].untyped_storage().nbytes()
+    step(cache, MIXED)

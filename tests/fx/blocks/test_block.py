@@ -88,7 +88,7 @@ def check(model: Callable[[Any], Any], runs: int, *args: Any) -> Any:
 
 
 def loop(make: Callable[[Any], Any]) -> Any:
-    """A model of L calls `x = layer(i, x, p)`, where `layer = make(mark)`."""
+    """A model of L calls `x = layer(i, x, p, s, b)`, where `layer = make(mark)`."""
 
     def model(mark: Any) -> Any:
         layer = make(mark)
@@ -96,7 +96,7 @@ def loop(make: Callable[[Any], Any]) -> Any:
         def forward(p: Any, s: Any, b: Any) -> Any:
             x = p["embed"][b.token_ids]
             for i in range(L):
-                x = layer(i, x, p)
+                x = layer(i, x, p, s, b)
             return x, s
 
         return forward
@@ -104,8 +104,8 @@ def loop(make: Callable[[Any], Any]) -> Any:
     return model
 
 
-def stack(body: Callable[..., Any], *, of: Callable[..., Any] | None = None) -> Any:
-    """A model of L calls `x, s = body(x, w, b, s)`, or `body(*of(i, x, p, s, batch))`."""
+def stack(body: Callable[..., Any], of: Callable[..., Any] | None = None) -> Any:
+    """A model of calls `x, s[i] = body(x, w, b, s[i])`, or `body(*of(i, x, p, s, batch))`."""
 
     def model(mark: Any) -> Any:
         layer = mark(body)
@@ -184,20 +184,9 @@ def with_autocast(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
 
 
 def with_transforms(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
-    """vmap and grad inside."""
     y = torch.func.vmap(lambda row: row @ w)(x)
     slope = torch.func.grad(lambda b: (b**2).sum())(b)
     return y + slope, s
-
-
-def primitive(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
-    """A cut in the middle, that writes into memory of the body's own."""
-    return toys.double(x @ w) + b, s
-
-
-def asks_for_a_size(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
-    """T is asked of the batch, for the first time in the first layer."""
-    return torch.relu(x.view(x.shape[0], 2, -1).flatten(1) @ w) + b, s
 
 
 def conjugate(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
@@ -206,17 +195,22 @@ def conjugate(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     return torch.view_as_real(turned.resolve_conj()).flatten(1) + b, s
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        asks_for_a_size,
+BODIES: dict[str, Callable[..., Any]] = {
+    fn.__name__: fn
+    for fn in (
         functional, in_place, temporary_in_place, literals, sizes, many_outputs, complex_numbers,
-        with_autocast, with_transforms, primitive,
-    ],
-    ids=lambda f: f.__name__,
-)  # fmt: skip
-def test_the_graph_is_the_one_without(body: Any):
-    check(stack(body), 1)
+        with_autocast, with_transforms,
+    )
+} | {
+    "a cut that writes into its own": lambda x, w, b, s: (toys.double(x @ w) + b, s),
+    "T is first asked in a layer": lambda x, w, b, s: (
+        torch.relu(x.view(x.shape[0], 2, -1).flatten(1) @ w) + b, s),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_graph_is_the_one_without(name: str):
+    check(stack(BODIES[name]), 1)
 
 
 def test_conjugate_views_are_traced_each_time():
@@ -254,17 +248,12 @@ def test_layers_of_two_kinds_are_traced_once_each():
         return (x.to(w.dtype) @ w).float() + 1, s + 1
 
     kinds = [
-        torch.rand(8, 8),
-        torch.rand(8, 8).t(),
-        torch.rand(8, 8).double(),
-        torch.rand(8, 16)[:, ::2],
-        torch.randint(3, (8, 8), dtype=torch.int32),
-        torch.rand(8, 8),
-    ]
+        torch.rand(8, 8), torch.rand(8, 8).t(), torch.rand(8, 8).double(),
+        torch.rand(8, 16)[:, ::2], torch.randint(3, (8, 8), dtype=torch.int32), torch.rand(8, 8),
+    ]  # fmt: skip
     given = {"embed": torch.rand(toys.V, 8), "w": kinds + kinds}
-    old = state(len(given["w"]))
     model = stack(body, of=lambda i, x, p, s, b: (x, p["w"][i], s[i]))
-    check(model, 5, given, old)
+    check(model, 5, given, state(len(given["w"])))
 
 
 def test_layers_that_share_a_leaf():
@@ -276,10 +265,7 @@ def test_layers_that_share_a_leaf():
         other.mul_(2)
         return y + mine[0], mine
 
-    def arguments(i: int, x: Tensor, p: Any, s: Any, b: Any) -> Any:
-        return x, s[i], s[i - i % 2]
-
-    check(stack(body, of=arguments), 2)
+    check(stack(body, of=lambda i, x, p, s, b: (x, s[i], s[i - i % 2])), 2)
 
 
 def test_arguments_in_another_place():
@@ -319,6 +305,7 @@ def test_views_that_begin_elsewhere():
 def test_views_and_inputs_come_back():
     """What a body returns may be an input, a view of one, one made twice, or no tensor."""
 
+    @loop
     def model(mark: Any) -> Any:
         @mark
         def body(x: Tensor, s: Tensor, n: int) -> Any:
@@ -327,32 +314,23 @@ def test_views_and_inputs_come_back():
             part.add_(1)
             return {"x": x, "y": [y, y, y[:, :2]], "part": part, "s": s, "n": (n, None, x.shape[0])}
 
-        def forward(p: Any, s: Any, b: Any) -> Any:
-            x, kept = p["embed"][b.token_ids], []
-            for i in range(L):
-                out = body(x, s[i], 3)
-                assert out["x"] is x and out["y"][0] is out["y"][1] and out["s"] is s[i]
-                assert list(out) == ["x", "y", "part", "s", "n"] and out["n"][:2] == (3, None)
-                out["part"].mul_(2)  # in the leaf
-                out["y"][2].add_(1)  # in y
-                x = out["y"][0] + out["y"][1] + x.new_ones(out["n"][2])[:, None]
-                kept.append(out["s"])
-            return x, kept
+        def layer(i: int, x: Tensor, p: Any, s: Any, b: Any) -> Tensor:
+            out = body(x, s[i], 3)
+            assert out["x"] is x and out["y"][0] is out["y"][1] and out["s"] is s[i]
+            assert list(out) == ["x", "y", "part", "s", "n"] and out["n"][:2] == (3, None)
+            out["part"].mul_(2)  # in the leaf
+            out["y"][2].add_(1)  # in y
+            return out["y"][0] + out["y"][1] + x.new_ones(out["n"][2])[:, None]
 
-        return forward
+        return layer
 
     check(model, 1)
 
 
 def test_nested_marks():
     def model(mark: Any) -> Any:
-        @mark
-        def inner(x: Tensor, w: Tensor) -> Tensor:
-            return torch.relu(x @ w) + torch.tensor([1.0] * toys.E)
-
-        @mark
-        def outer(x: Tensor, p: Any, s: Tensor) -> Any:
-            return inner(inner(x, p["w"][0]), p["w"][1]), s.add_(1)
+        inner = mark(lambda x, w: torch.relu(x @ w) + torch.tensor([1.0] * toys.E))
+        outer = mark(lambda x, p, s: (inner(inner(x, p["w"][0]), p["w"][1]), s.add_(1)))
 
         def forward(p: Any, s: Any, b: Any) -> Any:
             x = inner(p["embed"][b.token_ids], p["w"][2])
@@ -375,15 +353,8 @@ def test_a_layer_defined_in_the_loop():
             x = p["embed"][b.token_ids]
             for i in range(L):
                 w = p["w"][i]
-
-                @mark
-                def by_index(x: Tensor) -> Tensor:
-                    return x @ p["w"][i] * (i + 1)  # noqa: B023
-
-                @mark
-                def by_value(x: Tensor) -> Tensor:
-                    return x @ w + 1  # noqa: B023
-
+                by_index = mark(lambda x: x @ p["w"][i] * (i + 1))  # noqa: B023
+                by_value = mark(lambda x: x @ w + 1)  # noqa: B023
                 x = by_value(by_index(x))
             return x * 1, s
 
@@ -473,12 +444,7 @@ def test_closed_over_values(values: Any, runs: int | None):
 )
 def test_what_has_a_state_is_traced_each_time(value: Any):
     """It may have changed, and nothing would show it."""
-
-    def body(x: Tensor, s: Tensor, value: Any) -> Any:
-        return x + 1, s
-
-    model = stack(body, of=lambda i, x, p, s, b: (x, s[i], value))
-    check(model, L)
+    check(stack(lambda x, s, value: (x + 1, s), of=lambda i, x, p, s, b: (x, s[i], value)), L)
 
 
 def test_an_object_that_counts_its_calls():
@@ -513,10 +479,7 @@ def test_a_body_that_changes_its_arguments_is_traced_each_time():
             pair.reverse()
             return x + pair[0]
 
-        @mark
-        def reshapes(x: Tensor) -> Tensor:
-            x.unsqueeze_(0)
-            return x[0] + 1
+        reshapes = mark(lambda x: x.unsqueeze_(0)[0] + 1)
 
         def forward(p: Any, s: Any, b: Any) -> Any:
             x, kept, calls = p["embed"][b.token_ids], [], 0
@@ -578,9 +541,7 @@ def test_a_function_mode_of_the_users():
     class Louder(torch.overrides.TorchFunctionMode):
         volume = 1
 
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             if func is torch.relu:
                 self.volume += 1
@@ -588,16 +549,13 @@ def test_a_function_mode_of_the_users():
             return out
 
     def model(mark: Any) -> Any:
-        layer = mark(functional)
+        forward = stack(functional)(mark)
 
-        def forward(p: Any, s: Any, b: Any) -> Any:
-            x = p["embed"][b.token_ids]
+        def inside(p: Any, s: Any, b: Any) -> Any:
             with Louder():
-                for i in range(L):
-                    x, _ = layer(x, p["w"][i], p["b"][i], s[i])
-            return x, s
+                return forward(p, s, b)
 
-        return forward
+        return inside
 
     check(model, L)
 
@@ -616,13 +574,13 @@ def test_static_fields_are_seen():
     def body(x: Tensor, scaled: Scaled) -> Any:
         return x + (torch.arange(toys.E) * scaled.by / 2 + scaled.w), scaled.w * 1
 
-    model = stack(body, of=lambda i, x, p, s, b: (x, Scaled(p["b"][i], (1, 1.0, 2, 1, 1.0)[i])))
+    stacked = stack(body, of=lambda i, x, p, s, b: (x, Scaled(p["b"][i], (1, 1.0, 2, 1, 1.0)[i])))
 
-    def forward_of(mark: Any) -> Any:
-        forward = model(mark)
+    def model(mark: Any) -> Any:
+        forward = stacked(mark)
         return lambda p, s, b: (forward(p, s, b), s)
 
-    check(forward_of, 3)
+    check(model, 3)
 
 
 def test_a_literal_that_is_passed_on_is_looked_at():
@@ -631,8 +589,7 @@ def test_a_literal_that_is_passed_on_is_looked_at():
     def body(x: Tensor, lit: Tensor, s: Tensor) -> Any:
         return x * (3 if torch.allclose(lit, torch.tensor([2.0])) else 1) + lit, s
 
-    model = stack(body, of=lambda i, x, p, s, b: (x, torch.tensor([float(i)]), s[i]))
-    check(model, L)
+    check(stack(body, of=lambda i, x, p, s, b: (x, torch.tensor([float(i)]), s[i])), L)
 
 
 def test_a_literal_that_comes_back():
@@ -642,7 +599,7 @@ def test_a_literal_that_comes_back():
     def model(mark: Any) -> Any:
         body = mark(lambda x: (x * 2, torch.tensor([2.0])))
 
-        def layer(i: int, x: Tensor, p: Any) -> Tensor:
+        def layer(i: int, x: Tensor, *_: Any) -> Tensor:
             x, two = body(x)
             return x + (1 if torch.allclose(two, torch.tensor([2.0])) else 0)
 
@@ -668,7 +625,7 @@ def test_what_comes_back_with_a_state_is_made_each_time():
             box.value = x * 2
             return box
 
-        def layer(i: int, x: Tensor, p: Any) -> Tensor:
+        def layer(i: int, x: Tensor, *_: Any) -> Tensor:
             x, found = in_a_set(boxed(x).value)
             found.add(2)
             return x
@@ -696,7 +653,7 @@ def test_tensors_that_pass_behind_the_arguments(body: Any):
     def model(mark: Any) -> Any:
         marked_body = mark(body)
 
-        def layer(i: int, x: Tensor, p: Any) -> Tensor:
+        def layer(i: int, x: Tensor, p: Any, *_: Any) -> Tensor:
             HANDED_OVER.append(p["b"][i])
             x, other = marked_body(x)
             HANDED_OVER.pop()
@@ -714,9 +671,7 @@ def test_inside_a_transform_the_body_is_traced_each_time():
     """grad, vmap and jvp see what no graph node shows."""
 
     def model(mark: Any) -> Any:
-        @mark
-        def body(x: Tensor, w: Tensor) -> Tensor:
-            return torch.tanh(x @ w)
+        body = mark(lambda x, w: torch.tanh(x @ w))
 
         def forward(p: Any, s: Any, b: Any) -> Any:
             def loss(w: list[Tensor]) -> Tensor:
@@ -741,13 +696,8 @@ def test_recorded_gradients():
     """Without functorch: a leaf made inside, and .backward() through marked layers."""
 
     def model(mark: Any) -> Any:
-        @mark
-        def body(x: Tensor, w: Tensor) -> Tensor:
-            return torch.tanh(x @ w)
-
-        @mark
-        def makes(w: Tensor) -> Tensor:
-            return w.detach().clone().requires_grad_()
+        body = mark(lambda x, w: torch.tanh(x @ w))
+        makes = mark(lambda w: w.detach().clone().requires_grad_())
 
         def forward(p: Any, s: Any, b: Any) -> Any:
             with torch.enable_grad():
@@ -769,48 +719,27 @@ def writes(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> Any:
     return x @ w + s[0], s
 
 
-@pytest.mark.parametrize("mark", [plain, fg.block])
-@pytest.mark.parametrize("role", ["held", "staged"])
-def test_a_write_is_refused_in_the_last_layer_as_in_the_first(mark: Any, role: str):
-    """The last layer is given a leaf of the same shape in another role."""
-
-    def model(last: int) -> Any:
-        layer = mark(writes)
-
-        def forward(p: Any, s: Any, b: Any) -> Any:
-            x, kept = p["embed"][b.token_ids], list(s)
-            for i in range(L):
-                wrong = p["more"] if role == "held" else b.token_ids
-                x, _ = layer(x, p["w"][i], p["b"][i], wrong if i == last else s[i])
-            return x, kept
-
-        return forward
-
-    given = params() | {"more": torch.zeros(toys.V, toys.E)}
-    for last in (0, L - 1):
-        path = r'p\["more"\]|p\[.more.\]' if role == "held" else r"b\.token_ids"
-        with pytest.raises(MutationError, match=rf"(?s)test_block\.py:\d+.*({path})"):
-            traced(model(last), given, state())
+WRONG = {  # given to one layer -> (the body, which argument, as what, error)
+    "a held leaf": (writes, 3, lambda p, b: p["more"], MutationError, r'p\["more"\]|p\[.more.\]'),
+    "a staged leaf": (writes, 3, lambda p, b: b.token_ids, MutationError, r"b\.token_ids"),
+    "from outside": (functional, 2, lambda p, b: OUTSIDE, ClosureError, ""),
+}
+OUTSIDE = torch.ones(toys.E)
 
 
 @pytest.mark.parametrize("last", [0, L - 1])
 @pytest.mark.parametrize("mark", [plain, fg.block])
-def test_a_tensor_from_outside_is_refused(mark: Any, last: int):
-    extra = torch.ones(toys.E)
+@pytest.mark.parametrize("what", WRONG)
+def test_a_layer_is_refused_be_it_the_first_or_the_last(what: str, mark: Any, last: int):
+    body, place, wrong, error, path = WRONG[what]
 
-    def model() -> Any:
-        layer = mark(functional)
+    def arguments(i: int, x: Tensor, p: Any, s: Any, b: Any) -> Any:
+        args = [x, p["w"][i], p["b"][i], s[i]]
+        return [*args[:place], wrong(p, b), *args[place + 1 :]] if i == last else args
 
-        def forward(p: Any, s: Any, b: Any) -> Any:
-            x = p["embed"][b.token_ids]
-            for i in range(L):
-                x, _ = layer(x, p["w"][i], extra if i == last else p["b"][i], s[i])
-            return x, s
-
-        return forward
-
-    with pytest.raises(ClosureError, match=r"test_block\.py"):
-        traced(model())
+    given = params() | {"more": torch.zeros(toys.V, toys.E)}
+    with pytest.raises(error, match=rf"(?s)test_block\.py:\d+.*({path})"):
+        traced(stack(body, of=arguments)(mark), given, state())
 
 
 @pytest.mark.parametrize(
@@ -832,10 +761,10 @@ def test_impure_bodies_are_refused_with_the_mark_as_without(body: Any, error: An
 
 
 def test_assumptions_are_the_same():
-    def body(x: Tensor, s: Tensor) -> Any:
-        return (x * 2 if x.shape[0] < 100 else x), s
-
-    got = check(stack(body, of=lambda i, x, p, s, b: (x, s[i])), 1)
+    model = stack(
+        lambda x, s: (x * 2 if x.shape[0] < 100 else x, s), of=lambda i, x, p, s, b: (x, s[i])
+    )
+    got = check(model, 1)
     assert len(got.graph.assumptions) == 1
 
 

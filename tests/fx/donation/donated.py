@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import toys
 
 import fngraph as fg
 
 MODES = ("NONE", "PIECEWISE", "FULL")
 Forward = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) to (outputs, new state)
+
+
+def total(b: Any) -> torch.Tensor:
+    """A number that depends on the batch's real tokens alone."""
+    return torch.where(b.slot_mapping >= 0, b.token_ids, 0).sum()
+
+
+def case(
+    fn: Any, state: dict[str, Any], in_place: str, copied: str
+) -> tuple[Forward, dict[str, str]]:
+    """`fn(s, t)` over state and batch, and how each leaf is updated; those not named: unchanged.
+
+    `s` has the leaves and the batch as attributes, `t` is the batch's total. What comes back is
+    new values of leaves, or (outputs, new values); where there are no outputs, `t` is one.
+    """
+
+    def forward(s: Any, b: Any) -> tuple[Any, Any]:
+        t = total(b)
+        got = fn(SimpleNamespace(**s, batch=b), t)
+        out, new = got if isinstance(got, tuple) else (t, got)
+        return out, {**s, **new}
+
+    named = {"in place": in_place.split(), "copied": copied.split()}
+    of = {leaf: how for how, leaves in named.items() for leaf in leaves}
+    return forward, {leaf: of.get(leaf, "unchanged") for leaf in state}
 
 
 def graphified(fn: Forward, modes: str = "NONE", **options: Any) -> Any:

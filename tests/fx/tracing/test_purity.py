@@ -1,10 +1,11 @@
 """What `forward` may not do: one class each, at the user's own line, with the fix; and what it may.
 
-The offending line of each function ends in `# here`, which is how a test knows its number.
+A test knows the number of the offending line: a lambda's only one, else the one with `# here`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import random
 import types
@@ -39,9 +40,11 @@ def trace(forward: Forward, limits: fg.Limits = toys.LIMITS) -> Any:
 
 
 def line_of(forward: Forward) -> str:
-    """Where `# here` is."""
-    lines, first = inspect.getsourcelines(forward)
-    (number,) = [first + i for i, line in enumerate(lines) if "# here" in line]
+    """Where a lambda is, or `# here` in a function."""
+    number = forward.__code__.co_firstlineno
+    if forward.__name__ != "<lambda>":
+        lines, first = inspect.getsourcelines(forward)
+        (number,) = [first + i for i, line in enumerate(lines) if "# here" in line]
     return f"{Path(__file__).name}:{number}:"
 
 
@@ -61,6 +64,10 @@ def pure(p: Any, s: Any, b: Any) -> Any:
     return toys.tally(p, s, b)
 
 
+def named(*functions: Forward) -> dict[str, Forward]:
+    return {fn.__name__: fn for fn in functions}
+
+
 def test_a_pure_function_is_traced():
     assert len(trace(pure).donation.rows) == 2
 
@@ -76,29 +83,34 @@ def reads_global(p: Any, s: Any, b: Any) -> Any:
     return x * WEIGHT, s  # here
 
 
-def reads_default(p: Any, s: Any, b: Any, scale: Any = None) -> Any:
-    return p["w"][b.token_ids] * scale, s  # here
+def closing_over(gain: Any) -> dict[str, Forward]:
+    return {
+        "returned": lambda p, s, b: ((p["w"][b.token_ids], gain), s),
+        "a tensor": lambda p, s, b: (p["w"][b.token_ids] * gain, s),
+        "a number": lambda p, s, b: (p["w"][b.token_ids] * gain.item(), s),
+        "a module": lambda p, s, b: (gain(p["w"][b.token_ids]), s),
+    }
 
 
-def reads_attribute(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][b.token_ids] * BOX.weight, s  # here
+CLOSED: dict[str, tuple[Forward, list[str]]] = {
+    "a global": (
+        reads_global, ["'WEIGHT'", "global", f"({toys.E},)", "forward(params"]),
+    "the closure": (
+        closing_over(torch.ones(toys.E))["a tensor"], ["'gain'", "closure", "argument"]),
+    "a scalar": (closing_over(torch.tensor(2.0))["a tensor"], ["'gain'"]),
+    "an attribute of an object": (
+        lambda p, s, b: (p["w"][b.token_ids] * BOX.weight, s), ["not passed to it", "argument"]),
+    "an item of a list": (
+        lambda p, s, b: (p["w"][b.token_ids] * BOX.layers[0], s), ["not passed to it"]),
+    "a module with parameters": (
+        closing_over(torch.nn.Linear(toys.E, 3))["a module"], ["not passed to it"]),
+}  # fmt: skip
 
 
-def reads_list(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][b.token_ids] * BOX.layers[0], s  # here
-
-
-def test_a_global_tensor():
-    refused(reads_global, ClosureError, "'WEIGHT'", "global", f"({toys.E},)", "forward(params")
-
-
-def test_a_tensor_from_the_closure():
-    gain = torch.ones(toys.E)
-
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return p["w"][b.token_ids] * gain, s  # here
-
-    refused(forward, ClosureError, "'gain'", "closure", "argument")
+@pytest.mark.parametrize("what", CLOSED)
+def test_a_tensor_that_was_not_passed(what: str):
+    forward, words = CLOSED[what]
+    refused(forward, ClosureError, *words)
 
 
 def test_a_default_argument():
@@ -120,39 +132,8 @@ def test_a_default_tensor_of_an_inner_function():
         trace(forward)
 
 
-def test_an_attribute_of_an_object():
-    refused(reads_attribute, ClosureError, "not passed to it", "argument")
-
-
-def test_an_item_of_a_list():
-    refused(reads_list, ClosureError, "not passed to it")
-
-
-def test_a_module_with_parameters():
-    module = torch.nn.Linear(toys.E, 3)
-
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return module(p["w"][b.token_ids]), s  # here
-
-    refused(forward, ClosureError, "not passed to it")
-
-
-def test_a_closed_over_scalar_tensor():
-    scale = torch.tensor(2.0)
-
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return p["w"][b.token_ids] * scale, s  # here
-
-    refused(forward, ClosureError, "'scale'")
-
-
 def test_a_closed_over_scalar_tensor_read_as_a_number():
-    scale = torch.tensor(2.0)
-
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return p["w"][b.token_ids] * scale.item(), s  # here
-
-    refused(forward, PurityError)
+    refused(closing_over(torch.tensor(2.0))["a number"], PurityError)
 
 
 def test_a_closed_over_tensor_that_is_only_a_view_or_a_write():
@@ -167,29 +148,16 @@ def test_a_closed_over_tensor_that_is_only_a_view_or_a_write():
 
 
 def test_a_closed_over_tensor_that_is_only_returned():
-    constant = torch.ones(3)
-
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return (p["w"][b.token_ids], constant), s
-
     with pytest.raises(PurityError):
-        trace(forward)
+        trace(closing_over(torch.ones(3))["returned"])
 
 
 def test_numbers_modules_and_functions_from_outside_are_fine():
     scale, helper = 2.0, F.silu
-
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return helper(p["w"][b.token_ids] * scale * toys.E), s
-
-    trace(forward)
+    trace(lambda p, s, b: (helper(p["w"][b.token_ids] * scale * toys.E), s))
 
 
 # --- values on the host ---------------------------------------------------------------------------
-
-
-def item(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] * b.token_ids.sum().item(), s  # here
 
 
 def if_tensor(p: Any, s: Any, b: Any) -> Any:
@@ -198,73 +166,32 @@ def if_tensor(p: Any, s: Any, b: Any) -> Any:
     return p["w"] * 3, s
 
 
-def int_of_tensor(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][: int(b.seq_lens.max())] * 1, s  # here
-
-
-def float_of_tensor(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] * float(p["w"].max()), s  # here
-
-
-def bool_of_tensor(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] * bool((b.token_ids > 0).any()), s  # here
-
-
-def tolist(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] * sum(b.seq_lens.tolist()), s  # here
-
-
-def as_numpy(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] * p["w"].numpy()[0, 0], s  # here
-
-
-def nonzero(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][b.token_ids.nonzero().squeeze(1)], s  # here
-
-
-def where_of_one(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][torch.where(b.token_ids > 0)[0]], s  # here
-
-
-def mask_index(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][p["w"] > 0], s  # here
-
-
-def masked_select(p: Any, s: Any, b: Any) -> Any:
-    return torch.masked_select(p["w"], p["w"] > 0), s  # here
-
-
-def unique(p: Any, s: Any, b: Any) -> Any:
-    return torch.unique(b.token_ids), s  # here
-
-
-def torch_equal(p: Any, s: Any, b: Any) -> Any:
-    return (p["w"] * 2 if torch.equal(p["w"], p["w"] + 1) else p["w"] * 3), s  # here
-
-
 def an_assert(p: Any, s: Any, b: Any) -> Any:
     assert (b.token_ids >= 0).all()  # here
     return p["w"] * 1, s
 
 
-def repeat_by_tensor(p: Any, s: Any, b: Any) -> Any:
-    return torch.repeat_interleave(b.seq_lens * 1, b.seq_lens), s  # here
+SYNCS: dict[str, Forward] = named(if_tensor, an_assert) | {
+    "item": lambda p, s, b: (p["w"] * b.token_ids.sum().item(), s),
+    "int": lambda p, s, b: (p["w"][: int(b.seq_lens.max())] * 1, s),
+    "float": lambda p, s, b: (p["w"] * float(p["w"].max()), s),
+    "bool": lambda p, s, b: (p["w"] * bool((b.token_ids > 0).any()), s),
+    "tolist": lambda p, s, b: (p["w"] * sum(b.seq_lens.tolist()), s),
+    "numpy": lambda p, s, b: (p["w"] * p["w"].numpy()[0, 0], s),
+    "nonzero": lambda p, s, b: (p["w"][b.token_ids.nonzero().squeeze(1)], s),
+    "where of one": lambda p, s, b: (p["w"][torch.where(b.token_ids > 0)[0]], s),
+    "mask index": lambda p, s, b: (p["w"][p["w"] > 0], s),
+    "masked_select": lambda p, s, b: (torch.masked_select(p["w"], p["w"] > 0), s),
+    "unique": lambda p, s, b: (torch.unique(b.token_ids), s),
+    "equal": lambda p, s, b: (p["w"] * (2 if torch.equal(p["w"], p["w"] + 1) else 3), s),
+    "repeat by tensor": lambda p, s, b: (torch.repeat_interleave(b.seq_lens * 1, b.seq_lens), s),
+    "index by scalar tensor": lambda p, s, b: (p["w"][: b.seq_lens[0]] * 1, s),
+}
 
 
-def index_by_scalar_tensor(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][: b.seq_lens[0]] * 1, s  # here
-
-
-SYNCS = [
-    item, if_tensor, int_of_tensor, float_of_tensor, bool_of_tensor, tolist, as_numpy, nonzero,
-    where_of_one, mask_index, masked_select, unique, torch_equal, an_assert, repeat_by_tensor,
-    index_by_scalar_tensor,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("forward", SYNCS)
-def test_a_value_read_on_the_host(forward: Forward):
-    text = refused(forward, HostSyncError, "host")
+@pytest.mark.parametrize("what", SYNCS)
+def test_a_value_read_on_the_host(what: str):
+    text = refused(SYNCS[what], HostSyncError, "host")
     assert "torch.where" in text or "Stay in torch" in text
 
 
@@ -281,57 +208,35 @@ def test_choices_on_the_device_are_fine():
 # --- writes ---------------------------------------------------------------------------------------
 
 
-def adds_to_held(p: Any, s: Any, b: Any) -> Any:
-    p["w"].add_(1)  # here
-    return p["w"][b.token_ids], s
-
-
 def writes_a_view_of_held(p: Any, s: Any, b: Any) -> Any:
     p["w"].t()[0, 1:] = 0  # here
     return p["w"][b.token_ids], s
 
 
-def writes_held_as_out(p: Any, s: Any, b: Any) -> Any:
-    torch.mul(p["w"], 2, out=p["w"])  # here
-    return p["w"][b.token_ids], s
+HELD_WRITES: dict[str, Forward] = named(writes_a_view_of_held) | {
+    "add_": lambda p, s, b: (p["w"].add_(1)[b.token_ids], s),
+    "out=": lambda p, s, b: (torch.mul(p["w"], 2, out=p["w"])[b.token_ids], s),
+    "a list": lambda p, s, b: (torch._foreach_add_([p["w"]], 1.0), s),
+    "index_put_": lambda p, s, b: (p["w"].index_put_((b.token_ids,), torch.zeros(())) * 1, s),
+    "a detached alias": lambda p, s, b: (p["w"].detach().zero_() * 1, s),
+}
 
 
-def writes_a_list_of_held(p: Any, s: Any, b: Any) -> Any:
-    torch._foreach_add_([p["w"]], 1.0)  # here
-    return p["w"][b.token_ids], s
-
-
-def puts_into_held(p: Any, s: Any, b: Any) -> Any:
-    p["w"].index_put_((b.token_ids,), torch.zeros(()))  # here
-    return p["w"] * 1, s
-
-
-def writes_a_detached_alias(p: Any, s: Any, b: Any) -> Any:
-    p["w"].detach().zero_()  # here
-    return p["w"] * 1, s
+@pytest.mark.parametrize("what", HELD_WRITES)
+def test_a_write_to_a_held_argument(what: str):
+    refused(HELD_WRITES[what], MutationError, "p['w']", "held", "donate=", '"p"')
 
 
 @pytest.mark.parametrize(
-    "forward",
-    [adds_to_held, writes_a_view_of_held, writes_held_as_out, writes_a_list_of_held,
-     puts_into_held, writes_a_detached_alias],
-)  # fmt: skip
-def test_a_write_to_a_held_argument(forward: Forward):
-    refused(forward, MutationError, "p['w']", "held", "donate=", '"p"')
-
-
-def writes_staged(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][b.token_ids.clamp_(min=0)], s  # here
-
-
-def writes_a_view_of_staged(p: Any, s: Any, b: Any) -> Any:
-    b.seq_lens[:1].add_(1)  # here
-    return p["w"][b.token_ids], s
-
-
-def test_a_write_to_the_batch():
-    refused(writes_staged, MutationError, "b.token_ids", "staged", "x.clone()")
-    refused(writes_a_view_of_staged, MutationError, "b.seq_lens", "staged")
+    ("forward", "words"),
+    [
+        (lambda p, s, b: (p["w"][b.token_ids.clamp_(min=0)], s), ["b.token_ids", "x.clone()"]),
+        (lambda p, s, b: (b.seq_lens[:1].add_(1), s), ["b.seq_lens"]),
+    ],
+    ids=["a field", "a view of one"],
+)
+def test_a_write_to_the_batch(forward: Forward, words: list[str]):
+    refused(forward, MutationError, "staged", *words)
 
 
 def test_attention_over_a_cache_that_was_not_donated():
@@ -363,53 +268,34 @@ def test_writes_to_donated_and_to_new_tensors_are_fine():
 # --- random numbers -------------------------------------------------------------------------------
 
 
-def rand(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] + torch.rand(toys.V, toys.E), s  # here
-
-
-def randn_like(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] + torch.randn_like(p["w"]), s  # here
-
-
-def dropout(p: Any, s: Any, b: Any) -> Any:
-    return F.dropout(p["w"], 0.5), s  # here
-
-
-def normal_(p: Any, s: Any, b: Any) -> Any:
-    return torch.empty(toys.V, toys.E).normal_(), s  # here
-
-
-def multinomial(p: Any, s: Any, b: Any) -> Any:
-    return torch.multinomial(p["w"].softmax(-1), 1), s  # here
-
-
-def randperm(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][torch.randperm(toys.V)], s  # here
-
-
-def a_generator(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] + torch.rand(toys.E, generator=torch.Generator().manual_seed(0)), s  # here
-
-
 def attention_dropout(p: Any, s: Any, b: Any) -> Any:
     x = p["w"][None, None]
     return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), s  # here
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [rand, randn_like, dropout, normal_, multinomial, randperm, a_generator, attention_dropout],
-)
-def test_a_draw_from_a_generator(forward: Forward):
-    refused(forward, RandomError, "random", "argument")
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+DRAWS: dict[str, Forward] = named(attention_dropout) | {
+    "rand": lambda p, s, b: (p["w"] + torch.rand(toys.V, toys.E), s),
+    "randn_like": lambda p, s, b: (p["w"] + torch.randn_like(p["w"]), s),
+    "dropout": lambda p, s, b: (F.dropout(p["w"], 0.5), s),
+    "normal_": lambda p, s, b: (torch.empty(toys.V, toys.E).normal_(), s),
+    "multinomial": lambda p, s, b: (torch.multinomial(p["w"].softmax(-1), 1), s),
+    "randperm": lambda p, s, b: (p["w"][torch.randperm(toys.V)], s),
+    "a generator": lambda p, s, b: (p["w"] + torch.rand(toys.E, generator=seeded()), s),
+}
+
+
+@pytest.mark.parametrize("what", DRAWS)
+def test_a_draw_from_a_generator(what: str):
+    refused(DRAWS[what], RandomError, "random", "argument")
 
 
 def test_pythons_random():
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return p["w"] * random.random(), s
-
     with pytest.raises(RandomError, match="random"):
-        trace(forward)
+        trace(lambda p, s, b: (p["w"] * random.random(), s))
 
 
 def test_dropout_that_is_switched_off_draws_nothing():
@@ -434,67 +320,36 @@ def test_a_trace_leaves_the_generators_as_they_were():
     before, python = torch.get_rng_state(), random.getstate()
     trace(pure)
     with pytest.raises(RandomError):
-        trace(dropout)
+        trace(DRAWS["dropout"])
     assert torch.equal(torch.get_rng_state(), before) and random.getstate() == python
 
 
 # --- the number of tokens or requests -------------------------------------------------------------
 
 
-def branch_on_tokens(p: Any, s: Any, b: Any) -> Any:
+def an_if(p: Any, s: Any, b: Any) -> Any:
     if b.token_ids.shape[0] > 5:  # here
         return p["w"][b.token_ids] * 2, s
     return p["w"][b.token_ids] * 3, s
 
 
-def branch_on_requests(p: Any, s: Any, b: Any) -> Any:
-    x = p["w"][b.token_ids]
-    return (x if b.seq_lens.shape[0] <= 2 else x * 2) * 1, s  # here
+BRANCHES: dict[str, tuple[Forward, str]] = {
+    "T > 5": (an_if, "T"),
+    "R <= 2": (lambda p, s, b: (p["w"] * (1 if b.seq_lens.shape[0] <= 2 else 2), s), "R"),
+    "T == 1": (lambda p, s, b: (p["w"] * (2 if b.token_ids.shape[0] == 1 else 3), s), "T"),
+    "R < 2": (lambda p, s, b: (p["w"] * (2 if b.seq_lens.shape[0] < 2 else 3), s), "R"),
+    "T == R": (
+        lambda p, s, b: (p["w"] * (2 if b.token_ids.shape[0] == b.seq_lens.shape[0] else 3), s),
+        "R",
+    ),
+}
 
 
-def branch_on_one(p: Any, s: Any, b: Any) -> Any:
-    if b.token_ids.shape[0] == 1:  # here
-        return p["w"][b.token_ids] * 2, s
-    return p["w"][b.token_ids] * 3, s
-
-
-def branch_on_two(p: Any, s: Any, b: Any) -> Any:
-    if b.seq_lens.shape[0] < 2:  # here
-        return p["w"][b.token_ids] * 2, s
-    return p["w"][b.token_ids] * 3, s
-
-
-def branch_on_both(p: Any, s: Any, b: Any) -> Any:
-    if b.token_ids.shape[0] == b.seq_lens.shape[0]:  # here
-        return p["w"][b.token_ids] * 2, s
-    return p["w"][b.token_ids] * 3, s
-
-
-@pytest.mark.parametrize(
-    ("forward", "letter"),
-    [
-        (branch_on_tokens, "T"),
-        (branch_on_requests, "R"),
-        (branch_on_one, "T"),
-        (branch_on_two, "R"),
-        (branch_on_both, "R"),
-    ],
-)
-def test_a_branch_on_a_size(forward: Forward, letter: str):
+@pytest.mark.parametrize("what", BRANCHES)
+def test_a_branch_on_a_size(what: str):
+    forward, letter = BRANCHES[what]
     text = refused(forward, BranchError, "tokens or requests", "mask")
     assert f"{letter}=" in text  # a size at which the branch would go the other way
-
-
-def int_of_tokens(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][b.token_ids] * int(b.token_ids.shape[0]), s  # here
-
-
-def range_of_tokens(p: Any, s: Any, b: Any) -> Any:
-    return sum(p["w"][b.token_ids][i] for i in range(b.token_ids.shape[0])), s  # here
-
-
-def len_of_tokens(p: Any, s: Any, b: Any) -> Any:
-    return p["w"][b.token_ids] * len(b.token_ids), s  # here
 
 
 def new_tensor_of_int(p: Any, s: Any, b: Any) -> Any:
@@ -502,21 +357,21 @@ def new_tensor_of_int(p: Any, s: Any, b: Any) -> Any:
     return torch.zeros(n), s
 
 
-def iterate_over_requests(p: Any, s: Any, b: Any) -> Any:
-    return torch.stack([n * 2 for n in b.seq_lens]), s  # here
+NUMBERS: dict[str, tuple[Forward, str]] = {
+    "int": (lambda p, s, b: (p["w"][b.token_ids] * int(b.token_ids.shape[0]), s), "tokens"),
+    "len": (lambda p, s, b: (p["w"][b.token_ids] * len(b.token_ids), s), "tokens"),
+    "range": (
+        lambda p, s, b: (sum(p["w"][b.token_ids][i] for i in range(b.token_ids.shape[0])), s),
+        "tokens",
+    ),
+    "new tensor of int": (new_tensor_of_int, "requests"),
+    "iteration": (lambda p, s, b: (torch.stack([n * 2 for n in b.seq_lens]), s), "requests"),
+}
 
 
-@pytest.mark.parametrize(
-    ("forward", "noun"),
-    [
-        (int_of_tokens, "tokens"),
-        (len_of_tokens, "tokens"),
-        (range_of_tokens, "tokens"),
-        (new_tensor_of_int, "requests"),
-        (iterate_over_requests, "requests"),
-    ],
-)
-def test_a_size_made_a_number(forward: Forward, noun: str):
+@pytest.mark.parametrize("what", NUMBERS)
+def test_a_size_made_a_number(what: str):
+    forward, noun = NUMBERS[what]
     refused(forward, BranchError, f"number of {noun}", "symbolic")
 
 
@@ -544,37 +399,25 @@ def test_a_branch_that_every_batch_takes_alike_is_fine():
 # --- host fields ----------------------------------------------------------------------------------
 
 
-def reads_spec(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] * b.spec.num_tokens, s  # here
-
-
-def branches_on_spec(p: Any, s: Any, b: Any) -> Any:
-    return (p["w"] * 2 if b.spec else p["w"] * 3), s  # here
-
-
-def compares_spec(p: Any, s: Any, b: Any) -> Any:
-    return (p["w"] * 2 if b.spec == 3 else p["w"] * 3), s  # here
-
-
-def indexes_spec(p: Any, s: Any, b: Any) -> Any:
-    return p["w"] * b.spec[0], s  # here
-
-
 def unpacks_spec(p: Any, s: Any, b: Any) -> Any:
     tokens, *_ = b.spec  # here
     return p["w"] * tokens, s
 
 
-@pytest.mark.parametrize(
-    "forward", [reads_spec, branches_on_spec, compares_spec, indexes_spec, unpacks_spec]
-)
-def test_a_read_of_batch_spec(forward: Forward):
-    refused(forward, HostFieldError, ".spec", "batch.seq_lens")
+SPECS: dict[str, Forward] = named(unpacks_spec) | {
+    "read": lambda p, s, b: (p["w"] * b.spec.num_tokens, s),
+    "branched on": lambda p, s, b: ((p["w"] * 2 if b.spec else p["w"] * 3), s),
+    "compared": lambda p, s, b: ((p["w"] * 2 if b.spec == 3 else p["w"] * 3), s),
+    "indexed": lambda p, s, b: (p["w"] * b.spec[0], s),
+}
+
+
+@pytest.mark.parametrize("what", SPECS)
+def test_a_read_of_batch_spec(what: str):
+    refused(SPECS[what], HostFieldError, ".spec", "batch.seq_lens")
 
 
 def test_a_batch_may_be_replaced_and_printed():
-    import dataclasses
-
     def forward(p: Any, s: Any, b: Any) -> Any:
         assert "not readable" in repr(b.spec)
         return toys.tally(p, s, dataclasses.replace(b, token_ids=b.token_ids * 1))
@@ -593,47 +436,33 @@ def test_something_else_than_a_tensor_returned(value: Any, kind: str):
     def forward(p: Any, s: Any, b: Any) -> Any:
         return (p["w"][b.token_ids], {"extra": value}), s
 
-    text = refused(forward, OutputError, kind, "tensors only", line=False)
-    assert "[0][1]['extra']" in text
-
-
-def test_a_size_returned():
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return (p["w"][b.token_ids], b.token_ids.shape[0]), s
-
-    refused(forward, OutputError, "[0][1]", line=False)
+    refused(forward, OutputError, kind, "tensors only", "[0][1]['extra']", line=False)
 
 
 def test_the_spec_returned():
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return (p["w"][b.token_ids], b.spec), s
-
     with pytest.raises(PurityError):
-        trace(forward)
+        trace(lambda p, s, b: ((p["w"][b.token_ids], b.spec), s))
 
 
-def test_the_batch_returned():
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return (p["w"][b.token_ids], b), s
-
-    refused(forward, OutputError, "b.token_ids", line=False)
-
-
-ALIASES: dict[str, tuple[Forward, str]] = {
-    "held": (lambda p, s, b: (p["w"], s), "p['w']"),
-    "view of held": (lambda p, s, b: (p["w"].t()[1:], s), "p['w']"),
-    "staged": (lambda p, s, b: (b.token_ids, s), "b.token_ids"),
-    "view of staged": (lambda p, s, b: (b.token_ids.view(1, -1), s), "b.token_ids"),
-    "a cast that does nothing": (lambda p, s, b: (b.token_ids.long(), s), "b.token_ids"),
-    "contiguous that does nothing": (lambda p, s, b: (p["w"].contiguous(), s), "p['w']"),
-    "detached": (lambda p, s, b: (p["w"].detach(), s), "p['w']"),
-}
+BACK: dict[str, tuple[Forward, list[str]]] = {
+    "a size": (lambda p, s, b: ((p["w"][b.token_ids], b.token_ids.shape[0]), s), ["[0][1]"]),
+    "the batch": (lambda p, s, b: ((p["w"][b.token_ids], b), s), ["b.token_ids"]),
+    "held": (lambda p, s, b: (p["w"], s), ["p['w']", "x.clone()"]),
+    "view of held": (lambda p, s, b: (p["w"].t()[1:], s), ["p['w']", "x.clone()"]),
+    "staged": (lambda p, s, b: (b.token_ids, s), ["b.token_ids", "x.clone()"]),
+    "view of staged": (lambda p, s, b: (b.token_ids.view(1, -1), s), ["b.token_ids", "x.clone()"]),
+    "a cast that does nothing": (
+        lambda p, s, b: (b.token_ids.long(), s), ["b.token_ids", "x.clone()"]),
+    "contiguous that does nothing": (
+        lambda p, s, b: (p["w"].contiguous(), s), ["p['w']", "x.clone()"]),
+    "detached": (lambda p, s, b: (p["w"].detach(), s), ["p['w']", "x.clone()"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ALIASES)
-def test_an_alias_of_a_held_or_staged_argument_returned(what: str):
-    forward, path = ALIASES[what]
-    refused(forward, OutputError, path, "x.clone()", line=False)
+@pytest.mark.parametrize("what", BACK)
+def test_what_may_not_be_returned(what: str):
+    forward, words = BACK[what]
+    refused(forward, OutputError, *words, line=False)
 
 
 def test_clones_none_and_views_of_donated_leaves_may_be_returned():
@@ -647,7 +476,15 @@ def test_clones_none_and_views_of_donated_leaves_may_be_returned():
 
 
 @pytest.mark.parametrize(
-    "forward", [item, adds_to_held, rand, branch_on_tokens, reads_spec, reads_global]
+    "forward",
+    [
+        SYNCS["item"],
+        HELD_WRITES["add_"],
+        DRAWS["rand"],
+        an_if,
+        SPECS["read"],
+        reads_global,
+    ],
 )
 def test_a_refused_call_loses_nothing(forward: Forward):
     """Through the front door: the state is as it was, and the next function works."""
@@ -664,11 +501,8 @@ def test_the_message_comes_from_the_innermost_line_of_the_users():
     def helper(x: torch.Tensor) -> Any:
         return x.sum().item()  # here
 
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return p["w"] * helper(p["w"]), s
-
     with pytest.raises(HostSyncError) as error:
-        trace(forward)
+        trace(lambda p, s, b: (p["w"] * helper(p["w"]), s))
     assert line_of(helper) in str(error.value)
 
 
@@ -681,8 +515,5 @@ def test_an_exception_of_forward_itself_comes_through():
 
 
 def test_a_shape_mistake_comes_through():
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return p["w"] @ p["w"], s
-
     with pytest.raises(RuntimeError, match=r"mat|shape|size|dim"):
-        trace(forward)
+        trace(lambda p, s, b: (p["w"] @ p["w"], s))

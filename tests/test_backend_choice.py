@@ -47,30 +47,38 @@ def lowered(choice: Any, modes: str | None = None, layers: int = 2) -> Any:
     return fast.trace(params, cache, limits=LIMITS).split().lower()
 
 
+def taken(choice: Any, **capture: Any) -> tuple[Any, Any, Any]:
+    """A step on the tape, its weights and its cache."""
+    params, cache = toys.attention_params(), toys.attention_cache()
+    low = lowered(choice, **capture)
+    return low.compile().capture(params, cache, recorder="tape"), params, cache
+
+
 def used(keys: Any) -> set[tuple[str, Any]]:
     return {(name, key and key.query_len) for name, _, key in keys}
 
 
+NARROW = fg.ops.AttentionConfig(4, 2, 8, 4, torch.float32, torch.float32, "cpu", 1.0)
+
+
 def test_where_none_is_named_a_preferred_backend_is_taken_if_it_can_run(add):
-    narrow = fg.ops.AttentionConfig(4, 2, 8, 4, torch.float32, torch.float32, "cpu", 1.0)
-    assert ATTENTION.suited(narrow).name == "reference"
+    assert ATTENTION.suited(NARROW).name == "reference"
     add(
         "narrow", fg.Support.ALWAYS, preferred=lambda config: True,
         supports=lambda config: "too wide" if config.head_dim > 8 else None,
     )  # fmt: skip
-    assert ATTENTION.suited(narrow).name == "narrow"
-    assert ATTENTION.suited(narrow._replace(head_dim=16)).name == "reference"
+    assert ATTENTION.suited(NARROW).name == "narrow"
+    assert ATTENTION.suited(NARROW._replace(head_dim=16)).name == "reference"
     add("narrow", fg.Support.ALWAYS)  # one of that name is replaced
-    assert ATTENTION.suited(narrow).name == "reference"
+    assert ATTENTION.suited(NARROW).name == "reference"
 
 
 def test_what_is_unregistered_is_forgotten():
-    config = fg.ops.AttentionConfig(4, 2, 8, 4, torch.float32, torch.float32, "cpu", 1.0)
     level = lambda config: fg.Support.ALWAYS  # noqa: E731
     ATTENTION.register(Backend("one", right, level, preferred=lambda config: True))
-    assert ATTENTION.suited(config).name == "one"
+    assert ATTENTION.suited(NARROW).name == "one"
     ATTENTION.unregister("one")
-    assert ATTENTION.suited(config).name == "reference"
+    assert ATTENTION.suited(NARROW).name == "reference"
     for name, why in (("reference", "is the definition of attention"), ("one", "no backend")):
         with pytest.raises(BackendError, match=why):
             ATTENTION.unregister(name)
@@ -146,14 +154,11 @@ def test_a_backend_for_each_layer(add):
 
 @pytest.mark.parametrize(
     "choice, message",
-    [
-        (["reference"], "lists 1 backends, and forward calls attention 2 times"),
-        ({2: "reference"}, r"forward calls attention 2 times, number 0 to 1"),
-        (Hybrid("reference", mixed="refrence"), "no backend 'refrence'"),
-        ({0: "refrence"}, "no backend 'refrence'"),
-        (3, r"pass a name, or fg.ops.Hybrid"),
-    ],
-)
+    [(["reference"], "lists 1 backends, and forward calls attention 2 times"),
+     ({2: "reference"}, r"forward calls attention 2 times, number 0 to 1"),
+     (Hybrid("reference", mixed="refrence"), "no backend 'refrence'"),
+     ({0: "refrence"}, "no backend 'refrence'"), (3, r"pass a name, or fg.ops.Hybrid")],
+)  # fmt: skip
 def test_a_choice_that_fits_nothing_is_refused(choice, message):
     with pytest.raises(BackendError, match=message):
         lowered(choice)
@@ -265,8 +270,7 @@ def test_a_plan_is_made_before_each_step_into_the_keys_own_buffers(add):
 
 def test_a_batch_that_was_handed_out_is_planned_too(add):
     filled = planned(add, fg.Support.UNIFORM_BATCH)
-    params, cache = toys.attention_params(), toys.attention_cache()
-    step = lowered("planned").compile().capture(params, cache, recorder="tape")
+    step, params, cache = taken("planned")
     batch = toys.decode(3, past=4)
     want = toys.bare(toys.attend, params, cache, batch)
     for _ in range(2):
@@ -281,8 +285,7 @@ def test_a_batch_that_was_handed_out_is_planned_too(add):
 
 def test_an_eager_batch_is_planned_too(add):
     planned(add, fg.Support.NEVER)
-    params, cache = toys.attention_params(), toys.attention_cache()
-    step = lowered("planned", "NONE").compile().capture(params, cache, recorder="tape")
+    step, params, cache = taken("planned", modes="NONE")
     batch = toys.batch(5, 2, 6)
     want = toys.bare(toys.attend, params, cache, batch)
     assert step.dispatch(batch.spec).mode is NONE
@@ -290,37 +293,30 @@ def test_an_eager_batch_is_planned_too(add):
 
 
 @fg.struct
-class Changed:
-    token_ids: torch.Tensor = fg.buffer("T", "int64")
-    slot_mapping: torch.Tensor = fg.buffer("T", "int64", pad=-1)
-    seq_lens: torch.Tensor = fg.buffer("R", "int32", pad=0)
-    query_start_loc: torch.Tensor = fg.buffer("R + 1", "int32", pad="stride")
+class Changed(toys.Batch):
     block_tables: torch.Tensor = fg.buffer("R B", "int32", pad=0, rows="changed")
-    spec: fg.BatchSpec = fg.host()
 
 
-def test_a_leaf_that_lives_on_the_device_rejects_the_backend_when_lowered(add):
-    planned(add, fg.Support.ALWAYS, ("block_tables",))
+def over_changed(params: Any, cache: Any, batch: Changed) -> Any:
+    return toys.attend(params, cache, batch)
 
-    def forward(params: Any, cache: Any, batch: Changed) -> Any:
-        return toys.attend(params, cache, batch)
 
+def over_computed(params: Any, cache: Any, batch: toys.Batch) -> Any:
+    lens = batch.seq_lens + 0
+    return toys.attend(params, cache, dataclasses.replace(batch, seq_lens=lens))
+
+
+@pytest.mark.parametrize(
+    ("forward", "leaf", "message"),
+    [(over_changed, "block_tables", r"batch.block_tables, which lives on the device"),
+     (over_computed, "seq_lens", r"seq_lens, which is no leaf of the batch: forward")],
+    ids=["it lives on the device", "forward computes it"],
+)  # fmt: skip
+def test_a_leaf_that_cannot_be_read_rejects_the_backend_when_lowered(add, forward, leaf, message):
+    planned(add, fg.Support.ALWAYS, (leaf,))
     fast = fg.graphify(forward, donate="cache", stage="batch", backends={"attention": "planned"})
     split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=LIMITS).split()
-    with pytest.raises(BackendError, match=r"batch.block_tables, which lives on the device"):
-        split.lower()
-
-
-def test_a_leaf_that_forward_computes_rejects_the_backend_when_lowered(add):
-    planned(add, fg.Support.ALWAYS)
-
-    def forward(params: Any, cache: Any, batch: toys.Batch) -> Any:
-        lens = dataclasses.replace(batch, seq_lens=batch.seq_lens + 0)
-        return toys.attend(params, cache, lens)
-
-    fast = fg.graphify(forward, donate="cache", stage="batch", backends={"attention": "planned"})
-    split = fast.trace(toys.attention_params(), toys.attention_cache(), limits=LIMITS).split()
-    with pytest.raises(BackendError, match=r"seq_lens, which is no leaf of the batch: forward"):
+    with pytest.raises(BackendError, match=message):
         split.lower()
 
 

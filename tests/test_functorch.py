@@ -19,6 +19,7 @@ from tests.traced_once import Kept, traced_once
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 DOUBLE = {"dtype": torch.float64}
+OVER: dict[str, Any] = {"donate": "c", "stage": "b", "limits": toys.LIMITS, "sizes": toys.SIZES}
 
 
 def steps(device: Any) -> list[toys.Batch]:
@@ -45,10 +46,7 @@ def check(
         traced: what `traced_once` takes, for a function that is tried in several modes.
     """
     params, cache = (trees.map_leaves(lambda x: x.to(device), tree) for tree in (params, cache))
-    fast = fg.graphify(
-        fn, modes=modes, donate="c", stage="b", limits=toys.LIMITS, sizes=toys.SIZES,
-        recorder=recorder,
-    )  # fmt: skip
+    fast = fg.graphify(fn, modes=modes, recorder=recorder, **OVER)
     with traced_once(*traced) if traced else contextlib.nullcontext():
         for batch in steps(device):
             want, after = fn(params, toys.clone(cache), batch)
@@ -172,8 +170,8 @@ def test_a_tangent_of_zero_stays_so_next_to_infinity(recorder_name, device):
 
 def test_a_module_by_functional_call(recorder_name, device):
     net = torch.nn.Sequential(torch.nn.Linear(toys.E, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    params = {"embed": mlp_params()["embed"], "net": {n: w.detach() for n, w in
-                                                      net.named_parameters()}}  # fmt: skip
+    weights = {name: w.detach() for name, w in net.named_parameters()}
+    params = {"embed": mlp_params()["embed"], "net": weights}
 
     def forward(p: Any, c: Any, b: Any) -> Any:
         x = p["embed"][b.token_ids]
@@ -284,9 +282,7 @@ def dense_loss(p: Any, b: toys.Batch) -> Tensor:
 def test_gradients_are_those_of_dense_attention_by_hand(fn: Any, modes: str | None, dtype: Any):
     params, cache = toys.attention_params(dtype=dtype), toys.attention_cache(dtype=dtype)
     exact = {"atol": 1e-10, "rtol": 1e-10} if dtype is torch.float64 else CLOSE
-    run = fn if modes is None else fg.graphify(
-        fn, modes=modes, donate="c", stage="b", limits=toys.LIMITS, sizes=toys.SIZES
-    )  # fmt: skip
+    run = fn if modes is None else fg.graphify(fn, modes=modes, **OVER)
     for batch in (toys.batch(3, 5), toys.batch(4, 2, 1, seed=1), toys.batch(7, seed=2)):
         leaves, tree = trees.flatten(params)
         leaves = [x.clone().requires_grad_() for x in leaves]
@@ -319,10 +315,8 @@ def test_a_transform_beside_attention_leaves_it_a_cut(recorder_name, device):
 def test_an_inlined_attention_does_not_excuse_padding_elsewhere():
     """What goes into attention and comes out keeps rows; a loss over all rows does not."""
 
-    def forward(p: Any, c: Any, b: Any) -> Any:
-        return grad(lambda p: toys.attend(p, c, b)[0].square().sum())(p), c
-
-    fast = fg.graphify(forward, donate="c", stage="b", limits=toys.LIMITS, sizes=toys.SIZES)
+    loss = lambda p, c, b: toys.attend(p, c, b)[0].square().sum()  # noqa: E731
+    fast = fg.graphify(lambda p, c, b: (grad(loss)(p, c, b), c), **OVER)
     with pytest.raises(fg.errors.RowsError, match=r"output\[0\]"):
         fast(toys.attention_params(1), toys.attention_cache(1), toys.batch(2))
 
@@ -345,16 +339,13 @@ def test_padding_that_goes_through_an_inlined_attention_is_seen(where: str):
 
         return grad(loss)(x), c
 
-    fast = fg.graphify(forward, donate="c", stage="b", limits=toys.LIMITS, sizes=toys.SIZES)
+    fast = fg.graphify(forward, **OVER)
     with pytest.raises(fg.errors.RowsError, match="flip"):
         fast(toys.attention_params(1), toys.attention_cache(1), toys.batch(2))
 
 
 def test_a_held_cache_is_not_written_by_an_inlined_attention_either():
-    def forward(p: Any, c: Any, b: Any) -> Any:
-        return closed_over(p, c, b)[0]
-
-    fast = fg.graphify(forward, stage="b", limits=toys.LIMITS, sizes=toys.SIZES)
+    fast = fg.graphify(lambda p, c, b: closed_over(p, c, b)[0], **OVER | {"donate": None})
     with pytest.raises(fg.errors.MutationError, match=r"c\[0\]\[0\].*donate=\"c\""):
         fast(toys.attention_params(), toys.attention_cache(), toys.batch(2))
 
@@ -371,12 +362,9 @@ NO_RULE = {
 
 @pytest.mark.parametrize("what", NO_RULE)
 def test_a_primitive_without_a_rule_is_an_error_in_a_trace_too(what: str):
-    fast = fg.graphify(
-        lambda p, c, b: (NO_RULE[what](p["embed"][b.token_ids]), c), donate="c", stage="b",
-        limits=toys.LIMITS, sizes=toys.SIZES,
-    )  # fmt: skip
+    forward = lambda p, c, b: (NO_RULE[what](p["embed"][b.token_ids]), c)  # noqa: E731
     with pytest.raises(TransformError, match=r"toys.py:\d+: .*toy_double.*no gradient rule"):
-        fast(mlp_params(), {}, toys.batch(3))
+        fg.graphify(forward, **OVER)(mlp_params(), {}, toys.batch(3))
 
 
 FIXES_T = {
@@ -414,12 +402,8 @@ def test_a_batching_rule_that_fixes_the_tokens_names_the_way_round():
         x = p["embed"][token_ids]
         return over(lambda scale: torch.cat([x * scale, x], 1))(p["w1"][0])
 
-    def loop(f: Any) -> Any:
-        return lambda scales: torch.stack([f(scale) for scale in scales])
-
-    def forward(p: Any, c: Any, b: Any) -> Any:
-        return each(p, b.token_ids, vmap), c
-
+    loop = lambda f: lambda scales: torch.stack([f(scale) for scale in scales])  # noqa: E731
+    forward = lambda p, c, b: (each(p, b.token_ids, vmap), c)  # noqa: E731
     with pytest.raises(BranchError, match=r"test_functorch.py:\d+: .*vmap.*torch.stack\(\["):
         check(forward, mlp_params(), {}, "FULL", "tape", "cpu")
     looped = lambda p, c, b: (each(p, b.token_ids, loop).movedim(0, 1), c)  # noqa: E731

@@ -68,6 +68,13 @@ def eager(forward: Any, step: Any, batch: Any, device: Any) -> Any:
     return toys.trees.map_leaves(lambda x: x[: batch.spec.num_tokens], outputs)
 
 
+def check(step: Any, state: Any, bare: Any, device: Any, batches: Any = BATCHES) -> None:
+    """Each step draws what `bare` draws at its padded size."""
+    for batch in batches:
+        want = eager(bare, step, batch, device)
+        toys.assert_trees(step(state, toys.on(batch, device))[0], want)
+
+
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_steps_draw_what_eager_draws_at_the_padded_size(device, modes: str):
     g, h = generator(device), generator(device)
@@ -75,27 +82,20 @@ def test_steps_draw_what_eager_draws_at_the_padded_size(device, modes: str):
     ran = {step.dispatch(b.spec).mode for b in BATCHES}
     assert len(ran) == {"NONE": 1, "PIECEWISE": 2, "FULL_AND_PIECEWISE": 3}[modes]
     for batch in BATCHES * 3:
-        want = eager(sampling(h), step, batch, device)
-        got, state = step(state, toys.on(batch, device))
-        toys.assert_trees(got, want)
+        check(step, state, sampling(h), device, [batch])
         assert torch.equal(g.get_state(), h.get_state())
 
 
-def test_tracing_and_capturing_leave_a_generator_where_it_was(device):
+def test_tracing_capturing_and_looking_at_times_leave_a_generator_where_it_was(device):
     g = generator(device)
     torch.rand(5, generator=g, device=device)
     before = g.get_state()
     fast, params, state = made(sampling(g), device, generators=(g,))
-    fast.trace(params, state, batch=toys.on(toys.batch(2), device))
+    batch = toys.on(toys.batch(2), device)
+    fast.trace(params, state, batch=batch)
     assert torch.equal(g.get_state(), before)
-    fast.bind(params).capture(state, progress=False, batch=toys.on(toys.batch(2), device))
+    step = fast.bind(params).capture(state, progress=False, batch=batch)
     assert torch.equal(g.get_state(), before)
-
-
-def test_looking_at_times_leaves_a_generator_where_it_was(device):
-    g = generator(device)
-    step, _ = captured(sampling(g), device, generators=(g,))
-    before = g.get_state()
     step.times(next(iter(step)), repeats=2)
     assert torch.equal(g.get_state(), before)
 
@@ -107,8 +107,7 @@ def test_what_a_warm_up_draws_is_undone(device, monkeypatch):
     g, h = generator(device), generator(device)
     step, state = captured(sampling(g), device, generators=(g,))
     assert torch.equal(g.get_state(), h.get_state())
-    want = eager(sampling(h), step, toys.batch(3), device)
-    toys.assert_trees(step(state, toys.on(toys.batch(3), device))[0], want)
+    check(step, state, sampling(h), device, [toys.batch(3)])
 
 
 def test_a_function_that_chooses_another_generator_is_captured_again(device):
@@ -167,17 +166,13 @@ def test_two_steps_share_one_generator(device):
     steps = [captured(sampling(g), device, generators=(g,)) for _ in range(2)]
     for i in range(6):
         step, state = steps[i % 2]
-        batch = BATCHES[i // 2]
-        want = eager(sampling(h), step, batch, device)
-        toys.assert_trees(step(state, toys.on(batch, device))[0], want)
+        check(step, state, sampling(h), device, [BATCHES[i // 2]])
 
 
 def test_two_generators_go_on_apart_from_one_another(device):
     gs, hs = ([generator(device, seed) for seed in (1, 2)] for _ in "gh")
     step, state = captured(sampling(*gs), device, generators=gs)
-    for batch in BATCHES:
-        want = eager(sampling(*hs), step, batch, device)
-        toys.assert_trees(step(state, toys.on(batch, device))[0], want)
+    check(step, state, sampling(*hs), device)
 
 
 def test_pieces_that_differ_in_their_generator_alone_are_two(device):
@@ -192,12 +187,9 @@ def test_pieces_that_differ_in_their_generator_alone_are_two(device):
 
         return forward
 
-    step, state = captured(
-        layered(*gs, toys.double), device, modes="PIECEWISE", generators=gs
-    )  # fmt: skip
-    for batch in BATCHES:
-        want = eager(layered(*hs, lambda x: x * 2), step, batch, device)
-        toys.assert_trees(step(state, toys.on(batch, device))[0], want)
+    forward = layered(*gs, toys.double)
+    step, state = captured(forward, device, modes="PIECEWISE", generators=gs)
+    check(step, state, layered(*hs, lambda x: x * 2), device)
 
 
 def test_the_default_generator_may_be_registered(device):
@@ -275,17 +267,13 @@ def test_a_check_knows_the_generators():
 
 def test_a_generator_of_another_device():
     g = generator("cpu")
-
-    def forward(p: Any, s: Any, b: toys.Batch) -> Any:
-        return torch.rand(3, generator=g, device="meta"), s
-
+    forward = lambda p, s, b: (torch.rand(3, generator=g, device="meta"), s)  # noqa: E731
     refused(forward, RandomError, r'draws on meta.*of cpu.*torch.Generator\("meta"\)', g)
 
 
 @pytest.mark.parametrize("how", ["manual_seed", "seed", "set_state"])
 def test_forward_may_not_seed_it(how: str):
-    g = generator("cpu")
-    state = generator("cpu", 9).get_state()
+    g, state = generator("cpu"), generator("cpu", 9).get_state()
 
     def forward(p: Any, s: Any, b: toys.Batch) -> Any:
         getattr(g, how)(*{"manual_seed": [3], "seed": [], "set_state": [state]}[how])
@@ -314,25 +302,15 @@ def test_generators_are_generators(what: Any):
         made(sampling(), "cpu", generators=what)
 
 
+GLOBALS: dict[str, torch.Generator] = {}
+
+
 def test_a_block_draws_at_each_call():
+    body = fg.block(lambda x: x + torch.rand(x.shape, generator=GLOBALS["g"]))
+    blocked = lambda p, s, b: (body(body(body(p["w"][b.token_ids]))), s)  # noqa: E731
     g, h = generator("cpu"), generator("cpu")
     GLOBALS["g"] = g
     fast, params, state = made(blocked, "cpu", generators=(g,))
     got, _ = fast(params, state, toys.batch(4))
     GLOBALS["g"] = h
     toys.assert_trees(got, eager(blocked, fast, toys.batch(4), "cpu"))
-
-
-GLOBALS: dict[str, torch.Generator] = {}
-
-
-@fg.block
-def body(x: Any) -> Any:
-    return x + torch.rand(x.shape, generator=GLOBALS["g"])
-
-
-def blocked(p: Any, s: Any, b: toys.Batch) -> Any:
-    x = p["w"][b.token_ids]
-    for _ in range(3):
-        x = body(x)
-    return x, s

@@ -18,6 +18,7 @@ from fngraph.models.families import llama
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+every_mode = pytest.mark.parametrize("modes", MODES)
 
 
 class Model(NamedTuple):
@@ -29,8 +30,20 @@ class Model(NamedTuple):
 
     def graphify(self, **options: Any) -> Any:
         """Over the toys' limits."""
-        options = {"limits": toys.LIMITS, "sizes": toys.SIZES} | options
-        return fg.graphify(self.fn, donate=1, stage="batch", **options)
+        return graphified(self.fn, **{"donate": 1, "stage": "batch"} | options)
+
+    def check(self, fast: Any, batch: Any, **tolerance: Any) -> Any:
+        """One step of `fast` is what bare forward gives, state included; what it put out."""
+        want, after = toys.bare(*self, batch)
+        got, back = fast(self.params, self.state, batch)
+        assert back is self.state
+        toys.assert_trees((got, back), (want, after), **tolerance or CLOSE)
+        return got
+
+
+def graphified(fn: Any, **options: Any) -> Any:
+    """`fn` over the toys' limits."""
+    return fg.graphify(fn, **{"limits": toys.LIMITS, "sizes": toys.SIZES} | options)
 
 
 def model(name: str, device: Any = "cpu") -> Model:
@@ -63,37 +76,29 @@ def toy(request: pytest.FixtureRequest, device: Any) -> Model:
 # --- the same as forward --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modes", MODES)
+@every_mode
 def test_every_mode_equals_bare_forward(recorder_name, device, toy: Model, modes: str):
     fast = toy.graphify(modes=modes, recorder=recorder_name)
+    exact = {} if toy.fn is toys.attend or device.type != "cpu" else {"atol": 0, "rtol": 0}
     for batch in steps(device):
-        want, after = toys.bare(*toy, batch)
-        got, back = fast(toy.params, toy.state, batch)
-        assert back is toy.state
-        exact = {} if toy.fn is not toys.attend and device.type == "cpu" else CLOSE
-        toys.assert_trees((got, toy.state), (want, after), **exact)
+        toy.check(fast, batch, **exact)
     ran = {mode for _, _, mode in fast.stats.counts}
     resolved = fg.Mode.parse(modes)
     assert ran == {resolved.decode, resolved.mixed}
 
 
-@pytest.mark.parametrize("modes", MODES)
+@every_mode
 def test_a_llama_in_every_mode_equals_bare_forward(recorder_name, device, modes: str):
     config = llama.Config(
         vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, dim=16, mlp_dim=24
     )
-    params = llama.init_params(config, device=device)
-    cache = llama.init_cache(config, 4 * toys.B, block_size=toys.S, device=device)
-    fast = fg.graphify(
-        llama.forward, modes=modes, donate="cache", stage="batch", limits=toys.LIMITS,
-        sizes=toys.SIZES, recorder=recorder_name,
+    toy = Model(
+        llama.forward, llama.init_params(config, device=device),
+        llama.init_cache(config, 4 * toys.B, block_size=toys.S, device=device),
     )  # fmt: skip
-    for toy_batch in steps(device):
-        batch = llama_batch(toy_batch)
-        want, after = toys.bare(llama.forward, params, cache, batch)
-        got, back = fast(params, cache, batch)
-        assert back is cache
-        toys.assert_trees((got, cache), (want, after), **CLOSE)
+    fast = toy.graphify(modes=modes, donate="cache", recorder=recorder_name)
+    for batch in steps(device):
+        toy.check(fast, llama_batch(batch))
     assert fast.stats.steps == len(steps())
 
 
@@ -101,12 +106,9 @@ def llama_batch(b: toys.Batch) -> llama.Batch:
     """The same requests, with positions, and logits for the last token of each."""
     ends = b.query_start_loc[1:].long()
     past = b.seq_lens - b.query_start_loc.diff()
-    owner = torch.searchsorted(
-        ends, torch.arange(b.spec.num_tokens, device=ends.device), right=True
-    )
-    positions = (
-        torch.arange(len(owner), device=ends.device) - b.query_start_loc[owner] + past[owner]
-    )
+    order = torch.arange(b.spec.num_tokens, device=ends.device)
+    owner = torch.searchsorted(ends, order, right=True)
+    positions = order - b.query_start_loc[owner] + past[owner]
     return llama.Batch(
         b.token_ids, positions.long(), b.slot_mapping, b.seq_lens, b.query_start_loc,
         b.block_tables, ends - 1, b.spec,
@@ -122,7 +124,7 @@ def test_a_batch_may_be_on_the_host_or_on_the_device(recorder_name, device, toy:
         toys.assert_trees((got, toy.state), (want, other.state))
 
 
-@pytest.mark.parametrize("modes", MODES)
+@every_mode
 def test_the_cache_changes_at_the_declared_slots_alone(recorder_name, device, modes: str):
     toy = model("attend", device)
     for leaf in toys.leaves(toy.state):
@@ -140,19 +142,17 @@ def test_the_cache_changes_at_the_declared_slots_alone(recorder_name, device, mo
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modes", MODES)
+@every_mode
 def test_the_donated_container_comes_back_with_its_own_memory(recorder_name, device, toy, modes):
     fast = toy.graphify(modes=modes, recorder=recorder_name)
-    addresses = [x.data_ptr() for x in toys.leaves(toy.state)]
-    ids = [id(x) for x in toys.leaves(toy.state)]
+    seen = lambda tree: [(id(x), x.data_ptr()) for x in toys.leaves(tree)]  # noqa: E731
+    before = seen(toy.state)
     for batch in steps(device):
         _, back = fast(toy.params, toy.state, batch)
-        assert back is toy.state
-        assert [x.data_ptr() for x in toys.leaves(back)] == addresses
-        assert [id(x) for x in toys.leaves(back)] == ids
+        assert back is toy.state and seen(back) == before
 
 
-@pytest.mark.parametrize("modes", MODES)
+@every_mode
 def test_owned_outputs_survive_the_next_calls(recorder_name, device, toy: Model, modes: str):
     fast = toy.graphify(modes=modes, recorder=recorder_name)
     kept = []
@@ -180,14 +180,12 @@ def test_borrowed_outputs_are_views_that_the_next_call_overwrites(
     assert not torch.equal(first, seen)
 
 
-@pytest.mark.parametrize("modes", MODES)
+@every_mode
 def test_an_owned_output_can_be_written_without_harm(recorder_name, device, toy, modes: str):
     fast = toy.graphify(modes=modes, recorder=recorder_name)
     for batch in steps(device):
-        want, after = toys.bare(*toy, batch)
-        got, _ = fast(toy.params, toy.state, batch)
-        torch.testing.assert_close(got, want, **CLOSE)
-        got.fill_(float("nan"))
+        _, after = toys.bare(*toy, batch)
+        toy.check(fast, batch).fill_(float("nan"))
         toys.assert_trees(toy.state, after, **CLOSE)
 
 
@@ -225,7 +223,7 @@ def test_keys_are_captured_when_they_are_first_needed(recorder_name, device):
 
     toy = model("tally", device)._replace(fn=forward)
     fast = toy.graphify(recorder=recorder_name)
-    (captured, seen) = (None, [])
+    seen = []
     for batch in (toys.batch(3), toys.batch(3), toys.decode(3, 0), toys.batch(2, 2), toys.batch(9)):
         fast(toy.params, toy.state, batch)
         captured = fast.steps[0]
@@ -236,7 +234,7 @@ def test_keys_are_captured_when_they_are_first_needed(recorder_name, device):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("modes", MODES)
+@every_mode
 def test_bind_and_capture_ahead_of_time(recorder_name, device, toy: Model, modes: str):
     fast = toy.graphify(modes=modes, limits=None, sizes=toys.SIZES, recorder=recorder_name)
     step = fast.bind(toy.params).capture(
@@ -245,10 +243,7 @@ def test_bind_and_capture_ahead_of_time(recorder_name, device, toy: Model, modes
     assert len(step) == len(step.table)
     before = len(step.replays)
     for batch in steps(device):
-        want, after = toys.bare(*toy, batch)
-        got, back = step(toy.state, batch)
-        assert back is toy.state
-        toys.assert_trees((got, toy.state), (want, after), **CLOSE)
+        toy.check(lambda params, *args: step(*args), batch)
     assert len(step.replays) == before  # nothing was left to capture
     assert step.stats.steps == len(steps())
 
@@ -265,11 +260,9 @@ def test_a_progress_bar_is_shown_when_asked_for(capsys):
 def test_capture_takes_limits_or_graphifys_own():
     toy = model("tally")
     own = toy.graphify(limits=fg.Limits(8, 2, B=toys.B), sizes=(1, 2, 4))
-    bound = own.bind(toy.params)
-    step = bound.capture(toy.state, batch=toys.batch(1), progress=False)
-    assert step.limits == fg.Limits(8, 2, B=toys.B)
-    step = bound.capture(toy.state, toys.LIMITS, batch=toys.batch(1), progress=False)
-    assert step.limits == toys.LIMITS
+    for given, limits in (((), fg.Limits(8, 2, B=toys.B)), ((toys.LIMITS,), toys.LIMITS)):
+        step = own.bind(toy.params).capture(toy.state, *given, batch=toys.batch(1), progress=False)
+        assert step.limits == limits
 
 
 @pytest.mark.parametrize(
@@ -309,9 +302,7 @@ def test_one_compiled_function_serves_two_bindings(recorder_name, device):
     steps_of = [compiled.capture(m.params, m.state, recorder=recorder_name) for m in (one, two)]
     for batch in steps(device):
         for toy, step in zip((one, two), steps_of):
-            want, after = toys.bare(*toy, batch)
-            got, _ = step(toy.state, batch)
-            toys.assert_trees((got, toy.state), (want, after), **CLOSE)
+            toy.check(lambda params, *args, step=step: step(*args), batch)
 
 
 # --- dispatch, explain, stats ---------------------------------------------------------------------
@@ -354,10 +345,8 @@ def test_uniform_keys_of_several_query_lengths():
         ((3,), 3, (FULL, fg.BatchDescriptor(3, 1, 3))),
     ):
         batch = toys.batch(*lens, query_len=query_len)
-        want_out, _ = toys.bare(*toy, batch)
-        got, _ = fast(toy.params, toy.state, batch)
+        toy.check(fast, batch)
         assert fast.dispatch(batch.spec)[:2] == want
-        torch.testing.assert_close(got, want_out, **CLOSE)
 
 
 def test_nothing_is_known_before_the_first_call():
@@ -391,24 +380,17 @@ def test_keyword_arguments_and_defaults():
 def test_arguments_that_do_not_fit_the_signature():
     toy = model("tally")
     fast = toy.graphify()
-    with pytest.raises(TypeError):
-        fast(toy.params, toy.state)
-    with pytest.raises(TypeError):
-        fast(toy.params, toy.state, toys.batch(1), 4)
-    with pytest.raises(TypeError):
-        fast(toy.params, toy.state, toys.batch(1), batches=1)
+    for batches, more in (((), {}), ((toys.batch(1), 4), {}), ((toys.batch(1),), {"batches": 1})):
+        with pytest.raises(TypeError):
+            fast(toy.params, toy.state, *batches, **more)
     fast(toy.params, toy.state, toys.batch(1))
 
 
 def test_roles_by_name_or_position_and_in_any_order():
-    def forward(batch: Any, state: Any, params: Any) -> Any:
-        return toys.tally(params, state, batch)
-
+    forward = lambda batch, state, params: toys.tally(params, state, batch)  # noqa: E731
     toy = model("tally")
     for donate, stage in ((1, 0), ("state", "batch"), (["state"], ["batch"]), ((1,), "batch")):
-        fast = fg.graphify(
-            forward, donate=donate, stage=stage, limits=toys.LIMITS, sizes=toys.SIZES
-        )
+        fast = graphified(forward, donate=donate, stage=stage)
         state = toys.tally_state()
         want, _ = toys.bare(toys.tally, toy.params, state, toys.batch(3))
         got, back = fast(toys.batch(3), state, toy.params)
@@ -416,12 +398,10 @@ def test_roles_by_name_or_position_and_in_any_order():
 
 
 def test_several_held_arguments_and_none_donated():
-    def forward(batch: Any, w: Any, scale: Any) -> Any:
-        return w[batch.token_ids] * scale["x"]
-
+    forward = lambda batch, w, scale: w[batch.token_ids] * scale["x"]  # noqa: E731
     w, scale = torch.rand(toys.V, 2), {"x": torch.tensor(3.0)}
     for modes in MODES:
-        fast = fg.graphify(forward, modes=modes, stage=0, limits=toys.LIMITS, sizes=toys.SIZES)
+        fast = graphified(forward, modes=modes, stage=0)
         for batch in steps():
             assert torch.equal(fast(batch, w, scale), w[batch.token_ids] * 3)
 
@@ -453,7 +433,7 @@ def test_a_method_or_a_callable_object_can_be_graphified():
     for fn in (tallier.step, tallier):
         state = toys.tally_state()
         want, _ = toys.bare(tallier.step, toy.params, state, toys.batch(3))
-        fast = fg.graphify(fn, donate=1, stage=2, limits=toys.LIMITS, sizes=toys.SIZES)
+        fast = graphified(fn, donate=1, stage=2)
         assert torch.equal(fast(toy.params, state, toys.batch(3))[0], want)
 
 
@@ -505,23 +485,16 @@ def test_any_tree_may_be_held_and_donated(held: str, donated: str, modes: str):
         new = trees.map_leaves(lambda t: t + 1, s)
         return {"x": x * toys.leaves(s)[0].sum(), "nothing": None}, new
 
-    p, s = TREES[held](), TREES[donated]()
-    fast = fg.graphify(
-        forward, modes=modes, donate="s", stage="b", limits=toys.LIMITS, sizes=toys.SIZES
-    )
+    toy = Model(forward, TREES[held](), TREES[donated]())
+    fast = toy.graphify(modes=modes, donate="s", stage="b")
     for batch in (toys.batch(3, 2), toys.decode(2, 0)):
-        want, after = toys.bare(forward, p, s, batch)
-        got, back = fast(p, s, batch)
-        assert back is s
-        toys.assert_trees((got, s), (want, after))
+        toy.check(fast, batch, atol=0, rtol=0)
 
 
 def test_static_configuration_is_part_of_the_structure():
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return p.w[b.token_ids] * p.scale, s
-
+    forward = lambda p, s, b: (p.w[b.token_ids] * p.scale, s)  # noqa: E731
     w, batch = torch.rand(toys.V, 2), toys.batch(3)
-    fast = fg.graphify(forward, donate="s", stage="b", limits=toys.LIMITS, sizes=toys.SIZES)
+    fast = graphified(forward, donate="s", stage="b")
     got, _ = fast(Weights(w, None, 2.0), {}, batch)
     assert torch.equal(got, w[batch.token_ids] * 2)
     with pytest.raises(TreeError, match="p"):
@@ -598,9 +571,8 @@ def test_the_same_stage_can_be_taken_on_twice(stages):
 
 def test_lower_says_why_modes_are_not_as_asked():
     toy = model("attend")
-    asked = (
-        toy.graphify(modes="FULL").trace(toy.params, toy.state, batch=toys.batch(1)).split().lower()
-    )
+    traced = toy.graphify(modes="FULL").trace(toy.params, toy.state, batch=toys.batch(1))
+    asked = traced.split().lower()
     assert asked.notes == () and asked.resolution.modes is FULL
     assert len(asked.calls) == 2 and asked.calls[0].backend.name == "reference"
 
@@ -641,7 +613,7 @@ def test_the_first_call_and_later_ones_may_be_under(recorder_name, device, name,
         assert not got.requires_grad
 
 
-@pytest.mark.parametrize("modes", MODES)
+@every_mode
 @pytest.mark.parametrize("inference", ["params", "state", "both"])
 @pytest.mark.parametrize("name", ["attend", "tally", "tally_"])
 def test_leaves_made_in_inference_mode(recorder_name, device, name, inference: str, modes: str):
@@ -666,10 +638,7 @@ def test_weights_that_require_grad_are_read_without_one(recorder_name, device):
         leaf.requires_grad_()
     fast = toy.graphify(recorder=recorder_name)
     for batch in steps(device)[:4]:
-        want, _ = toys.bare(*toy, batch)
-        got, _ = fast(toy.params, toy.state, batch)
-        assert not got.requires_grad
-        torch.testing.assert_close(got, want, **CLOSE)
+        assert not toy.check(fast, batch).requires_grad
 
 
 def test_weights_and_cache_in_bfloat16(recorder_name, device):
@@ -678,9 +647,7 @@ def test_weights_and_cache_in_bfloat16(recorder_name, device):
     toy = toy._replace(params=half(toy.params), state=half(toy.state))
     fast = toy.graphify(recorder=recorder_name)
     for batch in steps(device):
-        want, after = toys.bare(*toy, batch)
-        got, _ = fast(toy.params, toy.state, batch)
-        toys.assert_trees((got, toy.state), (want, after), atol=3e-2, rtol=3e-2)
+        toy.check(fast, batch, atol=3e-2, rtol=3e-2)
 
 
 # --- batches without a spec -----------------------------------------------------------------------
@@ -712,11 +679,7 @@ def test_exact_shapes_are_the_key_of_a_batch_without_a_spec(recorder_name, devic
 
 def test_at_most_max_keys_shapes_are_kept():
     traced = []
-
-    def step(w: Any, x: Any) -> Any:
-        traced.append(tuple(x.shape))
-        return x @ w
-
+    step = lambda w, x: (traced.append(tuple(x.shape)), x @ w)[1]  # noqa: E731
     w = torch.rand(3, 2)
     fast = fg.graphify(step, stage="x", max_keys=2)
     for n in (1, 2, 1, 3, 1, 2):  # 2 goes when 3 comes, since 1 was used after it

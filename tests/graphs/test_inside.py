@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,13 +52,23 @@ def key_of(step: Any, tokens: int) -> BatchDescriptor:
     return key
 
 
+def replay_of(device: Any, tokens: int = 8, *toy: Any) -> Replay:
+    """What is captured under the key of that many tokens."""
+    step, _ = captured(device, *toy)
+    return step[key_of(step, tokens)]
+
+
+def wanted(device: Any, batch: toys.Batch) -> torch.Tensor:
+    """What both toys put out."""
+    return toys.tally_params()["w"].to(device)[batch.token_ids] * 2 + 1
+
+
 def right(step: Any, state: Any, device: Any, *rows: int) -> bool:
     """Whether one more step computes what it should, and updates the state."""
     before = state.clone()
     batch = toys.on(toys.batch(*rows), device)
     out, after = step(state, batch)
-    want = toys.tally_params()["w"].to(device)[batch.token_ids] * 2 + 1
-    return torch.equal(out, want) and torch.equal(after, before + 1)
+    return torch.equal(out, wanted(device, batch)) and torch.equal(after, before + 1)
 
 
 # --- counts ---------------------------------------------------------------------------------------
@@ -68,16 +80,14 @@ def taking(device: Any) -> int:
 
 
 def test_a_full_key_has_the_kernels_that_one_counts_by_hand(device: Any):
-    step, _ = captured(device)
-    counts = step[key_of(step, 8)].counts
+    counts = replay_of(device).counts
     assert counts.kernels == taking(device) + 4  # gather, mul, add, the state's add
     assert counts.memcpys == 1  # the result goes to its static buffer
     assert (counts.nodes, counts.memsets, counts.others) == (taking(device) + 5, 0, 0)
 
 
 def test_a_piecewise_key_counts_each_graph_and_no_eager_call(device: Any):
-    step, _ = captured(device, doubling, "PIECEWISE")
-    replay = step[key_of(step, 8)]
+    replay = replay_of(device, 8, doubling, "PIECEWISE")
     first, second = replay.graph_counts
     assert [len(replay.graphs), len(replay.calls)] == [2, 3]
     total = replay.counts
@@ -89,8 +99,7 @@ def test_a_piecewise_key_counts_each_graph_and_no_eager_call(device: Any):
 
 
 def test_names_of_kernels_are_those_of_the_operators(device: Any):
-    step, _ = captured(device)
-    names = dict(step[key_of(step, 4)].counts.names)
+    names = dict(replay_of(device, 4).counts.names)
     if device.type == "cpu":
         assert names == {"fngraph::unpack": 1, "aten::index": 1, "aten::mul": 1, "aten::add": 1,
                          "aten::add_": 1}  # fmt: skip
@@ -109,8 +118,7 @@ def test_counts_print_what_there_is():
 
 
 def test_a_replay_prints_its_counts_once_they_are_known(device: Any):
-    step, _ = captured(device)
-    replay = step[key_of(step, 8)]
+    replay = replay_of(device)
     assert "1 graph, 0 eager calls" in repr(replay)
     assert replay.counts is replay.counts
     n = taking(device)
@@ -120,28 +128,17 @@ def test_a_replay_prints_its_counts_once_they_are_known(device: Any):
 # --- kinds of nodes, and the tape's edges ---------------------------------------------------------
 
 
-def recorded(kit: Any, fn: Any) -> Any:
-    """What `fn` records."""
-    return kit.recorder.record(fn)[0]
-
-
 def test_a_copy_is_a_memcpy_where_bytes_only_move(kit: Any):
     a, b = (torch.zeros(4, 6, device=kit.device) for _ in "ab")
     long = torch.zeros(4, 6, dtype=torch.int64, device=kit.device)
     square = torch.zeros(6, 4, device=kit.device).T
-    copies = {
-        "memcpy": [lambda: a.copy_(b), lambda: a[1:3].copy_(b[:2]), lambda: a.clone()],
-        "kernel": [
-            lambda: a.copy_(long),
-            lambda: a.copy_(square),
-            lambda: a[:, :2].copy_(b[:, :2]),
-            lambda: a.half(),
-            lambda: a.zero_(),
-        ],
-    }
-    for kind, fns in copies.items():
-        for fn in fns:
-            assert [node.kind for node in recorded(kit, fn).nodes] == [kind]
+    for kind, copy in [
+        ("memcpy", lambda: a.copy_(b)), ("memcpy", lambda: a[1:3].copy_(b[:2])),
+        ("memcpy", lambda: a.clone()), ("kernel", lambda: a.copy_(long)),
+        ("kernel", lambda: a.copy_(square)), ("kernel", lambda: a[:, :2].copy_(b[:, :2])),
+        ("kernel", lambda: a.half()), ("kernel", lambda: a.zero_()),
+    ]:  # fmt: skip
+        assert [node.kind for node in kit.recorder.record(copy)[0].nodes] == [kind]
 
 
 def test_edges_go_from_the_last_writer_of_the_bytes_to_their_reader(tape):
@@ -192,8 +189,7 @@ def test_an_op_without_an_out_variant_is_named_and_tied_as_itself(tape):
 
 
 def test_dot_names_nodes_by_kernel_and_ties_them(device: Any):
-    step, _ = captured(device)
-    text = step[key_of(step, 8)].dot()
+    text = replay_of(device).dot()
     assert text.startswith('digraph "fngraph FULL 8x4" {') and text.endswith("}\n")
     assert text.count("{") == text.count("}") == 2
     assert text.count("[label=") == taking(device) + 5
@@ -206,8 +202,7 @@ def test_dot_names_nodes_by_kernel_and_ties_them(device: Any):
 
 
 def test_dot_shows_eager_calls_between_their_graphs(device: Any):
-    step, _ = captured(device, doubling, "PIECEWISE")
-    replay = step[key_of(step, 8)]
+    replay = replay_of(device, 8, doubling, "PIECEWISE")
     text = replay.dot()
     assert text.count("subgraph cluster_") == 2
     assert f'c1 [label="{replay.calls[1].name}", shape=ellipse];' in text
@@ -219,29 +214,22 @@ def test_dot_shows_eager_calls_between_their_graphs(device: Any):
 
 @pytest.mark.parametrize(
     ("mode", "key", "want"),
-    [
-        (FULL, BatchDescriptor(8, 8, 1), "fngraph FULL 8x8 q1"),
-        (FULL, BatchDescriptor(8, 4), "fngraph FULL 8x4"),
-        (PIECEWISE, BatchDescriptor(16), "fngraph PIECEWISE 16"),
-        (FULL, BatchDescriptor(8, 8, 1, adapters=2), "fngraph FULL 8x8 q1 a2"),
-        (FULL, BatchDescriptor(8, 8, cascade=True), "fngraph FULL 8x8 cascade"),
-        (PIECEWISE, BatchDescriptor(8, extra={"b": 1}), "fngraph PIECEWISE 8 b=1"),
-    ],
-)
+    [(FULL, BatchDescriptor(8, 8, 1), "8x8 q1"), (FULL, BatchDescriptor(8, 4), "8x4"),
+     (PIECEWISE, BatchDescriptor(16), "16"),
+     (FULL, BatchDescriptor(8, 8, 1, adapters=2), "8x8 q1 a2"),
+     (FULL, BatchDescriptor(8, 8, cascade=True), "8x8 cascade"),
+     (PIECEWISE, BatchDescriptor(8, extra={"b": 1}), "8 b=1")],
+)  # fmt: skip
 def test_the_name_of_a_key(mode: fg.Mode, key: BatchDescriptor, want: str):
-    assert key_name(mode, key) == want
+    assert key_name(mode, key) == f"fngraph {mode.name} {want}"
 
 
 @pytest.mark.parametrize(
     ("mangled", "want"),
-    [
-        ("_unpack", "_unpack"),
-        ("_ZN2at6native4copyEv", "copy"),
-        ("_ZN2at6native12_GLOBAL__N_13fooIfEEvPT_i", "foo<float>"),
-        ("_ZN3abc3defIiEEvNS_1XEPFviE", "abc::def<int>"),
-        ("_Znonsense", "_Znonsense"),
-    ],
-)
+    [("_unpack", "_unpack"), ("_ZN2at6native4copyEv", "copy"),
+     ("_ZN2at6native12_GLOBAL__N_13fooIfEEvPT_i", "foo<float>"),
+     ("_ZN3abc3defIiEEvNS_1XEPFviE", "abc::def<int>"), ("_Znonsense", "_Znonsense")],
+)  # fmt: skip
 def test_names_of_kernels_are_made_readable(mangled: str, want: str):
     assert cuda_nodes.readable(mangled) == want
 
@@ -258,56 +246,47 @@ def test_without_cuda_bindings_the_error_names_the_package(monkeypatch: pytest.M
         recording.edges  # noqa: B018
 
 
-class Driver:
+KINDS = ("KERNEL", "MEMCPY", "MEMSET", "HOST", "GRAPH", "EMPTY")
+TYPES = {f"CU_GRAPH_NODE_TYPE_{kind}": i for i, kind in enumerate(KINDS)}
+
+
+def node_type(kind: int) -> Any:
+    return SimpleNamespace(name=list(TYPES)[kind])
+
+
+vars(node_type).update(TYPES)
+
+
+def driver(graphs: Any, children: Any) -> Any:
     """`cuda.bindings.driver` over graphs written down: {graph: ([(node, type)], [(from, to)])}."""
 
-    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    NAMES = ("KERNEL", "MEMCPY", "MEMSET", "HOST", "GRAPH", "EMPTY")
+    def edges(graph: int, number: int = 0) -> Any:
+        found = graphs[graph][1]
+        return 0, [a for a, _ in found][:number], [b for _, b in found][:number], [], len(found)
 
-    def __init__(self, graphs: Any, children: Any) -> None:
-        self.graphs, self.children = graphs, children
-        self.types = {node: kind for nodes, _ in graphs.values() for node, kind in nodes}
-
-    def CUgraph(self, init_value: int) -> int:
-        return init_value
-
-    def CUgraphNodeType(self, kind: int) -> Any:
-        return SimpleNamespace(name=f"CU_GRAPH_NODE_TYPE_{self.NAMES[kind]}")
-
-    def cuGraphGetNodes(self, graph: int, number: int = 0) -> Any:
-        nodes = [node for node, _ in self.graphs[graph][0]]
-        return 0, nodes[:number], len(nodes)
-
-    def cuGraphNodeGetType(self, node: int) -> Any:
-        return 0, self.types[node]
-
-    def cuGraphGetEdges(self, graph: int, number: int = 0) -> Any:
-        edges = self.graphs[graph][1]
-        return 0, [a for a, _ in edges][:number], [b for _, b in edges][:number], [], len(edges)
-
-    def cuGraphChildGraphNodeGetGraph(self, node: int) -> Any:
-        return 0, self.children[node]
-
-    def cuGraphKernelNodeGetParams(self, node: int) -> Any:
-        return 0, SimpleNamespace(func=0 if node % 2 else node, kern=node)
-
-    def cuFuncGetName(self, function: int) -> Any:
-        return 0, f"f{function}".encode()
-
-    def cuKernelGetName(self, kernel: int) -> Any:
-        return (0, f"k{kernel}".encode()) if kernel < 90 else (1, None)
-
-
-for value, name in enumerate(Driver.NAMES):
-    setattr(Driver.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{name}", value)
+    types = {node: kind for nodes, _ in graphs.values() for node, kind in nodes}
+    nodes = {graph: [node for node, _ in nodes] for graph, (nodes, _) in graphs.items()}
+    return SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+        CUgraph=lambda init_value: init_value,
+        CUgraphNodeType=node_type,
+        cuGraphGetNodes=lambda graph, n=0: (0, nodes[graph][:n], len(nodes[graph])),
+        cuGraphNodeGetType=lambda node: (0, types[node]),
+        cuGraphGetEdges=edges,
+        cuGraphChildGraphNodeGetGraph=lambda node: (0, children[node]),
+        cuGraphKernelNodeGetParams=lambda node: (
+            0, SimpleNamespace(func=0 if node % 2 else node, kern=node)),
+        cuFuncGetName=lambda function: (0, f"f{function}".encode()),
+        cuKernelGetName=lambda kernel: (0, f"k{kernel}".encode()) if kernel < 90 else (1, None),
+    )  # fmt: skip
 
 
 def test_nodes_of_a_cuda_graph_with_a_child(monkeypatch: pytest.MonkeyPatch):
     main = [(10, 0), (11, 1), (12, 4), (13, 2), (15, 5)], [(10, 11), (11, 12), (12, 13), (13, 15)]
     child = [(21, 0), (99, 0)], [(21, 99)]
-    driver = Driver({1: main, 2: child, 3: ([], [])}, {12: 2})
+    written = driver({1: main, 2: child, 3: ([], [])}, {12: 2})
     monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=written))
     nodes, edges = cuda_nodes.read(1)
     assert nodes == (
         Node("kernel", "f10"), Node("memcpy", "memcpy"), Node("other", "graph"),
@@ -398,9 +377,7 @@ def test_times_that_fail_leave_all_as_it_was(device: Any, monkeypatch: Any, at: 
     monkeypatch.undo()
     assert torch.equal(state, before)
     batch = toys.on(toys.batch(2, 1), device)
-    out, _ = step(state, batch)
-    want = toys.tally_params()["w"].to(device)[batch.token_ids] * 2 + 1
-    assert torch.equal(out, want)
+    assert torch.equal(step(state, batch)[0], wanted(device, batch))
 
 
 def test_times_of_what_is_not_there(device: Any):
@@ -414,14 +391,15 @@ def test_times_of_what_is_not_there(device: Any):
 # --- ranges and profilers -------------------------------------------------------------------------
 
 
-def profile(device: Any) -> Any:
-    """torch.profiler over what the device does too."""
-    from torch.profiler import ProfilerActivity
-
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, acc_events=True)  # else torch warns
+@contextlib.contextmanager
+def profile(device: Any) -> Iterator[Any]:
+    """torch.profiler over what the device does too, which is waited for."""
+    kinds = ["CPU", "CUDA"] if device.type == "cuda" else ["CPU"]
+    activities = [getattr(torch.profiler.ProfilerActivity, kind) for kind in kinds]
+    with torch.profiler.profile(activities=activities, acc_events=True) as made:  # else torch warns
+        yield made
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def seen(profiler: Any) -> set[str]:
@@ -429,23 +407,15 @@ def seen(profiler: Any) -> set[str]:
     return {event.key for event in profiler.key_averages()}
 
 
-def sync(device: Any) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def test_capture_and_replay_work_under_a_profiler(device: Any):
     with profile(device) as profiler:
         step, state = captured(device)
         assert right(step, state, device, 3, 2)
-        sync(device)
     names = seen(profiler)
     assert {"capture fngraph FULL 8x4", "capture fngraph FULL 4x4"} <= names
     assert right(step, state, device, 3, 2)
     with profile(device) as profiler:
         assert right(step, state, device, 2, 1)
-        sync(device)
     names = seen(profiler)
     if device.type == "cuda":
         assert "_unpack" in names and any("elementwise" in name for name in names)
@@ -465,7 +435,6 @@ def test_ranges_name_the_key_of_each_replay(device: Any):
         assert right(step, state, device, 2, 1)
         step.show_ranges(False)
         assert right(step, state, device, 2, 1)
-        sync(device)
     on_host = [e for e in profiler.key_averages() if e.device_type == DeviceType.CPU]
     found = {e.key: e.count for e in on_host if e.key.startswith("fngraph FULL")}
     assert found == {"fngraph FULL 8x4": 1, "fngraph FULL 4x4": 1}
@@ -479,7 +448,6 @@ def test_ranges_name_each_part_of_a_piecewise_key(device: Any):
     step.show_ranges()
     with profile(device) as profiler:
         assert torch.equal(step(state, batch)[0], want)
-        sync(device)
     name = step[key_of(step, 8)].calls[1].name
     parts = [f"fngraph PIECEWISE 8 [{part}" for part in ("0]", f"1] {name}", "2]")]
     assert sorted(k for k in seen(profiler) if k.startswith("fngraph PIECEWISE")) == parts
@@ -505,8 +473,8 @@ def test_nvtx_ranges_are_balanced_also_when_a_replay_fails(monkeypatch: pytest.M
 def test_the_raw_graph_is_kept_and_can_be_dumped_by_cuda(tmp_path: Any):
     from cuda.bindings import driver
 
-    step, _ = captured(torch.device("cuda", 0))
-    graph = driver.CUgraph(init_value=step[key_of(step, 8)].graph.raw_cuda_graph())
+    replay = replay_of(torch.device("cuda", 0))
+    graph = driver.CUgraph(init_value=replay.graph.raw_cuda_graph())
     path = tmp_path / "graph.dot"
     (error,) = driver.cuGraphDebugDotPrint(graph, str(path).encode(), 1)  # verbose
     assert error == driver.CUresult.CUDA_SUCCESS

@@ -41,6 +41,13 @@ def leaves(tree: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
+def replayed(kit: Any, fn: Callable[[], Any]) -> Any:
+    """What `fn` gives when it is recorded and then replayed once."""
+    recording, out = kit.recorder.record(fn)
+    recording.replay()
+    return out
+
+
 # --- recording is not running ---------------------------------------------------------------------
 
 
@@ -65,22 +72,13 @@ def test_outputs_hold_no_result_before_the_first_replay(kit):
 def test_each_replay_puts_the_result_into_the_same_memory(kit):
     x = on(kit, 1.0, 2.0)
     recording, out = kit.recorder.record(lambda: x + 1)
-    address = out.data_ptr()
+    address, owned = out.data_ptr(), []
     for value in (1.0, 7.0):
         x.fill_(value)
         recording.replay()
+        owned.append(out.clone())
         assert out.data_ptr() == address and out.tolist() == [value + 1] * 2
-
-
-def test_a_result_is_overwritten_by_the_next_replay(kit):
-    x = on(kit, 1.0)
-    recording, out = kit.recorder.record(lambda: x * 2)
-    recording.replay()
-    kept, owned = out, out.clone()
-    x.fill_(5.0)
-    recording.replay()
-    assert kept.item() == 10  # one might have expected 2
-    assert owned.item() == 2
+    assert owned[0].tolist() == [2, 2]  # `out` itself has been overwritten
 
 
 def test_what_is_returned_comes_back_as_the_same_object(kit):
@@ -109,11 +107,10 @@ def test_an_input_that_is_not_copied_in_stays_stale(kit):
     x, fresh = on(kit, 1.0), on(kit, 9.0)
     static = x.clone()
     recording, out = kit.recorder.record(lambda: static + 0)
-    recording.replay()
-    assert out.item() == 1
-    static.copy_(fresh)
-    recording.replay()
-    assert out.item() == 9
+    for want in (1, 9):
+        recording.replay()
+        assert out.item() == want
+        static.copy_(fresh)
 
 
 def test_python_values_and_branches_are_frozen(kit):
@@ -183,9 +180,7 @@ def test_the_graph_is_there_to_look_at(kit):
 def test_warm_up_leaves_a_recorder_that_records(kit):
     x = on(kit, 1.0)
     kit.recorder.warm_up(lambda: x + 1)
-    recording, out = kit.recorder.record(lambda: x + 1)
-    recording.replay()
-    assert out.item() == 2
+    assert replayed(kit, lambda: x + 1).item() == 2
 
 
 # --- what a graph cannot hold ---------------------------------------------------------------------
@@ -223,9 +218,7 @@ def test_a_host_read_is_refused_and_nothing_is_lost(kit, what: str):
     assert kit.used == before
     good.replay()  # what was recorded before still works
     assert out.tolist() == [10, 10]
-    again, out = kit.recorder.record(lambda: x + state)  # and so does the recorder
-    again.replay()
-    assert out.tolist() == [6, 7]
+    assert replayed(kit, lambda: x + state).tolist() == [6, 7]  # and so does the recorder
 
 
 def test_an_exception_in_fn_is_a_capture_error_and_nothing_is_lost(kit):
@@ -244,47 +237,32 @@ def test_an_exception_in_fn_is_a_capture_error_and_nothing_is_lost(kit):
         kit.recorder.record(bad)
     assert isinstance(caught.value.__cause__, ValueError)
     assert state.item() == 5 and kit.used == before
-    recording, out = kit.recorder.record(lambda: x + state)
-    recording.replay()
-    assert out.item() == 6
+    assert replayed(kit, lambda: x + state).item() == 6
 
 
-def test_recordings_do_not_nest(kit):
+@pytest.mark.parametrize("own", [True, False], ids=["itself", "another"])
+def test_recordings_do_not_nest(kit, own: bool):
+    inner = kit.recorder if own else make_recorder(kit.recorder.name, kit.device)
     x = on(kit, 1.0)
     before = kit.used
-
-    def nested() -> Any:
-        return kit.recorder.record(lambda: x + 1)
-
     with pytest.raises(CaptureError, match="nest"):
-        kit.recorder.record(nested)
+        kit.recorder.record(lambda: inner.record(lambda: x + 1))
     assert kit.used == before
-    recording, out = kit.recorder.record(lambda: x + 1)
-    recording.replay()
-    assert out.item() == 2
+    assert replayed(kit, lambda: x + 1).item() == 2
 
 
-def test_another_recorder_does_not_nest_either(kit):
-    other = make_recorder(kit.recorder.name, kit.device)
-    x = on(kit, 1.0)
-    with pytest.raises(CaptureError, match="nest"):
-        kit.recorder.record(lambda: other.record(lambda: x + 1))
+@pytest.mark.parametrize(
+    ("name", "device", "message"),
+    [("tapes", "cpu", "tapes.*cuda.*tape"), ("CUDA", "cpu", "CUDA.*cuda.*tape"),
+     ("tape", "cuda:0", "tape.*cuda"), ("cuda", "cpu", "cuda.*cpu.*tape")],
+)  # fmt: skip
+def test_an_unknown_recorder_or_device_is_refused(name: str, device: str, message: str):
+    with pytest.raises(CaptureError, match=message):
+        make_recorder(name, torch.device(device))
 
 
-@pytest.mark.parametrize("name", ["tapes", "CUDA", ""])
-def test_an_unknown_recorder_lists_those_there_are(name: str):
-    if not name:
-        assert make_recorder(None, torch.device("cpu")).name == "tape"
-        return
-    with pytest.raises(CaptureError, match=f"{name}.*cuda.*tape"):
-        make_recorder(name, torch.device("cpu"))
-
-
-def test_a_recorder_refuses_a_device_that_is_not_its_own():
-    with pytest.raises(CaptureError, match=r"tape.*cuda"):
-        make_recorder("tape", torch.device("cuda", 0))
-    with pytest.raises(CaptureError, match=r"cuda.*cpu.*tape"):
-        make_recorder("cuda", torch.device("cpu"))
+def test_the_recorder_of_a_cpu_is_the_tape():
+    assert make_recorder(None, torch.device("cpu")).name == "tape"
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -338,12 +316,10 @@ def test_live_memory_is_never_given_to_another_recording(kit):
     a, out_a = kit.recorder.record(lambda: x + 1)
     b, out_b = kit.recorder.record(second)
     assert not any(overlap(span(out_a), s) for s in (*spans, span(out_b)))
-    a.replay()
-    b.replay()
-    assert (out_a[0].item(), out_b[0].item()) == (2, 12)
-    b.replay()
-    a.replay()
-    assert (out_a[0].item(), out_b[0].item()) == (2, 12)
+    for order in ((a, b), (b, a)):
+        for recording in order:
+            recording.replay()
+        assert (out_a[0].item(), out_b[0].item()) == (2, 12)
 
 
 def test_outputs_of_recordings_that_are_alive_do_not_overlap(kit):
@@ -435,15 +411,6 @@ def outs(x: torch.Tensor, y: torch.Tensor) -> Any:
     return made, torch.sub(x, y, out=torch.empty_like(y))
 
 
-def foreach(x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Ops on lists that return new lists, of one result and of several."""
-    return (
-        torch._foreach_add([x, y[0]], [y, x[0]]),
-        torch._foreach_norm([x]),
-        torch._foreach_sqrt([x[0]]),
-    )
-
-
 def foreach_(x: torch.Tensor, y: torch.Tensor) -> Any:
     """Ops on lists that write them."""
     torch._foreach_mul_([x, y[0]], 2.0)
@@ -462,92 +429,57 @@ ZOO: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "pointwise": lambda x, y: torch.where(x > y, x.sigmoid(), (x - y).exp().clamp(max=3)),
     "in place": lambda x, y: x.add_(y).mul_(2).clamp_(min=0),
     "in place on both": lambda x, y: (x.copy_(y), y.zero_(), x.fill_(2)),
-    "views": lambda x, y: (
-        x.t(),
-        x[1:, :2],
-        x.reshape(-1),
-        (x + y).view(2, -1).t(),
-        x.expand(2, *x.shape),
-    ),
-    "reshape that copies": lambda x, y: (
-        x.t().reshape(-1),
-        (x + y).t().contiguous(),
-        x.t().flatten(),
-    ),
+    "views": lambda x, y: (x.t(), x[1:, :2], x.reshape(-1), (x + y).view(2, -1).t(),
+                           x.expand(2, *x.shape)),
+    "reshape that copies": lambda x, y: (x.t().reshape(-1), (x + y).t().contiguous(),
+                                         x.t().flatten()),
     "written view": written_view,
     "out=": outs,
     "matmul": lambda x, y: (x @ y.t(), F.linear(x, y), torch.einsum("ab,cb->ac", x, y)),
-    "several results": lambda x, y: (
-        *torch.topk(x, 2),
-        *x.sort(dim=1),
-        *torch.var_mean(y, 0),
-        *x.max(1),
-    ),
+    "several results": lambda x, y: (*torch.topk(x, 2), *x.sort(dim=1), *torch.var_mean(y, 0),
+                                     *x.max(1)),
     "split, chunk, unbind": lambda x, y: (*(x + y).split([1, 3], 1), *x.chunk(2), *y.unbind()),
     "cat and stack": lambda x, y: (torch.cat([x, y]), torch.stack([x, y]), torch.cat([x[:0], y])),
-    "norms": lambda x, y: (
-        F.layer_norm(x, x.shape[1:], y[0], y[1]),
-        F.rms_norm(x, x.shape[1:], y[0]),
-    ),
+    "norms": lambda x, y: (F.layer_norm(x, x.shape[1:], y[0], y[1]),
+                           F.rms_norm(x, x.shape[1:], y[0])),
     "softmax": lambda x, y: (x.softmax(-1), y.log_softmax(0), x.logsumexp(0)),
     "batch norm in training": batch_norm,
-    "foreach": foreach,
+    "foreach": lambda x, y: (torch._foreach_add([x, y[0]], [y, x[0]]), torch._foreach_norm([x]),
+                             torch._foreach_sqrt([x[0]])),  # new lists, of one result and several
     "foreach in place": foreach_,
     "squeeze_ and t_": squeezed,
     "zero-size": lambda x, y: (x[:0] + 1, torch.cat([x[:0] @ y.t(), x @ y.t()]), x[:, :0].sum(1)),
     "scalars": lambda x, y: (x.sum(), x.mean() * y.max(), (x.norm() + 1).sqrt()),
     "bfloat16": lambda x, y: (x.bfloat16() @ y.bfloat16().t(), x.to(torch.bfloat16) + 1),
-    "int64 and bool": lambda x, y: (
-        (x * 10).long() // 3,
-        x > y,
-        (x > 0) & (y > 0),
-        (x > y).long().cumsum(0),
-    ),
-    "gather and scatter": lambda x, y: (
-        x.gather(1, (y > 0).long()),
-        torch.zeros_like(x).scatter_(1, (x > 0).long(), 5.0),
-    ),
-    "index_select and embedding": lambda x, y: (
-        x.index_select(0, (y[:, 0] > 0).long()),
-        F.embedding((y > 0).long(), x),
-    ),
+    "int64 and bool": lambda x, y: ((x * 10).long() // 3, x > y, (x > 0) & (y > 0),
+                                    (x > y).long().cumsum(0)),
+    "gather and scatter": lambda x, y: (x.gather(1, (y > 0).long()),
+                                        torch.zeros_like(x).scatter_(1, (x > 0).long(), 5.0)),
+    "index_select and embedding": lambda x, y: (x.index_select(0, (y[:, 0] > 0).long()),
+                                                F.embedding((y > 0).long(), x)),
     "integer index": lambda x, y: (x[(y[:, 0] > 0).long()], x[:, (y[0] > 0).long()]),
     "integer index put": lambda x, y: (
         x.index_put_(((y[:, 0] > 0).long().cumsum(0) - 1,), y * 0 + 4),
-        x.index_add(0, (y[:, 1] > 9).long(), y),
-    ),
+        x.index_add(0, (y[:, 1] > 9).long(), y)),
     "searchsorted and arange": lambda x, y: torch.searchsorted(
-        x[0].sort().values.contiguous(), torch.arange(5.0, device=x.device)
-    ),
+        x[0].sort().values.contiguous(), torch.arange(5.0, device=x.device)),
     "masked_fill and tril": lambda x, y: (x.masked_fill(y > 0, float("-inf")), x.tril(), y.triu_()),
     "argmax and argsort": lambda x, y: (x.argmax(), y.argmax(1), x.argsort(0)),
-    "attention": lambda x, y: F.scaled_dot_product_attention(
-        x[None, None], y[None, None], y[None, None]
-    ),
+    "attention": lambda x, y: F.scaled_dot_product_attention(*(t[None, None] for t in (x, y, y))),
     "silu and gelu": lambda x, y: (F.silu(x), F.gelu(y), F.relu(x), x.tanh_()),
     "cumsum and prod": lambda x, y: (x.cumsum(0), y.cumprod(1), x.prod(1), (x > 0).any(1)),
     "clone, detach, empty_like": lambda x, y: (x.clone(), y.detach(), torch.empty_like(x).copy_(y)),
     "new_zeros, ones_like, full": lambda x, y: (
-        x.new_zeros(3) + y[0, 0],
-        torch.ones_like(x) + y,
-        torch.full_like(y, 2.5),
-        torch.eye(2, device=x.device),
-    ),
-    "pad, roll, flip, repeat": lambda x, y: (
-        F.pad(x, (1, 0)),
-        x.roll(1, 0),
-        y.flip(1),
-        x.repeat(2, 1),
-    ),
+        x.new_zeros(3) + y[0, 0], torch.ones_like(x) + y, torch.full_like(y, 2.5),
+        torch.eye(2, device=x.device)),
+    "pad, roll, flip, repeat": lambda x, y: (F.pad(x, (1, 0)), x.roll(1, 0), y.flip(1),
+                                             x.repeat(2, 1)),
     "conv": lambda x, y: F.conv1d(
-        x[None], y[:, :3, None].transpose(0, 1).contiguous()[:, :1].expand(3, 3, 1)
-    ),
-    "addmm and baddbmm": lambda x, y: (
-        torch.addmm(x[:, :3], x, y.t()),
-        torch.bmm(x[None], y.t()[None]),
-    ),
+        x[None], y[:, :3, None].transpose(0, 1).contiguous()[:, :1].expand(3, 3, 1)),
+    "addmm and baddbmm": lambda x, y: (torch.addmm(x[:, :3], x, y.t()),
+                                       torch.bmm(x[None], y.t()[None])),
     "nested tuple results": lambda x, y: {"a": (x + 1, [y + 2]), "b": {"c": x @ y.t()}},
-}
+}  # fmt: skip
 
 
 def run_both(kit: Any, fn: Callable[..., Any], *fresh: torch.Tensor) -> None:
@@ -595,11 +527,9 @@ def test_every_shape_goes_through(kit, shape: tuple[int, ...]):
 
 def test_a_strided_result_keeps_its_strides(kit):
     x = torch.rand(3, 4, device=kit.device)
-    recording, out = kit.recorder.record(lambda: (x.t() + 1, x.expand(2, 3, 4).transpose(0, 2) * 2))
-    recording.replay()
-    want = (x.t() + 1, x.expand(2, 3, 4).transpose(0, 2) * 2)
-    assert [t.stride() for t in out] == [t.stride() for t in want]
-    assert all(torch.equal(a, b) for a, b in zip(out, want))
+    fn = lambda: (x.t() + 1, x.expand(2, 3, 4).transpose(0, 2) * 2)  # noqa: E731
+    for a, b in zip(replayed(kit, fn), fn(), strict=True):
+        assert a.stride() == b.stride() and torch.equal(a, b)
 
 
 def test_a_returned_input_is_the_input(kit):
@@ -611,9 +541,7 @@ def test_a_returned_input_is_the_input(kit):
 # --- grad and inference mode ----------------------------------------------------------------------
 
 AMBIENT: dict[str, Callable[[], Any]] = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "enable_grad": torch.enable_grad,
+    name: getattr(torch, name) for name in ("no_grad", "inference_mode", "enable_grad")
 }
 
 

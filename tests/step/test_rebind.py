@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -32,6 +32,12 @@ def make(fn: Any, params: Any, cache: Any, device: Any, **options: Any) -> Any:
     return fast.bind(params).capture(cache, toys.LIMITS, progress=False, recorder=recorder)
 
 
+def over_attend(device: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """A step over `toys.attend`, its weights and its cache."""
+    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
+    return make(toys.attend, params, cache, device, **options), params, cache
+
+
 def check(step: Any, fn: Any, params: Any, cache: Any, device: Any) -> None:
     """Several keys against bare forward with `params`."""
     for batch in BATCHES:
@@ -52,8 +58,7 @@ def pointers(tree: Any) -> list[int]:
 @pytest.mark.parametrize("where", ["cpu", "device"])
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
 def test_the_next_call_computes_with_the_new_weights(device, modes: str, where: str):
-    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
-    step = make(toys.attend, params, cache, device, modes=modes)
+    step, params, cache = over_attend(device, modes=modes)
     check(step, toys.attend, params, cache, device)
     addresses, replays = pointers(params), dict(step.replays)
     new = toys.attention_params(seed=7, device=device if where == "device" else "cpu")
@@ -63,29 +68,21 @@ def test_the_next_call_computes_with_the_new_weights(device, modes: str, where: 
     check(step, toys.attend, moved(new, device), cache, device)
 
 
-class Files(Mapping[str, Tensor]):
+class Files(UserDict[str, Tensor]):
     """Leaves that are made when they are asked for."""
 
-    def __init__(self, tree: Any) -> None:
-        flat, treedef = trees.flatten(tree)
-        self.found, self.asked = dict(zip(trees.paths(treedef, "params"), flat)), 0
+    asked = 0
 
     def __getitem__(self, path: str) -> Tensor:
         self.asked += 1
-        return self.found[path].clone()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.found)
-
-    def __len__(self) -> int:
-        return len(self.found)
+        return super().__getitem__(path).clone()
 
 
 def test_leaves_by_path_are_loaded_one_by_one(device):
-    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
-    step = make(toys.attend, params, cache, device)
+    step, _, cache = over_attend(device)
     new = toys.attention_params(seed=7)
-    files = Files(new)
+    flat, treedef = trees.flatten(new)
+    files = Files(zip(trees.paths(treedef, "params"), flat))
     step.rebind(params=files)
     assert files.asked == 2 * len(files)
     check(step, toys.attend, moved(new, device), cache, device)
@@ -112,10 +109,9 @@ def test_parameters_and_inference_tensors_are_rebound_in_any_mode(device):
 
 
 def test_leaves_may_change_places_with_one_another(device):
-    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
+    step, params, cache = over_attend(device)
     first, second = params["layers"]
     want = toys.clone({**params, "layers": [second, first]})
-    step = make(toys.attend, params, cache, device)
     step.rebind(params={**params, "layers": [second, first]})
     toys.assert_trees(params, want)
     check(step, toys.attend, want, cache, device)
@@ -123,45 +119,38 @@ def test_leaves_may_change_places_with_one_another(device):
 
 # --- nothing is written if one is wrong -----------------------------------------------------------
 
-BAD: dict[str, tuple[Any, list[str]]] = {
-    "another structure": (lambda p: {**p, "bias": p["head"]}, ["params['bias']"]),
-    "a leaf missing": (lambda p: {"embed": p["embed"], "layers": p["layers"]}, ["params['head']"]),
-    "a number": (lambda p: {**p, "head": 3}, ["params['head']", "int"]),
+BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
+    "another structure": (lambda p: {**p, "bias": p["head"]}, TreeError, ["params['bias']"]),
+    "a leaf missing": (lambda p: {"embed": p["embed"], "layers": p["layers"]}, TreeError,
+                       ["params['head']"]),
+    "a number": (lambda p: {**p, "head": 3}, TreeError, ["params['head']", "int"]),
     "an unknown path": (lambda p: {"params['head']": p["head"], "params['x']": p["head"]},
-                        ["params['x']", "params['embed']"]),
+                        TreeError, ["params['x']", "params['embed']"]),
     "no tensor by path": (lambda p: {"params['embed']": p["embed"], "params['head']": 3},
-                          ["params['head']", "int"]),
-    "a sparse one": (lambda p: {**p, "head": p["head"].to_sparse()}, ["params['head']", "dense"]),
-    "no memory": (lambda p: {**p, "head": p["head"].to("meta")}, ["params['head']", "meta"]),
+                          TreeError, ["params['head']", "int"]),
+    "a sparse one": (lambda p: {**p, "head": p["head"].to_sparse()}, TreeError,
+                     ["params['head']", "dense"]),
+    "no memory": (lambda p: {**p, "head": p["head"].to("meta")}, TreeError,
+                  ["params['head']", "meta"]),
+    "a shape that forward cannot take": (
+        lambda p: {**p, "head": torch.ones(toys.E + 1, toys.V)}, Exception, ["reduction dim"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_nothing_is_written_if_one_is_wrong(device, what: str):
-    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
-    step, before = make(toys.attend, params, cache, device), toys.clone(params)
-    change, words = BAD[what]
-    with pytest.raises(TreeError) as error:
+    (step, params, cache), (change, kind, words) = over_attend(device), BAD[what]
+    before = toys.clone(params)
+    with pytest.raises(kind) as error:
         step.rebind(params=change(moved(toys.attention_params(seed=7), device)))
     assert [word for word in words if word not in str(error.value)] == []
     toys.assert_trees(params, before)
     check(step, toys.attend, before, cache, device)
 
 
-def test_shapes_that_forward_cannot_take_are_refused_before_a_write(device):
-    params, cache = moved((toys.attention_params(), toys.attention_cache()), device)
-    step, before = make(toys.attend, params, cache, device), toys.clone(params)
-    new = {**toys.attention_params(seed=7), "head": torch.ones(toys.E + 1, toys.V)}
-    with pytest.raises(Exception, match="reduction dim"):
-        step.rebind(params=new)
-    toys.assert_trees(params, before)
-    check(step, toys.attend, before, cache, device)
-
-
 @pytest.mark.parametrize("name", ["cache", "weights", "batch"])
 def test_only_held_arguments_can_be_rebound(name: str):
-    params, cache = toys.attention_params(), toys.attention_cache()
-    step = make(toys.attend, params, cache, torch.device("cpu"))
+    step, params, _ = over_attend(torch.device("cpu"))
     with pytest.raises(TreeError, match=f"'{name}' is not held.*params"):
         step.rebind(**{name: params})
 
@@ -181,10 +170,9 @@ def test_tied_leaves_stay_tied(device):
         step.rebind(params=given)
         check(step, tied, moved(given, device), state, device)
     before = table.clone()
-    with pytest.raises(TreeError, match=r"embed.*head.*one memory"):
-        step.rebind(params={"embed": new + 1, "head": new + 2})
-    with pytest.raises(TreeError, match=r"embed.*head.*one memory"):
-        step.rebind(params={"params['head']": new.double()})
+    for wrong in ({"embed": new + 1, "head": new + 2}, {"params['head']": new.double()}):
+        with pytest.raises(TreeError, match=r"embed.*head.*one memory"):
+            step.rebind(params=wrong)
     assert torch.equal(table, before)
     step.rebind(params={"params['head']": new + 3})  # one memory: it is both
     check(step, tied, moved({"embed": new + 3, "head": new + 3}, device), state, device)
@@ -227,14 +215,19 @@ def headed_state(device: Any) -> dict[str, Tensor]:
     return {"seen": torch.zeros(toys.V, dtype=torch.int64, device=device)}
 
 
+def over_headed(device: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """A step over `headed`, its weights and its state."""
+    params, state = headed_params(device=device), headed_state(device)
+    return make(headed, params, state, device, **options), params, state
+
+
 @pytest.mark.parametrize("modes", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_another_shape_or_dtype_is_captured_again(device, modes: str, dtype: torch.dtype):
-    params, state = headed_params(device=device), headed_state(device)
-    step = make(headed, params, state, device, modes=modes)
+    step, params, state = over_headed(device, modes=modes)
     check(step, headed, params, state, device)
     keys, old = list(step.replays), list(step.replays.values())
-    new = {**headed_params(3 if dtype is torch.float64 else 5)}
+    new = headed_params(3 if dtype is torch.float64 else 5)
     new["head"] = new["head"].to(dtype)
     step.rebind(params=new)
     assert list(step.replays) == keys and not any(r in old for r in step.replays.values())
@@ -246,8 +239,7 @@ def test_another_shape_or_dtype_is_captured_again(device, modes: str, dtype: tor
 
 
 def test_a_leaf_that_nothing_reads_costs_no_capture(device):
-    params, state = headed_params(device=device), headed_state(device)
-    step = make(headed, params, state, device)
+    step, params, state = over_headed(device)
     before = dict(step.replays)
     step.rebind(params={"params['unread']": torch.ones(5, dtype=torch.int64)})
     assert step.replays == before
@@ -274,8 +266,7 @@ def test_every_function_over_the_leaves_notices(device):
 
 
 def test_the_last_shape_that_fits_is_taken_after_one_that_does_not(device):
-    params, state = headed_params(device=device), headed_state(device)
-    step = make(headed, params, state, device)
+    step, _, state = over_headed(device)
     for width in (5, 3, 5):
         new = headed_params(width)
         step.rebind(params=new)
@@ -291,25 +282,23 @@ class Weights:
     unread: Tensor
 
 
-def headed_by_name(params: Any, state: Any, batch: toys.Batch) -> tuple[Tensor, Any]:
-    """`headed` over a dataclass."""
-    return headed(vars(params), state, batch)
-
-
 def test_parameters_of_a_dataclass_are_replaced_where_they_are(device):
     made = {name: torch.nn.Parameter(x) for name, x in headed_params(device=device).items()}
     params, state = Weights(**made), headed_state(device)
-    step = make(headed_by_name, params, state, device)
+
+    def by_name(params: Any, state: Any, batch: toys.Batch) -> Any:
+        return headed(vars(params), state, batch)
+
+    step = make(by_name, params, state, device)
     step.rebind(params=Weights(**headed_params(5)))
     assert params.head is made["head"] and params.head.shape == (toys.E, 5)
-    check(step, headed_by_name, params, state, device)
+    check(step, by_name, params, state, device)
     step.rebind(params={"params.head": torch.ones(toys.E, 2, dtype=torch.bfloat16)})
-    check(step, headed_by_name, params, state, device)
+    check(step, by_name, params, state, device)
 
 
 def test_ambient_states_go_on_with_the_new_weights(device):
-    params, state = headed_params(device=device), headed_state(device)
-    step, batch = make(headed, params, state, device), toys.on(BATCHES[0], device)
+    (step, params, state), batch = over_headed(device), toys.on(BATCHES[0], device)
     for width in (3, 5):
         new = headed_params(width)
         step.rebind(params=new)
@@ -321,8 +310,7 @@ def test_ambient_states_go_on_with_the_new_weights(device):
 
 
 def test_a_key_that_cannot_be_captured_again_is_captured_when_needed(device, monkeypatch):
-    params, state = headed_params(device=device), headed_state(device)
-    step = make(headed, params, state, device, modes="FULL")
+    step, _, state = over_headed(device, modes="FULL")
     done: list[Any] = []
     original = capture.capture_key
 

@@ -7,7 +7,7 @@ import sys
 import numpy
 import pytest
 
-from fngraph.core import BatchDescriptor, BatchSpec, HostBounds
+from fngraph.core import BatchDescriptor, BatchSpec, HostBounds, KeyBounds
 from fngraph.core.spec import CLASS, COUNTS
 from fngraph.errors import SpecError
 
@@ -186,6 +186,13 @@ def test_a_uniform_batch_bounds_its_own_query_length():
     assert BatchSpec(6, 2, query_len=3, host=HostBounds(max_seq_len=9)).bounds == (3, 9)
     assert BatchSpec(6, 2, query_len=3, host=HostBounds(4, 9)).bounds == (4, 9)
     assert BatchSpec(6, 2, host=HostBounds(4)).bounds == (4, None)
+
+
+def test_a_descriptor_sets_bounds_of_its_own():
+    for key, most in ((BatchDescriptor(8, 4, 2), 2), (BatchDescriptor(8, 4), 8)):
+        bounds = KeyBounds(key)
+        assert bounds == HostBounds(most, None) and bounds.key is key
+    assert HostBounds(8).key is None
 
 
 def test_host_bounds_are_no_part_of_the_key():

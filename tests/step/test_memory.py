@@ -278,7 +278,7 @@ def test_random_dispatch_under_a_budget_stays_under_it(held, monkeypatch):
     after = made.step.recorder.usage()
     assert made.step.stats.share("NONE") < 0.1, made.step.failed
     taken = sum(after) - sum(before)
-    assert taken <= made.step.memory.budget + 24 * MB  # segments of what is eager
+    assert taken <= made.step.memory.budget + 64 * MB  # segments of what is eager
 
 
 @pytest.mark.parametrize("budget", [-1, 1.5, "1 MB", True])

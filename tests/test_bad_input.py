@@ -410,7 +410,7 @@ def test_a_wrong_name_fails_where_it_is_written(what: str):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nonsense", "take no argument 'nonsense'$"),
+        ("nonsense", r"takes no option 'nonsense'\.$"),
         ("use_cudagraph", '\'use_cudagraph\'. Pass modes="PIECEWISE", or modes="NONE"'),
         ("full_cuda_graph", '\'full_cuda_graph\'. Pass modes="FULL", or modes="PIECEWISE"'),
     ],

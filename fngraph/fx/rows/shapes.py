@@ -257,7 +257,23 @@ def drawn(call: OpCall) -> Kept:
             f"draws out of the padded number of rows ({call.name}). Draw uniform numbers, a row "
             "for each token or request, and scale them by the true counts"
         )
+    for name in {"bernoulli": ("self", "p"), "multinomial": ("self",), "normal": ("std",)}.get(
+        call.name, ()
+    ):
+        x = call.args.get(name)
+        if is_tensor(x) and moving_dims(x) and not _can_draw(call, x):
+            raise Mixes(
+                f"draws by chances of which padding may hold what is none ({call.name}): an error "
+                "for rows of padding alone. Let them be 1 there: torch.where((batch.slot >= 0)"
+                "[:, None], p, 1), of a leaf padded with -1"
+            )
     return Kept()
+
+
+def _can_draw(call: OpCall, x: Any) -> bool:
+    fills = [call.rows(x).fills.get(d) for d in moving_dims(x)]
+    known = all(isinstance(f, torch.Tensor) and bool(((f >= 0) & (f <= 1)).all()) for f in fills)
+    return known and (call.name != "multinomial" or all(bool((f.sum(-1) > 0).all()) for f in fills))
 
 
 def _last_moves(x: fx.Node) -> bool:

@@ -63,6 +63,12 @@ def at_most(a: Any, b: Any) -> bool:
     """Whether a <= b wherever T and R are 1 or more."""
     if isinstance(a, int) and isinstance(b, int):
         return a <= b
+    if isinstance(a, sympy.Max) or isinstance(b, sympy.Min):
+        parts = [(x, b) for x in a.args] if isinstance(a, sympy.Max) else [(a, x) for x in b.args]
+        return all(at_most(*pair) for pair in parts)
+    if isinstance(a, sympy.Min) or isinstance(b, sympy.Max):
+        parts = [(x, b) for x in a.args] if isinstance(a, sympy.Min) else [(a, x) for x in b.args]
+        return any(at_most(*pair) for pair in parts)
     rest = sympy.sympify(b) - sympy.sympify(a)
     if rest.is_number:
         return bool(rest >= 0)

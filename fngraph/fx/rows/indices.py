@@ -127,8 +127,9 @@ def write(call: OpCall) -> Kept:
     else:
         places = {d: x for d, x in enumerate(args["indices"]) if x is not None}
     values = next((args[n] for n in ("values", "src", "source", "value") if n in args), None)
+    from_end = "dim" not in args or call.name == "index_fill"
     for d, index in places.items():
-        _check_index(call, target, d, index, from_end="dim" not in args)
+        _check_index(call, target, d, index, from_end=from_end)
     if not any(moving_dims(x) for x in (*places.values(), values) if is_tensor(x)):
         return Kept()
     masks = [x for x in places.values() if x.meta["val"].dtype is torch.bool and moving_dims(x)]

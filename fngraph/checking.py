@@ -16,6 +16,7 @@ import torch
 from fngraph.core import Limits
 from fngraph.errors import FnGraphError, PurityError
 from fngraph.fx.arguments import Names
+from fngraph.fx.leaves import Role
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphified import graphify
 from fngraph.rehearsing import Keys, rehearsal
@@ -86,9 +87,10 @@ def check(
         generators=generators,
     )  # fmt: skip
     refuse = Refusals(go_on=True)
+    (staged,) = made.signature.positions(Role.STAGED)
+    look = rehearsal(args, args[staged], rehearse, refuse) if rehearse else None
     try:
         with refuse.catching():
-            look = rehearsal(args, rehearse, refuse) if rehearse else None
             made.trace_call(args, refuse, look).split()
     except Exception as error:  # of a stand-in that no check was ready for
         text = f"{type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchSpec, Limits, host_field, plan_buffers, trees
+from fngraph.core.text import count
 from fngraph.errors import RowsError, SpecError, TreeError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
@@ -25,23 +26,30 @@ Keys = bool | Iterable[tuple[int, int]]
 
 
 def rehearsal(
-    values: Sequence[Any], keys: Keys, refuse: Callable[[RowsError], None]
+    values: Sequence[Any], batch: Any, keys: Keys, refuse: Callable[[RowsError], None]
 ) -> Callable[[Arguments, Limits, Any, Mapping[Any, Any]], None]:
     """What a trace is to show its graph and facts to: it runs both, and reports to `refuse`.
 
     Args:
         values: all arguments of a call, real tensors; donated ones are copied, not written.
+        batch: the staged one of them.
         keys: (T, R) of the keys to rehearse; True: some that are larger than the batch.
+
+    Raises:
+        TreeError: `fg.like` specs in place of tensors. SpecError: a key that is too small.
     """
+    leaves = [trees.flatten(value)[0] for value in values]
+    if not all(isinstance(x, torch.Tensor) for part in leaves for x in part):
+        raise TreeError("rehearse=True runs forward: pass tensors, not fg.like specs")
+    field = host_field(type(batch))
+    spec = getattr(batch, field) if field else BatchSpec(1, 1)
+    if field and not isinstance(keys, bool):
+        keys = list(keys)
+        _check_keys(spec, keys)
 
     def look(args: Arguments, limits: Limits, graph: Any, facts: Mapping[Any, Any]) -> None:
         if args.batch_type is None:
             return  # exact shapes, no padding
-        batch = values[args.signature.names.index(args.batch_name)]
-        spec = getattr(batch, str(host_field(args.batch_type)))
-        leaves = [trees.flatten(value)[0] for value in values]
-        if not all(isinstance(x, torch.Tensor) for part in leaves for x in part):
-            raise TreeError("rehearse=True runs forward: pass tensors, not fg.like specs")
         for sizes in _sizes_of(spec, limits, keys):
             true, padded = _both(args, leaves, spec, {**limits.dims, **sizes}, limits)
             difference = rehearse(graph.gm, facts, true, padded)
@@ -60,15 +68,18 @@ def _sizes_of(spec: BatchSpec, limits: Limits, keys: Keys) -> list[dict[str, int
         more = {(T, R), (T, R + 1), (T + 3, R), (T + 5, R + 2)}
         keys = {(q * (R + n), R + n) for n in range(3)} if q else more
         keys = [(t, r) for t, r in sorted(keys) if t <= limits.max_tokens and r <= limits.max_reqs]
-    found = [{"T": t, "R": r} for t, r in keys or ()]  # type: ignore[union-attr]
-    for sizes in found:
-        if sizes["T"] < T or sizes["R"] < R or (q and sizes["T"] != q * sizes["R"]):
+    return [{"T": t, "R": r} for t, r in keys or ()]  # type: ignore[union-attr]
+
+
+def _check_keys(spec: BatchSpec, keys: Iterable[tuple[int, int]]) -> None:
+    T, R, q = spec.num_tokens, spec.num_reqs, spec.query_len
+    for t, r in keys:
+        if t < T or r < R or (q and t != q * r):
             uniform = f" of {q} tokens a request" if q else ""
             raise SpecError(
-                f"a key of T={sizes['T']} and R={sizes['R']} cannot hold the batch: {T} tokens, "
-                f"{R} requests{uniform}"
+                f"a key of T={t} and R={r} cannot hold the batch: {count(T, 'token')}, "
+                f"{count(R, 'request')}{uniform}"
             )
-    return found
 
 
 def _both(

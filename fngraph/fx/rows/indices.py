@@ -39,6 +39,9 @@ WINDOW = (
     "writes as many rows as a key has, padding included ({}), into memory that has more. Write by "
     "index, with a row for padding: x.index_put((batch.slot,), rows)"
 )
+WRITES = ("index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill",
+          "index_reduce", "scatter", "scatter_add", "scatter_reduce")  # fmt: skip
+
 
 def read(call: OpCall) -> Kept:
     """index, gather, embedding: a true index finds a true row, unless it counts from the end."""

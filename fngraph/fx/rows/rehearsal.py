@@ -21,6 +21,7 @@ from torch import fx
 from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.check import unfinished
+from fngraph.fx.rows.indices import WRITES
 from fngraph.fx.rows.state import BEYOND, OFFSETS, VANISHING, Kept, moving_dims, op_name
 from fngraph.torch_facts.names import tree_leaves, tree_map_only
 
@@ -91,10 +92,12 @@ def _differences(
             try:
                 keyed[node] = _run(node, keyed)
             except Exception as error:
-                yield Difference(node, "runs", f"padding makes it fail: {error}")
+                if isinstance(facts[node], Kept):
+                    yield Difference(node, "runs", f"padding makes it fail: {error}")
                 return
         for x in (node, *written_by(node)):
-            if isinstance(bare[x], torch.Tensor) and not unfinished(x):
+            kept = isinstance(facts[x], Kept) and not unfinished(x)
+            if kept and isinstance(bare[x], torch.Tensor):
                 yield from _compared(x, facts[x], bare[x], keyed[x], sizes)
                 _align(bare[x], keyed[x])
                 if poison and x is node and not _is_view(x):
@@ -128,12 +131,12 @@ def _attribute(gm: fx.GraphModule, path: str) -> Any:
 
 
 def _compared(
-    node: fx.Node, fact: Any, bare: torch.Tensor, keyed: torch.Tensor, sizes: Mapping[Any, int]
+    node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor, sizes: Mapping[Any, int]
 ) -> Iterator[Difference]:
-    if not isinstance(fact, Kept):
-        return
     if any(k < n for k, n in zip(keyed.shape, bare.shape)):
-        yield Difference(node, "rows", f"{list(bare.shape)} true rows, in a key {list(keyed.shape)}")
+        yield Difference(
+            node, "rows", f"{list(bare.shape)} true rows, in a key {list(keyed.shape)}"
+        )
         return
     same = keyed[_leading(bare)]
     if not _draws(node) and not _alike(same, bare):
@@ -148,7 +151,7 @@ def _compared(
     if fact.value is not None and not _alike(fact.value, bare.cpu()):
         yield Difference(node, "value", f"should be {_short(fact.value)}, and is {_short(bare)}")
     yield from _outside(node, fact, bare, keyed, sizes)
-    if fact.said and bare.numel():
+    if fact.said and bare.numel() and _says_where(node):
         for fill in fact.fills.values():
             if isinstance(fill, torch.Tensor) and fill.numel() == 1 and (bare == fill).any():
                 yield Difference(
@@ -172,9 +175,7 @@ def _outside(
 
 def _leading(bare: torch.Tensor, beyond: int | None = None) -> tuple[slice, ...]:
     """True rows; or what lies beyond them along one dim, at true rows of the others."""
-    return tuple(
-        slice(n, None) if d == beyond else slice(n) for d, n in enumerate(bare.shape)
-    )
+    return tuple(slice(n, None) if d == beyond else slice(n) for d, n in enumerate(bare.shape))
 
 
 def _holds(fill: Any, beyond: torch.Tensor, bare: torch.Tensor, dim: int) -> bool:
@@ -217,10 +218,10 @@ def _align(bare: torch.Tensor, keyed: torch.Tensor) -> None:
         same.copy_(bare)
 
 
-def _poison(node: fx.Node, fact: Any, bare: torch.Tensor, keyed: torch.Tensor) -> None:
+def _poison(node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) -> None:
     """Something loud wherever nothing is claimed of padding, of floats."""
     moving = moving_dims(node)
-    if not isinstance(fact, Kept) or not moving or not keyed.dtype.is_floating_point:
+    if not moving or not keyed.dtype.is_floating_point:
         return
     free = torch.ones(keyed.shape, dtype=torch.bool, device=keyed.device)
     free[_leading(bare)] = False
@@ -238,6 +239,14 @@ def _is_view(node: fx.Node) -> bool:
     returns = node.target._schema.returns  # type: ignore[union-attr]
     reshaped = op_name(node) in ("reshape", "contiguous", "_to_copy", "to", "expand")
     return reshaped or any(r.alias_info is not None for r in returns)
+
+
+def _says_where(node: fx.Node) -> bool:
+    """Whether a node is an index of a write."""
+    return any(
+        is_op(user) and op_name(user) in WRITES and node not in (user.args[0], user.args[-1])
+        for user in node.users
+    )
 
 
 def _draws(node: fx.Node) -> bool:

@@ -84,7 +84,9 @@ KEPT_STATE: Outputs = {
             **s,
             "total": s["total"]
             - torch.func.grad(
-                lambda w: torch.where(real(b)[:, None], w[b.token_ids] + rows(p, b), 0).square().sum()
+                lambda w: (
+                    torch.where(real(b)[:, None], w[b.token_ids] + rows(p, b), 0).square().sum()
+                )
             )(s["total"]),
         }
     ),

@@ -26,7 +26,15 @@ from fngraph.rehearsing import padded_leaves
 
 E = toys.E
 LIMITS = fg.Limits(max_tokens=24, max_reqs=6)
-BATCHES = ((7, 3, None), (5, 4, None), (16, 6, None), (1, 1, None), (4, 2, 2), (9, 3, 3))
+BATCHES = (
+    (7, 3, None),
+    (5, 4, None),
+    (16, 6, None),
+    (16, 4, None),
+    (1, 1, None),
+    (4, 2, 2),
+    (9, 3, 3),
+)
 """T, R, query_len; one fills its key, one is the least that there is."""
 KEYS = {None: (16, 6), 2: (12, 6), 3: (18, 6)}
 INVALID = (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError)
@@ -136,6 +144,7 @@ def verdict(steps: Any) -> tuple[str, list[str]]:
 
 def differences(args: Any, p: Any, gm: Any, facts: Any) -> Iterator[Difference]:
     """The first fact that does not hold, of each batch for which bare forward runs."""
+    held = trees.flatten(p)[0]
     for sizes in BATCHES:
         T, R = KEYS[sizes[2]]
         for loud in (False, True):
@@ -143,7 +152,7 @@ def differences(args: Any, p: Any, gm: Any, facts: Any) -> Iterator[Difference]:
             leaves = trees.flatten(b)[0]
             padded = padded_leaves(args, leaves, b.spec, {"T": T, "R": R}, LIMITS)
             try:
-                found = rehearse(gm, facts, [p["w"], *leaves], [p["w"], *padded])
+                found = rehearse(gm, facts, [*held, *leaves], [*held, *padded])
             except INVALID:
                 continue
             if found is not None:

@@ -170,7 +170,7 @@ class Graphified(Generic[P, R]):
         return self._trace(given, limits or self.options.limits or Limits(), Refusals())
 
     def trace_call(self, args: Sequence[Any], refuse: Refusals, look: Look | None = None) -> Traced:
-        """Trace over all arguments of a call; what is refused goes to `refuse`. See `look` there."""
+        """Trace over all arguments of a call; what is refused goes to `refuse`."""
         values = self._values(tuple(args), {})
         trees.register_dataclasses(values)
         (staged,) = self.signature.positions(Role.STAGED)

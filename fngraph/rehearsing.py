@@ -1,8 +1,8 @@
-"""`fg.check(..., rehearse=True)`: a function's graph on the user's batch, and on it as a key has it.
+"""`fg.check(..., rehearse=True)`: a function's graph on the user's batch, and on it in a key.
 
 What a trace claims of rows rests on rules for ops, on what fields declare, and on the user's word
-(`fg.trust_rows`, rows kept for padding, indices that are not negative). Here it is tried out, on his
-own arguments: `fngraph.fx.rows.rehearsal` compares node by node.
+(`fg.trust_rows`, rows kept for padding, indices that are not negative). Here it is tried out, on
+his own arguments: `fngraph.fx.rows.rehearsal` compares node by node.
 """
 
 from __future__ import annotations

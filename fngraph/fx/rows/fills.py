@@ -51,7 +51,7 @@ def refuse_counts(call: OpCall) -> None:
 
 
 def _refuse_zero_divisors(call: OpCall) -> None:
-    divisor = call.args.get("other")
+    divisor: Any = call.args.get("other")
     if call.name not in _DIVISIONS or not is_tensor(divisor) or not moving_dims(divisor):
         return
     dtype, state = call.value.dtype, call.rows(divisor)

@@ -11,14 +11,11 @@ true rows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
 
-from fngraph.fx.nodes import is_op, is_tensor
+from fngraph.fx.nodes import is_tensor
 from fngraph.fx.rows.bounds import Span, size_of
 from fngraph.fx.rows.fills import is_all
 from fngraph.fx.rows.shapes import ends_early
@@ -26,13 +23,11 @@ from fngraph.fx.rows.state import (
     BEYOND,
     OFFSETS,
     Kept,
-    Mixed,
     Mixes,
     OpCall,
     is_moving,
     moving_dims,
     ndim,
-    op_name,
 )
 
 WINDOW = (
@@ -129,7 +124,7 @@ def write(call: OpCall) -> Kept:
         places = {args["dim"] % rank if rank else 0: args["index"]}
     else:
         places = {d: x for d, x in enumerate(args["indices"]) if x is not None}
-    values = next((args[n] for n in ("values", "src", "source", "value") if n in args), None)
+    values: Any = next((args[n] for n in ("values", "src", "source", "value") if n in args), None)
     from_end = "dim" not in args or call.name == "index_fill"
     for d, index in places.items():
         _check_index(call, target, d, index, from_end=from_end)

@@ -1,8 +1,8 @@
 """Are the facts that the rules claim of a graph's values so? Both runs, node by node, compared.
 
 The graph runs on a batch as it is, and on the same batch as a key has it. After each node, what
-`facts` says of its value is looked up in the two: true rows are equal, padding holds what it should,
-bounds hold. Then the true rows of the second are made those of the first, bit by bit, so that what
+`facts` says of its value is looked up in the two: true rows are equal, padding holds what it
+should, bounds hold. Then the true rows of the second are made those of the first, bit by bit, so that what
 rounding does in one node is no difference in the next. Padding of which nothing is claimed may hold
 anything, so it is given something: NaN, infinities.
 """
@@ -23,7 +23,8 @@ from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.check import unfinished
 from fngraph.fx.rows.indices import WRITES
 from fngraph.fx.rows.state import BEYOND, OFFSETS, VANISHING, Kept, moving_dims, op_name
-from fngraph.torch_facts.names import tree_leaves, tree_map_only
+from fngraph.fx.schemas import draws
+from fngraph.torch_facts.names import tree_map_only
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
@@ -250,10 +251,11 @@ def _says_where(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
+    """Whether a value is drawn, so that two runs differ in it."""
     source = node if is_op(node) else node.args[0] if node.op == "call_function" else None
     if not isinstance(source, fx.Node) or not is_op(source):
         return False
-    return torch.Tag.nondeterministic_seeded in source.target.tags  # type: ignore[union-attr]
+    return draws(source.target, source.args, source.kwargs)
 
 
 def _short(x: torch.Tensor) -> str:

@@ -260,7 +260,7 @@ def drawn(call: OpCall) -> Kept:
     for name in {"bernoulli": ("self", "p"), "multinomial": ("self",), "normal": ("std",)}.get(
         call.name, ()
     ):
-        x = call.args.get(name)
+        x: Any = call.args.get(name)
         if is_tensor(x) and moving_dims(x) and not _can_draw(call, x):
             raise Mixes(
                 f"draws by chances of which padding may hold what is none ({call.name}): an error "
@@ -271,9 +271,13 @@ def drawn(call: OpCall) -> Kept:
 
 
 def _can_draw(call: OpCall, x: Any) -> bool:
-    fills = [call.rows(x).fills.get(d) for d in moving_dims(x)]
-    known = all(isinstance(f, torch.Tensor) and bool(((f >= 0) & (f <= 1)).all()) for f in fills)
-    return known and (call.name != "multinomial" or all(bool((f.sum(-1) > 0).all()) for f in fills))
+    whole = call.name == "multinomial"  # some chance in each row
+    return all(
+        isinstance(f, torch.Tensor)
+        and bool(((f >= 0) & (f <= 1)).all())
+        and (not whole or bool((f.sum(-1) > 0).all()))
+        for f in (call.rows(x).fills.get(d) for d in moving_dims(x))
+    )
 
 
 def _last_moves(x: fx.Node) -> bool:

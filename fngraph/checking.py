@@ -16,8 +16,10 @@ import torch
 from fngraph.core import Limits
 from fngraph.errors import FnGraphError, PurityError
 from fngraph.fx.arguments import Names
+from fngraph.fx.leaves import Role
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphified import graphify
+from fngraph.rehearsing import Keys, rehearsal
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -61,6 +63,7 @@ def check(
     limits: Limits | None = None,
     allow_copies: bool | int | None = None,
     generators: Iterable[torch.Generator] = (),
+    rehearse: Keys = False,
 ) -> Report:
     """Trace `forward` and report all that `graphify` would refuse, running nothing.
 
@@ -70,18 +73,25 @@ def check(
     Args:
         args: all of forward's arguments, as in a call; tensors or `fg.like` specs.
         donate, stage, limits, allow_copies, generators: as for `graphify`.
+        rehearse: True: then run the traced ops, on copies of what is donated, for the batch as it
+            is and as keys of some more tokens and requests have it, and name the first value whose
+            true rows differ, with its line. That tries what no trace can see: `fg.trust_rows`, rows
+            that are said to be kept for padding, indices. Or which keys: [(T, R), ...].
 
     Raises:
-        TreeError: `donate` or `stage` names no parameter of `forward`.
+        TreeError: `donate` or `stage` names no parameter of `forward`; no tensors to rehearse with.
+        SpecError: a key to rehearse that cannot hold the batch.
     """
     made = graphify(
         forward, donate=donate, stage=stage, limits=limits, allow_copies=allow_copies,
         generators=generators,
     )  # fmt: skip
     refuse = Refusals(go_on=True)
+    (staged,) = made.signature.positions(Role.STAGED)
+    look = rehearsal(args, args[staged], rehearse, refuse) if rehearse else None
     try:
         with refuse.catching():
-            made.trace_call(args, refuse).split()
+            made.trace_call(args, refuse, look).split()
     except Exception as error:  # of a stand-in that no check was ready for
         text = f"{type(error).__name__}: {error}"
         refuse(PurityError(f"forward: the report ends here, because of what is above ({text})"))

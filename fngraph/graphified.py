@@ -27,7 +27,7 @@ from fngraph.options import (
     parse_options,
     signature_with_options,
 )
-from fngraph.stages import Traced, trace_function
+from fngraph.stages import Look, Traced, trace_function
 from fngraph.step.step import Step
 
 P = ParamSpec("P")
@@ -176,20 +176,26 @@ class Graphified(Generic[P, R]):
             given[self.signature.names[staged]] = batch
         return self._trace(given, limits or self.options.limits or Limits(), Refusals())
 
-    def trace_call(self, args: Sequence[Any], refuse: Refusals) -> Traced:
+    def trace_call(self, args: Sequence[Any], refuse: Refusals, look: Look | None = None) -> Traced:
         """Trace over all arguments of a call; what is refused goes to `refuse`."""
         values = self._values(tuple(args), {})
         trees.register_dataclasses(values)
         (staged,) = self.signature.positions(Role.STAGED)
         limits = _with_dims(self.options.limits or Limits(), values[staged])
-        return self._trace(dict(zip(self.signature.names, values)), limits, refuse)
+        return self._trace(dict(zip(self.signature.names, values)), limits, refuse, look)
 
-    def _trace(self, given: Mapping[str, Any], limits: Limits, refuse: Refusals) -> Traced:
+    def _trace(
+        self,
+        given: Mapping[str, Any],
+        limits: Limits,
+        refuse: Refusals,
+        look: Look | None = None,
+    ) -> Traced:
         args = abstract_arguments(self.signature, given)
         if args.batch_type is None:  # exact shapes: one key of one "token"
             options = dataclasses.replace(self.options, sizes=(1,), query_lens=(1,))
-            return trace_function(args, options, Limits(1, 1), refuse)
-        return trace_function(args, self.options, limits, refuse)
+            return trace_function(args, options, Limits(1, 1), refuse, look)
+        return trace_function(args, self.options, limits, refuse, look)
 
     def bind(self, *held: Any) -> Bound[R]:
         """Bind the held arguments: they are flattened once, and a step no longer takes them.

@@ -47,7 +47,7 @@ from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
-from fngraph.fx.rows.check import check_rows
+from fngraph.fx.rows.check import check_rows, facts_of
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
@@ -449,22 +449,35 @@ def like(tree: Any) -> Any:
 
 
 _ONE_AT_A_TIME = threading.RLock()  # a trace changes functions of torch that all threads call
+Look = Callable[[Arguments, Limits, Graph, Mapping[Any, Any]], None]
+"""What is shown a graph and the facts of its rows."""
 
 
 def trace_function(
-    args: Arguments, options: Options, limits: Limits, refuse: Refusals | None = None
+    args: Arguments,
+    options: Options,
+    limits: Limits,
+    refuse: Refusals | None = None,
+    look: Look | None = None,
 ) -> Traced:
-    """Trace the function of `args`; see `fngraph.fx.tracing` for the errors, kept in `refuse`."""
+    """Trace the function of `args`; see `fngraph.fx.tracing` for the errors, kept in `refuse`.
+
+    Args:
+        look: is shown the graph as it was traced, before donation changes it, and the facts of
+            its rows.
+    """
     refuse = refuse or Refusals()
     try:
         with _ONE_AT_A_TIME:
-            return _traced(args, options, limits, refuse)
+            return _traced(args, options, limits, refuse, look)
     except FnGraphError as error:
         refuse.let_go()
         raise error.with_traceback(None)  # noqa: B904
 
 
-def _traced(args: Arguments, options: Options, limits: Limits, refuse: Refusals) -> Traced:
+def _traced(
+    args: Arguments, options: Options, limits: Limits, refuse: Refusals, look: Look | None
+) -> Traced:
     found: dict[str, Any] = {}
     check_no_dispatch_mode()
     ambient = read(args.device.type)
@@ -496,7 +509,10 @@ def _traced(args: Arguments, options: Options, limits: Limits, refuse: Refusals)
     inputs = [n for n in nodes if n.op == "placeholder"]
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
-    check_rows(graph.gm, args.leaves, graph.constants, paths, graph.text, refuse)
+    facts = facts_of(graph.gm, args.leaves, graph.constants, graph.text)
+    if look is not None:
+        look(args, limits, graph, facts)
+    check_rows(graph.gm, facts, paths, refuse)
     donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
     graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(

@@ -27,7 +27,9 @@ FACTS = {"fngraph.torch_facts", "torch"}
 LOWER = BASE | FACTS | {"fngraph.ops", "fngraph.fx", "fngraph.graphs"}
 STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
 STAGES = STEP | {"fngraph.calls", "fngraph.stages"}
-TRANSFORMS = STAGES | {f"fngraph.{name}" for name in ("graphified", "checking", "encoder")}
+TRANSFORMS = STAGES | {
+    f"fngraph.{name}" for name in ("graphified", "checking", "rehearsing", "encoder")
+}
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.errors": (set(), set()),
     "fngraph.core": (BASE, {"optree"}),
@@ -45,6 +47,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.step": (STEP, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.graphified": (TRANSFORMS, set()),
     "fngraph.checking": (TRANSFORMS, set()),
+    "fngraph.rehearsing": (TRANSFORMS, set()),
     "fngraph.encoder": (TRANSFORMS, set()),
     "fngraph.testing": (TRANSFORMS | {"fngraph", "fngraph.testing"}, set()),
     "fngraph.report": (TRANSFORMS | {"fngraph", "fngraph.report"}, {"rich", "matplotlib"}),

@@ -123,19 +123,20 @@ def tally_state(device: Any = "cpu") -> dict[str, Tensor]:
 
 def tally(params: Any, state: Any, batch: Batch) -> tuple[Tensor, Any]:
     """(T, E) embeddings, each times how often it was seen; the state is updated functionally."""
-    real_T = (batch.slot_mapping >= 0).long()
-    seen_V = state["seen"].index_add(0, batch.token_ids, real_T)
+    real_T = batch.slot_mapping >= 0
+    seen_V = state["seen"].index_add(0, batch.token_ids, real_T.long())
     x_TE = params["w"][batch.token_ids] * seen_V[batch.token_ids, None]
-    total_VE = state["total"].index_add(0, batch.token_ids, x_TE * real_T[:, None])
+    real_TE = torch.where(real_T[:, None], x_TE, 0)
+    total_VE = state["total"].index_add(0, batch.token_ids, real_TE)
     return x_TE, {"seen": seen_V, "total": total_VE}
 
 
 def tally_(params: Any, state: Any, batch: Batch) -> tuple[Tensor, Any]:
     """`tally`, with its state updated in place."""
-    real_T = (batch.slot_mapping >= 0).long()
-    state["seen"].index_add_(0, batch.token_ids, real_T)
+    real_T = batch.slot_mapping >= 0
+    state["seen"].index_add_(0, batch.token_ids, real_T.long())
     x_TE = params["w"][batch.token_ids] * state["seen"][batch.token_ids, None]
-    state["total"].index_add_(0, batch.token_ids, x_TE * real_T[:, None])
+    state["total"].index_add_(0, batch.token_ids, torch.where(real_T[:, None], x_TE, 0))
     return x_TE, state
 
 

@@ -24,10 +24,10 @@ def traced_once(kept: Kept, label: Any) -> Iterator[None]:
     module: Any = importlib.import_module("fngraph.graphified")
     trace, made, numbers = module.trace_function, kept.setdefault(label, []), itertools.count()
 
-    def once(args: Any, options: Any, limits: Any, refuse: Any) -> Any:
+    def once(args: Any, options: Any, limits: Any, *more: Any) -> Any:
         i = next(numbers)
         if i == len(made):
-            made.append(trace(args, options, limits, refuse))
+            made.append(trace(args, options, limits, *more))
         old = made[i]
         given = args.leaves, args.treedefs, limits
         assert given == (old.args.leaves, old.args.treedefs, old.limits), f"{label} is not alike"

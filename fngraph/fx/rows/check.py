@@ -9,6 +9,7 @@ does if padding adds nothing, so what is known of padding goes along.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,9 +21,10 @@ from torch import fx
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import REFUSED, is_size, is_tensor, line_of, written_by
-from fngraph.fx.rows.indices import WINDOW, after_first, lowest
+from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
+from fngraph.fx.rows.indices import WINDOW
 from fngraph.fx.rows.rules import rule
-from fngraph.fx.rows.state import RISING, Kept, Mixed, Mixes, OpCall, moving_dims
+from fngraph.fx.rows.state import OFFSETS, Kept, Mixed, Mixes, OpCall, moving_dims
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
@@ -32,35 +34,46 @@ _TRUSTED = "fngraph.trust_rows"
 
 def check_rows(
     gm: fx.GraphModule,
-    leaves: Sequence[Leaf],
-    constants: Mapping[str, torch.Tensor],
+    facts: Mapping[fx.Node, Kept | Mixed],
     paths: Sequence[str],
-    text: Callable[[Any], str],
     refuse: Callable[[RowsError], None],
 ) -> None:
     """Refuse outputs that do not keep their rows, each culprit once; take out `trust_rows`.
 
     Args:
+        facts: what `facts_of` says of the graph.
         paths: where each output is.
-        text: a size in T and R.
 
     Raises:
         RowsError: naming the first op that lets padding in, with its line.
     """
-    with torch.device("cpu"):
-        states = _states(gm, leaves, constants, text)
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     known = set()
     for path, result in zip(paths, output.args[0]):
-        if isinstance(mixed := states[result], Mixed) and mixed.node not in known:
+        if isinstance(mixed := facts[result], Mixed) and mixed.node not in known:
             known.add(mixed.node)
             refuse(RowsError(_message(mixed, path)))
-    for node in filter(_is_trusted, gm.graph.nodes):
+    for node in filter(is_trusted, gm.graph.nodes):
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
 
 
-def _states(
+def facts_of(
+    gm: fx.GraphModule,
+    leaves: Sequence[Leaf],
+    constants: Mapping[str, torch.Tensor],
+    text: Callable[[Any], str],
+) -> dict[fx.Node, Kept | Mixed]:
+    """What is known of every value of a graph: the abstract run.
+
+    Args:
+        text: a size in T and R, as a person writes it.
+    """
+    with torch.device("cpu"):
+        return _facts(gm, leaves, constants, text)
+
+
+def _facts(
     gm: fx.GraphModule,
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
@@ -69,16 +82,18 @@ def _states(
     states: dict[fx.Node, Kept | Mixed] = {}
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = iter(leaves)
+    tokens = _tokens(gm, leaves)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            states[node] = _leaf(next(inputs))
+            states[node] = of_leaf(_leaf(leaf := next(inputs)), leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
-            states[node] = Kept(value=constants[node.name].cpu())
+            value = constants[node.name].cpu()
+            states[node] = of_constant(Kept(value=value))
         elif node.op == "call_function":
             states[node] = _result(node, states, text)
         else:
             break
-        states[node] = state = _bounded(node, states)
+        state = states[node]
         if is_tensor(node):
             views.setdefault(storage_key(node.meta["val"]), []).append(node)
         for target in written_by(node):
@@ -86,23 +101,26 @@ def _states(
     return states
 
 
-def _bounded(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
-    state = states[node]
-    if isinstance(state, Mixed) or not is_tensor(node):
-        return state  # type: ignore[no-any-return]
-    low = 0 if _is_trusted(node) else lowest(node, states)
-    return dataclasses.replace(state, low=max(low, after_first(node, state.fills.values())))
+def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:
+    """T as an expression; None if no leaf has T rows."""
+    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, leaf in zip(nodes, leaves):
+        if leaf.buffer is not None and leaf.buffer.dims and leaf.buffer.dims[0].text == "T":
+            return size_of(node.meta["val"].shape[0])
+    return None
 
 
-def _is_trusted(node: fx.Node) -> bool:
+def is_trusted(node: fx.Node) -> bool:
+    """Whether it is what `trust_rows` has made."""
     return bool(node.meta.get("custom", {}).get(_TRUSTED))
 
 
 def _leaf(leaf: Leaf) -> Kept:
     if leaf.buffer is None or leaf.buffer.pad == "stride":
-        return Kept({} if leaf.buffer is None else {0: RISING})
+        return Kept({} if leaf.buffer is None else {0: OFFSETS})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
-    names_a_row = leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0
+    counts = not (pad.dtype.is_floating_point or pad.dtype.is_complex)
+    names_a_row = counts and leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0
     return Kept({0: pad}, said="pad") if names_a_row else Kept({0: pad}, unsaid=leaf.path)
 
 
@@ -111,18 +129,24 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         return _inlined(node, states)
     read = [] if reads_nothing(node.target) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
-    if mixed is not None and not _is_trusted(node):
+    if mixed is not None and not is_trusted(node):
         return mixed
     if node.target is operator.getitem:  # one of several results
-        return states[node.args[0]]  # type: ignore[no-any-return,index]
+        state = states[node.args[0]]  # type: ignore[index]
+        call = OpCall(node, {}, states, text)
+        kept = isinstance(state, Kept) and is_tensor(node)
+        return bounded(call, dataclasses.replace(state, low=-math.inf)) if kept else state
     if is_size(node) or mixed is not None:
-        return Kept()
+        return Kept(low=0, span=ANY) if is_trusted(node) else Kept()
     call = OpCall(node, named(node.target, node.args, node.kwargs), states, text)
     try:
         if any(states[target].window for target in written_by(node)):
             raise Mixes(WINDOW.format(call.name))
         _check_sizes(call)
-        return rule(call)
+        found = rule(call)
+        if is_trusted(node):
+            return dataclasses.replace(found, low=0, span=ANY)
+        return bounded(call, found) if is_tensor(node) else found
     except Mixes as error:
         return Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))
 
@@ -144,6 +168,11 @@ def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
         elif isinstance(states[source], Mixed):
             return states[source]  # type: ignore[no-any-return]
     return Kept({dim: torch.tensor(0) for dim in moving_dims(node)})
+
+
+def unfinished(node: fx.Node) -> bool:
+    """Whether it is a step on the way of a primitive's plain form, of which nothing is claimed."""
+    return "inlined" in node.meta.get("custom", {})
 
 
 def _is_inlined(node: fx.Node) -> bool:
@@ -194,8 +223,10 @@ def _message(mixed: Mixed, path: str) -> str:
 def trust_rows(x: torch.Tensor) -> torch.Tensor:
     """Say of `x` that each of its true rows depends on true rows alone, whatever padding holds.
 
-    For what no rule can see, such as rows sorted by expert and put back in order. Nothing checks
-    it: where it is not so, results are wrong with padding. Costs nothing: no op is left of it.
+    For what no rule can see, such as rows sorted by expert and put back in order. Of an index it
+    also says that it is not negative, and that what padding names is there. No trace can check it:
+    where it is not so, results are wrong with padding; `fg.check(..., rehearse=True)` tries it.
+    Costs nothing: no op is left of it.
     """
     with fx.traceback.annotate({_TRUSTED: True}):
         return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return]

@@ -13,19 +13,25 @@ from typing import Any
 import torch
 
 from fngraph.fx.nodes import is_tensor, operands
-from fngraph.fx.rows.state import RISING, Fill, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
+from fngraph.fx.rows.state import VANISHING, Fill, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.torch_facts.names import tree_leaves
 
 _LARGEST = 1 << 16  # elements of a constant that is worth computing
 _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"}
+_DIVISIONS = ("floor_divide", "remainder", "fmod", "div", "divide", "true_divide")
+_PICKS = ("threshold_backward", "hardtanh_backward", "leaky_relu_backward")
+"""Gradients that are picked by x, and not multiplied by what is made of it."""
 
 
 def pointwise(call: OpCall) -> Kept:
     """An op that computes each element from the same element of its operands."""
     refuse_counts(call)
+    _refuse_zero_divisors(call)
     said, unsaid = _origin(call)
     if not is_tensor(call.node):
         return Kept(said=said, unsaid=unsaid)
+    if call.value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        said = ""  # no index
     moving = moving_dims(call.node)
     if not moving:
         return Kept(value=constant(call))
@@ -44,6 +50,22 @@ def refuse_counts(call: OpCall) -> None:
             )
 
 
+def _refuse_zero_divisors(call: OpCall) -> None:
+    divisor: Any = call.args.get("other")
+    if call.name not in _DIVISIONS or not is_tensor(divisor) or not moving_dims(divisor):
+        return
+    dtype, state = call.value.dtype, call.rows(divisor)
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    fills = [state.fills.get(d) for d in moving_dims(divisor)]
+    one = len(fills) == 1 and isinstance(fills[0], torch.Tensor) and bool((fills[0] != 0).all())
+    if not one and not (state.span is not None and state.span.within(1, state.span.high)):
+        raise Mixes(
+            f"divides integers by what may be 0 in padding ({call.name}), which is an error for "
+            "rows of padding alone. Let it not be: divisor.clamp(min=1)"
+        )
+
+
 def _origin(call: OpCall) -> tuple[str, str | None]:
     """`said` and `unsaid` of the operands that padding comes from."""
     chosen = _chosen_operands(call)
@@ -52,8 +74,20 @@ def _origin(call: OpCall) -> tuple[str, str | None]:
     unsaid = next((s.unsaid for s in states if s.unsaid), None)
     if chosen is not None:  # a choice between true rows and padding says what padding is to be
         return "" if unsaid else "where", unsaid
+    if not _tells_apart(call):  # true rows may be sent to padding's row as well
+        return "", unsaid
     said = {s.said for s in states}
     return "" if "" in said else "pad" if "pad" in said else "where", unsaid
+
+
+def _tells_apart(call: OpCall) -> bool:
+    """Whether numbers that differ still differ in the result."""
+    if call.name == "_to_copy":
+        (x,) = operands(call.node)
+        kept = torch.promote_types(x.meta["val"].dtype, call.value.dtype) == call.value.dtype
+        return kept and not call.value.dtype.is_floating_point
+    shifts = call.name in ("add", "sub") and not is_tensor(call.args["other"])
+    return shifts or call.name in _COPIES or call.name == "neg"
 
 
 def _chosen_operands(call: OpCall) -> list[Any] | None:
@@ -94,11 +128,11 @@ def _fill(call: OpCall, dim: int) -> Fill | None:
 
 
 def _goes_on(call: OpCall, mark: str) -> bool:
-    """Whether padding still rises, or lies beyond: after copies, and rising ones after a shift."""
-    if call.value.dtype not in (torch.int32, torch.int64, torch.float64):
-        return False  # it may wrap
-    shifted = call.name in ("add", "sub") and mark == RISING and not is_tensor(call.args["other"])
-    return call.name in _COPIES or shifted
+    """Whether padding still is what a mark says: in copies."""
+    if mark == VANISHING:
+        return call.name in _COPIES
+    wraps = call.value.dtype not in (torch.int32, torch.int64)
+    return call.name in _COPIES and not wraps
 
 
 def evaluated(call: OpCall, values: dict[Any, Any]) -> torch.Tensor | None:
@@ -133,7 +167,7 @@ def is_all(fill: Fill | None, number: float) -> bool:
 
 
 def _decided(call: OpCall, known: dict[Any, Any]) -> Fill | None:
-    """Where one operand's padding settles it. 0 * x is 0: a NaN in padding would not be silent."""
+    """Where one operand's padding settles it. 0 * x does not: x may be NaN or infinite there."""
     args, name = call.args, call.name
     dtype = call.value.dtype
 
@@ -150,9 +184,9 @@ def _decided(call: OpCall, known: dict[Any, Any]) -> Fill | None:
     if name in ("copy", "fill"):  # what was there before does not matter
         source = of(args["src"] if name == "copy" else args["value"])
         return source.to(dtype) if isinstance(source, torch.Tensor) else source
-    if name.endswith("_backward") and is_all(of(args.get("grad_output")), 0):
+    if name in _PICKS and is_all(of(args.get("grad_output")), 0):
         return call.zero
-    if name == "mul" and among(0):
+    if name == "mul" and among(0) and not (dtype.is_floating_point or dtype.is_complex):
         return call.zero
     if name in ("bitwise_and", "logical_and") and among(0):
         return call.zero

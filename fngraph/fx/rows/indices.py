@@ -11,43 +11,31 @@ true rows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
 
-from fngraph.fx.nodes import is_op, is_tensor
+from fngraph.fx.nodes import is_tensor
+from fngraph.fx.rows.bounds import Span, size_of
 from fngraph.fx.rows.fills import is_all
 from fngraph.fx.rows.shapes import ends_early
 from fngraph.fx.rows.state import (
     BEYOND,
-    RISING,
+    OFFSETS,
     Kept,
-    Mixed,
     Mixes,
     OpCall,
     is_moving,
     moving_dims,
     ndim,
-    op_name,
 )
 
 WINDOW = (
     "writes as many rows as a key has, padding included ({}), into memory that has more. Write by "
     "index, with a row for padding: x.index_put((batch.slot,), rows)"
 )
-_KEPT = set(
-    """alias clone contiguous detach expand index index_select gather permute transpose t slice
-    select narrow squeeze unsqueeze view _unsafe_view reshape _reshape_alias repeat flip sort amax
-    amin max min _to_copy relu split split_with_sizes unbind topk embedding""".split()
-)  # the elements of their first argument
-_NATURAL = set(
-    """argmax argmin argsort searchsorted bucketize zeros ones zeros_like ones_like new_zeros
-    new_ones eye count_nonzero""".split()
-)
-_INDICES = {"sort", "topk", "max", "min", "cummax", "cummin"}  # as their second result
+WRITES = ("index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill",
+          "index_reduce", "scatter", "scatter_add", "scatter_reduce")  # fmt: skip
 
 
 def read(call: OpCall) -> Kept:
@@ -56,35 +44,55 @@ def read(call: OpCall) -> Kept:
     indices = call.args.get("indices", call.args.get("index"))
     if isinstance(indices, list | tuple):
         for d, index in enumerate(indices):
-            _check_counts_forward(call, source, d, index)
+            _check_index(call, source, d, index, from_end=True)
     else:
-        _check_within(call, indices)
+        dim = call.args.get("dim", 0) % max(ndim(source), 1)
+        _check_index(call, source, dim, indices, from_end=False)
     return Kept()
 
 
-def _check_within(call: OpCall, index: Any) -> None:
-    """Unlike x[index], these ops take no negative numbers: an error, or the end of a process."""
-    fills = [call.rows(index).fills.get(d) for d in moving_dims(index)]
-    if any(isinstance(f, torch.Tensor) and bool((f < 0).any()) for f in fills):
-        raise Mixes(
-            f"looks up the negative numbers that pad an index ({call.name}), which is an error for "
-            "rows of padding alone. Let them be 0: index.clamp(min=0)"
-        )
+def _check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> None:
+    """True rows look up no padding, and padding no row that is not there.
 
-
-def _check_counts_forward(call: OpCall, x: Any, dim: int, index: Any) -> None:
-    if is_tensor(index) and dim in moving_dims(x) and call.rows(index).low < 0:
+    Args:
+        from_end: whether the op takes -1 for the last row; to others it is an error.
+    """
+    if not is_tensor(index) or index.meta["val"].dtype is torch.bool or not ndim(x):
+        return
+    if from_end and dim in moving_dims(x) and call.rows(index).low < 0:
         raise Mixes(
             f"indexes {call.dim(x, dim)} rows ({call.name}) by numbers that may be negative: those "
             "count from the end, where a key has padding. Let them not be: index.clamp(min=0)"
         )
+    size = size_of(x.meta["val"].shape[dim])
+    if not moving_dims(index) or _is_there(call.rows(index), moving_dims(index), size, from_end):
+        return
+    raise Mixes(
+        f"looks up what the padding of an index names ({call.name}), which may not be among the "
+        f"{call.dim(x, dim)} that are there: an error, or the end of a process, for rows of "
+        "padding alone. Let it be 0: torch.where(batch.slot >= 0, index, 0), of a leaf padded "
+        "with -1, or index.clamp(min=0)"
+    )
+
+
+def _is_there(state: Kept, moving: list[int], size: Any, from_end: bool) -> bool:
+    """Whether all that padding names lies within a dim."""
+    least = -size if from_end else 0
+    if state.span is not None and state.span.within(least, size - 1):
+        return True
+    fills = [state.fills.get(d) for d in moving]
+    return len(fills) == 1 and all(
+        isinstance(f, torch.Tensor)
+        and (not f.numel() or Span(int(f.min()), int(f.max())).within(least, size - 1))
+        for f in fills
+    )
 
 
 def search(call: OpCall) -> Kept:
     """searchsorted, bucketize: boundaries in R, such as query_start_loc, must go on rising."""
     sequence = call.args.get("sorted_sequence", call.args.get("boundaries"))
     last = ndim(sequence) - 1
-    if last in moving_dims(sequence) and call.rows(sequence).fills.get(last) != RISING:
+    if last in moving_dims(sequence) and call.rows(sequence).fills.get(last) != OFFSETS:
         raise Mixes(
             f"searches {call.dim(sequence, last)} boundaries, and a key has padding among them. "
             'Use offsets padded with pad="stride", which never fall'
@@ -116,11 +124,19 @@ def write(call: OpCall) -> Kept:
         places = {args["dim"] % rank if rank else 0: args["index"]}
     else:
         places = {d: x for d, x in enumerate(args["indices"]) if x is not None}
-    values = next((args[n] for n in ("values", "src", "source", "value") if n in args), None)
+    values: Any = next((args[n] for n in ("values", "src", "source", "value") if n in args), None)
+    from_end = "dim" not in args or call.name == "index_fill"
     for d, index in places.items():
-        _check_counts_forward(call, target, d, index)
+        _check_index(call, target, d, index, from_end=from_end)
     if not any(moving_dims(x) for x in (*places.values(), values) if is_tensor(x)):
         return Kept()
+    masks = [x for x in places.values() if x.meta["val"].dtype is torch.bool and moving_dims(x)]
+    if masks and is_tensor(values) and moving_dims(values):
+        raise Mixes(
+            f"puts rows where a mask over {call.dim(masks[0], 0)} is true ({call.name}), one for "
+            "each true element, of which a key's padding has none. Choose row by row instead: "
+            "torch.where(mask[:, None], rows, x)"
+        )
     if _adds_nothing(call, values) or any(_harmless(call, target, d, x) for d, x in places.items()):
         return Kept()
     said = next((u for x in places.values() if (u := call.rows(x).unsaid)), None)
@@ -192,66 +208,3 @@ def window(call: OpCall) -> Kept:
     if moves and call.name == "slice_scatter" and ends_early(call, target, dim):
         raise Mixes(WINDOW.format(call.name))
     return Kept()
-
-
-def lowest(node: fx.Node, states: Mapping[fx.Node, Any]) -> float:
-    """A number that no true element of an integer tensor is below; -inf if none is known."""
-    dtype = node.meta["val"].dtype
-    value = states[node].value
-    if dtype.is_floating_point or dtype.is_complex:
-        return -math.inf
-    if value is not None:
-        return value.min().item() if value.numel() else 0
-    if dtype is torch.bool or node.op == "placeholder":
-        return 0
-
-    def of(x: Any) -> float:
-        if is_tensor(x):
-            return -math.inf if isinstance(states[x], Mixed) else states[x].low
-        return x if isinstance(x, int) else 0 if isinstance(x, fx.Node) else -math.inf
-
-    source, second = node, 0
-    if not is_op(node):  # one of several results
-        source, second = node.args  # type: ignore[assignment]
-    name = op_name(source)
-    if name in _NATURAL or (second and name in _INDICES):
-        return 0
-    return _bound(name, source, of)
-
-
-def _bound(name: str, node: fx.Node, of: Callable[[Any], float]) -> float:
-    args = [*node.args, None, None]
-    a, b = of(args[0]), of(args[1])
-    if name in _KEPT:
-        return a
-    if name == "arange":
-        down = len(node.args) > 2 and not of(node.args[2]) > 0
-        return -math.inf if down else 0 if len(node.args) == 1 else a
-    if name == "add" and not node.kwargs:
-        return a + b
-    if name == "sub" and isinstance(args[1], int):
-        return a - args[1]
-    if name in ("mul", "bitwise_and", "floor_divide", "div", "bitwise_right_shift", "bitwise_or"):
-        return 0 if min(a, b) >= 0 else -math.inf
-    if name in ("sum", "cumsum"):
-        return 0 if a >= 0 else -math.inf
-    if name == "remainder":  # the divisor's sign
-        return 0 if b > 0 else -math.inf
-    if name in ("clamp", "clamp_min", "maximum"):
-        return max(a, of(node.kwargs.get("min", args[1])))
-    if name in ("minimum", "where", "masked_fill", "cat", "stack"):
-        picked = args[0] if name in ("cat", "stack") else [x for x in node.args if not _is_mask(x)]
-        return min(map(of, picked))  # type: ignore[arg-type]
-    return -math.inf
-
-
-def _is_mask(x: Any) -> bool:
-    return is_tensor(x) and x.meta["val"].dtype is torch.bool
-
-
-def after_first(node: fx.Node, fills: Any) -> float:
-    """A bound on offsets that lack their leading 0: each request has brought a token, so 1."""
-    name = str(getattr(node.target, "_opname", ""))
-    start = node.args[2] if len(node.args) > 2 else 0
-    later = name == "slice" and isinstance(start, int) and start > 0
-    return 1 if later and any(isinstance(f, str) and f == RISING for f in fills) else -math.inf

@@ -84,8 +84,7 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
             _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable""",
         indices.read: "index _unsafe_index index_select gather embedding",
         indices.search: "searchsorted bucketize",
-        indices.write: """index_put _unsafe_index_put index_add index_copy index_fill index_reduce
-            scatter scatter_add scatter_reduce""",
+        indices.write: " ".join(indices.WRITES),
         indices.window: "slice_scatter select_scatter",
     }.items()
     for name in names.split()

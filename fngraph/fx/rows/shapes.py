@@ -257,7 +257,27 @@ def drawn(call: OpCall) -> Kept:
             f"draws out of the padded number of rows ({call.name}). Draw uniform numbers, a row "
             "for each token or request, and scale them by the true counts"
         )
+    for name in {"bernoulli": ("self", "p"), "multinomial": ("self",), "normal": ("std",)}.get(
+        call.name, ()
+    ):
+        x: Any = call.args.get(name)
+        if is_tensor(x) and moving_dims(x) and not _can_draw(call, x):
+            raise Mixes(
+                f"draws by chances of which padding may hold what is none ({call.name}): an error "
+                "for rows of padding alone. Let them be 1 there: torch.where((batch.slot >= 0)"
+                "[:, None], p, 1), of a leaf padded with -1"
+            )
     return Kept()
+
+
+def _can_draw(call: OpCall, x: Any) -> bool:
+    whole = call.name == "multinomial"  # some chance in each row
+    return all(
+        isinstance(f, torch.Tensor)
+        and bool(((f >= 0) & (f <= 1)).all())
+        and (not whole or bool((f.sum(-1) > 0).all()))
+        for f in (call.rows(x).fills.get(d) for d in moving_dims(x))
+    )
 
 
 def _last_moves(x: fx.Node) -> bool:

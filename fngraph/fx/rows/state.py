@@ -16,7 +16,8 @@ from torch import fx
 
 from fngraph.fx.nodes import SIZES
 
-RISING = "rising"  # padding that never falls below the last true value: query_start_loc
+OFFSETS = "offsets"  # query_start_loc: from 0, a token or more each; padding never falls below
+VANISHING = "vanishing"  # 0, or NaN if all true elements along the dim are NaN: of a softmax
 BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
 Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
 
@@ -33,6 +34,7 @@ class Kept:
             own; "where", a choice between them and true ones; "", nobody.
         unsaid: a staged leaf whose pad names no row (left out, or -1), if the fills are its.
         low: a number that no true element is below, of integers.
+        span: what all elements lie between, padding too, of integers; None: unknown.
         window: a slice of rows out of memory that has more true ones: fit for reading alone.
     """
 
@@ -41,6 +43,7 @@ class Kept:
     said: str = ""
     unsaid: str | None = None
     low: float = -math.inf
+    span: Any = None
     window: bool = False
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fngraph.fx.nodes import is_tensor
 from fngraph.fx.rows.fills import constant, evaluated, is_all
-from fngraph.fx.rows.state import Kept, Mixes, OpCall, moving_dims, ndim
+from fngraph.fx.rows.state import VANISHING, Kept, Mixes, OpCall, moving_dims, ndim
 
 NEUTRAL = {
     "sum": 0, "nansum": 0, "prod": 1, "any": 0, "all": 1, "count_nonzero": 0, "norm": 0,
@@ -22,7 +22,6 @@ NEUTRAL = {
     "_safe_softmax": -math.inf, "softmax": -math.inf, "amin": math.inf, "min": math.inf,
     "argmin": math.inf,
 }  # fmt: skip
-SMALL = -1e4  # a masked score: its exponential is 0 beside any other
 
 
 def reduction(call: OpCall) -> Kept:
@@ -37,8 +36,8 @@ def reduction(call: OpCall) -> Kept:
     if not moving:
         return Kept(value=constant(call)) if is_tensor(call.node) else Kept()
     if not is_tensor(call.node) or across:
-        softmax = call.name in ("_softmax", "_safe_softmax", "softmax")  # of padding it makes zeros
-        return Kept({d: torch.zeros(()) for d in across} if softmax else {})
+        softmax = call.name in ("_softmax", "_safe_softmax", "softmax")
+        return Kept(dict.fromkeys(across, VANISHING) if softmax else {})
     fills = {}
     for d, out in zip(moving, moving_dims(call.node)):
         fill = call.fill(x, d)
@@ -61,8 +60,8 @@ def _adds_nothing(call: OpCall, x: Any, fill: Any) -> bool:
         return False  # of False it takes exp(0)
     if is_all(fill, _limit(neutral, x.meta["val"].dtype)):
         return True
-    if call.name.endswith("softmax"):
-        return isinstance(fill, torch.Tensor) and bool((fill <= SMALL).all())
+    if isinstance(fill, str):
+        return fill == VANISHING and call.name == "sum"
     positive = getattr(x.target, "_opname", "") in ("abs", "square", "exp", "sigmoid", "relu")
     return call.name in ("amax", "max") and positive and is_all(fill, 0)
 
@@ -97,15 +96,39 @@ def _dims(call: OpCall) -> list[int]:
 
 
 def order(call: OpCall) -> Kept:
-    """sort, topk: right if padding comes last."""
+    """sort, topk: right if padding comes last. NaN counts as the greatest of all."""
     x, args = call.args["self"], call.args
-    last = -math.inf if args.get("descending", args.get("largest")) else math.inf
     dtype = x.meta["val"].dtype
-    tied = dtype is torch.bool and not args.get("stable")  # padding might come among true rows
+    down = args.get("descending", args.get("largest"))
     for d in set(moving_dims(x)) & set(_dims(call)):
-        if tied or not is_all(call.rows(x).fills.get(d), _limit(last, dtype)):
-            return never(call)
+        fill = call.rows(x).fills.get(d)
+        if down or not dtype.is_floating_point:
+            last = is_all(fill, _limit(-math.inf if down else math.inf, dtype))
+        else:
+            last = isinstance(fill, torch.Tensor) and bool(fill.isnan().all())
+        if not last:
+            refuse_unordered(call, x, d, down)
+        positions = any(y.args[1] == 1 and y.users for y in call.node.users)
+        if (positions or call.name == "argsort") and not args.get("stable"):
+            raise Mixes(
+                f"takes positions by {call.name} over {call.dim(x, d)}, where a true row that "
+                "equals padding may come behind it. Sort so that equal ones stay in order: "
+                "x.sort(stable=True), x.argsort(stable=True)"
+            )
     return Kept()
+
+
+def refuse_unordered(call: OpCall, x: Any, dim: int, down: bool) -> NoReturn:
+    dtype = x.meta["val"].dtype
+    if dtype.is_floating_point:
+        masked = "float('-inf')" if down else "float('nan')"
+    else:
+        masked = f"torch.iinfo(x.dtype).{'min' if down else 'max'}"
+    raise Mixes(
+        f"takes {call.name} over {call.dim(x, dim)}, and a key has rows of padding there. Let them "
+        "come last: valid = batch.slot >= 0, of a leaf padded with -1; "
+        f"torch.where(valid[:, None], x, {masked})"
+    )
 
 
 def never(call: OpCall) -> Kept:
@@ -157,24 +180,49 @@ def cross_entropy(call: OpCall) -> Kept:
 
 
 def product(call: OpCall) -> Kept:
-    """Matrix products: the dim that is summed over needs zeros in the padding of one side."""
+    """Matrix products. The dim that is summed over needs zeros in the padding of one side, and
+    finite numbers in that of the other, since 0 * NaN is NaN. Weights are taken to be finite."""
     added = call.name in ("addmm", "baddbmm", "addmv")  # then what is added to comes first
     a, b, *_ = [x for x in call.args.values() if is_tensor(x)][added:]
     rank_a, rank_b = ndim(a), ndim(b)
     d, e = rank_a - 1, max(rank_b - 2, 0)
-    if d in moving_dims(a) or e in moving_dims(b):
-        if not is_all(call.rows(a).fills.get(d), 0) and not is_all(call.rows(b).fills.get(e), 0):
-            refuse_unmasked(call, a, d, 0)
-    if call.name not in ("mm", "bmm", "mv") or not moving_dims(call.node):
+    summed = d in moving_dims(a) or e in moving_dims(b)
+    if summed and not _cancels(call, (a, d), (b, e)) and not _cancels(call, (b, e), (a, d)):
+        refuse_unmasked(call, a, d, 0)
+    if summed or call.name not in ("mm", "bmm", "mv"):
         return Kept()
     fills: dict[int, Any] = {}
     for i in moving_dims(call.node):
-        side, at = (b, rank_b - 1) if i == rank_a - 1 and rank_b > 1 else (a, i)
-        if i < rank_a - 2 and is_all(call.rows(b).fills.get(i), 0):
-            side = b
-        if is_all(call.rows(side).fills.get(at), 0):
+        of_b = i == rank_a - 1 and rank_b > 1
+        sides = [(b, rank_b - 1, a)] if of_b else [(a, i, b)]
+        sides += [(b, i, a)] if i < rank_a - 2 else []
+        if any(
+            is_all(call.rows(x).fills.get(at), 0) and _is_finite(other) for x, at, other in sides
+        ):
             fills[i] = call.zero
     return Kept(fills)
+
+
+def _is_finite(x: Any) -> bool:
+    """Whether all of an operand is finite: weights, integers."""
+    return not moving_dims(x) or not x.meta["val"].dtype.is_floating_point
+
+
+def _cancels(call: OpCall, zeros: tuple[Any, int], other: tuple[Any, int]) -> bool:
+    """Whether the padding of one operand makes zeros of that of the other."""
+    fill = call.rows(zeros[0]).fills.get(zeros[1])
+    nothing = is_all(fill, 0) or (isinstance(fill, str) and fill == VANISHING)
+    return nothing and is_finite(call, *other)
+
+
+def is_finite(call: OpCall, x: Any, dim: int) -> bool:
+    """Whether padding along a dim is known to be finite."""
+    fill, dtype = call.rows(x).fills.get(dim), x.meta["val"].dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    if isinstance(fill, str):
+        return fill == VANISHING
+    return isinstance(fill, torch.Tensor) and bool(fill.isfinite().all())
 
 
 def norm(call: OpCall) -> Kept:
@@ -209,19 +257,29 @@ def convolution(call: OpCall) -> Kept:
 
 
 def scaled_dot_product(call: OpCall) -> Kept:
-    """Keys in T or R need a causal mask over the same rows, or -inf in the padding of the mask."""
-    key, query = call.args["key"], call.args["query"]
+    """Keys in T or R need a causal mask over the same rows, or -inf in the padding of the mask.
+
+    And finite padding in keys and values themselves: what is masked is still multiplied by 0.
+    """
+    key, query, value = (call.args[name] for name in ("key", "query", "value"))
     last = ndim(key) - 2
     if last not in moving_dims(key):
         return Kept()
     same = call.dim(key, last) == call.dim(query, ndim(query) - 2)
     masks = [call.args.get(name) for name in ("attn_mask", "attn_bias")]
     mask = next((x for x in masks if is_tensor(x)), None)
-    if call.args.get("is_causal") and same:
-        return Kept()
-    if mask is not None:
+    masked = bool(call.args.get("is_causal")) and same
+    if not masked and mask is not None:
         fill = call.rows(mask).fills.get(ndim(mask) - 1)
-        low = isinstance(fill, torch.Tensor) and bool((fill <= SMALL).all())
-        if low or (mask.meta["val"].dtype is torch.bool and is_all(fill, 0)):
-            return Kept()
-    refuse_unmasked(call, key, last, -math.inf)
+        masked = is_all(fill, 0 if mask.meta["val"].dtype is torch.bool else -math.inf)
+    if not masked:
+        refuse_unmasked(call, key, last, -math.inf)
+    for name, x in (("keys", key), ("values", value)):
+        if not is_finite(call, x, ndim(x) - 2):
+            raise Mixes(
+                f"attends over {call.dim(key, last)}, and the {name} of padding may be NaN or "
+                "infinite, which the mask multiplies by 0: NaN in every row. Let them be 0: "
+                "valid = batch.slot >= 0, of a leaf padded with -1; "
+                f"torch.where(valid[:, None], {name}, 0)"
+            )
+    return Kept()

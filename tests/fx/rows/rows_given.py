@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fngraph as fg
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "NONE")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rows_given import INF, T_of, heads, masked, owner, real
+from rows_given import INF, NAN, T_of, heads, masked, owner, real
 
 import fngraph as fg
 
@@ -49,9 +49,9 @@ KEPT: Outputs = {
         0
     ].t(),
     "causal attention": lambda x, p, b: F.scaled_dot_product_attention(
-        *[heads(x)] * 3, is_causal=True
+        *[heads(masked(p, b))] * 3, is_causal=True
     )[0].sum(0),
-    "causal by tril": lambda x, p, b: (x @ x.t()).tril() @ x,
+    "causal by tril": lambda x, p, b: (x @ x.t()).tril() @ masked(p, b),
     "the first row": lambda x, p, b: x + x[0],
     "x[:1]": lambda x, p, b: x[:1] * 1,
     "x @ x.T, returned": lambda x, p, b: x @ x.t(),
@@ -68,21 +68,25 @@ KEPT: Outputs = {
     ),
     "where, sum": lambda x, p, b: torch.where(real(b)[:, None], x, 0).sum(0),
     "masked_fill, sum": lambda x, p, b: x.masked_fill(~real(b)[:, None], 0).sum(0),
-    "mask product, sum": lambda x, p, b: (x * real(b)[:, None]).sum(0),
-    "mask @ x": lambda x, p, b: real(b).float() @ x,
+    "mask @ masked": lambda x, p, b: real(b).float() @ masked(p, b),
+    "a product of integers with a mask": lambda x, p, b: (b.token_ids * real(b)).sum(),
+    "masked, through a weight, sum": lambda x, p, b: (masked(p, b) @ p["w"].t()).sum(0),
     "the true count": lambda x, p, b: real(b).sum(),
     "masked mean": lambda x, p, b: masked(p, b).sum(0) / real(b).sum(),
     "masked softmax": lambda x, p, b: x.masked_fill(~real(b)[:, None], -INF).softmax(0),
     "masked max": lambda x, p, b: torch.where(real(b)[:, None], -x, -INF).amax(0),
     "masked argmax": lambda x, p, b: torch.where(real(b)[:, None], -x, -INF).argmax(0),
     "masked topk": lambda x, p, b: torch.where(real(b)[:, None], -x, -INF).topk(1, 0).values,
-    "sort with padding last": lambda x, p, b: torch.where(real(b)[:, None], x, INF).sort(0).values,
+    "sort with padding last": lambda x, p, b: torch.where(real(b)[:, None], x, NAN).sort(0).values,
+    "positions, stable": lambda x, p, b: (
+        torch.where(real(b)[:, None], x, NAN).sort(dim=0, stable=True).indices
+    ),
     "the last real row": lambda x, p, b: x.index_select(0, (real(b).sum() - 1)[None]),
     "reversed by the true count": lambda x, p, b: x[
         (real(b).sum() - 1 - torch.arange(T_of(b))).clamp(min=0)
     ],
     "masked attention": lambda x, p, b: F.scaled_dot_product_attention(
-        *[heads(x)] * 3, attn_mask=real(b)[None, :]
+        heads(x), *[heads(masked(p, b))] * 2, attn_mask=real(b)[None, :]
     )[0].sum(0),
     "per-tensor scale of real rows": lambda x, p, b: x / masked(p, b).abs().amax(),
     "cross entropy with ignore_index": lambda x, p, b: F.cross_entropy(
@@ -91,7 +95,7 @@ KEPT: Outputs = {
     "cross entropy of each": lambda x, p, b: F.cross_entropy(
         x @ p["w"].t(), b.token_ids, reduction="none"
     ),
-    "mask of a row product": lambda x, p, b: masked(p, b).t() @ x,
+    "mask of a row product": lambda x, p, b: masked(p, b).t() @ masked(p, b),
     "expert load of real rows": lambda x, p, b: (F.one_hot(x.argmax(-1), 8) * real(b)[:, None]).sum(
         0
     ),
@@ -111,7 +115,7 @@ KEPT: Outputs = {
         x.new_zeros(b.seq_lens.shape[0] + 1, 8).index_add(0, owner(b), masked(p, b))[:-1] * 1
     ),
     "sums of requests by a mask": lambda x, p, b: (
-        ((owner(b) == torch.arange(b.seq_lens.shape[0])[:, None]) & real(b)).float() @ x
+        ((owner(b) == torch.arange(b.seq_lens.shape[0])[:, None]) & real(b)).float() @ masked(p, b)
     ),
     "sums of requests by cumsum": (
         lambda x, p, b: (
@@ -119,10 +123,11 @@ KEPT: Outputs = {
         )(F.pad(x.cumsum(0), (0, 0, 1, 0)))
     ),
     "attention within a request": lambda x, p, b: (
-        (x @ x.t()).masked_fill((owner(b)[:, None] != owner(b)) | ~real(b), -1e9).softmax(-1) @ x
+        (x @ x.t()).masked_fill((owner(b)[:, None] != owner(b)) | ~real(b), -INF).softmax(-1)
+        @ masked(p, b)
     ),
     "one hot of slots, README": lambda x, p, b: (
-        (torch.arange(48) == b.slot_mapping[:, None]).to(x.dtype).t() @ x
+        (torch.arange(48) == b.slot_mapping[:, None]).to(x.dtype).t() @ masked(p, b)
     ),
     "seq_lens.cumsum": lambda x, p, b: b.seq_lens.cumsum(0),
     "token_ids.sum(), pad 0": lambda x, p, b: b.token_ids.sum(),

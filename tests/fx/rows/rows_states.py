@@ -68,7 +68,7 @@ KEPT_STATE: Outputs = {
     "one hot of slots": lambda p, s, b: {
         **s,
         "total": s["total"]
-        + (torch.arange(11) == b.slot_mapping[:, None]).float().t() @ rows(p, b),
+        + (torch.arange(11) == b.slot_mapping[:, None]).float().t() @ masked(p, b),
     },
     "count by the mask": lambda p, s, b: {**s, "seen": s["seen"] + real(b).sum()},
     "where a token occurs": (
@@ -84,9 +84,9 @@ KEPT_STATE: Outputs = {
             **s,
             "total": s["total"]
             - torch.func.grad(
-                lambda w: torch.where(
-                    real(b)[:, None], (w[b.token_ids] + rows(p, b)).square(), 0
-                ).sum()
+                lambda w: (
+                    torch.where(real(b)[:, None], w[b.token_ids] + rows(p, b), 0).square().sum()
+                )
             )(s["total"]),
         }
     ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
-from rows_given import INF, T_of, check, graphified, output, params, real, trace
+from rows_given import INF, T_of, check, graphified, masked, output, params, real, trace
 
 import fngraph as fg
 from fngraph.errors import RowsError
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "negative pad": (
         lambda x, p, b: F.embedding(b.slot_mapping % 11 - (b.slot_mapping < 0).long() * 11, p["w"]),
-        "Let them be 0: index.clamp(min=0)",
+        "with -1, or index.clamp(min=0)",
         lambda x, p, b: F.embedding((b.slot_mapping % 11).clamp(min=0), p["w"]),
     ),
     "reshape": (
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     "attention": (
         lambda x, p, b: F.scaled_dot_product_attention(*[x[None, None]] * 3)[0, 0],
         "Mask them",
-        lambda x, p, b: (x @ x.t()).masked_fill(~real(b), -INF).softmax(-1) @ x,
+        lambda x, p, b: (x @ x.t()).masked_fill(~real(b), -INF).softmax(-1) @ masked(p, b),
     ),
 }
 

@@ -1,0 +1,264 @@
+"""Are the facts that the rules claim of a graph's values so? Both runs, node by node, compared.
+
+The graph runs on a batch as it is, and on the same batch as a key has it. After each node, what
+`facts` says of its value is looked up in the two: true rows are equal, padding holds what it
+should, bounds hold. Then the true rows of the second are made those of the first, bit by bit, so that what
+rounding does in one node is no difference in the next. Padding of which nothing is claimed may hold
+anything, so it is given something: NaN, infinities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fngraph.fx.nodes import is_op, line_of, written_by
+from fngraph.fx.rows.bounds import ANY, size_of
+from fngraph.fx.rows.check import unfinished
+from fngraph.fx.rows.indices import WRITES
+from fngraph.fx.rows.state import BEYOND, OFFSETS, VANISHING, Kept, moving_dims, op_name
+from fngraph.fx.schemas import draws
+from fngraph.torch_facts.names import tree_map_only
+
+_UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
+_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4,
+              torch.complex64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A fact of one node that is not so.
+
+    Attributes:
+        fact: "rows", "fill", "value", "bound", "reserved" or "runs".
+        text: what was expected and what was there.
+    """
+
+    node: fx.Node
+    fact: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{line_of(self.node)}: {self.text} ({self.node.target})"
+
+
+def rehearse(
+    gm: fx.GraphModule,
+    facts: Mapping[fx.Node, Any],
+    true: Sequence[torch.Tensor],
+    padded: Sequence[torch.Tensor],
+    poison: bool = True,
+) -> Difference | None:
+    """The first fact that does not hold for these leaves; None if all do.
+
+    Args:
+        facts: what `facts_of` says of each node.
+        true: the graph's leaves at the batch's sizes. They are written if the graph writes them.
+        padded: the same leaves at a key's.
+        poison: put NaN and infinities where nothing is claimed of padding.
+
+    Raises:
+        whatever the graph raises on the true leaves, which then say nothing about its rows.
+    """
+    return next(_differences(gm, facts, true, padded, poison), None)
+
+
+def _differences(
+    gm: fx.GraphModule,
+    facts: Mapping[fx.Node, Any],
+    true: Sequence[torch.Tensor],
+    padded: Sequence[torch.Tensor],
+    poison: bool,
+) -> Iterator[Difference]:
+    bare: dict[fx.Node, Any] = {}
+    keyed: dict[fx.Node, Any] = {}
+    leaves = iter(zip(true, padded))
+    sizes = _sizes(gm, padded)
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            return
+        if node.op == "placeholder":
+            bare[node], keyed[node] = next(leaves)
+        elif node.op == "get_attr":
+            bare[node] = keyed[node] = _attribute(gm, str(node.target))
+        else:
+            bare[node] = _run(node, bare)
+            try:
+                keyed[node] = _run(node, keyed)
+            except Exception as error:
+                if isinstance(facts[node], Kept):
+                    yield Difference(node, "runs", f"padding makes it fail: {error}")
+                return
+        for x in (node, *written_by(node)):
+            kept = isinstance(facts[x], Kept) and not unfinished(x)
+            if kept and isinstance(bare[x], torch.Tensor):
+                yield from _compared(x, facts[x], bare[x], keyed[x], sizes)
+                _align(bare[x], keyed[x])
+                if poison and x is node and not _is_view(x):
+                    _poison(x, facts[x], bare[x], keyed[x])
+
+
+def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]:
+    """What T and R are for these leaves."""
+    found: dict[Any, int] = {}
+    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, leaf in zip(nodes, leaves):
+        for size, n in zip(node.meta["val"].shape, leaf.shape):
+            for symbol in sympy.sympify(size_of(size)).free_symbols - found.keys():
+                (found[symbol],) = sympy.solve(size_of(size) - n, symbol)
+    return found
+
+
+def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
+    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    if is_op(node) and op_name(node) in _UNWRITTEN:  # whatever was there, the same in both
+        result = tree_map_only(torch.Tensor, lambda x: x.zero_(), result)
+    return result
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> Any:
+    found: Any = gm
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _compared(
+    node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor, sizes: Mapping[Any, int]
+) -> Iterator[Difference]:
+    if any(k < n for k, n in zip(keyed.shape, bare.shape)):
+        yield Difference(
+            node, "rows", f"{list(bare.shape)} true rows, in a key {list(keyed.shape)}"
+        )
+        return
+    same = keyed[_leading(bare)]
+    if not _draws(node) and not _alike(same, bare):
+        yield Difference(node, "rows", f"true rows are {_short(bare)}; in a key, {_short(same)}")
+        return
+    for dim, fill in fact.fills.items():
+        beyond = keyed[_leading(bare, dim)]
+        if not _holds(fill, beyond, bare, dim):
+            told = fill if isinstance(fill, str) else _short(fill)
+            text = f"padding along dim {dim} should hold {told}, and holds {_short(beyond)}"
+            yield Difference(node, "fill", text)
+    if fact.value is not None and not _alike(fact.value, bare.cpu()):
+        yield Difference(node, "value", f"should be {_short(fact.value)}, and is {_short(bare)}")
+    yield from _outside(node, fact, bare, keyed, sizes)
+    if fact.said and bare.numel() and _says_where(node):
+        for fill in fact.fills.values():
+            if isinstance(fill, torch.Tensor) and fill.numel() == 1 and (bare == fill).any():
+                yield Difference(
+                    node, "reserved", f"true rows name {_short(fill)} too, which padding writes to"
+                )
+
+
+def _outside(
+    node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor, sizes: Mapping[Any, int]
+) -> Iterator[Difference]:
+    if bare.dtype.is_floating_point or bare.dtype.is_complex:
+        return
+    if fact.low > -math.inf and bare.numel() and bare.min().item() < fact.low:
+        yield Difference(node, "bound", f"should be {fact.low} or more: {_short(bare)}")
+    if fact.span not in (None, ANY) and keyed.numel():
+        low, high = fact.span.at(sizes)
+        if keyed.min().item() < low or keyed.max().item() > high:
+            text = f"should lie from {low} to {high}, padding too: {_short(keyed)}"
+            yield Difference(node, "bound", text)
+
+
+def _leading(bare: torch.Tensor, beyond: int | None = None) -> tuple[slice, ...]:
+    """True rows; or what lies beyond them along one dim, at true rows of the others."""
+    return tuple(slice(n, None) if d == beyond else slice(n) for d, n in enumerate(bare.shape))
+
+
+def _holds(fill: Any, beyond: torch.Tensor, bare: torch.Tensor, dim: int) -> bool:
+    if not beyond.numel():
+        return True
+    if isinstance(fill, torch.Tensor):
+        wanted = fill.to(beyond.device).expand(beyond.shape) if fill.dim() else fill
+        return _alike(beyond.cpu(), wanted.to(beyond.dtype).cpu().expand(beyond.shape), exact=True)
+    if fill == BEYOND:
+        first = bare.shape[dim]
+        counted = torch.arange(first, first + beyond.shape[dim], device=beyond.device)
+        return bool((beyond.movedim(dim, -1) == counted).all())
+    if fill == VANISHING:
+        lost = bare.isnan().all(dim, keepdim=True).expand(beyond.shape)
+        return bool(torch.where(lost, beyond.isnan() | (beyond == 0), beyond == 0).all())
+    assert fill == OFFSETS
+    rising = torch.cat([bare[-1:], beyond])
+    return bool((rising.diff() >= 0).all())
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor, exact: bool = False) -> bool:
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    near = 0.0 if exact else _TOLERANCE.get(a.dtype, 0.1)
+    if a.itemsize == 1:  # float8, for which torch has no comparisons
+        a, b = a.float(), b.float()
+    return torch.allclose(a, b, near, near, equal_nan=True)
+
+
+def _align(bare: torch.Tensor, keyed: torch.Tensor) -> None:
+    """Make true rows equal bit by bit; where they are views of each other's rows they are."""
+    if keyed.is_inference() and not torch.is_inference_mode_enabled():
+        return
+    same = keyed[_leading(bare)]
+    shape_fits = same.shape == bare.shape
+    overlapping = any(s == 0 and n > 1 for s, n in zip(same.stride(), same.shape))
+    if shape_fits and not overlapping and bare.dtype.is_floating_point:
+        same.copy_(bare)
+
+
+def _poison(node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) -> None:
+    """Something loud wherever nothing is claimed of padding, of floats."""
+    moving = moving_dims(node)
+    if not moving or not keyed.dtype.is_floating_point:
+        return
+    free = torch.ones(keyed.shape, dtype=torch.bool, device=keyed.device)
+    free[_leading(bare)] = False
+    for dim in fact.fills:
+        free[_leading(bare, dim)] = False
+    if keyed.itemsize > 1 and free.any():
+        loud = keyed.new_tensor(_LOUD).repeat(-(-keyed.numel() // len(_LOUD)))
+        keyed.copy_(torch.where(free, loud[: keyed.numel()].view(keyed.shape), keyed))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether other values may lie in the same memory."""
+    if not is_op(node):
+        return True
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    reshaped = op_name(node) in ("reshape", "contiguous", "_to_copy", "to", "expand")
+    return reshaped or any(r.alias_info is not None for r in returns)
+
+
+def _says_where(node: fx.Node) -> bool:
+    """Whether a node is an index of a write."""
+    return any(
+        is_op(user) and op_name(user) in WRITES and node not in (user.args[0], user.args[-1])
+        for user in node.users
+    )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a value is drawn, so that two runs differ in it."""
+    source = node if is_op(node) else node.args[0] if node.op == "call_function" else None
+    if not isinstance(source, fx.Node) or not is_op(source):
+        return False
+    return draws(source.target, source.args, source.kwargs)
+
+
+def _short(x: torch.Tensor) -> str:
+    flat = x.detach().flatten()[:6].tolist() if x.itemsize > 1 else x.float().flatten()[:6].tolist()
+    text = ", ".join(f"{n:.4g}" if isinstance(n, float) else str(n) for n in flat)
+    return f"[{text}{', ...' if x.numel() > 6 else ''}]"

@@ -1,0 +1,253 @@
+"""The checker of facts: it finds what a rule claims wrongly, and what a user promises wrongly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import toys
+from rows_given import masked, params, real, rows
+from test_rows_fuzz import BATCHES, LIMITS, batch, differences
+
+import fngraph as fg
+from fngraph.errors import RowsError, SpecError, TreeError
+from fngraph.fx.rows import bounds, fills, indices, shapes, sums
+from fngraph.fx.tracing.refusals import Refusals
+
+INF, NAN = float("inf"), float("nan")
+W = {"w": torch.linspace(-2, 3, 96).view(12, 8), "i": torch.tensor([0, 1, -1, 2])}
+
+
+def spread(b: Any) -> Any:
+    """(T, 1) bool, false for padding."""
+    return (b.slot >= 0)[:, None]
+
+
+def zeroed(b: Any) -> Any:
+    """(T, E), zeros in padding."""
+    return torch.where(spread(b), b.x, 0)
+
+
+def tokens(b: Any) -> Any:
+    """(T,) counted from 0."""
+    return torch.arange(b.x.shape[0])
+
+
+# What was accepted once, and is wrong for some batch: (the rule's mend, taken out again; program).
+WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
+    "a product of zeros with 1 / 0": (
+        sums, "return nothing and is_finite(call, *other)", "return nothing",
+        lambda p, b: (b.slot >= 0).float() @ (1 / b.x),
+    ),
+    "keys and values of padding, masked": (
+        sums, "if not is_finite(call, x, ndim(x) - 2)", "if False",
+        lambda p, b: F.scaled_dot_product_attention(
+            *[b.x[None, None]] * 2, (b.x / b.x.norm(dim=-1, keepdim=True))[None, None],
+            attn_mask=(b.slot >= 0)[None],
+        )[0, 0],
+    ),
+    "a masked softmax times values over their norm": (
+        sums, "return nothing and is_finite(call, *other)", "return nothing",
+        lambda p, b: (b.x @ b.x.t()).masked_fill(~(b.slot >= 0), -INF).softmax(-1)
+        @ (zeroed(b) / b.x.norm(dim=-1, keepdim=True)),
+    ),
+    "rows times a mask": (
+        fills, "among(0) and not (dtype.is_floating_point or dtype.is_complex)", "among(0)",
+        lambda p, b: (p["w"][b.ids] * spread(b)).sum(0),
+    ),
+    "the gradient of rows that a mask leaves out": (
+        fills, "name in _PICKS and", "name.endswith('_backward') and",
+        lambda p, b: torch.func.grad(
+            lambda y: torch.where(spread(b), torch.sigmoid(y), 0).sum()
+        )(p["w"][b.ids]).sum(0),
+    ),
+    "scores of -1e9 beside lower ones": (
+        sums, 'if is_all(fill, _limit(neutral, x.meta["val"].dtype)):',
+        "if isinstance(fill, torch.Tensor) and bool((fill <= -1e4).all()):",
+        lambda p, b: torch.where(spread(b), b.x.clamp(min=-3e38), -1e9).softmax(0),
+    ),
+    "a softmax of NaN": (
+        sums, "Kept(dict.fromkeys(across, VANISHING) if softmax else {})",
+        "Kept(dict.fromkeys(across, torch.zeros(())) if softmax else {})",
+        lambda p, b: torch.where(spread(b), b.x, -INF).softmax(0).isnan().sum(0),
+    ),
+    "negative indices that are held": (
+        bounds, "    if leaf.buffer is None:\n        return state",
+        "    if leaf.buffer is None:\n        return dataclasses.replace(state, low=0)",
+        lambda p, b: b.x[p["i"]] * 1,
+    ),
+    "an identity over T": (
+        sums, "if summed or call.name not in", "if call.name not in",
+        lambda p, b: (torch.eye(b.x.shape[0]).long() @ (b.ids + 1)[:, None]).sum(0),
+    ),
+    "a triangle times its other half": (
+        sums, "if summed or call.name not in", "if call.name not in",
+        lambda p, b: (lambda t: ((t * t.t()) @ (b.ids + 1)[:, None]).sum(0))(
+            torch.ones(b.x.shape[0], b.x.shape[0], dtype=torch.int64).tril()
+        ),
+    ),
+    "a kept row that many rows are sent to": (
+        fills, "if not _tells_apart(call)", "if False",
+        lambda p, b: torch.zeros(12).index_fill(0, b.place // 8, 1.0),
+    ),
+    "a kept row by remainders": (
+        fills, "if not _tells_apart(call)", "if False",
+        lambda p, b: torch.zeros(12).index_fill(0, b.place % 5, 1.0),
+    ),
+    "a kept row by clamping": (
+        fills, "if not _tells_apart(call)", "if False",
+        lambda p, b: torch.zeros(12).index_fill(0, b.place.clamp(min=3), 1.0),
+    ),
+    "offsets less one, searched from the right": (
+        fills, "return call.name in _COPIES and not wraps",
+        "return (call.name in _COPIES or call.name == 'sub') and not wraps",
+        lambda p, b: torch.searchsorted(b.starts - 1, tokens(b), right=True),
+    ),
+    "offsets less two, without the first": (
+        fills, "return call.name in _COPIES and not wraps",
+        "return (call.name in _COPIES or call.name == 'sub') and not wraps",
+        lambda p, b: b.x[(b.starts - 2)[1:].clamp(min=-1)] * 1,
+    ),
+    "a difference by alpha": (
+        bounds, 'and args.get("alpha") == 1', "",
+        lambda p, b: b.x[torch.sub(b.starts[1:], 1, alpha=2).clamp(-1, 0)] * 1,
+    ),
+    "an index clamped from above by a count less one": (
+        bounds, 'return low if args.get("max") is None else min(low, of(args["max"]))',
+        "return low",
+        lambda p, b: b.x[tokens(b).clamp(max=(b.place > 50).sum() - 1)] * 1,
+    ),
+    "the last one of equals": (
+        sums, 'if (positions or call.name == "argsort") and not args.get("stable")', "if False",
+        lambda p, b: torch.where(b.slot >= 0, b.y.clamp(max=0) - INF, -INF).topk(1).indices,
+    ),
+    "infinity behind NaN": (
+        sums, "last = isinstance(fill, torch.Tensor) and bool(fill.isnan().all())",
+        "last = is_all(fill, math.inf)",
+        lambda p, b: torch.where(b.slot >= 0, b.y, INF).sort().values,
+    ),
+    "first tokens, where offsets reach the key's end": (
+        indices, "return len(fills) == 1 and all(", "return True or all(",
+        lambda p, b: b.x[b.starts[:-1]] * 1,
+    ),
+    "-1 of padding, added to": (
+        indices, "return len(fills) == 1 and all(", "return True or all(",
+        lambda p, b: torch.zeros(16, 8).index_add(0, b.slot, zeroed(b)),
+    ),
+    "integers divided by padding's 0": (
+        fills, "    _refuse_zero_divisors(call)\n", "",
+        lambda p, b: b.place // b.lens.sum().expand_as(b.place) + b.ids // b.place,
+    ),
+    "as many rows as a mask is true": (
+        indices, "if masks and is_tensor(values) and moving_dims(values)", "if False",
+        lambda p, b: b.x.index_put((b.slot >= 0,), b.x * 2),
+    ),
+    "chances of padding": (
+        shapes, "if is_tensor(x) and moving_dims(x) and not _can_draw(call, x)", "if False",
+        lambda p, b: torch.bernoulli((b.y.nan_to_num(0.5, 0.5, 0.5).clamp(0, 1) + b.slot * 0) / 0.5
+                                     * 0.5 - 2 * (b.slot < 0).float()),
+    ),
+}  # fmt: skip
+
+
+def judged(program: Callable[[Any, Any], Any]) -> tuple[Any, list[Any]]:
+    """What a trace says of a program, and the facts of it that do not hold."""
+    wrong: list[Any] = []
+
+    def look(args: Any, limits: Any, graph: Any, facts: Any) -> None:
+        wrong.extend(differences(args, W, graph.gm, facts))
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        return program(p, b), s
+
+    made = fg.graphify(
+        forward, donate=1, stage=2, limits=LIMITS, generators=(torch.default_generator,)
+    )
+    try:
+        made.trace_call((W, {}, batch(*BATCHES[0])), Refusals(), look)
+    except RowsError as error:
+        return error, wrong
+    return None, wrong
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_and_without_its_mend_the_checker_finds_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, mend, without, program = WRONG[name]
+    error, wrong = judged(program)
+    assert error is not None and "test_rehearsal.py:" in str(error) and not wrong
+    source = inspect.getsource(module)
+    assert source.count(mend) == 1
+    planted: dict[str, Any] = {"__name__": module.__name__}
+    exec(compile(source.replace(mend, without), module.__file__, "exec"), planted)
+    for key, fn in inspect.getmembers(module, inspect.isfunction):
+        if fn.__module__ == module.__name__ and fn.__code__ != planted[key].__code__:
+            monkeypatch.setattr(fn, "__code__", planted[key].__code__)
+    error, wrong = judged(program)
+    assert error is None and wrong
+
+
+# --- for a user's own function --------------------------------------------------------------------
+
+
+def report(value: Callable[..., Any], **options: Any) -> fg.Report:
+    """`fg.check` of an output `value(x, p, b)`, rehearsed."""
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        return value(rows(p, b), p, b), s
+
+    options = {"rehearse": True} | options
+    state = options.pop("state", toys.tally_state())
+    return fg.check(
+        forward, params(), state, toys.batch(3, 2), donate=1, stage=2, limits=toys.LIMITS, **options
+    )
+
+
+def test_a_word_that_is_kept_is_no_error():
+    assert report(lambda x, p, b: masked(p, b).sum(0)).ok
+    assert report(lambda x, p, b: fg.trust_rows(torch.cdist(x, p["w"]))).ok
+
+
+def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
+    wrong = report(lambda x, p, b: x - fg.trust_rows(x.sum(0)))
+    (error,) = wrong.errors
+    assert isinstance(error, RowsError)
+    assert "test_rehearsal.py:" in str(error) and "in a rehearsed key of T=" in str(error)
+    assert "true rows are [" in str(error)
+    assert report(lambda x, p, b: x - fg.trust_rows(x.sum(0)), rehearse=False).ok
+    exact = (3 + 2 * 1, 3)  # a key that the batch fills has no padding
+    T, R = toys.batch(3, 2).spec[:2]
+    assert report(lambda x, p, b: x - fg.trust_rows(x.sum(0)), rehearse=[(T, R)]).ok, exact
+
+
+def test_indices_that_are_not_what_their_field_says_are_named():
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        return rows(p, b)[b.seq_lens.long()] * 1, s
+
+    b = toys.batch(3, 2)
+    b.seq_lens.fill_(-1)
+    (error,) = fg.check(
+        forward, params(), {}, b, donate=1, stage=2, limits=toys.LIMITS, rehearse=True
+    ).errors
+    assert "should be 0 or more" in str(error)
+
+
+def test_donated_state_is_not_written_and_no_memory_is_no_rehearsal():
+    state = toys.tally_state()
+    before = {k: v.clone() for k, v in state.items()}
+    update = fg.check(
+        toys.tally_, params(), state, toys.batch(3, 2), donate=1, stage=2, limits=toys.LIMITS,
+        rehearse=True,
+    )  # fmt: skip
+    assert update.ok
+    toys.assert_trees(state, before)
+    with pytest.raises(TreeError, match="pass tensors"):
+        report(lambda x, p, b: x * 1, state=fg.like(toys.tally_state()))
+    with pytest.raises(SpecError, match="cannot hold the batch"):
+        report(lambda x, p, b: x * 1, rehearse=[(1, 1)])
+    assert real(toys.batch(1)).all()

@@ -2,9 +2,9 @@
 
 The graph runs on a batch as it is, and on the same batch as a key has it. After each node, what
 `facts` says of its value is looked up in the two: true rows are equal, padding holds what it
-should, bounds hold. Then the true rows of the second are made those of the first, bit by bit, so that what
-rounding does in one node is no difference in the next. Padding of which nothing is claimed may hold
-anything, so it is given something: NaN, infinities.
+should, bounds hold. Then the true rows of the second are made those of the first, bit by bit, so
+that what rounding does in one node is no difference in the next. Padding of which nothing is
+claimed may hold anything, so it is given something: NaN, infinities.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def sample(logits: Tensor, sampling: Sampling, places: Tensor, *, greedy: bool =
     share = sums.gather(-1, last).double() * top_p
     last = torch.minimum(last, torch.searchsorted(sums, share.long()))
     too_rare = (gains < min_p.log()).sum(-1, keepdim=True)
-    last = torch.minimum(last, vocab - 1 - too_rare).masked_fill(cold, 0)
+    last = torch.minimum(last, (vocab - 1 - too_rare).clamp(min=0)).masked_fill(cold, 0)
 
     share = uniform(keys, places.unsqueeze(-1)) * sums.gather(-1, last)
     rank = torch.searchsorted(sums, share.long(), right=True)

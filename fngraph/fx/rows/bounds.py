@@ -27,8 +27,7 @@ _ALONG = set(
     repeat_interleave lift_fresh lift_fresh_copy unfold diagonal _unsafe_index""".split()
 )  # the elements of their first tensor
 _CHOICES = {"where": ("self", "other"), "masked_fill": ("self", "value"), "cat": ("tensors",),
-            "stack": ("tensors",), "minimum": ("self", "other"),
-            "maximum": ("self", "other")}  # fmt: skip
+            "stack": ("tensors",), "minimum": ("self", "other")}  # fmt: skip
 _ARGS = {"argmax", "argmin", "argsort"}  # of numbers along a dim
 _SECOND = {"sort", "topk", "max", "min", "cummax", "cummin"}  # likewise, as their second result
 
@@ -164,6 +163,8 @@ def _span(call: OpCall, state: Kept) -> Span | None:
         return found
     if name == "_to_copy" or (name in _ALONG and not number):
         return _of(call, next((x for x in args.values() if is_tensor(x)), None))
+    if name in ("minimum", "maximum"):
+        return _extreme(name, _of(call, args["self"]), _of(call, args["other"]))
     if name in _CHOICES:
         return _chosen(call, name, args)
     if name in ("arange", "zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones",
@@ -206,6 +207,13 @@ def _chosen(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
     return result
 
 
+def _extreme(name: str, a: Span | None, b: Span | None) -> Span | None:
+    if a is None or b is None:
+        return None
+    pick = _least if name == "minimum" else _most
+    return Span(pick(a.low, b.low), pick(a.high, b.high))
+
+
 def _made(name: str, args: Mapping[str, Any], value: torch.Tensor) -> Span | None:
     if name == "arange":
         start, step, end = (args.get(n) for n in ("start", "step", "end"))
@@ -228,6 +236,8 @@ def _number(x: Any) -> Any:
 def _computed(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
     a, b = _of(call, args.get("self")), _of(call, args.get("other"))
     plain = args.get("alpha") in (None, 1) and args.get("rounding_mode") in (None, "floor")
+    if name == "rsub" and a and b and plain:
+        return Span(b.low - a.high, b.high - a.low)
     if name in ("add", "sub") and a and b and plain:
         return (
             Span(a.low + b.low, a.high + b.high) if name == "add"
@@ -249,7 +259,9 @@ def _computed(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
         return a
     if name in ("sum", "cumsum", "count_nonzero"):
         x = args["self"]
-        many = math.prod(map(size_of, x.meta["val"].shape))  # all, or those along a dim
+        dims = args.get("dim")
+        dims = [dims] if isinstance(dims, int) else dims or range(x.meta["val"].dim())
+        many = math.prod(size_of(x.meta["val"].shape[d]) for d in dims)
         one = Span(0, 1) if name == "count_nonzero" else a
         if one and at_most(0, one.low):
             return Span(0, one.high * many)

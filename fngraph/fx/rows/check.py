@@ -19,12 +19,12 @@ import torch
 from torch import fx
 
 from fngraph.errors import RowsError
-from fngraph.fx.leaves import Leaf
-from fngraph.fx.nodes import REFUSED, is_size, is_tensor, line_of, written_by
+from fngraph.fx.leaves import Leaf, Role
+from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
-from fngraph.fx.rows.indices import WINDOW
+from fngraph.fx.rows.indices import WINDOW, WRITES
 from fngraph.fx.rows.rules import rule
-from fngraph.fx.rows.state import OFFSETS, Kept, Mixed, Mixes, OpCall, moving_dims
+from fngraph.fx.rows.state import OFFSETS, Kept, Mixed, Mixes, OpCall, moving_dims, op_name
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
@@ -85,10 +85,11 @@ def _facts(
     tokens = _tokens(gm, leaves)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            states[node] = of_leaf(_leaf(leaf := next(inputs)), leaf, node.meta["val"], tokens)
+            kept = dataclasses.replace(_leaf(leaf := next(inputs)), held=_is_held(leaf, node))
+            states[node] = of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
-            states[node] = of_constant(Kept(value=value))
+            states[node] = of_constant(Kept(value=value, held=True))
         elif node.op == "call_function":
             states[node] = _result(node, states, text)
         else:
@@ -97,8 +98,16 @@ def _facts(
         if is_tensor(node):
             views.setdefault(storage_key(node.meta["val"]), []).append(node)
         for target in written_by(node):
-            _rewrite(target, state, states, views[storage_key(target.meta["val"])])
+            others = views[storage_key(target.meta["val"])]
+            _rewrite(target, state, states, [view for view in others if view is not node])
     return states
+
+
+def _is_held(leaf: Leaf, node: fx.Node) -> bool:
+    """Weights: what is held, and donated values that no row of padding is written into."""
+    if leaf.role is Role.DONATED:
+        return not any(is_op(x) and op_name(x) in WRITES for x in node.users)
+    return leaf.role is Role.HELD
 
 
 def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:
@@ -146,6 +155,9 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         found = rule(call)
         if is_trusted(node):
             return dataclasses.replace(found, low=0, span=ANY)
+        given = [states[x] for x in operands(node)]
+        if given and all(isinstance(x, Kept) and x.held for x in given):
+            found = dataclasses.replace(found, held=True)
         return bounded(call, found) if is_tensor(node) else found
     except Mixes as error:
         return Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))

@@ -8,12 +8,25 @@ Exact where every operand's padding is known, or where one of them decides alone
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 
 from fngraph.fx.nodes import is_tensor, operands
-from fngraph.fx.rows.state import VANISHING, Fill, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
+from fngraph.fx.rows.state import (
+    FINITE,
+    VANISHING,
+    Fill,
+    Kept,
+    Mixes,
+    OpCall,
+    is_finite,
+    is_moving,
+    moving_dims,
+    ndim,
+)
 from fngraph.torch_facts.names import tree_leaves
 
 _LARGEST = 1 << 16  # elements of a constant that is worth computing
@@ -21,6 +34,11 @@ _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguo
 _DIVISIONS = ("floor_divide", "remainder", "fmod", "div", "divide", "true_divide")
 _PICKS = ("threshold_backward", "hardtanh_backward", "leaky_relu_backward")
 """Gradients that are picked by x, and not multiplied by what is made of it."""
+_SMOOTH = frozenset(
+    """add sub rsub mul neg abs square tanh sigmoid relu silu gelu sin cos where masked_fill maximum
+    minimum clamp clamp_min clamp_max _to_copy clone copy alias lift_fresh addcmul lerp erf softplus
+    tanh_backward sigmoid_backward silu_backward gelu_backward threshold_backward""".split()
+)  # which make no NaN and no infinity of finite numbers
 
 
 def pointwise(call: OpCall) -> Kept:
@@ -83,9 +101,12 @@ def _origin(call: OpCall) -> tuple[str, str | None]:
 def _tells_apart(call: OpCall) -> bool:
     """Whether numbers that differ still differ in the result."""
     if call.name == "_to_copy":
-        (x,) = operands(call.node)
-        kept = torch.promote_types(x.meta["val"].dtype, call.value.dtype) == call.value.dtype
-        return kept and not call.value.dtype.is_floating_point
+        given = operands(call.node)
+        if not given:  # a number
+            return True
+        old, new = given[0].meta["val"].dtype, call.value.dtype
+        whole = not any(d.is_floating_point or d.is_complex for d in (old, new))
+        return whole and torch.promote_types(old, new) == new
     shifts = call.name in ("add", "sub") and not is_tensor(call.args["other"])
     return shifts or call.name in _COPIES or call.name == "neg"
 
@@ -117,18 +138,52 @@ def _fill(call: OpCall, dim: int) -> Fill | None:
     for x in operands(call.node):
         at = dim - rank + ndim(x)
         state = call.rows(x)
-        known[x] = state.fills.get(at) if at in moving_dims(x) else state.value
+        weights = FINITE if state.held and state.value is None else state.value
+        known[x] = state.fills.get(at) if at in moving_dims(x) else weights
+    found = _known_fill(call, known)
+    return FINITE if found is None and _stays_finite(call, known) else found
+
+
+def _known_fill(call: OpCall, known: dict[Any, Fill | None]) -> Fill | None:
     marks = [fill for fill in known.values() if isinstance(fill, str)]
     if marks:
+        finite = {x for x, f in known.items() if is_finite(f) or not _may_be_infinite(x)}
         known = {x: None if isinstance(f, str) else f for x, f in known.items()}
-        return marks[0] if _goes_on(call, marks[0]) else _decided(call, known)
+        return marks[0] if _goes_on(call, marks[0]) else _decided(call, known, finite)
     if all(fill is not None for fill in known.values()):
         return evaluated(call, known)
-    return _decided(call, known)
+    return _decided(call, known, {x for x, f in known.items() if is_finite(f)})
+
+
+def _may_be_infinite(x: Any) -> bool:
+    dtype = x.meta["val"].dtype
+    return bool(dtype.is_floating_point or dtype.is_complex)
+
+
+def _stays_finite(call: OpCall, known: Mapping[Any, Fill | None]) -> bool:
+    """Whether an op of finite numbers gives some, as far as its dtype goes."""
+    if call.value.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        return False  # half precision ends early
+    numbers = [x for x in call.args.values() if isinstance(x, int | float)]
+    if not all(map(math.isfinite, numbers)) or not known:
+        return False
+    if call.name == "div":
+        other = call.args["other"]
+        if is_tensor(other) or not other or call.args.get("rounding_mode"):
+            return False
+    elif call.name == "pow":
+        power = call.args.get("exponent")
+        if not isinstance(power, int | float) or power < 1 or power != int(power):
+            return False
+    elif call.name not in _SMOOTH:
+        return False
+    return all(is_finite(f) or not _may_be_infinite(x) for x, f in known.items())
 
 
 def _goes_on(call: OpCall, mark: str) -> bool:
     """Whether padding still is what a mark says: in copies."""
+    if mark == FINITE:
+        return False
     if mark == VANISHING:
         return call.name in _COPIES
     wraps = call.value.dtype not in (torch.int32, torch.int64)
@@ -166,8 +221,8 @@ def is_all(fill: Fill | None, number: float) -> bool:
     return isinstance(fill, torch.Tensor) and bool((fill == number).all())
 
 
-def _decided(call: OpCall, known: dict[Any, Any]) -> Fill | None:
-    """Where one operand's padding settles it. 0 * x does not: x may be NaN or infinite there."""
+def _decided(call: OpCall, known: dict[Any, Any], finite: Set[Any]) -> Fill | None:
+    """Where one operand's padding settles it. 0 * x does only where x is finite."""
     args, name = call.args, call.name
     dtype = call.value.dtype
 
@@ -186,13 +241,20 @@ def _decided(call: OpCall, known: dict[Any, Any]) -> Fill | None:
         return source.to(dtype) if isinstance(source, torch.Tensor) else source
     if name in _PICKS and is_all(of(args.get("grad_output")), 0):
         return call.zero
-    if name == "mul" and among(0) and not (dtype.is_floating_point or dtype.is_complex):
+    given = set(operands(call.node))
+    if name == "mul" and among(0) and given <= finite | _zeros(known):
         return call.zero
+    if name.endswith("_backward") and is_all(of(args.get("grad_output")), 0):
+        return call.zero if given <= finite | _zeros(known) else None
     if name in ("bitwise_and", "logical_and") and among(0):
         return call.zero
     if name in ("bitwise_or", "logical_or") and dtype is torch.bool and among(1):
         return torch.ones((), dtype=dtype)
     return None
+
+
+def _zeros(known: Mapping[Any, Any]) -> set[Any]:
+    return {x for x, fill in known.items() if is_all(fill, 0) or not _may_be_infinite(x)}
 
 
 def _chosen(mask: Fill | None, yes: Fill | None, no: Fill | None, dtype: Any) -> Fill | None:

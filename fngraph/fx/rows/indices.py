@@ -21,6 +21,7 @@ from fngraph.fx.rows.fills import is_all
 from fngraph.fx.rows.shapes import ends_early
 from fngraph.fx.rows.state import (
     BEYOND,
+    FINITE,
     OFFSETS,
     Kept,
     Mixes,
@@ -48,7 +49,8 @@ def read(call: OpCall) -> Kept:
     else:
         dim = call.args.get("dim", 0) % max(ndim(source), 1)
         _check_index(call, source, dim, indices, from_end=False)
-    return Kept()
+    weights = call.rows(source).held and not moving_dims(source)
+    return Kept(dict.fromkeys(moving_dims(call.node), FINITE) if weights else {})
 
 
 def _check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> None:

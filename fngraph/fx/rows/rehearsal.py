@@ -22,7 +22,7 @@ from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.check import unfinished
 from fngraph.fx.rows.indices import WRITES
-from fngraph.fx.rows.state import BEYOND, OFFSETS, VANISHING, Kept, moving_dims, op_name
+from fngraph.fx.rows.state import BEYOND, FINITE, OFFSETS, VANISHING, Kept, moving_dims, op_name
 from fngraph.fx.schemas import draws
 from fngraph.torch_facts.names import tree_map_only
 
@@ -189,6 +189,8 @@ def _holds(fill: Any, beyond: torch.Tensor, bare: torch.Tensor, dim: int) -> boo
         first = bare.shape[dim]
         counted = torch.arange(first, first + beyond.shape[dim], device=beyond.device)
         return bool((beyond.movedim(dim, -1) == counted).all())
+    if fill == FINITE:
+        return bool(beyond.isfinite().all())
     if fill == VANISHING:
         lost = bare.isnan().all(dim, keepdim=True).expand(beyond.shape)
         return bool(torch.where(lost, beyond.isnan() | (beyond == 0), beyond == 0).all())

@@ -18,7 +18,17 @@ from torch import fx
 
 from fngraph.fx.nodes import is_tensor, operands
 from fngraph.fx.rows.fills import constant, evaluated, is_all, refuse_counts
-from fngraph.fx.rows.state import BEYOND, Fill, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
+from fngraph.fx.rows.state import (
+    BEYOND,
+    Fill,
+    Kept,
+    Mixes,
+    OpCall,
+    is_finite,
+    is_moving,
+    moving_dims,
+    ndim,
+)
 
 
 def _source(call: OpCall) -> Any:
@@ -271,12 +281,15 @@ def drawn(call: OpCall) -> Kept:
 
 
 def _can_draw(call: OpCall, x: Any) -> bool:
+    fills = [call.rows(x).fills.get(d) for d in moving_dims(x)]
+    if getattr(x.target, "_opname", "") in ("_softmax", "sigmoid") and all(map(is_finite, fills)):
+        return True  # chances, of whatever numbers
     whole = call.name == "multinomial"  # some chance in each row
     return all(
         isinstance(f, torch.Tensor)
         and bool(((f >= 0) & (f <= 1)).all())
         and (not whole or bool((f.sum(-1) > 0).all()))
-        for f in (call.rows(x).fills.get(d) for d in moving_dims(x))
+        for f in fills
     )
 
 

@@ -17,6 +17,7 @@ from torch import fx
 from fngraph.fx.nodes import SIZES
 
 OFFSETS = "offsets"  # query_start_loc: from 0, a token or more each; padding never falls below
+FINITE = "finite"  # numbers that are not known, but neither NaN nor infinite, as weights are not
 VANISHING = "vanishing"  # 0, or NaN if all true elements along the dim are NaN: of a softmax
 BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
 Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
@@ -36,6 +37,7 @@ class Kept:
         low: a number that no true element is below, of integers.
         span: what all elements lie between, padding too, of integers; None: unknown.
         window: a slice of rows out of memory that has more true ones: fit for reading alone.
+        held: weights, or made of weights alone; taken to be finite.
     """
 
     fills: Mapping[int, Fill] = dataclasses.field(default_factory=dict)
@@ -45,6 +47,7 @@ class Kept:
     low: float = -math.inf
     span: Any = None
     window: bool = False
+    held: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +121,13 @@ def moving_dims(x: fx.Node) -> list[int]:
 def ndim(x: fx.Node) -> int:
     """How many dims a tensor has."""
     return x.meta["val"].dim()  # type: ignore[no-any-return]
+
+
+def is_finite(fill: Any) -> bool:
+    """Whether padding that holds this is finite."""
+    if isinstance(fill, torch.Tensor):
+        return bool(fill.isfinite().all()) if fill.is_floating_point() else True
+    return fill == FINITE
 
 
 def op_name(node: fx.Node) -> str:

@@ -13,7 +13,16 @@ import torch
 
 from fngraph.fx.nodes import is_tensor
 from fngraph.fx.rows.fills import constant, evaluated, is_all
-from fngraph.fx.rows.state import VANISHING, Kept, Mixes, OpCall, moving_dims, ndim
+from fngraph.fx.rows.state import (
+    FINITE,
+    VANISHING,
+    Kept,
+    Mixes,
+    OpCall,
+    is_finite as finite,
+    moving_dims,
+    ndim,
+)
 
 NEUTRAL = {
     "sum": 0, "nansum": 0, "prod": 1, "any": 0, "all": 1, "count_nonzero": 0, "norm": 0,
@@ -22,6 +31,9 @@ NEUTRAL = {
     "_safe_softmax": -math.inf, "softmax": -math.inf, "amin": math.inf, "min": math.inf,
     "argmin": math.inf,
 }  # fmt: skip
+
+
+_FINITE = ("sum", "amax", "amin", "_softmax", "softmax", "_log_softmax", "logsumexp")
 
 
 def reduction(call: OpCall) -> Kept:
@@ -38,12 +50,14 @@ def reduction(call: OpCall) -> Kept:
     if not is_tensor(call.node) or across:
         softmax = call.name in ("_softmax", "_safe_softmax", "softmax")
         return Kept(dict.fromkeys(across, VANISHING) if softmax else {})
-    fills = {}
+    fills: dict[int, Any] = {}
     for d, out in zip(moving, moving_dims(call.node)):
         fill = call.fill(x, d)
         seen = evaluated(call, {x: fill}) if fill is not None else None
         if seen is not None and seen.dim() == call.value.dim():
             fills[out] = seen
+        elif finite(call.rows(x).fills.get(d)) and call.name in _FINITE:
+            fills[out] = FINITE
     return Kept(fills, unsaid=call.rows(x).unsaid)
 
 
@@ -189,9 +203,11 @@ def product(call: OpCall) -> Kept:
     summed = d in moving_dims(a) or e in moving_dims(b)
     if summed and not _cancels(call, (a, d), (b, e)) and not _cancels(call, (b, e), (a, d)):
         refuse_unmasked(call, a, d, 0)
-    if summed or call.name not in ("mm", "bmm", "mv"):
+    if summed:
         return Kept()
-    fills: dict[int, Any] = {}
+    fills = _finite_rows(call, a, b)
+    if call.name not in ("mm", "bmm", "mv"):
+        return Kept(fills)
     for i in moving_dims(call.node):
         of_b = i == rank_a - 1 and rank_b > 1
         sides = [(b, rank_b - 1, a)] if of_b else [(a, i, b)]
@@ -201,6 +217,18 @@ def product(call: OpCall) -> Kept:
         ):
             fills[i] = call.zero
     return Kept(fills)
+
+
+def _finite_rows(call: OpCall, a: Any, b: Any) -> dict[int, Any]:
+    """Rows of padding that are finite, since they are of one operand, and the other is weights."""
+    first = next(x for x in call.args.values() if is_tensor(x))
+    if call.value.dtype is torch.float16 or not (first is a or call.rows(first).held):
+        return {}
+    return {
+        i: FINITE
+        for i in moving_dims(call.node)
+        if i < ndim(a) - 1 and not moving_dims(b) and is_finite(call, a, i)
+    }
 
 
 def _is_finite(x: Any) -> bool:
@@ -220,9 +248,7 @@ def is_finite(call: OpCall, x: Any, dim: int) -> bool:
     fill, dtype = call.rows(x).fills.get(dim), x.meta["val"].dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
-    if isinstance(fill, str):
-        return fill == VANISHING
-    return isinstance(fill, torch.Tensor) and bool(fill.isfinite().all())
+    return fill == VANISHING if isinstance(fill, str) and fill != FINITE else finite(fill)
 
 
 def norm(call: OpCall) -> Kept:
@@ -241,6 +267,8 @@ def norm(call: OpCall) -> Kept:
             f"normalizes over {call.dim(x, d)}, and a key has rows of padding there. Normalize "
             "over the features of each row, or pass the statistics in"
         )
+    if call.name == "native_layer_norm" and call.args.get("eps", 0) > 0:
+        return Kept({d: FINITE for d in moving_dims(x) if finite(call.rows(x).fills.get(d))})
     return Kept()
 
 

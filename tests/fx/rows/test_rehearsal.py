@@ -32,6 +32,11 @@ def zeroed(b: Any) -> Any:
     return torch.where(spread(b), b.x, 0)
 
 
+def looked_up(p: Any, b: Any) -> Any:
+    """(T, E), weights; in padding, of row 0."""
+    return p["w"][b.ids]
+
+
 def tokens(b: Any) -> Any:
     """(T,) counted from 0."""
     return torch.arange(b.x.shape[0])
@@ -56,14 +61,20 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         @ (zeroed(b) / b.x.norm(dim=-1, keepdim=True)),
     ),
     "rows times a mask": (
-        fills, "among(0) and not (dtype.is_floating_point or dtype.is_complex)", "among(0)",
-        lambda p, b: (p["w"][b.ids] * spread(b)).sum(0),
+        fills, 'if name == "mul" and among(0) and given <= finite | _zeros(known):',
+        'if name == "mul" and among(0):',
+        lambda p, b: (looked_up(p, b).log() * spread(b)).sum(0),
     ),
     "the gradient of rows that a mask leaves out": (
-        fills, "name in _PICKS and", "name.endswith('_backward') and",
+        fills, "return call.zero if given <= finite | _zeros(known) else None", "return call.zero",
         lambda p, b: torch.func.grad(
             lambda y: torch.where(spread(b), torch.sigmoid(y), 0).sum()
-        )(p["w"][b.ids]).sum(0),
+        )(looked_up(p, b).log()).sum(0),
+    ),
+    "weights that padding finds, squared in half precision": (
+        fills, "if call.value.dtype not in (torch.float32, torch.float64, torch.bfloat16):",
+        "if False:",
+        lambda p, b: ((looked_up(p, b).half() * 1e5) * spread(b)).sum(0),
     ),
     "scores of -1e9 beside lower ones": (
         sums, 'if is_all(fill, _limit(neutral, x.meta["val"].dtype)):',
@@ -81,11 +92,11 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: b.x[p["i"]] * 1,
     ),
     "an identity over T": (
-        sums, "if summed or call.name not in", "if call.name not in",
+        sums, "    if summed:\n        return Kept()\n", "",
         lambda p, b: (torch.eye(b.x.shape[0]).long() @ (b.ids + 1)[:, None]).sum(0),
     ),
     "a triangle times its other half": (
-        sums, "if summed or call.name not in", "if call.name not in",
+        sums, "    if summed:\n        return Kept()\n", "",
         lambda p, b: (lambda t: ((t * t.t()) @ (b.ids + 1)[:, None]).sum(0))(
             torch.ones(b.x.shape[0], b.x.shape[0], dtype=torch.int64).tril()
         ),

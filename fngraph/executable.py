@@ -43,6 +43,11 @@ class Maker(Protocol):
         """
         ...
 
+    def keeps_order(self, position: int, treedef: Any) -> bool:
+        """Whether the function computes the same for an argument of that structure, which has the
+        traced one's keys in another order; it does unless it goes by the order."""
+        ...
+
     def accepts(self, leaves: Sequence[Leaf]) -> bool:
         """Whether the function keeps padding out of true rows with these leaves' pads."""
         ...

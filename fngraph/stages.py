@@ -429,6 +429,15 @@ class Retracer:
             )
         return new.split().lower(self.limits).compile().executable
 
+    def keeps_order(self, position: int, treedef: Any) -> bool:
+        """See `Maker`."""
+        args = dataclasses.replace(self.traced.args, orders={position: treedef})
+        try:
+            new = trace_function(args, self.traced.options, self.traced.limits)
+        except FnGraphError:
+            return False
+        return new.computes_as(self.traced)
+
     def accepts(self, leaves: Sequence[Leaf]) -> bool:
         """See `Maker`."""
         try:

@@ -141,7 +141,7 @@ def differences(expected: Any, got: Any, root: str) -> list[str]:
     if not lines and _unordered(expected)[0] == _unordered(got)[0]:
         pairs = zip(paths(expected, root), paths(got, root))
         place = next((f"{a}: {b} is in its place" for a, b in pairs if a != b), root)
-        why = "a dict has its keys in another order, and forward may go by that"
+        why = "a dict has its keys in another order, and forward goes by that"
         return [f"  {place}: {why}. Pass them in the order that was traced"]
     return lines or [f"  {root}: expected {expected}, got {got}"]
 

@@ -99,6 +99,8 @@ class Arguments:
 
     Attributes:
         batch_type: the staged struct; None where the batch has exact shapes and no spec.
+        orders: position to a structure that `forward` is to see, with the keys of its dicts in
+            another order than the leaves are in.
     """
 
     signature: Signature
@@ -106,6 +108,7 @@ class Arguments:
     leaves: tuple[Leaf, ...]
     batch_type: type | None
     device: torch.device
+    orders: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def batch_name(self) -> str:
@@ -138,6 +141,8 @@ class Arguments:
             trees.unflatten(treedef, leaves[self.span(i)])
             for i, treedef in enumerate(self.treedefs)
         ]
+        for i, treedef in self.orders.items():
+            values[i] = trees.ordered_as(values[i], treedef)
         if self.batch_type is not None:
             (staged,) = self.signature.positions(Role.STAGED)
             hide_host_field(values[staged], refuse)

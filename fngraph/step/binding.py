@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fngraph.core import trees
 from fngraph.errors import TreeError
+from fngraph.executable import Executable
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec, check_aliases, check_memory
 from fngraph.graphs.addresses import WRITE, Places, Watch, check_places, part, places
@@ -31,6 +32,7 @@ class Binding:
         fixes: position to what to do when another argument is passed.
         containers: position to the argument that was bound there.
         watch: over the leaves.
+        keeps_order: whether an argument may have its keys in another order; see `Maker`.
     """
 
     args: Arguments
@@ -43,6 +45,7 @@ class Binding:
     fixes: Mapping[int, str]
     containers: Mapping[int, Any]
     watch: Watch
+    keeps_order: Callable[[int, Any], bool]
 
     def __repr__(self) -> str:
         return f"Binding({', '.join(map(repr, self.args.leaves))})"
@@ -60,7 +63,7 @@ class Binding:
             TreeError: another structure.
             AddressError: other tensors.
         """
-        flat = flatten_as(self.args, position, value)
+        flat = flatten_as(self.args, position, value, self.keeps_order)
         span = self.spans[position]
         check_places(flat, part(self.recorded, span), self.paths[span], self.fixes[position])
 
@@ -93,16 +96,15 @@ class Binding:
         return [*values, *constants]
 
 
-def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:
+def bind(executable: Executable, values: Sequence[Any]) -> Binding:
     """Bind held and donated arguments, given in `forward`'s order.
-
-    Args:
-        out_tree: structure of `forward`'s output.
 
     Raises:
         TreeError: a number, structure, shape, dtype or device that differs from the trace.
         AliasError: a donated leaf shares memory with another leaf, or memory with itself.
     """
+    args, out_tree = executable.args, executable.out_tree
+    keeps_order = functools.cache(executable.maker.keeps_order)  # which traces
     positions = args.signature.positions(Role.HELD, Role.DONATED)
     names = [args.signature.names[i] for i in positions]
     if len(values) != len(positions):
@@ -110,7 +112,7 @@ def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:
     leaves: list[torch.Tensor] = []
     spans = {}
     for position, value in zip(positions, values):
-        flat = flatten_as(args, position, value)
+        flat = flatten_as(args, position, value, keeps_order)
         spans[position] = slice(len(leaves), len(leaves) + len(flat))
         leaves += flat
     indices = args.of(Role.HELD, Role.DONATED)
@@ -127,7 +129,7 @@ def bind(args: Arguments, values: Sequence[Any], out_tree: Any) -> Binding:
     containers = dict(zip(positions, values))
     return Binding(
         args, leaves, indices, paths, places(leaves), inference, spans, fixes, containers,
-        Watch(leaves),
+        Watch(leaves), keeps_order,
     )  # fmt: skip
 
 
@@ -145,8 +147,16 @@ def _fix(args: Arguments, position: int, out_tree: Any) -> str:
     return WRITE
 
 
-def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]:
+def flatten_as(
+    args: Arguments,
+    position: int,
+    value: Any,
+    keeps_order: Callable[[int, Any], bool] = lambda position, treedef: False,
+) -> list[torch.Tensor]:
     """The leaves of an argument, which must have the structure that was traced.
+
+    Args:
+        keeps_order: is asked where the keys of dicts are in another order, and nothing else is.
 
     Raises:
         TreeError: listing each path that differs.
@@ -154,6 +164,9 @@ def flatten_as(args: Arguments, position: int, value: Any) -> list[torch.Tensor]
     flat, treedef = trees.flatten(value)
     if treedef != args.treedefs[position] or not all(isinstance(x, torch.Tensor) for x in flat):
         name = args.signature.names[position]
+        ordered = trees.ordered_as(value, args.treedefs[position])
+        if ordered is not value and keeps_order(position, treedef):
+            return flatten_as(args, position, ordered)
         for path, leaf in zip(trees.paths(treedef, name), flat):
             if not isinstance(leaf, torch.Tensor):
                 raise TreeError(f"{path} is {type(leaf).__name__}, not a tensor")

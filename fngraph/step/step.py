@@ -589,7 +589,7 @@ def make_step(
         TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
     """
     args = executable.args
-    binding = bind(args, values, executable.out_tree)
+    binding = bind(executable, values)
     made = make_recorder(recorder, args.device)
     entry = make_entry(args, binding)
     tables = make_tables(args, executable.limits, made.device)

@@ -157,8 +157,8 @@ def test_the_order_of_keys_is_structure_and_can_be_put_right(like, tree, ordered
 def test_a_difference_in_order_names_the_first_key():
     (text,) = trees.differences(treedef({"b": 0, "a": 0}), treedef({"a": 1, "b": 2}), "t")
     assert text == (
-        "  t['b']: t['a'] is in its place: a dict has its keys in another order, and forward may "
-        "go by that. Pass them in the order that was traced"
+        "  t['b']: t['a'] is in its place: a dict has its keys in another order, and forward goes "
+        "by that. Pass them in the order that was traced"
     )
 
 

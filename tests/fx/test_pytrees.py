@@ -253,6 +253,31 @@ def test_a_dict_in_another_order_is_another_structure():
         held({"a": two, "b": one}, w)
 
 
+def test_a_dict_in_another_order_is_taken_where_forward_goes_by_its_keys():
+    """A second trace says so, once for each order; held and donated, called and bound."""
+    traced: list[list[str]] = []
+
+    def forward(p: Any, s: Any, x: Any) -> Any:
+        traced.append([*p, *s])
+        return p["b"] * x - p["a"], {"m": s["m"] + p["b"], "n": s["n"] - x}
+
+    fast = fg.graphify(forward, donate="s", stage="x")
+    ones = lambda k: torch.full((2,), float(k))  # noqa: E731
+    p, s, want = {"b": ones(7), "a": ones(3)}, {"n": ones(0), "m": ones(0)}, 0
+    turned = dict(reversed(p.items())), dict(reversed(s.items()))
+    for given, state in ((p, s), (turned[0], s), (p, turned[1]), turned, (p, s)):
+        want += 1
+        out, back = fast(given, state, ones(2))
+        assert back is state and out.tolist() == [11, 11]
+        assert s["m"].tolist() == [7 * want] * 2 and s["n"].tolist() == [-2 * want] * 2
+    assert traced == [["b", "a", "n", "m"], ["a", "b", "n", "m"], ["b", "a", "m", "n"]]
+    compiled = fast.trace(p, s, batch=ones(2)).split().lower().compile()
+    out, _ = compiled.capture(*turned)(turned[1], ones(2))
+    assert out.tolist() == [11, 11]
+    with pytest.raises(TreeError, match=r"expected a tensor, got none"):
+        fast({"a": p["a"], "c": p["b"]}, s, ones(2))
+
+
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_state_may_come_back_in_another_order(whole: bool, modes: str):

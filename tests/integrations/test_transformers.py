@@ -211,6 +211,7 @@ ASKED: dict[str, dict[str, Any]] = {  # of a generation config
 }
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("what", ASKED)
 def test_generate_does_what_the_generation_config_asks(what: str, wanted, traces):
     """As transformers' own, one prompt at a time."""

@@ -122,7 +122,7 @@ def test_a_config_that_is_none_is_refused(folder: Path, content: bytes, says: st
         ({"hidden_size": "32"}, "dim is '32', not a whole number"),
         ({"num_hidden_layers": 2.0}, "num_layers is 2.0, not a whole number"),
         ({"vocab_size": -1}, "vocab_size is -1, not a whole number"),
-        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
+        ({"num_attention_heads": 0, "head_dim": None}, "by zero|head_dim is None"),
         ({"rms_norm_eps": None}, "norm_eps is None, not a number"),
         ({"tie_word_embeddings": "no"}, "tied is 'no', not true or false"),
         ({"rope_parameters": [1]}, r"config\.json: "),

@@ -139,4 +139,6 @@ class TapeMode(TorchDispatchMode):
             lambda x: self.arena.unowned(x) if isinstance(x, torch.Tensor) else x,
             (tuple(args), kwargs, tuple(tree_leaves(into))),
         )
+        if kwargs.get("device") is not None:  # whatever forward made it on, its memory is here
+            kwargs = kwargs | {"device": torch.device("cpu")}
         self.ops.append(TapeOp(fn, args, kwargs, into))

@@ -27,7 +27,7 @@ from fngraph.graphs.tape.mode import TapeMode
 from fngraph.graphs.tape.ops import TapeOp, deliver, edges_of, nodes_of
 from fngraph.graphs.turn import Turn
 from fngraph.torch_facts.compiled import tell_of_compiled_code
-from fngraph.torch_facts.names import dispatch_modes
+from fngraph.torch_facts.names import DisableTorchFunction, dispatch_modes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -44,12 +44,13 @@ class TapeRecording:
     @torch.inference_mode()  # which may write both inference tensors and normal ones
     def replay(self) -> None:
         """Do it all again, then poison what a CUDA graph would leave as garbage."""
-        for op in self.graph:
-            results = op.fn(*op.args, **op.kwargs)
-            if op.into:
-                deliver(op, results)
-        for window in self.dead:
-            window.fill_(POISON)
+        with DisableTorchFunction():  # a default device would decide where zeros are made
+            for op in self.graph:
+                results = op.fn(*op.args, **op.kwargs)
+                if op.into:
+                    deliver(op, results)
+            for window in self.dead:
+                window.fill_(POISON)
 
     @property
     def nodes(self) -> tuple[Node, ...]:

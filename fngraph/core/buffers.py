@@ -102,6 +102,7 @@ class Buffer:
             on with stride query_len in a uniform key and repeat the last one in a mixed key.
         pad_given: whether the declaration says it; a row that padding writes to must be said.
         changed: whether a batch may bring an `fg.ChangedRows` in place of the whole leaf.
+        min: a number that no element of a batch is below, of integers; None: nothing is said.
     """
 
     dims: tuple[Dim, ...]
@@ -109,10 +110,13 @@ class Buffer:
     pad: int | float | bool | str = 0
     pad_given: bool = True
     changed: bool = False
+    min: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
             raise FieldError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZE)}")
+        if self.min is not None and (type(self.min) is not int or "int" not in self.dtype):
+            raise FieldError(f"min={self.min!r} of {self.dtype}: a whole number, of integers")
         if isinstance(self.pad, str):
             if self.pad != "stride":
                 raise FieldError(f"pad={self.pad!r}: a number, or 'stride' for query_start_loc")
@@ -183,7 +187,12 @@ def plan_buffers(fields: Mapping[str, Buffer], top: Sizes) -> BufferPlan:
 
 
 def buffer(
-    dims: str, dtype: str, *, pad: int | float | bool | str | None = None, rows: str = "all"
+    dims: str,
+    dtype: str,
+    *,
+    pad: int | float | bool | str | None = None,
+    rows: str = "all",
+    min: int | None = None,
 ) -> Any:
     """Declare a staged leaf of an `fg.struct`.
 
@@ -193,6 +202,9 @@ def buffer(
         pad: see `Buffer`; left out: 0.
         rows: "all", or "changed" for tables with a row for each request, such as block tables: a
             step may be told just those that changed since the step before, by `fg.ChangedRows`.
+        min: your word that no number of a batch is below it: 0 for integers that index rows of
+            T or R, where -1 would be a key's last row. `guards=True` and
+            `fg.check(..., rehearse=True)` look.
 
     Raises:
         FieldError: a bad declaration, where it is written.
@@ -200,7 +212,7 @@ def buffer(
     if rows not in ("all", "changed"):
         raise FieldError(f'rows={rows!r}: "all" or "changed"')
     declared = Buffer(
-        parse_dims(dims), dtype, 0 if pad is None else pad, pad is not None, rows == "changed"
+        parse_dims(dims), dtype, 0 if pad is None else pad, pad is not None, rows == "changed", min
     )
     return dataclasses.field(metadata={"fngraph": declared})
 

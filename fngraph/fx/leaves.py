@@ -67,6 +67,8 @@ class Leaf:
         path: how the user reaches it, e.g. `params.layers[0].wq`.
         spec: what a held or donated leaf is; None for a staged one.
         buffer: what a staged leaf is declared to be; None for the others.
+        padded: whether padding holds what `buffer` says; else it may hold anything, and in
+            integers what some true row holds.
     """
 
     path: str
@@ -74,6 +76,7 @@ class Leaf:
     device: torch.device
     spec: TensorSpec | None = None
     buffer: Buffer | None = None
+    padded: bool = True
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,9 @@ on. One that nobody declared, it may still have counted on as 0:
     batch.x.sum(0)      # x: fg.buffer("T", "float32"): accepted, since its padding is 0
 
 Such a program is right, and poison in its padding would be a false alarm. So `forward` is traced
-with other pads: where that is refused as mixing rows, the pad is kept.
+as if padding held anything: where that is refused as mixing rows, the pad is kept.
+
+A field's `min` is looked at before each step.
 
 Borrowed results: see `graphs.loans`.
 """
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from fngraph.core import BatchSpec, Buffer, BufferPlan, trees
+from fngraph.errors import TreeError
 from fngraph.executable import Executable
 from fngraph.fx.ambient import check_no_transform
 from fngraph.fx.leaves import Role
@@ -84,6 +87,7 @@ class Poison:
 
         Raises:
             StaleError: a leaf of the batch is a borrowed result that has expired.
+            TreeError: a number below its field's `min`.
         """
         check_no_transform()
         values = list(args)
@@ -101,6 +105,7 @@ class Poison:
             if handed is not None and handed.batch is given:
                 handed = handed._replace(batch=batch)
         self.loans.begin(self.name)
+        _check_least(self.plan, kept)
         if isinstance(spec, BatchSpec):
             true = true_sizes(spec, self.dims)
             counts = [planned.buffer.rows(true) or 0 for planned in self.plan.buffers]
@@ -123,6 +128,17 @@ def make_poison(executable: Executable, static: StaticBuffers, loans: Loans) -> 
         torch.zeros(len(static.tensors), dtype=torch.int64, device=device),
         torch.arange(longest, device=device),
     )
+
+
+def _check_least(plan: BufferPlan, leaves: Sequence[Any]) -> None:
+    for planned, x in zip(plan.buffers, leaves):
+        least = planned.buffer.min
+        x = x.values if isinstance(x, ChangedRows) else x
+        if least is not None and isinstance(x, torch.Tensor) and x.numel():
+            if (found := int(x.min())) < least:
+                raise TreeError(
+                    f"{planned.path}: declared with min={least}, and this batch has {found}"
+                )
 
 
 def _own(x: Any, lent: set[int]) -> Any:
@@ -149,9 +165,6 @@ def _poison_rows(x: torch.Tensor, true: torch.Tensor, rows: torch.Tensor) -> Non
     bits.copy_(bits.index_select(0, torch.minimum(rows, (true - 1).clamp(min=0))))
 
 
-OTHER_INTS = (1, 101)  # no mask is likely to treat both as it treats 0
-
-
 def _unrelied(executable: Executable) -> tuple[bool, ...]:
     """For each staged leaf, whether its padding may hold anything: no pad is declared or used."""
     args = executable.args
@@ -172,20 +185,8 @@ def _is_free(buffer: Buffer | None) -> bool:
 
 
 def _takes(executable: Executable, leaves: Iterable[int]) -> bool:
-    """Whether the function is accepted with other padding in these leaves."""
-    for other in OTHER_INTS:
-        given = list(executable.args.leaves)
-        for i in leaves:
-            buffer = given[i].buffer
-            assert buffer is not None
-            changed = dataclasses.replace(buffer, pad=_pad(buffer.dtype, other))
-            given[i] = dataclasses.replace(given[i], buffer=changed)
-        if not executable.maker.accepts(given):
-            return False
-    return True
-
-
-def _pad(dtype: str, other: int) -> Any:
-    if dtype == "bool":
-        return True
-    return float("nan") if dtype.startswith(("float", "bfloat", "complex")) else other
+    """Whether the function is accepted with any padding in these leaves."""
+    given = list(executable.args.leaves)
+    for i in leaves:
+        given[i] = dataclasses.replace(given[i], padded=False)
+    return executable.maker.accepts(given)

@@ -122,8 +122,8 @@ def sample(logits: Tensor, sampling: Sampling, places: Tensor, *, greedy: bool =
     last = last.expand(ids[..., :1].shape)  # the rank of the last token that is kept
     share = sums.gather(-1, last).double() * top_p
     last = torch.minimum(last, torch.searchsorted(sums, share.long()))
-    too_rare = (gains < min_p.log()).sum(-1, keepdim=True)
-    last = torch.minimum(last, (vocab - 1 - too_rare).clamp(min=0)).masked_fill(cold, 0)
+    often_enough = (gains[..., 1:] >= min_p.log()).sum(-1, keepdim=True)  # beside the first
+    last = torch.minimum(last, often_enough).masked_fill(cold, 0)
 
     share = uniform(keys, places.unsqueeze(-1)) * sums.gather(-1, last)
     rank = torch.searchsorted(sums, share.long(), right=True)

@@ -27,7 +27,7 @@ class Batch:
 
     x: Tensor = fg.buffer("T 2", "float32")
     half: Tensor = fg.buffer("T", "bfloat16")
-    ids: Tensor = fg.buffer("T", "int32")
+    ids: Tensor = fg.buffer("T", "int32", min=1)
     flags: Tensor = fg.buffer("T", "bool")
     said: Tensor = fg.buffer("T", "float32", pad=0.5)
     slots: Tensor = fg.buffer("T", "int64", pad=-1)
@@ -95,6 +95,15 @@ def test_padding_is_poisoned_where_no_pad_is_declared(recorder_name, device):
         assert static(step, "slots")[T:top].tolist() == [-1] * (top - T)
         assert static(step, "starts")[:2].tolist() == [0, T]
         assert static(step, "weights").tolist() == [1] * 4
+
+
+def test_a_number_below_its_fields_min_is_refused(recorder_name, device):
+    step = make(simple, device, recorder_name)
+    bad = batch(3, device)
+    bad.ids[1] = 0
+    with pytest.raises(TreeError, match="batch.ids: declared with min=1, and this batch has 0"):
+        step(bad)
+    assert (step(batch(3, device))[1] == torch.tensor([2, 4, 6], device=device)).all()
 
 
 @pytest.mark.parametrize("modes", MODES)

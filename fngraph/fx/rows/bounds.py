@@ -112,7 +112,7 @@ def of_constant(state: Kept) -> Kept:
 
 
 def of_leaf(state: Kept, leaf: Leaf, value: torch.Tensor, tokens: Any) -> Kept:
-    """A leaf's. Staged integers whose pad is 0 or more are taken to be so in true rows as well."""
+    """A leaf's: what its dtype and its field say."""
     dtype = value.dtype
     if dtype is torch.bool:
         return dataclasses.replace(state, low=0, span=Span(0, 1))
@@ -124,7 +124,7 @@ def of_leaf(state: Kept, leaf: Leaf, value: torch.Tensor, tokens: Any) -> Kept:
         return state
     if leaf.buffer.pad == "stride":
         return dataclasses.replace(state, low=0, span=None if tokens is None else Span(0, tokens))
-    return dataclasses.replace(state, low=0) if float(leaf.buffer.pad) >= 0 else state
+    return state if leaf.buffer.min is None else dataclasses.replace(state, low=leaf.buffer.min)
 
 
 def _of_value(value: torch.Tensor) -> Span | None:
@@ -258,10 +258,9 @@ def _computed(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
     if name in ("relu", "abs") and a and at_most(0, a.low):
         return a
     if name in ("sum", "cumsum", "count_nonzero"):
-        x = args["self"]
-        dims = args.get("dim")
-        dims = [dims] if isinstance(dims, int) else dims or range(x.meta["val"].dim())
-        many = math.prod(size_of(x.meta["val"].shape[d]) for d in dims)
+        shape, dims = args["self"].meta["val"].shape, args.get("dim")
+        dims = [dims] if isinstance(dims, int) else dims or range(len(shape))
+        many = math.prod(size_of(shape[d]) for d in dims) if shape else 1
         one = Span(0, 1) if name == "count_nonzero" else a
         if one and at_most(0, one.low):
             return Span(0, one.high * many)

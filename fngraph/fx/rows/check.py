@@ -34,7 +34,7 @@ _TRUSTED = "fngraph.trust_rows"
 
 def check_rows(
     gm: fx.GraphModule,
-    facts: Mapping[fx.Node, Kept | Mixed],
+    facts: Mapping[fx.Node, Any],
     paths: Sequence[str],
     refuse: Callable[[RowsError], None],
 ) -> None:
@@ -49,8 +49,8 @@ def check_rows(
     """
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     known = set()
-    for path, result in zip(paths, output.args[0]):
-        if isinstance(mixed := facts[result], Mixed) and mixed.node not in known:
+    for path, mixed in zip(paths, facts[output]):
+        if isinstance(mixed, Mixed) and mixed.node not in known:
             known.add(mixed.node)
             refuse(RowsError(_message(mixed, path)))
     for node in filter(is_trusted, gm.graph.nodes):
@@ -63,11 +63,15 @@ def facts_of(
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
-) -> dict[fx.Node, Kept | Mixed]:
+) -> dict[fx.Node, Any]:
     """What is known of every value of a graph: the abstract run.
 
     Args:
         text: a size in T and R, as a person writes it.
+
+    Returns:
+        by node, a `Kept` or a `Mixed`: of its value when it is made, and of what it writes then;
+        by the output node, those of the results at the end.
     """
     with torch.device("cpu"):
         return _facts(gm, leaves, constants, text)
@@ -78,7 +82,8 @@ def _facts(
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
-) -> dict[fx.Node, Kept | Mixed]:
+) -> dict[fx.Node, Any]:
+    found: dict[fx.Node, Any] = {}
     states: dict[fx.Node, Kept | Mixed] = {}
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = iter(leaves)
@@ -93,14 +98,15 @@ def _facts(
         elif node.op == "call_function":
             states[node] = _result(node, states, text)
         else:
+            found[node] = [states[x] for x in node.args[0]]  # type: ignore[union-attr,index]
             break
-        state = states[node]
+        found[node] = state = states[node]
         if is_tensor(node):
             views.setdefault(storage_key(node.meta["val"]), []).append(node)
         for target in written_by(node):
             others = views[storage_key(target.meta["val"])]
             _rewrite(target, state, states, [view for view in others if view is not node])
-    return states
+    return found
 
 
 def _is_held(leaf: Leaf, node: fx.Node) -> bool:
@@ -125,6 +131,8 @@ def is_trusted(node: fx.Node) -> bool:
 
 
 def _leaf(leaf: Leaf) -> Kept:
+    if not leaf.padded:
+        return Kept(span=ANY)
     if leaf.buffer is None or leaf.buffer.pad == "stride":
         return Kept({} if leaf.buffer is None else {0: OFFSETS})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))

@@ -5,8 +5,8 @@
 
 A pad left out is 0 too, but then row 0 may be somebody's. A write whose padded rows add nothing, or
 whose index follows the target's own rows, harms nobody. x[i] with i = -1 is the last row: of a key,
-padding. So an index into T or R rows must not be negative; staged integers are taken not to be, in
-true rows.
+padding. So an index into T or R rows must not be negative: `fg.buffer("T", "int64", min=0)` says
+so of a staged one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> 
     if from_end and dim in moving_dims(x) and call.rows(index).low < 0:
         raise Mixes(
             f"indexes {call.dim(x, dim)} rows ({call.name}) by numbers that may be negative: those "
-            "count from the end, where a key has padding. Let them not be: index.clamp(min=0)"
+            "count from the end, where a key has padding. Say that a leaf has none where it is "
+            'declared, fg.buffer("T", "int64", min=0), or let them not be: index.clamp(min=0)'
         )
     size = size_of(x.meta["val"].shape[dim])
     if not moving_dims(index) or _is_there(call.rows(index), moving_dims(index), size, from_end):

@@ -83,6 +83,9 @@ def _differences(
     sizes = _sizes(gm, padded)
     for node in gm.graph.nodes:
         if node.op == "output":
+            for x, fact in zip(node.args[0], facts[node]):
+                if isinstance(fact, Kept) and isinstance(bare[x], torch.Tensor):
+                    yield from _compared(x, fact, bare[x], keyed[x], sizes)
             return
         if node.op == "placeholder":
             bare[node], keyed[node] = next(leaves)
@@ -97,12 +100,12 @@ def _differences(
                     yield Difference(node, "runs", f"padding makes it fail: {error}")
                 return
         for x in (node, *written_by(node)):
-            kept = isinstance(facts[x], Kept) and not unfinished(x)
+            kept = isinstance(fact := facts[node], Kept) and not unfinished(x)
             if kept and isinstance(bare[x], torch.Tensor):
-                yield from _compared(x, facts[x], bare[x], keyed[x], sizes)
+                yield from _compared(x, fact, bare[x], keyed[x], sizes)
                 _align(bare[x], keyed[x])
                 if poison and x is node and not _is_view(x):
-                    _poison(x, facts[x], bare[x], keyed[x])
+                    _poison(x, fact, bare[x], keyed[x])
 
 
 def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]:

@@ -236,16 +236,27 @@ def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     assert report(lambda x, p, b: x - fg.trust_rows(x.sum(0)), rehearse=[(T, R)]).ok, exact
 
 
-def test_indices_that_are_not_what_their_field_says_are_named():
-    def forward(p: Any, s: Any, b: Any) -> Any:
-        return rows(p, b)[b.seq_lens.long()] * 1, s
+@fg.struct
+class Picked:
+    """A row of x for each request."""
 
-    b = toys.batch(3, 2)
-    b.seq_lens.fill_(-1)
-    (error,) = fg.check(
-        forward, params(), {}, b, donate=1, stage=2, limits=toys.LIMITS, rehearse=True
-    ).errors
-    assert "should be 0 or more" in str(error)
+    x: Any = fg.buffer("T", "float32")
+    row: Any = fg.buffer("R", "int64")
+    told: Any = fg.buffer("R", "int64", min=0)
+    spec: fg.BatchSpec = fg.host()
+
+
+def test_indices_that_are_not_what_their_field_says_are_named():
+    def errors(fn: Any, told: int) -> Any:
+        spec, told = fg.BatchSpec(3, 2), torch.tensor([1, told])
+        b = Picked(torch.rand(3), torch.tensor([0, 1]), told, spec)
+        return fg.check(fn, b, stage=0, limits=toys.LIMITS, rehearse=True).errors
+
+    (error,) = errors(lambda b: b.x[b.row] * 1, told=0)
+    assert 'fg.buffer("T", "int64", min=0)' in str(error)
+    assert not errors(lambda b: b.x[b.told] * 1, told=0)
+    (error,) = errors(lambda b: b.x[b.told] * 1, told=-1)
+    assert "should be 0 or more: [1, -1]" in str(error)
 
 
 def test_donated_state_is_not_written_and_no_memory_is_no_rehearsal():

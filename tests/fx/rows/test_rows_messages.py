@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "negative index": (
         lambda x, p, b: x[torch.arange(T_of(b)) - 1],
-        "Let them not be: index.clamp(min=0)",
+        "or let them not be: index.clamp(min=0)",
         lambda x, p, b: x[(torch.arange(T_of(b)) - 1).clamp(min=0)],
     ),
     "negative pad": (

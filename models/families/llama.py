@@ -68,7 +68,9 @@ class Batch:
     seq_lens: Tensor = fg.buffer("R", "int32", pad=0)  # this step's tokens included
     query_start_loc: Tensor = fg.buffer("R + 1", "int32", pad="stride")
     block_tables: Tensor = fg.buffer("R B", "int32", pad=0)
-    logits_indices: Tensor = fg.buffer("R", "int64", pad=0)  # the head runs on R rows, not on T
+    logits_indices: Tensor = fg.buffer(
+        "R", "int64", pad=0, min=0
+    )  # the head runs on R rows, not on T
     spec: fg.BatchSpec = fg.host()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,27 +20,27 @@ from fngraph.models.serving.requests import Request, Row
 from fngraph.models.serving.sampling import Settings
 
 HARMLESS = Request(-1, (0,), 1)  # asks for nothing, as a row does whose request will fail
-Fields = dict[str, tuple[str, str, int | str]]  # name -> dims, dtype, pad
+Fields = dict[str, Callable[[], Any]]  # by name, what declares it
 
 PAGED: Fields = {
-    "token_ids": ("T", "int64", 0),
-    "positions": ("T", "int64", 0),
-    "slot_mapping": ("T", "int64", -1),  # -1: write nowhere
-    "seq_lens": ("R", "int32", 0),  # this step's tokens included
-    "query_start_loc": ("R + 1", "int32", "stride"),
-    "block_tables": ("R B", "int32", 0),
-    "logits_indices": ("R Q", "int64", 0),  # the head runs on R x Q rows, not on T
+    "token_ids": partial(fg.buffer, "T", "int64", pad=0),
+    "positions": partial(fg.buffer, "T", "int64", pad=0),
+    "slot_mapping": partial(fg.buffer, "T", "int64", pad=-1),  # -1: write nowhere
+    "seq_lens": partial(fg.buffer, "R", "int32", pad=0),  # this step's tokens included
+    "query_start_loc": partial(fg.buffer, "R + 1", "int32", pad="stride"),
+    "block_tables": partial(fg.buffer, "R B", "int32", pad=0),
+    "logits_indices": partial(fg.buffer, "R Q", "int64", pad=0, min=0),  # of the T rows, the head's
 }
 MORE: dict[str, Fields] = {  # by what a step may need beside these
-    "states": {"state_slots": ("R", "int64", -1)},
-    "cascade": {"prefix_len": ("1", "int32", 0)},
-    "adapters": {"adapter_ids": ("T", "int64", -1)},
+    "states": {"state_slots": partial(fg.buffer, "R", "int64", pad=-1)},
+    "cascade": {"prefix_len": partial(fg.buffer, "1", "int32", pad=0)},
+    "adapters": {"adapter_ids": partial(fg.buffer, "T", "int64", pad=-1)},
     "sampling": {
-        "keys": ("R", "int64", 0),
-        "temperature": ("R", "float32", 0),
-        "top_k": ("R", "int32", 0),
-        "top_p": ("R", "float32", 1),
-        "min_p": ("R", "float32", 0),
+        "keys": partial(fg.buffer, "R", "int64", pad=0),
+        "temperature": partial(fg.buffer, "R", "float32", pad=0),
+        "top_k": partial(fg.buffer, "R", "int32", pad=0),
+        "top_p": partial(fg.buffer, "R", "float32", pad=1),
+        "min_p": partial(fg.buffer, "R", "float32", pad=0),
     },
 }
 
@@ -50,9 +51,7 @@ def batch_type(*more: str) -> type:
     fields = dict(PAGED)
     for name in more:
         fields |= MORE[name]
-    members: dict[str, Any] = {
-        name: fg.buffer(dims, dtype, pad=pad) for name, (dims, dtype, pad) in fields.items()
-    }
+    members: dict[str, Any] = {name: declare() for name, declare in fields.items()}
     hints = dict.fromkeys(fields, torch.Tensor) | {"spec": fg.BatchSpec}
     members |= {
         "spec": fg.host(),

@@ -101,7 +101,7 @@ def test_a_number_below_its_fields_min_is_refused(recorder_name, device):
     step = make(simple, device, recorder_name)
     bad = batch(3, device)
     bad.ids[1] = 0
-    with pytest.raises(TreeError, match="batch.ids: declared with min=1, and this batch has 0"):
+    with pytest.raises(TreeError, match=r"batch.ids: declared with min=1, and this batch has 0"):
         step(bad)
     assert (step(batch(3, device))[1] == torch.tensor([2, 4, 6], device=device)).all()
 

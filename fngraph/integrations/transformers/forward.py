@@ -32,7 +32,7 @@ class Batch:
     seq_lens: Tensor = fg.buffer("R", "int32", pad=0)
     query_start_loc: Tensor = fg.buffer("R + 1", "int32", pad="stride")
     block_tables: Tensor = fg.buffer("R B", "int32", pad=0)
-    logits_indices: Tensor = fg.buffer("R", "int64", pad=0)
+    logits_indices: Tensor = fg.buffer("R", "int64", pad=0, min=0)
     spec: fg.BatchSpec = fg.host()
 
 

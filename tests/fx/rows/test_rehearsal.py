@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 import toys
 from rows_given import masked, params, real, rows
-from test_rows_fuzz import BATCHES, LIMITS, batch, differences
+from rows_tried import differences
+from rows_whole import BATCHES, LIMITS, batch
 
 import fngraph as fg
 from fngraph.errors import RowsError, SpecError, TreeError
@@ -170,7 +171,7 @@ def judged(program: Callable[[Any, Any], Any]) -> tuple[Any, list[Any]]:
     wrong: list[Any] = []
 
     def look(args: Any, limits: Any, graph: Any, facts: Any) -> None:
-        wrong.extend(differences(args, W, graph.gm, facts))
+        wrong.extend(differences(args, W, {}, graph.gm, facts))
 
     def forward(p: Any, s: Any, b: Any) -> Any:
         return program(p, b), s

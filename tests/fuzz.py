@@ -6,8 +6,8 @@
     python tests/fuzz.py --device cuda --programs 2000
 
 `tests/fx/rows/rows_tried.py` says what is tried of each. A result that differs is "wrong", an error
-that is not ours is "raw"; either is a fault, told with its seed, and the exit status is 1. On CUDA a
-bad index ends its process: that is a fault of its seed too, and another process goes on behind it.
+that is not ours is "raw"; either is a fault, told with its seed, and the exit status is 1. On CUDA
+a bad index ends its process: a fault of its seed too, behind which another process goes on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def main() -> None:
     seconds = time.monotonic() - began
     result = {
         "device": asked.device, "first seed": first, "programs": asked.programs,
-        "workers": asked.workers, "seconds": round(seconds, 1), "counts": dict(sorted(kinds.items())),
+        "workers": asked.workers, "seconds": round(seconds, 1),
+        "counts": dict(sorted(kinds.items())),
         "faults": faults, "reached": dict(sorted(reached.items())),
         "unreached": unreached(reached),
     }  # fmt: skip
@@ -64,7 +65,7 @@ def main() -> None:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(f"{n:8} {kind}" for kind, n in sorted(kinds.items())))
     print(
-        f"{asked.programs} programs from seed {first} on {asked.device}, {asked.workers} processes, "
+        f"{asked.programs} programs from seed {first}, {asked.workers} processes, {asked.device}, "
         f"{seconds:.0f} s ({asked.programs / seconds:.1f} a second): {len(faults)} faults, "
         f"{len(result['unreached'])} rules or refusals not reached"
     )

@@ -8,7 +8,6 @@ same whatever the numbers are, so that two runs can be compared.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 import torch.nn.functional as F

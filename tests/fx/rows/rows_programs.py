@@ -1,7 +1,7 @@
 """Random programs over values with T or R rows, for which the rules on rows are tried.
 
-An op is `(takes, make)`: how many values it takes, whichever they are, or the names of those that it
-is for, "?" among them for any one. `make(r, *examples)` picks dims and numbers and gives the
+An op is `(takes, make)`: how many values it takes, whichever they are, or the names of those that
+it is for, "?" among them for any one. `make(r, *examples)` picks dims and numbers and gives the
 function. What torch refuses for the examples is drawn again.
 """
 

@@ -1,8 +1,8 @@
 """One random program, tried in every way: its facts node by node, and its graphs against `forward`.
 
-What is refused must say so as an `FnGraphError`. What is accepted runs as a user would run it: traced
-once, captured when a key is needed, called with batches of several sizes, twice in a row so that
-its state moves, and with one that is beyond all keys. Each time results and state are those of bare
+What is refused must say so as an `FnGraphError`. What is accepted runs as a user would run it:
+traced once, captured when a key is needed, called with batches of several sizes, twice in a row so
+that its state moves, and with one that is beyond all keys. Each time results and state are those of bare
 `forward`. A capture runs on a batch that is all padding, so that is tried too.
 """
 
@@ -26,7 +26,10 @@ import fngraph as fg
 from fngraph.core import trees
 from fngraph.core.buffers import key_sizes
 from fngraph.errors import FnGraphError
+from fngraph.fx.nodes import is_op
+from fngraph.fx.rows.indices import WRITES
 from fngraph.fx.rows.rehearsal import Difference, rehearse
+from fngraph.fx.rows.state import op_name
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.rehearsing import padded_leaves
 
@@ -68,6 +71,7 @@ def tried(program: Program, device: Any = "cpu", seed: int = 0) -> Outcome:
 def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
     held = toys.moved(params(), device)
     runs = [sizes for sizes in dict.fromkeys(CALLS) if _runs(program, batch(*sizes))]
+    guards = r.random() < 0.05
     asked = None if device.type == "cpu" else functools.partial(_runs, program)
     own = toys.moved(state(), device)
     wrong: list[str] = []
@@ -76,7 +80,9 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
 
     def look(args: Any, limits: Any, graph: Any, facts: Any) -> None:
         code.append(graph.gm.code)
-        if any(getattr(fact, "reserved", None) for fact in facts.values()):
+        ops = [op_name(node) for node in graph.gm.graph.nodes if is_op(node)]
+        poisoned = guards and not set(WRITES).isdisjoint(ops)  # what padding adds as well
+        if poisoned or any(getattr(fact, "reserved", None) for fact in facts.values()):
             kept.append(args)
         wrong.extend(map(str, differences(args, held, own, graph.gm, facts, asked)))
 
@@ -85,7 +91,7 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
     )
     made = fg.graphify(
         program, donate=1, stage=2, limits=LIMITS, modes=r.choice(MODES), sizes=SIZES,
-        query_lens=(1, 2), guards=r.random() < 0.05, generators=(generator,),
+        query_lens=(1, 2), guards=guards, generators=(generator,),
         outputs=r.choice(["own", "own", "borrow"]),
     )  # fmt: skip
     try:

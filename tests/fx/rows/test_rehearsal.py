@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -235,6 +236,36 @@ def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     exact = (3 + 2 * 1, 3)  # a key that the batch fills has no padding
     T, R = toys.batch(3, 2).spec[:2]
     assert report(lambda x, p, b: x - fg.trust_rows(x.sum(0)), rehearse=[(T, R)]).ok, exact
+
+
+def test_rows_that_are_kept_for_padding_hold_what_they_like_if_no_true_row_names_them():
+    def errors(write: Any, most: int = 10) -> list[str]:
+        def forward(p: Any, s: Any, b: Any) -> Any:
+            at = torch.where(real(b), b.token_ids % most, 10)
+            return at * 1, {**s, "total": write(s["total"], at, rows(p, b) + 1, masked(p, b))}
+
+        b = dataclasses.replace(toys.batch(3, 2), token_ids=torch.tensor([3, 10, 4, 5, 6]))
+        told = fg.check(
+            forward, params(), toys.tally_state(), b, donate=1, stage=2, limits=toys.LIMITS,
+            rehearse=True,
+        )  # fmt: skip
+        return [str(error) for error in told.errors]
+
+    for write in (
+        lambda s, at, x, zeros: s.index_put((at,), x),
+        lambda s, at, x, zeros: s.index_add_(0, at, x),
+        lambda s, at, x, zeros: s.index_reduce(0, at, x, "amax"),
+    ):
+        assert not errors(write)
+        (error,) = errors(write, most=11)
+        assert "true rows name [10] too, which padding writes to" in error
+    assert not errors(
+        lambda s, at, x, zeros: s.index_add(0, at, zeros), most=11
+    )  # nothing is added
+
+
+def test_positions_that_nobody_reads_may_differ():
+    assert report(lambda x, p, b: torch.where(real(b)[:, None], x * 0, -INF).sort(0, True)[0]).ok
 
 
 @fg.struct

@@ -2,8 +2,8 @@
 
 What is refused must say so as an `FnGraphError`. What is accepted runs as a user would run it:
 traced once, captured when a key is needed, called with batches of several sizes, twice in a row so
-that its state moves, and with one that is beyond all keys. Each time results and state are those of bare
-`forward`. A capture runs on a batch that is all padding, so that is tried too.
+that its state moves, and with one that is beyond all keys. Each time results and state are those of
+bare `forward`. A capture runs on a batch that is all padding, so that is tried too.
 """
 
 from __future__ import annotations

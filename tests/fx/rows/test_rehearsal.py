@@ -226,6 +226,18 @@ def test_a_word_that_is_kept_is_no_error():
     assert report(lambda x, p, b: fg.trust_rows(torch.cdist(x, p["w"]))).ok
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda i: i * 0, lambda i: i * i, lambda i: i // i, lambda i: i - i, lambda i: i & 3,
+        lambda i: i.clamp(min=0), lambda i: i % 3, lambda i: i.cumsum(0), lambda i: (i * 2).cumsum(0),
+        lambda i: torch.minimum(i, i * i), lambda i: i // 2, lambda i: i.maximum(i + 1),
+    ],
+)  # fmt: skip
+def test_what_is_vouched_for_can_be_computed_with(number: Any):
+    assert report(lambda x, p, b: number(fg.trust_rows(b.token_ids) + 1) * 1).ok
+
+
 def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     wrong = report(lambda x, p, b: x - fg.trust_rows(x.sum(0)))
     (error,) = wrong.errors

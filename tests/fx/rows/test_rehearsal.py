@@ -230,7 +230,8 @@ def test_a_word_that_is_kept_is_no_error():
     "number",
     [
         lambda i: i * 0, lambda i: i * i, lambda i: i // i, lambda i: i - i, lambda i: i & 3,
-        lambda i: i.clamp(min=0), lambda i: i % 3, lambda i: i.cumsum(0), lambda i: (i * 2).cumsum(0),
+        lambda i: i.clamp(min=0), lambda i: i % 3, lambda i: i.cumsum(0),
+        lambda i: (i * 2).cumsum(0),
         lambda i: torch.minimum(i, i * i), lambda i: i // 2, lambda i: i.maximum(i + 1),
     ],
 )  # fmt: skip

@@ -85,6 +85,21 @@ def test_steps_draw_what_eager_draws_at_the_padded_size(device, modes: str):
         assert torch.equal(g.get_state(), h.get_state())
 
 
+def test_each_overload_of_a_draw_is_recorded_as_itself(device):
+    defaults = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
+
+    def forward(p: Any, s: Any, b: toys.Batch) -> Any:
+        x = p["w"][b.token_ids]
+        return [torch.randint_like(x, 9), torch.randint_like(x, 7, 9), torch.rand_like(x)], s
+
+    step, state = captured(forward, device, generators=tuple(defaults))
+    for batch in BATCHES:
+        defaults[0].manual_seed(3)
+        want = eager(forward, step, batch, device)
+        defaults[0].manual_seed(3)
+        toys.assert_trees(step(state, toys.on(batch, device))[0], want)
+
+
 def test_tracing_capturing_and_looking_at_times_leave_a_generator_where_it_was(device):
     g = generator(device)
     torch.rand(5, generator=g, device=device)

@@ -64,7 +64,8 @@ def without(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any, 
     return func, args, kept
 
 
-_PLAIN = {"generator": "default", "low_generator": "low"}
+_PLAIN = {"generator": "default", "low_generator": "low", "low_generator_dtype": "low_dtype",
+          "Tensor_generator": "Tensor"}  # fmt: skip
 
 
 def drawn(node: fx.Node) -> int | None:
@@ -92,7 +93,7 @@ class Draw:
 
     def __init__(self, op: Any, generator: torch.Generator) -> None:
         twins = (name for name, plain in _PLAIN.items() if plain == op._overloadname)
-        twin = getattr(op.overloadpacket, next(twins, ""), None) if _place(op) is None else None
+        twin = getattr(op.overloadpacket, next(twins, "none"), None) if _place(op) is None else None
         self.op, self.__name__ = twin or op, "draw"
         self.kwargs = {} if _place(self.op) is None else {"generator": generator}
 

@@ -29,6 +29,7 @@ _ALONG = set(
 _CHOICES = {"where": ("self", "other"), "masked_fill": ("self", "value"), "cat": ("tensors",),
             "stack": ("tensors",), "minimum": ("self", "other")}  # fmt: skip
 _ARGS = {"argmax", "argmin", "argsort"}  # of numbers along a dim
+_SHIFTS = {"add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "relu", "abs"}
 _SECOND = {"sort", "topk", "max", "min", "cummax", "cummin"}  # likewise, as their second result
 
 
@@ -62,6 +63,8 @@ def at_most(a: Any, b: Any) -> bool:
     """Whether a <= b wherever T and R are 1 or more."""
     if isinstance(a, int) and isinstance(b, int):
         return a <= b
+    if a == b:  # of infinities too, whose difference is no number
+        return True
     if isinstance(a, sympy.Max) or isinstance(b, sympy.Min):
         parts = [(x, b) for x in a.args] if isinstance(a, sympy.Max) else [(a, x) for x in b.args]
         return all(at_most(*pair) for pair in parts)
@@ -236,6 +239,8 @@ def _number(x: Any) -> Any:
 def _computed(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
     a, b = _of(call, args.get("self")), _of(call, args.get("other"))
     plain = args.get("alpha") in (None, 1) and args.get("rounding_mode") in (None, "floor")
+    if ANY in (a, b) and name not in ("remainder", "bitwise_and", "count_nonzero"):
+        return ANY if name in _SHIFTS else None  # a product of what fits may not
     if name == "rsub" and a and b and plain:
         return Span(b.low - a.high, b.high - a.low)
     if name in ("add", "sub") and a and b and plain:
@@ -253,7 +258,7 @@ def _computed(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
     if divides and a and b and at_most(0, a.low) and at_most(1, b.low):
         return Span(0, a.high)
     if name == "bitwise_and":
-        masks = [s.high for s in (a, b) if s and at_most(0, s.low)]
+        masks = [s.high for s in (a, b) if s and s != ANY and at_most(0, s.low)]
         return Span(0, masks[0]) if masks else None
     if name in ("relu", "abs") and a and at_most(0, a.low):
         return a

@@ -11,6 +11,7 @@ so of a staged one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -122,12 +123,7 @@ def _below_last(call: OpCall, sequence: Any, x: Any) -> bool:
 def write(call: OpCall) -> Kept:
     """index_put, scatter, index_add, ...: where do the padded rows go?"""
     args, target = call.args, call.args["self"]
-    rank = ndim(target)
-    if "dim" in args:
-        places = {args["dim"] % rank if rank else 0: args["index"]}
-    else:
-        places = {d: x for d, x in enumerate(args["indices"]) if x is not None}
-    values: Any = next((args[n] for n in ("values", "src", "source", "value") if n in args), None)
+    places, values = _places(call), _values(call)
     from_end = "dim" not in args or call.name == "index_fill"
     for d, index in places.items():
         _check_index(call, target, d, index, from_end=from_end)
@@ -140,8 +136,11 @@ def write(call: OpCall) -> Kept:
             "each true element, of which a key's padding has none. Choose row by row instead: "
             "torch.where(mask[:, None], rows, x)"
         )
-    if _adds_nothing(call, values) or any(_harmless(call, target, d, x) for d, x in places.items()):
+    among_themselves = any(_harmless(call, target, d, x) for d, x in places.items())
+    if _adds_nothing(call, values) or among_themselves:
         return Kept()
+    if reserved := _kept_rows(call, places):
+        return Kept(reserved=reserved)
     said = next((u for x in places.values() if (u := call.rows(x).unsaid)), None)
     if said is not None and not _adds(call):
         raise Mixes(
@@ -161,6 +160,19 @@ def write(call: OpCall) -> Kept:
     )
 
 
+def _places(call: OpCall) -> dict[int, Any]:
+    """The indices of a write, by dim."""
+    args, rank = call.args, ndim(call.args["self"])
+    if "dim" in args:
+        return {args["dim"] % rank if rank else 0: args["index"]}
+    return {d: x for d, x in enumerate(args["indices"]) if x is not None}
+
+
+def _values(call: OpCall) -> Any:
+    names = ("values", "src", "source", "value")
+    return next((call.args[n] for n in names if n in call.args), None)
+
+
 def _adds(call: OpCall) -> bool:
     return call.name in ("index_add", "scatter_add") or call.args.get("accumulate") is True
 
@@ -175,27 +187,34 @@ def _adds_nothing(call: OpCall, values: Any) -> bool:
 
 
 def _harmless(call: OpCall, target: Any, dim: int, index: Any) -> bool:
-    """Whether the padded rows of one index write among themselves, or to a row that was said."""
-    moving, state = moving_dims(index), call.rows(index)
+    """Whether the padded rows of one index write to rows of padding."""
+    moving = moving_dims(index)
     if index.meta["val"].dtype is torch.bool:  # a mask over the target's own rows
         return True
     if "dim" in call.args and call.name.startswith("scatter"):  # other dims follow the target's
         own = set(moving) <= set(moving_dims(target)) - {dim}
         if own and all(call.dim(index, d) == call.dim(target, d) for d in moving):
             return True
-    elif not moving:
+    if not moving or dim not in moving_dims(target):
         return False
-    fills = [state.fills.get(d) for d in moving]
-    if dim in moving_dims(target):
-        size = call.dim(target, dim)
-        rows = all(isinstance(f, str) and f == BEYOND for f in fills)
-        return rows and all(call.dim(index, d) == size for d in moving)
-    size = target.meta["val"].shape[dim]
+    size, fills = call.dim(target, dim), [call.rows(index).fills.get(d) for d in moving]
+    rows = all(isinstance(f, str) and f == BEYOND for f in fills)
+    return rows and all(call.dim(index, d) == size for d in moving)
+
+
+def _kept_rows(call: OpCall, places: Mapping[int, Any]) -> dict[int, torch.Tensor]:
+    """Rows that one index names in its padding, and that were said to be kept for it."""
+    target = call.args["self"]
     adds = _adds(call) or call.name in ("scatter_reduce", "index_reduce")
-    said = state.said == "where" or (state.said == "pad" and not adds)
-    return said and all(
-        isinstance(f, torch.Tensor) and bool(((f >= 0) & (f < size)).all()) for f in fills
-    )
+    for dim, index in places.items():
+        moving, state, size = moving_dims(index), call.rows(index), target.meta["val"].shape[dim]
+        said = state.said == "where" or (state.said == "pad" and not adds)
+        if not said or not moving or dim in moving_dims(target):
+            continue
+        fills = [f for d in moving if isinstance(f := state.fills.get(d), torch.Tensor)]
+        if len(fills) == len(moving) and all(bool(((f >= 0) & (f < size)).all()) for f in fills):
+            return {dim: torch.cat([f.flatten() for f in fills]).unique()}
+    return {}
 
 
 def window(call: OpCall) -> Kept:

@@ -21,9 +21,8 @@ from torch import fx
 from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.check import unfinished
-from fngraph.fx.rows.indices import WRITES
 from fngraph.fx.rows.state import BEYOND, FINITE, OFFSETS, VANISHING, Kept, moving_dims, op_name
-from fngraph.fx.schemas import draws
+from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
@@ -99,10 +98,15 @@ def _differences(
                 if isinstance(facts[node], Kept):
                     yield Difference(node, "runs", f"padding makes it fail: {error}")
                 return
+        for dim, rows in _reserved(node, facts).items():  # whatever is there, nobody reads it
+            at = rows.to(keyed[node].device)
+            keyed[node].index_copy_(dim, at, bare[node].index_select(dim, at))
         for x in (node, *written_by(node)):
-            kept = isinstance(fact := facts[node], Kept) and not unfinished(x)
+            unread = x is node and not x.users  # positions of a sort of which values alone are used
+            kept = isinstance(fact := facts[node], Kept) and not unfinished(x) and not unread
             if kept and isinstance(bare[x], torch.Tensor):
                 yield from _compared(x, fact, bare[x], keyed[x], sizes)
+                yield from _taken(x, fact, bare[x], facts)
                 _align(bare[x], keyed[x])
                 if poison and x is node and not _is_view(x):
                     _poison(x, fact, bare[x], keyed[x])
@@ -155,12 +159,29 @@ def _compared(
     if fact.value is not None and not _alike(fact.value, bare.cpu()):
         yield Difference(node, "value", f"should be {_short(fact.value)}, and is {_short(bare)}")
     yield from _outside(node, fact, bare, keyed, sizes)
-    if fact.said and bare.numel() and _says_where(node):
-        for fill in fact.fills.values():
-            if isinstance(fill, torch.Tensor) and fill.numel() == 1 and (bare == fill).any():
-                yield Difference(
-                    node, "reserved", f"true rows name {_short(fill)} too, which padding writes to"
-                )
+
+
+def _taken(
+    node: fx.Node, fact: Kept, bare: torch.Tensor, facts: Mapping[fx.Node, Any]
+) -> Iterator[Difference]:
+    """Rows that are kept for padding, and that true rows name as well."""
+    places = [x for x in node.users if _reserved(x, facts) and node in _indices(x)]
+    for fill in fact.fills.values() if places else ():
+        if isinstance(fill, torch.Tensor) and fill.numel() == 1 and (bare == fill).any():
+            yield Difference(
+                node, "reserved", f"true rows name {_short(fill)} too, which padding writes to"
+            )
+
+
+def _indices(node: fx.Node) -> list[Any]:
+    """Where a write goes."""
+    args = named(node.target, node.args, node.kwargs)
+    return [args["index"]] if "index" in args else list(args["indices"])
+
+
+def _reserved(node: fx.Node, facts: Mapping[fx.Node, Any]) -> Mapping[int, torch.Tensor]:
+    fact = facts.get(node)
+    return fact.reserved if isinstance(fact, Kept) else {}
 
 
 def _outside(
@@ -245,14 +266,6 @@ def _is_view(node: fx.Node) -> bool:
     returns = node.target._schema.returns  # type: ignore[union-attr]
     reshaped = op_name(node) in ("reshape", "contiguous", "_to_copy", "to", "expand")
     return reshaped or any(r.alias_info is not None for r in returns)
-
-
-def _says_where(node: fx.Node) -> bool:
-    """Whether a node is an index of a write."""
-    return any(
-        is_op(user) and op_name(user) in WRITES and node not in (user.args[0], user.args[-1])
-        for user in node.users
-    )
 
 
 def _draws(node: fx.Node) -> bool:

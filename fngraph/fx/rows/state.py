@@ -38,6 +38,7 @@ class Kept:
         span: what all elements lie between, padding too, of integers; None: unknown.
         window: a slice of rows out of memory that has more true ones: fit for reading alone.
         held: weights, or made of weights alone; taken to be finite.
+        reserved: of a write, the rows by dim that its padding goes to, since they are kept for it.
     """
 
     fills: Mapping[int, Fill] = dataclasses.field(default_factory=dict)
@@ -48,6 +49,7 @@ class Kept:
     span: Any = None
     window: bool = False
     held: bool = False
+    reserved: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

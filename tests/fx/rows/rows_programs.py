@@ -1,7 +1,8 @@
 """Random programs over values with T or R rows, for which the rules on rows are tried.
 
-An op is `(arity, make)`; `make(r, *examples)` picks dims and numbers and gives the function. What
-torch refuses for the example is drawn again.
+An op is `(takes, make)`: how many values it takes, whichever they are, or the names of those that
+it is for, "?" among them for any one. `make(r, *examples)` picks dims and numbers and gives the
+function. What torch refuses for the examples is drawn again.
 """
 
 from __future__ import annotations
@@ -113,15 +114,20 @@ def mask(r: random.Random, x: Tensor, m: Tensor) -> Op:
 
 def made(r: random.Random, x: Tensor) -> Op:
     return r.choice([
-        lambda x: torch.arange(x.shape[0]), lambda x: torch.zeros(x.shape[0], 8),
-        lambda x: torch.ones(x.shape[0]), lambda x: torch.eye(x.shape[0]), torch.zeros_like,
-        torch.ones_like, lambda x: torch.zeros(x.shape[0], dtype=torch.int64),
-        lambda x: torch.arange(x.shape[0] - 1, -1, -1), lambda x: torch.zeros(12, 8),
-        lambda x: torch.arange(1, 2 * x.shape[0] + 1, 2), lambda x: x.new_full((x.shape[0],), 3),
+        lambda x: torch.arange(x.shape[0], device=x.device), torch.ones_like, torch.zeros_like,
+        lambda x: torch.ones(x.shape[0], device=x.device), lambda x: x.new_full((x.shape[0],), 3),
+        lambda x: torch.eye(x.shape[0], device=x.device), lambda x: x.new_zeros(x.shape[0], 8),
+        lambda x: torch.zeros(x.shape[0], dtype=torch.int64, device=x.device),
+        lambda x: torch.arange(x.shape[0] - 1, -1, -1, device=x.device),
+        lambda x: torch.zeros(12, 8, device=x.device),
+        lambda x: x.new_empty(x.shape[0], 8).fill_(2),
+        lambda x: torch.arange(1, 2 * x.shape[0] + 1, 2, device=x.device),
+        lambda x: torch.full((3,), x.shape[0], device=x.device), lambda x: torch.empty_like(x) * 0,
+        lambda x: torch.arange(2, 8, 3, device=x.device), lambda x: torch.full_like(x, 7),
     ])  # fmt: skip
 
 
-OPS: list[tuple[int, Op]] = [
+OPS: list[tuple[int | str, Op]] = [
     *[(1, of_dim(fn)) for fn in (
         lambda x, d, k: x.sum(d, keepdim=k), lambda x, d, k: x.mean(d, keepdim=k),
         lambda x, d, k: x.amax(d, keepdim=k), lambda x, d, k: x.prod(d, keepdim=k),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 import toys
 from rows_given import masked, params, real, rows
-from test_rows_fuzz import BATCHES, LIMITS, batch, differences
+from rows_tried import differences
+from rows_whole import BATCHES, LIMITS, batch
 
 import fngraph as fg
 from fngraph.errors import RowsError, SpecError, TreeError
@@ -170,7 +172,7 @@ def judged(program: Callable[[Any, Any], Any]) -> tuple[Any, list[Any]]:
     wrong: list[Any] = []
 
     def look(args: Any, limits: Any, graph: Any, facts: Any) -> None:
-        wrong.extend(differences(args, W, graph.gm, facts))
+        wrong.extend(differences(args, W, {}, graph.gm, facts))
 
     def forward(p: Any, s: Any, b: Any) -> Any:
         return program(p, b), s
@@ -224,6 +226,19 @@ def test_a_word_that_is_kept_is_no_error():
     assert report(lambda x, p, b: fg.trust_rows(torch.cdist(x, p["w"]))).ok
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda i: i * 0, lambda i: i * i, lambda i: i // i, lambda i: i - i, lambda i: i & 3,
+        lambda i: i.clamp(min=0), lambda i: i % 3, lambda i: i.cumsum(0),
+        lambda i: (i * 2).cumsum(0),
+        lambda i: torch.minimum(i, i * i), lambda i: i // 2, lambda i: i.maximum(i + 1),
+    ],
+)  # fmt: skip
+def test_what_is_vouched_for_can_be_computed_with(number: Any):
+    assert report(lambda x, p, b: number(fg.trust_rows(b.token_ids) + 1) * 1).ok
+
+
 def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     wrong = report(lambda x, p, b: x - fg.trust_rows(x.sum(0)))
     (error,) = wrong.errors
@@ -234,6 +249,36 @@ def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     exact = (3 + 2 * 1, 3)  # a key that the batch fills has no padding
     T, R = toys.batch(3, 2).spec[:2]
     assert report(lambda x, p, b: x - fg.trust_rows(x.sum(0)), rehearse=[(T, R)]).ok, exact
+
+
+def test_rows_that_are_kept_for_padding_hold_what_they_like_if_no_true_row_names_them():
+    def errors(write: Any, most: int = 10) -> list[str]:
+        def forward(p: Any, s: Any, b: Any) -> Any:
+            at = torch.where(real(b), b.token_ids % most, 10)
+            return at * 1, {**s, "total": write(s["total"], at, rows(p, b) + 1, masked(p, b))}
+
+        b = dataclasses.replace(toys.batch(3, 2), token_ids=torch.tensor([3, 10, 4, 5, 6]))
+        told = fg.check(
+            forward, params(), toys.tally_state(), b, donate=1, stage=2, limits=toys.LIMITS,
+            rehearse=True,
+        )  # fmt: skip
+        return [str(error) for error in told.errors]
+
+    for write in (
+        lambda s, at, x, zeros: s.index_put((at,), x),
+        lambda s, at, x, zeros: s.index_add_(0, at, x),
+        lambda s, at, x, zeros: s.index_reduce(0, at, x, "amax"),
+    ):
+        assert not errors(write)
+        (error,) = errors(write, most=11)
+        assert "true rows name [10] too, which padding writes to" in error
+    assert not errors(
+        lambda s, at, x, zeros: s.index_add(0, at, zeros), most=11
+    )  # nothing is added
+
+
+def test_positions_that_nobody_reads_may_differ():
+    assert report(lambda x, p, b: torch.where(real(b)[:, None], x * 0, -INF).sort(0, True)[0]).ok
 
 
 @fg.struct

@@ -277,10 +277,6 @@ def test_rows_that_are_kept_for_padding_hold_what_they_like_if_no_true_row_names
     )  # nothing is added
 
 
-def test_positions_that_nobody_reads_may_differ():
-    assert report(lambda x, p, b: torch.where(real(b)[:, None], x * 0, -INF).sort(0, True)[0]).ok
-
-
 @fg.struct
 class Picked:
     """A row of x for each request."""

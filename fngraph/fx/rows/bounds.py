@@ -46,7 +46,10 @@ class Span:
 
     def at(self, sizes: Mapping[Any, int]) -> tuple[int, int]:
         """The bounds as numbers."""
-        return int(sympy.sympify(self.low).subs(sizes)), int(sympy.sympify(self.high).subs(sizes))
+        low, high = (
+            n if isinstance(n, int) else int(n.subs(sizes)) for n in (self.low, self.high)
+        )
+        return low, high
 
     def __or__(self, other: Span) -> Span:
         return Span(

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -118,8 +117,9 @@ def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node, leaf in zip(nodes, leaves):
         for size, n in zip(node.meta["val"].shape, leaf.shape):
-            for symbol in sympy.sympify(size_of(size)).free_symbols - found.keys():
-                (found[symbol],) = sympy.solve(size_of(size) - n, symbol)
+            for symbol in getattr(size_of(size), "free_symbols", set()) - found.keys():
+                first, second = (size_of(size).subs(symbol, i) for i in (0, 1))
+                found[symbol] = (n - first) // (second - first)  # T, R + 1: of the first degree
     return found
 
 

@@ -42,7 +42,7 @@ def main() -> None:
         sys.exit(show(asked.only, asked.device))
     first = random.SystemRandom().randrange(1 << 40) if asked.fresh else asked.seed
     began, kinds, faults, reached = time.monotonic(), Counter(), [], Counter()
-    for said in outcomes(first, asked.programs, asked.workers, asked.device):
+    for said in outcomes(first, asked.programs, asked.workers, asked.device, asked.seconds):
         if isinstance(said, Counter):
             reached += said
             continue
@@ -51,9 +51,9 @@ def main() -> None:
         if kind in FAULTS:
             faults.append({"seed": seed, "kind": kind, "why": why})
             print(f"{kind}: --only {seed}: {why[:500]}", flush=True)
-    seconds = time.monotonic() - began
+    seconds, tried = time.monotonic() - began, sum(kinds.values())
     result = {
-        "device": asked.device, "first seed": first, "programs": asked.programs,
+        "device": asked.device, "first seed": first, "programs": tried,
         "workers": asked.workers, "seconds": round(seconds, 1),
         "counts": dict(sorted(kinds.items())),
         "faults": faults, "reached": dict(sorted(reached.items())),
@@ -65,8 +65,8 @@ def main() -> None:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(f"{n:8} {kind}" for kind, n in sorted(kinds.items())))
     print(
-        f"{asked.programs} programs from seed {first}, {asked.workers} processes, {asked.device}, "
-        f"{seconds:.0f} s ({asked.programs / seconds:.1f} a second): {len(faults)} faults, "
+        f"{tried} programs from seed {first}, {asked.workers} processes, {asked.device}, "
+        f"{seconds:.0f} s ({tried / seconds:.1f} a second): {len(faults)} faults, "
         f"{len(result['unreached'])} rules or refusals not reached"
     )
     sys.exit(bool(faults))
@@ -78,6 +78,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first program; then one more each"
     )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
     parser.add_argument("--fresh", action="store_true", help="begin at a seed that nobody has had")
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 1, 1))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -87,14 +88,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def outcomes(first: int, programs: int, workers: int, device: str) -> Iterator[Any]:
+def outcomes(first: int, programs: int, workers: int, device: str, seconds: float) -> Iterator[Any]:
     """(seed, kind, why) of each program, and now and then a `Counter` of what was reached."""
     todo = [
         range(s, min(s + CHUNK, first + programs)) for s in range(first, first + programs, CHUNK)
     ]
     todo.reverse()
     crew = {hire(device) for _ in range(min(workers, len(todo)))}
+    end = time.monotonic() + seconds
     while crew:
+        if time.monotonic() > end:
+            todo.clear()
         for man in list(crew):
             if man.left is None and todo:
                 man.give(todo.pop())

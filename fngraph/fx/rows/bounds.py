@@ -46,9 +46,7 @@ class Span:
 
     def at(self, sizes: Mapping[Any, int]) -> tuple[int, int]:
         """The bounds as numbers."""
-        low, high = (
-            n if isinstance(n, int) else int(n.subs(sizes)) for n in (self.low, self.high)
-        )
+        low, high = (n if isinstance(n, int) else int(n.subs(sizes)) for n in (self.low, self.high))
         return low, high
 
     def __or__(self, other: Span) -> Span:

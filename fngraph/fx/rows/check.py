@@ -38,7 +38,10 @@ def check_rows(
     paths: Sequence[str],
     refuse: Callable[[RowsError], None],
 ) -> None:
-    """Refuse outputs that do not keep their rows, each culprit once; take out `trust_rows`.
+    """Refuse outputs and writes that do not keep their rows, each culprit once; take out
+    `trust_rows`.
+
+    A write stays in the graph though nothing reads it, and may name a row that is not there.
 
     Args:
         facts: what `facts_of` says of the graph.
@@ -49,7 +52,9 @@ def check_rows(
     """
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     known = set()
-    for path, mixed in zip(paths, facts[output]):
+    writes = (facts[node] for node in gm.graph.nodes if any(written_by(node)))
+    found = [*zip(paths, facts[output]), *(("what is written in place", x) for x in writes)]
+    for path, mixed in found:
         if isinstance(mixed, Mixed) and mixed.node not in known:
             known.add(mixed.node)
             refuse(RowsError(_message(mixed, path)))

@@ -208,7 +208,8 @@ def _holds(fill: Any, beyond: torch.Tensor, bare: torch.Tensor, dim: int) -> boo
         return True
     if isinstance(fill, torch.Tensor):
         wanted = fill.to(beyond.device).expand(beyond.shape) if fill.dim() else fill
-        return _alike(beyond.cpu(), wanted.to(beyond.dtype).cpu().expand(beyond.shape), exact=True)
+        held = wanted.to(beyond.dtype).cpu().expand(beyond.shape)
+        return _alike(beyond.cpu(), held, exact=not beyond.is_cuda)  # rules compute on the CPU
     if fill == BEYOND:
         first = bare.shape[dim]
         counted = torch.arange(first, first + beyond.shape[dim], device=beyond.device)

@@ -21,6 +21,7 @@ from torch import fx
 from fngraph.core import Limits
 from fngraph.errors import BranchError
 from fngraph.fx.nodes import is_op, line_of
+from fngraph.torch_facts.names import tree_leaves
 from fngraph.torch_facts.tracing import in_forward_mode
 
 NOUNS = {"T": "tokens", "R": "requests"}
@@ -85,9 +86,16 @@ def _batches(limits: Limits, letters: set[str]) -> Iterator[tuple[int, int]]:
 
 def implied(gm: fx.GraphModule, letters: Mapping[Any, str]) -> Iterator[Assumption]:
     """Conditions on T and R under which each op does what it did in the trace."""
+    seen: set[Any] = set()
     for node in gm.graph.nodes:
         if not is_op(node):
             continue
+        for x in tree_leaves(node.meta.get("val")):
+            for size in x.shape if isinstance(x, torch.Tensor) else ():
+                if isinstance(size, torch.SymInt) and (expr := size.node.expr) not in seen:
+                    seen.add(expr)
+                    if not expr.is_nonnegative:  # T - 2, of x[1:-1], which may be none at all
+                        yield Assumption(lettered(expr, letters) >= 0, line_of(node))
         name = node.target._schema.name
         if name in _SQUEEZES or name == "aten::select":
             x, *rest = node.args

@@ -251,6 +251,17 @@ def test_remainders_are_pythons_whatever_the_sign(name: str):
         made(lambda T: T % -3 == 0).trace(weights(), {}, batch=toys.batch(2))
 
 
+@pytest.mark.parametrize("name", ["x[1:-1]", "x[2:-1, :4]", "x[1:-1].t()", "x[1:][:-1]"])
+def test_a_size_below_none_for_some_batch_is_refused(name: str):
+    """Of one token no row is left, and not -1."""
+    made = fg.graphify(
+        lambda p, s, b: (eval(name, {"x": p["embed"][b.token_ids]}) * 1, s),
+        donate="s", stage="b", limits=LIMITS,
+    )  # fmt: skip
+    with pytest.raises(BranchError, match="which is false for T=1"):
+        made.trace(weights(), {}, batch=toys.batch(2))
+
+
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_size_that_becomes_a_number_is_refused(name: str):
     made = fg.graphify(hidden_forward(NUMBERS[name]), donate="s", stage="b", limits=LIMITS)

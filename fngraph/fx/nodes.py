@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.torch_facts.names import OpOverload, tree_leaves
+from fngraph.torch_facts.names import OpOverload
 from fngraph.torch_facts.schemas import written
 
 SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
@@ -37,8 +37,10 @@ def is_size(x: Any) -> bool:
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments, those in lists too."""
-    return [x for x in tree_leaves((node.args, dict(node.kwargs))) if is_tensor(x)]
+    """The tensors among the arguments, in order, those in lists too; one that is twice, twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return [x for x in found if is_tensor(x)]
 
 
 def mutates(node: fx.Node) -> bool:

@@ -241,8 +241,8 @@ def _align(bare: torch.Tensor, keyed: torch.Tensor) -> None:
     same = keyed[_leading(bare)]
     shape_fits = same.shape == bare.shape
     overlapping = any(s == 0 and n > 1 for s, n in zip(same.stride(), same.shape))
-    if shape_fits and not overlapping and bare.dtype.is_floating_point:
-        same.copy_(bare)
+    if shape_fits and not overlapping:
+        same.copy_(bare)  # rounded in another order, or drawn: of any dtype
 
 
 def _poison(node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) -> None:

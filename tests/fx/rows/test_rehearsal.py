@@ -239,6 +239,18 @@ def test_what_is_vouched_for_can_be_computed_with(number: Any):
     assert report(lambda x, p, b: number(fg.trust_rows(b.token_ids) + 1) * 1).ok
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand(x.shape[0], 9).flip(1), lambda x: torch.randint(9**9, (9,)).roll(1),
+        lambda x: torch.randint(0, 2, (99,), dtype=torch.bool).flip(0),
+        lambda x: torch.randn(9, dtype=torch.complex64).flip(0),
+    ],
+)  # fmt: skip
+def test_what_is_drawn_is_the_same_in_both_runs(draw: Any):
+    assert report(lambda x, p, b: draw(x), generators=(torch.default_generator,)).ok
+
+
 def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     wrong = report(lambda x, p, b: x - fg.trust_rows(x.sum(0)))
     (error,) = wrong.errors

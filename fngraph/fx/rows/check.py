@@ -38,7 +38,8 @@ def check_rows(
     paths: Sequence[str],
     refuse: Callable[[RowsError], None],
 ) -> None:
-    """Refuse outputs that do not keep their rows, each culprit once; take out `trust_rows`.
+    """Refuse outputs that do not keep their rows, and ops that may fail in padding, which run
+    whoever reads them; each culprit once. Take out `trust_rows`.
 
     Args:
         facts: what `facts_of` says of the graph.
@@ -52,7 +53,13 @@ def check_rows(
     for path, mixed in zip(paths, facts[output]):
         if isinstance(mixed, Mixed) and mixed.node not in known:
             known.add(mixed.node)
-            refuse(RowsError(_message(mixed, path)))
+            told = f"{line_of(mixed.node)}: forward {mixed.why}"
+            refuse(RowsError(f"{told}. It reaches {path}"))
+    for node, mixed in facts.items():
+        if isinstance(mixed, Mixed) and mixed.fails and mixed.node not in known:
+            known.add(mixed.node)
+            told = f"{line_of(node)}: forward {mixed.fails}"
+            refuse(RowsError(f"{told}. No output is made of it, but it runs"))
     for node in filter(is_trusted, gm.graph.nodes):
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
@@ -147,7 +154,7 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
     read = [] if reads_nothing(node.target) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
     if mixed is not None and not is_trusted(node):
-        return mixed
+        return dataclasses.replace(mixed, fails=_failure(node, states, text))
     if node.target is operator.getitem:  # one of several results
         state = states[node.args[0]]  # type: ignore[index]
         call = OpCall(node, {}, states, text)
@@ -168,7 +175,23 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
             found = dataclasses.replace(found, held=True)
         return bounded(call, found) if is_tensor(node) else found
     except Mixes as error:
-        return Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))
+        fails = str(error) if error.fails else ""
+        return (
+            Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error), fails)
+        )
+
+
+def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:
+    """How an op may fail at padding that is in true rows already; "" if it does not."""
+    if not is_op(node):
+        return ""
+    known = {x: y if isinstance(y, Kept) else Kept() for x, y in states.items()}
+    call = OpCall(node, named(node.target, node.args, node.kwargs), known, text)
+    try:
+        rule(call)
+    except Mixes as error:
+        return str(error) if error.fails else ""
+    return ""
 
 
 def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
@@ -234,10 +257,6 @@ def _rewrite(
             elif isinstance(known := states[node], Kept):
                 states[node] = Kept(window=known.window)
     states[target] = state
-
-
-def _message(mixed: Mixed, path: str) -> str:
-    return f"{line_of(mixed.node)}: forward {mixed.why}. It reaches {path}"
 
 
 def trust_rows(x: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,8 @@ def refuse_counts(call: OpCall) -> None:
             raise Mixes(
                 f"computes with {call.text(x.meta['val'])}, which in a key is the padded number "
                 f"of rows ({call.name}). Count the true ones: (batch.slot >= 0).sum(), of a leaf "
-                "padded with -1"
+                "padded with -1",
+                fails=call.name == "repeat_interleave",  # whose counts must add up to it
             )
 
 
@@ -80,7 +81,8 @@ def _refuse_zero_divisors(call: OpCall) -> None:
     if not one and not (state.span is not None and state.span.within(1, state.span.high)):
         raise Mixes(
             f"divides integers by what may be 0 in padding ({call.name}), which is an error for "
-            "rows of padding alone. Let it not be: divisor.clamp(min=1)"
+            "rows of padding alone. Let it not be: divisor.clamp(min=1)",
+            fails=True,
         )
 
 

@@ -20,7 +20,16 @@ from torch import fx
 from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.check import unfinished
-from fngraph.fx.rows.state import BEYOND, FINITE, OFFSETS, VANISHING, Kept, moving_dims, op_name
+from fngraph.fx.rows.state import (
+    BEYOND,
+    FINITE,
+    OFFSETS,
+    VANISHING,
+    Kept,
+    Mixed,
+    moving_dims,
+    op_name,
+)
 from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
@@ -79,10 +88,11 @@ def _differences(
     keyed: dict[fx.Node, Any] = {}
     leaves = iter(zip(true, padded))
     sizes = _sizes(gm, padded)
+    run = _needed(gm, facts)
     for node in gm.graph.nodes:
         if node.op == "output":
             for x, fact in zip(node.args[0], facts[node]):
-                if isinstance(fact, Kept) and isinstance(bare[x], torch.Tensor):
+                if isinstance(fact, Kept) and x in keyed and isinstance(bare[x], torch.Tensor):
                     yield from _compared(x, fact, bare[x], keyed[x], sizes)
             return
         if node.op == "placeholder":
@@ -91,6 +101,8 @@ def _differences(
             bare[node] = keyed[node] = _attribute(gm, str(node.target))
         else:
             bare[node] = _run(node, bare)
+            if node not in run or any(x not in keyed for x in node.all_input_nodes):
+                continue
             try:
                 keyed[node] = _run(node, keyed)
             except Exception as error:
@@ -109,6 +121,19 @@ def _differences(
                 _align(bare[x], keyed[x])
                 if poison and x is node and not _is_view(x):
                     _poison(x, fact, bare[x], keyed[x])
+
+
+def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """What is run in a key: nodes of which something is claimed, what they read, and writes. Not
+    what may fail at padding: a bad index ends the process on a device."""
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        fact = facts.get(node)
+        if node in found or isinstance(fact, Kept) or written_by(node):
+            found.update((node, *node.all_input_nodes))
+        if isinstance(fact, Mixed) and fact.fails:
+            found.discard(node)
+    return found
 
 
 def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]:

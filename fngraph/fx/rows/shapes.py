@@ -275,7 +275,8 @@ def drawn(call: OpCall) -> Kept:
             raise Mixes(
                 f"draws by chances of which padding may hold what is none ({call.name}): an error "
                 "for rows of padding alone. Let them be 1 there: torch.where((batch.slot >= 0)"
-                "[:, None], p, 1), of a leaf padded with -1"
+                "[:, None], p, 1), of a leaf padded with -1",
+                fails=True,
             )
     return Kept()
 

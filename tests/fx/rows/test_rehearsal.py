@@ -263,6 +263,16 @@ def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     assert report(lambda x, p, b: x - fg.trust_rows(x.sum(0)), rehearse=[(T, R)]).ok, exact
 
 
+def test_what_fails_in_padding_is_not_run_there_and_the_rest_is():
+    def value(x: Any, p: Any, b: Any) -> Any:
+        at = b.token_ids - 20 * (b.slot_mapping < 0).long()
+        shape = torch.zeros_like(p["w"][at])
+        return shape - fg.trust_rows(x.sum(0))
+
+    rehearsed, fails = report(value).errors
+    assert "true rows are [" in str(rehearsed) and "looks up what the padding" in str(fails)
+
+
 def test_rows_that_are_kept_for_padding_hold_what_they_like_if_no_true_row_names_them():
     def errors(write: Any, most: int = 10) -> list[str]:
         def forward(p: Any, s: Any, b: Any) -> Any:

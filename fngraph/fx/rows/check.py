@@ -22,9 +22,19 @@ from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
+from fngraph.fx.rows.fills import keeps_finite
 from fngraph.fx.rows.indices import WINDOW, WRITES
 from fngraph.fx.rows.rules import rule
-from fngraph.fx.rows.state import OFFSETS, Kept, Mixed, Mixes, OpCall, moving_dims, op_name
+from fngraph.fx.rows.state import (
+    OFFSETS,
+    Kept,
+    Mixed,
+    Mixes,
+    OpCall,
+    is_finite,
+    moving_dims,
+    op_name,
+)
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
@@ -101,7 +111,7 @@ def _facts(
             states[node] = of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
-            states[node] = of_constant(Kept(value=value, held=True))
+            states[node] = of_constant(Kept(value=value, held=is_finite(value)))
         elif node.op == "call_function":
             states[node] = _result(node, states, text)
         else:
@@ -171,7 +181,8 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         if is_trusted(node):
             return dataclasses.replace(found, low=0, span=ANY)
         given = [states[x] for x in operands(node)]
-        if given and all(isinstance(x, Kept) and x.held for x in given):
+        held = all(isinstance(x, Kept) and x.held for x in given)
+        if given and held and keeps_finite(call):
             found = dataclasses.replace(found, held=True)
         return bounded(call, found) if is_tensor(node) else found
     except Mixes as error:

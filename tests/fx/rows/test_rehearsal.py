@@ -17,7 +17,7 @@ from rows_whole import BATCHES, LIMITS, batch
 
 import fngraph as fg
 from fngraph.errors import RowsError, SpecError, TreeError
-from fngraph.fx.rows import bounds, fills, indices, shapes, sums
+from fngraph.fx.rows import bounds, check, fills, indices, shapes, sums
 from fngraph.fx.tracing.refusals import Refusals
 
 INF, NAN = float("inf"), float("nan")
@@ -158,6 +158,37 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
     "as many rows as a mask is true": (
         indices, "if masks and is_tensor(values) and moving_dims(values)", "if False",
         lambda p, b: b.x.index_put((b.slot >= 0,), b.x * 2),
+    ),
+    "weights that are no numbers any more": (
+        fills, "return numbers and (not pointwise or _is_smooth(call))", "return True",
+        lambda p, b: (p["w"].log()[b.ids] * spread(b)).sum(0),
+    ),
+    "other bits of weights": (
+        fills, 'if call.name == "view" and "dtype" in call.args:', "if False:",
+        lambda p, b: ((p["w"].long() * 0 - 1).view(torch.float64)[b.ids] * spread(b)).sum(0),
+    ),
+    "a constant that is not finite": (
+        check, "held=is_finite(value)", "held=True",
+        lambda p, b: (torch.tensor([[-INF, 0.0]] * 12)[b.ids] * spread(b)).sum(0),
+    ),
+    "other bits of an index": (
+        bounds, ' and "dtype" not in args', "",
+        lambda p, b: b.x[(p["i"] * 0 + 255).to(torch.uint8).view(torch.int8).long()] * 1,
+    ),
+    "pairs of ones as one complex number": (
+        shapes, "if call.name not in _PAIRS and fill.numel()", "if fill.numel()",
+        lambda p, b: torch.view_as_real(
+            torch.view_as_complex(b.y[:, None].expand(-1, 2).contiguous()).prod(0)
+        ),
+    ),
+    "zeros times a sum that may be NaN": (
+        sums, "return state.held if state.value is None else finite(state.value)",
+        "return not moving_dims(x)",
+        lambda p, b: (zeroed(b) @ zeroed(b).sum(0).expand(8, 8)).sum(0),
+    ),
+    "repeats of padding": (
+        sums, "if not is_all(call.rows(counts).fills.get(d), 0):", "if False:",
+        lambda p, b: torch.repeat_interleave(((b.slot == 1) | (b.slot < 0)).long(), output_size=1),
     ),
     "chances of padding": (
         shapes, "if is_tensor(x) and moving_dims(x) and not _can_draw(call, x)", "if False",

@@ -196,7 +196,8 @@ def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:
     """How an op may fail at padding that is in true rows already; "" if it does not."""
     if not is_op(node):
         return ""
-    known = {x: y if isinstance(y, Kept) else Kept() for x, y in states.items()}
+    given = ((x, states[x]) for x in node.all_input_nodes)
+    known = {x: state if isinstance(state, Kept) else Kept() for x, state in given}
     call = OpCall(node, named(node.target, node.args, node.kwargs), known, text)
     try:
         rule(call)

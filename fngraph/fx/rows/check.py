@@ -65,8 +65,9 @@ def check_rows(
             known.add(mixed.node)
             told = f"{line_of(mixed.node)}: forward {mixed.why}"
             refuse(RowsError(f"{told}. It reaches {path}"))
+    known |= vouched_for(gm)
     for node, mixed in facts.items():
-        if isinstance(mixed, Mixed) and mixed.fails and mixed.node not in known:
+        if isinstance(mixed, Mixed) and mixed.fails and not {node, mixed.node} & known:
             known.add(mixed.node)
             told = f"{line_of(node)}: forward {mixed.fails}"
             refuse(RowsError(f"{told}. No output is made of it, but it runs"))
@@ -145,6 +146,15 @@ def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:
 def is_trusted(node: fx.Node) -> bool:
     """Whether it is what `trust_rows` has made."""
     return bool(node.meta.get("custom", {}).get(_TRUSTED))
+
+
+def vouched_for(gm: fx.GraphModule) -> set[fx.Node]:
+    """What `trust_rows` has made, and all that it is made of."""
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node in found or is_trusted(node):
+            found.update((node, *node.all_input_nodes))
+    return found
 
 
 def _leaf(leaf: Leaf) -> Kept:

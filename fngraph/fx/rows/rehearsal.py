@@ -19,7 +19,7 @@ from torch import fx
 
 from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
-from fngraph.fx.rows.check import unfinished
+from fngraph.fx.rows.check import unfinished, vouched_for
 from fngraph.fx.rows.state import (
     BEYOND,
     FINITE,
@@ -125,13 +125,14 @@ def _differences(
 
 def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
     """What is run in a key: nodes of which something is claimed, what they read, and writes. Not
-    what may fail at padding: a bad index ends the process on a device."""
-    found: set[fx.Node] = set()
+    what may fail at padding, and nobody vouches for: a bad index ends the process on a device."""
+    found = vouched_for(gm)
+    vouched = set(found)
     for node in reversed(gm.graph.nodes):
         fact = facts.get(node)
         if node in found or isinstance(fact, Kept) or written_by(node):
             found.update((node, *node.all_input_nodes))
-        if isinstance(fact, Mixed) and fact.fails:
+        if isinstance(fact, Mixed) and fact.fails and node not in vouched:
             found.discard(node)
     return found
 

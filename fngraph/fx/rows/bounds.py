@@ -165,7 +165,7 @@ def _span(call: OpCall, state: Kept) -> Span | None:
     found = _count(name, number, args)
     if found is not None:
         return found
-    if name == "_to_copy" or (name in _ALONG and not number):
+    if name == "_to_copy" or _moves(name, number, args):
         return _of(call, next((x for x in args.values() if is_tensor(x)), None))
     if name in ("minimum", "maximum"):
         return _extreme(name, _of(call, args["self"]), _of(call, args["other"]))
@@ -175,6 +175,11 @@ def _span(call: OpCall, state: Kept) -> Span | None:
                 "full", "full_like", "new_full", "eye"):  # fmt: skip
         return _made(name, args, call.value)
     return _computed(call, name, args)
+
+
+def _moves(name: str, number: int, args: Mapping[str, Any]) -> bool:
+    """Whether a result has elements of the op's first tensor; x.view(dtype) has other ones."""
+    return name in _ALONG and not number and "dtype" not in args
 
 
 def _count(name: str, number: int, args: Mapping[str, Any]) -> Span | None:
@@ -310,7 +315,7 @@ def _lowest(call: OpCall, state: Kept) -> float:
     if name == "slice" and isinstance(args["start"], int) and args["start"] > 0:
         if any(isinstance(f, str) and f == OFFSETS for f in call.rows(first).fills.values()):
             return 1  # offsets without their leading 0: each request has brought a token
-    if name in _ALONG and not number:
+    if _moves(name, number, args):
         return of(first)
     if name == "_to_copy":
         wide = torch.iinfo(call.value.dtype).max >= _most_of(first)

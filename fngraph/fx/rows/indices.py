@@ -75,7 +75,8 @@ def _check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> 
         f"looks up what the padding of an index names ({call.name}), which may not be among the "
         f"{call.dim(x, dim)} that are there: an error, or the end of a process, for rows of "
         "padding alone. Let it be 0: torch.where(batch.slot >= 0, index, 0), of a leaf padded "
-        "with -1, or index.clamp(min=0)"
+        "with -1, or index.clamp(min=0)",
+        fails=True,
     )
 
 

@@ -30,6 +30,9 @@ from fngraph.fx.rows.state import (
     ndim,
 )
 
+_PAIRS = ("view_as_complex", "view_as_real", "real", "imag", "_conj", "_neg_view")
+"""Views that make other numbers."""
+
 
 def _source(call: OpCall) -> Any:
     return next(x for x in call.args.values() if is_tensor(x))
@@ -54,9 +57,9 @@ def _viewed(call: OpCall, x: Any, dim: int, moving: list[int]) -> torch.Tensor |
     """The view of one row of padding; of one number alone, that number."""
     fill = call.fill(x, dim)
     assert fill is not None
-    if fill.numel() and bool((fill == fill.flatten()[0]).all()):
+    if call.name not in _PAIRS and fill.numel() and bool((fill == fill.flatten()[0]).all()):
         return fill.flatten()[0]
-    seen = evaluated(call, {x: fill})
+    seen = evaluated(call, {x: fill.contiguous()})
     fits = seen is not None and seen.dim() == call.value.dim()
     return seen if seen is not None and fits and all(seen.shape[d] == 1 for d in moving) else None
 
@@ -275,7 +278,8 @@ def drawn(call: OpCall) -> Kept:
             raise Mixes(
                 f"draws by chances of which padding may hold what is none ({call.name}): an error "
                 "for rows of padding alone. Let them be 1 there: torch.where((batch.slot >= 0)"
-                "[:, None], p, 1), of a leaf padded with -1"
+                "[:, None], p, 1), of a leaf padded with -1",
+                fails=True,
             )
     return Kept()
 

@@ -167,7 +167,16 @@ def never(call: OpCall) -> Kept:
 
 
 def running(call: OpCall) -> Kept:
-    """cumsum and its kind: a row sees none behind it."""
+    """cumsum and its kind: a row sees none behind it. Counts of repeats need zeros."""
+    counts: Any = call.args.get("repeats")
+    for d in moving_dims(counts) if is_tensor(counts) else ():
+        if not is_all(call.rows(counts).fills.get(d), 0):
+            raise Mixes(
+                f"repeats by {call.dim(counts, d)} counts ({call.name}), and those of padding are "
+                "not known to be 0: they would add up to more than output_size. Let them be 0: "
+                "torch.where(batch.slot >= 0, counts, 0), of a leaf padded with -1",
+                fails=True,
+            )
     return Kept()
 
 
@@ -213,7 +222,7 @@ def product(call: OpCall) -> Kept:
         sides = [(b, rank_b - 1, a)] if of_b else [(a, i, b)]
         sides += [(b, i, a)] if i < rank_a - 2 else []
         if any(
-            is_all(call.rows(x).fills.get(at), 0) and _is_finite(other) for x, at, other in sides
+            is_all(call.rows(x).fills.get(at), 0) and _all_finite(call, y) for x, at, y in sides
         ):
             fills[i] = call.zero
     return Kept(fills)
@@ -227,13 +236,16 @@ def _finite_rows(call: OpCall, a: Any, b: Any) -> dict[int, Any]:
     return {
         i: FINITE
         for i in moving_dims(call.node)
-        if i < ndim(a) - 1 and not moving_dims(b) and is_finite(call, a, i)
+        if i < ndim(a) - 1 and _all_finite(call, b) and is_finite(call, a, i)
     }
 
 
-def _is_finite(x: Any) -> bool:
-    """Whether all of an operand is finite: weights, integers."""
-    return not moving_dims(x) or not x.meta["val"].dtype.is_floating_point
+def _all_finite(call: OpCall, x: Any) -> bool:
+    """Whether all of an operand is finite: weights, integers, constants."""
+    state, dtype = call.rows(x), x.meta["val"].dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    return state.held if state.value is None else finite(state.value)
 
 
 def _cancels(call: OpCall, zeros: tuple[Any, int], other: tuple[Any, int]) -> bool:

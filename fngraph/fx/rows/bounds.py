@@ -33,7 +33,7 @@ _SHIFTS = {"add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "relu", "abs
 _SECOND = {"sort", "topk", "max", "min", "cummax", "cummin"}  # likewise, as their second result
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """Every element lies from `low` to `high`, which may be expressions in T and R."""
 

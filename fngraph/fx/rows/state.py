@@ -23,7 +23,7 @@ BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
 Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
     """A value that keeps its rows.
 
@@ -52,7 +52,7 @@ class Kept:
     reserved: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Mixed:
     """A value with padding in its true rows, and the op that brought it there.
 
@@ -75,7 +75,7 @@ class Mixes(Exception):
         self.fails = fails
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class OpCall:
     """One op: its arguments by their names in the schema, and what is known of them."""
 

@@ -135,7 +135,8 @@ def write(call: OpCall) -> Kept:
         raise Mixes(
             f"puts rows where a mask over {call.dim(masks[0], 0)} is true ({call.name}), one for "
             "each true element, of which a key's padding has none. Choose row by row instead: "
-            "torch.where(mask[:, None], rows, x)"
+            "torch.where(mask[:, None], rows, x)",
+            fails=True,
         )
     among_themselves = any(_harmless(call, target, d, x) for d, x in places.items())
     if _adds_nothing(call, values) or among_themselves:

@@ -163,6 +163,8 @@ FAILING: dict[str, tuple[Any, str]] = {
             torch.repeat_interleave(b.seq_lens, output_size=T_of(b))), "computes with T"),
     "an index out of mixed rows": (
         lambda x, p, b: torch.zeros_like(p["w"][nowhere(b).flip(0)]), "looks up what"),
+    "rows put where a mask is true": (
+        lambda x, p, b: (x.clone().index_put_((real(b),), x), x)[1] * 1, "puts rows where a mask"),
     "chances of rows that are drawn": (
         lambda x, p, b: (torch.multinomial(b.slot_mapping[:, None] + 1.0, 1), x)[1] * 1,
         "draws by chances of which padding may hold what is none"),

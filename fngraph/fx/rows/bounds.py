@@ -208,7 +208,7 @@ def _of(call: OpCall, x: Any) -> Span | None:
 def _chosen(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
     given = [args[n] for n in _CHOICES[name]]
     spans = [_of(call, x) for x in (given[0] if name in ("cat", "stack") else given)]
-    if any(s is None for s in spans):
+    if any(s is None for s in spans) or (ANY in spans and not all(s == ANY for s in spans)):
         return None
     result = spans[0]
     for span in spans[1:]:
@@ -217,8 +217,8 @@ def _chosen(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
 
 
 def _extreme(name: str, a: Span | None, b: Span | None) -> Span | None:
-    if a is None or b is None:
-        return None
+    if a is None or b is None or ANY in (a, b):
+        return a if a == b else None
     pick = _least if name == "minimum" else _most
     return Span(pick(a.low, b.low), pick(a.high, b.high))
 

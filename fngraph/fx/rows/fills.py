@@ -200,10 +200,10 @@ def _is_smooth(call: OpCall) -> bool:
 
 def _goes_on(call: OpCall, mark: str) -> bool:
     """Whether padding still is what a mark says: in copies."""
-    if mark == FINITE:
+    if mark == FINITE or call.name == "copy":  # which has none of what it overwrites
         return False
     if mark == VANISHING:
-        return call.name in _COPIES
+        return call.name in _COPIES and call.value.dtype.is_floating_point
     wraps = call.value.dtype not in (torch.int32, torch.int64)
     return call.name in _COPIES and not wraps
 

@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import torch
 
 from fngraph.fx.nodes import is_tensor
+from fngraph.fx.rows.bounds import size_of
 from fngraph.fx.rows.fills import constant, evaluated, is_all
+from fngraph.fx.rows.indices import is_there
 from fngraph.fx.rows.state import (
     FINITE,
     VANISHING,
@@ -70,8 +72,9 @@ def _adds_nothing(call: OpCall, x: Any, fill: Any) -> bool:
     neutral = NEUTRAL[call.name]
     if "norm" in call.name and not (call.args.get("ord", call.args.get("p")) or 0) >= 0:
         return False  # of the least elements
-    if x.meta["val"].dtype is torch.bool and ("softmax" in call.name or "exp" in call.name):
-        return False  # of False it takes exp(0)
+    whole = not x.meta["val"].dtype.is_floating_point
+    if whole and ("softmax" in call.name or "exp" in call.name):
+        return False  # of False, or of the least byte, it takes exp(0)
     if is_all(fill, _limit(neutral, x.meta["val"].dtype)):
         return True
     if isinstance(fill, str):
@@ -199,6 +202,15 @@ def cross_entropy(call: OpCall) -> Kept:
             f"takes the loss over {call.dim(target, 0)}, and a key has rows of padding there. Let "
             "it ignore them: target = torch.where(batch.slot >= 0, target, -100)"
         )
+    classes = size_of(call.args["self"].meta["val"].shape[1 if ndim(call.args["self"]) > 1 else 0])
+    if moving_dims(target) and not ignored:
+        if not is_there(call.rows(target), moving_dims(target), classes, from_end=False):
+            raise Mixes(
+                "takes the loss of what padding of a target names, which may be no class: an "
+                "error, or the end of a process, for rows of padding alone. Let it ignore them: "
+                "target = torch.where(batch.slot >= 0, target, -100)",
+                fails=True,
+            )
     return Kept()
 
 
@@ -303,6 +315,11 @@ def scaled_dot_product(call: OpCall) -> Kept:
     """
     key, query, value = (call.args[name] for name in ("key", "query", "value"))
     last = ndim(key) - 2
+    if last + 1 in moving_dims(key):
+        raise Mixes(
+            f"attends by products over {call.dim(key, last + 1)}, a head's width, and a key has "
+            "rows of padding there. Let heads be of one width: x[None, :, None] of (T, D) rows"
+        )
     if last not in moving_dims(key):
         return Kept()
     same = call.dim(key, last) == call.dim(query, ndim(query) - 2)

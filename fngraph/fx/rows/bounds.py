@@ -17,7 +17,7 @@ from torch import fx
 
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import is_op, is_size, is_tensor
-from fngraph.fx.rows.state import OFFSETS, Kept, OpCall, moving_dims, op_name
+from fngraph.fx.rows.state import OFFSETS, Kept, OpCall, op_name
 from fngraph.fx.schemas import named
 
 _ALONG = set(
@@ -347,8 +347,3 @@ def _most_of(x: Any) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return math.inf
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max
-
-
-def moves_twice(x: fx.Node) -> bool:
-    """Whether a tensor has more than one dim in T and R."""
-    return len(moving_dims(x)) > 1

@@ -202,15 +202,15 @@ def cross_entropy(call: OpCall) -> Kept:
             f"takes the loss over {call.dim(target, 0)}, and a key has rows of padding there. Let "
             "it ignore them: target = torch.where(batch.slot >= 0, target, -100)"
         )
-    classes = size_of(call.args["self"].meta["val"].shape[1 if ndim(call.args["self"]) > 1 else 0])
-    if moving_dims(target) and not ignored:
-        if not is_there(call.rows(target), moving_dims(target), classes, from_end=False):
-            raise Mixes(
-                "takes the loss of what padding of a target names, which may be no class: an "
-                "error, or the end of a process, for rows of padding alone. Let it ignore them: "
-                "target = torch.where(batch.slot >= 0, target, -100)",
-                fails=True,
-            )
+    scores = call.args["self"].meta["val"].shape
+    classes, moving = size_of(scores[min(1, len(scores) - 1)]), moving_dims(target)
+    if moving and not ignored and not is_there(call.rows(target), moving, classes, from_end=False):
+        raise Mixes(
+            "takes the loss of what padding of a target names, which may be no class: an error, or "
+            "the end of a process, for rows of padding alone. Let it ignore them: target = "
+            "torch.where(batch.slot >= 0, target, -100)",
+            fails=True,
+        )
     return Kept()
 
 

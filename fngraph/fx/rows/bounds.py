@@ -2,13 +2,16 @@
 
 An index into T or R rows must not be negative in a true row: x[-1] is a key's last row. And what
 padding looks up must be there, or the device stops: an index error of a kernel ends the process.
+
+Each op has one rule, from what its operands lie between to what its result does. It runs twice: on
+what bounds all elements, and on what bounds the true ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -16,10 +19,12 @@ import torch
 from torch import fx
 
 from fngraph.fx.leaves import Leaf
-from fngraph.fx.nodes import is_op, is_size, is_tensor
+from fngraph.fx.nodes import is_op, is_tensor
 from fngraph.fx.rows.state import OFFSETS, Kept, OpCall, op_name
 from fngraph.fx.schemas import named
 
+LARGEST = 1 << 24
+"""More than T and R ever are: numbers made of them fit an integer if they fit it for these."""
 _ALONG = set(
     """alias clone contiguous detach expand index index_select gather permute transpose t slice
     select narrow squeeze unsqueeze view _unsafe_view reshape _reshape_alias repeat flip sort amax
@@ -27,9 +32,9 @@ _ALONG = set(
     repeat_interleave lift_fresh lift_fresh_copy unfold diagonal _unsafe_index""".split()
 )  # the elements of their first tensor
 _CHOICES = {"where": ("self", "other"), "masked_fill": ("self", "value"), "cat": ("tensors",),
-            "stack": ("tensors",), "minimum": ("self", "other")}  # fmt: skip
+            "stack": ("tensors",), "copy": ("src",), "fill": ("value",),
+            "constant_pad_nd": ("self", "value")}  # fmt: skip
 _ARGS = {"argmax", "argmin", "argsort"}  # of numbers along a dim
-_SHIFTS = {"add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "relu", "abs"}
 _SECOND = {"sort", "topk", "max", "min", "cummax", "cummin"}  # likewise, as their second result
 
 
@@ -61,7 +66,7 @@ ANY = Span(sympy.oo, -sympy.oo)
 
 
 def at_most(a: Any, b: Any) -> bool:
-    """Whether a <= b wherever T and R are 1 or more."""
+    """Whether a <= b wherever T and R are 1 or more, and none is beyond `LARGEST`."""
     if isinstance(a, int) and isinstance(b, int):
         return a <= b
     if a == b:  # of infinities too, whose difference is no number
@@ -78,7 +83,10 @@ def at_most(a: Any, b: Any) -> bool:
     if not rest.is_polynomial():
         return False
     more = sympy.expand(rest.subs({s: s + 1 for s in rest.free_symbols}))
-    return all(c >= 0 for c in sympy.Poly(more, *more.free_symbols).coeffs())
+    terms = sympy.Poly(more, *more.free_symbols).terms()
+    return bool(
+        sum(c * LARGEST ** sum(powers) for powers, c in terms if c < 0 or not any(powers)) >= 0
+    )
 
 
 def _least(a: Any, b: Any) -> Any:
@@ -99,11 +107,9 @@ def bounded(call: OpCall, state: Kept) -> Kept:
     dtype = call.node.meta["val"].dtype
     if dtype.is_floating_point or dtype.is_complex:
         return state
-    span = _fitting(dtype, _span(call, state))
-    low = max(state.low, _lowest(call, state))
-    if span is not None and isinstance(span.low, int):
-        low = max(low, span.low)
-    return dataclasses.replace(state, low=low, span=span)
+    true = _result(call, state, _true).low
+    low = true if isinstance(true, int) else 0 if at_most(0, true) else -math.inf
+    return dataclasses.replace(state, low=max(state.low, low), span=_result(call, state, _all))
 
 
 def of_constant(state: Kept) -> Kept:
@@ -118,32 +124,58 @@ def of_constant(state: Kept) -> Kept:
 def of_leaf(state: Kept, leaf: Leaf, value: torch.Tensor, tokens: Any) -> Kept:
     """A leaf's: what its dtype and its field say."""
     dtype = value.dtype
-    if dtype is torch.bool:
-        return dataclasses.replace(state, low=0, span=Span(0, 1))
     if dtype.is_floating_point or dtype.is_complex:
         return state
-    if dtype is torch.uint8:
-        return dataclasses.replace(state, low=0, span=Span(0, 255))
     if leaf.buffer is None:
         return state
     if leaf.buffer.pad == "stride":
         return dataclasses.replace(state, low=0, span=None if tokens is None else Span(0, tokens))
-    return state if leaf.buffer.min is None else dataclasses.replace(state, low=leaf.buffer.min)
+    span = _whole(dtype)
+    low = span.low if leaf.buffer.min is None else max(span.low, leaf.buffer.min)
+    return dataclasses.replace(state, low=low, span=span)
 
 
 def _of_value(value: torch.Tensor) -> Span | None:
     return Span(int(value.min()), int(value.max())) if value.numel() else None
 
 
-def _fitting(dtype: torch.dtype, span: Span | None) -> Span | None:
-    """The span, if no number of it could have wrapped around."""
-    if span is None or dtype is torch.bool:
-        return None if span is None else Span(0, 1)
-    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    wide = dtype in (torch.int32, torch.int64)  # in which every number of rows fits
-    low = at_most(least, span.low) if isinstance(span.low, int) else wide
-    high = at_most(span.high, most) if isinstance(span.high, int) else wide
-    return span if low and high else None
+def _whole(dtype: torch.dtype) -> Span:
+    """All numbers of a dtype."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return Span(-sympy.oo, sympy.oo)
+    if dtype is torch.bool:
+        return Span(0, 1)
+    return Span(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+
+
+def _all(call: OpCall, x: Any) -> Span:
+    """What all elements of an operand lie between; a number's own."""
+    if isinstance(x, bool | int):
+        return Span(int(x), int(x))
+    if not is_tensor(x):
+        size = _number(x)
+        return Span(-sympy.oo, sympy.oo) if size is None else Span(size, size)
+    known = getattr(call.states[x], "span", None)
+    return _whole(x.meta["val"].dtype) if known is None else known
+
+
+def _true(call: OpCall, x: Any) -> Span:
+    """What its true elements lie between."""
+    known = _all(call, x)
+    if not is_tensor(x):
+        return known
+    whole = _whole(x.meta["val"].dtype)
+    low = getattr(call.states[x], "low", -math.inf)
+    if known == ANY:
+        known = whole
+    return Span(_most(known.low, int(low)), known.high) if low > -math.inf else known
+
+
+def _number(x: Any) -> Any:
+    """An int, or an expression in T and R; else None."""
+    if isinstance(x, fx.Node):
+        x = x.meta.get("val")
+    return size_of(x) if isinstance(x, int | torch.SymInt) else None
 
 
 def _source(call: OpCall) -> tuple[fx.Node, int]:
@@ -155,31 +187,61 @@ def _source(call: OpCall) -> tuple[fx.Node, int]:
     return source, int(number)  # type: ignore[arg-type,return-value]
 
 
-def _span(call: OpCall, state: Kept) -> Span | None:
+def _result(call: OpCall, state: Kept, look: Callable[[OpCall, Any], Span]) -> Span:
+    """What a result lies between, if its operands do between what `look` says."""
+    whole = _whole(call.value.dtype)
     source, number = _source(call)
     name, args = op_name(source), named(source.target, source.args, source.kwargs)
-    if call.value.dtype is torch.bool:
-        return Span(0, 1)
     if state.value is not None:
-        return _of_value(state.value)
+        span = _of_value(state.value)
+    elif name == "slice" and look is _true and _without_first(call, args):
+        span = Span(1, whole.high)
+    else:
+        span = _moved(lambda x: look(call, x), name, number, args)
+        if span is None:
+
+            def of(x: Any) -> Span:
+                known = look(call, x)
+                return _whole(x.meta["val"].dtype) if known == ANY else known
+
+            span = _computed(of, name, args)
+    fits = span is not None and (span == ANY or span.within(whole.low, whole.high))
+    return span if span is not None and fits else whole  # what wraps around may be any number
+
+
+def _without_first(call: OpCall, args: Mapping[str, Any]) -> bool:
+    """Whether it is offsets without their leading 0: each request has brought a token."""
+    x, start = args["self"], args["start"]
+    mark = call.rows(x).fills.get(args["dim"] % max(x.meta["val"].dim(), 1))
+    return isinstance(start, int) and start > 0 and isinstance(mark, str) and mark == OFFSETS
+
+
+def _moved(
+    of: Callable[[Any], Span], name: str, number: int, args: Mapping[str, Any]
+) -> Span | None:
+    """Of what the user vouches for too: elements of operands, or positions among them."""
     found = _count(name, number, args)
     if found is not None:
         return found
-    if name == "_to_copy" or _moves(name, number, args):
-        return _of(call, next((x for x in args.values() if is_tensor(x)), None))
-    if name in ("minimum", "maximum"):
-        return _extreme(name, _of(call, args["self"]), _of(call, args["other"]))
+    first = next((x for x in args.values() if is_tensor(x)), None)
+    if name in _ALONG and "dtype" not in args:  # x.view(dtype) has other ones
+        return of(first)
+    if name == "_to_copy" and not first.meta["val"].dtype.is_floating_point:  # type: ignore[union-attr]
+        return of(first)
     if name in _CHOICES:
-        return _chosen(call, name, args)
-    if name in ("arange", "zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones",
-                "full", "full_like", "new_full", "eye"):  # fmt: skip
-        return _made(name, args, call.value)
-    return _computed(call, name, args)
-
-
-def _moves(name: str, number: int, args: Mapping[str, Any]) -> bool:
-    """Whether a result has elements of the op's first tensor; x.view(dtype) has other ones."""
-    return name in _ALONG and not number and "dtype" not in args
+        given = [args[n] for n in _CHOICES[name]]
+        spans = [of(x) for x in (given[0] if name in ("cat", "stack") else given)]
+        if ANY in spans:
+            return ANY if all(s == ANY for s in spans) else None
+        result = spans[0]
+        for span in spans[1:]:
+            result = result | span
+        return result
+    if name in ("clamp", "clamp_min", "relu") and of(first) == ANY:  # no further from 0
+        low, high = args.get("min", 0), args.get("max")
+        bounds = isinstance(low, int) and low <= 0 and (high is None or of(high).within(0, high))
+        return ANY if bounds else None
+    return None
 
 
 def _count(name: str, number: int, args: Mapping[str, Any]) -> Span | None:
@@ -194,156 +256,121 @@ def _count(name: str, number: int, args: Mapping[str, Any]) -> Span | None:
     if name in ("searchsorted", "bucketize"):
         edges = args.get("sorted_sequence", args.get("boundaries"))
         return Span(0, size_of(edges.meta["val"].shape[-1]))
+    if name == "repeat_interleave" and "self" not in args:
+        return Span(0, size_of(args["repeats"].meta["val"].shape[0]) - 1)
     return None
 
 
-def _of(call: OpCall, x: Any) -> Span | None:
-    if isinstance(x, bool | int):
-        return Span(int(x), int(x))
-    if not is_tensor(x) or x.meta["val"].dtype.is_floating_point:
-        return None
-    return getattr(call.states[x], "span", None)
-
-
-def _chosen(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
-    given = [args[n] for n in _CHOICES[name]]
-    spans = [_of(call, x) for x in (given[0] if name in ("cat", "stack") else given)]
-    if any(s is None for s in spans) or (ANY in spans and not all(s == ANY for s in spans)):
-        return None
-    result = spans[0]
-    for span in spans[1:]:
-        result = result | span  # type: ignore[operator]
-    return result
-
-
-def _extreme(name: str, a: Span | None, b: Span | None) -> Span | None:
-    if a is None or b is None or ANY in (a, b):
-        return a if a == b else None
-    pick = _least if name == "minimum" else _most
-    return Span(pick(a.low, b.low), pick(a.high, b.high))
-
-
-def _made(name: str, args: Mapping[str, Any], value: torch.Tensor) -> Span | None:
+def _computed(of: Callable[[Any], Span], name: str, args: Mapping[str, Any]) -> Span | None:
+    """Of numbers that are computed. What does not fit the dtype is told by who asks."""
+    rule = _RULES.get(name)
+    if rule is not None:
+        return rule(of, args)
     if name == "arange":
-        start, step, end = (args.get(n) for n in ("start", "step", "end"))
-        first, last = 0 if start is None else start, _number(end)
-        plain = step in (None, 1) and isinstance(first, int) and last is not None
-        return Span(first, last - 1) if plain else None  # type: ignore[operator]
-    if "full" in name:
-        fill = args["fill_value"]
-        return Span(int(fill), int(fill)) if isinstance(fill, bool | int) else None
-    return Span(0 if "zeros" in name or name == "eye" else 1, 0 if "zeros" in name else 1)
-
-
-def _number(x: Any) -> Any:
-    """An int, or an expression in T and R; else None."""
-    if isinstance(x, fx.Node):
-        x = x.meta.get("val")
-    return size_of(x) if isinstance(x, int | torch.SymInt) else None
-
-
-def _computed(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
-    a, b = _of(call, args.get("self")), _of(call, args.get("other"))
-    plain = args.get("alpha") in (None, 1) and args.get("rounding_mode") in (None, "floor")
-    if ANY in (a, b) and name not in ("remainder", "bitwise_and", "count_nonzero"):
-        return ANY if name in _SHIFTS else None  # a product of what fits may not
-    if name == "rsub" and a and b and plain:
-        return Span(b.low - a.high, b.high - a.low)
-    if name in ("add", "sub") and a and b and plain:
+        first, end, step = args.get("start") or 0, _number(args.get("end")), args.get("step")
+        rises = step is None or (isinstance(step, int) and step > 0)
         return (
-            Span(a.low + b.low, a.high + b.high) if name == "add"
-            else Span(a.low - b.high, a.high - b.low)
-        )  # fmt: skip
-    if name == "mul" and a and b and at_most(0, a.low) and at_most(0, b.low):
-        return Span(a.low * b.low, a.high * b.high)
-    if name in ("clamp", "clamp_min", "clamp_max"):
-        return _clamped(call, args, a)
-    if name == "remainder" and b and b.low == b.high and isinstance(b.low, int) and b.low > 0:
-        return Span(0, b.low - 1)
-    divides = name == "floor_divide" or (name == "div" and args.get("rounding_mode") == "floor")
-    if divides and a and b and at_most(0, a.low) and at_most(1, b.low):
-        return Span(0, a.high)
-    if name == "bitwise_and":
-        masks = [s.high for s in (a, b) if s and s != ANY and at_most(0, s.low)]
-        return Span(0, masks[0]) if masks else None
-    if name in ("relu", "abs") and a and at_most(0, a.low):
+            Span(first, end - 1) if rises and isinstance(first, int) and end is not None else None
+        )
+    if name in ("eye", "zero") or "zeros" in name or "ones" in name:
+        return Span(int("ones" in name), int("ones" in name or name == "eye"))
+    return of(args["fill_value"]) if "full" in name else None
+
+
+def _add(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span:
+    a, b = of(args["self"]), _scaled(of(args["other"]), args.get("alpha"))
+    return Span(a.low + b.low, a.high + b.high)
+
+
+def _sub(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span:
+    a, b = of(args["self"]), _scaled(of(args["other"]), args.get("alpha"))
+    return Span(a.low - b.high, a.high - b.low)
+
+
+def _rsub(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span:
+    a, b = _scaled(of(args["self"]), args.get("alpha")), of(args["other"])
+    return Span(b.low - a.high, b.high - a.low)
+
+
+def _scaled(a: Span, by: Any) -> Span:
+    by = 1 if by is None else by
+    return Span(a.low * by, a.high * by) if by > 0 else Span(a.high * by, a.low * by)
+
+
+def _mul(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span | None:
+    a, b = of(args["self"]), of(args["other"])
+    ends = (a.low, a.high, b.low, b.high)
+    if all(isinstance(n, int) for n in ends):
+        products = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+        return Span(min(products), max(products))
+    known = at_most(0, a.low) and at_most(0, b.low) and sympy.oo not in ends
+    return Span(a.low * b.low, a.high * b.high) if known else None
+
+
+def _floor_divide(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span | None:
+    a, b = of(args["self"]), of(args["other"])
+    whole = args.get("rounding_mode", "floor") in ("floor", "trunc")
+    return Span(0, a.high) if whole and at_most(0, a.low) and at_most(1, b.low) else None
+
+
+def _remainder(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span | None:
+    b = of(args["other"])  # the divisor's sign
+    return Span(0, b.high - 1) if at_most(1, b.low) else None
+
+
+def _shift_right(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span | None:
+    a, b = of(args["self"]), of(args["other"])
+    return Span(0, a.high) if at_most(0, a.low) and at_most(0, b.low) else None
+
+
+def _bitwise_and(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span | None:
+    masks = [s.high for s in map(of, (args["self"], args["other"])) if at_most(0, s.low)]
+    return Span(0, masks[0] if len(masks) == 1 else _least(*masks)) if masks else None
+
+
+def _bitwise_or(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span | None:
+    a, b = of(args["self"]), of(args["other"])
+    known = all(isinstance(n, int) and n >= 0 for n in (a.low, b.low, a.high, b.high))
+    return Span(0, (1 << int(max(a.high, b.high)).bit_length()) - 1) if known else None
+
+
+def _abs(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span | None:
+    a = of(args["self"])  # of the least number of all: itself
+    if at_most(0, a.low):
         return a
-    if name in ("sum", "cumsum", "count_nonzero"):
-        shape, dims = args["self"].meta["val"].shape, args.get("dim")
-        dims = [dims] if isinstance(dims, int) else dims or range(len(shape))
-        many = math.prod(size_of(shape[d]) for d in dims) if shape else 1
-        one = Span(0, 1) if name == "count_nonzero" else a
-        if one and at_most(0, one.low):
-            return Span(0, one.high * many)
-    return None
+    known = isinstance(a.low, int) and isinstance(a.high, int)
+    return Span(0, max(-a.low, a.high)) if known else None
 
 
-def _clamped(call: OpCall, args: Mapping[str, Any], a: Span | None) -> Span | None:
-    low, high = _of(call, args.get("min")), _of(call, args.get("max"))
-    if (args.get("min") is not None and low is None) or (
-        args.get("max") is not None and high is None
-    ):
-        return None
-    lows = [s.low for s in (a, low) if s]
-    highs = [s.high for s in (a, high) if s]
-    if not lows or not highs:
-        return None
-    least = lows[0] if len(lows) == 1 else _most(*lows)  # of the two lower bounds, the greater
-    if high is not None:  # the upper bound is what counts where the two cross
-        least = _least(least, high.low)
-    most = highs[0] if len(highs) == 1 else _least(*highs)
+def _clamp(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span:
+    a = of(args["self"])
+    low, high = args.get("min"), args.get("max")
     if low is not None:
-        most = most if high is not None else _most(most, low.high)
-    return Span(least, most)
+        b = of(low)
+        a = Span(_most(a.low, b.low), _most(a.high, b.high))
+    if high is not None:  # the upper bound is what counts where the two cross
+        b = of(high)
+        a = Span(_least(a.low, b.low), _least(a.high, b.high))
+    return a
 
 
-def _lowest(call: OpCall, state: Kept) -> float:
-    """A number that no true element is below; -inf if none is known."""
-    if call.value.dtype in (torch.bool, torch.uint8):
-        return 0
-    source, number = _source(call)
-    name, args = op_name(source), named(source.target, source.args, source.kwargs)
-    first = next((x for x in args.values() if is_tensor(x)), None)
-
-    def of(x: Any) -> float:
-        if is_tensor(x):
-            return getattr(call.states[x], "low", -math.inf)  # type: ignore[no-any-return]
-        if is_size(x) and _number(x) is not None:
-            return 0 if at_most(0, _number(x)) else -math.inf
-        return x if isinstance(x, int) else -math.inf
-
-    if name == "slice" and isinstance(args["start"], int) and args["start"] > 0:
-        if any(isinstance(f, str) and f == OFFSETS for f in call.rows(first).fills.values()):
-            return 1  # offsets without their leading 0: each request has brought a token
-    if _moves(name, number, args):
-        return of(first)
-    if name == "_to_copy":
-        wide = torch.iinfo(call.value.dtype).max >= _most_of(first)
-        return of(first) if wide else -math.inf
-    a, b = of(args.get("self")), of(args.get("other"))
-    if name == "sub" and isinstance(args["other"], int) and args.get("alpha") == 1:
-        return a - args["other"] if a >= 0 and args["other"] >= 0 else -math.inf
-    if name in ("floor_divide", "bitwise_right_shift") and min(a, b) >= 0:
-        return 0
-    if name == "bitwise_and" and max(a, b) >= 0:
-        return 0
-    if name == "bitwise_or" and min(a, b) >= 0:
-        return 0
-    if name == "remainder" and b > 0:  # the divisor's sign
-        return 0
-    if name in ("clamp", "clamp_min", "clamp_max"):
-        low = max(a, of(args["min"])) if args.get("min") is not None else a
-        return low if args.get("max") is None else min(low, of(args["max"]))
-    if name == "maximum":
-        return max(a, b)
-    if name in _CHOICES:
-        given = [args[n] for n in _CHOICES[name]]
-        return min(map(of, given[0] if name in ("cat", "stack") else given))
-    return -math.inf
+def _sum(of: Callable[[Any], Span], args: Mapping[str, Any]) -> Span | None:
+    shape, dims = args["self"].meta["val"].shape, args.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or range(len(shape))
+    many = math.prod(size_of(shape[d]) for d in dims) if shape else 1
+    a = of(args["self"])
+    return Span(0, a.high * many) if at_most(0, a.low) and a.high != sympy.oo else None
 
 
-def _most_of(x: Any) -> float:
-    dtype = x.meta["val"].dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return math.inf
-    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
+_RULES: dict[str, Callable[[Callable[[Any], Span], Mapping[str, Any]], Span | None]] = {
+    "add": _add, "sub": _sub, "rsub": _rsub, "mul": _mul, "floor_divide": _floor_divide,
+    "div": _floor_divide, "remainder": _remainder, "bitwise_right_shift": _shift_right,
+    "__rshift__": _shift_right, "bitwise_and": _bitwise_and, "bitwise_or": _bitwise_or,
+    "bitwise_xor": _bitwise_or, "abs": _abs, "sum": _sum, "cumsum": _sum, "clamp": _clamp,
+    "clamp_min": _clamp, "clamp_max": _clamp,
+    "neg": lambda of, args: _scaled(of(args["self"]), -1),
+    "relu": lambda of, args: _clamp(of, {"self": args["self"], "min": 0}),
+    "minimum": lambda of, args: _clamp(of, {"self": args["self"], "max": args["other"]}),
+    "maximum": lambda of, args: _clamp(of, {"self": args["self"], "min": args["other"]}),
+    "count_nonzero": lambda of, args: _sum(lambda x: Span(0, 1), args),
+}  # fmt: skip

@@ -22,9 +22,8 @@ from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
-from fngraph.fx.rows.fills import keeps_finite
-from fngraph.fx.rows.indices import WINDOW, WRITES
-from fngraph.fx.rows.rules import rule
+from fngraph.fx.rows.indices import WINDOW
+from fngraph.fx.rows.rules import keeps_finite, rule
 from fngraph.fx.rows.state import (
     OFFSETS,
     Kept,
@@ -33,7 +32,6 @@ from fngraph.fx.rows.state import (
     OpCall,
     is_finite,
     moving_dims,
-    op_name,
 )
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
@@ -108,7 +106,8 @@ def _facts(
     tokens = _tokens(gm, leaves)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            kept = dataclasses.replace(_leaf(leaf := next(inputs)), held=_is_held(leaf, node))
+            leaf = next(inputs)
+            kept = dataclasses.replace(_leaf(leaf), held=leaf.role is Role.HELD)
             states[node] = of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
@@ -125,13 +124,6 @@ def _facts(
             others = views[storage_key(target.meta["val"])]
             _rewrite(target, state, states, [view for view in others if view is not node])
     return found
-
-
-def _is_held(leaf: Leaf, node: fx.Node) -> bool:
-    """Weights: what is held, and donated values that no row of padding is written into."""
-    if leaf.role is Role.DONATED:
-        return not any(is_op(x) and op_name(x) in WRITES for x in node.users)
-    return leaf.role is Role.HELD
 
 
 def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:

@@ -31,9 +31,15 @@ from fngraph.torch_facts.names import tree_leaves
 
 _LARGEST = 1 << 16  # elements of a constant that is worth computing
 _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"}
+WIDE = (torch.float32, torch.float64, torch.bfloat16)
+"""Dtypes beyond whose range nobody's numbers are taken to go. Half precision ends at 65504."""
 _DIVISIONS = ("floor_divide", "remainder", "fmod", "div", "divide", "true_divide")
 _PICKS = ("threshold_backward", "hardtanh_backward", "leaky_relu_backward")
 """Gradients that are picked by x, and not multiplied by what is made of it."""
+_SLOPES = frozenset(
+    """sigmoid_backward tanh_backward silu_backward gelu_backward elu_backward mish_backward
+    softplus_backward log_sigmoid_backward hardsigmoid_backward hardswish_backward""".split()
+)  # gradients that are multiplied by what is finite wherever x is
 _SMOOTH = frozenset(
     """add sub rsub mul neg abs square tanh sigmoid relu silu gelu sin cos where masked_fill maximum
     minimum clamp clamp_min clamp_max _to_copy clone copy alias lift_fresh addcmul lerp erf softplus
@@ -153,8 +159,25 @@ def _known_fill(call: OpCall, known: dict[Any, Fill | None]) -> Fill | None:
         known = {x: None if isinstance(f, str) else f for x, f in known.items()}
         return marks[0] if _goes_on(call, marks[0]) else _decided(call, known, finite)
     if all(fill is not None for fill in known.values()):
-        return evaluated(call, known)
+        return _computed(call, known)
     return _decided(call, known, {x for x, f in known.items() if is_finite(f)})
+
+
+def _computed(call: OpCall, known: Mapping[Any, Any]) -> Fill | None:
+    """The op on padding; none where it differs for 0 and -0.0, which a fill of 0 may be."""
+    values = {x: _in_dims_of(x, fill) for x, fill in known.items()}
+    result = evaluated(call, values)
+    other = {x: torch.where(v == 0, -v, v) for x, v in values.items() if v.is_floating_point()}
+    if result is None or not other or not any(bool((v == 0).any()) for v in other.values()):
+        return result
+    twin = evaluated(call, values | other)
+    same = twin is not None and torch.allclose(result, twin, 0, 0, equal_nan=True)
+    return result if same else None
+
+
+def _in_dims_of(x: Any, fill: torch.Tensor) -> torch.Tensor:
+    """A number of a tensor's: in as many dims, since of none it would yield to others' dtypes."""
+    return fill if fill.dim() else fill.reshape([1] * ndim(x))
 
 
 def _may_be_infinite(x: Any) -> bool:
@@ -164,24 +187,20 @@ def _may_be_infinite(x: Any) -> bool:
 
 def _stays_finite(call: OpCall, known: Mapping[Any, Fill | None]) -> bool:
     """Whether an op of finite numbers gives some, as far as its dtype goes."""
-    if call.value.dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        return False  # half precision ends early
-    finite = all(is_finite(f) or not _may_be_infinite(x) for x, f in known.items())
-    return bool(known) and finite and _is_smooth(call)
-
-
-def keeps_finite(call: OpCall) -> bool:
-    """Whether an op of weights gives what is taken to be finite, as they are."""
-    if not is_tensor(call.node) or not _may_be_infinite(call.node):
-        return True
-    if call.name == "view" and "dtype" in call.args:  # other bits
+    if call.value.dtype not in WIDE:
         return False
-    numbers = all(math.isfinite(x) for x in call.args.values() if isinstance(x, float))
-    pointwise = torch.Tag.pointwise in call.node.target.tags  # type: ignore[union-attr]
-    return numbers and (not pointwise or _is_smooth(call))
+    finite = all(is_finite(f) or not _may_be_infinite(x) for x, f in known.items())
+    return bool(known) and finite and is_smooth(call)
 
 
-def _is_smooth(call: OpCall) -> bool:
+def dtype_of(call: OpCall) -> torch.dtype:
+    """A result's; of several, the first's."""
+    values = tree_leaves(call.node.meta["val"])
+    return next(x.dtype for x in values if isinstance(x, torch.Tensor))
+
+
+def is_smooth(call: OpCall) -> bool:
+    """Whether an op computes finite numbers of finite ones, each of its own."""
     numbers = [x for x in call.args.values() if isinstance(x, int | float)]
     if not all(map(math.isfinite, numbers)):
         return False
@@ -231,7 +250,9 @@ def evaluated(call: OpCall, values: dict[Any, Any]) -> torch.Tensor | None:
                         **{k: v for k, v in given.items() if k in named})  # fmt: skip
     except (RuntimeError, TypeError, IndexError, KeyError, NotImplementedError):
         return None
-    return result if isinstance(result, torch.Tensor) and result.numel() <= _LARGEST else None
+    if not isinstance(result, torch.Tensor) or result.dtype != call.value.dtype:
+        return None
+    return result if result.numel() <= _LARGEST else None
 
 
 def is_all(fill: Fill | None, number: float) -> bool:
@@ -262,7 +283,7 @@ def _decided(call: OpCall, known: dict[Any, Any], finite: Set[Any]) -> Fill | No
     given = set(operands(call.node))
     if name == "mul" and among(0) and given <= finite | _zeros(known):
         return call.zero
-    if name.endswith("_backward") and is_all(of(args.get("grad_output")), 0):
+    if name in _SLOPES and is_all(of(args.get("grad_output")), 0):
         return call.zero if given <= finite | _zeros(known) else None
     if name in ("bitwise_and", "logical_and") and among(0):
         return call.zero

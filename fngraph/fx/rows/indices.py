@@ -11,7 +11,7 @@ so of a staged one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def read(call: OpCall) -> Kept:
     source = call.args.get("self", call.args.get("weight"))
     indices = call.args.get("indices", call.args.get("index"))
     if isinstance(indices, list | tuple):
-        for d, index in enumerate(indices):
+        for d, index in _by_dim(indices).items():
             _check_index(call, source, d, index, from_end=True)
     else:
         dim = call.args.get("dim", 0) % max(ndim(source), 1)
@@ -167,7 +167,17 @@ def _places(call: OpCall) -> dict[int, Any]:
     args, rank = call.args, ndim(call.args["self"])
     if "dim" in args:
         return {args["dim"] % rank if rank else 0: args["index"]}
-    return {d: x for d, x in enumerate(args["indices"]) if x is not None}
+    return _by_dim(args["indices"])
+
+
+def _by_dim(indices: Sequence[Any]) -> dict[int, Any]:
+    """Each index and the first dim that it is for: a mask is for as many as it has."""
+    found, dim = {}, 0
+    for x in indices:
+        if x is not None:
+            found[dim] = x
+        dim += ndim(x) if x is not None and _is_mask(x) else 1
+    return found
 
 
 def _values(call: OpCall) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from fngraph.fx.nodes import operands
 from fngraph.fx.rows import indices, shapes, sums
-from fngraph.fx.rows.fills import pointwise, refuse_counts
+from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
 from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims
 from fngraph.torch_facts.names import tree_leaves
 
@@ -33,6 +34,24 @@ def rule(call: OpCall) -> Kept:
     )
 
 
+def keeps_finite(call: OpCall) -> bool:
+    """Whether an op of weights gives what is taken to be finite, as they are."""
+    fn = _RULES.get(call.name)
+    dtype = dtype_of(call)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    if fn in _MOVES or call.name in _MOVED:
+        return "dtype" not in call.args  # other bits
+    if fn is sums.norm:
+        return sums.is_safe(call)
+    if dtype not in WIDE:
+        return False
+    if fn is pointwise or torch.Tag.pointwise in call.node.target.tags:  # type: ignore[union-attr]
+        return is_smooth(call)
+    numbers = all(math.isfinite(x) for x in call.args.values() if isinstance(x, float))
+    return numbers and (fn in _SUMMED or call.name in _ADDED)
+
+
 def _namespace(call: OpCall) -> str:
     return str(call.node.target.namespace)  # type: ignore[union-attr]
 
@@ -44,6 +63,19 @@ def _counts(call: OpCall) -> bool:
 _COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,
              shapes.repeat, shapes.drawn, shapes.embedded, indices.window, sums.norm}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
+_MOVES = {shapes.in_order, shapes.permute, shapes.reshape, shapes.cut, shapes.parts, shapes.join,
+          shapes.diagonal, shapes.repeat, indices.read, sums.order, sums.lower}  # fmt: skip
+_MOVED = frozenset(
+    """flip roll triu unfold repeat_interleave amax amin max min cummax cummin _softmax
+    softmax""".split()
+)
+"""Rules and ops that give elements of their operands, or none above 1: as finite as these."""
+_SUMMED = {sums.product, sums.convolution, shapes.pad}
+_ADDED = frozenset(
+    """sum mean cumsum _log_softmax logsumexp zeros_like ones_like full_like new_zeros new_ones
+    new_full zero fill""".split()
+)
+"""Those that add up, or make numbers: finite as far as the dtype goes."""
 
 
 _RULES: dict[str, Callable[[OpCall], Kept]] = {

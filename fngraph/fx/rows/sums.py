@@ -13,7 +13,7 @@ import torch
 
 from fngraph.fx.nodes import is_tensor
 from fngraph.fx.rows.bounds import size_of
-from fngraph.fx.rows.fills import constant, evaluated, is_all
+from fngraph.fx.rows.fills import WIDE, constant, dtype_of, evaluated, is_all
 from fngraph.fx.rows.indices import is_there
 from fngraph.fx.rows.state import (
     FINITE,
@@ -35,7 +35,9 @@ NEUTRAL = {
 }  # fmt: skip
 
 
-_FINITE = ("sum", "amax", "amin", "_softmax", "softmax", "_log_softmax", "logsumexp")
+_FINITE = {"sum": WIDE, "_log_softmax": WIDE, "logsumexp": WIDE}
+"""Those of finite numbers that are finite in these dtypes, and these in each."""
+_WITHIN = ("amax", "amin", "_softmax", "softmax")
 
 
 def reduction(call: OpCall) -> Kept:
@@ -58,7 +60,9 @@ def reduction(call: OpCall) -> Kept:
         seen = evaluated(call, {x: fill}) if fill is not None else None
         if seen is not None and seen.dim() == call.value.dim():
             fills[out] = seen
-        elif finite(call.rows(x).fills.get(d)) and call.name in _FINITE:
+        elif finite(call.rows(x).fills.get(d)) and (
+            call.name in _WITHIN or call.value.dtype in _FINITE.get(call.name, ())
+        ):
             fills[out] = FINITE
     return Kept(fills, unsaid=call.rows(x).unsaid)
 
@@ -79,7 +83,9 @@ def _adds_nothing(call: OpCall, x: Any, fill: Any) -> bool:
         return True
     if isinstance(fill, str):
         return fill == VANISHING and call.name == "sum"
-    positive = getattr(x.target, "_opname", "") in ("abs", "square", "exp", "sigmoid", "relu")
+    positive = getattr(x.target, "_opname", "") in (
+        ("relu",) if whole else ("abs", "square", "exp", "sigmoid", "relu")
+    )  # of the least integer, abs is itself
     return call.name in ("amax", "max") and positive and is_all(fill, 0)
 
 
@@ -243,7 +249,7 @@ def product(call: OpCall) -> Kept:
 def _finite_rows(call: OpCall, a: Any, b: Any) -> dict[int, Any]:
     """Rows of padding that are finite, since they are of one operand, and the other is weights."""
     first = next(x for x in call.args.values() if is_tensor(x))
-    if call.value.dtype is torch.float16 or not (first is a or call.rows(first).held):
+    if call.value.dtype not in WIDE or not (first is a or call.rows(first).held):
         return {}
     return {
         i: FINITE
@@ -291,9 +297,17 @@ def norm(call: OpCall) -> Kept:
             f"normalizes over {call.dim(x, d)}, and a key has rows of padding there. Normalize "
             "over the features of each row, or pass the statistics in"
         )
-    if call.name == "native_layer_norm" and call.args.get("eps", 0) > 0:
-        return Kept({d: FINITE for d in moving_dims(x) if finite(call.rows(x).fills.get(d))})
-    return Kept()
+    if not is_safe(call):
+        return Kept()
+    return Kept({d: FINITE for d in moving_dims(x) if finite(call.rows(x).fills.get(d))})
+
+
+def is_safe(call: OpCall) -> bool:
+    """Whether a norm gives finite numbers of finite rows: a layer norm with an eps does."""
+    scales = [call.args.get(name) for name in ("weight", "bias")]
+    held = all(_all_finite(call, x) for x in scales if is_tensor(x))
+    eps = call.args.get("eps", 0)
+    return call.name == "native_layer_norm" and held and eps > 0 and dtype_of(call) in WIDE
 
 
 def convolution(call: OpCall) -> Kept:

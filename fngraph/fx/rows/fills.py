@@ -194,9 +194,9 @@ def _stays_finite(call: OpCall, known: Mapping[Any, Fill | None]) -> bool:
 
 
 def dtype_of(call: OpCall) -> torch.dtype:
-    """A result's; of several, the first's."""
-    values = tree_leaves(call.node.meta["val"])
-    return next(x.dtype for x in values if isinstance(x, torch.Tensor))
+    """A result's; of several, the first's; of none, one that is always finite."""
+    values = tree_leaves(call.node.meta.get("val"))
+    return next((x.dtype for x in values if isinstance(x, torch.Tensor)), torch.bool)
 
 
 def is_smooth(call: OpCall) -> bool:

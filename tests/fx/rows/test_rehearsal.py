@@ -17,11 +17,12 @@ from rows_whole import BATCHES, LIMITS, batch
 
 import fngraph as fg
 from fngraph.errors import RowsError, SpecError, TreeError
-from fngraph.fx.rows import bounds, check, fills, indices, shapes, sums
+from fngraph.fx.rows import bounds, check, fills, indices, rules, shapes, sums
 from fngraph.fx.tracing.refusals import Refusals
 
 INF, NAN = float("inf"), float("nan")
-W = {"w": torch.linspace(-2, 3, 96).view(12, 8), "i": torch.tensor([0, 1, -1, 2])}
+W = {"w": torch.linspace(-2, 3, 96).view(12, 8), "i": torch.tensor([0, 1, -1, 2]),
+     "h": torch.full((12, 8), 6e4, dtype=torch.float16)}  # fmt: skip
 
 
 def spread(b: Any) -> Any:
@@ -74,8 +75,7 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         )(looked_up(p, b).log()).sum(0),
     ),
     "weights that padding finds, squared in half precision": (
-        fills, "if call.value.dtype not in (torch.float32, torch.float64, torch.bfloat16):",
-        "if False:",
+        fills, "if call.value.dtype not in WIDE:", "if False:",
         lambda p, b: ((looked_up(p, b).half() * 1e5) * spread(b)).sum(0),
     ),
     "scores of -1e9 beside lower ones": (
@@ -126,12 +126,12 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: b.x[(b.starts - 2)[1:].clamp(min=-1)] * 1,
     ),
     "a difference by alpha": (
-        bounds, 'and args.get("alpha") == 1', "",
+        bounds, "by = 1 if by is None else by", "by = 1",
         lambda p, b: b.x[torch.sub(b.starts[1:], 1, alpha=2).clamp(-1, 0)] * 1,
     ),
     "an index clamped from above by a count less one": (
-        bounds, 'return low if args.get("max") is None else min(low, of(args["max"]))',
-        "return low",
+        bounds, "a = Span(_least(a.low, b.low), _least(a.high, b.high))",
+        "a = Span(a.low, _least(a.high, b.high))",
         lambda p, b: b.x[tokens(b).clamp(max=(b.place > 50).sum() - 1)] * 1,
     ),
     "the last one of equals": (
@@ -160,11 +160,11 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: b.x.index_put((b.slot >= 0,), b.x * 2),
     ),
     "weights that are no numbers any more": (
-        fills, "return numbers and (not pointwise or _is_smooth(call))", "return True",
+        rules, "return is_smooth(call)", "return True",
         lambda p, b: (p["w"].log()[b.ids] * spread(b)).sum(0),
     ),
     "other bits of weights": (
-        fills, 'if call.name == "view" and "dtype" in call.args:', "if False:",
+        rules, 'return "dtype" not in call.args  # other bits', "return True",
         lambda p, b: ((p["w"].long() * 0 - 1).view(torch.float64)[b.ids] * spread(b)).sum(0),
     ),
     "a constant that is not finite": (
@@ -172,8 +172,8 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: (torch.tensor([[-INF, 0.0]] * 12)[b.ids] * spread(b)).sum(0),
     ),
     "other bits of an index": (
-        bounds, ' and "dtype" not in args', "",
-        lambda p, b: b.x[(p["i"] * 0 + 255).to(torch.uint8).view(torch.int8).long()] * 1,
+        bounds, 'if name in _ALONG and "dtype" not in args:', "if name in _ALONG:",
+        lambda p, b: b.x[(p["i"] * 0 + 255).to(torch.uint8).repeat(2).view(torch.int64)] * 1,
     ),
     "pairs of ones as one complex number": (
         shapes, "if call.name not in _PAIRS and fill.numel()", "if fill.numel()",
@@ -194,6 +194,59 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         shapes, "if is_tensor(x) and moving_dims(x) and not _can_draw(call, x)", "if False",
         lambda p, b: torch.bernoulli((b.y.nan_to_num(0.5, 0.5, 0.5).clamp(0, 1) + b.slot * 0) / 0.5
                                      * 0.5 - 2 * (b.slot < 0).float()),
+    ),
+    "offsets side by side, sliced in the other dim": (
+        bounds, 'mark = call.rows(x).fills.get(args["dim"] % max(x.meta["val"].dim(), 1))',
+        "mark = call.rows(x).fills.get(0)",
+        lambda p, b: b.x[b.starts[:, None].expand(-1, 2)[:, 1:].reshape(-1) - 1] * 1,
+    ),
+    "positions that counts repeat": (
+        bounds, 'if name == "repeat_interleave" and "self" not in args:', "if False:",
+        lambda p, b: b.x[torch.repeat_interleave(torch.tensor([2, 1]), output_size=3) - 1] * 1,
+    ),
+    "numbers that wrap around": (
+        bounds, "and (span == ANY or span.within(whole.low, whole.high))", "",
+        lambda p, b: b.x[(tokens(b) * 2**62 // 2**62).clamp(max=0)] * 1,
+    ),
+    "half precision, summed": (
+        sums, "call.value.dtype in _FINITE.get(call.name, ())", "call.name in _FINITE",
+        lambda p, b: (p["h"][b.ids].sum(1) * (b.slot >= 0)).sum(),
+    ),
+    "weights in half precision, times 100": (
+        rules, "    if dtype not in WIDE:\n        return False\n", "",
+        lambda p, b: ((p["w"] * 1e5).half()[b.ids] * spread(b)).sum(0),
+    ),
+    "a norm of zeros without eps": (
+        sums, "and eps > 0", "",
+        lambda p, b: (F.layer_norm(p["w"] * 0, (8,), eps=0.0)[b.ids] * spread(b)).sum(0),
+    ),
+    "a norm by what is infinite": (
+        sums, "and held and eps", "and eps",
+        lambda p, b: torch.where(spread(b), 1.0, 0.0).t()
+        @ F.layer_norm(looked_up(p, b), (8,), 1 / torch.zeros(8)),
+    ),
+    "zeros of either sign": (
+        fills, "return result if same else None", "return result",
+        lambda p, b: torch.reciprocal((-p["w"].abs() - 1)[b.ids] * spread(b)).amin(0),
+    ),
+    "the gradient of what has none": (
+        fills, "if name in _SLOPES and", 'if name.endswith("_backward") and',
+        lambda p, b: torch.ops.aten.logit_backward(zeroed(b), looked_up(p, b)).sum(0),
+    ),
+    "a mask of two dims before an index": (
+        indices, "dim += ndim(x) if x is not None and _is_mask(x) else 1", "dim += 1",
+        lambda p, b: torch.zeros(b.x.shape[0]).expand(2, 3, -1).clone().index_put(
+            (torch.tensor([[True, False, False], [False] * 3]), torch.tensor([-1])),
+            torch.tensor(1.0),
+        ),
+    ),
+    "the least integer without its sign": (
+        sums, '("relu",) if whole else', '("abs",) if whole else',
+        lambda p, b: torch.where(b.slot >= 0, -(2**63), 0).abs().amax(0),
+    ),
+    "what is vouched for, and five": (
+        bounds, 'return _whole(x.meta["val"].dtype) if known == ANY else known', "return known",
+        lambda p, b: p["w"][fg.trust_rows(torch.where(b.slot >= 0, 0, 11)) + 5] * 1,
     ),
 }  # fmt: skip
 

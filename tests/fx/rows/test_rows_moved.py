@@ -63,6 +63,10 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         torch.where(b.ids > 2, fg.trust_rows(b.ids), 5) - 5],
     "what is vouched for, at most 5": lambda w, b: b.x[
         torch.minimum(fg.trust_rows(b.ids), torch.tensor(5)) - 5],
+    "weights that nobody wrote": lambda w, b: (
+        torch.empty_like(w)[b.ids.clamp(max=3)] * (b.slot >= 0)[:, None]).sum(0),
+    "bytes and a wider number": lambda w, b: torch.where(
+        ((b.bytes + torch.tensor([250], dtype=torch.uint8)) == 250)[:, None], b.x + 1, 0.0).sum(0),
 }  # fmt: skip
 KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "a softmax of some columns": lambda w, b: softmax(b)[:, 1:].sum(0),

@@ -14,10 +14,10 @@ import torch
 
 from fngraph.core import BatchSpec, Limits, host_field, plan_buffers, trees
 from fngraph.core.text import count
-from fngraph.errors import RowsError, SpecError, TreeError
+from fngraph.errors import FnGraphError, RowsError, SpecError, TreeError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
-from fngraph.fx.rows.rehearsal import rehearse
+from fngraph.fx.rows.rehearsal import Difference, rehearse
 from fngraph.graphs.staging.buffers import allocate, check_leaves
 from fngraph.graphs.staging.ring import make_ring
 from fngraph.graphs.staging.unpack import unpacker, words_of
@@ -26,7 +26,7 @@ Keys = bool | Iterable[tuple[int, int]]
 
 
 def rehearsal(
-    values: Sequence[Any], batch: Any, keys: Keys, refuse: Callable[[RowsError], None]
+    values: Sequence[Any], batch: Any, keys: Keys, refuse: Callable[[FnGraphError], None]
 ) -> Callable[[Arguments, Limits, Any, Mapping[Any, Any]], None]:
     """What a trace is to show its graph and facts to: it runs both, and reports to `refuse`.
 
@@ -52,13 +52,31 @@ def rehearsal(
             return  # exact shapes, no padding
         for sizes in _sizes_of(spec, limits, keys):
             true, padded = _both(args, leaves, spec, {**limits.dims, **sizes}, limits)
-            difference = rehearse(graph.gm, facts, true, padded)
+            try:
+                difference = rehearse(graph.gm, facts, true, padded)
+            except Exception as error:
+                refuse(SpecError(f"forward fails on the batch as it is: {_short(error)}"))
+                return
             if difference is not None:
                 size = ", ".join(f"{k}={n}" for k, n in sizes.items())
-                refuse(RowsError(f"{difference}. That is in a rehearsed key of {size}"))
+                told = f"{_placed(difference, args)}. That is in a rehearsed key of {size}"
+                refuse(RowsError(told))
                 return
 
     return look
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _placed(difference: Difference, args: Arguments) -> str:
+    """What differs; of a leaf, by its path, and that its field says otherwise."""
+    if difference.node.op != "placeholder":
+        return str(difference)
+    leaves = [node for node in difference.node.graph.nodes if node.op == "placeholder"]
+    leaf = args.leaves[leaves.index(difference.node)]
+    return f"{leaf.path} is not what its field says ({leaf.buffer}): {difference.text}"
 
 
 def _sizes_of(spec: BatchSpec, limits: Limits, keys: Keys) -> list[dict[str, int]]:

@@ -130,9 +130,9 @@ def of_leaf(state: Kept, leaf: Leaf, value: torch.Tensor, tokens: Any) -> Kept:
         return state
     if leaf.buffer.pad == "stride":
         return dataclasses.replace(state, low=0, span=None if tokens is None else Span(0, tokens))
-    span = _whole(dtype)
-    low = span.low if leaf.buffer.min is None else max(span.low, leaf.buffer.min)
-    return dataclasses.replace(state, low=low, span=span)
+    whole = _whole(dtype)
+    low = whole.low if leaf.buffer.min is None else max(whole.low, leaf.buffer.min)
+    return dataclasses.replace(state, low=low, span=state.span or whole)
 
 
 def _of_value(value: torch.Tensor) -> Span | None:

@@ -22,7 +22,7 @@ from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
-from fngraph.fx.rows.indices import WINDOW
+from fngraph.fx.rows.indices import WINDOW, WRITES
 from fngraph.fx.rows.rules import keeps_finite, rule
 from fngraph.fx.rows.state import (
     OFFSETS,
@@ -32,6 +32,7 @@ from fngraph.fx.rows.state import (
     OpCall,
     is_finite,
     moving_dims,
+    op_name,
 )
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
@@ -104,10 +105,11 @@ def _facts(
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = iter(leaves)
     tokens = _tokens(gm, leaves)
+    weights = {Role.HELD} if _written_by_rows(gm, leaves) else {Role.HELD, Role.DONATED}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             leaf = next(inputs)
-            kept = dataclasses.replace(_leaf(leaf), held=leaf.role is Role.HELD)
+            kept = dataclasses.replace(_leaf(leaf), held=leaf.role in weights)
             states[node] = of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
@@ -124,6 +126,25 @@ def _facts(
             others = views[storage_key(target.meta["val"])]
             _rewrite(target, state, states, [view for view in others if view is not node])
     return found
+
+
+def _written_by_rows(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> bool:
+    """Whether donated values are rows of requests, each with what is its own, and no weights."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    donated = {node for node, leaf in zip(placeholders, leaves) if leaf.role is Role.DONATED}
+    memory = {storage_key(node.meta["val"]) for node in donated}
+    made = set(donated)
+    for node in gm.graph.nodes if donated else ():
+        if not is_op(node) or reads_nothing(node.target) or not made & set(node.all_input_nodes):
+            continue
+        if op_name(node) in (*WRITES, "slice_scatter", "select_scatter"):
+            if node.args[0] in made:
+                return True
+        parts = set(written_by(node)) - donated  # or views of the whole
+        if any(storage_key(x.meta["val"]) in memory for x in parts):
+            return True
+        made.add(node)
+    return False
 
 
 def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:

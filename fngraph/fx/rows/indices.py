@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fngraph.fx.nodes import is_tensor
-from fngraph.fx.rows.bounds import Span, size_of
+from fngraph.fx.rows.bounds import ANY, Span, at_most, size_of
 from fngraph.fx.rows.fills import is_all
 from fngraph.fx.rows.shapes import ends_early
 from fngraph.fx.rows.state import (
@@ -65,8 +65,8 @@ def _check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> 
     if from_end and dim in moving_dims(x) and call.rows(index).low < 0:
         raise Mixes(
             f"indexes {call.dim(x, dim)} rows ({call.name}) by numbers that may be negative: those "
-            "count from the end, where a key has padding. Say that a leaf has none where it is "
-            'declared, fg.buffer("T", "int64", min=0), or let them not be: index.clamp(min=0)'
+            f"count from the end, where a key has padding. Say that {_declared(call, index)}, or "
+            "let them not be: index.clamp(min=0)"
         )
     size = size_of(x.meta["val"].shape[dim])
     if not moving_dims(index) or is_there(call.rows(index), moving_dims(index), size, from_end):
@@ -75,9 +75,36 @@ def _check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> 
         f"looks up what the padding of an index names ({call.name}), which may not be among the "
         f"{call.dim(x, dim)} that are there: an error, or the end of a process, for rows of "
         "padding alone. Let it be 0: torch.where(batch.slot >= 0, index, 0), of a leaf padded "
-        "with -1, or index.clamp(min=0)",
+        f"with -1{_clamped(call, index, size)}",
         fails=True,
     )
+
+
+def _declared(call: OpCall, index: Any) -> str:
+    """The field of a staged index, with no negative number; of another one, what to look for."""
+    if index.op != "placeholder":
+        return "the leaf it is made of has none where that is declared, fg.buffer(..., min=0)"
+    dims = " ".join(call.dim(index, d) for d in range(ndim(index)))
+    dtype = str(index.meta["val"].dtype).removeprefix("torch.")
+    return f'it has none where it is declared, fg.buffer("{dims}", "{dtype}", min=0)'
+
+
+def _clamped(call: OpCall, index: Any, size: Any) -> str:
+    """Advice to clamp an index to what is there; "" for rows of which a key has more."""
+    state = call.rows(index)
+    spans = [x for x in (state.span, _named(state, moving_dims(index))) if x not in (None, ANY)]
+    if any(at_most(x.high, size - 1) for x in spans):
+        return ", or index.clamp(min=0)"
+    least = "max=" if any(at_most(0, x.low) for x in spans) else "0, "
+    return f", or index.clamp({least}{size - 1})" if isinstance(size, int) else ""
+
+
+def _named(state: Kept, moving: list[int]) -> Span | None:
+    """What padding's indices lie between, if they are known."""
+    fill = state.fills.get(moving[0]) if len(moving) == 1 else None
+    if not isinstance(fill, torch.Tensor):
+        return None
+    return Span(int(fill.min()), int(fill.max())) if fill.numel() else ANY
 
 
 def is_there(state: Kept, moving: list[int], size: Any, from_end: bool) -> bool:
@@ -85,12 +112,8 @@ def is_there(state: Kept, moving: list[int], size: Any, from_end: bool) -> bool:
     least = -size if from_end else 0
     if state.span is not None and state.span.within(least, size - 1):
         return True
-    fills = [state.fills.get(d) for d in moving]
-    return len(fills) == 1 and all(
-        isinstance(f, torch.Tensor)
-        and (not f.numel() or Span(int(f.min()), int(f.max())).within(least, size - 1))
-        for f in fills
-    )
+    named = _named(state, moving)
+    return named is not None and named.within(least, size - 1)
 
 
 def search(call: OpCall) -> Kept:

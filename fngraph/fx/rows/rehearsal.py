@@ -19,7 +19,7 @@ from torch import fx
 
 from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
-from fngraph.fx.rows.check import unfinished, vouched_for
+from fngraph.fx.rows.check import is_trusted, unfinished, vouched_for
 from fngraph.fx.rows.state import (
     BEYOND,
     FINITE,
@@ -53,7 +53,8 @@ class Difference:
     text: str
 
     def __str__(self) -> str:
-        return f"{line_of(self.node)}: {self.text} ({self.node.target})"
+        told = "what fg.trust_rows says here is not so: " if is_trusted(self.node) else ""
+        return f"{line_of(self.node)}: {told}{self.text} ({self.node.target})"
 
 
 def rehearse(
@@ -233,6 +234,8 @@ def _holds(fill: Any, beyond: torch.Tensor, bare: torch.Tensor, dim: int) -> boo
     if not beyond.numel():
         return True
     if isinstance(fill, torch.Tensor):
+        if fill.dtype != beyond.dtype:
+            return False  # with others it would make another dtype
         wanted = fill.to(beyond.device).expand(beyond.shape) if fill.dim() else fill
         held = wanted.to(beyond.dtype).cpu().expand(beyond.shape)
         return _alike(beyond.cpu(), held, exact=not beyond.is_cuda)  # rules compute on the CPU

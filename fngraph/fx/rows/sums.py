@@ -103,11 +103,20 @@ def refuse_unmasked(call: OpCall, x: Any, dim: int, neutral: float) -> NoReturn:
     masked = f"float('{number}')" if math.isinf(number) else str(int(number))
     if abs(number) > 1 and math.isfinite(number):
         masked = f"torch.iinfo(x.dtype).{'min' if number < 0 else 'max'}"
+    times = " A factor of 0 is no mask, since 0 * inf is NaN." if _is_masked(call, x, dim) else ""
     raise Mixes(
         f"takes {call.name.strip('_')} over {call.dim(x, dim)}, and a key has rows of padding "
-        "there. Mask them: valid = batch.slot >= 0, of a leaf padded with -1; "
+        f"there.{times} Mask them: valid = batch.slot >= 0, of a leaf padded with -1; "
         f"torch.where(valid[:, None], x, {masked})"
     )
+
+
+def _is_masked(call: OpCall, x: Any, dim: int) -> bool:
+    """Whether it is a product with something that is 0 in padding."""
+    if getattr(x.target, "_opname", "") != "mul":
+        return False
+    factors = [(y, dim - ndim(x) + ndim(y)) for y in x.args if is_tensor(y)]
+    return any(is_all(call.states[y].fills.get(d), 0) for y, d in factors)
 
 
 def _dims(call: OpCall) -> list[int]:

@@ -62,9 +62,15 @@ class Assumption:
             raise BranchError(
                 f"{self.line}: Python in forward depends on the number of tokens or requests: the "
                 f"trace took the way where {self.condition}, which is false for T={batch[0]}, "
-                f"R={batch[1]}. Write one computation for every size (masks, torch.where), or "
-                f"narrow {limits!r} to sizes for which it holds"
+                f"R={batch[1]}. Write one computation for every size (masks, torch.where)"
+                f"{self._limited(batch)}"
             )
+
+    def _limited(self, batch: tuple[int, int]) -> str:
+        """The limits within which it holds, as advice; "" if there are none: they begin at 1."""
+        letters = {symbol.name for symbol in self.condition.free_symbols}
+        name, most = ("max_reqs", batch[1]) if letters == {"R"} else ("max_tokens", batch[0])
+        return f", or serve no larger batches: Limits({name}={most - 1})" if most > 1 else ""
 
     def __repr__(self) -> str:
         return f"{self.condition} ({self.line})"
@@ -125,10 +131,10 @@ def size_fixed(expr: Any, value: Any, line: str) -> BranchError:
     """The error about an expression in T and R that became a number."""
     nouns = " and ".join(NOUNS.get(s.name, s.name) for s in expr.free_symbols)
     return BranchError(
-        f"{line}: forward fixes the number of {nouns} at {expr} = {value} (int(x.shape[0]), "
-        "range(x.shape[0]), torch.tensor(x.shape[0] / 2), ...). Keep sizes symbolic: "
-        "torch.arange(x.shape[0], device=x.device); where a formula needs the count, take it from "
-        "the device: batch.query_start_loc[-1]"
+        f"{line}: forward fixes the number of {nouns} at {expr} = {value} (len(x), "
+        "int(x.shape[0]), range(x.shape[0]), torch.tensor(x.shape[0] / 2), ...). Keep sizes "
+        "symbolic: torch.arange(x.shape[0], device=x.device); where a formula needs the count, "
+        "take it from the device: batch.query_start_loc[-1]"
     )
 
 

@@ -28,6 +28,12 @@ class Batch:
     spec: fg.BatchSpec = fg.host()
 
 
+BATCH = Batch(
+    torch.arange(3), torch.arange(3), torch.ones(3, dtype=torch.uint8), torch.rand(3, 4),
+    torch.tensor([0, 1, 3]), fg.BatchSpec(3, 2),
+)  # fmt: skip
+
+
 def softmax(b: Any) -> Tensor:
     return torch.softmax(torch.where(b.slot[:, None] >= 0, b.x, -INF), 0)
 
@@ -80,12 +86,8 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
 
 def trace(fn: Callable[[Any, Any], Any]) -> Any:
     """The stage; with `fn(weights, batch)` as the output."""
-    b = Batch(
-        torch.arange(3), torch.arange(3), torch.ones(3, dtype=torch.uint8), torch.rand(3, 4),
-        torch.tensor([0, 1, 3]), fg.BatchSpec(3, 2),
-    )  # fmt: skip
     fast = fg.graphify(lambda w, b: fn(w, b) * 1, stage="b", limits=fg.Limits(8, 4))
-    return fast.trace(torch.ones(12, 4), batch=b)
+    return fast.trace(torch.ones(12, 4), batch=BATCH)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -93,6 +95,39 @@ def trace(fn: Callable[[Any, Any], Any]) -> Any:
 def test_it_is_refused(name: str) -> None:
     with pytest.raises(RowsError, match="test_rows_moved"):
         trace(REFUSED[name])
+
+
+WRITTEN: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda c, b: c.index_put((b.ids,), 1 / b.x[:1]),
+    "rows of a view": lambda c, b: c.view(4, 12).view(12, 4).index_put((b.ids,), 1 / b.x[:1]),
+    "rows of what is made of it": lambda c, b: (c * 2).index_add(0, b.ids[:1], 1 / b.x[:1]),
+    "one row": lambda c, b: c.select_scatter(1 / b.x[0], 0, 3),
+    "a part of it, in place": lambda c, b: (c[:3].add_(1), c)[1],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_state_that_is_written_by_rows_is_not_taken_to_be_finite(name: str) -> None:
+    """For one request's row may be NaN, which padding of another one's batch looks up."""
+
+    def forward(c: Any, b: Any) -> Any:
+        got = torch.where(b.slot[:, None] >= 0, b.x, 0.0).t() @ c[b.ids]
+        return got, WRITTEN[name](c, b)
+
+    fast = fg.graphify(forward, donate="c", stage="b", limits=fg.Limits(8, 4))
+    with pytest.raises(RowsError, match="takes mm over T"):
+        fast.trace(torch.ones(12, 4), batch=BATCH)
+
+
+def test_weights_that_are_trained_are_taken_to_be_finite() -> None:
+    def forward(w: Any, b: Any) -> Any:
+        x = torch.where(b.slot[:, None] >= 0, b.x, 0.0)
+        grad = torch.zeros_like(w).index_add(0, torch.arange(4), x.t() @ w[b.ids])
+        return x.sum(), w - grad
+
+    fg.graphify(forward, donate="w", stage="b", limits=fg.Limits(8, 4)).trace(
+        torch.ones(12, 4), batch=BATCH
+    )
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -167,12 +167,22 @@ def _computed(call: OpCall, known: Mapping[Any, Any]) -> Fill | None:
     """The op on padding; none where it differs for 0 and -0.0, which a fill of 0 may be."""
     values = {x: _in_dims_of(x, fill) for x, fill in known.items()}
     result = evaluated(call, values)
-    other = {x: torch.where(v == 0, -v, v) for x, v in values.items() if v.is_floating_point()}
-    if result is None or not other or not any(bool((v == 0).any()) for v in other.values()):
+    other = {x: _negated(v) for x, v in values.items() if v.is_floating_point() and _has_zero(v)}
+    if result is None or not other:
         return result
     twin = evaluated(call, values | other)
     same = twin is not None and torch.allclose(result, twin, 0, 0, equal_nan=True)
     return result if same else None
+
+
+def _has_zero(fill: torch.Tensor) -> bool:
+    return bool((fill.float() == 0).any())  # for float8 torch has no comparisons
+
+
+def _negated(fill: torch.Tensor) -> torch.Tensor:
+    """With its zeros of the other sign."""
+    wide = fill.float() if fill.itemsize == 1 else fill
+    return torch.where(wide == 0, -wide, wide).to(fill.dtype)
 
 
 def _in_dims_of(x: Any, fill: torch.Tensor) -> torch.Tensor:

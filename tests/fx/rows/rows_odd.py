@@ -31,7 +31,7 @@ def chain(names: str, *stages: Stage) -> tuple[str, Op]:
         fns = [r.choice(list(stage)) for stage in stages]
 
         def run(*values: Tensor) -> Any:
-            given = SimpleNamespace(zip(names.split(), values))
+            given = SimpleNamespace(**dict(zip(names.split(), values)))
             made = None
             for fn in fns:
                 made = fn(made, given)
@@ -323,8 +323,8 @@ MASKS: Stage = tuple(
 )  # fmt: skip
 BYTES: Stage = (
     lambda _, g: g.x.index_put((g.real.to(torch.uint8),), zeroed(g.x, g.real), accumulate=True),
-    lambda _, g: g.x.index_put((g.real.to(torch.uint8),), literal(g, 0.0)),
-    lambda _, g: g.x.index_put((g.small,), literal(g, 0.0)),
+    lambda _, g: g.x.index_put((g.real.to(torch.uint8),), g.w[1]),
+    lambda _, g: g.x.index_put((g.small,), g.w[1]),
     lambda _, g: g.x[g.real.to(torch.uint8)],
     lambda _, g: g.x * g.real.to(torch.uint8)[:, None],
     lambda _, g: torch.where(g.small.bool()[:, None], g.x, 0).sum(0),

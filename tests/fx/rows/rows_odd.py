@@ -231,16 +231,34 @@ PROMOTED: Stage = tuple(
 )  # fmt: skip
 TRUSTED: Stage = (
     lambda _, g: fg.trust_rows(g.ids),
+    lambda _, g: fg.trust_rows(g.place) - 1,
+    lambda _, g: fg.trust_rows(g.ids - 1) + 1,
+    lambda _, g: torch.where(g.ids > 2, fg.trust_rows(g.ids), 5) - 5,
+    lambda _, g: torch.where(g.real, fg.trust_rows(g.place), 0),
+    lambda _, g: torch.minimum(fg.trust_rows(g.ids), literal(g, 5)) - 5,
+    lambda _, g: fg.trust_rows(g.slot).clamp(0, 5),
+    lambda _, g: fg.trust_rows(g.ids) * 2 - fg.trust_rows(g.ids),
+    lambda _, g: fg.trust_rows(g.ids).clamp(max=g.y[:1].long()),
+)
+"""Row 0, which padding names, is there."""
+FAR: Stage = (
     lambda _, g: fg.trust_rows(g.far),
     lambda _, g: fg.trust_rows(g.far - 1) + 2,
     lambda _, g: fg.trust_rows(g.far) + 5,
     lambda _, g: fg.trust_rows(g.far) - 1,
-    lambda _, g: torch.where(g.ids > 2, fg.trust_rows(g.ids), 5) - 5,
     lambda _, g: torch.where(g.real, fg.trust_rows(g.far), 0),
-    lambda _, g: torch.minimum(fg.trust_rows(g.ids), literal(g, 5)) - 5,
-    lambda _, g: fg.trust_rows(g.slot).clamp(max=5),
-    lambda _, g: fg.trust_rows(g.ids) * 2 - fg.trust_rows(g.ids),
     lambda _, g: torch.stack([fg.trust_rows(g.far), g.far])[0],
+    lambda _, g: torch.minimum(fg.trust_rows(g.far), g.slot + 9),
+)
+"""Row 10, which padding names, is there in weights alone."""
+OF_WEIGHTS: Stage = (
+    lambda i, g: g.w[i],
+    lambda i, g: g.w[i + 5],
+    lambda i, g: g.w[i - 6],
+    lambda i, g: F.embedding(i, g.w),
+    lambda i, g: F.embedding(i + 1, g.w),
+    lambda i, g: g.w.index_fill(0, i, 1.0),
+    lambda i, g: torch.zeros(12, device=g.x.device).index_add(0, i, g.real.float()),
 )
 REPEATED: Stage = (
     lambda _, g: torch.repeat_interleave(literal(g, [2, 1]), output_size=3),
@@ -290,7 +308,7 @@ CLASSES: Stage = (
     lambda _, g: g.place % 8,
     lambda _, g: torch.where(g.real, g.far, -100),
     lambda _, g: torch.where(g.real, g.ids % 8, 9),
-    lambda _, g: fg.trust_rows(g.far),
+    lambda _, g: fg.trust_rows(g.place % 8),
 )
 LOSSES: Stage = (
     lambda c, g: F.nll_loss(g.x, c, reduction="none"),
@@ -453,7 +471,8 @@ ODD: list[tuple[str, Op]] = [
     chain(_NUMBERS, WRAPPED, INDEXED),
     chain(_NUMBERS, WRAPPED, MEASURED),
     chain(f"{_NUMBERS} x16", PROMOTED, MEASURED),
-    chain(_NUMBERS, TRUSTED, INDEXED),
+    chain(f"{_NUMBERS} place", TRUSTED, INDEXED),
+    chain(_NUMBERS, FAR, OF_WEIGHTS),
     chain(_NUMBERS, REPEATED, INDEXED),
     chain("x slot far place ids real", CLASSES, LOSSES),
     chain("x y w", BASES, MASKS),

@@ -241,14 +241,15 @@ def called(
             bare = toys.clone(bare)
         got, back = step(own, b)
         tables = [0 if x else kept for x in moving] if kept else []
-        for what, a, z, rows in (
+        for what, a, z, few in (
             ("results", got, want, tables), ("state", back, bare, [kept]), ("state", own, bare, [kept])
         ):  # fmt: skip
-            text = unlike(a, z, rows)
+            text = unlike(a, z, few)
             if text:
                 shaky = _is_shaky(program, held, before, b)
                 ran = step.dispatch(b.spec)
-                yield "shaky" if shaky else f"{what} of call {i}, {sizes}, as {ran}: {text}"
+                rows = f", {kept} rows kept for padding" * bool(kept)
+                yield "shaky" if shaky else f"{what} of call {i}, {sizes}{rows}, as {ran}: {text}"
                 return
         for leaf, new in zip(toys.leaves(own), toys.leaves(bare)):
             leaf.copy_(torch.where(alike(leaf, new), new, leaf))  # or rounding would add up

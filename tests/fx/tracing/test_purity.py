@@ -230,7 +230,7 @@ def test_what_torch_runs_and_cannot_trace_is_named():
     too stays torch's own, with a note of the line."""
 
     def of_bytes(p: Any, s: Any, b: Any) -> Any:
-        return p["w"][(p["w"][:, 0] > 9).to(torch.uint8)], s
+        return p["w"][(p["w"][:, 0] > 9).to(torch.uint8)], s  # here
 
     refused(of_bytes, OperatorError, "__getitem__", "runs but cannot trace", "mask.bool()")
     with pytest.raises(RuntimeError, match="Expected dtype int32/int64") as caught:

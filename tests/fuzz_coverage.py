@@ -102,7 +102,8 @@ def marks(x: Any, state: Any) -> str:
         return "mixed"
     moving = moving_dims(x)
     fills = [state.fills.get(d) for d in moving]
-    words = sorted({"unknown" if f is None else f if isinstance(f, str) else "tensor" for f in fills})
+    words = sorted({f if isinstance(f, str) else "tensor" if f is not None else "unknown"
+                    for f in fills})  # fmt: skip
     if not moving:
         words = ["constant" if state.value is not None else "held" if state.held else "still"]
     if moving and state.held:
@@ -181,8 +182,8 @@ def unreached(reached: Counter[str]) -> list[str]:
 
 
 def unmet(reached: Counter[str]) -> dict[str, list[str]]:
-    """By rule, pairs of marks, of an operand and of the result, that no op of it has met though its
-    code names the second."""
+    """By rule, pairs of marks, of an operand and of the result, that no op of it has met; the
+    second is one that its code names."""
     met: dict[str, set[tuple[str, str]]] = {}
     for key in reached:
         if key.startswith("fact\t"):
@@ -199,7 +200,7 @@ def unmet(reached: Counter[str]) -> dict[str, list[str]]:
 
 
 def never(unmet: dict[str, list[str]]) -> list[str]:
-    """Of those pairs the marks that are in all of a rule's: it is never given one, or gives none."""
+    """Of those pairs the marks that a rule is never given, and those that it never gives."""
     lines = []
     for name, missing in unmet.items():
         pairs = {tuple(pair.split(" to ")) for pair in missing}

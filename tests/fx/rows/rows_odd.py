@@ -1,73 +1,22 @@
-"""What is easily overlooked, for random programs: other dtypes, other weights, marks that end.
-
-Each program is a chain: something is made, changed and read, in one of many ways at each stage. Of
-most chains a few are right, a few are refused, and one or two were accepted once and are wrong.
-Stages take what the one before has made, and the named values.
+"""What is easily overlooked, for random programs: other weights, marks that end, constant masks, a
+head's width, rows kept for padding that are read, state that is written through views.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rows_chains import Stage, chain, changed, counted, literal, same
 from rows_idioms import LAST, like, zeroed
-from rows_programs import INF, Op
-from torch import Tensor
-
-import fngraph as fg
+from rows_numbers import NUMBERS
+from rows_programs import INF
 
 aten = torch.ops.aten
-Stage = Sequence[Callable[[Any, Any], Any]]
 
-
-def chain(names: str, *stages: Stage) -> tuple[str, Op]:
-    """A program through one function of each stage: `fn(value so far, named values)`."""
-
-    def make(r: random.Random, *_: Tensor) -> Op:
-        fns = [r.choice(list(stage)) for stage in stages]
-
-        def run(*values: Tensor) -> Any:
-            given = SimpleNamespace(**dict(zip(names.split(), values)))
-            made = None
-            for fn in fns:
-                made = fn(made, given)
-            return made
-
-        return run
-
-    return names, make
-
-
-def literal(g: Any, values: Any, dtype: Any = None) -> Tensor:
-    """A constant of the program."""
-    return torch.tensor(values, dtype=dtype, device=g.x.device)
-
-
-def counted(g: Any, *args: int, **options: Any) -> Tensor:
-    """arange, where x is."""
-    return torch.arange(*(args or (g.x.shape[0],)), device=g.x.device, **options)
-
-
-def changed(write: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """What a write in place leaves of the value before."""
-
-    def run(v: Any, g: Any) -> Any:
-        v = v.clone()
-        write(v, g)
-        return v
-
-    return run
-
-
-def same(v: Any, g: Any) -> Any:
-    return v
-
-
-# --- values that keep rows, of which something is known ------------------------------------------
+# --- values that keep rows, of which something is known -----------------------------------------
 
 MARKED: Stage = (
     lambda _, g: torch.softmax(torch.where(g.real[:, None], g.x, -INF), 0),
@@ -152,175 +101,29 @@ LEFT_OUT: Stage = (
     lambda v, g: zeroed(v, g.real).t() @ v,
     lambda v, g: (zeroed(v, g.real) * v).sum(0),
 )
-GRADIENTS: Stage = tuple(
-    (lambda fn: lambda v, g: fn(zeroed(g.x, g.real).to(v.dtype), v))(fn)
-    for fn in (
-        aten.logit_backward, aten.sigmoid_backward, aten.tanh_backward, aten.gelu_backward,
-        aten.silu_backward, aten.hardswish_backward, aten.mish_backward,
-        lambda d, v: aten.softplus_backward(d, v, 1, 20), aten.hardsigmoid_backward,
-        lambda d, v: aten.threshold_backward(d, v, 0), lambda d, v: aten.hardtanh_backward(d, v, -1, 1),
-        lambda d, v: aten.leaky_relu_backward(d, v, 0.1, False),
-        lambda d, v: aten.elu_backward(d, 1, 1, 1, False, v),
-        lambda d, v: aten._softmax_backward_data(d, v, -1, v.dtype),
-        lambda d, v: aten._log_softmax_backward_data(d, v, -1, v.dtype),
-        lambda d, v: aten.glu_backward(d[:, :4], v, -1), lambda d, v: aten.softshrink_backward(d, v, 0.5),
-    )
-)  # fmt: skip
+
+
+def of_zeros(gradient: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The backward of an op, where what comes back to padding is 0."""
+    return lambda v, g: gradient(zeroed(g.x, g.real).to(v.dtype), v)
+
+
+GRADIENTS: Stage = tuple(map(of_zeros, (
+    aten.logit_backward, aten.sigmoid_backward, aten.tanh_backward, aten.gelu_backward,
+    aten.silu_backward, aten.hardswish_backward, aten.mish_backward, aten.hardsigmoid_backward,
+    lambda d, v: aten.softplus_backward(d, v, 1, 20),
+    lambda d, v: aten.softshrink_backward(d, v, 0.5),
+    lambda d, v: aten.threshold_backward(d, v, 0),
+    lambda d, v: aten.hardtanh_backward(d, v, -1, 1),
+    lambda d, v: aten.leaky_relu_backward(d, v, 0.1, False),
+    lambda d, v: aten.elu_backward(d, 1, 1, 1, False, v),
+    lambda d, v: aten._softmax_backward_data(d, v, -1, v.dtype),
+    lambda d, v: aten._log_softmax_backward_data(d, v, -1, v.dtype),
+    lambda d, v: aten.glu_backward(d[:, :4], v, -1),
+)))  # fmt: skip
 FLOATS: Stage = (*LOOKED_UP[:5], lambda _, g: g.x, lambda _, g: 1 / g.x, lambda _, g: g.x16)
 
-# --- numbers, and what they index -----------------------------------------------------------------
-
-OFFSETS: Stage = (
-    lambda _, g: g.starts,
-    lambda _, g: g.starts[1:],
-    lambda _, g: g.starts[:, None].expand(-1, 2)[:, 1:].reshape(-1),
-    lambda _, g: g.starts[:, None].expand(-1, 2)[:, 1:].squeeze(1),
-    lambda _, g: g.starts[None].expand(2, -1)[1:].flatten(),
-    lambda _, g: g.starts[None][:, 1:][0],
-    lambda _, g: g.starts[:, None].expand(-1, 3)[1:, :1].squeeze(1),
-    lambda _, g: g.starts[::2],
-    lambda _, g: g.starts.int(),
-    lambda _, g: g.starts.clone(),
-    lambda _, g: torch.stack([g.starts, g.starts], 1)[:, 1],
-    lambda _, g: g.starts.view(1, -1).t()[:, 0],
-)
-COUNTED: Stage = (
-    lambda _, g: counted(g),
-    lambda _, g: counted(g)[:, None].expand(-1, 2).reshape(-1),
-    lambda _, g: counted(g).view(-1, 1).squeeze(1),
-    lambda _, g: counted(g)[1:],
-    lambda _, g: counted(g, 0, 2 * g.x.shape[0], 2),
-    lambda _, g: counted(g, 2 * g.x.shape[0])[::2],
-    lambda _, g: counted(g, 1, g.x.shape[0] + 1),
-    lambda _, g: counted(g) + 1,
-    lambda _, g: counted(g).int(),
-    lambda _, g: counted(g).to(torch.int8),
-    lambda _, g: counted(g).flip(0),
-    lambda _, g: changed(lambda v, g: v.copy_(g.ids + 100))(counted(g), g),
-    lambda _, g: changed(lambda v, g: v[1:].copy_(g.ids[1:]))(counted(g), g),
-    lambda _, g: counted(g, 2 * g.x.shape[0]).view(-1, 2)[:, 0],
-    lambda _, g: counted(g)[None].expand(2, -1)[1],
-)
-WRAPPED: Stage = (
-    lambda _, g: (counted(g) * 2**62) // 2**62,
-    lambda _, g: counted(g) * 2**61,
-    lambda _, g: counted(g).int() * 2**30,
-    lambda _, g: counted(g).to(torch.int8) + 120,
-    lambda _, g: g.small + 250,
-    lambda _, g: g.small * 2,
-    lambda _, g: -g.small,
-    lambda _, g: g.small - 1,
-    lambda _, g: g.narrow.abs(),
-    lambda _, g: g.narrow.square(),
-    lambda _, g: g.narrow * g.narrow,
-    lambda _, g: g.narrow + (2**31 - 1),
-    lambda _, g: -g.narrow,
-    lambda _, g: torch.where(g.real, g.narrow, 0).abs(),
-    lambda _, g: torch.where(g.real, g.narrow, 0).square(),
-    lambda _, g: torch.where(g.real, g.small, 0) - 1,
-    lambda _, g: g.small.sum(0, dtype=torch.uint8) + g.small,
-    lambda _, g: torch.where(g.real, g.wild, 0).abs(),
-    lambda _, g: g.wild * 2,
-)
-PROMOTED: Stage = tuple(
-    (lambda fn, values, dtype: lambda _, g: fn(g, literal(g, values, dtype)))(fn, values, dtype)
-    for fn in (lambda g, c: g.far + c, lambda g, c: g.slot * c, lambda g, c: g.small + c,
-               lambda g, c: g.x16[:, 0] * c, lambda g, c: g.y + c, lambda g, c: torch.maximum(g.far, c))
-    for values, dtype in ((250, torch.uint8), ([250], torch.uint8), ([100], torch.int8),
-                          ([1000], torch.int32), (2.5, torch.float64), ([1e5], torch.float32))
-)  # fmt: skip
-TRUSTED: Stage = (
-    lambda _, g: fg.trust_rows(g.ids),
-    lambda _, g: fg.trust_rows(g.place) - 1,
-    lambda _, g: fg.trust_rows(g.ids - 1) + 1,
-    lambda _, g: torch.where(g.ids > 2, fg.trust_rows(g.ids), 5) - 5,
-    lambda _, g: torch.where(g.real, fg.trust_rows(g.place), 0),
-    lambda _, g: torch.minimum(fg.trust_rows(g.ids), literal(g, 5)) - 5,
-    lambda _, g: fg.trust_rows(g.slot).clamp(0, 5),
-    lambda _, g: fg.trust_rows(g.ids) * 2 - fg.trust_rows(g.ids),
-    lambda _, g: fg.trust_rows(g.ids).clamp(max=g.y[:1].long()),
-)
-"""Row 0, which padding names, is there."""
-FAR: Stage = (
-    lambda _, g: fg.trust_rows(g.far),
-    lambda _, g: fg.trust_rows(g.far - 1) + 2,
-    lambda _, g: fg.trust_rows(g.far) + 5,
-    lambda _, g: fg.trust_rows(g.far) - 1,
-    lambda _, g: torch.where(g.real, fg.trust_rows(g.far), 0),
-    lambda _, g: torch.stack([fg.trust_rows(g.far), g.far])[0],
-    lambda _, g: torch.minimum(fg.trust_rows(g.far), g.slot + 9),
-)
-"""Row 10, which padding names, is there in weights alone."""
-OF_WEIGHTS: Stage = (
-    lambda i, g: g.w[i],
-    lambda i, g: g.w[i + 5],
-    lambda i, g: g.w[i - 6],
-    lambda i, g: F.embedding(i, g.w),
-    lambda i, g: F.embedding(i + 1, g.w),
-    lambda i, g: g.w.index_fill(0, i, 1.0),
-    lambda i, g: torch.zeros(12, device=g.x.device).index_add(0, i, g.real.float()),
-)
-REPEATED: Stage = (
-    lambda _, g: torch.repeat_interleave(literal(g, [2, 1]), output_size=3),
-    lambda _, g: torch.repeat_interleave(literal(g, [1, 0, 1]), output_size=2),
-    lambda _, g: torch.repeat_interleave(g.real.long(), output_size=g.x.shape[0]),
-    lambda _, g: torch.repeat_interleave(g.starts.diff(), output_size=g.x.shape[0]),
-    lambda _, g: torch.repeat_interleave(literal(g, [3]), output_size=3),
-    lambda _, g: g.ids[:2].repeat_interleave(literal(g, [1, 2]), output_size=3),
-)
-INDEXED: Stage = (
-    lambda i, g: g.x[i],
-    lambda i, g: g.x[i - 1],
-    lambda i, g: g.x[i.clamp(max=0)],
-    lambda i, g: g.y[i.clamp(min=1) - 1],
-    lambda i, g: g.x.index_select(0, i - 1),
-    lambda i, g: g.w[i.long()],
-    lambda i, g: g.w[i + 5],
-    lambda i, g: g.w[i - 6],
-    lambda i, g: g.w[i % 12],
-    lambda i, g: F.embedding(i, g.w),
-    lambda i, g: g.x.index_fill(0, i, 1.0),
-    lambda i, g: torch.zeros_like(g.y).index_fill(0, i, 1.0),
-    lambda i, g: torch.zeros_like(g.y).index_put((i,), g.y),
-    lambda i, g: torch.searchsorted(g.starts, i, right=True),
-    lambda i, g: torch.searchsorted(i, counted(g), right=True),
-    lambda i, g: torch.zeros_like(g.x[:, :2]).flatten().index_fill(0, i, 1.0),
-    lambda i, g: torch.zeros(12, device=g.x.device).index_add(0, i, g.real.float()),
-)
-MEASURED: Stage = (
-    same,
-    lambda i, g: i.amax(0),
-    lambda i, g: i.sum(0),
-    lambda i, g: torch.where(g.real, i, 0).amax(0),
-    lambda i, g: torch.where(g.real, i, 0).abs().amax(0),
-    lambda i, g: torch.where(g.real, i, 0).square().amax(0),
-    lambda i, g: i.logsumexp(0),
-    lambda i, g: torch.where(i[:, None] == 4, 0.0, zeroed(g.x, g.real) + 1).sum(0),
-    lambda i, g: torch.where(i[:, None] > 0, zeroed(g.x, g.real), 1.0).sum(0),
-    lambda i, g: i.sort(descending=True)[0],
-    lambda i, g: (g.x * (i != 0)[:, None]).sum(0),
-    lambda i, g: i.clamp(min=0).prod(0),
-)
-CLASSES: Stage = (
-    lambda _, g: g.slot,
-    lambda _, g: g.far,
-    lambda _, g: g.slot % 8,
-    lambda _, g: g.place % 8,
-    lambda _, g: torch.where(g.real, g.far, -100),
-    lambda _, g: torch.where(g.real, g.ids % 8, 9),
-    lambda _, g: fg.trust_rows(g.place % 8),
-)
-LOSSES: Stage = (
-    lambda c, g: F.nll_loss(g.x, c, reduction="none"),
-    lambda c, g: F.cross_entropy(g.x, c, reduction="none"),
-    lambda c, g: F.nll_loss(g.x, c, ignore_index=9, reduction="sum"),
-    lambda c, g: F.cross_entropy(zeroed(g.x, g.real), c),
-    lambda c, g: F.nll_loss(g.x, c, weight=g.x.new_ones(8), reduction="none"),
-    lambda c, g: g.x.gather(1, c[:, None]),
-    lambda c, g: F.one_hot(c, 12).sum(0),
-)
-
-# --- masks, matrices and the width of a head -------------------------------------------------------
+# --- masks, matrices and the width of a head ------------------------------------------------------
 
 BASES: Stage = (
     lambda _, g: g.y.expand(2, 3, -1).clone(),
@@ -328,17 +131,23 @@ BASES: Stage = (
     lambda _, g: torch.zeros(g.x.shape[0], device=g.x.device).expand(2, 3, -1).clone(),
     lambda _, g: g.w[:6].view(2, 3, 8) * 1,
 )
-MASKS: Stage = tuple(
-    (lambda mask, rest: lambda v, g: v.index_put((literal(g, mask), *(literal(g, i) for i in rest)),
-                                                 literal(g, 1.0)))(mask, rest)
-    for mask, rest in (
-        ([[True, False, False], [False, False, False]], ([-1],)),
-        ([[True, False, False], [False, False, False]], ([0],)),
-        ([[True, False, True], [False, False, False]], ()),
-        ([True, False], ([-1],)), ([True, False], ([0],)), ([True, False], ([1], [-1])),
-        ([False, True], ()), ([1, 0], ([1], [-1])),
-    )
-)  # fmt: skip
+
+
+def masked_by(*indices: Any) -> Callable[[Any, Any], Any]:
+    return lambda v, g: v.index_put(tuple(literal(g, i) for i in indices), literal(g, 1.0))
+
+
+TWO_DIMS = [[True, False, False], [False, False, False]]
+MASKS: Stage = (
+    masked_by(TWO_DIMS, [-1]),
+    masked_by(TWO_DIMS, [0]),
+    masked_by([[True, False, True], [False, False, False]]),
+    masked_by([True, False], [-1]),
+    masked_by([True, False], [0]),
+    masked_by([True, False], [1], [-1]),
+    masked_by([False, True]),
+    masked_by([1, 0], [1], [-1]),
+)
 BYTES: Stage = (
     lambda _, g: g.x.index_put((g.real.to(torch.uint8),), zeroed(g.x, g.real), accumulate=True),
     lambda _, g: g.x.index_put((g.real.to(torch.uint8),), g.w[1]),
@@ -379,7 +188,7 @@ ATTENDED: Stage = (
     lambda q, g: q.mT @ q,
 )
 
-# --- rows kept for padding, and state that is written through views --------------------------------
+# --- rows kept for padding, and state that is written through views -------------------------------
 
 WRITTEN: Stage = (
     lambda _, g: g.total.index_put((g.place,), g.x),
@@ -460,21 +269,12 @@ USED: Stage = (
 )
 
 _OF_WEIGHTS = "w w16 zero neg odds ids real x x16"
-_NUMBERS = "x y w ids starts real slot far small narrow wild"
-ODD: list[tuple[str, Op]] = [
+ODD = [
+    *NUMBERS,
     chain("x w ids real", MARKED, OVERWRITTEN, SUMMED),
     *[chain(_OF_WEIGHTS, LOOKED_UP, MADE_OF_IT, LEFT_OUT)] * 2,
     chain(_OF_WEIGHTS, LOOKED_UP, LEFT_OUT),
     chain(_OF_WEIGHTS, FLOATS, GRADIENTS, SUMMED),
-    chain(_NUMBERS, OFFSETS, INDEXED),
-    chain(_NUMBERS, COUNTED, INDEXED),
-    chain(_NUMBERS, WRAPPED, INDEXED),
-    chain(_NUMBERS, WRAPPED, MEASURED),
-    chain(f"{_NUMBERS} x16", PROMOTED, MEASURED),
-    chain(f"{_NUMBERS} place", TRUSTED, INDEXED),
-    chain(_NUMBERS, FAR, OF_WEIGHTS),
-    chain(_NUMBERS, REPEATED, INDEXED),
-    chain("x slot far place ids real", CLASSES, LOSSES),
     chain("x y w", BASES, MASKS),
     chain("x w ids real small on", BYTES),
     chain("x starts", SQUARES, (*SUMMED[:2], same)),

@@ -91,7 +91,8 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
         ops = [op_name(node) for node in graph.gm.graph.nodes if is_op(node)]
         poisoned.append(guards and not set(WRITES).isdisjoint(ops))  # what padding adds as well
         for fact in facts.values():
-            kept.update(*(rows.tolist() for rows in (getattr(fact, "reserved", None) or {}).values()))
+            reserved = getattr(fact, "reserved", None) or {}
+            kept.update(*(rows.tolist() for rows in reserved.values()))
         results = next(node for node in graph.gm.graph.nodes if node.op == "output").args[0]
         moving.extend(bool(moving_dims(x)) for x in results)
         found = list(differences(args, held, own, graph.gm, facts, asked))
@@ -241,9 +242,8 @@ def called(
             bare = toys.clone(bare)
         got, back = step(own, b)
         tables = [0 if x else kept for x in moving] if kept else []
-        for what, a, z, few in (
-            ("results", got, want, tables), ("state", back, bare, [kept]), ("state", own, bare, [kept])
-        ):  # fmt: skip
+        for what, a, z, few in (("results", got, want, tables), ("state", back, bare, [kept]),
+                                ("state", own, bare, [kept])):  # fmt: skip
             text = unlike(a, z, few)
             if text:
                 shaky = _is_shaky(program, held, before, b)

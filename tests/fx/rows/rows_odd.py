@@ -55,6 +55,7 @@ SUMMED: Stage = (
 LOOKED_UP: Stage = (
     lambda _, g: g.w[g.ids],
     lambda _, g: g.w16[g.ids],
+    lambda _, g: g.w16[g.ids],
     lambda _, g: g.zero[g.ids],
     lambda _, g: g.neg[g.ids],
     lambda _, g: g.odds[g.ids],
@@ -77,6 +78,7 @@ MADE_OF_IT: Stage = (
     same,
     same,
     lambda v, g: v.sum(1, keepdim=True),
+    lambda v, g: v.sum(1),
     lambda v, g: v * 100,
     lambda v, g: v.exp(),
     lambda v, g: v.log(),
@@ -121,7 +123,7 @@ GRADIENTS: Stage = tuple(map(of_zeros, (
     lambda d, v: aten._log_softmax_backward_data(d, v, -1, v.dtype),
     lambda d, v: aten.glu_backward(d[:, :4], v, -1),
 )))  # fmt: skip
-FLOATS: Stage = (*LOOKED_UP[:5], lambda _, g: g.x, lambda _, g: 1 / g.x, lambda _, g: g.x16)
+FLOATS: Stage = (*LOOKED_UP[:6], lambda _, g: g.x, lambda _, g: 1 / g.x, lambda _, g: g.x16)
 
 # --- masks, matrices and the width of a head ------------------------------------------------------
 

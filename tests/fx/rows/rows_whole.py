@@ -180,7 +180,7 @@ def draw(r: random.Random) -> Program:
     given = params(), state(), batch(*BATCHES[0])
     values = [make(*given) for make in STARTS.values()]
     steps: list[Any] = []
-    for _ in range(r.randint(1, 5)):
+    for _ in range(r.randint(1, 4)):
         for _ in range(60):
             takes, make = r.choice(r.choice((OPS, IDIOMS, ODD)))
             wanted = ["?"] * takes if isinstance(takes, int) else takes.split()

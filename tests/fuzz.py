@@ -57,7 +57,7 @@ def main() -> None:
         "workers": asked.workers, "seconds": round(seconds, 1),
         "counts": dict(sorted(kinds.items())),
         "faults": faults, "reached": dict(sorted(reached.items())),
-        "unreached": unreached(reached),
+        "unreached": unreached(reached), "unmet pairs of marks": unmet(reached),
     }  # fmt: skip
     if asked.coverage:
         print_coverage(reached)
@@ -196,9 +196,15 @@ def unreached(reached: Counter[str]) -> list[str]:
     return unreached(reached)
 
 
+def unmet(reached: Counter[str]) -> dict[str, list[str]]:
+    from fuzz_coverage import unmet
+
+    return unmet(reached)
+
+
 def print_coverage(reached: Counter[str]) -> None:
     """Tables of what was reached, and a list of what was not."""
-    from fuzz_coverage import tables
+    from fuzz_coverage import never, tables
     from rich.console import Console
     from rich.table import Table
 
@@ -210,6 +216,8 @@ def print_coverage(reached: Counter[str]) -> None:
         console.print(table)
     for text in unreached(reached):
         print(f"not reached: {text}")
+    for text in never(unmet(reached)):
+        print(f"marks: {text}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What a fuzzer has reached of the rules on rows: kept and refused, options of ops, each refusal.
+"""What a fuzzer has reached of the rules on rows: kept and refused, options of ops, each refusal,
+and for each op which marks of its operands have given which mark of its result.
 
-Looked at from outside: the one function that picks a rule is wrapped, and what is raised says its
-line. Nothing of it is in the library.
+Looked at from outside: the functions that pick a rule and that note a fact are wrapped, and what is
+raised says its line. Nothing of it is in the library.
 """
 
 from __future__ import annotations
@@ -16,8 +17,20 @@ from typing import Any
 import torch
 
 import fngraph.fx.rows
+from fngraph.fx.nodes import is_op, is_tensor, operands
 from fngraph.fx.rows import check, rules
-from fngraph.fx.rows.state import Kept, Mixes
+from fngraph.fx.rows.bounds import ANY
+from fngraph.fx.rows.state import (
+    BEYOND,
+    FINITE,
+    OFFSETS,
+    VANISHING,
+    Kept,
+    Mixed,
+    Mixes,
+    moving_dims,
+    op_name,
+)
 
 FOLDER = Path(fngraph.fx.rows.__file__).parent
 NO_RULE = "an op without a rule"
@@ -28,6 +41,12 @@ NEVER = {  # rules that say one thing alone, whatever they are asked
 }
 
 
+NAMES = {"OFFSETS": OFFSETS, "FINITE": FINITE, "VANISHING": VANISHING, "BEYOND": BEYOND}
+UNMOVED = ("constant", "held", "still")
+GIVEN = ("tensor", "unknown", *UNMOVED, *NAMES.values())
+"""Marks of a value: what its padding holds; of one without rows for T or R, what is known of it."""
+
+
 def told(name: str, *parts: str) -> str:
     return "\t".join((name, *parts))
 
@@ -36,12 +55,13 @@ def look(reached: Counter[str]) -> Callable[[], None]:
     """Count what is reached from now on; what is returned ends it.
 
     Keys are lines of words with tabs between: "rule", its function, "kept" or "refused"; "op", its
-    name, an option that was not left out; "line", a file, the line of a refusal.
+    name, an option that was not left out; "line", a file, the line of a refusal; "fact", an op, its
+    rule, the marks of an operand and of the result.
     """
-    plain_rule, plain_init = check.rule, Mixes.__init__
+    plain_rule, plain_init, plain_result = check.rule, Mixes.__init__, check._result
 
     def rule(call: Any) -> Kept:
-        name = told("rule", rule_of(call))
+        name = told("rule", rule_of(call.node))
         for option in options_of(call):
             reached[told("op", call.name, option)] += 1
         try:
@@ -59,18 +79,46 @@ def look(reached: Counter[str]) -> Callable[[], None]:
         frame = sys._getframe(1)
         reached[told("line", Path(frame.f_code.co_filename).name, str(frame.f_lineno))] += 1
 
-    check.rule, Mixes.__init__ = rule, init  # type: ignore[method-assign]
+    def result(node: Any, states: Any, *args: Any) -> Any:
+        found = plain_result(node, states, *args)
+        if is_op(node) and is_tensor(node):
+            name = told("fact", op_name(node), rule_of(node))
+            for given in {marks(x, states[x]) for x in operands(node)} or {"nothing"}:
+                reached[told(name, given, marks(node, found))] += 1
+        return found
+
+    check.rule, Mixes.__init__, check._result = rule, init, result  # type: ignore[method-assign]
 
     def end() -> None:
-        check.rule, Mixes.__init__ = plain_rule, plain_init  # type: ignore[method-assign]
+        Mixes.__init__ = plain_init  # type: ignore[method-assign]
+        check.rule, check._result = plain_rule, plain_result
 
     return end
 
 
-def rule_of(call: Any) -> str:
+def marks(x: Any, state: Any) -> str:
+    """What is known of a value, in words: "offsets", "tensor bounded", "unknown held"."""
+    if isinstance(state, Mixed):
+        return "mixed"
+    moving = moving_dims(x)
+    fills = [state.fills.get(d) for d in moving]
+    words = sorted({f if isinstance(f, str) else "tensor" if f is not None else "unknown"
+                    for f in fills})  # fmt: skip
+    if not moving:
+        words = ["constant" if state.value is not None else "held" if state.held else "still"]
+    if moving and state.held:
+        words.append("held")
+    if state.span == ANY:
+        words.append("vouched for")
+    elif state.span is not None:
+        words.append("bounded")
+    return " ".join(words)
+
+
+def rule_of(node: Any) -> str:
     """The name of the function that an op goes by."""
-    target = call.node.target
-    known = rules._RULES.get(call.name) if target.namespace == "aten" else None
+    target = node.target
+    known = rules._RULES.get(op_name(node)) if target.namespace == "aten" else None
     if known is not None:
         return str(known.__name__)
     if target.namespace == "fngraph":
@@ -133,6 +181,54 @@ def unreached(reached: Counter[str]) -> list[str]:
     )
 
 
+def unmet(reached: Counter[str]) -> dict[str, list[str]]:
+    """By rule, pairs of marks, of an operand and of the result, that no op of it has met; the
+    second is one that its code names."""
+    met: dict[str, set[tuple[str, str]]] = {}
+    for key in reached:
+        if key.startswith("fact\t"):
+            _, _, rule, given, gives = key.split("\t")
+            pairs = met.setdefault(rule, set())
+            words = ["unmoved" if b in UNMOVED else b for b in gives.split()]
+            pairs.update((a, b) for a in given.split() for b in words)
+    found = {}
+    for fn in sorted(set(rules._RULES.values()), key=lambda fn: fn.__name__):
+        gives = ("tensor", "unknown", "mixed", "unmoved", *(NAMES[n] for n in sorted(_named(fn))))
+        pairs = met.get(fn.__name__, set())
+        found[fn.__name__] = [f"{a} to {b}" for a in GIVEN for b in gives if (a, b) not in pairs]
+    return found
+
+
+def never(unmet: dict[str, list[str]]) -> list[str]:
+    """Of those pairs the marks that a rule is never given, and those that it never gives."""
+    lines = []
+    for name, missing in unmet.items():
+        pairs = {tuple(pair.split(" to ")) for pair in missing}
+        gives = {b for _, b in pairs}
+        never_given = [a for a in GIVEN if all((a, b) in pairs for b in gives)]
+        never_gives = sorted(b for b in gives if all((a, b) in pairs for a in GIVEN))
+        if never_given or never_gives:
+            lines.append(
+                f"rule {name}: never given {', '.join(never_given) or 'none'}, never gives "
+                f"{', '.join(never_gives) or 'none'}"
+            )
+    return lines
+
+
+def _named(fn: Any) -> set[str]:
+    """The marks that a rule's code names, and those of what it calls of the rules' own files."""
+    pending, seen, found = [fn], set(), set()
+    while pending:
+        fn = pending.pop()
+        if fn in seen or not getattr(fn, "__module__", "").startswith(fngraph.fx.rows.__name__):
+            continue
+        seen.add(fn)
+        found |= NAMES.keys() & set(fn.__code__.co_names)
+        pending += [f for name in fn.__code__.co_names if callable(f := fn.__globals__.get(name))
+                    and hasattr(f, "__code__")]  # fmt: skip
+    return found
+
+
 def tables(reached: Counter[str]) -> list[tuple[str, list[str], list[list[str]]]]:
     """(title, head, rows) of what was reached."""
     shown = []
@@ -145,6 +241,11 @@ def tables(reached: Counter[str]) -> list[tuple[str, list[str], list[list[str]]]
         if key.startswith("op\t"):
             _, op, option = key.split("\t")
             options.setdefault(op, []).extend([option] if option else [])
+    pairs: dict[str, list[str]] = {}
+    for key in sorted(reached):
+        if key.startswith("fact\t"):
+            _, op, _, given, gives = key.split("\t")
+            pairs.setdefault(op, []).append(f"{given} to {gives}: {reached[key]}")
     lines = [
         [f"{file}:{line}", str(reached[told("line", file, line)]), text]
         for (file, line), text in refusals().items()
@@ -153,5 +254,7 @@ def tables(reached: Counter[str]) -> list[tuple[str, list[str], list[list[str]]]
         ("rules", ["rule", "kept", "refused", "padding known as"], shown),
         ("options of ops", ["op", "given other than left out"],
          [[op, ", ".join(names)] for op, names in options.items()]),
+        ("marks", ["op", "of an operand, to that of the result: times"],
+         [[op, "\n".join(found)] for op, found in pairs.items()]),
         ("refusals", ["where", "times", "text"], lines),
     ]  # fmt: skip

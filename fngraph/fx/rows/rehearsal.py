@@ -154,8 +154,12 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
     result = node.target(*args, **kwargs)  # type: ignore[operator]
     if is_op(node) and op_name(node) in _UNWRITTEN:  # whatever was there, the same in both
-        result = tree_map_only(torch.Tensor, lambda x: x.zero_(), result)
+        result = tree_map_only(torch.Tensor, _unwritten, result)
     return result
+
+
+def _unwritten(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(math.nan) if x.is_floating_point() and x.itemsize > 1 else x.zero_()
 
 
 def _attribute(gm: fx.GraphModule, path: str) -> Any:

@@ -24,7 +24,7 @@ from fngraph.fx.tracing.outside import (
     is_literal,
     memory,
 )
-from fngraph.fx.tracing.refusals import Refusals, any_array
+from fngraph.fx.tracing.refusals import Refusals, any_array, check_traceable
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves, without_modes
 from fngraph.torch_facts.tracing import FakeTensor
@@ -67,6 +67,9 @@ class CallsMode(TorchFunctionMode):
         before, self.name = self.name, name
         try:
             result = func(*args, **kwargs)
+        except Exception as error:
+            check_traceable(error, name, func, args, kwargs, self.refuse)
+            raise
         finally:
             self.name = before
         if name in ("shape", "size"):

@@ -8,6 +8,7 @@ more.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,13 +23,21 @@ from fngraph.errors import (
     OperatorError,
     PurityError,
 )
-from fngraph.torch_facts.names import tree_map
+from fngraph.fx.nodes import SIZES
+from fngraph.torch_facts.names import (
+    are_transforms_active,
+    tree_leaves,
+    tree_map,
+    without_modes,
+)
+from fngraph.torch_facts.tracing import no_python_dispatcher
 
 # ruff: noqa: ISC004
 _NUMBERS = ("SymInt", "SymBool", "SymFloat", "PrintMethodNotImplementedError")
 _HOST = ("FakeTensor.__format__", ".numpy()", "data is not allocated", "Cannot access data pointer")
 _MEMORY = ("with symbolic sizes/strides", "Mixing fake modes", "FakeTensor", "UntypedStorage")
 _OPS = ("SparseTensorImpl", "NestedTensorImpl", "symbolically trace a dynamo-optimized", "MKLDNN")
+_LARGEST = 1 << 24  # elements of a call that is tried on zeros
 _KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
     (_NUMBERS, BranchError, "needs the number of tokens or requests as a number. Keep it symbolic: "
      "torch.arange(x.shape[0], device=x.device)"),
@@ -101,9 +110,9 @@ def explained(error: Exception, refuse: Refusals) -> Exception:
         return error.with_traceback(None)
     said = str(error).strip().splitlines()[:1]
     text = refuse.symbols.spell(": ".join([type(error).__name__, *said]))
-    for words, kind, why in _KNOWN:
-        if any(word in text for word in words) and not isinstance(error, AssertionError):
-            return kind(f"{line}: forward {why}. ({text})")
+    if (known := _known(error, text)) is not None:
+        kind, why = known
+        return kind(f"{line}: forward {why}. ({text})")
     if "is invalid for input of size" in text and refuse.symbols.spell(str(error)) != str(error):
         return BranchError(
             f"{line}: forward reshapes by sizes that not every batch has. Keep a dim that is made "
@@ -116,6 +125,58 @@ def explained(error: Exception, refuse: Refusals) -> Exception:
     names = ", ".join(f"{symbol} is {letter}" for symbol, letter in refuse.symbols.letters.items())
     error.add_note(f"while fngraph traced forward, at {line}; {names}")
     return error
+
+
+def _known(error: Exception, text: str) -> tuple[type[PurityError], str] | None:
+    for words, kind, why in _KNOWN:
+        if any(word in text for word in words) and not isinstance(error, AssertionError):
+            return kind, why
+    return None
+
+
+def check_traceable(
+    error: Exception, name: str, func: Any, args: Any, kwargs: Any, refuse: Refusals
+) -> None:
+    """Refuse a call that torch runs, and of which its rules for fakes say that it is an error.
+
+    Args:
+        error: what the call has raised on fakes. Of one that is an error on numbers too, and of one
+            that `explained` has words for, nothing is said here.
+        name: what torch calls `func`.
+
+    Raises:
+        OperatorError: it runs on zeros of the same shapes.
+    """
+    text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    ours = isinstance(error, FnGraphError) or are_transforms_active()
+    if ours or _known(error, text) is not None or not _runs_on_zeros(func, args, kwargs):
+        return
+    refuse(
+        OperatorError(
+            f"{user_line()}: forward calls {name}, which torch runs but cannot trace: {text}. "
+            "Write it with other ops or dtypes, x[mask.bool()] for a mask of bytes; or call it "
+            "outside"
+        )
+    )
+
+
+def _runs_on_zeros(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call gives a result of zeros in place of its tensors, on the CPU."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if sum(math.prod(map(_example, x.shape)) for x in tensors) > _LARGEST:
+        return False
+
+    def zeros(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return torch.zeros([_example(n) for n in x.shape], dtype=x.dtype)
+        return x.node.hint if isinstance(x, SIZES) else x
+
+    try:
+        with without_modes(), no_python_dispatcher():
+            func(*tree_map(zeros, args), **tree_map(zeros, kwargs))
+    except Exception:
+        return False
+    return True
 
 
 def any_scalar(tensor: torch.Tensor) -> Any:

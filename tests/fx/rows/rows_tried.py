@@ -11,26 +11,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import random
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import toys
+from rows_idioms import LAST
+from rows_torch import Elsewhere, Unwritten
 from rows_whole import BATCHES, INVALID, KEYS, LIMITS, Program, batch, draw, params, state
 from torch import Tensor
 
 import fngraph as fg
 from fngraph.core import trees
-from fngraph.core.buffers import key_sizes
 from fngraph.errors import FnGraphError
 from fngraph.fx.nodes import is_op
 from fngraph.fx.rows.indices import WRITES
 from fngraph.fx.rows.rehearsal import Difference, rehearse
-from fngraph.fx.rows.state import op_name
+from fngraph.fx.rows.state import moving_dims, op_name
 from fngraph.fx.tracing.refusals import Refusals
+from fngraph.graphs.tape.mode import TapeMode
 from fngraph.rehearsing import padded_leaves
 
 CALLS = ((7, 3, None), (7, 3, None), (16, 6, None), (4, 2, 2), (20, 5, None), (1, 1, None))
@@ -46,8 +50,9 @@ class Outcome:
     """What became of a program.
 
     Attributes:
-        kind: "accepted", "refused", "shaky" (rounding alone changes what it computes), "wrong" or
-            "raw" (an error of torch's own, where bare forward runs).
+        kind: "accepted", "refused", "shaky" (rounding alone changes what it computes, or memory
+            that nobody wrote), "torch" (an op that gives other numbers elsewhere in memory),
+            "wrong" or "raw" (an error of torch's own, where bare forward runs).
         why: the class of what it was refused by; or the fault, told.
         code: the traced graph, of a fault.
     """
@@ -76,15 +81,20 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
     own = toys.moved(state(), device)
     wrong: list[str] = []
     code: list[str] = []
-    kept: list[Any] = []
+    kept: set[int] = set()
+    moving: list[bool] = []
+    poisoned: list[bool] = []
     broken: list[Difference] = []
 
     def look(args: Any, limits: Any, graph: Any, facts: Any) -> None:
         code.append(graph.gm.code)
         ops = [op_name(node) for node in graph.gm.graph.nodes if is_op(node)]
-        poisoned = guards and not set(WRITES).isdisjoint(ops)  # what padding adds as well
-        if poisoned or any(getattr(fact, "reserved", None) for fact in facts.values()):
-            kept.append(args)
+        poisoned.append(guards and not set(WRITES).isdisjoint(ops))  # what padding adds as well
+        for fact in facts.values():
+            reserved = getattr(fact, "reserved", None) or {}
+            kept.update(*(rows.tolist() for rows in reserved.values()))
+        results = next(node for node in graph.gm.graph.nodes if node.op == "output").args[0]
+        moving.extend(bool(moving_dims(x)) for x in results)
         found = list(differences(args, held, own, graph.gm, facts, asked))
         broken.extend(x for x in found if x.fact == "reserved")
         wrong.extend(str(x) for x in found if x.fact != "reserved")
@@ -105,19 +115,27 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
             return Outcome("refused", "rehearsed")
         if not wrong:
             step = traced.split().lower().compile().capture(held, own, lazy=True)
-            wrong.extend(called(program, step, held, own, [x for x in CALLS if x in runs], *kept))
+            if not (step.guards and any(poisoned)):
+                calls = [x for x in CALLS if x in runs]
+                wrong.extend(called(program, step, held, own, calls, len(kept), moving))
     except FnGraphError as error:
-        if wrong or not _is_fault(error):
-            kind = "wrong" if wrong else "refused"
-            return Outcome(kind, wrong[0] if wrong else type(error).__name__, *code[: bool(wrong)])
-        return Outcome("raw", told(error), "".join(code))
+        if not wrong and not _is_fault(error):
+            return Outcome("refused", type(error).__name__)
+        if not wrong and _of_shapes(error):
+            return Outcome("refused", "CaptureError: torch's rule for the shape of an op fails")
+        if not wrong:
+            return Outcome("raw", told(error), "".join(code))
     except Exception as error:
         if traced is None and not all(_runs(program, batch(*sizes)) for sizes in BATCHES):
             return Outcome("refused", "runs for some sizes alone")
         return Outcome("raw", told(error), "".join(code))
     if not wrong:
         return Outcome("accepted")
-    return Outcome("shaky" if wrong[0] == "shaky" else "wrong", wrong[0], code[0])
+    if wrong[0] == "shaky":
+        return Outcome("shaky")
+    if ops := _by_place(program, held, runs, device):
+        return Outcome("torch", ", ".join(ops))
+    return Outcome("wrong", wrong[0], code[0])
 
 
 def _is_fault(error: FnGraphError) -> bool:
@@ -125,6 +143,28 @@ def _is_fault(error: FnGraphError) -> bool:
     not that torch itself waits for the device in some op, which CUDA says of captures alone."""
     waits = "operation not permitted when stream is capturing" in str(error)
     return not str(error) or (isinstance(error, fg.errors.CaptureError) and not waits)
+
+
+def _of_shapes(error: BaseException | None) -> bool:
+    """Whether it is torch that cannot say of what shape an op's result is, which the tape asks."""
+    while error is not None:
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(frame.f_code is TapeMode._expect.__code__ for frame, _ in frames):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _by_place(program: Program, held: Any, runs: list[Any], device: torch.device) -> list[str]:
+    """The ops of a program that compute something else of the same numbers elsewhere in memory."""
+    mode = Elsewhere()
+    with mode:
+        for sizes in runs:
+            for loud in (False, True):
+                given = toys.moved(state(), device)
+                with contextlib.suppress(*INVALID):
+                    toys.bare(program, held, given, toys.on(batch(*sizes, loud=loud), device))
+    return sorted(mode.found)
 
 
 def told(error: BaseException) -> str:
@@ -175,78 +215,87 @@ def differences(
 
 
 def called(
-    program: Program, step: Any, held: Any, own: Any, calls: list[Any], kept: Any = None
+    program: Program,
+    step: Any,
+    held: Any,
+    own: Any,
+    calls: list[Any],
+    kept: int = 0,
+    moving: Sequence[bool] = (),
 ) -> Iterator[str]:
     """How results or state differ from bare forward's, of the first call in which they do.
 
     Args:
-        kept: the trace's arguments, where padding writes to rows that are kept for it: nobody but
-            a random program reads them. Then it is compared with forward on the padded batch.
+        kept: how many rows padding writes to, since they are kept for it. As many of a table may
+            differ, in the state and from then on; nothing else may.
+        moving: whether there are rows for T or R in each result: then it is no table.
     """
-    if kept is not None and step.guards:
-        return  # padding is poison
+    bare = toys.clone(own)  # the state of a bare forward that goes on from its own
     for i, sizes in enumerate(calls):
         device = own["n"].device
         b = toys.on(batch(*sizes), device)
-        before = toys.clone(own)
+        before = toys.clone(bare)
         if not _runs(program, b, device, before):  # not on a state that has moved
             return
-        want, after = toys.bare(program, held, before, b)
-        if kept is not None:
-            as_keyed = _padded(b, step, kept)
-            if not _runs(program, as_keyed, device, before):  # what is not used, nor in the graphs
-                return
-            padded, after = toys.bare(program, held, before, as_keyed)
-            want = _leading(padded, want)
+        want, bare = toys.bare(program, held, before, b)
+        if not kept:
+            bare = toys.clone(bare)
         got, back = step(own, b)
-        for what, a, z in (("results", got, want), ("state", back, after), ("state", own, after)):
-            text = unlike(a, z)
+        tables = [0 if x else kept for x in moving] if kept else []
+        for what, a, z, few in (("results", got, want, tables), ("state", back, bare, [kept]),
+                                ("state", own, bare, [kept])):  # fmt: skip
+            text = unlike(a, z, few)
             if text:
                 shaky = _is_shaky(program, held, before, b)
                 ran = step.dispatch(b.spec)
-                yield "shaky" if shaky else f"{what} of call {i}, {sizes}, as {ran}: {text}"
+                rows = f", {kept} rows kept for padding" * bool(kept)
+                yield "shaky" if shaky else f"{what} of call {i}, {sizes}{rows}, as {ran}: {text}"
                 return
-        for leaf, new in zip(toys.leaves(own), toys.leaves(after)):
-            leaf.copy_(new)  # or rounding would add up
+        for leaf, new in zip(toys.leaves(own), toys.leaves(bare)):
+            leaf.copy_(torch.where(alike(leaf, new), new, leaf))  # or rounding would add up
 
 
-def _padded(b: Any, step: Any, args: Any) -> Any:
-    """A batch as its key has it."""
-    chosen = step.dispatch(b.spec).descriptor
-    key = key_sizes(chosen.num_tokens, chosen.num_reqs, LIMITS.max_reqs, {})
-    leaves = padded_leaves(args, toys.leaves(b), b.spec, key, LIMITS)
-    return dataclasses.replace(b, **dict(zip(fg.core.buffers_of(type(b)), leaves)))
+def unlike(got: Any, want: Any, kept: Sequence[int] = ()) -> str:
+    """How two trees differ; "" if they do not.
 
-
-def _leading(tree: Any, like: Any) -> Any:
-    """Of each leaf what there is in the shape of another one."""
-    leaves, form = trees.flatten(tree)
-    return trees.unflatten(
-        form, [x[tuple(map(slice, y.shape))] for x, y in zip(leaves, toys.leaves(like))]
-    )
-
-
-def unlike(got: Any, want: Any) -> str:
-    """How two trees differ; "" if they do not."""
+    Args:
+        kept: how many rows of each leaf may; one number is of all; left out, none.
+    """
     if trees.flatten(got)[1] != trees.flatten(want)[1]:
         return f"{trees.flatten(got)[1]} for {trees.flatten(want)[1]}"
-    for path, a, b in zip(
-        trees.paths(trees.flatten(want)[1], "output"), toys.leaves(got), toys.leaves(want)
-    ):
-        if (a.shape, a.dtype) != (b.shape, b.dtype) or not near(a, b):
+    paths = trees.paths(trees.flatten(want)[1], "output")
+    rows = itertools.cycle(kept or [0])
+    for path, a, b, n in zip(paths, toys.leaves(got), toys.leaves(want), rows):
+        if (a.shape, a.dtype) != (b.shape, b.dtype) or not (near(a, b) or _in_few(a, b, n)):
             return f"{path} is {_short(a)}, and {_short(b)} in forward"
     return ""
 
 
+def _in_few(a: Tensor, b: Tensor, kept: int) -> bool:
+    """Whether a table differs in as many rows, along some dim, as a state of it would."""
+    apart = ~alike(a, b)
+    for d in range(a.dim()) if kept else ():
+        rows = apart.movedim(d, 0).reshape(apart.shape[d], -1).any(1)
+        if rows.sum() <= min(math.ceil(kept * rows.numel() / (LAST + 1)), rows.numel() - 1):
+            return True
+    return False
+
+
 def near(a: Tensor, b: Tensor) -> bool:
     """Equal, but for the order in which floats were added up."""
+    return bool(alike(a, b).all())
+
+
+def alike(a: Tensor, b: Tensor) -> Tensor:
+    """Which elements are `near`."""
     if not (a.dtype.is_floating_point or a.dtype.is_complex):
-        return torch.equal(a, b)
+        return a == b
     close = NEAR.get(a.dtype, 0.05)
     if a.dtype.is_complex:
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    return torch.allclose(a.float() if a.itemsize < 4 else a, b.float() if b.itemsize < 4 else b,
-                          close, close, equal_nan=True)  # fmt: skip
+        parts = (torch.view_as_real(x.resolve_conj()) for x in (a, b))
+        return torch.isclose(*parts, close, close, equal_nan=True).all(-1)
+    return torch.isclose(a.float() if a.itemsize < 4 else a, b.float() if b.itemsize < 4 else b,
+                         close, close, equal_nan=True)  # fmt: skip
 
 
 def _short(x: Tensor) -> str:
@@ -254,7 +303,8 @@ def _short(x: Tensor) -> str:
 
 
 def _is_shaky(program: Program, held: Any, own: Any, b: Any) -> bool:
-    """Whether forward's own results jump if its numbers are moved by as much as rounding does."""
+    """Whether forward's own results jump if its numbers are moved by as much as rounding does, or
+    by what was in memory before."""
     g = torch.Generator().manual_seed(0)
 
     def moved(x: Tensor) -> Tensor:
@@ -262,6 +312,10 @@ def _is_shaky(program: Program, held: Any, own: Any, b: Any) -> bool:
         return x * (1 + noise) if x.dtype is torch.float32 else x
 
     want = toys.bare(program, held, own, b)
+    for number in (0, math.nan, 3e4):
+        with Unwritten(number):
+            if unlike(toys.bare(program, held, own, b), want):
+                return True
     for _ in range(16):
         near_by = dataclasses.replace(b, x=moved(b.x), y=moved(b.y))
         again = toys.bare(

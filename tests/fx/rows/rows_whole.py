@@ -1,9 +1,9 @@
 """Whole random programs: weights that share memory, donated state, a batch, and nested outputs.
 
-A program is drawn on one batch: ops of `rows_programs` and `rows_idioms` on what it has so far,
-each run at once, so that one that torch refuses is drawn again. What it returns is drawn as well:
-its last value and others, inputs and views among them; of each leaf of the state a new value, the
-leaf itself or another one's.
+A program is drawn on one batch: ops of `rows_programs`, `rows_idioms` and `rows_odd` on what it has
+so far, each run at once, so that one that torch refuses is drawn again. What it returns is drawn as
+well: its last value and others, inputs and views among them; of each leaf of the state a new value,
+the leaf itself or another one's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import toys
 from rows_idioms import IDIOMS, LAST
+from rows_odd import ODD
 from rows_programs import OPS
 from torch import Tensor
 
@@ -54,6 +55,11 @@ class Batch:
     y: Tensor = fg.buffer("T", "float32", pad=1)
     lens: Tensor = fg.buffer("R", "int64", pad=0)
     starts: Tensor = fg.buffer("R + 1", "int64", pad="stride")
+    far: Tensor = fg.buffer("T", "int64", pad=10, min=0)
+    small: Tensor = fg.buffer("T", "uint8")
+    narrow: Tensor = fg.buffer("T", "int32", pad=0)
+    on: Tensor = fg.buffer("T", "bool")
+    x16: Tensor = fg.buffer(f"T {E}", "float16")
     spec: fg.BatchSpec = fg.host()
 
 
@@ -76,23 +82,36 @@ def batch(T: int, R: int, query_len: int | None, loud: bool = False) -> Batch:
     r = random.Random(T)
     starts = torch.tensor([0, *[(i + 1) * T // R for i in range(R)]])
     x, y, wild = _odd(g, T, E), _odd(g, T).abs(), torch.arange(T)
+    x16, small, narrow = x.half(), torch.arange(T) % 11 + 1, torch.arange(T) % 9 + 2
     if loud:
         x = torch.tensor([[r.choice(LOUD) for _ in range(E)] for _ in range(T)])
         y = torch.tensor([r.choice(LOUD) for _ in range(T)])
         wild = torch.tensor([r.choice(EXTREMES) for _ in range(T)])
+        x16, small = x.half(), torch.tensor([r.choice((0, 1, 4, 255)) for _ in range(T)])
+        narrow = torch.tensor([r.choice((-(2**31), 2**31 - 1, -1, 46341)) for _ in range(T)])
     return Batch(
         torch.randint(1, 11, (T,), generator=g), torch.randperm(T, generator=g) + 1,
         torch.randint(1, 11, (T,), generator=g), wild, x, y,
-        starts.diff(), starts, fg.BatchSpec(T, R, query_len=query_len),
+        starts.diff(), starts, torch.arange(T) % 6 + 1, small.to(torch.uint8), narrow.int(),
+        torch.arange(T) % 3 > 0, x16, fg.BatchSpec(T, R, query_len=query_len),
     )  # fmt: skip
 
 
 def params() -> dict[str, Tensor]:
-    """Row 0 of w, which padding looks up, is loud; head and tail are parts of one memory."""
+    """Row 0, which padding looks up, is loud; head and tail are parts of one memory.
+
+    Row 0 of w16 is near the end of its dtype, that of zero is 0, of neg below it, of odds no
+    chance.
+    """
     g = torch.Generator().manual_seed(1)
     w, both = _odd(g, 12, E), _odd(g, 6, E)
     w[0] = torch.arange(40, -50, -12)[:E]
-    return {"w": w, "tied": w, "head": both[:3], "tail": both[3:], "i": torch.tensor([0, 1, -1, 2])}
+    w16, zero, neg, odds = _odd(g, 12, E).half(), w.clone(), w.clone(), w.abs() / 4 + 0.01
+    w16[0], zero[0], neg[0], odds[0] = 60000, 0, -1, 2
+    return {
+        "w": w, "tied": w, "head": both[:3], "tail": both[3:], "i": torch.tensor([0, 1, -1, 2]),
+        "w16": w16, "zero": zero, "neg": neg, "odds": odds,
+    }  # fmt: skip
 
 
 def state() -> dict[str, Tensor]:
@@ -114,6 +133,10 @@ STARTS: dict[str, Callable[[Any, Any, Any], Tensor]] = {
     "seen": lambda p, s, b: s["seen"], "half": lambda p, s, b: s["half"],
     "n": lambda p, s, b: s["n"], "tied": lambda p, s, b: p["tied"], "i": lambda p, s, b: p["i"],
     "head": lambda p, s, b: p["head"], "tail": lambda p, s, b: p["tail"],
+    "w16": lambda p, s, b: p["w16"], "zero": lambda p, s, b: p["zero"],
+    "neg": lambda p, s, b: p["neg"], "odds": lambda p, s, b: p["odds"],
+    "far": lambda p, s, b: b.far, "small": lambda p, s, b: b.small,
+    "narrow": lambda p, s, b: b.narrow, "on": lambda p, s, b: b.on, "x16": lambda p, s, b: b.x16,
 }  # fmt: skip
 """What programs begin with; each makes those that it uses."""
 NAMES = list(STARTS)
@@ -157,9 +180,9 @@ def draw(r: random.Random) -> Program:
     given = params(), state(), batch(*BATCHES[0])
     values = [make(*given) for make in STARTS.values()]
     steps: list[Any] = []
-    for _ in range(r.randint(1, 5)):
+    for _ in range(r.randint(1, 4)):
         for _ in range(60):
-            takes, make = r.choice(OPS if r.random() < 0.5 else IDIOMS)
+            takes, make = r.choice(r.choice((OPS, IDIOMS, ODD)))
             wanted = ["?"] * takes if isinstance(takes, int) else takes.split()
             at = [_pick(r, len(values), name) for name in wanted]
             examples = [values[i] for i in at]

@@ -225,6 +225,19 @@ def test_an_out_of_the_right_shape_is_fine():
     trace(forward)
 
 
+def test_what_torch_runs_and_cannot_trace_is_named():
+    """Its rule for the shape of x[mask] takes bytes for another dtype. What is an error on numbers
+    too stays torch's own, with a note of the line."""
+
+    def of_bytes(p: Any, s: Any, b: Any) -> Any:
+        return p["w"][(p["w"][:, 0] > 9).to(torch.uint8)], s  # here
+
+    refused(of_bytes, OperatorError, "__getitem__", "runs but cannot trace", "mask.bool()")
+    with pytest.raises(RuntimeError, match="Expected dtype int32/int64") as caught:
+        trace(lambda p, s, b: (p["w"].gather(0, p["w"]), s))
+    assert type(caught.value) is RuntimeError and "test_purity.py:" in caught.value.__notes__[0]
+
+
 def chooses_on_the_device(p: Any, s: Any, b: Any) -> Any:
     x = p["w"][b.token_ids]
     x = torch.where(x.sum(1, keepdim=True) > 0, x, -x).masked_fill(x > 3, 3.0)

@@ -154,7 +154,7 @@ def _facts(
         for target in written_by(node):
             others = views[storage_key(target.meta["val"])]
             views_of = [view for view in others if view is not node]
-            _rewrite(target, _after(node, target, state, states), states, views_of)
+            _rewrite(target, _after(target, state), states, views_of)
     return found
 
 
@@ -266,7 +266,8 @@ def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
             pending += source.all_input_nodes
         elif isinstance(states[source], Mixed):
             return states[source]  # type: ignore[no-any-return]
-    return Kept({dim: torch.tensor(0) for dim in moving_dims(node)})
+    left = {x: getattr(states[x], "dirty", ()) for x in written_by(node)}
+    return Kept({dim: torch.tensor(0) for dim in moving_dims(node)}, left=left)
 
 
 def unfinished(node: fx.Node) -> bool:
@@ -302,14 +303,11 @@ def _grows(size: Any) -> bool:
     return sums and all(map(_grows, size.args))
 
 
-def _after(node: fx.Node, target: fx.Node, state: Any, states: Mapping[fx.Node, Any]) -> Any:
+def _after(target: fx.Node, state: Kept | Mixed) -> Kept | Mixed:
     """What an op leaves in a tensor that it writes; a primitive writes true rows alone."""
     if not isinstance(state, Kept):
         return state
-    before = state.left.get(target, state.dirty)
-    if _is_inlined(node):
-        before = getattr(states[target], "dirty", ())
-    return dataclasses.replace(state, dirty=before, left={})
+    return dataclasses.replace(state, dirty=state.left.get(target, state.dirty), left={})
 
 
 def _rewrite(

@@ -20,7 +20,7 @@ from fngraph.fx.nodes import operands, written_by
 from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, shapes, sums
 from fngraph.fx.rows.boxes import WHOLE, Box, Boxes, Layout, joined
 from fngraph.fx.rows.rules import is_primitive, rule_of
-from fngraph.fx.rows.state import HELD, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
+from fngraph.fx.rows.state import WRITTEN, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.fx.schemas import named
 from fngraph.torch_facts.names import tree_leaves
 
@@ -31,7 +31,7 @@ def with_dirty(call: OpCall, found: Kept) -> Kept:
     Raises:
         Mixes: they would get into others, or nobody knows where they go.
     """
-    given = [x for x in operands(call.node) if call.rows(x).dirty]
+    given = [x for x in operands(call.node) if getattr(call.rows(x), "dirty", ())]  # of Mixed: no
     if not given and not found.reserved:
         return found
     if is_primitive(call):  # takes care of what it reads
@@ -46,8 +46,8 @@ def with_dirty(call: OpCall, found: Kept) -> Kept:
     boxes = joined([*boxes, *new], shape) if fn is not dirty_moves.parts else boxes
     if boxes == WHOLE and any(map(is_moving, shape)):
         raise Mixes(
-            f"computes true rows ({call.name}) with one that is kept for padding, {HELD}. Leave it "
-            "out: x[1:], if it is row 0"
+            f"computes true rows ({call.name}) with one that is kept for padding: {WRITTEN}. "
+            "Leave it out: x[1:], if it is row 0"
         )
     skips = dirty_uses.skipped(call) if fn is dirty_uses.read else {}
     return dataclasses.replace(found, dirty=boxes, skips=skips)
@@ -96,7 +96,9 @@ def unreturnable(x: fx.Node, state: Kept) -> str:
     """Why a value cannot be returned, but as a donated leaf's new one; "" if it can."""
     if state.dirty != WHOLE and not (state.dirty and moving_dims(x)):
         return ""
-    return f"returns a row that is kept for padding, {HELD}. Leave it out: x[1:], if it is row 0"
+    dims = [(d, rows) for box in state.dirty for d, rows in box.items()]
+    fix = dirty_uses.without(x, *dims[0]) if dims else "x[1:], if it is row 0"
+    return f"returns a row that is kept for padding: {WRITTEN}. Leave it out: {fix}"
 
 
 _RULES: dict[Any, Callable[[OpCall], Iterable[Box]]] = {

@@ -9,7 +9,7 @@ import torch
 
 from fngraph.fx.nodes import is_tensor, operands
 from fngraph.fx.rows import shapes
-from fngraph.fx.rows.boxes import WHOLE, Box, Boxes, reshaped
+from fngraph.fx.rows.boxes import WHOLE, Box, reshaped
 from fngraph.fx.rows.state import Mixes, OpCall, ndim
 
 _DIVISIONS = ("floor_divide", "remainder", "fmod", "div", "divide", "true_divide")

@@ -13,7 +13,7 @@ from fngraph.fx.nodes import is_tensor, operands
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.boxes import WHOLE, Box
 from fngraph.fx.rows.dirty_moves import moved
-from fngraph.fx.rows.state import HELD, Mixes, OpCall, moving_dims, ndim
+from fngraph.fx.rows.state import WRITTEN, Mixes, OpCall, moving_dims, ndim
 from fngraph.torch_facts.names import tree_leaves
 
 
@@ -26,34 +26,34 @@ def _rows(rows: Iterable[int]) -> str:
     return f"rows {', '.join(map(str, some[:4]))}{' and so on' if len(some) > 4 else ''} are"
 
 
-def _without(call: OpCall, x: Any, d: int, rows: frozenset[int]) -> str:
+def without(x: fx.Node, d: int, rows: frozenset[int]) -> str:
     """Code that leaves rows out, or covers them."""
     before, size = ":, " * d, x.meta["val"].shape[d]
     if rows == set(range(len(rows))):
         return f"x[{before}{len(rows)}:]"
     if isinstance(size, int) and rows == set(range(size - len(rows), size)):
         return f"x[{before}:{size - len(rows)}]"
-    if len(rows) > 1:
+    if len(rows) > 1 or not isinstance(size, int):
         return "torch.where(mask, x, 0)"
     after = "[:" + ", None" * (ndim(x) - 1 - d) + "]" if d < ndim(x) - 1 else ""
-    return f"torch.where((torch.arange({call.dim(x, d)}) != {min(rows)}){after}, x, 0)"
+    return f"torch.where((torch.arange({size}) != {min(rows)}){after}, x, 0)"
 
 
 def _refuse(call: OpCall, x: Any, d: int, rows: frozenset[int], does: str = "") -> NoReturn:
     does = does or f"takes {call.name.strip('_')} over"
     raise Mixes(
-        f"{does} {call.dim(x, d)} rows, of which {_rows(rows)} kept for padding, {HELD}. Leave "
-        f"it out first: {_without(call, x, d, rows)}"
+        f"{does} {call.dim(x, d)} rows, of which {_rows(rows)} kept for padding: {WRITTEN}. "
+        f"Leave it out first: {without(x, d, rows)}"
     )
 
 
 def refuse_unknown(call: OpCall, x: Any) -> NoReturn:
     box = call.rows(x).dirty[0]
-    rows = "row" if len(box) != 1 else _rows(*box.values()).rpartition(" ")[0]
+    rows = "a part is" if len(box) != 1 else _rows(*box.values())
     raise Mixes(
-        f"calls {call.node.target} on what has a {rows} that is kept for padding, {HELD}. It is "
-        "not known where that goes: leave it out first, x[1:] of row 0; or if true rows do not "
-        "depend on it, say so: fg.trust_rows(result)"
+        f"calls {call.node.target} on a tensor of which {rows} kept for padding: {WRITTEN}. "
+        "Where that goes is not known. Leave it out first, x[1:] of row 0; or if nothing true "
+        "depends on it, say so: fg.trust_rows(result)"
     )
 
 
@@ -150,8 +150,8 @@ def read(call: OpCall) -> Iterable[Box]:
         for d in sorted(by.keys() & box.keys()):
             raise Mixes(
                 f"looks up some of {call.dim(x, d)} rows ({call.name}), of which {_rows(box[d])} "
-                f"kept for padding, {HELD}. Whether true rows of the index name it is not known. "
-                f"Say that they do not, where it is declared: {_declared(box[d])}"
+                f"kept for padding: {WRITTEN}. True rows of the index may name it too. Say that "
+                f"they do not where it is declared: {_declared(box[d])}"
             )
         if masks:
             refuse_unknown(call, x)

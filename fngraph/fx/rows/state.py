@@ -21,7 +21,7 @@ OFFSETS = "offsets"  # query_start_loc: from 0, a token or more each; padding ne
 FINITE = "finite"  # numbers that are not known, but neither NaN nor infinite, as weights are not
 VANISHING = "vanishing"  # 0, or NaN if all true elements along the dim are NaN: of a softmax
 BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
-HELD = "which holds what padding has written, in this call or in one before"
+WRITTEN = "padding has written there, in this call or in one before"
 Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from fngraph.fx.nodes import operands, written_by
+from fngraph.fx.nodes import written_by
 from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, shapes, sums
 from fngraph.fx.rows.boxes import WHOLE, Box, Boxes, Layout, joined
 from fngraph.fx.rows.rules import is_primitive, rule_of
@@ -31,7 +31,7 @@ def with_dirty(call: OpCall, found: Kept) -> Kept:
     Raises:
         Mixes: they would get into others, or nobody knows where they go.
     """
-    given = [x for x in operands(call.node) if getattr(call.rows(x), "dirty", ())]  # of Mixed: no
+    given = [x for x in call.node.all_input_nodes if getattr(call.rows(x), "dirty", ())]
     if not given and not found.reserved:
         return found
     if is_primitive(call):  # takes care of what it reads

@@ -36,7 +36,7 @@ from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-_EXTREMES = (2**63 - 1, -(2**63), -1, 0, 7)
+_EXTREMES = (0, 2**63 - 1, -(2**63), -1, 7)
 _LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4,
               torch.complex64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # fmt: skip

@@ -24,12 +24,9 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.core import trees
-from fngraph.core.buffers import key_sizes
 from fngraph.errors import FnGraphError
-from fngraph.fx.nodes import is_op
-from fngraph.fx.rows.indices import WRITES
+from fngraph.fx.rows.boxes import elements
 from fngraph.fx.rows.rehearsal import Difference, rehearse
-from fngraph.fx.rows.state import op_name
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.rehearsing import padded_leaves
 
@@ -76,15 +73,13 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
     own = toys.moved(state(), device)
     wrong: list[str] = []
     code: list[str] = []
-    kept: list[Any] = []
+    dirty: list[Any] = []
     broken: list[Difference] = []
 
     def look(args: Any, limits: Any, graph: Any, facts: Any) -> None:
         code.append(graph.gm.code)
-        ops = [op_name(node) for node in graph.gm.graph.nodes if is_op(node)]
-        poisoned = guards and not set(WRITES).isdisjoint(ops)  # what padding adds as well
-        if poisoned or any(getattr(fact, "reserved", None) for fact in facts.values()):
-            kept.append(args)
+        (results,) = (facts[node] for node in graph.gm.graph.nodes if node.op == "output")
+        dirty.extend(getattr(fact, "dirty", ()) for fact in results)
         found = list(differences(args, held, own, graph.gm, facts, asked))
         broken.extend(x for x in found if x.fact == "reserved")
         wrong.extend(str(x) for x in found if x.fact != "reserved")
@@ -105,7 +100,7 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
             return Outcome("refused", "rehearsed")
         if not wrong:
             step = traced.split().lower().compile().capture(held, own, lazy=True)
-            wrong.extend(called(program, step, held, own, [x for x in CALLS if x in runs], *kept))
+            wrong.extend(called(program, step, held, own, [x for x in CALLS if x in runs], dirty))
     except FnGraphError as error:
         if wrong or not _is_fault(error):
             kind = "wrong" if wrong else "refused"
@@ -175,55 +170,44 @@ def differences(
 
 
 def called(
-    program: Program, step: Any, held: Any, own: Any, calls: list[Any], kept: Any = None
+    program: Program, step: Any, held: Any, own: Any, calls: list[Any], dirty: list[Any]
 ) -> Iterator[str]:
     """How results or state differ from bare forward's, of the first call in which they do.
 
     Args:
-        kept: the trace's arguments, where padding writes to rows that are kept for it: nobody but
-            a random program reads them. Then it is compared with forward on the padded batch.
+        dirty: of each leaf of the output, the rows that are kept for padding: they are the step's
+            own, from call to call, and nothing else may differ for it.
     """
-    if kept is not None and step.guards:
-        return  # padding is poison
+    theirs = toys.clone(own)
     for i, sizes in enumerate(calls):
         device = own["n"].device
         b = toys.on(batch(*sizes), device)
-        before = toys.clone(own)
+        before = toys.clone(theirs)
         if not _runs(program, b, device, before):  # not on a state that has moved
             return
-        want, after = toys.bare(program, held, before, b)
-        if kept is not None:
-            as_keyed = _padded(b, step, kept)
-            if not _runs(program, as_keyed, device, before):  # what is not used, nor in the graphs
-                return
-            padded, after = toys.bare(program, held, before, as_keyed)
-            want = _leading(padded, want)
+        want, theirs = toys.bare(program, held, before, b)
         got, back = step(own, b)
-        for what, a, z in (("results", got, want), ("state", back, after), ("state", own, after)):
-            text = unlike(a, z)
+        many = len(dirty) - len(toys.leaves(own))
+        for what, a, z, rows in (("results", got, want, dirty[:many]),
+                                 ("state", back, theirs, dirty[many:]),
+                                 ("state", own, theirs, dirty[many:])):  # fmt: skip
+            text = unlike(_cleaned(a, rows), _cleaned(z, rows))
             if text:
                 shaky = _is_shaky(program, held, before, b)
                 ran = step.dispatch(b.spec)
                 yield "shaky" if shaky else f"{what} of call {i}, {sizes}, as {ran}: {text}"
                 return
-        for leaf, new in zip(toys.leaves(own), toys.leaves(after)):
-            leaf.copy_(new)  # or rounding would add up
+        for leaf, new, rows in zip(toys.leaves(own), toys.leaves(theirs), dirty[many:]):
+            leaf.copy_(torch.where(elements(rows, leaf), leaf, new))  # or rounding would add up
 
 
-def _padded(b: Any, step: Any, args: Any) -> Any:
-    """A batch as its key has it."""
-    chosen = step.dispatch(b.spec).descriptor
-    key = key_sizes(chosen.num_tokens, chosen.num_reqs, LIMITS.max_reqs, {})
-    leaves = padded_leaves(args, toys.leaves(b), b.spec, key, LIMITS)
-    return dataclasses.replace(b, **dict(zip(fg.core.buffers_of(type(b)), leaves)))
-
-
-def _leading(tree: Any, like: Any) -> Any:
-    """Of each leaf what there is in the shape of another one."""
+def _cleaned(tree: Any, dirty: list[Any]) -> Any:
+    """With zeros in dirty rows."""
     leaves, form = trees.flatten(tree)
-    return trees.unflatten(
-        form, [x[tuple(map(slice, y.shape))] for x, y in zip(leaves, toys.leaves(like))]
-    )
+    cleaned = [
+        torch.where(elements(rows, x), 0, x) if rows else x for x, rows in zip(leaves, dirty)
+    ]
+    return trees.unflatten(form, cleaned)
 
 
 def unlike(got: Any, want: Any) -> str:

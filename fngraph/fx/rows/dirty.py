@@ -34,8 +34,11 @@ def with_dirty(call: OpCall, found: Kept) -> Kept:
     given = [x for x in call.node.all_input_nodes if getattr(call.rows(x), "dirty", ())]
     if not given and not found.reserved:
         return found
-    if is_primitive(call):  # takes care of what it reads
+    if is_primitive(call):  # takes care of the caches that it writes, and reads by tables
         left = {x: call.rows(x).dirty for x in written_by(call.node)}
+        for x in given:
+            if x not in left:
+                dirty_uses.refuse_unknown(call, x)
         return dataclasses.replace(found, left=left)
     fn = _RULES.get(rule_of(call))  # type: ignore[arg-type]
     if fn is None:

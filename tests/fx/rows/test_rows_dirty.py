@@ -6,6 +6,7 @@ that is padded with 0, the state before, and the batch. Row 0 holds NaN at each 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -272,3 +273,26 @@ def test_it_equals_bare_forward_whatever_the_kept_row_holds(name: str) -> None:
             rows = (slice(None), slice(1, None)) if key == "both" else slice(1, None)
             torch.testing.assert_close(x[rows], bare[key][rows])
         own["c"][0] = own["both"][:, 0] = math.nan
+
+
+def test_an_index_that_names_the_kept_row_all_the_same_is_found_by_a_rehearsal() -> None:
+    """What its declaration says is the user's word."""
+
+    def errors(place: int) -> list[str]:
+        b = dataclasses.replace(batch(3, 2), place=torch.tensor([4, place]))
+        fn = forward(lambda c, s, b: s["c"][b.place])
+        report = fg.check(fn, state(), b, donate=0, stage=1, limits=LIMITS, rehearse=True)
+        return list(map(str, report.errors))
+
+    assert not errors(5)
+    (error,) = errors(0)
+    assert "true rows of an index name [0] too, which padding writes to" in error
+
+
+def test_rows_that_go_on_and_on_count_as_all() -> None:
+    """A state that moves by a row at each step is not followed for ever."""
+    with pytest.raises(RowsError, match="returns a row"):
+        graphified(lambda s, b: (
+            s["c"][9] * 1,
+            {**s, "c": torch.cat([s["c"].index_put((b.slot,), b.x)[1:], s["c"][:1]])},
+        )).trace(state(), batch=batch(3, 2))  # fmt: skip

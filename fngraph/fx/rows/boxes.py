@@ -17,7 +17,7 @@ Box = Mapping[int, frozenset[int]]
 Boxes = tuple[Box, ...]
 WHOLE: Boxes = ({},)
 _MOST = 8  # boxes of a value; what has more counts as a whole
-_MANY = 1 << 12  # rows, or stretches of memory, that are worth telling apart
+_MANY = 1 << 14  # rows, or stretches of memory, that are worth telling apart
 
 
 def joined(boxes: Iterable[Box], shape: Sequence[Any]) -> Boxes:

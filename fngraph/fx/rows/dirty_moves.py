@@ -114,7 +114,7 @@ def nothing(call: OpCall) -> Iterable[Box]:
 
 
 def pointwise(call: OpCall) -> Iterable[Box]:
-    args, rank = call.args, call.value.dim()
+    args, rank = call.args, max(map(ndim, operands(call.node)))
     if call.name == "zero" or (call.name == "fill" and not is_tensor(args["value"])):
         return ()
     read = [args["src"]] if call.name == "copy" else operands(call.node)

@@ -519,10 +519,10 @@ def _traced(
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
     drop_dead(graph.gm.graph)
-    facts = facts_of(graph.gm, args.leaves, graph.constants, graph.text)
+    facts = facts_of(graph.gm, args.leaves, graph.constants, graph.text, returns)
     if look is not None:
         look(args, limits, graph, facts)
-    check_rows(graph.gm, facts, paths, refuse)
+    check_rows(graph.gm, facts, paths, set(returns.values()), refuse)
     donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
     graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(

@@ -9,9 +9,10 @@ does if padding adds nothing, so what is known of padding goes along.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -22,6 +23,8 @@ from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
+from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
+from fngraph.fx.rows.dirty import part_of, seen_through, unreturnable, with_dirty
 from fngraph.fx.rows.indices import WINDOW, WRITES
 from fngraph.fx.rows.rules import keeps_finite, rule
 from fngraph.fx.rows.state import (
@@ -39,12 +42,14 @@ from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
 
 _TRUSTED = "fngraph.trust_rows"
+_STEPS = 3  # steps of a donated leaf that are followed, row by row
 
 
 def check_rows(
     gm: fx.GraphModule,
     facts: Mapping[fx.Node, Any],
     paths: Sequence[str],
+    updates: Collection[int],
     refuse: Callable[[RowsError], None],
 ) -> None:
     """Refuse outputs that do not keep their rows, and ops that may fail in padding, which run
@@ -53,13 +58,16 @@ def check_rows(
     Args:
         facts: what `facts_of` says of the graph.
         paths: where each output is.
+        updates: which outputs are new values of donated leaves.
 
     Raises:
         RowsError: naming the first op that lets padding in, with its line.
     """
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     known = set()
-    for path, mixed in zip(paths, facts[output]):
+    for i, (path, mixed, x) in enumerate(zip(paths, facts[output], output.args[0])):  # type: ignore[arg-type]
+        if isinstance(mixed, Kept) and i not in updates and (why := unreturnable(x, mixed)):
+            refuse(RowsError(f"{line_of(x)}: forward {why}. It reaches {path}"))
         if isinstance(mixed, Mixed) and mixed.node not in known:
             known.add(mixed.node)
             told = f"{line_of(mixed.node)}: forward {mixed.why}"
@@ -80,18 +88,36 @@ def facts_of(
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
+    returns: Mapping[int, int],
 ) -> dict[fx.Node, Any]:
     """What is known of every value of a graph: the abstract run.
 
+    What a call leaves dirty in a donated leaf is so when the next one begins: run again with that.
+
     Args:
         text: a size in T and R, as a person writes it.
+        returns: index of a donated leaf to the index of the output that is its new value.
 
     Returns:
         by node, a `Kept` or a `Mixed`: of its value when it is made, and of what it writes then;
         by the output node, those of the results at the end.
     """
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    dirty: dict[int, Boxes] = {}
     with torch.device("cpu"):
-        return _facts(gm, leaves, constants, text)
+        for run in itertools.count():
+            found = _facts(gm, leaves, constants, text, dirty)
+            grown = {}
+            for leaf, i in returns.items():
+                state, before = found[output][i], dirty.get(leaf, ())
+                shape = output.args[0][i].meta["val"].shape  # type: ignore[index,union-attr]
+                after = joined([*before, *getattr(state, "dirty", ())], shape)
+                if after != before:  # rows that go on from step to step reach them all
+                    grown[leaf] = after if run < _STEPS else WHOLE
+            if not grown:
+                return found
+            dirty |= grown
+    raise AssertionError
 
 
 def _facts(
@@ -99,17 +125,20 @@ def _facts(
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
+    dirty: Mapping[int, Boxes],
 ) -> dict[fx.Node, Any]:
     found: dict[fx.Node, Any] = {}
     states: dict[fx.Node, Kept | Mixed] = {}
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
-    inputs = iter(leaves)
+    inputs = enumerate(leaves)
     tokens = _tokens(gm, leaves)
     weights = {Role.HELD} if _written_by_rows(gm, leaves) else {Role.HELD, Role.DONATED}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            leaf = next(inputs)
-            kept = dataclasses.replace(_leaf(leaf), held=leaf.role in weights)
+            i, leaf = next(inputs)
+            was = dirty.get(i, ())
+            held = not was and leaf.role in weights
+            kept = dataclasses.replace(_leaf(leaf), held=held, dirty=was)
             states[node] = of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
@@ -124,7 +153,8 @@ def _facts(
             views.setdefault(storage_key(node.meta["val"]), []).append(node)
         for target in written_by(node):
             others = views[storage_key(target.meta["val"])]
-            _rewrite(target, state, states, [view for view in others if view is not node])
+            views_of = [view for view in others if view is not node]
+            _rewrite(target, _after(target, state), states, views_of)
     return found
 
 
@@ -192,7 +222,10 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         state = states[node.args[0]]  # type: ignore[index]
         call = OpCall(node, {}, states, text)
         kept = isinstance(state, Kept) and is_tensor(node)
-        return bounded(call, dataclasses.replace(state, low=-math.inf)) if kept else state
+        if not kept:
+            return state
+        dirty = part_of(node, state.dirty, states, text)
+        return bounded(call, dataclasses.replace(state, low=-math.inf, dirty=dirty))
     if is_size(node) or mixed is not None:
         return Kept(low=0, span=ANY) if is_trusted(node) else Kept()
     call = OpCall(node, named(node.target, node.args, node.kwargs), states, text)
@@ -200,9 +233,9 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         if any(states[target].window for target in written_by(node)):
             raise Mixes(WINDOW.format(call.name))
         _check_sizes(call)
-        found = rule(call)
+        found = with_dirty(call, rule(call))
         if is_trusted(node):
-            return dataclasses.replace(found, low=0, span=ANY)
+            return dataclasses.replace(found, low=0, span=ANY, dirty=())
         given = [states[x] for x in operands(node)]
         held = all(isinstance(x, Kept) and x.held for x in given)
         if given and held and keeps_finite(call):
@@ -245,7 +278,8 @@ def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
             pending += source.all_input_nodes
         elif isinstance(states[source], Mixed):
             return states[source]  # type: ignore[no-any-return]
-    return Kept({dim: torch.tensor(0) for dim in moving_dims(node)})
+    left = {x: getattr(states[x], "dirty", ()) for x in written_by(node)}
+    return Kept({dim: torch.tensor(0) for dim in moving_dims(node)}, left=left)
 
 
 def unfinished(node: fx.Node) -> bool:
@@ -281,6 +315,13 @@ def _grows(size: Any) -> bool:
     return sums and all(map(_grows, size.args))
 
 
+def _after(target: fx.Node, state: Kept | Mixed) -> Kept | Mixed:
+    """What an op leaves in a tensor that it writes; a primitive writes true rows alone."""
+    if not isinstance(state, Kept):
+        return state
+    return dataclasses.replace(state, dirty=state.left.get(target, state.dirty), left={})
+
+
 def _rewrite(
     target: fx.Node, state: Kept | Mixed, states: dict[fx.Node, Any], views: Iterable[fx.Node]
 ) -> None:
@@ -290,7 +331,8 @@ def _rewrite(
             if isinstance(state, Mixed):
                 states[node] = state
             elif isinstance(known := states[node], Kept):
-                states[node] = Kept(window=known.window)
+                dirty = seen_through(target, state.dirty, node, known.dirty)
+                states[node] = Kept(window=known.window, dirty=dirty)
     states[target] = state
 
 

@@ -4,7 +4,8 @@ The graph runs on a batch as it is, and on the same batch as a key has it. After
 `facts` says of its value is looked up in the two: true rows are equal, padding holds what it
 should, bounds hold. Then the true rows of the second are made those of the first, bit by bit, so
 that what rounding does in one node is no difference in the next. Padding of which nothing is
-claimed may hold anything, so it is given something: NaN, infinities.
+claimed may hold anything, so it is given something: NaN, infinities. So may rows that are kept for
+padding, wherever the facts have followed them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import fx
 
 from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
+from fngraph.fx.rows.boxes import elements
 from fngraph.fx.rows.check import is_trusted, unfinished, vouched_for
 from fngraph.fx.rows.state import (
     BEYOND,
@@ -34,6 +36,7 @@ from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_EXTREMES = (0, 2**63 - 1, -(2**63), -1, 7)
 _LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4,
               torch.complex64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # fmt: skip
@@ -98,6 +101,8 @@ def _differences(
             return
         if node.op == "placeholder":
             bare[node], keyed[node] = next(leaves)
+            if poison and facts[node].dirty:
+                _spoil(facts[node], bare[node], keyed[node], sizes)
         elif node.op == "get_attr":
             bare[node] = keyed[node] = _attribute(gm, str(node.target))
         else:
@@ -110,18 +115,19 @@ def _differences(
                 if isinstance(facts[node], Kept):
                     yield Difference(node, "runs", f"padding makes it fail: {error}")
                 return
-        for dim, rows in _reserved(node, facts).items():  # whatever is there, nobody reads it
-            at = rows.to(keyed[node].device)
-            keyed[node].index_copy_(dim, at, bare[node].index_select(dim, at))
+        yield from _named(node, facts[node], bare)
         for x in (node, *written_by(node)):
             unread = x is node and not x.users  # positions of a sort of which values alone are used
             kept = isinstance(fact := facts[node], Kept) and not unfinished(x) and not unread
             if kept and isinstance(bare[x], torch.Tensor):
+                fact = dataclasses.replace(fact, dirty=fact.left.get(x, fact.dirty))
                 yield from _compared(x, fact, bare[x], keyed[x], sizes)
                 yield from _taken(x, fact, bare[x], facts)
-                _align(bare[x], keyed[x])
+                _align(fact, bare[x], keyed[x])
                 if poison and x is node and not _is_view(x):
                     _poison(x, fact, bare[x], keyed[x])
+                if poison and fact.dirty and (x is not node or not _is_view(x)):
+                    _spoil(fact, bare[x], keyed[x], sizes)
 
 
 def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
@@ -177,7 +183,7 @@ def _compared(
             node, "rows", f"{list(bare.shape)} true rows, in a key {list(keyed.shape)}"
         )
         return
-    same = keyed[_leading(bare)]
+    same = _but_dirty(fact, bare, keyed[_leading(bare)])
     if not _draws(node) and not _alike(same, bare):
         yield Difference(node, "rows", f"true rows are {_short(bare)}; in a key, {_short(same)}")
         return
@@ -202,6 +208,15 @@ def _taken(
             yield Difference(
                 node, "reserved", f"true rows name {_short(fill)} too, which padding writes to"
             )
+
+
+def _named(node: fx.Node, fact: Any, bare: Mapping[fx.Node, Any]) -> Iterator[Difference]:
+    """The same of a lookup, which is said to leave them out."""
+    for index, rows in fact.skips.items() if isinstance(fact, Kept) else ():
+        taken = sorted(rows.intersection(bare[index].flatten().tolist()))
+        if taken:
+            text = f"true rows of an index name {taken} too, which padding writes to"
+            yield Difference(node, "reserved", text)
 
 
 def _indices(node: fx.Node) -> list[Any]:
@@ -268,7 +283,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor, exact: bool = False) -> bool:
     return torch.allclose(a, b, near, near, equal_nan=True)
 
 
-def _align(bare: torch.Tensor, keyed: torch.Tensor) -> None:
+def _align(fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) -> None:
     """Make true rows equal bit by bit; where they are views of each other's rows they are."""
     if keyed.is_inference() and not torch.is_inference_mode_enabled():
         return
@@ -276,7 +291,35 @@ def _align(bare: torch.Tensor, keyed: torch.Tensor) -> None:
     shape_fits = same.shape == bare.shape
     overlapping = any(s == 0 and n > 1 for s, n in zip(same.stride(), same.shape))
     if shape_fits and not overlapping:
-        same.copy_(bare)  # rounded in another order, or drawn: of any dtype
+        same.copy_(_but_dirty(fact, same, bare))  # rounded in another order, or drawn
+
+
+def _but_dirty(fact: Kept, dirty: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Elements of one tensor where dirty rows are, and of another elsewhere."""
+    if not fact.dirty:
+        return rest
+    at = elements(fact.dirty, rest)
+    if rest.itemsize == 1:  # float8, of which torch cannot choose
+        yes, no = (x.contiguous().view(torch.uint8) for x in (dirty, rest))
+        return torch.where(at, yes, no).view(rest.dtype)
+    return torch.where(at, dirty, rest)
+
+
+def _spoil(fact: Kept, bare: torch.Tensor, keyed: torch.Tensor, sizes: Mapping[Any, int]) -> None:
+    """Something loud in dirty rows, on which nothing may depend; within what is claimed of it."""
+    same, dtype = keyed[_leading(bare)], keyed.dtype
+    if keyed.is_inference() and not torch.is_inference_mode_enabled():
+        return
+    if dtype is torch.bool:
+        loud = ~bare
+    elif dtype.is_floating_point or dtype.is_complex:
+        loud = keyed.new_tensor(_LOUD if keyed.itemsize > 1 else [1.0, -1.0])
+    else:
+        given = _EXTREMES if fact.span in (None, ANY) else fact.span.at(sizes)
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        loud = keyed.new_tensor([min(max(n, least), most) for n in given])
+    loud = loud.flatten().repeat(same.numel() // loud.numel() + 1)[: same.numel()].view(same.shape)
+    same.copy_(_but_dirty(fact, loud, same))
 
 
 def _poison(node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) -> None:

@@ -16,16 +16,13 @@ from fngraph.torch_facts.names import tree_leaves
 
 def rule(call: OpCall) -> Kept:
     """The rule of the op. One that is not known keeps rows if it sees none of T and R."""
-    known = _RULES.get(call.name) if _namespace(call) == "aten" else None
+    known = rule_of(call)
     if known is not None:
         if known not in _COUNTING:
             refuse_counts(call)
         return known(call)
-    if _namespace(call) == "fngraph":  # primitives take care of padding themselves
+    if is_primitive(call):  # they take care of padding themselves
         return Kept()
-    tags = call.node.target.tags  # type: ignore[union-attr]
-    if torch.Tag.pointwise in tags:
-        return pointwise(call)
     if not any(moving_dims(x) for x in operands(call.node)) and not _counts(call):
         return Kept()
     raise Mixes(
@@ -50,6 +47,19 @@ def keeps_finite(call: OpCall) -> bool:
         return is_smooth(call)
     numbers = all(math.isfinite(x) for x in call.args.values() if isinstance(x, float))
     return numbers and (fn in _SUMMED or call.name in _ADDED)
+
+
+def rule_of(call: OpCall) -> Callable[[OpCall], Kept] | None:
+    """The function that has the op's rule; None for an op that is not known."""
+    if _namespace(call) == "aten" and call.name in _RULES:
+        return _RULES[call.name]
+    is_pointwise = torch.Tag.pointwise in call.node.target.tags  # type: ignore[union-attr]
+    return pointwise if is_pointwise and not is_primitive(call) else None
+
+
+def is_primitive(call: OpCall) -> bool:
+    """Whether the op is one that a backend runs."""
+    return _namespace(call) == "fngraph"
 
 
 def _namespace(call: OpCall) -> str:

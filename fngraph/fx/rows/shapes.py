@@ -9,7 +9,7 @@ was written into does not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -98,10 +98,14 @@ def in_order(call: OpCall) -> Kept:
 def permute(call: OpCall) -> Kept:
     """permute, t, transpose: dims change places."""
     x = _source(call)
-    rank = ndim(x)
-    if not rank:
-        return carried(call, x, {})
+    return carried(call, x, {d: i for i, d in enumerate(order_of(call, ndim(x)))})
+
+
+def order_of(call: OpCall, rank: int) -> list[int]:
+    """For each dim of the result, the source's."""
     order = list(range(rank))
+    if not rank:
+        return order
     if call.name == "permute":
         order = [d % rank for d in call.args["dims"]]
     elif call.name == "transpose":
@@ -109,7 +113,7 @@ def permute(call: OpCall) -> Kept:
         order[a], order[b] = b, a
     else:
         order.reverse()
-    return carried(call, x, {d: i for i, d in enumerate(order)})
+    return order
 
 
 def reshape(call: OpCall) -> Kept:
@@ -121,16 +125,13 @@ def reshape(call: OpCall) -> Kept:
     if "dtype" in call.args:  # other bits of the same memory
         return Kept(window=call.rows(x).window)
     to: dict[int, int] = {}
-    i = j = 0
-    while i < len(old) or j < len(new):
-        i0, j0 = i, j
-        i, j = _group(old, new, i, j)
-        a = [d for d in range(i0, i) if is_moving(old[d])]
-        b = [d for d in range(j0, j) if is_moving(new[d])]
+    for here, there in groups_of(old, new):
+        a = [d for d in here if is_moving(old[d])]
+        b = [d for d in there if is_moving(new[d])]
         if not a and not b:
             continue
         outer = len(a) == len(b) == 1 and all(
-            _is_one(n) for n in old[i0 : a[0]] + new[j0 : b[0]]
+            _is_one(n) for n in old[here.start : a[0]] + new[there.start : b[0]]
         )  # fmt: skip
         if not outer:
             shapes = " to ".join(f"({', '.join(map(call.text, s))})" for s in (old, new))
@@ -144,6 +145,15 @@ def reshape(call: OpCall) -> Kept:
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
+
+
+def groups_of(old: list[Any], new: list[Any]) -> Iterator[tuple[range, range]]:
+    """Dims of either side that a row-major reshape folds into one another, group by group."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        i0, j0 = i, j
+        i, j = _group(old, new, i, j)
+        yield range(i0, i), range(j0, j)
 
 
 def _group(old: list[Any], new: list[Any], i: int, j: int) -> tuple[int, int]:

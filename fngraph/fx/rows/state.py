@@ -15,11 +15,13 @@ import torch
 from torch import fx
 
 from fngraph.fx.nodes import SIZES
+from fngraph.fx.rows.boxes import Boxes
 
 OFFSETS = "offsets"  # query_start_loc: from 0, a token or more each; padding never falls below
 FINITE = "finite"  # numbers that are not known, but neither NaN nor infinite, as weights are not
 VANISHING = "vanishing"  # 0, or NaN if all true elements along the dim are NaN: of a softmax
 BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
+WRITTEN = "padding has written there, in this call or in one before"
 Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
 
 
@@ -39,6 +41,10 @@ class Kept:
         window: a slice of rows out of memory that has more true ones: fit for reading alone.
         held: weights, or made of weights alone; taken to be finite.
         reserved: of a write, the rows by dim that its padding goes to, since they are kept for it.
+        dirty: what such writes, of this call or one before, have left in true rows: it is not bare
+            forward's. Every other fact but `fills` and `span` is of what is not dirty.
+        left: of a primitive that writes, what stays dirty in each tensor that it writes.
+        skips: of a lookup, the rows that its index is said not to name in true rows.
     """
 
     fills: Mapping[int, Fill] = dataclasses.field(default_factory=dict)
@@ -50,6 +56,9 @@ class Kept:
     window: bool = False
     held: bool = False
     reserved: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    dirty: Boxes = ()
+    left: Mapping[fx.Node, Boxes] = dataclasses.field(default_factory=dict)
+    skips: Mapping[fx.Node, frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -430,7 +430,7 @@ def test_nothing_as_large_as_the_leaf_is_made():
     def fn(s: Any, b: Any) -> Any:
         k = s["k"].view(-1, 64).index_put((real_slots(b),), total(b) * 1.0)
         k = (k * 0.5 + total(b)).clamp(-1, 1)
-        return k[b.token_ids], {"k": k.view(-1)}
+        return k[real_slots(b)], {"k": k.view(-1)}
 
     nodes = donated.traced(fn, specs(k=8)).graph.gm.graph.nodes
     vals = {n: n.meta.get("val") for n in nodes}

@@ -11,17 +11,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import random
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import toys
-from rows_idioms import LAST
 from rows_torch import Elsewhere, Unwritten
 from rows_whole import BATCHES, INVALID, KEYS, LIMITS, Program, batch, draw, params, state
 from torch import Tensor
@@ -30,9 +28,10 @@ import fngraph as fg
 from fngraph.core import trees
 from fngraph.errors import FnGraphError
 from fngraph.fx.nodes import is_op
+from fngraph.fx.rows.boxes import elements
 from fngraph.fx.rows.indices import WRITES
 from fngraph.fx.rows.rehearsal import Difference, rehearse
-from fngraph.fx.rows.state import moving_dims, op_name
+from fngraph.fx.rows.state import op_name
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphs.tape.mode import TapeMode
 from fngraph.rehearsing import padded_leaves
@@ -81,8 +80,7 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
     own = toys.moved(state(), device)
     wrong: list[str] = []
     code: list[str] = []
-    kept: set[int] = set()
-    moving: list[bool] = []
+    dirty: list[Any] = []
     poisoned: list[bool] = []
     broken: list[Difference] = []
 
@@ -90,11 +88,8 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
         code.append(graph.gm.code)
         ops = [op_name(node) for node in graph.gm.graph.nodes if is_op(node)]
         poisoned.append(guards and not set(WRITES).isdisjoint(ops))  # what padding adds as well
-        for fact in facts.values():
-            reserved = getattr(fact, "reserved", None) or {}
-            kept.update(*(rows.tolist() for rows in reserved.values()))
-        results = next(node for node in graph.gm.graph.nodes if node.op == "output").args[0]
-        moving.extend(bool(moving_dims(x)) for x in results)
+        (results,) = (facts[node] for node in graph.gm.graph.nodes if node.op == "output")
+        dirty.extend(getattr(fact, "dirty", ()) for fact in results)
         found = list(differences(args, held, own, graph.gm, facts, asked))
         broken.extend(x for x in found if x.fact == "reserved")
         wrong.extend(str(x) for x in found if x.fact != "reserved")
@@ -117,7 +112,7 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
             step = traced.split().lower().compile().capture(held, own, lazy=True)
             if not (step.guards and any(poisoned)):
                 calls = [x for x in CALLS if x in runs]
-                wrong.extend(called(program, step, held, own, calls, len(kept), moving))
+                wrong.extend(called(program, step, held, own, calls, dirty))
     except FnGraphError as error:
         if not wrong and not _is_fault(error):
             return Outcome("refused", type(error).__name__)
@@ -215,70 +210,55 @@ def differences(
 
 
 def called(
-    program: Program,
-    step: Any,
-    held: Any,
-    own: Any,
-    calls: list[Any],
-    kept: int = 0,
-    moving: Sequence[bool] = (),
+    program: Program, step: Any, held: Any, own: Any, calls: list[Any], dirty: list[Any]
 ) -> Iterator[str]:
     """How results or state differ from bare forward's, of the first call in which they do.
 
     Args:
-        kept: how many rows padding writes to, since they are kept for it. As many of a table may
-            differ, in the state and from then on; nothing else may.
-        moving: whether there are rows for T or R in each result: then it is no table.
+        dirty: of each leaf of the output, the rows that are kept for padding: they are the step's
+            own, from call to call, and nothing else may differ for it.
     """
-    bare = toys.clone(own)  # the state of a bare forward that goes on from its own
+    theirs = toys.clone(own)
     for i, sizes in enumerate(calls):
         device = own["n"].device
         b = toys.on(batch(*sizes), device)
-        before = toys.clone(bare)
+        before = toys.clone(theirs)
         if not _runs(program, b, device, before):  # not on a state that has moved
             return
-        want, bare = toys.bare(program, held, before, b)
-        if not kept:
-            bare = toys.clone(bare)
+        want, theirs = toys.bare(program, held, before, b)
         got, back = step(own, b)
-        tables = [0 if x else kept for x in moving] if kept else []
-        for what, a, z, few in (("results", got, want, tables), ("state", back, bare, [kept]),
-                                ("state", own, bare, [kept])):  # fmt: skip
-            text = unlike(a, z, few)
+        many = len(dirty) - len(toys.leaves(own))
+        for what, a, z, rows in (("results", got, want, dirty[:many]),
+                                 ("state", back, theirs, dirty[many:]),
+                                 ("state", own, theirs, dirty[many:])):  # fmt: skip
+            text = unlike(_cleaned(a, rows), _cleaned(z, rows))
             if text:
                 shaky = _is_shaky(program, held, before, b)
                 ran = step.dispatch(b.spec)
-                rows = f", {kept} rows kept for padding" * bool(kept)
-                yield "shaky" if shaky else f"{what} of call {i}, {sizes}{rows}, as {ran}: {text}"
+                yield "shaky" if shaky else f"{what} of call {i}, {sizes}, as {ran}: {text}"
                 return
-        for leaf, new in zip(toys.leaves(own), toys.leaves(bare)):
-            leaf.copy_(torch.where(alike(leaf, new), new, leaf))  # or rounding would add up
+        for leaf, new, rows in zip(toys.leaves(own), toys.leaves(theirs), dirty[many:]):
+            leaf.copy_(torch.where(elements(rows, leaf), leaf, new))  # or rounding would add up
 
 
-def unlike(got: Any, want: Any, kept: Sequence[int] = ()) -> str:
-    """How two trees differ; "" if they do not.
+def _cleaned(tree: Any, dirty: list[Any]) -> Any:
+    """With zeros in dirty rows."""
+    leaves, form = trees.flatten(tree)
+    cleaned = [
+        torch.where(elements(rows, x), 0, x) if rows else x for x, rows in zip(leaves, dirty)
+    ]
+    return trees.unflatten(form, cleaned)
 
-    Args:
-        kept: how many rows of each leaf may; one number is of all; left out, none.
-    """
+
+def unlike(got: Any, want: Any) -> str:
+    """How two trees differ; "" if they do not."""
     if trees.flatten(got)[1] != trees.flatten(want)[1]:
         return f"{trees.flatten(got)[1]} for {trees.flatten(want)[1]}"
     paths = trees.paths(trees.flatten(want)[1], "output")
-    rows = itertools.cycle(kept or [0])
-    for path, a, b, n in zip(paths, toys.leaves(got), toys.leaves(want), rows):
-        if (a.shape, a.dtype) != (b.shape, b.dtype) or not (near(a, b) or _in_few(a, b, n)):
+    for path, a, b in zip(paths, toys.leaves(got), toys.leaves(want)):
+        if (a.shape, a.dtype) != (b.shape, b.dtype) or not near(a, b):
             return f"{path} is {_short(a)}, and {_short(b)} in forward"
     return ""
-
-
-def _in_few(a: Tensor, b: Tensor, kept: int) -> bool:
-    """Whether a table differs in as many rows, along some dim, as a state of it would."""
-    apart = ~alike(a, b)
-    for d in range(a.dim()) if kept else ():
-        rows = apart.movedim(d, 0).reshape(apart.shape[d], -1).any(1)
-        if rows.sum() <= min(math.ceil(kept * rows.numel() / (LAST + 1)), rows.numel() - 1):
-            return True
-    return False
 
 
 def near(a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,19 @@ from rows_whole import BATCHES, LIMITS, batch
 
 import fngraph as fg
 from fngraph.errors import RowsError, SpecError, TreeError
-from fngraph.fx.rows import bounds, check, fills, indices, rules, shapes, sums
+from fngraph.fx.rows import (
+    bounds,
+    boxes,
+    check,
+    dirty,
+    dirty_moves,
+    dirty_uses,
+    fills,
+    indices,
+    rules,
+    shapes,
+    sums,
+)
 from fngraph.fx.tracing.refusals import Refusals
 
 INF, NAN = float("inf"), float("nan")
@@ -43,6 +55,16 @@ def looked_up(p: Any, b: Any) -> Any:
 def tokens(b: Any) -> Any:
     """(T,) counted from 0."""
     return torch.arange(b.x.shape[0])
+
+
+def table(b: Any) -> Any:
+    """(12, E), of which padding has written row 0."""
+    return torch.zeros(12, 8).index_put((b.place,), b.x + 1)
+
+
+def numbers(b: Any) -> Any:
+    """(12,) int64, likewise."""
+    return torch.ones(12, dtype=torch.int64).index_put((b.place,), b.ids)
 
 
 # What was accepted once, and is wrong for some batch: (the rule's mend, taken out again; program).
@@ -248,6 +270,68 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         bounds, 'return _whole(x.meta["val"].dtype) if known == ANY else known', "return known",
         lambda p, b: p["w"][fg.trust_rows(torch.where(b.slot >= 0, 0, 11)) + 5] * 1,
     ),
+}  # fmt: skip
+# Likewise, of rows that are kept for padding and read.
+WRONG |= {
+    "a sum over a kept row": (
+        dirty_uses, "sorted(box.keys() & over)", "()", lambda p, b: table(b).sum(0)),
+    "what a write adds to it": (
+        dirty, "joined([*boxes, *new], shape)", "joined(boxes, shape)",
+        lambda p, b: table(b).sum(0)),
+    "a product over it": (
+        dirty_uses, "if summed in box:", "if False:", lambda p, b: torch.ones(3, 12) @ table(b)),
+    "a lookup of any row": (
+        dirty_uses, "if any(_leaves_out(", "if True or any(_leaves_out(",
+        lambda p, b: table(b)[b.ids // 8]),
+    "a lookup by what happens to be 0 in padding": (
+        dirty_uses, "if not state.said or not pads", "if not pads",
+        lambda p, b: table(b)[b.ids // 8]),
+    "a lookup by what it holds": (
+        dirty_uses, "    for x in others:", "    for x in ():",
+        lambda p, b: torch.arange(99)[numbers(b).clamp(0, 9)]),
+    "rows behind others": (
+        dirty_moves, "frozenset(r + start for r in here)", "here",
+        lambda p, b: torch.cat([p["w"], table(b)])[1:].sum(0)),
+    "rows behind zeros": (
+        dirty_moves, "frozenset(r + before.get(d, 0) for r in rows)", "rows",
+        lambda p, b: F.pad(table(b), (0, 0, 2, 0))[1:].sum(0)),
+    "columns that were rows": (
+        dirty_moves, "order.index", "lambda d: d", lambda p, b: table(b).t()[1:].sum(1)),
+    "rows of an expanded table": (
+        dirty_moves, "lambda d: d + lead", "lambda d: d",
+        lambda p, b: table(b).expand(3, 12, 8)[1:].sum(1)),
+    "a table added to a greater one": (
+        dirty_moves, "lead=lead: d + lead", "lead=lead: d",
+        lambda p, b: (table(b) + torch.zeros(2, 12, 8))[1:].sum(1)),
+    "a mask of another row": (
+        dirty_moves, "return left if mask.any() and all(left.values()) else None", "return None",
+        lambda p, b: torch.where((torch.arange(12) != 1)[:, None], table(b), 0).sum(0)),
+    "all elements in a row": (
+        boxes, "here.seen_in(part, there) if part", "part if part",
+        lambda p, b: table(b).view(-1)[1:].sum()),
+    "a part that begins later": (
+        dirty, "start = start + part.shape[dim]", "start = start",
+        lambda p, b: torch.zeros(12, 8).index_put((torch.where(b.slot >= 0, b.ids, 11),), b.x)
+        .split([5, 7])[1].sum(0)),
+    "scores of rows": (
+        dirty_uses, "rank - 1 if d == last and", "0 if d == last and",
+        lambda p, b: F.linear(p["w"], table(b))[1:].sum(1)),
+    "columns that are looked up by row": (
+        dirty_uses, "ndim(by[0]) + d - 1", "d",
+        lambda p, b: F.embedding(torch.tensor([[1, 2]]), table(b).t())[:, 1:].sum(2)),
+    "written over elsewhere": (
+        dirty_uses, "dim: box[dim] - set(over)", "dim: frozenset()",
+        lambda p, b: table(b).slice_scatter(p["w"][:2], 0, 3, 5).sum(0)),
+    "written through a view": (
+        dirty, "[seen for box in boxes if", "[seen for box in () if",
+        lambda p, b: (lambda x: (x.view(12, 2, 4).index_put_((b.place,), b.x.view(-1, 2, 4)), x))(
+            p["w"] * 1)[1].sum(0)),
+    "another row made clean": (
+        dirty, "if not here.covers(box, there)", "if False",
+        lambda p, b: (lambda x: (x[3:5].zero_(), x))(table(b))[1].sum(0)),
+    "integers divided by it": (
+        dirty_moves, "    _refuse_zero_divisors(call)\n", "",
+        lambda p, b: (7 // numbers(b))[1:]),
 }  # fmt: skip
 
 

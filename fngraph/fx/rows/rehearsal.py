@@ -36,7 +36,7 @@ from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-_EXTREMES = (0, 2**63 - 1, -(2**63), -1, 7)
+_ODD = (0, -1, 7)
 _LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4,
               torch.complex64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # fmt: skip
@@ -315,9 +315,9 @@ def _spoil(fact: Kept, bare: torch.Tensor, keyed: torch.Tensor, sizes: Mapping[A
     elif dtype.is_floating_point or dtype.is_complex:
         loud = keyed.new_tensor(_LOUD if keyed.itemsize > 1 else [1.0, -1.0])
     else:
-        given = _EXTREMES if fact.span in (None, ANY) else fact.span.at(sizes)
-        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-        loud = keyed.new_tensor([min(max(n, least), most) for n in given])
+        whole = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        least, most = whole if fact.span in (None, ANY) else fact.span.at(sizes)
+        loud = keyed.new_tensor([*(n for n in _ODD if least <= n <= most), least, most])
     loud = loud.flatten().repeat(same.numel() // loud.numel() + 1)[: same.numel()].view(same.shape)
     same.copy_(_but_dirty(fact, loud, same))
 

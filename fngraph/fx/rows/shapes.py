@@ -53,7 +53,10 @@ def _stays(call: OpCall, x: Any, dim: int, mark: str) -> bool:
         whole = call.args.get("start") in (None, 0) and call.args.get("step", 1) == 1
         return not along or mark == OFFSETS or whole
     if call.name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
-        return sum(n != 1 for n in call.value.shape) == sum(n != 1 for n in x.meta["val"].shape)
+        old, new = (
+            [_expr(n) for n in v.shape if not _is_one(n)] for v in (x.meta["val"], call.value)
+        )
+        return old == new
     return False
 
 
@@ -321,7 +324,7 @@ def _can_draw(call: OpCall, x: Any) -> bool:
     if getattr(x.target, "_opname", "") in ("_softmax", "sigmoid") and all(map(is_finite, fills)):
         return True  # chances, of whatever numbers
     whole = call.name == "multinomial"  # some chance in each row
-    return all(
+    return len(fills) == 1 and all(  # of what is padding in two dims nothing is known
         isinstance(f, torch.Tensor)
         and bool(((f >= 0) & (f <= 1)).all())
         and (not whole or bool((f.sum(-1) > 0).all()))

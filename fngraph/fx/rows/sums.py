@@ -116,7 +116,7 @@ def _is_masked(call: OpCall, x: Any, dim: int) -> bool:
     if getattr(x.target, "_opname", "") != "mul":
         return False
     factors = [(y, dim - ndim(x) + ndim(y)) for y in x.args if is_tensor(y)]
-    return any(is_all(call.states[y].fills.get(d), 0) for y, d in factors)
+    return any(is_all(getattr(call.states.get(y), "fills", {}).get(d), 0) for y, d in factors)
 
 
 def _dims(call: OpCall) -> list[int]:
@@ -212,11 +212,6 @@ def cross_entropy(call: OpCall) -> Kept:
     """nll_loss: of each row, or of those whose target in padding is ignore_index."""
     target, reduced = call.args["target"], call.args["reduction"] != 0
     ignored = is_all(call.rows(target).fills.get(0), call.args["ignore_index"])
-    if reduced and moving_dims(target) and not ignored:
-        raise Mixes(
-            f"takes the loss over {call.dim(target, 0)}, and a key has rows of padding there. Let "
-            "it ignore them: target = torch.where(batch.slot >= 0, target, -100)"
-        )
     scores = call.args["self"].meta["val"].shape
     classes, moving = size_of(scores[min(1, len(scores) - 1)]), moving_dims(target)
     if moving and not ignored and not is_there(call.rows(target), moving, classes, from_end=False):
@@ -225,6 +220,11 @@ def cross_entropy(call: OpCall) -> Kept:
             "the end of a process, for rows of padding alone. Let it ignore them: target = "
             "torch.where(batch.slot >= 0, target, -100)",
             fails=True,
+        )
+    if reduced and moving_dims(target) and not ignored:
+        raise Mixes(
+            f"takes the loss over {call.dim(target, 0)}, and a key has rows of padding there. Let "
+            "it ignore them: target = torch.where(batch.slot >= 0, target, -100)"
         )
     return Kept()
 

@@ -69,6 +69,11 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         torch.where(b.ids > 2, fg.trust_rows(b.ids), 5) - 5],
     "what is vouched for, at most 5": lambda w, b: b.x[
         torch.minimum(fg.trust_rows(b.ids), torch.tensor(5)) - 5],
+    "a softmax in rows of another length": lambda w, b: softmax(b).view(-1, 2).sum(0),
+    "a loss of no class, for its shape": lambda w, b: torch.zeros_like(
+        F.nll_loss(b.x, b.slot)),
+    "chances that are padding in two dims": lambda w, b: torch.bernoulli(
+        (b.slot[:, None] == b.slot).float()),
     "weights that nobody wrote": lambda w, b: (
         torch.empty_like(w)[b.ids.clamp(max=3)] * (b.slot >= 0)[:, None]).sum(0),
     "bytes and a wider number": lambda w, b: torch.where(
@@ -86,7 +91,10 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
 
 def trace(fn: Callable[[Any, Any], Any]) -> Any:
     """The stage; with `fn(weights, batch)` as the output."""
-    fast = fg.graphify(lambda w, b: fn(w, b) * 1, stage="b", limits=fg.Limits(8, 4))
+    fast = fg.graphify(
+        lambda w, b: fn(w, b) * 1, stage="b", limits=fg.Limits(8, 4),
+        generators=(torch.default_generator,),
+    )  # fmt: skip
     return fast.trace(torch.ones(12, 4), batch=BATCH)
 
 

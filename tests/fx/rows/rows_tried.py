@@ -246,7 +246,7 @@ def called(
                                 ("state", own, bare, [kept])):  # fmt: skip
             text = unlike(a, z, few)
             if text:
-                shaky = _is_shaky(program, held, before, b)
+                shaky = is_shaky(program, held, before, b)
                 ran = step.dispatch(b.spec)
                 rows = f", {kept} rows kept for padding" * bool(kept)
                 yield "shaky" if shaky else f"{what} of call {i}, {sizes}{rows}, as {ran}: {text}"
@@ -302,7 +302,7 @@ def _short(x: Tensor) -> str:
     return f"{list(x.shape)} {x.dtype} {x.flatten()[:6].tolist() if x.itemsize > 1 else ''}"
 
 
-def _is_shaky(program: Program, held: Any, own: Any, b: Any) -> bool:
+def is_shaky(program: Program, held: Any, own: Any, b: Any) -> bool:
     """Whether forward's own results jump if its numbers are moved by as much as rounding does, or
     by what was in memory before."""
     g = torch.Generator().manual_seed(0)

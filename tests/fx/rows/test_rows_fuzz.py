@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rows_odd import ODD
-from rows_torch import Elsewhere
+from rows_torch import Elsewhere, Unwritten
 from rows_tried import Outcome, is_shaky, outcome, tried, unlike
 from rows_whole import (
     BATCHES,
@@ -131,6 +131,8 @@ def test_what_torch_leaves_open_is_no_fault() -> None:
         assert not found.found
         by_place(torch.tensor([float("inf"), 2.0]))
     assert found.found == {"rows_fuzz.by_place.default"}
+    with Unwritten(7):
+        assert (torch.empty(3) == 7).all() and (torch.ones(2).new_empty(2) == 7).all()
     given = params(), state(), batch(*BATCHES[0])
     unwritten = whole(lambda w: torch.empty_like(w)[:3].exp(), takes="w")
     assert is_shaky(unwritten, *given) and not is_shaky(whole(torch.neg, takes="x"), *given)

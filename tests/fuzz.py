@@ -6,7 +6,8 @@
     python tests/fuzz.py --device cuda --programs 2000
 
 `tests/fx/rows/rows_tried.py` says what is tried of each. A result that differs is "wrong", an error
-that is not ours is "raw"; either is a fault, told with its seed, and the exit status is 1. On CUDA
+that is not ours is "raw"; either is a fault, told with its seed, and the exit status is 1. Where an
+op of torch's computes other numbers elsewhere in memory it is "torch", with the op's name. On CUDA
 a bad index ends its process: a fault of its seed too, behind which another process goes on.
 """
 
@@ -47,7 +48,7 @@ def main() -> None:
             reached += said
             continue
         seed, kind, why = said
-        kinds[f"refused: {why}" if kind == "refused" else kind] += 1
+        kinds[f"{kind}: {why}" if kind in ("refused", "torch") else kind] += 1
         if kind in FAULTS:
             faults.append({"seed": seed, "kind": kind, "why": why})
             print(f"{kind}: --only {seed}: {why[:500]}", flush=True)

@@ -141,7 +141,10 @@ def _is_fault(error: FnGraphError) -> bool:
 
 
 def _of_shapes(error: BaseException | None) -> bool:
-    """Whether it is torch that cannot say of what shape an op's result is, which the tape asks."""
+    """Whether it is torch that cannot say of what shape an op's result is, which the tape asks; or
+    that says it wrongly."""
+    if "torch's rule for it says" in str(error):
+        return True
     while error is not None:
         frames = traceback.walk_tb(error.__traceback__)
         if any(frame.f_code is TapeMode._expect.__code__ for frame, _ in frames):
@@ -233,7 +236,7 @@ def called(
                                  ("state", own, theirs, dirty[many:])):  # fmt: skip
             text = unlike(_cleaned(a, rows), _cleaned(z, rows))
             if text:
-                shaky = _is_shaky(program, held, before, b)
+                shaky = is_shaky(program, held, before, b)
                 ran = step.dispatch(b.spec)
                 yield "shaky" if shaky else f"{what} of call {i}, {sizes}, as {ran}: {text}"
                 return
@@ -282,7 +285,7 @@ def _short(x: Tensor) -> str:
     return f"{list(x.shape)} {x.dtype} {x.flatten()[:6].tolist() if x.itemsize > 1 else ''}"
 
 
-def _is_shaky(program: Program, held: Any, own: Any, b: Any) -> bool:
+def is_shaky(program: Program, held: Any, own: Any, b: Any) -> bool:
     """Whether forward's own results jump if its numbers are moved by as much as rounding does, or
     by what was in memory before."""
     g = torch.Generator().manual_seed(0)

@@ -86,6 +86,11 @@ def graphify(
         memory_budget, on_failure: of every step; see `Compiled.capture`.
         generators: what `forward` may draw from, `torch.rand(n, generator=g)`. A call advances them
             as eager does at the padded size; seed them between calls.
+        compile: "none": pieces run op by op, as they were traced. "pieces": Inductor compiles each
+            distinct piece once, its sizes symbols. "once": the whole function at once, for all
+            sizes; only without primitives. "stock": it is under `torch.compile`, with its guards;
+            likewise. Results are then close to `forward`'s, no longer equal in every bit.
+        compile_sizes: numbers of tokens that "pieces" has code of their own for.
         guards: for finding bugs, at some cost: padding rows, where no pad is declared or relied on,
             hold NaN or a copy of a true row; borrowed results are poisoned when the next guarded
             call on the pool begins, and to use one then is a `StaleError`.

@@ -22,6 +22,8 @@ from fngraph.graphs.ranges import RangedRecording, in_range
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging.buffers import Sizes
 
+InstructionFn = Callable[..., tuple[Any, ...]]  # fn(sizes, host, *tensors) -> tensors
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EagerCall:
@@ -68,6 +70,7 @@ class Replay:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
         unpack: the node that takes a batch in; it holds memory that the graph reads.
+        fns: what was recorded: they hold compiled code that the graphs run.
         used: the step that used it last, counted from 1; 0: none. The one that changes.
     """
 
@@ -76,6 +79,7 @@ class Replay:
     calls: tuple[Recording | EagerCall, ...]
     outputs: tuple[torch.Tensor, ...]
     unpack: Callable[[], None]
+    fns: tuple[InstructionFn, ...] = ()
     used: int = 0
 
     @property
@@ -161,9 +165,6 @@ def launch(calls: BoundCalls, host: HostBounds | None) -> None:
             fn()
 
 
-InstructionFn = Callable[..., tuple[Any, ...]]  # fn(sizes, host, *tensors) -> tensors
-
-
 def capture(
     recorder: Recorder,
     program: Program,
@@ -238,4 +239,4 @@ def capture(
         env.clear()  # the traceback holds this frame, and would hold the pool's memory with it
         calls.clear()
         raise
-    return Replay(mode, descriptor, tuple(calls), outputs, unpack)
+    return Replay(mode, descriptor, tuple(calls), outputs, unpack, tuple(fns))

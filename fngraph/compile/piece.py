@@ -1,0 +1,299 @@
+"""`CompiledPiece`: a piece as the code that Inductor has made of it, an artefact for each range.
+
+As an instruction of a program it is `piece(sizes, host, *tensors) -> tensors`, as a traced one is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fngraph.compile.op import COMPILED, Tensors, register
+from fngraph.compile.results import Plan, with_numbers
+from fngraph.core.compiling import Range, narrowest, to_try, trimmed
+from fngraph.errors import CompileError
+from fngraph.torch_facts.inductor import Assumed, Made, Sizes, compile_ahead, size_at
+from fngraph.torch_facts.names import without_modes
+
+LOG = logging.getLogger("fngraph")
+MOST_SIZES = 4096  # whose layouts are kept
+_ONE_AT_A_TIME = threading.RLock()  # Inductor has state of its own
+_EXAMPLES = {"T": 1031, "R": 509}  # both above one, neither a power of two nor near a dim
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Artefact:
+    """What serves a range.
+
+    Attributes:
+        assumed: what else must be true of a size; None: nothing.
+        symbolic: which of T (0) and R (1) its code is called with.
+        us: how long it took to make, in microseconds.
+    """
+
+    range: Range
+    made: Made
+    assumed: Assumed | None
+    symbolic: tuple[int, ...]
+    us: int
+
+    def serves(self, num_tokens: int, num_reqs: int) -> bool:
+        """Whether it is right at these sizes."""
+        if not self.range.covers(num_tokens, num_reqs):
+            return False
+        return self.assumed is None or self.assumed.holds({"T": num_tokens, "R": num_reqs})
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory: sizes, strides, and the offset in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class AtSizes(NamedTuple):
+    """What a call at some T and R needs to know.
+
+    Attributes:
+        inputs: index and layout of each argument whose layout varies from batch to batch.
+        made: layouts of the results of the code.
+        views: layouts of the piece's results, each with the offset from its base's.
+    """
+
+    artefact: Artefact
+    inputs: tuple[tuple[int, Layout], ...]
+    made: tuple[Layout, ...]
+    views: tuple[Layout, ...]
+
+
+class CompiledPiece:
+    """One distinct piece of a program, compiled.
+
+    Attributes:
+        name: for people, "piece 0".
+        key: `Piece.key`: pieces of one key compute the same from equal kinds of inputs.
+        within: all sizes that may come.
+        artefacts: what was made, in order; more come only where a size turns up that none serves.
+    """
+
+    def __init__(
+        self, name: str, key: str, plan: Plan, letters: Mapping[Any, str], within: Range, level: str
+    ) -> None:
+        self.name, self.key, self.plan, self.within, self.level = name, key, plan, within, level
+        self.letters = dict(letters)
+        self.artefacts: list[Artefact] = []
+        self.sealed = False  # whether another size than those that were said is an error
+        self.handle = register(self)
+        self._reads = [i for i, w in enumerate(plan.written) if not w]
+        self._writes = [i for i, w in enumerate(plan.written) if w]
+        self._varying = [i for i, x in enumerate(plan.inputs) if not _is_fixed(x)]
+        self._known: dict[tuple[int, int], AtSizes] = {}
+
+    # making it
+
+    def compile_ahead(self, exact: Iterable[int], sizes: Iterable[tuple[int, int]]) -> None:
+        """Make the artefacts: for all sizes, for exact numbers of tokens, for what is then left.
+
+        Args:
+            sizes: (T, R) that will come.
+
+        Raises:
+            CompileError: Inductor cannot.
+        """
+        self._make(self.within)
+        for num_tokens in exact:
+            self._make(self.within.at(num_tokens))
+        for num_tokens, num_reqs in sizes:
+            self.artefact(num_tokens, num_reqs)
+        self.sealed = self.level == "once"
+
+    def artefact(self, num_tokens: int, num_reqs: int) -> Artefact:
+        """What serves these sizes, made now if nothing does.
+
+        Raises:
+            CompileError: Inductor cannot; or level "once" has it for other sizes alone.
+        """
+        found = self._find(num_tokens, num_reqs)
+        if found is not None:
+            return found
+        if self.sealed:
+            made_for = "; ".join(str(a.range) for a in self.artefacts)
+            raise CompileError(
+                f"{self.name} was compiled once, for {made_for}, and {num_tokens} tokens of {num_reqs} requests are another size. Pass "
+                'compile="pieces", which compiles what is missing'
+            )
+        for part in to_try(self.within, num_tokens, num_reqs):
+            made = self._make(part)
+            if made.serves(num_tokens, num_reqs):
+                return made
+        raise CompileError(
+            f"{self.name} cannot be compiled for {num_tokens} tokens and {num_reqs} requests: what "
+            'Inductor assumes of sizes excludes them. Pass compile="none", and report it'
+        )
+
+    def _find(self, num_tokens: int, num_reqs: int) -> Artefact | None:
+        serving = {a.range: a for a in self.artefacts if a.serves(num_tokens, num_reqs)}
+        best = narrowest(serving, num_tokens, num_reqs)
+        return None if best is None else serving[best]
+
+    def _make(self, part: Range) -> Artefact:
+        began = time.perf_counter_ns()
+        with _ONE_AT_A_TIME, without_modes(), torch.inference_mode(False), torch.no_grad():
+            try:
+                made, assumed = self._stock() if self.level == "stock" else self._compiled(part)
+            except Exception as error:  # whatever Inductor or a compiler raises
+                raise CompileError(
+                    f"{self.name}, for {part}: Inductor cannot compile it: {error}. Pass "
+                    'compile="none" to run it as it was traced'
+                ) from error
+        us = (time.perf_counter_ns() - began) // 1000
+        symbolic = tuple(i for i, span in enumerate(part) if not span.exact or assumed is None)
+        if assumed is not None:
+            part = trimmed(part, lambda t, r: assumed.holds({"T": t, "R": r}))
+        artefact = Artefact(part, made, assumed, symbolic, us)
+        self.artefacts.append(artefact)
+        self._known.clear()
+        LOG.info(
+            "compiled %s for %s: %.0f ms, %d kernels, %s",
+            self.name, part, us / 1000, made.kernels, made.path or "no path",
+        )  # fmt: skip
+        return artefact
+
+    def _compiled(self, part: Range) -> tuple[Made, Assumed]:
+        spans = {"T": part.tokens, "R": part.reqs}
+        sizes = Sizes({n: _EXAMPLES[n] for n, span in spans.items() if not span.exact})
+        given: dict[str, Any] = {n: span.low for n, span in spans.items() if span.exact}
+        given |= sizes.symbols
+        at = {symbol: given[letter] for symbol, letter in self.letters.items()}
+        with sizes.fakes:
+            inputs = [
+                torch.empty_strided(
+                    [size_at(n, at) for n in x.shape], [size_at(n, at) for n in x.stride()],
+                    dtype=x.dtype, device=x.device,
+                )
+                for x in self.plan.inputs
+            ]  # fmt: skip
+        gm = with_numbers(self.plan.gm, [None if n in sizes.symbols else given[n] for n in "TR"])
+        made = compile_ahead(gm, [*sizes.symbols.values(), *inputs], sizes.fakes)
+        return made, sizes.assumed()
+
+    def _stock(self) -> tuple[Made, None]:
+        """torch.compile, which compiles at the first call and guards every one."""
+        call: Callable[..., Any] = torch.compile(self.plan.gm, dynamic=True)
+        return Made(call, "", 0), None
+
+    # calling it
+
+    def __call__(
+        self, sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """One call of the op, and the piece's results out of what it gives."""
+        num_tokens, num_reqs = sizes["T"], sizes["R"]
+        reads = [tensors[i] for i in self._reads]
+        writes = [tensors[i] for i in self._writes]
+        made = COMPILED(self.handle, num_tokens, num_reqs, reads, writes)
+        bases = (*tensors, *made)
+        views = self.at(num_tokens, num_reqs).views
+        return tuple(
+            bases[view.of]
+            if view.whole
+            else bases[view.of].as_strided(
+                layout.size, layout.stride, bases[view.of].storage_offset() + layout.offset
+            )
+            for view, layout in zip(self.plan.views, views)
+        )
+
+    def run(self, num_tokens: int, num_reqs: int, reads: Tensors, writes: Tensors) -> Tensors:
+        """What the op does. Layouts are those of the trace, whatever comes in or out."""
+        tensors: Tensors = [*reads, *writes]
+        for place, i in enumerate((*self._reads, *self._writes)):
+            tensors[i] = reads[place] if place < len(reads) else writes[place - len(reads)]
+        at = self.at(num_tokens, num_reqs)
+        put_back = []
+        for i, layout in at.inputs:
+            given = tensors[i]
+            if not _alike(given, layout):
+                tensors[i] = given.new_empty_strided(layout.size, layout.stride).copy_(given)
+                if self.plan.written[i]:
+                    put_back.append((given, tensors[i]))
+        numbers = (num_tokens, num_reqs)
+        results = at.artefact.made.call(*[numbers[i] for i in at.artefact.symbolic], *tensors)
+        for into, value in put_back:
+            into.copy_(value)
+        owned = {x.untyped_storage().data_ptr() for x in tensors}
+        made: Tensors = []
+        for result, layout in zip(results, at.made, strict=True):
+            address = result.untyped_storage().data_ptr()
+            if not _alike(result, layout) or (address in owned and result.numel()):
+                fresh = result.new_empty_strided(layout.size, layout.stride)
+                result = fresh.copy_(result)
+                address = result.untyped_storage().data_ptr()
+            owned.add(address)
+            made.append(result)
+        return made
+
+    def shapes(self, num_tokens: int, num_reqs: int) -> Tensors:
+        """What the op gives, without memory."""
+        layouts = self.at(num_tokens, num_reqs).made
+        return [
+            torch.empty_strided(layout.size, layout.stride, dtype=x.dtype, device="meta")
+            for x, layout in zip(self.plan.made, layouts)
+        ]
+
+    def at(self, num_tokens: int, num_reqs: int) -> AtSizes:
+        """What a call at these sizes needs to know, kept for the next one.
+
+        Raises:
+            CompileError: see `artefact`.
+        """
+        found = self._known.get((num_tokens, num_reqs))
+        if found is not None:
+            return found
+        artefact = self.artefact(num_tokens, num_reqs)
+        values = {"T": num_tokens, "R": num_reqs}
+        known = {symbol: values[letter] for symbol, letter in self.letters.items()}
+
+        def layout(x: torch.Tensor, base: torch.Tensor | None = None) -> Layout:
+            offset = 0
+            if base is not None:
+                offset = size_at(x.storage_offset(), known) - size_at(base.storage_offset(), known)
+            size = tuple(int(size_at(n, known)) for n in x.shape)
+            return Layout(size, tuple(int(size_at(n, known)) for n in x.stride()), int(offset))
+
+        found = AtSizes(
+            artefact,
+            tuple((i, layout(self.plan.inputs[i])) for i in self._varying),
+            tuple(layout(x) for x in self.plan.made),
+            tuple(layout(view.like, view.base) for view in self.plan.views),
+        )
+        if len(self._known) >= MOST_SIZES:
+            self._known.clear()
+        self._known[num_tokens, num_reqs] = found
+        return found
+
+    def __repr__(self) -> str:
+        return f"CompiledPiece({self.name}: {', '.join(str(a.range) for a in self.artefacts)})"
+
+
+def _is_fixed(x: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+
+
+def _alike(x: torch.Tensor, layout: Layout) -> bool:
+    """Whether a tensor lies as said; a dim of one has no stride."""
+    return all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), layout.stride))
+
+
+def artefact_rows(piece: CompiledPiece) -> list[tuple[str, Range, str, int, str]]:
+    """Piece, sizes, ms, kernels and path of each artefact, for a table."""
+    return [
+        (piece.name, a.range, f"{a.us / 1000:.0f}", a.made.kernels, a.made.path or "not known")
+        for a in piece.artefacts
+    ]

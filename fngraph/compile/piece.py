@@ -32,6 +32,7 @@ class Artefact:
     """What serves a range.
 
     Attributes:
+        range: where it holds, but for what is `assumed`.
         assumed: what else must be true of a size; None: nothing.
         symbolic: which of T (0) and R (1) its code is called with.
         us: how long it took to make, in microseconds.
@@ -126,8 +127,9 @@ class CompiledPiece:
         if self.sealed:
             made_for = "; ".join(str(a.range) for a in self.artefacts)
             raise CompileError(
-                f"{self.name} was compiled once, for {made_for}, and {num_tokens} tokens of {num_reqs} requests are another size. Pass "
-                'compile="pieces", which compiles what is missing'
+                f"{self.name} was compiled once, for {made_for}; {num_tokens} tokens of "
+                f'{num_reqs} requests are another size. Pass compile="pieces", which compiles '
+                "what is missing"
             )
         for part in to_try(self.within, num_tokens, num_reqs):
             made = self._make(part)
@@ -144,50 +146,50 @@ class CompiledPiece:
         return None if best is None else serving[best]
 
     def _make(self, part: Range) -> Artefact:
-        began = time.perf_counter_ns()
-        with _ONE_AT_A_TIME, without_modes(), torch.inference_mode(False), torch.no_grad():
-            try:
-                made, assumed = self._stock() if self.level == "stock" else self._compiled(part)
-            except Exception as error:  # whatever Inductor or a compiler raises
-                raise CompileError(
-                    f"{self.name}, for {part}: Inductor cannot compile it: {error}. Pass "
-                    'compile="none" to run it as it was traced'
-                ) from error
-        us = (time.perf_counter_ns() - began) // 1000
-        symbolic = tuple(i for i, span in enumerate(part) if not span.exact or assumed is None)
-        if assumed is not None:
-            part = trimmed(part, lambda t, r: assumed.holds({"T": t, "R": r}))
-        artefact = Artefact(part, made, assumed, symbolic, us)
+        if self.level == "stock":
+            artefact = Artefact(part, _by_torch(self.plan.gm), None, (0, 1), 0)
+        else:
+            artefact = self._compiled(part)
+            LOG.info(
+                "compiled %s for %s: %.0f ms, %d kernels, %s",
+                self.name, artefact.range, artefact.us / 1000, artefact.made.kernels,
+                artefact.made.path,
+            )  # fmt: skip
         self.artefacts.append(artefact)
         self._known.clear()
-        LOG.info(
-            "compiled %s for %s: %.0f ms, %d kernels, %s",
-            self.name, part, us / 1000, made.kernels, made.path or "no path",
-        )  # fmt: skip
         return artefact
 
-    def _compiled(self, part: Range) -> tuple[Made, Assumed]:
+    def _compiled(self, part: Range) -> Artefact:
+        began = time.perf_counter_ns()
         spans = {"T": part.tokens, "R": part.reqs}
         sizes = Sizes({n: _EXAMPLES[n] for n, span in spans.items() if not span.exact})
         given: dict[str, Any] = {n: span.low for n, span in spans.items() if span.exact}
         given |= sizes.symbols
         at = {symbol: given[letter] for symbol, letter in self.letters.items()}
-        with sizes.fakes:
-            inputs = [
-                torch.empty_strided(
-                    [size_at(n, at) for n in x.shape], [size_at(n, at) for n in x.stride()],
-                    dtype=x.dtype, device=x.device,
-                )
-                for x in self.plan.inputs
-            ]  # fmt: skip
-        gm = with_numbers(self.plan.gm, [None if n in sizes.symbols else given[n] for n in "TR"])
-        made = compile_ahead(gm, [*sizes.symbols.values(), *inputs], sizes.fakes)
-        return made, sizes.assumed()
-
-    def _stock(self) -> tuple[Made, None]:
-        """torch.compile, which compiles at the first call and guards every one."""
-        call: Callable[..., Any] = torch.compile(self.plan.gm, dynamic=True)
-        return Made(call, "", 0), None
+        with _ONE_AT_A_TIME, without_modes(), torch.inference_mode(False), torch.no_grad():
+            with sizes.fakes:
+                inputs = [
+                    torch.empty_strided(
+                        [size_at(n, at) for n in x.shape], [size_at(n, at) for n in x.stride()],
+                        dtype=x.dtype, device=x.device,
+                    )
+                    for x in self.plan.inputs
+                ]  # fmt: skip
+            gm = with_numbers(
+                self.plan.gm, [None if n in sizes.symbols else given[n] for n in "TR"]
+            )
+            try:
+                made = compile_ahead(gm, [*sizes.symbols.values(), *inputs], sizes.fakes)
+            except Exception as error:  # whatever Inductor or a compiler raises
+                raise CompileError(
+                    f"{self.name}, for {part}: Inductor cannot compile it: {error}. Pass "
+                    'compile="none" to run it as it was traced'
+                ) from error
+        assumed = sizes.assumed()
+        symbolic = tuple(i for i, n in enumerate("TR") if n in sizes.symbols)
+        holds = trimmed(part, lambda t, r: assumed.holds({"T": t, "R": r}))
+        us = (time.perf_counter_ns() - began) // 1000
+        return Artefact(holds, made, assumed, symbolic, us)
 
     # calling it
 
@@ -282,6 +284,12 @@ class CompiledPiece:
         return f"CompiledPiece({self.name}: {', '.join(str(a.range) for a in self.artefacts)})"
 
 
+def _by_torch(gm: Any) -> Made:
+    """What `torch.compile` makes: it compiles at its first call, and guards every one."""
+    call: Callable[..., Any] = torch.compile(gm, dynamic=True)
+    return Made(call, "that of torch.compile", 0)
+
+
 def _is_fixed(x: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in (*x.shape, *x.stride()))
 
@@ -294,6 +302,6 @@ def _alike(x: torch.Tensor, layout: Layout) -> bool:
 def artefact_rows(piece: CompiledPiece) -> list[tuple[str, Range, str, int, str]]:
     """Piece, sizes, ms, kernels and path of each artefact, for a table."""
     return [
-        (piece.name, a.range, f"{a.us / 1000:.0f}", a.made.kernels, a.made.path or "not known")
+        (piece.name, a.range, f"{a.us / 1000:.0f}", a.made.kernels, a.made.path)
         for a in piece.artefacts
     ]

@@ -97,6 +97,7 @@ class Step(Generic[R]):
         executable = executable.maker.under(ambient) or executable
         self.shared, self.entry, self.binding = shared, shared.entry, shared.binding
         self.recorder, self.stats, self.turn = shared.recorder, shared.stats, shared.recorder.turn
+        self._count_compiled(executable)
         self.main = make_keys(executable, shared)
         self.by_ambient: dict[Ambient, Keys] = {ambient: self.main}
         self.last = LastCall(plain_state(self.recorder.device.type), self.main)
@@ -117,6 +118,7 @@ class Step(Generic[R]):
             AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
             TransformError: within a `torch.func` transform.
             CaptureError: a key that cannot be captured, or a step within a capture of the caller's.
+            CompileError: sizes that compile="once" has no code for.
             SleepError: while it sleeps.
             StaleError: a leaf is a borrowed result that has expired, with guards=True.
             Exception: what torch or a backend raises in an eager call (NONE, or attention between
@@ -191,11 +193,20 @@ class Step(Generic[R]):
         if found is None:
             self.main.check_awake()
             other = self.main.executable.maker.under(ambient)
+            if other is not None:
+                self._count_compiled(other)
             found = self.main if other is None else make_keys(other, self.shared, self.main)
             while len(self.by_ambient) >= MOST_AMBIENTS:
                 self._forget(next(iter(self.by_ambient)))
         self.by_ambient[ambient] = found  # the most recently used is last
         return found
+
+    def _count_compiled(self, executable: Executable, earlier: Executable | None = None) -> None:
+        """Count what was compiled for an executable, and not for an earlier one."""
+        for piece in executable.compiled:
+            if piece.level != "stock" and (earlier is None or piece not in earlier.compiled):
+                for artefact in piece.artefacts:
+                    self.stats.observe_compile(piece.name, artefact.range, artefact.us)
 
     def _forget(self, ambient: Ambient) -> None:
         """Let go of an ambient state, and of the graphs that nothing else is for."""
@@ -349,6 +360,7 @@ class Step(Generic[R]):
                 main.check_awake()  # it may have to be captured again
             if changes.leaves != old.args.leaves:
                 new = old.maker.for_leaves(old, changes.leaves)
+                self._count_compiled(new, old)
             moved = changes.moved
             stale = bool(moved & new.reads) and main.asleep is None  # else `wake` does it
             changes.apply()

@@ -81,7 +81,7 @@ class Made(NamedTuple):
 
     Attributes:
         call: the function, of the same arguments; it returns a sequence.
-        path: where its generated code is; "" where that is not found.
+        path: where its generated code is.
         kernels: how many kernels of Inductor's own it defines.
     """
 
@@ -102,7 +102,7 @@ def compile_ahead(gm: fx.GraphModule, inputs: Sequence[Any], fakes: FakeTensorMo
         call = standalone_compile(gm, list(inputs), dynamic_shapes="from_tracing_context")
     code = _code_of(call)
     if code is None:
-        return Made(call, "", 0)
+        return Made(call, "not found", 0)
     return Made(call, code.write_to_disk(), len(_KERNEL.findall(code.source_code)))
 
 

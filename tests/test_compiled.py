@@ -1,0 +1,283 @@
+"""Compiled pieces: every level in every mode is bare `forward`, within a tolerance, on either
+recorder; what serves a size, what recompiles, and what stays as it was traced.
+
+A compilation takes a second or more, so few programs are compiled, each for few sizes; the same
+program is compiled again from Inductor's own cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import re
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import toys
+from test_graphify import Model, llama_batch, model, steps
+
+import fngraph as fg
+from fngraph.errors import CompileError
+from fngraph.models.families import llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+COMPILED = "fngraph::compiled"
+
+
+def lowered(toy: Model, **options: Any) -> Any:
+    """The toy under compile="pieces", or what `options` say."""
+    fast = toy.graphify(**{"compile": "pieces"} | options)
+    return fast.trace(toy.params, toy.state).split().lower()
+
+
+def captured(toy: Model, recorder_name: str, **options: Any) -> Any:
+    return lowered(toy, **options).compile().capture(toy.params, toy.state, recorder=recorder_name)
+
+
+def check(toy: Model, step: Any, batch: Any, **tolerance: Any) -> Any:
+    """One step is what bare forward gives, state included."""
+    return toy.check(lambda params, state, batch: step(state, batch), batch, **tolerance)
+
+
+def tiny_llama(device: Any) -> Model:
+    config = llama.Config(
+        vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, dim=16, mlp_dim=24
+    )
+    return Model(
+        llama.forward, llama.init_params(config, device=device),
+        llama.init_cache(config, 4 * toys.B, block_size=toys.S, device=device),
+    )  # fmt: skip
+
+
+def row(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Nothing but rows of a table: the least there is to compile."""
+    return torch.tanh(params["w"][batch.token_ids]) * 2, state
+
+
+def rows_model(device: Any = "cpu", rows: int = toys.V, dtype: Any = torch.float32) -> Model:
+    w = torch.linspace(-1, 1, rows * toys.E, dtype=dtype).view(rows, toys.E).to(device)
+    return Model(row, {"w": w}, {"calls": torch.zeros(1, device=device)})
+
+
+# --- the same as forward --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modes", toys.MODES)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("attend", "pieces"), ("llama", "pieces"), ("tally_", "pieces"), ("tally_", "once"),
+     ("tally_", "stock")],
+)  # fmt: skip
+def test_every_mode_and_level_equals_bare_forward(recorder_name, device, name, level, modes):
+    toy = tiny_llama(device) if name == "llama" else model(name, device)
+    donate = "cache" if name == "llama" else 1
+    step = captured(toy, recorder_name, compile=level, modes=modes, donate=donate)
+    for batch in steps(device):
+        check(toy, step, llama_batch(batch) if name == "llama" else batch)
+    resolved = fg.Mode.parse(modes)
+    assert {mode for _, _, mode in step.stats.counts} == {resolved.decode, resolved.mixed}
+
+
+def test_a_recording_holds_one_op_a_piece():
+    """The tape sees neither Inductor's kernels nor the ops that it leaves to torch."""
+    step = captured(model("attend"), "tape", modes="FULL")
+    names = [op.fn.name() for op in step[fg.BatchDescriptor(8, 4)].graph]
+    assert names.count(COMPILED) == 3
+    assert not {"aten::mm", "aten::tanh"} & set(names)
+
+
+def test_guards_borrowed_results_and_sleep(recorder_name, device):
+    toy = model("attend", device)
+    step = captured(toy, recorder_name, modes="FULL_AND_PIECEWISE", guards=True, outputs="borrow")
+    for batch in steps(device)[:4]:
+        check(toy, step, batch)
+    step.sleep()
+    step.wake()
+    for batch in steps(device)[4:]:
+        check(toy, step, batch)
+
+
+def _tangled(params: Any, state: Any, batch: toys.Batch, write: bool) -> Any:
+    """Views that one piece makes and another one reads, and writes into."""
+    x_TE = params["w"][batch.token_ids] * 3
+    left_TF, wide_T1E = x_TE[:, : toys.E // 2], x_TE[:, None]
+    total_E = state["total"][0].add_(params["w"][0])
+    a_TE = toys.double(torch.sin(x_TE))
+    right_TF = toys.double(torch.cos(wide_T1E[:, 0, toys.E // 2 :]))
+    if write:
+        left_TF.add_(1)
+    return (x_TE + a_TE, left_TF * 2, right_TF + wide_T1E[:, 0, :1], total_E * a_TE), state
+
+
+def tangled(params: Any, state: Any, batch: toys.Batch) -> Any:
+    return _tangled(params, state, batch, write=False)
+
+
+def tangled_(params: Any, state: Any, batch: toys.Batch) -> Any:
+    return _tangled(params, state, batch, write=True)
+
+
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("fn", [tangled, tangled_])
+def test_views_of_one_memory_stay_so(recorder_name, device, fn: Any, modes: str):
+    toy = Model(fn, toys.tally_params(device), toys.tally_state(device))
+    step = captured(toy, recorder_name, modes=modes, sizes=(4,))
+    notes = [note for note in step.notes if "not compiled" in note]
+    assert all("writes memory that two of its arguments share" in n for n in notes)
+    assert bool(notes) == (fn is tangled_)
+    for rows in (3, 4):
+        check(toy, step, toys.on(toys.batch(rows, seed=rows), device))
+
+
+def test_a_batch_that_lies_otherwise_is_read_right(recorder_name, device):
+    toy = rows_model(device)
+    step = captured(toy, recorder_name, modes="NONE", sizes=(4,))
+    batch = toys.on(toys.batch(3), device)
+    apart = torch.stack([batch.token_ids, -batch.token_ids], 1)[:, 0]
+    assert apart.stride() == (2,)
+    got, _ = step(toy.state, dataclasses.replace(batch, token_ids=apart))
+    torch.testing.assert_close(got, row(toy.params, toy.state, batch)[0])
+
+
+# --- what serves a size ---------------------------------------------------------------------------
+
+
+def test_exact_sizes_beat_the_range_and_are_printed(recorder_name, device):
+    toy = rows_model(device)
+    compiled = lowered(toy, modes="FULL", compile_sizes=(4,)).compile()
+    (piece,) = compiled.executable.compiled
+    assert [str(a.range) for a in piece.artefacts] == [
+        "T 2..16, R 1..4", "T 4, R 1..4", "T 1, R 1..4"
+    ]  # fmt: skip
+    serves = {t: str(piece.artefact(t, 2).range.tokens) for t in (1, 2, 3, 4, 5, 16)}
+    assert serves == {1: "1", 4: "4", **dict.fromkeys((2, 3, 5, 16), "2..16")}
+    assert repr(compiled) == (
+        'Compiled(1 callable for 1 instruction, compile="pieces": 3 artefacts)'
+    )
+    text = compiled.as_text()
+    for artefact in piece.artefacts:
+        assert artefact.made.path in text and f"| {artefact.range} " in text
+    assert re.search(r"\| FULL \| BatchDescriptor\(4, 4\) +\| piece 0  \| T 4, R 1\.\.4 ", text)
+    step = compiled.capture(toy.params, toy.state, recorder=recorder_name)
+    for batch in steps(device):
+        check(toy, step, batch)
+
+
+def test_pieces_do_not_grow_in_number_with_depth():
+    made = {}
+    for layers in (2, 5):
+        toy = Model(toys.attend, toys.attention_params(layers), toys.attention_cache(layers))
+        made[layers] = lowered(toy, modes="NONE").compile().executable.compiled
+    assert [len(pieces) for pieces in made.values()] == [3, 3]
+    assert all(len(piece.artefacts) == 2 for pieces in made.values() for piece in pieces)
+
+
+def test_once_is_an_error_for_another_size():
+    toy = rows_model()
+    (piece,) = lowered(toy, modes="NONE", compile="once").compile().executable.compiled
+    assert piece.artefact(3, 2).range == piece.artefacts[0].range
+    del piece.artefacts[0]
+    with pytest.raises(CompileError, match=r"piece 0 was compiled once, for T 1, .*; 3 tokens of"):
+        piece.artefact(3, 2)
+
+
+# --- what was asked for, and what became of it ----------------------------------------------------
+
+
+def drawing(params: Any, state: Any, batch: toys.Batch) -> Any:
+    x = params["w"][batch.token_ids]
+    return x + torch.rand(x.shape, generator=GENERATOR), state
+
+
+GENERATOR = torch.Generator()
+
+
+def test_what_draws_stays_as_it_was_traced():
+    toy = rows_model()._replace(fn=drawing)
+    low = lowered(toy, modes="NONE", generators=(GENERATOR,))
+    assert "piece 0 is not compiled: it draws random numbers" in low.notes
+    assert low.compile().executable.compiled == ()
+
+
+@pytest.mark.parametrize("level", ["stock", "once"])
+def test_whole_functions_with_primitives_are_compiled_in_pieces(level: str):
+    low = lowered(model("attend"), compile=level)
+    assert low.level == "pieces"
+    (note,) = [note for note in low.notes if "compile=" in note]
+    assert note.startswith(f'compile="{level}" -> "pieces": attention 0 and 1 more runs by')
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compile": "piece"}, r"compile='piece': one of 'none', .*\. Did you mean 'pieces'\?"),
+        ({"compile": True}, "compile=True: one of 'none'"),
+        ({"compile_sizes": (1,)}, 'only compile="pieces" has code for exact sizes'),
+        ({"compile": "once", "compile_sizes": (1,)}, "this is compile='once'"),
+        ({"compile": "pieces", "compile_sizes": 8}, r"expected several, compile_sizes=\(...\)"),
+        ({"compile": "pieces", "compile_sizes": ("8",)}, "compile_sizes='8': expected numbers of"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], words: str):
+    with pytest.raises(TypeError, match=words):
+        fg.graphify(row, stage="batch", **options)
+
+
+def test_what_it_took_is_counted_and_logged(caplog):
+    toy = rows_model()
+    with caplog.at_level(logging.INFO, "fngraph"):
+        step = captured(toy, "tape", modes="FULL", sizes=(4,))
+    lines = [r.getMessage() for r in caplog.records if "compiled" in r.getMessage()]
+    assert [line.partition(" ms, ")[0].rpartition(": ")[0] for line in lines] == [
+        "compiled piece 0 for T 2..16, R 1..4", "compiled piece 0 for T 1, R 1..4"
+    ]  # fmt: skip
+    took = step.stats.compiles
+    assert [(name, str(sizes)) for name, sizes in took] == [
+        ("piece 0", "T 2..16, R 1..4"), ("piece 0", "T 1, R 1..4")
+    ]  # fmt: skip
+    assert all(t.times == 1 and t.us > 0 for t in took.values())
+    assert "| compiled | sizes " in step.stats.as_text()
+    assert (step.stats - step.stats.copy()).compiles == {}
+
+
+# --- other weights --------------------------------------------------------------------------------
+
+
+def test_weights_of_another_kind_are_compiled_for(recorder_name, device):
+    toy = rows_model(device)
+    step = captured(toy, recorder_name, modes="FULL", sizes=(4,))
+    (first,) = step.main.executable.compiled
+    batch = toys.on(toys.batch(3), device)
+    for more in ({"dtype": torch.float64}, {"rows": toys.V + 9}):
+        other = rows_model(device, **more)
+        step.rebind(params=other.params)
+        got, _ = step(toy.state, batch)
+        torch.testing.assert_close(got, row(other.params, toy.state, batch)[0])
+        (second,) = step.main.executable.compiled
+        assert second is not first
+        first = second
+    step.rebind(params=rows_model(device, rows=toys.V + 9).params)
+    assert step.main.executable.compiled == (first,)
+
+
+# --- lifetime -------------------------------------------------------------------------------------
+
+
+def test_code_lives_as_long_as_what_runs_it():
+    toy = rows_model()
+    step = captured(toy, "tape", modes="FULL", sizes=(4,))
+    (piece,) = map(weakref.ref, step.main.executable.compiled)
+    replay = step[fg.BatchDescriptor(4, 4)]
+    del step
+    gc.collect()
+    replay.calls[0].replay()
+    recording = replay.calls[0]
+    assert piece() is not None
+    del replay
+    gc.collect()
+    assert piece() is None
+    with pytest.raises(CompileError, match="code that is gone: its step was released"):
+        recording.replay()

@@ -44,7 +44,7 @@ def check(toy: Model, step: Any, batch: Any, **tolerance: Any) -> Any:
 
 def tiny_llama(device: Any) -> Model:
     config = llama.Config(
-        vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, dim=16, mlp_dim=24
+        vocab_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, dim=16, mlp_dim=24
     )
     return Model(
         llama.forward, llama.init_params(config, device=device),
@@ -162,6 +162,7 @@ def test_exact_sizes_beat_the_range_and_are_printed(recorder_name, device):
         assert artefact.made.path in text and f"| {artefact.range} " in text
     assert re.search(r"\| FULL \| BatchDescriptor\(4, 4\) +\| piece 0  \| T 4, R 1\.\.4 ", text)
     step = compiled.capture(toy.params, toy.state, recorder=recorder_name)
+    assert {key.num_tokens for _, key in step.main.warm.values()} == {1, 4, 8, 16}
     for batch in steps(device):
         check(toy, step, batch)
 
@@ -266,18 +267,28 @@ def test_weights_of_another_kind_are_compiled_for(recorder_name, device):
 # --- lifetime -------------------------------------------------------------------------------------
 
 
-def test_code_lives_as_long_as_what_runs_it():
+def test_code_lives_as_long_as_what_runs_it(tape):
     toy = rows_model()
     step = captured(toy, "tape", modes="FULL", sizes=(4,))
-    (piece,) = map(weakref.ref, step.main.executable.compiled)
+    (piece,) = step.main.executable.compiled
+    w, ids = toy.params["w"], torch.arange(4)
+    recording, (out,) = recorded(tape, piece, w, ids)
+    recording.replay()
+    torch.testing.assert_close(out, torch.tanh(w[:4]) * 2)
+    alive = weakref.ref(piece)
     replay = step[fg.BatchDescriptor(4, 4)]
-    del step
+    del step, piece
     gc.collect()
-    replay.calls[0].replay()
-    recording = replay.calls[0]
-    assert piece() is not None
+    assert alive() is not None
+    recording.replay()
     del replay
     gc.collect()
-    assert piece() is None
+    assert alive() is None
     with pytest.raises(CompileError, match="code that is gone: its step was released"):
         recording.replay()
+
+
+def recorded(tape: Any, piece: Any, *tensors: torch.Tensor) -> Any:
+    """One call over arguments that their dtypes tell apart."""
+    given = [x for fake in piece.plan.inputs for x in tensors if x.dtype == fake.dtype]
+    return tape.record(lambda: piece({"T": 4, "R": 4}, None, *given))

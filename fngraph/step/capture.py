@@ -3,6 +3,7 @@
 Kernels are warmed once, not once a size: keys of one kind run the same ones. A kernel's first run
 loads it, and Triton compiles for a number that is 1, for one that is divisible by 16 and for any
 other. So a kind is that of each size, and one key of each kind, the largest, is run for real.
+Code that was compiled for a range of sizes has kernels of its own, and is a kind of its own.
 cuBLAS may take another kernel for another size of the same kind, which CUDA loads within a capture;
 what cannot be done there makes that capture fail, and that key is then warmed and captured again.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from fngraph.core.memory import Bytes
 from fngraph.core.program import run_program
 from fngraph.core.spec import CLASS, Key
 from fngraph.errors import CaptureError
+from fngraph.executable import Executable
 from fngraph.fx.generators import preserved as undrawn
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import kept, preserved
@@ -234,13 +236,15 @@ def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:
     """The first of `wanted` of each kind that has not run yet."""
     found: dict[Hashable, Key] = {}
     for key in wanted:
-        found.setdefault(kind(keys.executable.sizes(key[1]), key[1]), key)
+        found.setdefault(kind(keys.executable, key[1]), key)
     return [key for of, key in found.items() if of not in keys.warm]
 
 
-def kind(sizes: Mapping[str, int], descriptor: BatchDescriptor) -> Hashable:
+def kind(executable: Executable, descriptor: BatchDescriptor) -> Hashable:
     """Equal for keys that run the same kernels, as far as one can tell without running them."""
-    return descriptor[CLASS], tuple((n == 1, n % 16 == 0) for n in sizes.values())
+    sizes = executable.sizes(descriptor)
+    code = tuple(one.artefact(sizes["T"], sizes["R"]).range for one in executable.compiled)
+    return descriptor[CLASS], tuple((n == 1, n % 16 == 0) for n in sizes.values()), code
 
 
 def _run_padding(keys: Keys, key: Key) -> None:
@@ -260,7 +264,7 @@ def _run_padding(keys: Keys, key: Key) -> None:
         keys.shared.recorder.warm_up(
             lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
         )
-    keys.warm[kind(sizes, key[1])] = key
+    keys.warm[kind(executable, key[1])] = key
 
 
 def overwritten(keys: Keys) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ program is compiled again from Inductor's own cache.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import gc
 import logging
 import re
@@ -132,14 +132,36 @@ def test_views_of_one_memory_stay_so(recorder_name, device, fn: Any, modes: str)
         check(toy, step, toys.on(toys.batch(rows, seed=rows), device))
 
 
-def test_a_batch_that_lies_otherwise_is_read_right(recorder_name, device):
-    toy = rows_model(device)
-    step = captured(toy, recorder_name, modes="NONE", sizes=(4,))
-    batch = toys.on(toys.batch(3), device)
-    apart = torch.stack([batch.token_ids, -batch.token_ids], 1)[:, 0]
-    assert apart.stride() == (2,)
-    got, _ = step(toy.state, dataclasses.replace(batch, token_ids=apart))
-    torch.testing.assert_close(got, row(toy.params, toy.state, batch)[0])
+def twins(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Two results of one piece that are equal, and written apart."""
+    x = params["w"][batch.token_ids]
+    one, two = torch.zeros_like(x), torch.zeros_like(x)
+    a = toys.double(x, one)
+    return a + toys.double(a, two, factor=3.0), state
+
+
+@pytest.mark.parametrize("modes", ["FULL", "NONE"])
+def test_equal_results_are_memory_of_their_own(recorder_name, device, modes: str):
+    toy = rows_model(device)._replace(fn=twins)
+    step = captured(toy, recorder_name, modes=modes, sizes=(4,))
+    check(toy, step, toys.on(toys.batch(3), device))
+
+
+def test_arguments_that_lie_otherwise_are_read_right():
+    """Nothing that a step stages does; Inductor's code would stop with an assertion."""
+    toy = rows_model()
+    (piece,) = lowered(toy, modes="NONE").compile().executable.compiled
+    w, ids = toy.params["w"], torch.tensor([[3, 0], [1, 0], [7, 0]])[:, 0]
+    assert ids.stride() == (2,)
+    (got,) = called(piece, w, ids)
+    torch.testing.assert_close(got, torch.tanh(w[ids]) * 2)
+
+
+def called(piece: Any, *tensors: torch.Tensor) -> Any:
+    """A piece's results from arguments that their dtypes tell apart; as many rows as requests."""
+    given = [x for fake in piece.plan.inputs for x in tensors if x.dtype == fake.dtype]
+    rows = len(tensors[-1])
+    return piece({"T": rows, "R": rows}, None, *given)
 
 
 # --- what serves a size ---------------------------------------------------------------------------
@@ -252,15 +274,16 @@ def test_weights_of_another_kind_are_compiled_for(recorder_name, device):
     step = captured(toy, recorder_name, modes="FULL", sizes=(4,))
     (first,) = step.main.executable.compiled
     batch = toys.on(toys.batch(3), device)
-    for more in ({"dtype": torch.float64}, {"rows": toys.V + 9}):
-        other = rows_model(device, **more)
+    rows = toys.V + 9
+    for dtype in (torch.float32, torch.float64):
+        other = rows_model(device, rows, dtype)
         step.rebind(params=other.params)
         got, _ = step(toy.state, batch)
         torch.testing.assert_close(got, row(other.params, toy.state, batch)[0])
         (second,) = step.main.executable.compiled
         assert second is not first
         first = second
-    step.rebind(params=rows_model(device, rows=toys.V + 9).params)
+    step.rebind(params=rows_model(device, rows, torch.float64).params)
     assert step.main.executable.compiled == (first,)
 
 
@@ -272,7 +295,7 @@ def test_code_lives_as_long_as_what_runs_it(tape):
     step = captured(toy, "tape", modes="FULL", sizes=(4,))
     (piece,) = step.main.executable.compiled
     w, ids = toy.params["w"], torch.arange(4)
-    recording, (out,) = recorded(tape, piece, w, ids)
+    recording, (out,) = tape.record(functools.partial(called, piece, w, ids))
     recording.replay()
     torch.testing.assert_close(out, torch.tanh(w[:4]) * 2)
     alive = weakref.ref(piece)
@@ -286,9 +309,3 @@ def test_code_lives_as_long_as_what_runs_it(tape):
     assert alive() is None
     with pytest.raises(CompileError, match="code that is gone: its step was released"):
         recording.replay()
-
-
-def recorded(tape: Any, piece: Any, *tensors: torch.Tensor) -> Any:
-    """One call over arguments that their dtypes tell apart."""
-    given = [x for fake in piece.plan.inputs for x in tensors if x.dtype == fake.dtype]
-    return tape.record(lambda: piece({"T": 4, "R": 4}, None, *given))

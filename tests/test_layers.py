@@ -290,6 +290,9 @@ PLANTED = {
     "fx knows ops, relatively": ("fngraph/fx/modules.py", "from ..ops import PRIMITIVES"),
     "graphs know fx": ("fngraph/graphs/replay.py", "from fngraph.fx.pieces.cuts import Cut"),
     "graphs know stages": ("fngraph/graphs/replay.py", "from fngraph.stages import Compiled"),
+    "compiled pieces know graphs": (
+        "fngraph/compile/piece.py", "from fngraph.graphs.replay import Replay"
+    ),
     "stages know graphify": ("fngraph/stages.py", "from fngraph.graphified import graphify"),
     "rich outside of report": ("fngraph/step/step.py", LAZILY.format("import rich.progress")),
     "matplotlib in core": ("fngraph/core/table.py", LAZILY.format("import matplotlib.pyplot")),

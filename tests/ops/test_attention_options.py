@@ -102,13 +102,20 @@ def test_what_is_written_is_the_rounded_quotient_and_nothing_else_changes(where)
     assert bits(c.k_cache).equal(before)
 
 
+@pytest.mark.parametrize(
+    "scale, share", [(None, 30.0), (0.01, 30.0), (0.01, 0.02), (8.0, 30.0), (8.0, 2.0)]
+)
 @pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
-def test_what_is_out_of_range_in_fp8_is_its_largest_number(where, dtype):
-    """torch's own rounding makes it infinite in e5m2, and in e4m3fn NaN or 448 by its release."""
+def test_what_is_out_of_range_in_fp8_is_its_largest_number(where, dtype, scale, share):
+    """Its quotient by the scale, that is. Torch's own rounding makes it infinite in e5m2, and in
+    e4m3fn NaN or 448 by its release."""
     c = case((1, 0), device=where)
     c.k_cache, c.v_cache = (torch.zeros_like(x).to(dtype) for x in (c.k_cache, c.v_cache))
-    c.v.fill_(-1e6)
-    assert c.run().eq(torch.finfo(dtype).min).all()
+    largest = torch.finfo(dtype).max
+    c.v.fill_(-share * largest)
+    got = c.run(v_scale=None if scale is None else torch.tensor(scale, device=where))
+    quotient = min(share / (scale or 1.0), 1.0)
+    torch.testing.assert_close(got, torch.full_like(got, -quotient * largest * (scale or 1.0)))
 
 
 def test_gradients_go_through_sinks():

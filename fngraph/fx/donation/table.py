@@ -78,7 +78,6 @@ def donate(
         DonationError: an output has another shape or dtype than its leaf, or a leaf must be copied
             that is too large for it; with paths.
     """
-    _drop_dead(graph.gm.graph)
     nodes = graph.gm.graph.nodes
     inputs = [n for n in nodes if n.op == "placeholder"]
     (output,) = (n for n in nodes if n.op == "output")
@@ -107,8 +106,8 @@ def donate(
     return DonationTable(tuple(rows))
 
 
-def _drop_dead(graph: fx.Graph) -> None:
-    """Erase ops whose results nobody reads, which would seem to need an old value."""
+def drop_dead(graph: fx.Graph) -> None:
+    """Erase ops whose results nobody reads: they would seem to need an old value, or mix rows."""
     for node in reversed(graph.nodes):
         if node.users or not is_op(node) or not node.target._schema.returns:
             continue

@@ -17,7 +17,7 @@ from torch import fx
 
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import is_op, is_size, is_tensor
-from fngraph.fx.rows.state import OFFSETS, Kept, OpCall, moving_dims, op_name
+from fngraph.fx.rows.state import OFFSETS, Kept, OpCall, op_name
 from fngraph.fx.schemas import named
 
 _ALONG = set(
@@ -33,7 +33,7 @@ _SHIFTS = {"add", "sub", "rsub", "clamp", "clamp_min", "clamp_max", "relu", "abs
 _SECOND = {"sort", "topk", "max", "min", "cummax", "cummin"}  # likewise, as their second result
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """Every element lies from `low` to `high`, which may be expressions in T and R."""
 
@@ -165,7 +165,7 @@ def _span(call: OpCall, state: Kept) -> Span | None:
     found = _count(name, number, args)
     if found is not None:
         return found
-    if name == "_to_copy" or (name in _ALONG and not number):
+    if name == "_to_copy" or _moves(name, number, args):
         return _of(call, next((x for x in args.values() if is_tensor(x)), None))
     if name in ("minimum", "maximum"):
         return _extreme(name, _of(call, args["self"]), _of(call, args["other"]))
@@ -175,6 +175,11 @@ def _span(call: OpCall, state: Kept) -> Span | None:
                 "full", "full_like", "new_full", "eye"):  # fmt: skip
         return _made(name, args, call.value)
     return _computed(call, name, args)
+
+
+def _moves(name: str, number: int, args: Mapping[str, Any]) -> bool:
+    """Whether a result has elements of the op's first tensor; x.view(dtype) has other ones."""
+    return name in _ALONG and not number and "dtype" not in args
 
 
 def _count(name: str, number: int, args: Mapping[str, Any]) -> Span | None:
@@ -203,7 +208,7 @@ def _of(call: OpCall, x: Any) -> Span | None:
 def _chosen(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
     given = [args[n] for n in _CHOICES[name]]
     spans = [_of(call, x) for x in (given[0] if name in ("cat", "stack") else given)]
-    if any(s is None for s in spans):
+    if any(s is None for s in spans) or (ANY in spans and not all(s == ANY for s in spans)):
         return None
     result = spans[0]
     for span in spans[1:]:
@@ -212,8 +217,8 @@ def _chosen(call: OpCall, name: str, args: Mapping[str, Any]) -> Span | None:
 
 
 def _extreme(name: str, a: Span | None, b: Span | None) -> Span | None:
-    if a is None or b is None:
-        return None
+    if a is None or b is None or ANY in (a, b):
+        return a if a == b else None
     pick = _least if name == "minimum" else _most
     return Span(pick(a.low, b.low), pick(a.high, b.high))
 
@@ -310,7 +315,7 @@ def _lowest(call: OpCall, state: Kept) -> float:
     if name == "slice" and isinstance(args["start"], int) and args["start"] > 0:
         if any(isinstance(f, str) and f == OFFSETS for f in call.rows(first).fills.values()):
             return 1  # offsets without their leading 0: each request has brought a token
-    if name in _ALONG and not number:
+    if _moves(name, number, args):
         return of(first)
     if name == "_to_copy":
         wide = torch.iinfo(call.value.dtype).max >= _most_of(first)
@@ -342,8 +347,3 @@ def _most_of(x: Any) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return math.inf
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max
-
-
-def moves_twice(x: fx.Node) -> bool:
-    """Whether a tensor has more than one dim in T and R."""
-    return len(moving_dims(x)) > 1

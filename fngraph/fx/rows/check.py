@@ -22,9 +22,19 @@ from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
+from fngraph.fx.rows.fills import keeps_finite
 from fngraph.fx.rows.indices import WINDOW, WRITES
 from fngraph.fx.rows.rules import rule
-from fngraph.fx.rows.state import OFFSETS, Kept, Mixed, Mixes, OpCall, moving_dims, op_name
+from fngraph.fx.rows.state import (
+    OFFSETS,
+    Kept,
+    Mixed,
+    Mixes,
+    OpCall,
+    is_finite,
+    moving_dims,
+    op_name,
+)
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
@@ -38,10 +48,8 @@ def check_rows(
     paths: Sequence[str],
     refuse: Callable[[RowsError], None],
 ) -> None:
-    """Refuse outputs and writes that do not keep their rows, each culprit once; take out
-    `trust_rows`.
-
-    A write stays in the graph though nothing reads it, and may name a row that is not there.
+    """Refuse outputs that do not keep their rows, and ops that may fail in padding, which run
+    whoever reads them; each culprit once. Take out `trust_rows`.
 
     Args:
         facts: what `facts_of` says of the graph.
@@ -52,12 +60,17 @@ def check_rows(
     """
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     known = set()
-    writes = (facts[node] for node in gm.graph.nodes if any(written_by(node)))
-    found = [*zip(paths, facts[output]), *(("what is written in place", x) for x in writes)]
-    for path, mixed in found:
+    for path, mixed in zip(paths, facts[output]):
         if isinstance(mixed, Mixed) and mixed.node not in known:
             known.add(mixed.node)
-            refuse(RowsError(_message(mixed, path)))
+            told = f"{line_of(mixed.node)}: forward {mixed.why}"
+            refuse(RowsError(f"{told}. It reaches {path}"))
+    known |= vouched_for(gm)
+    for node, mixed in facts.items():
+        if isinstance(mixed, Mixed) and mixed.fails and not {node, mixed.node} & known:
+            known.add(mixed.node)
+            told = f"{line_of(node)}: forward {mixed.fails}"
+            refuse(RowsError(f"{told}. No output is made of it, but it runs"))
     for node in filter(is_trusted, gm.graph.nodes):
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
@@ -99,7 +112,7 @@ def _facts(
             states[node] = of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
-            states[node] = of_constant(Kept(value=value, held=True))
+            states[node] = of_constant(Kept(value=value, held=is_finite(value)))
         elif node.op == "call_function":
             states[node] = _result(node, states, text)
         else:
@@ -135,6 +148,15 @@ def is_trusted(node: fx.Node) -> bool:
     return bool(node.meta.get("custom", {}).get(_TRUSTED))
 
 
+def vouched_for(gm: fx.GraphModule) -> set[fx.Node]:
+    """What `trust_rows` has made, and all that it is made of."""
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node in found or is_trusted(node):
+            found.update((node, *node.all_input_nodes))
+    return found
+
+
 def _leaf(leaf: Leaf) -> Kept:
     if not leaf.padded:
         return Kept(span=ANY)
@@ -152,7 +174,7 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
     read = [] if reads_nothing(node.target) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
     if mixed is not None and not is_trusted(node):
-        return mixed
+        return dataclasses.replace(mixed, fails=_failure(node, states, text))
     if node.target is operator.getitem:  # one of several results
         state = states[node.args[0]]  # type: ignore[index]
         call = OpCall(node, {}, states, text)
@@ -169,11 +191,29 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         if is_trusted(node):
             return dataclasses.replace(found, low=0, span=ANY)
         given = [states[x] for x in operands(node)]
-        if given and all(isinstance(x, Kept) and x.held for x in given):
+        held = all(isinstance(x, Kept) and x.held for x in given)
+        if given and held and keeps_finite(call):
             found = dataclasses.replace(found, held=True)
         return bounded(call, found) if is_tensor(node) else found
     except Mixes as error:
-        return Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error))
+        fails = str(error) if error.fails else ""
+        return (
+            Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error), fails)
+        )
+
+
+def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:
+    """How an op may fail at padding that is in true rows already; "" if it does not."""
+    if not is_op(node):
+        return ""
+    given = ((x, states[x]) for x in node.all_input_nodes)
+    known = {x: state if isinstance(state, Kept) else Kept() for x, state in given}
+    call = OpCall(node, named(node.target, node.args, node.kwargs), known, text)
+    try:
+        rule(call)
+    except Mixes as error:
+        return str(error) if error.fails else ""
+    return ""
 
 
 def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
@@ -239,10 +279,6 @@ def _rewrite(
             elif isinstance(known := states[node], Kept):
                 states[node] = Kept(window=known.window)
     states[target] = state
-
-
-def _message(mixed: Mixed, path: str) -> str:
-    return f"{line_of(mixed.node)}: forward {mixed.why}. It reaches {path}"
 
 
 def trust_rows(x: torch.Tensor) -> torch.Tensor:

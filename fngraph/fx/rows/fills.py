@@ -64,7 +64,8 @@ def refuse_counts(call: OpCall) -> None:
             raise Mixes(
                 f"computes with {call.text(x.meta['val'])}, which in a key is the padded number "
                 f"of rows ({call.name}). Count the true ones: (batch.slot >= 0).sum(), of a leaf "
-                "padded with -1"
+                "padded with -1",
+                fails=call.name == "repeat_interleave",  # whose counts must add up to it
             )
 
 
@@ -80,7 +81,8 @@ def _refuse_zero_divisors(call: OpCall) -> None:
     if not one and not (state.span is not None and state.span.within(1, state.span.high)):
         raise Mixes(
             f"divides integers by what may be 0 in padding ({call.name}), which is an error for "
-            "rows of padding alone. Let it not be: divisor.clamp(min=1)"
+            "rows of padding alone. Let it not be: divisor.clamp(min=1)",
+            fails=True,
         )
 
 
@@ -164,8 +166,24 @@ def _stays_finite(call: OpCall, known: Mapping[Any, Fill | None]) -> bool:
     """Whether an op of finite numbers gives some, as far as its dtype goes."""
     if call.value.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         return False  # half precision ends early
+    finite = all(is_finite(f) or not _may_be_infinite(x) for x, f in known.items())
+    return bool(known) and finite and _is_smooth(call)
+
+
+def keeps_finite(call: OpCall) -> bool:
+    """Whether an op of weights gives what is taken to be finite, as they are."""
+    if not is_tensor(call.node) or not _may_be_infinite(call.node):
+        return True
+    if call.name == "view" and "dtype" in call.args:  # other bits
+        return False
+    numbers = all(math.isfinite(x) for x in call.args.values() if isinstance(x, float))
+    pointwise = torch.Tag.pointwise in call.node.target.tags  # type: ignore[union-attr]
+    return numbers and (not pointwise or _is_smooth(call))
+
+
+def _is_smooth(call: OpCall) -> bool:
     numbers = [x for x in call.args.values() if isinstance(x, int | float)]
-    if not all(map(math.isfinite, numbers)) or not known:
+    if not all(map(math.isfinite, numbers)):
         return False
     if call.name == "div":
         other = call.args["other"]
@@ -177,15 +195,15 @@ def _stays_finite(call: OpCall, known: Mapping[Any, Fill | None]) -> bool:
             return False
     elif call.name not in _SMOOTH:
         return False
-    return all(is_finite(f) or not _may_be_infinite(x) for x, f in known.items())
+    return True
 
 
 def _goes_on(call: OpCall, mark: str) -> bool:
     """Whether padding still is what a mark says: in copies."""
-    if mark == FINITE:
+    if mark == FINITE or call.name == "copy":  # which has none of what it overwrites
         return False
     if mark == VANISHING:
-        return call.name in _COPIES
+        return call.name in _COPIES and call.value.dtype.is_floating_point
     wraps = call.value.dtype not in (torch.int32, torch.int64)
     return call.name in _COPIES and not wraps
 

@@ -60,7 +60,7 @@ def _check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> 
     Args:
         from_end: whether the op takes -1 for the last row; to others it is an error.
     """
-    if not is_tensor(index) or index.meta["val"].dtype is torch.bool or not ndim(x):
+    if not is_tensor(index) or _is_mask(index) or not ndim(x):
         return
     if from_end and dim in moving_dims(x) and call.rows(index).low < 0:
         raise Mixes(
@@ -69,17 +69,18 @@ def _check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> 
             'declared, fg.buffer("T", "int64", min=0), or let them not be: index.clamp(min=0)'
         )
     size = size_of(x.meta["val"].shape[dim])
-    if not moving_dims(index) or _is_there(call.rows(index), moving_dims(index), size, from_end):
+    if not moving_dims(index) or is_there(call.rows(index), moving_dims(index), size, from_end):
         return
     raise Mixes(
         f"looks up what the padding of an index names ({call.name}), which may not be among the "
         f"{call.dim(x, dim)} that are there: an error, or the end of a process, for rows of "
         "padding alone. Let it be 0: torch.where(batch.slot >= 0, index, 0), of a leaf padded "
-        "with -1, or index.clamp(min=0)"
+        "with -1, or index.clamp(min=0)",
+        fails=True,
     )
 
 
-def _is_there(state: Kept, moving: list[int], size: Any, from_end: bool) -> bool:
+def is_there(state: Kept, moving: list[int], size: Any, from_end: bool) -> bool:
     """Whether all that padding names lies within a dim."""
     least = -size if from_end else 0
     if state.span is not None and state.span.within(least, size - 1):
@@ -129,12 +130,13 @@ def write(call: OpCall) -> Kept:
         _check_index(call, target, d, index, from_end=from_end)
     if not any(moving_dims(x) for x in (*places.values(), values) if is_tensor(x)):
         return Kept()
-    masks = [x for x in places.values() if x.meta["val"].dtype is torch.bool and moving_dims(x)]
+    masks = [x for x in places.values() if _is_mask(x) and moving_dims(x)]
     if masks and is_tensor(values) and moving_dims(values):
         raise Mixes(
             f"puts rows where a mask over {call.dim(masks[0], 0)} is true ({call.name}), one for "
             "each true element, of which a key's padding has none. Choose row by row instead: "
-            "torch.where(mask[:, None], rows, x)"
+            "torch.where(mask[:, None], rows, x)",
+            fails=True,
         )
     among_themselves = any(_harmless(call, target, d, x) for d, x in places.items())
     if _adds_nothing(call, values) or among_themselves:
@@ -186,11 +188,15 @@ def _adds_nothing(call: OpCall, values: Any) -> bool:
     return bool(moving) and all(is_all(call.rows(values).fills.get(d), 0) for d in moving)
 
 
+def _is_mask(index: Any) -> bool:
+    return index.meta["val"].dtype in (torch.bool, torch.uint8)
+
+
 def _harmless(call: OpCall, target: Any, dim: int, index: Any) -> bool:
     """Whether the padded rows of one index write to rows of padding."""
     moving = moving_dims(index)
-    if index.meta["val"].dtype is torch.bool:  # a mask over the target's own rows
-        return True
+    if _is_mask(index):  # over the target's own rows, if over any
+        return bool(moving)
     if "dim" in call.args and call.name.startswith("scatter"):  # other dims follow the target's
         own = set(moving) <= set(moving_dims(target)) - {dim}
         if own and all(call.dim(index, d) == call.dim(target, d) for d in moving):

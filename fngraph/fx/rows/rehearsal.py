@@ -19,8 +19,17 @@ from torch import fx
 
 from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
-from fngraph.fx.rows.check import unfinished
-from fngraph.fx.rows.state import BEYOND, FINITE, OFFSETS, VANISHING, Kept, moving_dims, op_name
+from fngraph.fx.rows.check import unfinished, vouched_for
+from fngraph.fx.rows.state import (
+    BEYOND,
+    FINITE,
+    OFFSETS,
+    VANISHING,
+    Kept,
+    Mixed,
+    moving_dims,
+    op_name,
+)
 from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
@@ -79,10 +88,11 @@ def _differences(
     keyed: dict[fx.Node, Any] = {}
     leaves = iter(zip(true, padded))
     sizes = _sizes(gm, padded)
+    run = _needed(gm, facts)
     for node in gm.graph.nodes:
         if node.op == "output":
             for x, fact in zip(node.args[0], facts[node]):
-                if isinstance(fact, Kept) and isinstance(bare[x], torch.Tensor):
+                if isinstance(fact, Kept) and x in keyed and isinstance(bare[x], torch.Tensor):
                     yield from _compared(x, fact, bare[x], keyed[x], sizes)
             return
         if node.op == "placeholder":
@@ -91,6 +101,8 @@ def _differences(
             bare[node] = keyed[node] = _attribute(gm, str(node.target))
         else:
             bare[node] = _run(node, bare)
+            if node not in run or any(x not in keyed for x in node.all_input_nodes):
+                continue
             try:
                 keyed[node] = _run(node, keyed)
             except Exception as error:
@@ -109,6 +121,20 @@ def _differences(
                 _align(bare[x], keyed[x])
                 if poison and x is node and not _is_view(x):
                     _poison(x, fact, bare[x], keyed[x])
+
+
+def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """What is run in a key: nodes of which something is claimed, what they read, and writes. Not
+    what may fail at padding, and nobody vouches for: a bad index ends the process on a device."""
+    found = vouched_for(gm)
+    vouched = set(found)
+    for node in reversed(gm.graph.nodes):
+        fact = facts.get(node)
+        if node in found or isinstance(fact, Kept) or written_by(node):
+            found.update((node, *node.all_input_nodes))
+        if isinstance(fact, Mixed) and fact.fails and node not in vouched:
+            found.discard(node)
+    return found
 
 
 def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]:
@@ -242,8 +268,8 @@ def _align(bare: torch.Tensor, keyed: torch.Tensor) -> None:
     same = keyed[_leading(bare)]
     shape_fits = same.shape == bare.shape
     overlapping = any(s == 0 and n > 1 for s, n in zip(same.stride(), same.shape))
-    if shape_fits and not overlapping and bare.dtype.is_floating_point:
-        same.copy_(bare)
+    if shape_fits and not overlapping:
+        same.copy_(bare)  # rounded in another order, or drawn: of any dtype
 
 
 def _poison(node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) -> None:

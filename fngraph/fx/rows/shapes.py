@@ -20,6 +20,8 @@ from fngraph.fx.nodes import is_tensor, operands
 from fngraph.fx.rows.fills import constant, evaluated, is_all, refuse_counts
 from fngraph.fx.rows.state import (
     BEYOND,
+    FINITE,
+    OFFSETS,
     Fill,
     Kept,
     Mixes,
@@ -30,9 +32,29 @@ from fngraph.fx.rows.state import (
     ndim,
 )
 
+_PAIRS = ("view_as_complex", "view_as_real", "real", "imag", "_conj", "_neg_view")
+"""Views that make other numbers."""
+
 
 def _source(call: OpCall) -> Any:
     return next(x for x in call.args.values() if is_tensor(x))
+
+
+_AS_THEY_ARE = ("unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "detach", "alias",
+                "contiguous", "clone", "movedim")  # fmt: skip
+
+
+def _stays(call: OpCall, x: Any, dim: int, mark: str) -> bool:
+    """Whether what a mark says of padding by its place holds of a view."""
+    if mark == FINITE or call.name in _AS_THEY_ARE:
+        return True
+    if call.name == "slice":
+        along = call.args.get("dim", 0) % ndim(x) == dim
+        whole = call.args.get("start") in (None, 0) and call.args.get("step", 1) == 1
+        return not along or mark == OFFSETS or whole
+    if call.name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
+        return sum(n != 1 for n in call.value.shape) == sum(n != 1 for n in x.meta["val"].shape)
+    return False
 
 
 def carried(call: OpCall, x: Any, to: dict[int, int]) -> Kept:
@@ -43,7 +65,10 @@ def carried(call: OpCall, x: Any, to: dict[int, int]) -> Kept:
     for dim, fill in state.fills.items():
         if to.get(dim) not in moving:
             continue
-        seen = fill if isinstance(fill, str) else _viewed(call, x, dim, moving)
+        if isinstance(fill, str):
+            seen: Fill | None = fill if _stays(call, x, dim, fill) else None
+        else:
+            seen = _viewed(call, x, dim, moving)
         if seen is not None:
             fills[to[dim]] = seen
     value = constant(call) if not moving and state.value is not None else None
@@ -54,9 +79,9 @@ def _viewed(call: OpCall, x: Any, dim: int, moving: list[int]) -> torch.Tensor |
     """The view of one row of padding; of one number alone, that number."""
     fill = call.fill(x, dim)
     assert fill is not None
-    if fill.numel() and bool((fill == fill.flatten()[0]).all()):
+    if call.name not in _PAIRS and fill.numel() and bool((fill == fill.flatten()[0]).all()):
         return fill.flatten()[0]
-    seen = evaluated(call, {x: fill})
+    seen = evaluated(call, {x: fill.contiguous()})
     fits = seen is not None and seen.dim() == call.value.dim()
     return seen if seen is not None and fits and all(seen.shape[d] == 1 for d in moving) else None
 
@@ -275,7 +300,8 @@ def drawn(call: OpCall) -> Kept:
             raise Mixes(
                 f"draws by chances of which padding may hold what is none ({call.name}): an error "
                 "for rows of padding alone. Let them be 1 there: torch.where((batch.slot >= 0)"
-                "[:, None], p, 1), of a leaf padded with -1"
+                "[:, None], p, 1), of a leaf padded with -1",
+                fails=True,
             )
     return Kept()
 
@@ -315,6 +341,8 @@ def filled(call: OpCall) -> Kept:
         return Kept({0: BEYOND} if counts else {})
     if name.startswith(("empty", "new_empty")) or is_tensor(fill):
         return Kept()
+    if name == "eye" and call.dim(call.node, 0) != call.dim(call.node, 1):
+        return Kept()  # a 1 may lie in padding along one dim
     number = 1 if "ones" in name else 0 if "zeros" in name else fill
     held = torch.tensor(number).to(call.value.dtype)
     return Kept({d: held for d in moving})

@@ -23,7 +23,7 @@ BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
 Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
     """A value that keeps its rows.
 
@@ -52,19 +52,30 @@ class Kept:
     reserved: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Mixed:
-    """A value with padding in its true rows, and the op that brought it there."""
+    """A value with padding in its true rows, and the op that brought it there.
+
+    Attributes:
+        fails: how the op that gives the value may fail at rows of padding, with an error or the
+            end of the process, whoever reads what it gives; "" if it does not.
+    """
 
     node: fx.Node
     why: str
+    fails: str = ""
 
 
 class Mixes(Exception):
-    """Raised by a rule: padding would get into true rows. The text goes on after 'forward'."""
+    """Raised by a rule: padding would get into true rows, or fail there. The text goes on after
+    'forward'."""
+
+    def __init__(self, text: str, fails: bool = False) -> None:
+        super().__init__(text)
+        self.fails = fails
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class OpCall:
     """One op: its arguments by their names in the schema, and what is known of them."""
 

@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import torch
 
 from fngraph.fx.nodes import is_tensor
+from fngraph.fx.rows.bounds import size_of
 from fngraph.fx.rows.fills import constant, evaluated, is_all
+from fngraph.fx.rows.indices import is_there
 from fngraph.fx.rows.state import (
     FINITE,
     VANISHING,
@@ -70,8 +72,9 @@ def _adds_nothing(call: OpCall, x: Any, fill: Any) -> bool:
     neutral = NEUTRAL[call.name]
     if "norm" in call.name and not (call.args.get("ord", call.args.get("p")) or 0) >= 0:
         return False  # of the least elements
-    if x.meta["val"].dtype is torch.bool and ("softmax" in call.name or "exp" in call.name):
-        return False  # of False it takes exp(0)
+    whole = not x.meta["val"].dtype.is_floating_point
+    if whole and ("softmax" in call.name or "exp" in call.name):
+        return False  # of False, or of the least byte, it takes exp(0)
     if is_all(fill, _limit(neutral, x.meta["val"].dtype)):
         return True
     if isinstance(fill, str):
@@ -167,7 +170,16 @@ def never(call: OpCall) -> Kept:
 
 
 def running(call: OpCall) -> Kept:
-    """cumsum and its kind: a row sees none behind it."""
+    """cumsum and its kind: a row sees none behind it. Counts of repeats need zeros."""
+    counts: Any = call.args.get("repeats")
+    for d in moving_dims(counts) if is_tensor(counts) else ():
+        if not is_all(call.rows(counts).fills.get(d), 0):
+            raise Mixes(
+                f"repeats by {call.dim(counts, d)} counts ({call.name}), and those of padding are "
+                "not known to be 0: they would add up to more than output_size. Let them be 0: "
+                "torch.where(batch.slot >= 0, counts, 0), of a leaf padded with -1",
+                fails=True,
+            )
     return Kept()
 
 
@@ -189,6 +201,15 @@ def cross_entropy(call: OpCall) -> Kept:
         raise Mixes(
             f"takes the loss over {call.dim(target, 0)}, and a key has rows of padding there. Let "
             "it ignore them: target = torch.where(batch.slot >= 0, target, -100)"
+        )
+    scores = call.args["self"].meta["val"].shape
+    classes, moving = size_of(scores[min(1, len(scores) - 1)]), moving_dims(target)
+    if moving and not ignored and not is_there(call.rows(target), moving, classes, from_end=False):
+        raise Mixes(
+            "takes the loss of what padding of a target names, which may be no class: an error, or "
+            "the end of a process, for rows of padding alone. Let it ignore them: target = "
+            "torch.where(batch.slot >= 0, target, -100)",
+            fails=True,
         )
     return Kept()
 
@@ -213,7 +234,7 @@ def product(call: OpCall) -> Kept:
         sides = [(b, rank_b - 1, a)] if of_b else [(a, i, b)]
         sides += [(b, i, a)] if i < rank_a - 2 else []
         if any(
-            is_all(call.rows(x).fills.get(at), 0) and _is_finite(other) for x, at, other in sides
+            is_all(call.rows(x).fills.get(at), 0) and _all_finite(call, y) for x, at, y in sides
         ):
             fills[i] = call.zero
     return Kept(fills)
@@ -227,13 +248,16 @@ def _finite_rows(call: OpCall, a: Any, b: Any) -> dict[int, Any]:
     return {
         i: FINITE
         for i in moving_dims(call.node)
-        if i < ndim(a) - 1 and not moving_dims(b) and is_finite(call, a, i)
+        if i < ndim(a) - 1 and _all_finite(call, b) and is_finite(call, a, i)
     }
 
 
-def _is_finite(x: Any) -> bool:
-    """Whether all of an operand is finite: weights, integers."""
-    return not moving_dims(x) or not x.meta["val"].dtype.is_floating_point
+def _all_finite(call: OpCall, x: Any) -> bool:
+    """Whether all of an operand is finite: weights, integers, constants."""
+    state, dtype = call.rows(x), x.meta["val"].dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    return state.held if state.value is None else finite(state.value)
 
 
 def _cancels(call: OpCall, zeros: tuple[Any, int], other: tuple[Any, int]) -> bool:
@@ -291,6 +315,11 @@ def scaled_dot_product(call: OpCall) -> Kept:
     """
     key, query, value = (call.args[name] for name in ("key", "query", "value"))
     last = ndim(key) - 2
+    if last + 1 in moving_dims(key):
+        raise Mixes(
+            f"attends by products over {call.dim(key, last + 1)}, a head's width, and a key has "
+            "rows of padding there. Let heads be of one width: x[None, :, None] of (T, D) rows"
+        )
     if last not in moving_dims(key):
         return Kept()
     same = call.dim(key, last) == call.dim(query, ndim(query) - 2)

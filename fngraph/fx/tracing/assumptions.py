@@ -94,7 +94,8 @@ def implied(gm: fx.GraphModule, letters: Mapping[Any, str]) -> Iterator[Assumpti
             for size in x.shape if isinstance(x, torch.Tensor) else ():
                 if isinstance(size, torch.SymInt) and (expr := size.node.expr) not in seen:
                     seen.add(expr)
-                    if not expr.is_nonnegative:  # T - 2, of x[1:-1], which may be none at all
+                    known = expr.free_symbols <= letters.keys()
+                    if known and not expr.is_nonnegative:  # T - 2, of x[1:-1]: may be none at all
                         yield Assumption(lettered(expr, letters) >= 0, line_of(node))
         name = node.target._schema.name
         if name in _SQUEEZES or name == "aten::select":

@@ -42,7 +42,7 @@ class TapeMode(TorchDispatchMode):
         if func._can_decompose():  # inference tensors bring composite ops in one part
             with self:
                 return func.decompose(*args, **kwargs)
-        check_no_read(func, args, self.within)
+        check_no_read(func, args, kwargs, self.within)
         self._check_devices(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:  # squeeze_ and such: metadata only
             return func(*args, **kwargs)

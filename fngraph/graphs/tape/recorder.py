@@ -43,8 +43,13 @@ class TapeRecording:
 
     @torch.inference_mode()  # which may write both inference tensors and normal ones
     def replay(self) -> None:
-        """Do it all again, then poison what a CUDA graph would leave as garbage."""
-        with DisableTorchFunction():  # a default device would decide where zeros are made
+        """Do it all again, then poison what a CUDA graph would leave as garbage.
+
+        Whatever the caller's autocast is: what it has to say is in the recording.
+        """
+        cast = torch.is_autocast_enabled("cpu")
+        off = torch.autocast("cpu", enabled=False) if cast else contextlib.nullcontext()
+        with off, DisableTorchFunction():  # a default device would decide where zeros are made
             for op in self.graph:
                 results = op.fn(*op.args, **op.kwargs)
                 if op.into:

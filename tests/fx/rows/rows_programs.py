@@ -122,7 +122,8 @@ def made(r: random.Random, x: Tensor) -> Op:
         lambda x: torch.zeros(12, 8, device=x.device),
         lambda x: x.new_empty(x.shape[0], 8).fill_(2),
         lambda x: torch.arange(1, 2 * x.shape[0] + 1, 2, device=x.device),
-        lambda x: torch.full((3,), x.shape[0], device=x.device), lambda x: torch.empty_like(x) * 0,
+        lambda x: torch.full((3,), x.shape[0], device=x.device),
+        lambda x: torch.empty_like(x).zero_(),
         lambda x: torch.arange(2, 8, 3, device=x.device), lambda x: torch.full_like(x, 7),
     ])  # fmt: skip
 

@@ -17,7 +17,7 @@ from rows_whole import BATCHES, LIMITS, batch
 
 import fngraph as fg
 from fngraph.errors import RowsError, SpecError, TreeError
-from fngraph.fx.rows import bounds, fills, indices, shapes, sums
+from fngraph.fx.rows import bounds, check, fills, indices, shapes, sums
 from fngraph.fx.tracing.refusals import Refusals
 
 INF, NAN = float("inf"), float("nan")
@@ -159,6 +159,37 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         indices, "if masks and is_tensor(values) and moving_dims(values)", "if False",
         lambda p, b: b.x.index_put((b.slot >= 0,), b.x * 2),
     ),
+    "weights that are no numbers any more": (
+        fills, "return numbers and (not pointwise or _is_smooth(call))", "return True",
+        lambda p, b: (p["w"].log()[b.ids] * spread(b)).sum(0),
+    ),
+    "other bits of weights": (
+        fills, 'if call.name == "view" and "dtype" in call.args:', "if False:",
+        lambda p, b: ((p["w"].long() * 0 - 1).view(torch.float64)[b.ids] * spread(b)).sum(0),
+    ),
+    "a constant that is not finite": (
+        check, "held=is_finite(value)", "held=True",
+        lambda p, b: (torch.tensor([[-INF, 0.0]] * 12)[b.ids] * spread(b)).sum(0),
+    ),
+    "other bits of an index": (
+        bounds, ' and "dtype" not in args', "",
+        lambda p, b: b.x[(p["i"] * 0 + 255).to(torch.uint8).view(torch.int8).long()] * 1,
+    ),
+    "pairs of ones as one complex number": (
+        shapes, "if call.name not in _PAIRS and fill.numel()", "if fill.numel()",
+        lambda p, b: torch.view_as_real(
+            torch.view_as_complex(b.y[:, None].expand(-1, 2).contiguous()).prod(0)
+        ),
+    ),
+    "zeros times a sum that may be NaN": (
+        sums, "return state.held if state.value is None else finite(state.value)",
+        "return not moving_dims(x)",
+        lambda p, b: (zeroed(b) @ zeroed(b).sum(0).expand(8, 8)).sum(0),
+    ),
+    "repeats of padding": (
+        sums, "if not is_all(call.rows(counts).fills.get(d), 0):", "if False:",
+        lambda p, b: torch.repeat_interleave(((b.slot == 1) | (b.slot < 0)).long(), output_size=1),
+    ),
     "chances of padding": (
         shapes, "if is_tensor(x) and moving_dims(x) and not _can_draw(call, x)", "if False",
         lambda p, b: torch.bernoulli((b.y.nan_to_num(0.5, 0.5, 0.5).clamp(0, 1) + b.slot * 0) / 0.5
@@ -239,6 +270,18 @@ def test_what_is_vouched_for_can_be_computed_with(number: Any):
     assert report(lambda x, p, b: number(fg.trust_rows(b.token_ids) + 1) * 1).ok
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand(x.shape[0], 9).flip(1), lambda x: torch.randint(9**9, (9,)).roll(1),
+        lambda x: torch.randint(0, 2, (99,), dtype=torch.bool).flip(0),
+        lambda x: torch.randn(9, dtype=torch.complex64).flip(0),
+    ],
+)  # fmt: skip
+def test_what_is_drawn_is_the_same_in_both_runs(draw: Any):
+    assert report(lambda x, p, b: draw(x), generators=(torch.default_generator,)).ok
+
+
 def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     wrong = report(lambda x, p, b: x - fg.trust_rows(x.sum(0)))
     (error,) = wrong.errors
@@ -249,6 +292,16 @@ def test_a_word_that_is_not_kept_is_named_with_its_line_and_the_key():
     exact = (3 + 2 * 1, 3)  # a key that the batch fills has no padding
     T, R = toys.batch(3, 2).spec[:2]
     assert report(lambda x, p, b: x - fg.trust_rows(x.sum(0)), rehearse=[(T, R)]).ok, exact
+
+
+def test_what_fails_in_padding_is_not_run_there_and_the_rest_is():
+    def value(x: Any, p: Any, b: Any) -> Any:
+        at = b.token_ids - 20 * (b.slot_mapping < 0).long()
+        shape = torch.zeros_like(p["w"][at])
+        return shape - fg.trust_rows(x.sum(0))
+
+    rehearsed, fails = report(value).errors
+    assert "true rows are [" in str(rehearsed) and "looks up what the padding" in str(fails)
 
 
 def test_rows_that_are_kept_for_padding_hold_what_they_like_if_no_true_row_names_them():

@@ -27,6 +27,7 @@ def whole(fn: Any, **of: Any) -> Program:
     return Program([(fn, at)], list(news.values()), [len(NAMES)], "tuple")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of odd programs
 def test_random_programs_are_right_or_refused() -> None:
     """And both verdicts are common, so that neither is won by default."""
     seen = []

@@ -144,6 +144,51 @@ def test_the_fix_for_writes_works() -> None:
     check(value(lambda b, x: torch.where(b.slot_mapping >= 0, b.token_ids, len(x) - 1)))
 
 
+def nowhere(b: Any) -> Any:
+    """An index into 11 rows that padding names none of."""
+    return b.token_ids - 20 * (b.slot_mapping < 0).long()
+
+
+FAILING: dict[str, tuple[Any, str]] = {
+    "an index that is asked for its shape": (
+        lambda x, p, b: torch.zeros_like(p["w"][nowhere(b)]), "looks up what the padding"),
+    "a write into what nobody reads": (
+        lambda x, p, b: (p["w"].clone().index_put_((nowhere(b),), x), x)[1] * 1,
+        "looks up what the padding"),
+    "a division that is asked for its shape": (
+        lambda x, p, b: torch.ones_like(b.token_ids // (b.slot_mapping + 1)),
+        "divides integers by what may be 0 in padding"),
+    "repeats that do not add up": (
+        lambda x, p, b: torch.zeros_like(
+            torch.repeat_interleave(b.seq_lens, output_size=T_of(b))), "computes with T"),
+    "an index out of mixed rows": (
+        lambda x, p, b: torch.zeros_like(p["w"][nowhere(b).flip(0)]), "looks up what"),
+    "rows put where a mask is true": (
+        lambda x, p, b: (x.clone().index_put_((real(b),), x), x)[1] * 1, "puts rows where a mask"),
+    "chances of rows that are drawn": (
+        lambda x, p, b: (torch.multinomial(b.slot_mapping[:, None] + 1.0, 1), x)[1] * 1,
+        "draws by chances of which padding may hold what is none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_fails_in_padding_is_refused_whoever_reads_it(name: str) -> None:
+    """For it runs all the same."""
+    fn, says = FAILING[name]
+    report = fg.check(
+        output(fn), params(), toys.tally_state(), toys.batch(3, 2), donate=1, stage=2,
+        limits=toys.LIMITS, generators=(torch.default_generator,), rehearse=True,
+    )  # fmt: skip
+    (error,) = report.errors
+    assert isinstance(error, RowsError) and "test_rows_messages.py:" in str(error)
+    assert says in str(error) and "No output is made of it, but it runs" in str(error)
+
+
+def test_what_nobody_reads_is_no_part_of_a_graph() -> None:
+    """Neither what fails in padding nor what mixes it."""
+    check(output(lambda x, p, b: (p["w"][nowhere(b)], x.flip(0), x * 1)[2]))
+
+
 def test_a_refusal_names_no_symbol_of_torchs() -> None:
     """Sizes are T and R, as in the batch's declaration."""
     for fn in (lambda x, p, b: x.sum(0), lambda x, p, b: x.t().reshape(-1)):

@@ -126,14 +126,3 @@ def test_a_donated_leaf_written_in_place_is_checked() -> None:
     with pytest.raises(RowsError, match=r"takes sum over T.*It reaches output\[1\]\['total'\]"):
         trace(adds)
     check(adds_true_rows)
-
-
-def test_a_write_that_nothing_reads_is_checked() -> None:
-    """It stays in the graph: padding that names no row would end the process."""
-
-    def writes(p: Any, s: Any, b: Any) -> Any:
-        s["seen"].index_fill_(0, b.slot_mapping, 1)
-        return rows(p, b) * 1, {**s, "seen": torch.zeros_like(s["seen"])}
-
-    with pytest.raises(RowsError, match=r"test_rows_writes.*It reaches what is written in place"):
-        trace(writes)

@@ -1,0 +1,96 @@
+"""What a rule says of padding by its place, bits or class does not outlive a move of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.errors import RowsError
+
+INF = float("inf")
+
+
+@fg.struct
+class Batch:
+    """Integers with each kind of padding."""
+
+    ids: Tensor = fg.buffer("T", "int64", min=0)
+    slot: Tensor = fg.buffer("T", "int64", pad=-1)
+    bytes: Tensor = fg.buffer("T", "uint8")
+    x: Tensor = fg.buffer("T 4", "float32")
+    starts: Tensor = fg.buffer("R + 1", "int64", pad="stride")
+    spec: fg.BatchSpec = fg.host()
+
+
+def softmax(b: Any) -> Tensor:
+    return torch.softmax(torch.where(b.slot[:, None] >= 0, b.x, -INF), 0)
+
+
+def tokens(b: Any) -> Tensor:
+    return torch.arange(b.x.shape[0])
+
+
+REFUSED: dict[str, Callable[[Any, Any], Any]] = {
+    "a softmax that is overwritten": lambda w, b: softmax(b).copy_(b.x + 1).sum(0),
+    "a softmax as bools": lambda w, b: softmax(b).bool().sum(0),
+    "a softmax without its first row": lambda w, b: softmax(b)[1:].sum(0),
+    "tokens that are counted twice": lambda w, b: torch.zeros_like(b.x[:, :2]).reshape(-1)
+    .index_fill(0, tokens(b)[:, None].expand(-1, 2).reshape(-1), 1.0),
+    "tokens from the second on": lambda w, b: torch.searchsorted(
+        b.starts, torch.arange(b.x.shape[0] + 1)[1:], right=True),
+    "every other token": lambda w, b: torch.searchsorted(
+        b.starts, torch.arange(2 * b.x.shape[0])[::2], right=True),
+    "tokens that are overwritten": lambda w, b: torch.searchsorted(
+        b.starts, tokens(b).copy_(b.ids + 100), right=True),
+    "an eye that is not square": lambda w, b: torch.eye(b.x.shape[0], 3).sum(0),
+    "an eye of requests by tokens": lambda w, b: torch.eye(
+        b.starts.shape[0] - 1, b.x.shape[0]).sum(0),
+    "logsumexp of bytes": lambda w, b: torch.logsumexp(b.bytes, 0),
+    "a class that is none": lambda w, b: F.nll_loss(b.x, b.slot, reduction="none"),
+    "heads as wide as there are tokens": lambda w, b: F.scaled_dot_product_attention(
+        *[b.x.t().contiguous()[None, None]] * 3).sum(-2),
+    "a mask of no rows beside an index": lambda w, b: torch.zeros(2, 12).index_put(
+        (torch.tensor([True, False]), b.ids), torch.tensor(1.0)),
+    "a mask of bytes": lambda w, b: b.x.index_put(
+        ((b.slot >= 0).to(torch.uint8),), b.x * 0, accumulate=True),
+    "what is vouched for, or 5": lambda w, b: b.x[
+        torch.where(b.ids > 2, fg.trust_rows(b.ids), 5) - 5],
+    "what is vouched for, at most 5": lambda w, b: b.x[
+        torch.minimum(fg.trust_rows(b.ids), torch.tensor(5)) - 5],
+}  # fmt: skip
+KEPT: dict[str, Callable[[Any, Any], Any]] = {
+    "a softmax of some columns": lambda w, b: softmax(b)[:, 1:].sum(0),
+    "a square eye": lambda w, b: torch.eye(b.x.shape[0]) @ torch.where(
+        b.slot[:, None] >= 0, b.x, 0.0),
+    "tokens as a column": lambda w, b: torch.searchsorted(
+        b.starts, tokens(b)[:, None], right=True),
+    "a class that there is": lambda w, b: F.nll_loss(b.x, b.ids.clamp(max=3), reduction="none"),
+}  # fmt: skip
+
+
+def trace(fn: Callable[[Any, Any], Any]) -> Any:
+    """The stage; with `fn(weights, batch)` as the output."""
+    b = Batch(
+        torch.arange(3), torch.arange(3), torch.ones(3, dtype=torch.uint8), torch.rand(3, 4),
+        torch.tensor([0, 1, 3]), fg.BatchSpec(3, 2),
+    )  # fmt: skip
+    fast = fg.graphify(lambda w, b: fn(w, b) * 1, stage="b", limits=fg.Limits(8, 4))
+    return fast.trace(torch.ones(12, 4), batch=b)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_it_is_refused(name: str) -> None:
+    with pytest.raises(RowsError, match="test_rows_moved"):
+        trace(REFUSED[name])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_as_it_was_is_kept(name: str) -> None:
+    trace(KEPT[name])

@@ -69,8 +69,6 @@ class Replay:
     Attributes:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
-        unpack: the node that takes a batch in; it holds memory that the graph reads.
-        fns: what was recorded: they hold compiled code that the graphs run.
         used: the step that used it last, counted from 1; 0: none. The one that changes.
     """
 
@@ -78,8 +76,6 @@ class Replay:
     descriptor: BatchDescriptor
     calls: tuple[Recording | EagerCall, ...]
     outputs: tuple[torch.Tensor, ...]
-    unpack: Callable[[], None]
-    fns: tuple[InstructionFn, ...] = ()
     used: int = 0
 
     @property
@@ -179,6 +175,7 @@ def capture(
     unpack: Callable[[], None],
     generators: Sequence[torch.Generator] = (),
     watched: bool = True,
+    keeps: tuple[Any, ...] = (),
 ) -> Replay:
     """Record `program` for one key on `recorder`.
 
@@ -190,6 +187,7 @@ def capture(
         outputs: where the program's results are copied; shared by all keys.
         unpack: the node that takes the batch in.
         generators, watched: see `Recorder.record`.
+        keeps: what the graphs need besides, above all what `unpack` reads by its address.
 
     Raises:
         CaptureError: with nothing left behind in the pool.
@@ -197,7 +195,8 @@ def capture(
     env: dict[int, torch.Tensor] = dict(enumerate(inputs))  # the program's values so far
     calls: list[Recording | EagerCall] = []
     last = len(program.instructions) - 1
-    record = functools.partial(recorder.record, generators=generators, watched=watched)
+    keeps = (*keeps, unpack, *dict.fromkeys(fns), *inputs, *outputs)
+    record = functools.partial(recorder.record, generators=generators, watched=watched, keeps=keeps)
 
     def body(indices: Sequence[int]) -> None:
         if not calls:
@@ -239,4 +238,4 @@ def capture(
         env.clear()  # the traceback holds this frame, and would hold the pool's memory with it
         calls.clear()
         raise
-    return Replay(mode, descriptor, tuple(calls), outputs, unpack, tuple(fns))
+    return Replay(mode, descriptor, tuple(calls), outputs)

@@ -139,7 +139,7 @@ def _record(keys: Keys, key: Key, watched: bool) -> Replay:
     return capture(
         keys.shared.recorder, executable.program, executable.fns, executable.row_dims, inputs,
         *key, sizes, host, tuple(keys.cut(keys.outputs, sizes)), unpack, executable.generators,
-        watched,
+        watched, (keys.ring,),
     )  # fmt: skip
 
 

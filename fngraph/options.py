@@ -59,6 +59,7 @@ class OptionsDict(ResolveDict, total=False):
     guards: bool
     compile: str
     compile_sizes: Iterable[int]
+    cache: bool
 
 
 class CaptureDict(TypedDict, total=False):
@@ -132,6 +133,7 @@ class Options:
     guards: bool = False
     compile: str = "none"
     compile_sizes: tuple[int, ...] = ()
+    cache: bool = True
     resolve: ResolveDict = dataclasses.field(default_factory=ResolveDict)
 
     def __post_init__(self) -> None:
@@ -229,7 +231,7 @@ _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "state_blocks": (lambda x: x is None or _is_count(x), "a number of blocks, or None"),
     **{
         name: (_is_flag, "True or False")
-        for name in ("guards", "pooling", "encoder_decoder", "layerwise", "eager")
+        for name in ("guards", "cache", "pooling", "encoder_decoder", "layerwise", "eager")
     },
 }
 """What an option, or each of several, must be, and in words."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
@@ -18,6 +19,8 @@ from typing import Any, Unpack
 import torch
 
 from fngraph.calls import PrimitiveCall, choose, with_planners
+from fngraph.compile.artefact import Source
+from fngraph.compile.disk import disk_of
 from fngraph.compile.piece import CompiledPiece, artefact_rows
 from fngraph.compile.results import Plan, plan_of
 from fngraph.core import (
@@ -122,7 +125,7 @@ class Compiled:
         compiled, keys = self.executable.compiled, self.executable.table
         rows = [row for one in compiled for row in artefact_rows(one)]
         if rows:
-            parts.append(table(["compiled", "sizes", "ms", "kernels", "generated code"], rows))
+            parts.append(table(["piece", "sizes", "was", "ms", "kernels", "generated code"], rows))
             sizes = [(mode, key, self.executable.sizes(key)) for mode, key in keys]
             uses = [
                 (mode, key, one.name, one.artefact(at["T"], at["R"]).range)
@@ -230,7 +233,9 @@ class Lowered:
     def _compiled(self, name: str, piece: Piece, plan: Plan) -> CompiledPiece:
         """A piece compiled for every key, and for the extremes of what runs without one."""
         within, letters = whole(self.limits), self.split.traced.graph.letters
-        made = CompiledPiece(name, piece.key, plan, letters, within, self.level)
+        disk = disk_of(os.environ) if self.split.traced.options.cache else None
+        source = Source(name, piece.key, plan, letters, disk=disk)
+        made = CompiledPiece(source, within, self.level)
         keys = [sizes_of(key, self.limits) for _, key in self.table]
         most_tokens, most_reqs = within.tokens.high, within.reqs.high
         corners = [(1, 1), (most_tokens, 1), (most_tokens, min(most_tokens, most_reqs))]

@@ -5,50 +5,20 @@ As an instruction of a program it is `piece(sizes, host, *tensors) -> tensors`, 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from fngraph.compile.artefact import Artefact, Source, make_artefact
 from fngraph.compile.op import COMPILED, Tensors, register
-from fngraph.compile.results import Plan, with_numbers
-from fngraph.core.compiling import Range, narrowest, to_try, trimmed
+from fngraph.core.compiling import Range, narrowest, to_try
 from fngraph.errors import CompileError
-from fngraph.torch_facts.inductor import Assumed, Made, Sizes, compile_ahead, size_at
-from fngraph.torch_facts.names import without_modes
+from fngraph.torch_facts.inductor import Made, size_at, under_torch_compile
 
 LOG = logging.getLogger("fngraph")
 MOST_SIZES = 4096  # whose layouts are kept
-_ONE_AT_A_TIME = threading.RLock()  # Inductor has state of its own
-_EXAMPLES = {"T": 1031, "R": 509}  # both above one, neither a power of two nor near a dim
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Artefact:
-    """What serves a range.
-
-    Attributes:
-        range: where it holds, but for what is `assumed`.
-        assumed: what else must be true of a size; None: nothing.
-        symbolic: which of T (0) and R (1) its code is called with.
-        us: how long it took to make, in microseconds.
-    """
-
-    range: Range
-    made: Made
-    assumed: Assumed | None
-    symbolic: tuple[int, ...]
-    us: int
-
-    def serves(self, num_tokens: int, num_reqs: int) -> bool:
-        """Whether it is right at these sizes."""
-        if not self.range.covers(num_tokens, num_reqs):
-            return False
-        return self.assumed is None or self.assumed.holds({"T": num_tokens, "R": num_reqs})
 
 
 class Layout(NamedTuple):
@@ -81,20 +51,20 @@ class CompiledPiece:
         name: for people, "piece 0".
         key: `Piece.key`: pieces of one key compute the same from equal kinds of inputs.
         within: all sizes that may come.
-        artefacts: what was made, in order; more come only where a size turns up that none serves.
+        artefacts: what serves, in order; more come only where a size turns up that none serves.
+        made: what was made or loaded, with how long it took.
     """
 
-    def __init__(
-        self, name: str, key: str, plan: Plan, letters: Mapping[Any, str], within: Range, level: str
-    ) -> None:
-        self.name, self.key, self.plan, self.within, self.level = name, key, plan, within, level
-        self.letters = dict(letters)
+    def __init__(self, source: Source, within: Range, level: str) -> None:
+        self.source, self.within, self.level = source, within, level
+        self.name, self.key, self.plan = source.name, source.key, source.plan
         self.artefacts: list[Artefact] = []
-        self.sealed = False  # whether another size than those that were said is an error
+        self.made: list[Artefact] = []  # in order, and each time that torch.compile compiled
+        self.is_ahead = True  # what is made now is made before any step
         self.handle = register(self)
-        self._reads = [i for i, w in enumerate(plan.written) if not w]
-        self._writes = [i for i, w in enumerate(plan.written) if w]
-        self._varying = [i for i, x in enumerate(plan.inputs) if not _is_fixed(x)]
+        self._reads = [i for i, w in enumerate(self.plan.written) if not w]
+        self._writes = [i for i, w in enumerate(self.plan.written) if w]
+        self._varying = [i for i, x in enumerate(self.plan.inputs) if not _is_fixed(x)]
         self._known: dict[tuple[int, int], AtSizes] = {}
 
     # making it
@@ -113,7 +83,7 @@ class CompiledPiece:
             self._make(self.within.at(num_tokens))
         for num_tokens, num_reqs in sizes:
             self.artefact(num_tokens, num_reqs)
-        self.sealed = self.level == "once"
+        self.is_ahead = False
 
     def artefact(self, num_tokens: int, num_reqs: int) -> Artefact:
         """What serves these sizes, made now if nothing does.
@@ -124,7 +94,7 @@ class CompiledPiece:
         found = self._find(num_tokens, num_reqs)
         if found is not None:
             return found
-        if self.sealed:
+        if self.level == "once" and not self.is_ahead:
             made_for = "; ".join(str(a.range) for a in self.artefacts)
             raise CompileError(
                 f"{self.name} was compiled once, for {made_for}; {num_tokens} tokens of "
@@ -147,49 +117,29 @@ class CompiledPiece:
 
     def _make(self, part: Range) -> Artefact:
         if self.level == "stock":
-            artefact = Artefact(part, _by_torch(self.plan.gm), None, (0, 1), 0)
+            call = under_torch_compile(self.plan.gm, self._told)
+            artefact = Artefact(part, Made(call, "that of torch.compile", 0), None, (0, 1), 0)
         else:
-            artefact = self._compiled(part)
-            LOG.info(
-                "compiled %s for %s: %.0f ms, %d kernels, %s",
-                self.name, artefact.range, artefact.us / 1000, artefact.made.kernels,
-                artefact.made.path,
-            )  # fmt: skip
+            artefact = make_artefact(self.source, part)
+            self._note(artefact)
         self.artefacts.append(artefact)
         self._known.clear()
         return artefact
 
-    def _compiled(self, part: Range) -> Artefact:
-        began = time.perf_counter_ns()
-        spans = {"T": part.tokens, "R": part.reqs}
-        sizes = Sizes({n: _EXAMPLES[n] for n, span in spans.items() if not span.exact})
-        given: dict[str, Any] = {n: span.low for n, span in spans.items() if span.exact}
-        given |= sizes.symbols
-        at = {symbol: given[letter] for symbol, letter in self.letters.items()}
-        with _ONE_AT_A_TIME, without_modes(), torch.inference_mode(False), torch.no_grad():
-            with sizes.fakes:
-                inputs = [
-                    torch.empty_strided(
-                        [size_at(n, at) for n in x.shape], [size_at(n, at) for n in x.stride()],
-                        dtype=x.dtype, device=x.device,
-                    )
-                    for x in self.plan.inputs
-                ]  # fmt: skip
-            gm = with_numbers(
-                self.plan.gm, [None if n in sizes.symbols else given[n] for n in "TR"]
-            )
-            try:
-                made = compile_ahead(gm, [*sizes.symbols.values(), *inputs], sizes.fakes)
-            except Exception as error:  # whatever Inductor or a compiler raises
-                raise CompileError(
-                    f"{self.name}, for {part}: Inductor cannot compile it: {error}. Pass "
-                    'compile="none" to run it as it was traced'
-                ) from error
-        assumed = sizes.assumed()
-        symbolic = tuple(i for i, n in enumerate("TR") if n in sizes.symbols)
-        holds = trimmed(part, lambda t, r: assumed.holds({"T": t, "R": r}))
-        us = (time.perf_counter_ns() - began) // 1000
-        return Artefact(holds, made, assumed, symbolic, us)
+    def _told(self, made: Made, us: int) -> None:
+        LOG.info(
+            "torch.compile has compiled %s: %.0f ms, %d kernels, %s",
+            self.name, us / 1000, made.kernels, made.path,
+        )  # fmt: skip
+        self.made.append(Artefact(self.within, made, None, (0, 1), us))
+
+    def _note(self, artefact: Artefact) -> None:
+        self.made.append(artefact)
+        if not self.is_ahead:
+            LOG.warning(
+                "%s was compiled in a step, which took %.0f ms: nothing made ahead serves its size",
+                self.name, artefact.us / 1000,
+            )  # fmt: skip
 
     # calling it
 
@@ -260,7 +210,7 @@ class CompiledPiece:
             return found
         artefact = self.artefact(num_tokens, num_reqs)
         values = {"T": num_tokens, "R": num_reqs}
-        known = {symbol: values[letter] for symbol, letter in self.letters.items()}
+        known = {symbol: values[letter] for symbol, letter in self.source.letters.items()}
 
         def layout(x: torch.Tensor, base: torch.Tensor | None = None) -> Layout:
             offset = 0
@@ -284,12 +234,6 @@ class CompiledPiece:
         return f"CompiledPiece({self.name}: {', '.join(str(a.range) for a in self.artefacts)})"
 
 
-def _by_torch(gm: Any) -> Made:
-    """What `torch.compile` makes: it compiles at its first call, and guards every one."""
-    call: Callable[..., Any] = torch.compile(gm, dynamic=True)
-    return Made(call, "that of torch.compile", 0)
-
-
 def _is_fixed(x: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in (*x.shape, *x.stride()))
 
@@ -299,9 +243,12 @@ def _alike(x: torch.Tensor, layout: Layout) -> bool:
     return all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), layout.stride))
 
 
-def artefact_rows(piece: CompiledPiece) -> list[tuple[str, Range, str, int, str]]:
-    """Piece, sizes, ms, kernels and path of each artefact, for a table."""
+def artefact_rows(piece: CompiledPiece) -> list[tuple[str, Range, str, str, int, str]]:
+    """Piece, sizes, how it came, ms, kernels and path of each artefact, for a table."""
     return [
-        (piece.name, a.range, f"{a.us / 1000:.0f}", a.made.kernels, a.made.path)
-        for a in piece.artefacts
-    ]
+        (
+            piece.name, a.range, "loaded" if a.loaded else "compiled", f"{a.us / 1000:.0f}",
+            a.made.kernels, a.made.path,
+        )
+        for a in piece.made
+    ]  # fmt: skip

@@ -37,8 +37,22 @@ class Took(NamedTuple):
 
 CaptureKey = tuple[Mode, BatchDescriptor, bool]
 """Mode and descriptor of a key, and whether it was captured in a step, which had to wait for it."""
-CompileKey = tuple[str, Range]
-"""A distinct piece, "piece 0", and the sizes that code was made for."""
+
+
+class CompileKey(NamedTuple):
+    """What was made of a piece.
+
+    Attributes:
+        piece: a distinct one, "piece 0".
+        sizes: what the code is for.
+        kernels: how many kernels of Inductor's it has.
+        loaded: whether it was found on disk, and nothing was compiled.
+    """
+
+    piece: str
+    sizes: Range
+    kernels: int
+    loaded: bool
 
 
 class Stats:
@@ -51,7 +65,7 @@ class Stats:
         counts: (num_tokens, padded tokens, mode) -> steps.
         reasons: why steps ran eagerly -> how many did.
         captures: (mode, descriptor, whether in a step) -> how often and how long it was captured.
-        compiles: (piece, range of sizes) -> likewise, for code that Inductor has made.
+        compiles: what was made of a piece -> likewise, for code that Inductor has made.
     """
 
     __slots__ = ("captures", "compiles", "counts", "reasons")
@@ -84,10 +98,15 @@ class Stats:
         times, before = self.captures.get((mode, descriptor, in_step), (0, 0))
         self.captures[mode, descriptor, in_step] = Took(times + 1, before + us)
 
-    def observe_compile(self, piece: str, sizes: Range, us: int) -> None:
-        """Counts one artefact of a piece, which took `us` microseconds to make."""
-        times, before = self.compiles.get((piece, sizes), (0, 0))
-        self.compiles[piece, sizes] = Took(times + 1, before + us)
+    def observe_compile(self, made: CompileKey, us: int) -> None:
+        """Counts one artefact of a piece, which took `us` microseconds to make or to load."""
+        times, before = self.compiles.get(made, (0, 0))
+        self.compiles[made] = Took(times + 1, before + us)
+
+    @property
+    def compiled(self) -> int:
+        """Compilations counted; what was found on disk is none."""
+        return sum(took.times for made, took in self.compiles.items() if not made.loaded)
 
     @property
     def steps(self) -> int:
@@ -139,8 +158,12 @@ class Stats:
                      for (mode, key, in_step), took in slowest]  # fmt: skip
             parts.append(text.table(("captured", "key", "when", "times", "ms"), taken))
         if self.compiles:
-            made = [(*key, took.times, f"{took.ms:.1f}") for key, took in self.compiles.items()]
-            parts.append(text.table(("compiled", "sizes", "times", "ms"), made))
+            made = [
+                (*key[:2], "loaded" if key.loaded else "compiled", key.kernels, took.times,
+                 f"{took.ms:.1f}")
+                for key, took in self.compiles.items()
+            ]  # fmt: skip
+            parts.append(text.table(("piece", "sizes", "was", "kernels", "times", "ms"), made))
         return "\n\n".join(parts)
 
     def copy(self) -> Self:

@@ -69,6 +69,7 @@ class Replay:
     Attributes:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
+        unpack: the node that takes a batch in.
         used: the step that used it last, counted from 1; 0: none. The one that changes.
     """
 
@@ -76,6 +77,7 @@ class Replay:
     descriptor: BatchDescriptor
     calls: tuple[Recording | EagerCall, ...]
     outputs: tuple[torch.Tensor, ...]
+    unpack: Callable[[], None]
     used: int = 0
 
     @property
@@ -238,4 +240,4 @@ def capture(
         env.clear()  # the traceback holds this frame, and would hold the pool's memory with it
         calls.clear()
         raise
-    return Replay(mode, descriptor, tuple(calls), outputs)
+    return Replay(mode, descriptor, tuple(calls), outputs, unpack)

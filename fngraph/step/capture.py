@@ -38,7 +38,7 @@ from fngraph.graphs.memory import kept, preserved
 from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.replay import Replay, capture
-from fngraph.graphs.staging.buffers import Sizes
+from fngraph.graphs.staging.buffers import Sizes, true_sizes
 from fngraph.graphs.staging.unpack import unpacker
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
@@ -203,6 +203,8 @@ def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = Fals
     keys.check_ready()
     recorder = keys.shared.recorder
     _warm_ahead(keys, [key for key in wanted if keys.fits(key)])
+    if keys.executable.level == "stock":
+        _warm_eager(keys)
     shown: Iterable[Key] = wanted
     if progress:
         from fngraph.report.progress import track
@@ -230,6 +232,20 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
         except CaptureError:  # no memory for the copies, as each key will find for itself
             if keys.shared.rules.on_failure == "raise":
                 raise
+
+
+def _warm_eager(keys: Keys) -> None:
+    """Run what `torch.compile` compiles when it first runs, for batches of mode NONE: those of one
+    token, of one request, and of more."""
+    executable, most = keys.executable, keys.executable.limits
+    batches = [(1, 1), (most.max_tokens, 1), (most.max_tokens, min(most.max_tokens, most.max_reqs))]
+    with as_captured(keys), preserved(overwritten(keys)):
+        for tokens, reqs in dict.fromkeys(batches):
+            sizes = true_sizes(BatchSpec(tokens, reqs), most.dims)
+            padding = [_padding(planned, sizes, 0) for planned in executable.plan.buffers]
+            leaves = [x.to(keys.shared.recorder.device) for x in padding]
+            inputs = keys.shared.binding.inputs(leaves, keys.constants)
+            run_program(executable.program, executable.fns, inputs, sizes, None)
 
 
 def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:
@@ -261,9 +277,10 @@ def _run_padding(keys: Keys, key: Key) -> None:
         except BaseException:  # or the next step would read another slot than its own
             keys.ring.resume()
             raise
-        keys.shared.recorder.warm_up(
-            lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
-        )
+        if keys.shared.recorder.lazy_kernels or executable.level == "stock":
+            keys.shared.recorder.warm_up(
+                lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
+            )
     keys.warm[kind(executable, key[1])] = key
 
 

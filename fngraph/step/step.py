@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from fngraph.compile.piece import CompiledPiece
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
@@ -31,6 +32,7 @@ from fngraph.core import (
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
+from fngraph.core.stats import CompileKey
 from fngraph.errors import AmbientError, SpecError
 from fngraph.executable import Executable
 from fngraph.fx.ambient import (
@@ -89,15 +91,14 @@ class Step(Generic[R]):
     Attributes:
         main: the keys of the function as it was compiled, or bound again.
         by_ambient: those for each ambient state that calls have come under; `main` for its own.
-        stats: what ran, counted.
     """
 
     def __init__(self, shared: Shared, executable: Executable) -> None:
         ambient = _ambient(shared.recorder)
         executable = executable.maker.under(ambient) or executable
         self.shared, self.entry, self.binding = shared, shared.entry, shared.binding
-        self.recorder, self.stats, self.turn = shared.recorder, shared.stats, shared.recorder.turn
-        self._count_compiled(executable)
+        self.recorder, self.turn = shared.recorder, shared.recorder.turn
+        self._counted: dict[CompiledPiece, int] = {}  # how much of `made` the stats have
         self.main = make_keys(executable, shared)
         self.by_ambient: dict[Ambient, Keys] = {ambient: self.main}
         self.last = LastCall(plain_state(self.recorder.device.type), self.main)
@@ -193,20 +194,23 @@ class Step(Generic[R]):
         if found is None:
             self.main.check_awake()
             other = self.main.executable.maker.under(ambient)
-            if other is not None:
-                self._count_compiled(other)
             found = self.main if other is None else make_keys(other, self.shared, self.main)
             while len(self.by_ambient) >= MOST_AMBIENTS:
                 self._forget(next(iter(self.by_ambient)))
         self.by_ambient[ambient] = found  # the most recently used is last
         return found
 
-    def _count_compiled(self, executable: Executable, earlier: Executable | None = None) -> None:
-        """Count what was compiled for an executable, and not for an earlier one."""
-        for piece in executable.compiled:
-            if piece.level != "stock" and (earlier is None or piece not in earlier.compiled):
-                for artefact in piece.artefacts:
-                    self.stats.observe_compile(piece.name, artefact.range, artefact.us)
+    @property
+    def stats(self) -> Stats:
+        """What ran, counted; and what was compiled, up to now."""
+        for keys in self._family:
+            for piece in keys.executable.compiled:
+                counted = self._counted.get(piece, 0)
+                for one in piece.made[counted:]:
+                    kind = CompileKey(piece.name, one.range, one.made.kernels, one.loaded)
+                    self.shared.stats.observe_compile(kind, one.us)
+                self._counted[piece] = len(piece.made)
+        return self.shared.stats
 
     def _forget(self, ambient: Ambient) -> None:
         """Let go of an ambient state, and of the graphs that nothing else is for."""
@@ -360,7 +364,6 @@ class Step(Generic[R]):
                 main.check_awake()  # it may have to be captured again
             if changes.leaves != old.args.leaves:
                 new = old.maker.for_leaves(old, changes.leaves)
-                self._count_compiled(new, old)
             moved = changes.moved
             stale = bool(moved & new.reads) and main.asleep is None  # else `wake` does it
             changes.apply()

@@ -1,13 +1,14 @@
 """Inductor handed a graph with symbolic sizes, ahead of time; and what it has made of it.
 
 Seen in torch 2.13 (CPU); 2.11's `standalone_compile` takes the same arguments. Loading Inductor
-takes seconds, so that it is loaded by the first call.
+takes seconds, so that it is loaded by the first call. `portable.py` has what is made as bytes.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
+from fngraph.torch_facts.names import DisableTorchFunction
 from fngraph.torch_facts.tracing import (
     ConstantSource,
     DimDynamic,
@@ -78,6 +80,13 @@ def size_at(size: Any, values: Mapping[Any, Any]) -> Any:
     return sympy_interp(PythonReferenceAnalysis, dict(values), size.node.expr)
 
 
+@torch.inference_mode(False)
+def _outside(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, and no inference tensor."""
+    made = torch.empty(0, dtype=x.dtype, device=x.device)
+    return made.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+
 class Made(NamedTuple):
     """What Inductor has made.
 
@@ -92,20 +101,62 @@ class Made(NamedTuple):
     kernels: int
 
 
-def compile_ahead(gm: fx.GraphModule, inputs: Sequence[Any], fakes: FakeTensorMode) -> Made:
+def compile_ahead(
+    gm: fx.GraphModule, inputs: Sequence[Any], fakes: FakeTensorMode, tag: str
+) -> Made:
     """Compile `gm` for inputs without memory; sizes among them are arguments, too.
 
     Args:
         inputs: ints, symbols, and fakes of `fakes`.
+        tag: part of the key by which torch's own caches find what they have.
     """
+    import torch.compiler.config
     from torch._inductor import standalone_compile
 
-    with tracing(TracingContext(fakes)):
-        call = standalone_compile(gm, list(inputs), dynamic_shapes="from_tracing_context")
+    compiler: Any = torch.compiler.config
+    with tracing(TracingContext(fakes)), compiler.patch(cache_key_tag=tag):
+        # "aot": in one piece, which can be saved
+        return made_of(
+            standalone_compile(gm, list(inputs), dynamic_shapes="from_tracing_context", aot=True)
+        )
+
+
+def made_of(call: Any) -> Made:
+    """A function that Inductor has made, with what is to be seen of it."""
     code = _code_of(call)
     if code is None:
         return Made(call, "not found", 0)
     return Made(call, code.write_to_disk(), len(_KERNEL.findall(code.source_code)))
+
+
+def under_torch_compile(
+    gm: fx.GraphModule, tell: Callable[[Made, int], None]
+) -> Callable[..., Any]:
+    """`gm` under `torch.compile`, which compiles when it first runs; each time it does, `tell` is
+    told what was made, and how long that took in microseconds.
+
+    No graph break and no fall back to eager; equal sizes are not taken for one.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental import _config
+
+    sizes: Any = _config
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        began = time.perf_counter_ns()
+        made = compile_fx(graph, inputs)
+        tell(made_of(made), (time.perf_counter_ns() - began) // 1000)
+        return made
+
+    fn = torch.compile(gm, backend=backend, dynamic=True, fullgraph=True)
+
+    def call(*args: Any) -> Any:
+        # in one state of torch, whatever the caller's: its guards ask for it
+        with sizes.patch(use_duck_shape=False), DisableTorchFunction(), torch.inference_mode():
+            results = fn(*[x.detach() if isinstance(x, torch.Tensor) else x for x in args])
+        return [_outside(x) for x in results]
+
+    return call
 
 
 _KERNEL = re.compile(r"^\w+ = async_compile\.\w+\(", re.MULTILINE)

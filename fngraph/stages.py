@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -190,11 +190,14 @@ class Lowered:
             return {}
         return {f"piece {i}": plan_of(p.gm) for i, p in enumerate(self.split.distinct)}
 
-    def compile(self, known: Sequence[CompiledPiece] = ()) -> Compiled:
+    def compile(
+        self, known: Sequence[CompiledPiece] = (), progress: bool | str = False
+    ) -> Compiled:
         """One callable for each distinct piece: as it was traced, or as Inductor compiles it.
 
         Args:
             known: pieces that were compiled for the same limits and under the same state.
+            progress: show a progress bar, of pieces; a string is its label.
 
         Raises:
             BackendError: a backend that is but a name with a level.
@@ -203,7 +206,14 @@ class Lowered:
         options, calls = self.split.traced.options, iter(self.calls)
         of_piece: dict[int, InstructionFn] = {}
         compiled, before = [], {one.key: one for one in known}
-        for i, piece in enumerate(self.split.distinct):
+        distinct: Iterable[Piece] = self.split.distinct
+        if progress and self._plans:
+            from fngraph.report.progress import track
+
+            distinct = track(
+                self.split.distinct, progress if isinstance(progress, str) else "compiling"
+            )
+        for i, piece in enumerate(distinct):
             plan = self._plans.get(f"piece {i}")
             if isinstance(plan, Plan):
                 made = before.get(piece.key) or self._compiled(f"piece {i}", piece, plan)

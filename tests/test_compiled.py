@@ -21,8 +21,11 @@ import toys
 from test_graphify import Model, llama_batch, model, steps
 
 import fngraph as fg
+from fngraph.compile.artefact import Artefact
+from fngraph.core.compiling import trimmed
 from fngraph.errors import CompileError
 from fngraph.models.families import llama
+from fngraph.torch_facts.inductor import Made
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COMPILED = "fngraph::compiled"
@@ -202,6 +205,25 @@ def test_exact_sizes_beat_the_range_and_are_printed(recorder_name, device):
     assert {key.num_tokens for _, key in step.main.warm.values()} == {1, 4, 8, 16}
     for batch in steps(device):
         check(toy, step, batch)
+
+
+def test_no_range_is_asked_for_twice(monkeypatch):
+    """What was made for T 1 and turned out to hold for no R of 1 is no help for T 1, R 1."""
+    asked = []
+
+    def make(source: Any, wanted: fg.core.Range) -> Artefact:
+        asked.append(wanted)
+        holds = trimmed(wanted, lambda t, r: all(n > 1 or s.exact for n, s in zip((t, r), wanted)))
+        return Artefact(holds, Made(lambda *args: [], "nowhere", 0), None, (), 0)
+
+    monkeypatch.setattr("fngraph.compile.piece.make_artefact", make)
+    (piece,) = lowered(rows_model(), modes="NONE", compile_sizes=(1,)).compile().executable.compiled
+    assert len(asked) == len(set(asked))
+    for sizes in ((1, 1), (2, 1), (16, 4), (3, 2)):
+        assert piece.artefact(*sizes).serves(*sizes)
+    assert [str(one) for one in asked] == [
+        "T 1..16, R 1..4", "T 1, R 1..4", "T 1, R 1", "T 1..16, R 1"
+    ]  # fmt: skip
 
 
 def test_pieces_do_not_grow_in_number_with_depth():

@@ -44,8 +44,9 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.calls": (LOWER, set()),
     "fngraph.options": (LOWER, set()),
     "fngraph.executable": (LOWER, set()),
-    "fngraph.stages": (STAGES, set()),
-    "fngraph.step": (STEP, {"fngraph.report"}),  # a progress bar, when one is asked for
+    "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
+    "fngraph.step": (STEP, {"fngraph.report"}),  # likewise
+    "fngraph.__main__": (LOWER, set()),  # a command: python -m fngraph
     "fngraph.graphified": (TRANSFORMS, set()),
     "fngraph.checking": (TRANSFORMS, set()),
     "fngraph.rehearsing": (TRANSFORMS, set()),

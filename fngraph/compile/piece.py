@@ -59,6 +59,7 @@ class CompiledPiece:
         self.source, self.within, self.level = source, within, level
         self.name, self.key, self.plan = source.name, source.key, source.plan
         self.artefacts: list[Artefact] = []
+        self._tried: set[Range] = set()  # what code was asked for
         self.made: list[Artefact] = []  # in order, and each time that torch.compile compiled
         self.is_ahead = True  # what is made now is made before any step
         self.handle = register(self)
@@ -102,6 +103,8 @@ class CompiledPiece:
                 "what is missing"
             )
         for part in to_try(self.within, num_tokens, num_reqs):
+            if part in self._tried:  # and does not serve them
+                continue
             made = self._make(part)
             if made.serves(num_tokens, num_reqs):
                 return made
@@ -116,6 +119,7 @@ class CompiledPiece:
         return None if best is None else serving[best]
 
     def _make(self, part: Range) -> Artefact:
+        self._tried.add(part)
         if self.level == "stock":
             call = under_torch_compile(self.plan.gm, self._told)
             artefact = Artefact(part, Made(call, "that of torch.compile", 0), None, (0, 1), 0)

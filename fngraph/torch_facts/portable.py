@@ -5,8 +5,10 @@ Seen in torch 2.11 (its source) and 2.13 (CPU).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import platform
 import types
@@ -56,15 +58,13 @@ def _stable(values: Mapping[str, Any]) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Of all that makes code or runs it."""
-    try:
-        import triton
-
-        kernels = triton.__version__
-    except ModuleNotFoundError:
-        kernels = "none"
+    kernels = []
+    for name in ("triton", "pytorch-triton", "triton-windows"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            kernels.append(f"{name} {importlib.metadata.version(name)}")
     git = getattr(torch.version, "git_version", None)
     return {
-        "torch": f"{torch.__version__} {git}", "triton": kernels,
+        "torch": f"{torch.__version__} {git}", "triton": str(kernels),
         "cuda": f"{torch.version.cuda} {torch.version.hip}", "python": platform.python_version(),
     }  # fmt: skip
 

@@ -277,10 +277,13 @@ def _run_padding(keys: Keys, key: Key) -> None:
         except BaseException:  # or the next step would read another slot than its own
             keys.ring.resume()
             raise
-        if keys.shared.recorder.lazy_kernels or executable.level == "stock":
-            keys.shared.recorder.warm_up(
-                lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
-            )
+
+        def run() -> None:
+            run_program(executable.program, executable.fns, inputs, sizes, host)
+
+        if executable.level == "stock":  # torch compiles when it first runs, whatever the recorder
+            run()
+        keys.shared.recorder.warm_up(run)
     keys.warm[kind(executable, key[1])] = key
 
 

@@ -119,6 +119,10 @@ class CaptureError(FnGraphError, RuntimeError):
     """A graph that could not be captured. Pool and donated state are as they were before."""
 
 
+class CompileError(FnGraphError, RuntimeError):
+    """A piece that Inductor cannot compile, or a size that its compiled code does not serve."""
+
+
 class SleepError(FnGraphError, RuntimeError):
     """A step was called while it sleeps: `step.wake()` first."""
 

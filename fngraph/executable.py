@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fngraph.compile.piece import CompiledPiece
 from fngraph.core import BatchDescriptor, BufferPlan, Dim, DispatchTable, Limits, Mode, key_sizes
 from fngraph.core.memory import Bytes
 from fngraph.core.program import Program
@@ -76,6 +77,8 @@ class Executable:
         limits: bounds of every step.
         plan: the static buffers.
         estimate: bytes that a key will take, of its mode and descriptor.
+        level: of compilation.
+        compiled: pieces that were compiled, each once.
     """
 
     args: Arguments
@@ -97,6 +100,8 @@ class Executable:
     limits: Limits
     plan: BufferPlan
     estimate: Callable[[Mode, BatchDescriptor], Bytes]
+    level: str
+    compiled: tuple[CompiledPiece, ...]
     maker: Maker
 
     def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:

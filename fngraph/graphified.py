@@ -86,6 +86,13 @@ def graphify(
         memory_budget, on_failure: of every step; see `Compiled.capture`.
         generators: what `forward` may draw from, `torch.rand(n, generator=g)`. A call advances them
             as eager does at the padded size; seed them between calls.
+        compile: "none": pieces run op by op, as they were traced. "pieces": Inductor compiles each
+            distinct piece once, its sizes symbols. "once": the whole function at once, for all
+            sizes; only without primitives. "stock": it is under `torch.compile`, with its guards;
+            likewise. Results are then close to `forward`'s, no longer equal in every bit.
+        compile_sizes: numbers of tokens that "pieces" has code of their own for.
+        cache: keep what is compiled, and load it in the next process, from the folder that the
+            environment's FNGRAPH_CACHE says ("off": none), or `fngraph` in your cache folder.
         guards: for finding bugs, at some cost: padding rows, where no pad is declared or relied on,
             hold NaN or a copy of a true row; borrowed results are poisoned when the next guarded
             call on the pool begins, and to use one then is a `StaleError`.
@@ -284,8 +291,8 @@ class Bound(Generic[R]):
         values = dict(zip(fn.signature.positions(Role.HELD), self.held))
         values |= dict(zip(fn.signature.positions(Role.DONATED), donated))
         bound = [values[i] for i in sorted(values)]
-        compiled = fn.trace(*bound, batch=batch, limits=limits).split().lower().compile()
-        options.setdefault("progress", True)
+        lowered = fn.trace(*bound, batch=batch, limits=limits).split().lower()
+        compiled = lowered.compile(progress=bool(options.setdefault("progress", True)))
         return compiled.capture(*bound, **options)
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import torch
 
 from fngraph.core import BatchDescriptor, Field, Limits, Mode, adapter_counts
+from fngraph.core.compiling import LEVELS
 from fngraph.core.resolution import OLD_FLAGS
 from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError, CaptureError, DonationError, TreeError
@@ -56,6 +57,9 @@ class OptionsDict(ResolveDict, total=False):
     on_failure: str
     generators: Iterable[torch.Generator]
     guards: bool
+    compile: str
+    compile_sizes: Iterable[int]
+    cache: bool
 
 
 class CaptureDict(TypedDict, total=False):
@@ -101,6 +105,7 @@ class Options:
         modes: None: the default. Backends may lower them.
         backends: primitive name to backends; a primitive left out takes its default.
         adapters: counts of active adapters that get keys of their own.
+        compile: the level of compilation; pieces that call primitives may change it.
         allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
         resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
 
@@ -126,6 +131,9 @@ class Options:
     on_failure: str = "raise"
     generators: tuple[torch.Generator, ...] = ()
     guards: bool = False
+    compile: str = "none"
+    compile_sizes: tuple[int, ...] = ()
+    cache: bool = True
     resolve: ResolveDict = dataclasses.field(default_factory=ResolveDict)
 
     def __post_init__(self) -> None:
@@ -145,6 +153,7 @@ class Options:
                     raise TypeError(f"{name}={one!r}: expected {said}")
         if self.max_keys < 1:
             raise TypeError(f"max_keys={self.max_keys}: at least 1")
+        check_level(self.compile, self.compile_sizes)
         check_outputs(self.outputs)
         check_name(self.recorder)
         Rules(self.memory_budget, self.on_failure)
@@ -175,7 +184,7 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         raise TypeError(f"adapters={adapters!r}: expected {_SAID['adapters'][1]}")
     if options.get("allow_copies", COPY_LIMIT) is None:
         options["allow_copies"] = COPY_LIMIT
-    for name in ("sizes", "query_lens", "fields", "generators"):
+    for name in ("sizes", "query_lens", "fields", "generators", "compile_sizes"):
         given = options.get(name, ())
         if given is None and name == "sizes":
             continue
@@ -212,6 +221,7 @@ def _is_flag(x: Any) -> bool:
 
 _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_keys": (_is_count, "a number of exact shapes"),
+    "compile_sizes": (_is_count, "numbers of tokens, compile_sizes=(1, 8)"),
     "limits": (lambda x: isinstance(x, Limits | None), "fg.Limits(max_tokens=..., ...)"),
     "query_lens": (_is_count, "numbers of tokens, query_lens=(1, 4)"),
     "adapters": (_is_count, "a number of adapters, or several, adapters=(0, 4)"),
@@ -221,7 +231,7 @@ _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "state_blocks": (lambda x: x is None or _is_count(x), "a number of blocks, or None"),
     **{
         name: (_is_flag, "True or False")
-        for name in ("guards", "pooling", "encoder_decoder", "layerwise", "eager")
+        for name in ("guards", "cache", "pooling", "encoder_decoder", "layerwise", "eager")
     },
 }
 """What an option, or each of several, must be, and in words."""
@@ -243,6 +253,18 @@ def signature_with_options(fn: Callable[..., Any]) -> inspect.Signature:
     plain = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD]
     return own.replace(parameters=[*plain, *options, *(p.replace(name="resolve") for p in rest)])
+
+
+def check_level(level: str, sizes: Sequence[int]) -> None:
+    """Raise `TypeError` unless `level` is a level of compilation, which has such sizes."""
+    if level not in LEVELS:
+        known = ", ".join(map(repr, LEVELS))
+        raise TypeError(f"compile={level!r}: one of {known}.{did_you_mean(level, LEVELS)}")
+    if sizes and level != "pieces":
+        raise TypeError(
+            f'compile_sizes={sizes}: only compile="pieces" has code for exact sizes, and this is '
+            f'compile={level!r}. Pass compile="pieces", or leave compile_sizes out'
+        )
 
 
 def check_outputs(outputs: str) -> None:

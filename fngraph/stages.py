@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
 
 from fngraph.calls import PrimitiveCall, choose, with_planners
+from fngraph.compile.artefact import Source
+from fngraph.compile.disk import disk_of
+from fngraph.compile.piece import CompiledPiece, artefact_rows
+from fngraph.compile.results import Plan, plan_of
 from fngraph.core import (
     BatchDescriptor,
     BufferPlan,
@@ -33,6 +38,7 @@ from fngraph.core import (
     resolve,
     trees,
 )
+from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Instruction, Program
 from fngraph.core.text import count, table
@@ -107,15 +113,34 @@ class Compiled:
             step.capture_all(progress=options.get("progress", False))
         return step
 
+    @property
+    def level(self) -> str:
+        """The level of compilation, after primitives have had their say."""
+        return self.executable.level
+
     def as_text(self) -> str:
-        """The code of each distinct piece."""
+        """The code of each distinct piece; which compiled code serves which sizes, and keys."""
         codes = [piece.gm.code.strip() for piece in self.pieces]
-        return "\n\n".join(f"# piece {i}\n{code}" for i, code in enumerate(codes))
+        parts = [f"# piece {i}\n{code}" for i, code in enumerate(codes)]
+        compiled, keys = self.executable.compiled, self.executable.table
+        rows = [row for one in compiled for row in artefact_rows(one)]
+        if rows:
+            parts.append(table(["piece", "sizes", "was", "ms", "kernels", "generated code"], rows))
+            sizes = [(mode, key, self.executable.sizes(key)) for mode, key in keys]
+            uses = [
+                (mode, key, one.name, one.artefact(at["T"], at["R"]).range)
+                for mode, key, at in sizes
+                for one in compiled
+            ]
+            parts.append(table(["mode", "key", "compiled", "sizes"], uses))
+        return "\n\n".join(parts)
 
     def __repr__(self) -> str:
-        fns = self.executable.fns
+        fns, compiled = self.executable.fns, self.executable.compiled
         callables, instructions = count(len(set(fns)), "callable"), count(len(fns), "instruction")
-        return f"Compiled({callables} for {instructions})"
+        made = count(sum(len(one.artefacts) for one in compiled), "artefact")
+        level = f', compile="{self.level}": {made}' if self.level != "none" else ""
+        return f"Compiled({callables} for {instructions}{level})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,16 +165,63 @@ class Lowered:
     def notes(self) -> tuple[str, ...]:
         """Why anything is not as it was asked for."""
         passed_over = dict.fromkeys(call.note for call in self.calls if call.note)
-        return self.resolution.reasons + tuple(passed_over) + self.split.traced.notes
+        reasons = self.resolution.reasons + self._level[1] + tuple(passed_over)
+        return reasons + self.split.traced.notes + tuple(
+            f"{name} is not compiled: {plan}"
+            for name, plan in self._plans.items()
+            if isinstance(plan, str)
+        )  # fmt: skip
 
-    def compile(self) -> Compiled:
-        """One callable for each distinct piece.
+    @property
+    def level(self) -> str:
+        """The level of compilation that serves every mode."""
+        return self._level[0]
+
+    @functools.cached_property
+    def _level(self) -> tuple[str, tuple[str, ...]]:
+        return resolve_level(
+            self.split.traced.options.compile, tuple(call.name for call in self.calls)
+        )
+
+    @functools.cached_property
+    def _plans(self) -> dict[str, Plan | str]:
+        """For each piece, by name, how its compiled code is called, or why it has none."""
+        if self.level == "none":
+            return {}
+        # a pass rewrites `p.gm` here; its name and version go into `Source.passes` in `_compiled`
+        return {f"piece {i}": plan_of(p.gm) for i, p in enumerate(self.split.distinct)}
+
+    def compile(
+        self, known: Sequence[CompiledPiece] = (), progress: bool | str = False
+    ) -> Compiled:
+        """One callable for each distinct piece: as it was traced, or as Inductor compiles it.
+
+        Args:
+            known: pieces that were compiled for the same limits and under the same state.
+            progress: show a progress bar, of pieces; a string is its label.
 
         Raises:
             BackendError: a backend that is but a name with a level.
+            CompileError: a piece that Inductor cannot compile.
         """
         options, calls = self.split.traced.options, iter(self.calls)
-        of_piece = {id(p): _piece_fn(p, options.generators) for p in self.split.distinct}
+        of_piece: dict[int, InstructionFn] = {}
+        compiled, before = [], {one.key: one for one in known}
+        distinct: Iterable[Piece] = self.split.distinct
+        if progress and self._plans:
+            from fngraph.report.progress import track
+
+            distinct = track(
+                self.split.distinct, progress if isinstance(progress, str) else "compiling"
+            )
+        for i, piece in enumerate(distinct):
+            plan = self._plans.get(f"piece {i}")
+            if isinstance(plan, Plan):
+                made = before.get(piece.key) or self._compiled(f"piece {i}", piece, plan)
+                of_piece[id(piece)] = made
+                compiled.append(made)
+            else:
+                of_piece[id(piece)] = _piece_fn(piece, options.generators)
         fns: list[InstructionFn] = []
         for part in self.split.pieces.parts:
             if isinstance(part, Cut):
@@ -157,9 +229,34 @@ class Lowered:
                 call.check_shipped()
             else:
                 fns.append(of_piece[id(part)])
-        return Compiled(self.executable(tuple(fns)), options, tuple(self.split.distinct))
+        made_of = self.executable(tuple(fns), tuple(compiled))
+        return Compiled(made_of, options, tuple(self.split.distinct))
 
-    def executable(self, fns: tuple[InstructionFn, ...]) -> Executable:
+    def runs(self, compiled: Sequence[CompiledPiece]) -> bool:
+        """Whether these are its compiled pieces: code is for shapes as well."""
+        wanted = {
+            piece.key
+            for piece, plan in zip(self.split.distinct, self._plans.values())
+            if isinstance(plan, Plan)
+        }
+        return wanted == {one.key for one in compiled}
+
+    def _compiled(self, name: str, piece: Piece, plan: Plan) -> CompiledPiece:
+        """A piece compiled for every key, and for the extremes of what runs without one."""
+        within, letters = whole(self.limits), self.split.traced.graph.letters
+        disk = disk_of(os.environ) if self.split.traced.options.cache else None
+        source = Source(name, piece.key, plan, letters, disk=disk)
+        made = CompiledPiece(source, within, self.level)
+        keys = [sizes_of(key, self.limits) for _, key in self.table]
+        most_tokens, most_reqs = within.tokens.high, within.reqs.high
+        corners = [(1, 1), (most_tokens, 1), (most_tokens, min(most_tokens, most_reqs))]
+        sizes = dict.fromkeys([(at["T"], at["R"]) for at in keys] + corners)
+        made.compile_ahead(self.split.traced.options.compile_sizes, sizes)
+        return made
+
+    def executable(
+        self, fns: tuple[InstructionFn, ...], compiled: tuple[CompiledPiece, ...] = ()
+    ) -> Executable:
         """What a step is made of, with these callables, one an instruction."""
         traced, pieces = self.split.traced, self.split.pieces
         planners = {id(p): p for call in self.calls for p in call.planners.values()}
@@ -183,6 +280,8 @@ class Lowered:
             limits=self.limits,
             plan=self.plan,
             estimate=self._estimate,
+            level=self.level,
+            compiled=compiled,
             maker=Retracer(traced, self.limits),
         )
 
@@ -268,6 +367,7 @@ class Split:
             BackendError: a backend that is unknown or does not support the configuration.
             ModesError: modes that the backends cannot serve.
             SizesError: capture sizes beyond the limits.
+            CompileError: compile_sizes beyond the limits.
         """
         traced, options = self.traced, self.traced.options
         limits = limits or traced.limits
@@ -277,6 +377,7 @@ class Split:
                 "R are fixed by the trace. Trace with the same: trace(..., limits=limits)"
             )
         traced.graph.check_limits(limits)
+        check_compile_sizes(options.compile_sizes, limits)
         calls = choose(self.pieces, options.backends)
         self._check_null_slots()
         support = dict(pair for call in calls for pair in call.levels()) or Support.ALWAYS
@@ -406,10 +507,11 @@ class Retracer:
         """See `Maker`."""
         new = self._trace(leaves)
         lowered = new.split().lower(self.limits)
-        if new.computes_as(self.traced):
-            same = lowered.executable(old.fns)  # which read what the old planners have planned
-            return dataclasses.replace(same, planners=old.planners)
-        return lowered.compile().executable
+        if new.computes_as(self.traced) and lowered.runs(old.compiled):
+            same = lowered.executable(old.fns, old.compiled)
+            return dataclasses.replace(same, planners=old.planners)  # what the old ones read
+        alike = new.ambient.kernels == self.traced.ambient.kernels
+        return lowered.compile(old.compiled if alike else ()).executable
 
     def under(self, ambient: Ambient) -> Executable | None:
         """See `Maker`."""

@@ -68,6 +68,15 @@ def frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
+    """What is compiled is kept for the run, and not where the user's own is."""
+    folder = tmp_path_factory.mktemp("fngraph")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FNGRAPH_CACHE", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Generator[None]:
     """Two that others keep waiting take 20 times as long as one."""

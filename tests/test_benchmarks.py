@@ -16,6 +16,7 @@ from benchmarks import harness
 RESULTS = Path(harness.__file__).parent / "results"
 QUICK = {
     "capture": ["--modes", "FULL"],
+    "compile": ["--modes", "FULL"],
     "dispatch": [],
     "host": [],
     "steps": ["--modes", "FULL_DECODE_ONLY"],  # fewer keys, and an eager batch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -132,6 +134,28 @@ def test_the_donated_container_comes_back_with_its_own_memory(recorder_name, dev
     for batch in steps(device):
         _, back = fast(toy.params, toy.state, batch)
         assert back is toy.state and seen(back) == before
+
+
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE"])
+def test_a_recording_holds_what_it_reads(recorder_name, device, toy: Model, modes: str):
+    """Whatever has become of its step: the ring, which it reads by addresses, and the leaves."""
+    traced = toy.graphify(modes=modes, sizes=(4,)).trace(toy.params, toy.state)
+    step = traced.split().lower().compile().capture(toy.params, toy.state, recorder=recorder_name)
+    step(toy.state, toys.on(toys.batch(3), device))
+    ring = weakref.ref(step.main.ring)
+    recordings = [call for call in step[next(iter(step))].calls if hasattr(call, "replay")]
+    recorder = step.recorder
+    del step
+    gc.collect()
+    assert ring() is not None
+    before = int(ring().state[0])
+    for recording in recordings:
+        recording.replay()
+    recorder.synchronize()
+    assert int(ring().state[0]) == before + 1
+    del recording, recordings
+    gc.collect()
+    assert ring() is None
 
 
 @every_mode

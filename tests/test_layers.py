@@ -24,7 +24,7 @@ STDLIB = set(sys.stdlib_module_names)
 # layer -> what may be imported anywhere in it, and what only inside a function
 BASE = {"fngraph.errors", "fngraph.core"}
 FACTS = {"fngraph.torch_facts", "torch"}
-LOWER = BASE | FACTS | {"fngraph.ops", "fngraph.fx", "fngraph.graphs"}
+LOWER = BASE | FACTS | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "fngraph.compile"}
 STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
 STAGES = STEP | {"fngraph.calls", "fngraph.stages"}
 TRANSFORMS = STAGES | {
@@ -40,11 +40,13 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "fngraph.fx": (BASE | FACTS | {"fngraph.fx", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
     "fngraph.graphs": (BASE | FACTS | {"fngraph.graphs", "triton", "numpy"}, {"cuda"}),
+    "fngraph.compile": (BASE | FACTS | {"fngraph.fx", "fngraph.compile"}, set()),
     "fngraph.calls": (LOWER, set()),
     "fngraph.options": (LOWER, set()),
     "fngraph.executable": (LOWER, set()),
-    "fngraph.stages": (STAGES, set()),
-    "fngraph.step": (STEP, {"fngraph.report"}),  # a progress bar, when one is asked for
+    "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
+    "fngraph.step": (STEP, {"fngraph.report"}),  # likewise
+    "fngraph.__main__": (LOWER, set()),  # a command: python -m fngraph
     "fngraph.graphified": (TRANSFORMS, set()),
     "fngraph.checking": (TRANSFORMS, set()),
     "fngraph.rehearsing": (TRANSFORMS, set()),
@@ -289,6 +291,9 @@ PLANTED = {
     "fx knows ops, relatively": ("fngraph/fx/modules.py", "from ..ops import PRIMITIVES"),
     "graphs know fx": ("fngraph/graphs/replay.py", "from fngraph.fx.pieces.cuts import Cut"),
     "graphs know stages": ("fngraph/graphs/replay.py", "from fngraph.stages import Compiled"),
+    "compiled pieces know graphs": (
+        "fngraph/compile/piece.py", "from fngraph.graphs.replay import Replay"
+    ),
     "stages know graphify": ("fngraph/stages.py", "from fngraph.graphified import graphify"),
     "rich outside of report": ("fngraph/step/step.py", LAZILY.format("import rich.progress")),
     "matplotlib in core": ("fngraph/core/table.py", LAZILY.format("import matplotlib.pyplot")),

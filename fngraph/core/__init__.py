@@ -24,6 +24,9 @@ from fngraph.core.sizes import Ladders, check_sizes, default_sizes, ladders
 # resolution.py: which modes the backends allow
 from fngraph.core.resolution import Resolution, resolve
 
+# compiling.py: levels of compilation, and the ranges that compiled code serves
+from fngraph.core.compiling import Range, Span
+
 # table.py: every key, as one value
 from fngraph.core.table import DispatchTable
 
@@ -101,12 +104,14 @@ __all__ = [
     "PlannedBuffer",
     "Program",
     "Proposal",
+    "Range",
     "Replayed",
     "Resolution",
     "RoundedTo",
     "Rule",
     "Run",
     "Sizes",
+    "Span",
     "Stats",
     "Support",
     "adapter_counts",

@@ -1,5 +1,5 @@
 """Counts of what the steps ran as, per (tokens, padded tokens, mode), why some ran eagerly, and how
-long captures took."""
+long compiling and captures took."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 from fngraph.core import text
+from fngraph.core.compiling import Range
 from fngraph.core.lookup import Dispatch
 from fngraph.core.modes import Mode
 from fngraph.core.spec import BatchDescriptor
@@ -22,7 +23,8 @@ class Row(NamedTuple):
 
 
 class Took(NamedTuple):
-    """Captures of one key: how many, and whole microseconds in all, so that sums are exact."""
+    """Captures of one key, or compilations of one piece: how many, and whole microseconds in all,
+    so that sums are exact."""
 
     times: int
     us: int
@@ -37,6 +39,22 @@ CaptureKey = tuple[Mode, BatchDescriptor, bool]
 """Mode and descriptor of a key, and whether it was captured in a step, which had to wait for it."""
 
 
+class CompileKey(NamedTuple):
+    """What was made of a piece.
+
+    Attributes:
+        piece: a distinct one, "piece 0".
+        sizes: what the code is for.
+        kernels: how many kernels of Inductor's it has.
+        loaded: whether it was found on disk, and nothing was compiled.
+    """
+
+    piece: str
+    sizes: Range
+    kernels: int
+    loaded: bool
+
+
 class Stats:
     """What the steps ran as.
 
@@ -47,19 +65,22 @@ class Stats:
         counts: (num_tokens, padded tokens, mode) -> steps.
         reasons: why steps ran eagerly -> how many did.
         captures: (mode, descriptor, whether in a step) -> how often and how long it was captured.
+        compiles: what was made of a piece -> likewise, for code that Inductor has made.
     """
 
-    __slots__ = ("captures", "counts", "reasons")
+    __slots__ = ("captures", "compiles", "counts", "reasons")
 
     def __init__(
         self,
         counts: Mapping[tuple[int, int, Mode], int] | None = None,
         reasons: Mapping[str, int] | None = None,
         captures: Mapping[CaptureKey, Took] | None = None,
+        compiles: Mapping[CompileKey, Took] | None = None,
     ) -> None:
         self.counts = dict(counts or {})
         self.reasons = dict(reasons or {})
         self.captures = dict(captures or {})
+        self.compiles = dict(compiles or {})
 
     def observe(self, num_tokens: int, ran: Dispatch) -> None:
         """Counts one step of `num_tokens` true tokens that ran as `ran`."""
@@ -76,6 +97,16 @@ class Stats:
         """Counts one capture of a key, which took `us` microseconds."""
         times, before = self.captures.get((mode, descriptor, in_step), (0, 0))
         self.captures[mode, descriptor, in_step] = Took(times + 1, before + us)
+
+    def observe_compile(self, made: CompileKey, us: int) -> None:
+        """Counts one artefact of a piece, which took `us` microseconds to make or to load."""
+        times, before = self.compiles.get(made, (0, 0))
+        self.compiles[made] = Took(times + 1, before + us)
+
+    @property
+    def compiled(self) -> int:
+        """Compilations counted; what was found on disk is none."""
+        return sum(took.times for made, took in self.compiles.items() if not made.loaded)
 
     @property
     def steps(self) -> int:
@@ -126,11 +157,18 @@ class Stats:
             taken = [(mode, key, "in a step" if in_step else "ahead", took.times, f"{took.ms:.1f}")
                      for (mode, key, in_step), took in slowest]  # fmt: skip
             parts.append(text.table(("captured", "key", "when", "times", "ms"), taken))
+        if self.compiles:
+            made = [
+                (*key[:2], "loaded" if key.loaded else "compiled", key.kernels, took.times,
+                 f"{took.ms:.1f}")
+                for key, took in self.compiles.items()
+            ]  # fmt: skip
+            parts.append(text.table(("piece", "sizes", "was", "kernels", "times", "ms"), made))
         return "\n\n".join(parts)
 
     def copy(self) -> Self:
         """The counts as they stand, to subtract later."""
-        return type(self)(self.counts, self.reasons, self.captures)
+        return type(self)(self.counts, self.reasons, self.captures, self.compiles)
 
     def __add__(self, other: Stats) -> Stats:
         return self._with(other, 1)
@@ -139,26 +177,17 @@ class Stats:
         return self._with(earlier, -1)
 
     def _with(self, other: Stats, sign: int) -> Stats:
-        pairs = {
-            key: (self.captures.get(key, _NONE), other.captures.get(key, _NONE))
-            for key in {**self.captures, **other.captures}
-        }
-        took = {
-            key: Took(mine.times + sign * theirs.times, mine.us + sign * theirs.us)
-            for key, (mine, theirs) in pairs.items()
-        }
         return Stats(
             _sum(self.counts, other.counts, sign),
             _sum(self.reasons, other.reasons, sign),
-            {key: both for key, both in took.items() if both.times},
+            _sum_took(self.captures, other.captures, sign),
+            _sum_took(self.compiles, other.compiles, sign),
         )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stats):
             return NotImplemented
-        return (self.counts, self.reasons, self.captures) == (
-            other.counts, other.reasons, other.captures
-        )  # fmt: skip
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -173,3 +202,12 @@ _NONE = Took(0, 0)
 def _sum(one: Mapping, other: Mapping, sign: int) -> dict:
     both = {key: one.get(key, 0) + sign * other.get(key, 0) for key in {**one, **other}}
     return {key: count for key, count in both.items() if count}
+
+
+def _sum_took(one: Mapping, other: Mapping, sign: int) -> dict:
+    pairs = {key: (one.get(key, _NONE), other.get(key, _NONE)) for key in {**one, **other}}
+    took = {
+        key: Took(mine.times + sign * theirs.times, mine.us + sign * theirs.us)
+        for key, (mine, theirs) in pairs.items()
+    }
+    return {key: both for key, both in took.items() if both.times}

@@ -43,6 +43,11 @@ class RangedRecording:
         return self.recording.graph
 
     @property
+    def keeps(self) -> tuple[Any, ...]:
+        """What the recording keeps."""
+        return self.recording.keeps
+
+    @property
     def nodes(self) -> tuple[Node, ...]:
         """The recording's nodes."""
         return self.recording.nodes

@@ -26,6 +26,11 @@ class Recording(Protocol):
     def replay(self) -> Callable[[], None]: ...
 
     @property
+    def keeps(self) -> tuple[Any, ...]:
+        """What it needs and does not own itself; see `Recorder.record`."""
+        ...
+
+    @property
     def graph(self) -> Any:
         """The thing itself, to look at: a `torch.cuda.CUDAGraph`, or the tape's list of ops."""
         ...
@@ -93,6 +98,7 @@ class Recorder(Protocol):
         fn: Callable[[], Any],
         generators: Sequence[torch.Generator] = (),
         watched: bool = True,
+        keeps: tuple[Any, ...] = (),
     ) -> tuple[Recording, Any]:
         """The recording of `fn`, and what `fn` returned.
 
@@ -100,6 +106,8 @@ class Recorder(Protocol):
             generators: those that `fn` draws from; each replay draws anew.
             watched: look at each op, to name one that a graph would drop or that waits for the
                 device, and its line; else only what the device itself refuses is refused.
+            keeps: lives as long as the recording: what it reads and writes by a bare address, or
+                calls by a handle. Memory of the pool is not meant.
 
         Raises:
             CaptureError: `fn` did what a graph cannot hold, or raised. Nothing is left behind.

@@ -22,6 +22,8 @@ from fngraph.graphs.ranges import RangedRecording, in_range
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging.buffers import Sizes
 
+InstructionFn = Callable[..., tuple[Any, ...]]  # fn(sizes, host, *tensors) -> tensors
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EagerCall:
@@ -67,7 +69,7 @@ class Replay:
     Attributes:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
-        unpack: the node that takes a batch in; it holds memory that the graph reads.
+        unpack: the node that takes a batch in.
         used: the step that used it last, counted from 1; 0: none. The one that changes.
     """
 
@@ -161,9 +163,6 @@ def launch(calls: BoundCalls, host: HostBounds | None) -> None:
             fn()
 
 
-InstructionFn = Callable[..., tuple[Any, ...]]  # fn(sizes, host, *tensors) -> tensors
-
-
 def capture(
     recorder: Recorder,
     program: Program,
@@ -178,6 +177,7 @@ def capture(
     unpack: Callable[[], None],
     generators: Sequence[torch.Generator] = (),
     watched: bool = True,
+    keeps: tuple[Any, ...] = (),
 ) -> Replay:
     """Record `program` for one key on `recorder`.
 
@@ -189,6 +189,7 @@ def capture(
         outputs: where the program's results are copied; shared by all keys.
         unpack: the node that takes the batch in.
         generators, watched: see `Recorder.record`.
+        keeps: what the graphs need besides, above all what `unpack` reads by its address.
 
     Raises:
         CaptureError: with nothing left behind in the pool.
@@ -196,7 +197,8 @@ def capture(
     env: dict[int, torch.Tensor] = dict(enumerate(inputs))  # the program's values so far
     calls: list[Recording | EagerCall] = []
     last = len(program.instructions) - 1
-    record = functools.partial(recorder.record, generators=generators, watched=watched)
+    keeps = (*keeps, unpack, *dict.fromkeys(fns), *inputs, *outputs)
+    record = functools.partial(recorder.record, generators=generators, watched=watched, keeps=keeps)
 
     def body(indices: Sequence[int]) -> None:
         if not calls:

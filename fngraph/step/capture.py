@@ -3,6 +3,7 @@
 Kernels are warmed once, not once a size: keys of one kind run the same ones. A kernel's first run
 loads it, and Triton compiles for a number that is 1, for one that is divisible by 16 and for any
 other. So a kind is that of each size, and one key of each kind, the largest, is run for real.
+Code that was compiled for a range of sizes has kernels of its own, and is a kind of its own.
 cuBLAS may take another kernel for another size of the same kind, which CUDA loads within a capture;
 what cannot be done there makes that capture fail, and that key is then warmed and captured again.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +31,14 @@ from fngraph.core.memory import Bytes
 from fngraph.core.program import run_program
 from fngraph.core.spec import CLASS, Key
 from fngraph.errors import CaptureError
+from fngraph.executable import Executable
 from fngraph.fx.generators import preserved as undrawn
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import kept, preserved
 from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.replay import Replay, capture
-from fngraph.graphs.staging.buffers import Sizes
+from fngraph.graphs.staging.buffers import Sizes, true_sizes
 from fngraph.graphs.staging.unpack import unpacker
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
@@ -137,7 +139,7 @@ def _record(keys: Keys, key: Key, watched: bool) -> Replay:
     return capture(
         keys.shared.recorder, executable.program, executable.fns, executable.row_dims, inputs,
         *key, sizes, host, tuple(keys.cut(keys.outputs, sizes)), unpack, executable.generators,
-        watched,
+        watched, (keys.ring,),
     )  # fmt: skip
 
 
@@ -201,6 +203,8 @@ def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = Fals
     keys.check_ready()
     recorder = keys.shared.recorder
     _warm_ahead(keys, [key for key in wanted if keys.fits(key)])
+    if keys.executable.level == "stock":
+        _warm_eager(keys)
     shown: Iterable[Key] = wanted
     if progress:
         from fngraph.report.progress import track
@@ -230,17 +234,33 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
                 raise
 
 
+def _warm_eager(keys: Keys) -> None:
+    """Run what `torch.compile` compiles when it first runs, for each kind of size that its guards
+    tell apart, in any mode: batches of one token, of one request, and of more."""
+    executable, most = keys.executable, keys.executable.limits
+    batches = [(1, 1), (most.max_tokens, 1), (most.max_tokens, min(most.max_tokens, most.max_reqs))]
+    with as_captured(keys), preserved(overwritten(keys)):
+        for tokens, reqs in dict.fromkeys(batches):
+            sizes = true_sizes(BatchSpec(tokens, reqs), most.dims)
+            padding = [_padding(planned, sizes, 0) for planned in executable.plan.buffers]
+            leaves = [x.to(keys.shared.recorder.device) for x in padding]
+            inputs = keys.shared.binding.inputs(leaves, keys.constants)
+            run_program(executable.program, executable.fns, inputs, sizes, None)
+
+
 def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:
     """The first of `wanted` of each kind that has not run yet."""
     found: dict[Hashable, Key] = {}
     for key in wanted:
-        found.setdefault(kind(keys.executable.sizes(key[1]), key[1]), key)
+        found.setdefault(kind(keys.executable, key[1]), key)
     return [key for of, key in found.items() if of not in keys.warm]
 
 
-def kind(sizes: Mapping[str, int], descriptor: BatchDescriptor) -> Hashable:
+def kind(executable: Executable, descriptor: BatchDescriptor) -> Hashable:
     """Equal for keys that run the same kernels, as far as one can tell without running them."""
-    return descriptor[CLASS], tuple((n == 1, n % 16 == 0) for n in sizes.values())
+    sizes = executable.sizes(descriptor)
+    code = tuple(one.artefact(sizes["T"], sizes["R"]).range for one in executable.compiled)
+    return descriptor[CLASS], tuple((n == 1, n % 16 == 0) for n in sizes.values()), code
 
 
 def _run_padding(keys: Keys, key: Key) -> None:
@@ -260,7 +280,7 @@ def _run_padding(keys: Keys, key: Key) -> None:
         keys.shared.recorder.warm_up(
             lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
         )
-    keys.warm[kind(sizes, key[1])] = key
+    keys.warm[kind(executable, key[1])] = key
 
 
 def overwritten(keys: Keys) -> list[torch.Tensor]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from fngraph.compile.piece import CompiledPiece
 from fngraph.core import (
     BatchDescriptor,
     BatchSpec,
@@ -31,6 +33,7 @@ from fngraph.core import (
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
+from fngraph.core.stats import CompileKey
 from fngraph.errors import AmbientError, SpecError
 from fngraph.executable import Executable
 from fngraph.fx.ambient import (
@@ -89,14 +92,15 @@ class Step(Generic[R]):
     Attributes:
         main: the keys of the function as it was compiled, or bound again.
         by_ambient: those for each ambient state that calls have come under; `main` for its own.
-        stats: what ran, counted.
     """
 
     def __init__(self, shared: Shared, executable: Executable) -> None:
         ambient = _ambient(shared.recorder)
         executable = executable.maker.under(ambient) or executable
         self.shared, self.entry, self.binding = shared, shared.entry, shared.binding
-        self.recorder, self.stats, self.turn = shared.recorder, shared.stats, shared.recorder.turn
+        self.recorder, self.turn = shared.recorder, shared.recorder.turn
+        # how much of `made` the stats have
+        self._counted: MutableMapping[CompiledPiece, int] = weakref.WeakKeyDictionary()
         self.main = make_keys(executable, shared)
         self.by_ambient: dict[Ambient, Keys] = {ambient: self.main}
         self.last = LastCall(plain_state(self.recorder.device.type), self.main)
@@ -117,6 +121,7 @@ class Step(Generic[R]):
             AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
             TransformError: within a `torch.func` transform.
             CaptureError: a key that cannot be captured, or a step within a capture of the caller's.
+            CompileError: sizes that compile="once" has no code for.
             SleepError: while it sleeps.
             StaleError: a leaf is a borrowed result that has expired, with guards=True.
             Exception: what torch or a backend raises in an eager call (NONE, or attention between
@@ -197,8 +202,25 @@ class Step(Generic[R]):
         self.by_ambient[ambient] = found  # the most recently used is last
         return found
 
+    @property
+    def stats(self) -> Stats:
+        """What ran, counted; and what was compiled, up to now."""
+        self._count_compiled()
+        return self.shared.stats
+
+    def _count_compiled(self) -> None:
+        """Count what was made of pieces since the last time."""
+        for keys in self._family:
+            for piece in keys.executable.compiled:
+                counted = self._counted.get(piece, 0)
+                for one in piece.made[counted:]:
+                    kind = CompileKey(piece.name, one.range, one.made.kernels, one.loaded)
+                    self.shared.stats.observe_compile(kind, one.us)
+                self._counted[piece] = len(piece.made)
+
     def _forget(self, ambient: Ambient) -> None:
         """Let go of an ambient state, and of the graphs that nothing else is for."""
+        self._count_compiled()
         keys = self.by_ambient.pop(ambient)
         if all(keys is not other for other in self._family):
             keys.free(list(keys.replays))
@@ -367,6 +389,7 @@ class Step(Generic[R]):
 
     def _begin(self, main: Keys) -> None:
         """Go on with these keys; those for other ambient states are made again when needed."""
+        self._count_compiled()
         main.take_over(self.last.keys)
         self.main, self.by_ambient = main, {}
         self.last = LastCall(self.last.read_ambient, main)

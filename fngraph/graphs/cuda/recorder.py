@@ -109,6 +109,7 @@ class CudaRecorder:
         fn: Callable[[], Any],
         generators: Sequence[torch.Generator] = (),
         watched: bool = True,
+        keeps: tuple[Any, ...] = (),
     ) -> tuple[CudaRecording, Any]:
         """See `Recorder.record`."""
         if torch.cuda.is_current_stream_capturing():
@@ -144,7 +145,7 @@ class CudaRecorder:
             if isinstance(failure, FnGraphError):
                 raise failure
             raise CaptureError(f"the capture failed: {describe(failure)}") from failure
-        return CudaRecording(graph), result
+        return CudaRecording(graph, keeps), result
 
     def _end_stray(self) -> None:
         """End a capture that an interrupt has left open, between `record`'s own lines."""
@@ -220,6 +221,7 @@ class CudaRecording:
     """One captured graph."""
 
     graph: torch.cuda.CUDAGraph
+    keeps: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def replay(self) -> Callable[[], None]:

@@ -71,7 +71,7 @@ class TapeMode(TorchDispatchMode):
             found = [by_alias[next(iter(r.alias_info.before_set))] for r in returns]
         else:
             expected = self._expect(func, args, kwargs)
-            each = expected if isinstance(expected, tuple | list) else (expected,)
+            each = expected if len(returns) > 1 else (expected,)
             found = [
                 self._allocate(func, x)
                 if r.alias_info is None

@@ -36,10 +36,12 @@ class TapeRecording:
 
     Attributes:
         dead: byte windows of the pool that hold nothing between replays.
+        keeps: see `Recorder.record`.
     """
 
     graph: tuple[TapeOp, ...]
     dead: tuple[torch.Tensor, ...]
+    keeps: tuple[Any, ...] = ()
 
     @torch.inference_mode()  # which may write both inference tensors and normal ones
     def replay(self) -> None:
@@ -120,6 +122,7 @@ class TapeRecorder:
         fn: Callable[[], Any],
         generators: Sequence[torch.Generator] = (),
         watched: bool = True,
+        keeps: tuple[Any, ...] = (),
     ) -> tuple[TapeRecording, Any]:
         """See `Recorder.record`. Ops keep the generators that they were given."""
         if any(isinstance(m, TapeMode) for m in dispatch_modes()):
@@ -139,7 +142,7 @@ class TapeRecorder:
         dead = subtract(fresh, list(self.arena.live.items()))
         for window in self.arena.windows(fresh):
             window.fill_(POISON)
-        recording = TapeRecording(tuple(mode.ops), tuple(self.arena.windows(dead)))
+        recording = TapeRecording(tuple(mode.ops), tuple(self.arena.windows(dead)), keeps)
         nbytes = GRAPH_BYTES + NODE_BYTES * len(recording.graph)
         self._graph_bytes += nbytes
         weakref.finalize(recording, self._forget, nbytes).atexit = False

@@ -1,0 +1,147 @@
+"""A decode step of a Llama at each level of compilation in each mode: python -m benchmarks compile
+
+Llama-3.2-1B's shape with random weights (--layers, --dim, --vocab for others), beside a plain step
+over a static cache under `torch.compile` that is captured by hand. `ms` is wall time of one call
+with its device work finished; `padding ms` is device time of its key over a batch of padding, whose
+attention has nothing to read. Where there is no GPU it is the tape that replays, and nothing is
+captured by hand.
+
+Levels: "once" and "stock" of a Llama are "pieces", since attention runs by a backend; the row says
+what it ran as. Compiled code is kept where FNGRAPH_CACHE says: an empty folder shows what a first
+start takes, a second run what a second one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import fngraph as fg
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of
+from benchmarks.host.others import plain_step, static_cache
+from benchmarks.steps import median_ms
+from benchmarks.workload import (
+    BF16,
+    BLOCKS,
+    QUICK,
+    SHAPE,
+    attention_of,
+    batch_of,
+    new_cache,
+    shape,
+    to_device,
+)  # fmt: skip
+from fngraph.models.families import llama
+
+LEVELS = ("none", "pieces", "once", "stock")
+MODES = ("FULL", "PIECEWISE", "NONE")
+HANDS = ("default", "max-autotune-no-cudagraphs", "none")  # torch.compile's modes
+MB = 1e6
+
+
+def stepped(
+    flags: argparse.Namespace, params: Any, level: str, mode: str
+) -> Iterator[dict[str, Any]]:
+    """A row for each batch of a step under one level and mode."""
+    cache = new_cache(params.config, flags.device)
+    limits = fg.Limits(max_tokens=64, max_reqs=64, B=BLOCKS)
+    fast = fg.graphify(
+        llama.forward, modes=mode, compile=level, donate="cache", stage="batch",
+        sizes=tuple(flags.batch), backends={"attention": flags.backend},
+        compile_sizes=tuple(flags.batch) if level == "pieces" else (),
+    )  # fmt: skip
+    began = time.perf_counter()
+    compiled = fast.trace(params, cache, limits=limits).split().lower().compile()
+    ready = time.perf_counter()
+    step = compiled.capture(params, cache)
+    captured = time.perf_counter()
+    for num_reqs in flags.batch:
+        batch = to_device(batch_of(num_reqs, 1), flags.device)
+        ran = step.dispatch(batch.spec)
+        row = {
+            "level": level, "ran as": compiled.level, "mode": mode, "batch": num_reqs,
+            "attention": attention_of(step),
+            "ms": median_ms(lambda: step(cache, batch), flags.repeats),  # noqa: B023
+        }  # fmt: skip
+        if ran.mode is not fg.Mode.NONE:
+            replay = step[ran.descriptor]
+            memory = next(r for r in step.memory.rows if r.key == ran.descriptor)
+            row["padding ms"] = step.times(ran.descriptor, flags.repeats).total / 1e3
+            row |= nodes_of(replay) | {
+                "estimated MB": memory.estimated.pool / MB,
+                "measured MB": memory.measured.pool / MB if memory.measured else None,
+            }
+        stats = step.stats
+        yield row | {
+            "trace and compile s": ready - began, "capture s": captured - ready,
+            "compiled": stats.compiled, "loaded": len(stats.compiles) - stats.compiled,
+            "kernels": sum(made.kernels for made in stats.compiles),
+        }  # fmt: skip
+    step.sleep()
+
+
+def nodes_of(replay: Any) -> dict[str, Any]:
+    """How many nodes a key's graphs have, if there is what reads them."""
+    try:
+        return {"nodes": replay.counts.nodes}
+    except fg.errors.PackageError as error:
+        return {"nodes failed": str(error)}
+
+
+def by_hand(
+    flags: argparse.Namespace, params: Any, num_reqs: int, how: str | None
+) -> dict[str, Any]:
+    """A row of the plain step, under `torch.compile` in a mode of its, or as it is."""
+    cache = static_cache(params.config, num_reqs, flags.device, BF16)
+    batch = to_device(batch_of(num_reqs, 1), flags.device)
+    fn: Callable[..., Any] = plain_step
+    if how is not None:
+        torch.compiler.reset()
+        fn = torch.compile(plain_step, mode=how, fullgraph=True, dynamic=False)
+    call = lambda: fn(params, cache, batch.token_ids, batch.positions)  # noqa: E731
+    began = time.perf_counter()
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    ready = time.perf_counter()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    ms = median_ms(graph.replay, flags.repeats)
+    return {
+        "level": f"torch.compile, {how}" if how else "as it is", "mode": "captured by hand",
+        "batch": num_reqs, "ms": ms, "trace and compile s": ready - began,
+    }  # fmt: skip
+
+
+@Benchmark(
+    {
+        **DEVICE, **BACKEND, **SHAPE, "--repeats": count(50), "--batch": count([1]),
+        "--levels": some_of(LEVELS, LEVELS[:3]), "--modes": some_of(MODES),
+        "--by-hand": some_of(HANDS, HANDS[:1]),
+    },
+    quick=QUICK | {"repeats": 1, "levels": ["none", "pieces"]},
+)  # fmt: skip
+@torch.no_grad()
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a level, mode and batch, and one each of what is captured by hand."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("fngraph").setLevel(logging.INFO)
+    params = llama.init_params(shape(flags), device=flags.device, dtype=BF16)
+    rows = []
+    for level in flags.levels:
+        for mode in flags.modes:
+            for row in stepped(flags, params, level, mode):
+                print({k: v for k, v in row.items() if k in ("level", "mode", "ms")}, flush=True)
+                rows.append(row)
+    if flags.device.startswith("cuda"):
+        for how in flags.by_hand:
+            for num_reqs in flags.batch:
+                rows.append(by_hand(flags, params, num_reqs, None if how == "none" else how))
+    show(rows)
+    return rows

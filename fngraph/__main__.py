@@ -1,0 +1,77 @@
+"""`python -m fngraph cache ls | clear | warm`: the folder in which compiled code is kept.
+
+    ls                  what is there, the most recently used first
+    clear               remove all of it
+    warm MODULE:NAME    import MODULE and call NAME, which compiles (traces a function and calls
+                        `.compile()`, or captures), so that later processes compile nothing
+
+The folder is FNGRAPH_CACHE, or `fngraph` in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fngraph.compile.disk import Disk, disk_of
+from fngraph.core.text import count, table
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what is asked for; 0 where that was done, 1 where there was nothing to warm, 2 for a
+    mistake in the command or the environment."""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m fngraph", None, __doc__, formatter_class=shape)
+    cache = parser.add_subparsers(dest="what", required=True).add_parser("cache")
+    verbs = cache.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("ls", help="what is there")
+    verbs.add_parser("clear", help="remove it")
+    warm = verbs.add_parser("warm", help="fill it")
+    warm.add_argument("call", metavar="MODULE:NAME", help="what compiles when it is called")
+    flags = parser.parse_args(argv)
+    try:
+        disk = disk_of(os.environ)
+    except ValueError as error:
+        parser.error(str(error))
+    if disk is None:
+        parser.error("FNGRAPH_CACHE is off: set it to a folder, or leave it out")
+    if flags.verb == "ls":
+        print(_listed(disk))
+    elif flags.verb == "clear":
+        print(f"{disk.folder}: {count(disk.clear(), 'artefact')} removed")
+    else:
+        module, _, name = flags.call.partition(":")
+        if not name:
+            parser.error(f"{flags.call!r}: expected MODULE:NAME, as in mine.serving:compile_all")
+        return _warm(disk, module, name)
+    return 0
+
+
+def _listed(disk: Disk) -> str:
+    rows = []
+    for entry in disk.entries():
+        facts = entry.facts or {}
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        what = [facts.get(name, "") for name in ("name", "holds", "ms", "kernels", "torch")]
+        what[0] = what[0] or "damaged"
+        rows.append([entry.digest[:12], *what, entry.nbytes, used])
+    names = ["artefact", "piece", "sizes", "ms to make", "kernels", "torch", "bytes", "used"]
+    return f"{table(names, rows)}\n\n{disk}" if rows else str(disk)
+
+
+def _warm(disk: Disk, module: str, name: str) -> int:
+    before = {entry.digest for entry in disk.entries()}
+    sys.path.insert(0, str(Path.cwd()))
+    getattr(importlib.import_module(module), name)()
+    new = sum(entry.digest not in before for entry in disk.entries())
+    print(f"{count(new, 'artefact')} made. {disk}")
+    return int(not disk.entries())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

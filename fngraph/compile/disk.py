@@ -1,0 +1,235 @@
+"""`Disk`: artefacts kept in a folder, one file each, safe whoever else reads and writes there.
+
+A file is named after the digest of all that its artefact depends on (`key.py`), and says that
+digest and its own hash inside: what does not agree is damaged, and never used. It is written under
+another name and renamed when it is whole, so that a reader finds all of it or none; of two writers
+the later one wins, with the same artefact. Beyond a number of bytes the least recently used ones
+go.
+
+Artefacts are code. So a folder that another user owns, or that everybody may write, is not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import stat
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fngraph.core.text import count
+
+MAGIC = b"fngraph artefact 1\n"
+MOST_BYTES = 4 << 30
+STALE_S = 3600  # after which a file that is still being written has lost its writer
+OFF = ("", "0", "off")
+_SUFFIX, _UNFINISHED = ".artefact", ".part"
+
+
+class Kept(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        facts: what its artefact depends on, by name, and what it is.
+        body: the artefact.
+    """
+
+    facts: Mapping[str, str]
+    body: bytes
+
+
+class Entry(NamedTuple):
+    """A file of the folder.
+
+    Attributes:
+        used: when it was last read or written, in seconds since the epoch.
+        facts: see `Kept`; None: it is damaged.
+    """
+
+    digest: str
+    nbytes: int
+    used: float
+    facts: Mapping[str, str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """A folder of artefacts.
+
+    Attributes:
+        most: bytes that all files may take together.
+    """
+
+    folder: Path
+    most: int = MOST_BYTES
+
+    def path(self, digest: str) -> Path:
+        """Where an artefact is, or would be."""
+        return self.folder / f"{digest}{_SUFFIX}"
+
+    def read(self, digest: str) -> Kept | None:
+        """An artefact that is whole, or None: it is not there, or damaged, which is warned of."""
+        path = self.path(digest)
+        if not path.exists() or not self._is_ours():
+            return None
+        try:
+            found = _parse(path.read_bytes(), digest)
+        except OSError as error:
+            found = str(error)
+        if isinstance(found, str):
+            self.discard(digest, found)
+            return None
+        try:
+            os.utime(path)
+        except OSError:  # a folder that can only be read: nothing goes from there either
+            pass
+        return found
+
+    def discard(self, digest: str, why: str) -> None:
+        """Warn of a file that cannot be used, and remove it if that can be done."""
+        path = self.path(digest)
+        warnings.warn(
+            f"{path} is not used: {why}. It is compiled anew", RuntimeWarning, stacklevel=3
+        )
+        _remove(path)
+
+    def write(self, digest: str, kept: Kept) -> str | None:
+        """Keep an artefact; or why it is not kept."""
+        data = _format(digest, kept)
+        if len(data) > self.most:
+            return f"its {len(data)} bytes are more than the {self.most} that the cache may take"
+        unfinished = self.folder / f"{digest}.{os.getpid()}.{secrets.token_hex(4)}{_UNFINISHED}"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_ours():
+                return f"{self.folder} is not used"
+            try:
+                with unfinished.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())  # or the name may reach the disk before what it names
+                unfinished.replace(self.path(digest))
+            except BaseException:
+                _remove(unfinished)
+                raise
+        except OSError as error:
+            return f"{self.folder} cannot be written: {error.strerror or error}"
+        self._shrink(digest)
+        return None
+
+    def entries(self) -> list[Entry]:
+        """All files, the most recently used first."""
+        found = []
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            try:
+                status, parsed = path.stat(), _parse(path.read_bytes(), path.stem)
+            except OSError:  # it has gone meanwhile
+                continue
+            facts = None if isinstance(parsed, str) else parsed.facts
+            found.append(Entry(path.stem, status.st_size, status.st_mtime, facts))
+        return sorted(found, key=lambda entry: -entry.used)
+
+    def clear(self) -> int:
+        """Remove all files, those of writers that are gone as well; how many artefacts."""
+        gone = 0
+        for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f"*{_UNFINISHED}")]:
+            gone += _remove(path) and path.suffix == _SUFFIX
+        return gone
+
+    def _shrink(self, newest: str) -> None:
+        """Remove what was used least recently, till all is within the bound; and stale rests."""
+        sizes: list[tuple[float, int, Path]] = []
+        for path in self.folder.iterdir():
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            if path.suffix == _UNFINISHED and time.time() - status.st_mtime > STALE_S:
+                _remove(path)
+            elif path.suffix == _SUFFIX:
+                sizes.append((status.st_mtime, status.st_size, path))
+        left = sum(size for _, size, _ in sizes)
+        for _, size, path in sorted(sizes):
+            if left <= self.most:
+                break
+            if path.stem != newest:
+                _remove(path)
+                left -= size
+
+    def _is_ours(self) -> bool:
+        """Whether nobody else can have put code there; if not, that is warned of."""
+        if not hasattr(os, "getuid"):  # Windows has other means
+            return True
+        status = self.folder.stat()
+        ours = status.st_uid in (os.getuid(), 0) and not status.st_mode & stat.S_IWOTH
+        if not ours:
+            warnings.warn(
+                f"the cache {self.folder} is another user's, or anybody may write it, and what is "
+                "in it would be run: it is not used. Set FNGRAPH_CACHE to a folder of your own, or "
+                'to "off"',
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return ours
+
+    def __str__(self) -> str:
+        entries = self.entries()
+        nbytes = sum(entry.nbytes for entry in entries)
+        return f"{self.folder}: {count(len(entries), 'artefact')}, {nbytes} of {self.most} bytes"
+
+
+def disk_of(environment: Mapping[str, str]) -> Disk | None:
+    """The cache that the environment asks for; None: none.
+
+    `FNGRAPH_CACHE` is its folder, or "off"; without it, `fngraph` in the user's cache folder.
+    `FNGRAPH_CACHE_BYTES` is its bound.
+
+    Raises:
+        ValueError: a bound that is no number.
+    """
+    place = environment.get("FNGRAPH_CACHE")
+    if place is not None and place.lower() in OFF:
+        return None
+    users = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    most = environment.get("FNGRAPH_CACHE_BYTES") or str(MOST_BYTES)
+    if not most.isdecimal():
+        raise ValueError(
+            f"FNGRAPH_CACHE_BYTES={most!r}: a number of bytes, as FNGRAPH_CACHE_BYTES={MOST_BYTES}"
+        )
+    folder = Path(place).expanduser() if place else Path(users) / "fngraph"
+    return Disk(folder.absolute(), int(most))
+
+
+def _format(digest: str, kept: Kept) -> bytes:
+    header = json.dumps({"digest": digest, "facts": dict(kept.facts)}).encode()
+    rest = len(header).to_bytes(8, "little") + header + kept.body
+    return MAGIC + hashlib.sha256(rest).digest() + rest
+
+
+def _parse(data: bytes, digest: str) -> Kept | str:
+    """What a file holds, or what is wrong with it."""
+    if not data.startswith(MAGIC):
+        return "it is no artefact of this version"
+    start = len(MAGIC) + 32
+    if hashlib.sha256(data[start:]).digest() != data[len(MAGIC) : start]:
+        return "it is damaged: its bytes are not those that were written"
+    size = int.from_bytes(data[start : start + 8], "little")
+    header = json.loads(data[start + 8 : start + 8 + size])
+    if header["digest"] != digest:
+        return f"it is the artefact of another key, {header['digest']}"
+    return Kept(header["facts"], data[start + 8 + size :])
+
+
+def _remove(path: Path) -> bool:
+    """Whether it was there and could be removed."""
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True

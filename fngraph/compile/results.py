@@ -1,0 +1,132 @@
+"""What compiled code gives back: tensors of its own; views are made of them outside of it.
+
+An op's results must be no views of its arguments nor of one another. So the code of a piece returns
+the memory that it makes, each storage once and whole, and every result of the piece is that memory,
+or an argument's, with sizes, strides and an offset of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fngraph.fx.nodes import written_by
+from fngraph.torch_facts.memory import storage_key
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A result as memory that is at hand.
+
+    Attributes:
+        of: index of the tensor: the piece's arguments, then what the code has made.
+        whole: whether it is that tensor itself.
+        like: a fake of it.
+        base: a fake of the tensor.
+    """
+
+    of: int
+    whole: bool
+    like: torch.Tensor
+    base: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a piece is called as compiled code.
+
+    Attributes:
+        gm: the piece, which returns new memory alone; of (T, R, *tensors).
+        inputs: fakes of its tensors.
+        made: fakes of what it returns.
+        written: for each input, whether it is written.
+        views: the piece's own results.
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[torch.Tensor, ...]
+    made: tuple[torch.Tensor, ...]
+    written: tuple[bool, ...]
+    views: tuple[View, ...]
+
+
+def plan_of(gm: fx.GraphModule) -> Plan | str:
+    """How to call a piece as compiled code; or why it stays as it was traced."""
+    nodes = list(gm.graph.nodes)
+    inputs = [n for n in nodes if isinstance(_fake(n), torch.Tensor) and n.op == "placeholder"]
+    fakes = [_fake(n) for n in inputs]
+    storages = [storage_key(x) for x in fakes]
+    values = [x for n in nodes if isinstance(x := _fake(n), torch.Tensor)]
+    written = {storage_key(_fake(n)) for node in nodes for n in written_by(node)}
+    if any(x.is_complex() or x.is_conj() or x.is_neg() for x in values):
+        return "it computes with complex numbers"
+    if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes):
+        return "it draws random numbers"
+    if any(storages.count(key) > 1 for key in written & set(storages)):
+        return "it writes memory that two of its arguments share"
+    if not inputs:
+        return "it has no arguments"
+
+    first: dict[int, fx.Node] = {}  # the node that makes a storage
+    for node in nodes:
+        if isinstance(value := _fake(node), torch.Tensor):
+            first.setdefault(storage_key(value), node)
+    (output,) = (n for n in nodes if n.op == "output")
+    results: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
+    bases = [*inputs]
+    views = []
+    for node in results:
+        value = _fake(node)
+        base = first[storage_key(value)]
+        if base not in bases:
+            bases.append(base)
+        if value.dtype != _fake(base).dtype:
+            return f"{node.name} is a view of another dtype"
+        views.append(View(bases.index(base), base is node, value, _fake(base)))
+    makes = bases[len(inputs) :]
+    if not makes and not written & set(storages):
+        return "it makes views alone"
+
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(gm.graph, env)
+    graph.output(tuple(env[node] for node in makes))
+    graph.eliminate_dead_code(is_impure_node=_stays)
+    return Plan(
+        fx.GraphModule({}, graph),
+        tuple(fakes),
+        tuple(_fake(node) for node in makes),
+        tuple(key in written for key in storages),
+        tuple(views),
+    )
+
+
+def _fake(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _stays(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or bool(written_by(node))
+
+
+def with_numbers(gm: fx.GraphModule, numbers: Sequence[int | None]) -> fx.GraphModule:
+    """The same, with numbers in place of its first arguments; None: it stays an argument."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, env))
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node, number in zip(placeholders, numbers):
+        if number is None:
+            continue
+
+        def put(x: fx.Node, node: fx.Node = node, number: int = number) -> Any:
+            return number if x is node else x
+
+        for user in list(node.users):
+            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), put)
+        graph.erase_node(node)
+    return fx.GraphModule({}, graph)

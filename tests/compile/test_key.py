@@ -1,0 +1,240 @@
+"""Stale attempts: whatever may change the code that is made of a piece changes the key of its
+artefact. Nothing is compiled here; `test_cache.py` has the same end to end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import toys
+from test_graphify import graphified
+
+import fngraph as fg
+from fngraph.compile.key import can_be_told, digest_of, facts_of
+from fngraph.compile.results import plan_of
+from fngraph.core import Range, Span
+from fngraph.torch_facts.names import get_precision, set_precision
+from fngraph.torch_facts.portable import op_source, text_of
+
+ALL = Range(Span(1, 16), Span(1, 4))
+PASSES = (("norm", "1"), ("silu", "1"))
+PARAMS = {"w": torch.linspace(-1, 1, toys.V * toys.E).view(toys.V, toys.E)}
+
+
+def times(factor: float) -> Callable[..., Any]:
+    def row(params: Any, state: Any, batch: toys.Batch) -> Any:
+        return torch.tanh(params["w"][batch.token_ids]) * factor, state
+
+    return row
+
+
+TWICE = times(2.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What an artefact is made of, and the state of torch that it is made under."""
+
+    fn: Callable[..., Any] = TWICE
+    params: Any = dataclasses.field(default_factory=lambda: PARAMS)
+    passes: tuple[tuple[str, str], ...] = PASSES
+    part: Range = ALL
+    environment: tuple[tuple[str, str], ...] = (("HOME", "/home/me"),)
+    under: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def facts(self) -> dict[str, str]:
+        fast = graphified(self.fn, donate=1, stage="batch")
+        (piece,) = fast.trace(self.params, {"calls": torch.zeros(1)}).split().distinct
+        plan: Any = plan_of(piece.gm)
+        with self.under():
+            return facts_of(
+                piece.key, plan.gm, plan.inputs, self.part, self.passes, dict(self.environment)
+            )
+
+
+@contextlib.contextmanager
+def set_to(read: Callable[[], Any], write: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def precision() -> contextlib.AbstractContextManager[None]:
+    return set_to(
+        lambda: get_precision("mkldnn", "matmul"),
+        lambda value: set_precision("mkldnn", "matmul", value), "bf16",
+    )  # fmt: skip
+
+
+def default_dtype() -> contextlib.AbstractContextManager[None]:
+    return set_to(torch.get_default_dtype, torch.set_default_dtype, torch.float64)
+
+
+def threads() -> contextlib.AbstractContextManager[None]:
+    return set_to(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1)
+
+
+def inductor(name: str, value: Any) -> Any:
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(name, value)
+
+
+def env(**flags: str) -> Case:
+    return Case(environment=(("HOME", "/home/me"), *flags.items()))
+
+
+def halves(params: Any, state: Any, batch: toys.Batch) -> Any:
+    return torch.sinh(params["w"][batch.token_ids]) * 2.0, state
+
+
+STALE = {
+    "a constant": (Case(times(2.0000000000000004)), "piece"),
+    "an op": (Case(halves), "piece"),
+    "a dtype": (Case(params={"w": PARAMS["w"].double()}), "piece"),
+    "a shape": (Case(params={"w": PARAMS["w"][:-1].clone()}), "piece"),
+    "a stride": (Case(params={"w": PARAMS["w"].t().contiguous().t()}), "piece"),
+    "a pass gone": (Case(passes=PASSES[:1]), "passes"),
+    "a pass's version": (Case(passes=(PASSES[0], ("silu", "2"))), "passes"),
+    "a pass's name": (Case(passes=(PASSES[0], ("gelu", "1"))), "passes"),
+    "passes in another order": (Case(passes=PASSES[::-1]), "passes"),
+    "a range of T": (Case(part=Range(Span(1, 8), Span(1, 4))), "range"),
+    "a range of R": (Case(part=Range(Span(1, 16), Span(1, 3))), "range"),
+    "an exact size": (Case(part=ALL.at(4)), "range"),
+    "a flag of Inductor": (env(TORCHINDUCTOR_MAX_AUTOTUNE="1"), "flags"),
+    "a flag of Triton": (env(TRITON_F32_DEFAULT="ieee"), "flags"),
+    "a flag of the kernels": (env(NVIDIA_TF32_OVERRIDE="0"), "flags"),
+    "matmul precision": (Case(under=precision), "ambient"),
+    "the default dtype": (Case(under=default_dtype), "ambient"),
+    "autocast": (Case(under=functools.partial(torch.autocast, "cpu")), "ambient"),
+    "determinism": (
+        Case(under=lambda: set_to(torch.are_deterministic_algorithms_enabled,
+                                  torch.use_deterministic_algorithms, True)), "ambient",
+    ),
+    "Inductor's settings": (
+        Case(under=lambda: inductor("epilogue_fusion", False)), "torch._inductor.config",
+    ),
+    "threads that code is made for": (Case(under=threads), "devices"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base() -> dict[str, str]:
+    return Case().facts()
+
+
+@pytest.mark.parametrize("what", STALE)
+def test_no_stale_artefact_is_found(base: dict[str, str], what: str):
+    case, fact = STALE[what]
+    facts = case.facts()
+    assert fact in {name for name in facts if facts[name] != base[name]}
+    assert digest_of(facts) != digest_of(base)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(times(2.0)), env(HOME="/elsewhere"), env(TORCHINDUCTOR_CACHE_DIR="/tmp/x"),
+     Case(params={"w": PARAMS["w"] + 1}), Case(under=torch.no_grad),
+     Case(under=torch.inference_mode)],
+)  # fmt: skip
+def test_what_changes_no_code_changes_no_key(base: dict[str, str], case: Case):
+    assert case.facts() == base
+
+
+@pytest.mark.parametrize(
+    "name", ["torch", "triton", "cuda", "python", "fngraph", "devices", "code", "inputs"]
+)
+def test_what_else_code_depends_on_is_told(base: dict[str, str], name: str):
+    assert base[name] and digest_of(base | {name: "other"}) != digest_of(base)
+
+
+def test_a_function_mode_cannot_be_told():
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("cpu"):
+        assert can_be_told("cpu")
+    with Counting():
+        assert not can_be_told("cpu")
+
+
+# --- the Python behind an op ----------------------------------------------------------------------
+
+
+def define(name: str, body: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
+    op = torch.library.custom_op(f"test_key::{name}", body, mutates_args=())
+    if fake is not None:
+        op.register_fake(fake)
+    return getattr(torch.ops.test_key, name).default
+
+
+def body_of(factor: float) -> Callable[..., Any]:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    return body
+
+
+def plus(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_an_op_s_source_is_its_code_and_what_it_holds():
+    two, again, three = (define(f"op{i}", body_of(f)) for i, f in enumerate((2.0, 2.0, 3.0)))
+    with_fake = define("op3", body_of(2.0), torch.empty_like)
+    sources = [op_source(op).partition("\n")[2] for op in (two, again, three, with_fake)]
+    assert sources[0] == sources[1] and len(set(sources)) == 2 + (sources[3] != sources[0])
+    assert op_source(torch.ops.aten.tanh.default) == str(torch.ops.aten.tanh.default._schema)
+
+
+def through_op(params: Any, state: Any, batch: toys.Batch) -> Any:
+    return fg.trust_rows(torch.ops.test_key.same(params["w"][batch.token_ids])), state
+
+
+def test_another_source_of_an_op_is_another_key():
+    found = []
+    for factor in (2.0, 2.0, 3.0):
+        define("same", body_of(factor), torch.empty_like)
+        found.append(Case(through_op).facts())
+    first, again, other = found
+    assert first == again and digest_of(first) != digest_of(other)
+    assert {name for name in first if first[name] != other[name]} == {"ops"}
+
+
+SCALE = 2
+
+
+def scaled(x: Any) -> Any:
+    return helper(x) * SCALE
+
+
+def helper(x: Any) -> Any:
+    return x + 1
+
+
+@pytest.mark.parametrize("name, value", [("SCALE", 3), ("helper", plus)])
+def test_a_function_s_text_has_what_it_looks_up(monkeypatch, name: str, value: Any):
+    before = text_of(scaled)
+    assert before == text_of(scaled)
+    monkeypatch.setitem(globals(), name, value)
+    assert text_of(scaled) != before
+
+
+def test_a_function_s_text_has_its_file(tmp_path, monkeypatch):
+    file = tmp_path / "some_kernels.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    file.write_text("def f(x):\n    return x\n")
+    import some_kernels
+
+    before = text_of(some_kernels.f)
+    file.write_text("def f(x):\n    return x\n\ndef g(x):\n    return 2\n")
+    assert text_of(some_kernels.f) != before

@@ -162,6 +162,9 @@ def under_torch_compile(
 _KERNEL = re.compile(r"^\w+ = async_compile\.\w+\(", re.MULTILINE)
 
 
+_EMPTY = types.CellType()  # of a name that is not yet bound
+
+
 def _code_of(call: Any) -> Any:
     """The compiled graph that torch's own wrappers are around."""
     from torch._inductor.output_code import CompiledFxGraph
@@ -178,7 +181,7 @@ def _code_of(call: Any) -> Any:
         if isinstance(one, functools.partial):
             left += [one.func, *one.args]
         elif isinstance(one, types.FunctionType):
-            left += [cell.cell_contents for cell in one.__closure__ or ()]
+            left += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
         elif isinstance(one, types.MethodType):
             left += [one.__self__, one.__func__]
         else:

@@ -13,7 +13,7 @@ import torch
 from fngraph.errors import CaptureError
 from fngraph.graphs.inside import Node
 from fngraph.graphs.tape.arena import subtract
-from fngraph.torch_facts.memory import extent
+from fngraph.torch_facts.memory import extent, overlaps_itself
 from fngraph.torch_facts.names import tree_leaves
 from fngraph.torch_facts.schemas import written
 
@@ -59,6 +59,11 @@ def deliver(op: TapeOp, results: Any) -> None:
                 "this in mode NONE"
             )
         if target.data_ptr() != value.data_ptr():
+            if overlaps_itself(target):
+                raise CaptureError(
+                    f"{op} gave {_brief(value)}, and torch's rule for it says that elements of it "
+                    "share memory. Clone its arguments, or run this in mode NONE"
+                )
             target.copy_(value)
 
 

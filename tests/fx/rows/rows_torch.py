@@ -1,11 +1,13 @@
 """What torch itself leaves open, so that two runs of one program may differ.
 
 A few kernels compute an infinity otherwise in a vector than behind the last whole one, gelu for
-one; and what lies in memory that nobody wrote is anything.
+one; torch 2.11's rule for the shape of a norm is wrong where a dim has one element; what lies in
+memory that nobody wrote is anything, and so is an integer made of a float beyond its range.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -19,10 +21,10 @@ PLACES = ((1, 0), (0, 3), (5, 16), (17, 1))
 
 
 class Elsewhere(TorchDispatchMode):
-    """Runs each pointwise op once more, on its numbers elsewhere in memory.
+    """Runs each pointwise op once more, on its numbers elsewhere in memory, and each op on none.
 
     Attributes:
-        found: the ops that then compute something else.
+        found: the ops that then compute something else, or of another shape.
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,11 @@ class Elsewhere(TorchDispatchMode):
         if again and isinstance(result, Tensor) and result.numel() and _is_number(result):
             if not all(_same(_moved(func, args, kwargs, result, *at), result) for at in PLACES):
                 self.found.add(str(func))
+        if isinstance(result, Tensor) and not func.is_view and not func._schema.is_mutable:
+            with contextlib.suppress(Exception):  # it may ask for values
+                given = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+                if func(*given[0], **given[1]).shape != result.shape:
+                    self.found.add(f"{func}, of another shape")
         return result
 
 
@@ -58,6 +65,20 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Tensor, before: int, behin
 def _same(a: Tensor, b: Tensor) -> bool:
     near = 1e-2 if a.itemsize < 4 else 1e-4
     return torch.allclose(a, b, near, near, equal_nan=True)
+
+
+class Defined(TorchDispatchMode):
+    """Raises at an integer that is made of a float beyond its range: each device has its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if func is torch.ops.aten._to_copy.default and args[0].dtype.is_floating_point:
+            least, most = -(2.0**31), 2.0**31
+            whole = not result.dtype.is_floating_point and result.dtype is not torch.bool
+            x = args[0].float()
+            if whole and not bool(((x >= least) & (x < most)).all()):
+                raise ValueError("an integer beyond its range")
+        return result
 
 
 class Unwritten(TorchDispatchMode):

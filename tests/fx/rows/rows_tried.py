@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import toys
-from rows_torch import Elsewhere, Unwritten
+from rows_torch import Defined, Elsewhere, Unwritten
 from rows_whole import BATCHES, INVALID, KEYS, LIMITS, Program, batch, draw, params, state
 from torch import Tensor
 
@@ -178,8 +178,10 @@ def _runs(program: Program, b: Any, device: Any = "cpu", own: Any = None) -> boo
     the device, which has no kernel for some dtypes."""
     for on in dict.fromkeys((torch.device("cpu"), torch.device(device))):
         given = toys.moved(state() if own is None else own, on)
+        both = torch.device(device).type != "cpu" and on.type == "cpu"
         try:
-            toys.bare(program, toys.moved(params(), on), given, toys.on(b, on))
+            with Defined() if both else contextlib.nullcontext():
+                toys.bare(program, toys.moved(params(), on), given, toys.on(b, on))
         except INVALID:
             return False
     return True

@@ -86,12 +86,13 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         @ (zeroed(b) / b.x.norm(dim=-1, keepdim=True)),
     ),
     "rows times a mask": (
-        fills, 'if name == "mul" and among(0) and given <= finite | _zeros(known):',
+        fills, 'if name == "mul" and among(0) and given <= finite | _zeros(call, known):',
         'if name == "mul" and among(0):',
         lambda p, b: (looked_up(p, b).log() * spread(b)).sum(0),
     ),
     "the gradient of rows that a mask leaves out": (
-        fills, "return call.zero if given <= finite | _zeros(known) else None", "return call.zero",
+        fills, "return call.zero if given <= finite | _zeros(call, known) else None",
+        "return call.zero",
         lambda p, b: torch.func.grad(
             lambda y: torch.where(spread(b), torch.sigmoid(y), 0).sum()
         )(looked_up(p, b).log()).sum(0),
@@ -252,7 +253,7 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: torch.reciprocal((-p["w"].abs() - 1)[b.ids] * spread(b)).amin(0),
     ),
     "the gradient of what has none": (
-        fills, "if name in _SLOPES and", 'if name.endswith("_backward") and',
+        fills, "if name in _SLOPES and dtype in WIDE and", 'if name.endswith("_backward") and',
         lambda p, b: torch.ops.aten.logit_backward(zeroed(b), looked_up(p, b)).sum(0),
     ),
     "a mask of two dims before an index": (

@@ -148,13 +148,26 @@ def _fill(call: OpCall, dim: int) -> Fill | None:
 
 def _known_fill(call: OpCall, known: dict[Any, Fill | None]) -> Fill | None:
     marks = [fill for fill in known.values() if isinstance(fill, str)]
+    finite = {x for x, f in known.items() if _stays_number(call, x, f)}
     if marks:
-        finite = {x for x, f in known.items() if is_finite(f) or not _may_be_infinite(x)}
         known = {x: None if isinstance(f, str) else f for x, f in known.items()}
         return marks[0] if _goes_on(call, marks[0]) else _decided(call, known, finite)
     if all(fill is not None for fill in known.values()):
         return evaluated(call, known)
-    return _decided(call, known, {x for x, f in known.items() if is_finite(f)})
+    return _decided(call, known, finite)
+
+
+def _stays_number(call: OpCall, x: Any, fill: Fill | None) -> bool:
+    """Whether padding of an operand is finite, in the result's dtype: 2**20 is not in half
+    precision, nor any integer of 32 bits for sure."""
+    own, dtype = x.meta["val"].dtype, call.value.dtype
+    if isinstance(fill, torch.Tensor):
+        return is_finite(fill.to(torch.promote_types(own, dtype) if own.is_complex else dtype))
+    if not dtype.is_floating_point or own is torch.bool:
+        return not _may_be_infinite(x) or is_finite(fill)
+    if not _may_be_infinite(x):
+        return torch.iinfo(own).max <= torch.finfo(dtype).max
+    return is_finite(fill) and torch.finfo(own).max <= torch.finfo(dtype).max
 
 
 def _may_be_infinite(x: Any) -> bool:
@@ -260,19 +273,15 @@ def _decided(call: OpCall, known: dict[Any, Any], finite: Set[Any]) -> Fill | No
     if name in _PICKS and is_all(of(args.get("grad_output")), 0):
         return call.zero
     given = set(operands(call.node))
-    if name == "mul" and among(0) and given <= finite | _zeros(known):
+    if name == "mul" and among(0) and given <= finite:
         return call.zero
     if name.endswith("_backward") and is_all(of(args.get("grad_output")), 0):
-        return call.zero if given <= finite | _zeros(known) else None
+        return call.zero if given <= finite else None
     if name in ("bitwise_and", "logical_and") and among(0):
         return call.zero
     if name in ("bitwise_or", "logical_or") and dtype is torch.bool and among(1):
         return torch.ones((), dtype=dtype)
     return None
-
-
-def _zeros(known: Mapping[Any, Any]) -> set[Any]:
-    return {x for x, fill in known.items() if is_all(fill, 0) or not _may_be_infinite(x)}
 
 
 def _chosen(mask: Fill | None, yes: Fill | None, no: Fill | None, dtype: Any) -> Fill | None:

@@ -154,13 +154,26 @@ def _fill(call: OpCall, dim: int) -> Fill | None:
 
 def _known_fill(call: OpCall, known: dict[Any, Fill | None]) -> Fill | None:
     marks = [fill for fill in known.values() if isinstance(fill, str)]
+    finite = {x for x, f in known.items() if _stays_number(call, x, f)}
     if marks:
-        finite = {x for x, f in known.items() if is_finite(f) or not _may_be_infinite(call, x)}
         known = {x: None if isinstance(f, str) else f for x, f in known.items()}
         return marks[0] if _goes_on(call, marks[0]) else _decided(call, known, finite)
     if all(fill is not None for fill in known.values()):
         return _computed(call, known)
-    return _decided(call, known, {x for x, f in known.items() if is_finite(f)})
+    return _decided(call, known, finite)
+
+
+def _stays_number(call: OpCall, x: Any, fill: Fill | None) -> bool:
+    """Whether padding of an operand is finite, in the result's dtype: 2**20 is not in half
+    precision, nor any integer of 32 bits for sure."""
+    own, dtype = x.meta["val"].dtype, call.value.dtype
+    if isinstance(fill, torch.Tensor):
+        return is_finite(fill.to(torch.promote_types(own, dtype) if own.is_complex else dtype))
+    if not dtype.is_floating_point or own is torch.bool:
+        return not _may_be_infinite(x) or is_finite(fill)
+    if not _may_be_infinite(x):
+        return torch.iinfo(own).max <= torch.finfo(dtype).max
+    return is_finite(fill) and torch.finfo(own).max <= torch.finfo(dtype).max
 
 
 def _computed(call: OpCall, known: Mapping[Any, Any]) -> Fill | None:
@@ -190,22 +203,16 @@ def _in_dims_of(x: Any, fill: torch.Tensor) -> torch.Tensor:
     return fill if fill.dim() else fill.reshape([1] * ndim(x))
 
 
-def _may_be_infinite(call: OpCall, x: Any) -> bool:
-    """Whether an operand may be infinite or NaN as the result's dtype has it."""
-    dtype, span = x.meta["val"].dtype, call.rows(x).span
-    if dtype.is_floating_point or dtype.is_complex:
-        return True
-    if call.value.dtype in WIDE or not call.value.dtype.is_floating_point:
-        return False
-    ends = () if span is None else (span.low, span.high)  # half precision ends at 65504
-    return not ends or not all(isinstance(n, int) and abs(n) <= 65504 for n in ends)
+def _may_be_infinite(x: Any) -> bool:
+    dtype = x.meta["val"].dtype
+    return bool(dtype.is_floating_point or dtype.is_complex)
 
 
 def _stays_finite(call: OpCall, known: Mapping[Any, Fill | None]) -> bool:
     """Whether an op of finite numbers gives some, as far as its dtype goes."""
     if call.value.dtype not in WIDE:
         return False
-    finite = all(is_finite(f) or not _may_be_infinite(call, x) for x, f in known.items())
+    finite = all(is_finite(f) or not _may_be_infinite(x) for x, f in known.items())
     return bool(known) and finite and is_smooth(call)
 
 
@@ -297,19 +304,15 @@ def _decided(call: OpCall, known: dict[Any, Any], finite: Set[Any]) -> Fill | No
     if name in _PICKS and is_all(of(args.get("grad_output")), 0):
         return call.zero
     given = set(operands(call.node))
-    if name == "mul" and among(0) and given <= finite | _zeros(call, known):
+    if name == "mul" and among(0) and given <= finite:
         return call.zero
     if name in _SLOPES and dtype in WIDE and is_all(of(args.get("grad_output")), 0):
-        return call.zero if given <= finite | _zeros(call, known) else None
+        return call.zero if given <= finite else None
     if name in ("bitwise_and", "logical_and") and among(0):
         return call.zero
     if name in ("bitwise_or", "logical_or") and dtype is torch.bool and among(1):
         return torch.ones((), dtype=dtype)
     return None
-
-
-def _zeros(call: OpCall, known: Mapping[Any, Any]) -> set[Any]:
-    return {x for x, fill in known.items() if is_all(fill, 0) or not _may_be_infinite(call, x)}
 
 
 def _chosen(mask: Fill | None, yes: Fill | None, no: Fill | None, dtype: Any) -> Fill | None:

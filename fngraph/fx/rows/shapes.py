@@ -53,10 +53,8 @@ def _stays(call: OpCall, x: Any, dim: int, mark: str) -> bool:
         whole = call.args.get("start") in (None, 0) and call.args.get("step", 1) == 1
         return not along or mark == OFFSETS or whole
     if call.name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
-        old, new = (
-            [_expr(n) for n in v.shape if not _is_one(n)] for v in (x.meta["val"], call.value)
-        )
-        return old == new
+        old, new = (list(map(call.text, y.shape)) for y in (x.meta["val"], call.value))
+        return [n for n in old if n != "1"] == [n for n in new if n != "1"]
     return False
 
 

@@ -86,13 +86,12 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         @ (zeroed(b) / b.x.norm(dim=-1, keepdim=True)),
     ),
     "rows times a mask": (
-        fills, 'if name == "mul" and among(0) and given <= finite | _zeros(call, known):',
+        fills, 'if name == "mul" and among(0) and given <= finite:',
         'if name == "mul" and among(0):',
         lambda p, b: (looked_up(p, b).log() * spread(b)).sum(0),
     ),
     "the gradient of rows that a mask leaves out": (
-        fills, "return call.zero if given <= finite | _zeros(call, known) else None",
-        "return call.zero",
+        fills, "return call.zero if given <= finite else None", "return call.zero",
         lambda p, b: torch.func.grad(
             lambda y: torch.where(spread(b), torch.sigmoid(y), 0).sum()
         )(looked_up(p, b).log()).sum(0),
@@ -100,6 +99,15 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
     "weights that padding finds, squared in half precision": (
         fills, "if call.value.dtype not in WIDE:", "if False:",
         lambda p, b: ((looked_up(p, b).half() * 1e5) * spread(b)).sum(0),
+    ),
+    "integers that half precision does not hold, times zeros": (
+        fills, "return torch.iinfo(own).max <= torch.finfo(dtype).max", "return True",
+        lambda p, b: (b.narrow[:, None] * torch.where(spread(b), b.x16, 0)[None, :, 0]).sum(1),
+    ),
+    "a softmax, two rows of it for each": (
+        shapes, '[n for n in old if n != "1"] == [n for n in new if n != "1"]',
+        "len(old) == len(new)",
+        lambda p, b: torch.where(spread(b), b.x, -INF).softmax(0).view(-1, 4).sum(0),
     ),
     "scores of -1e9 beside lower ones": (
         sums, 'if is_all(fill, _limit(neutral, x.meta["val"].dtype)):',

@@ -6,11 +6,13 @@ takes seconds, so that it is loaded by the first call. `portable.py` has what is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,11 +116,19 @@ def compile_ahead(
     from torch._inductor import standalone_compile
 
     compiler: Any = torch.compiler.config
-    with tracing(TracingContext(fakes)), compiler.patch(cache_key_tag=tag):
+    with tracing(TracingContext(fakes)), compiler.patch(cache_key_tag=tag), _silent():
         # "aot": in one piece, which can be saved
         return made_of(
             standalone_compile(gm, list(inputs), dynamic_shapes="from_tracing_context", aot=True)
         )
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without advice on how precise products are to be: that is ambient state, as it was traced."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        yield
 
 
 def made_of(call: Any) -> Made:
@@ -144,7 +154,8 @@ def under_torch_compile(
 
     def backend(graph: Any, inputs: Any) -> Any:
         began = time.perf_counter_ns()
-        made = compile_fx(graph, inputs)
+        with _silent():
+            made = compile_fx(graph, inputs)
         tell(made_of(made), (time.perf_counter_ns() - began) // 1000)
         return made
 

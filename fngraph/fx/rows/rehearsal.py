@@ -189,7 +189,7 @@ def _compared(
         return
     for dim, fill in fact.fills.items():
         beyond = keyed[_leading(bare, dim)]
-        if not _holds(fill, beyond, bare, dim):
+        if not _holds(fill, beyond, keyed[_leading(bare)], dim):
             told = fill if isinstance(fill, str) else _short(fill)
             text = f"padding along dim {dim} should hold {told}, and holds {_short(beyond)}"
             yield Difference(node, "fill", text)
@@ -249,7 +249,7 @@ def _leading(bare: torch.Tensor, beyond: int | None = None) -> tuple[slice, ...]
     return tuple(slice(n, None) if d == beyond else slice(n) for d, n in enumerate(bare.shape))
 
 
-def _holds(fill: Any, beyond: torch.Tensor, bare: torch.Tensor, dim: int) -> bool:
+def _holds(fill: Any, beyond: torch.Tensor, true: torch.Tensor, dim: int) -> bool:
     if not beyond.numel():
         return True
     if isinstance(fill, torch.Tensor):
@@ -259,16 +259,16 @@ def _holds(fill: Any, beyond: torch.Tensor, bare: torch.Tensor, dim: int) -> boo
         held = wanted.to(beyond.dtype).cpu().expand(beyond.shape)
         return _alike(beyond.cpu(), held, exact=not beyond.is_cuda)  # rules compute on the CPU
     if fill == BEYOND:
-        first = bare.shape[dim]
+        first = true.shape[dim]
         counted = torch.arange(first, first + beyond.shape[dim], device=beyond.device)
         return bool((beyond.movedim(dim, -1) == counted).all())
     if fill == FINITE:
         return bool(beyond.isfinite().all())
     if fill == VANISHING:
-        lost = bare.isnan().all(dim, keepdim=True).expand(beyond.shape)
+        lost = true.isnan().all(dim, keepdim=True).expand(beyond.shape)
         return bool(torch.where(lost, beyond.isnan() | (beyond == 0), beyond == 0).all())
     assert fill == OFFSETS
-    rising = torch.cat([bare[-1:], beyond])
+    rising = torch.cat([true[-1:], beyond])
     return bool((rising.diff() >= 0).all())
 
 

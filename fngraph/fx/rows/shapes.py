@@ -199,7 +199,8 @@ def cut(call: OpCall) -> Kept:
         result = carried(call, x, to) if len(to) == len(kept) else Kept()
         if call.name == "select" or not ends_early(call, x, dim):
             return result
-        fills = {d: f for d, f in result.fills.items() if d != dim or isinstance(f, str)}
+        on = (OFFSETS, BEYOND)  # which begin where the slice ends
+        fills = {d: f for d, f in result.fills.items() if d != dim or _is_mark(f, on)}
         return dataclasses.replace(result, fills=fills, window=True)  # true rows lie behind
     if is_moving(start):
         raise Mixes(
@@ -209,6 +210,10 @@ def cut(call: OpCall) -> Kept:
     if call.name != "select" and dim in moving_dims(call.node):
         return Kept(window=True)  # the first T elements of memory that has more
     return carried(call, x, dict(zip(kept, moving_dims(call.node))))
+
+
+def _is_mark(fill: Fill, marks: tuple[str, ...]) -> bool:
+    return isinstance(fill, str) and fill in marks
 
 
 def ends_early(call: OpCall, x: Any, dim: int) -> bool:

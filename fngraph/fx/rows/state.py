@@ -148,7 +148,8 @@ def ndim(x: fx.Node) -> int:
 def is_finite(fill: Any) -> bool:
     """Whether padding that holds this is finite."""
     if isinstance(fill, torch.Tensor):
-        return bool(fill.isfinite().all()) if fill.is_floating_point() else True
+        wide = fill.float() if fill.itemsize == 1 else fill  # float8 has no isfinite
+        return bool(wide.isfinite().all()) if fill.is_floating_point() else True
     return fill == FINITE
 
 

@@ -109,6 +109,10 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         "len(old) == len(new)",
         lambda p, b: torch.where(spread(b), b.x, -INF).softmax(0).view(-1, 4).sum(0),
     ),
+    "a softmax without its last row": (
+        shapes, "if d != dim or _is_mark(f, on)", "if d != dim or isinstance(f, str)",
+        lambda p, b: torch.where(spread(b), b.x, -INF).softmax(0)[:-1].sum(0),
+    ),
     "scores of -1e9 beside lower ones": (
         sums, 'if is_all(fill, _limit(neutral, x.meta["val"].dtype)):',
         "if isinstance(fill, torch.Tensor) and bool((fill <= -1e4).all()):",

@@ -139,6 +139,7 @@ def ndim(x: fx.Node) -> int:
 def is_finite(fill: Any) -> bool:
     """Whether padding that holds this is finite."""
     if isinstance(fill, torch.Tensor):
+        fill = fill.float() if fill.itemsize == 1 else fill  # torch asks no float8
         return bool(fill.isfinite().all()) if fill.is_floating_point() else True
     return fill == FINITE
 

@@ -51,6 +51,7 @@ def main() -> None:
         kinds[f"{kind}: {why}" if kind in ("refused", "torch") else kind] += 1
         if kind in FAULTS:
             faults.append({"seed": seed, "kind": kind, "why": why})
+        if kind in (*FAULTS, "torch"):
             print(f"{kind}: --only {seed}: {why[:500]}", flush=True)
     seconds, tried = time.monotonic() - began, sum(kinds.values())
     result = {

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.errors import BackendError, FnGraphError, HostSyncError, ModelError, SpecError
+from fngraph.errors import (
+    BackendError,
+    FnGraphError,
+    HostSyncError,
+    ModelError,
+    OperatorError,
+    SpecError,
+)
 from fngraph.ops import Backend, primitive
 
 pytest.importorskip("transformers")
@@ -474,7 +481,8 @@ def test_experts_that_wait_for_the_routing_name_the_line(name, options):
 
 
 def test_experts_that_the_device_cannot_run_are_refused(wanted):
-    with pytest.raises(ModelError, match=r"Qwen3MoeForCausalLM cannot be traced: .*BF16"):
+    """By the model's name; or by the line, where only torch's rule for fakes refuses it."""
+    with pytest.raises((ModelError, OperatorError), match=r"(cannot be traced|cannot trace).*BF16"):
         graphify(wanted("Qwen3Moe", "cpu").model, experts="grouped_mm")
 
 

@@ -153,7 +153,7 @@ def check_traceable(
         return
     refuse(
         OperatorError(
-            f"{user_line()}: forward calls {name}, which torch runs but cannot trace: {text}. "
+            f"{user_line()}: forward calls {name}, which torch runs but cannot trace ({text}). "
             "Write it with other ops or dtypes, x[mask.bool()] for a mask of bytes; or call it "
             "outside"
         )

@@ -74,6 +74,9 @@ KEPT: Outputs = {
     "mask @ masked": lambda x, p, b: real(b).float() @ masked(p, b),
     "a product of integers with a mask": lambda x, p, b: (b.token_ids * real(b)).sum(),
     "masked, through a weight, sum": lambda x, p, b: (masked(p, b) @ p["w"].t()).sum(0),
+    "float8 of masked rows, summed": lambda x, p, b: (
+        masked(p, b).to(torch.float8_e4m3fn).float() * b.token_ids[:, None]
+    ).sum(0),
     "the true count": lambda x, p, b: real(b).sum(),
     "masked mean": lambda x, p, b: masked(p, b).sum(0) / real(b).sum(),
     "masked softmax": lambda x, p, b: x.masked_fill(~real(b)[:, None], -INF).softmax(0),

@@ -81,18 +81,22 @@ def facts_of(
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
+    known: Mapping[fx.Node, Any] | None = None,
+    claims: Mapping[fx.Node, Any] | None = None,
 ) -> dict[fx.Node, Any]:
     """What is known of every value of a graph: the abstract run.
 
     Args:
         text: a size in T and R, as a person writes it.
+        known: what is known of some nodes beforehand, when they are made.
+        claims: what holds of other nodes, unless their own op mixes rows.
 
     Returns:
         by node, a `Kept` or a `Mixed`: of its value when it is made, and of what it writes then;
         by the output node, those of the results at the end.
     """
     with torch.device("cpu"):
-        return _facts(gm, leaves, constants, text)
+        return _facts(gm, leaves, constants, text, known or {}, claims or {})
 
 
 def _facts(
@@ -100,6 +104,8 @@ def _facts(
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
+    known: Mapping[fx.Node, Any],
+    claims: Mapping[fx.Node, Any],
 ) -> dict[fx.Node, Any]:
     found: dict[fx.Node, Any] = {}
     states: dict[fx.Node, Kept | Mixed] = {}
@@ -113,8 +119,13 @@ def _facts(
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
             states[node] = of_constant(Kept(value=value, held=is_finite(value)))
+        elif node in known:
+            states[node] = known[node]
         elif node.op == "call_function":
-            states[node] = _result(node, states, text)
+            states[node] = own = _result(node, states, text)
+            claim = claims.get(node, own)
+            if isinstance(claim, Mixed) or not isinstance(own, Mixed):
+                states[node] = claim
         else:
             found[node] = [states[x] for x in node.args[0]]  # type: ignore[union-attr,index]
             break
@@ -146,6 +157,12 @@ def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:
 def is_trusted(node: fx.Node) -> bool:
     """Whether it is what `trust_rows` has made."""
     return bool(node.meta.get("custom", {}).get(_TRUSTED))
+
+
+def as_vouched(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """`facts`, where what `trust_rows` was told of a value holds of the value itself."""
+    trusted = filter(is_trusted, gm.graph.nodes)
+    return {**facts, **{node.args[0]: facts[node] for node in trusted}}
 
 
 def vouched_for(gm: fx.GraphModule) -> set[fx.Node]:

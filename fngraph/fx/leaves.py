@@ -192,7 +192,7 @@ def neighbours(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int] | None]:
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     shared = Counter(keys)
     return [
-        (numbers[key], x.storage_offset() * x.itemsize) if shared[key] > 1 else None
+        (numbers[key], int(x.storage_offset()) * x.itemsize) if shared[key] > 1 else None
         for key, x in zip(keys, tensors)
     ]
 

@@ -64,8 +64,7 @@ PLAIN: dict[str, tuple[str, Callable[..., Any]]] = {
     "silu_mul": ("(Tensor gate, Tensor up) -> Tensor", _silu_mul),
     "rope": ("(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rope),
     "norm_rope": (
-        "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, bool centred)"
-        " -> Tensor",
+        "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, bool centred) -> Tensor",
         _norm_rope,
     ),
 }
@@ -76,7 +75,8 @@ rms_norm(x, weight, eps, centred): `x` (..., E) over its root mean square, compu
 add_rms_norm(x, y, ...): x + y, and the norm of that.
 silu_mul(gate, up): silu(gate) * up, of one shape.
 rope(x, cos, sin): `x` (..., T, H, D); pairs (i, i + C) turn, by `cos` and `sin` (..., T, 1, C), or
-    (..., T, 1, D), where the second half is of the pairs' second parts. Columns past the pairs stay.
+    (..., T, 1, D), of whose columns the second half is for the pairs' second parts. Columns past
+    the pairs stay.
 norm_rope(x, weight, cos, sin, ...): the rope of the norm of each head, `weight` (D,).
 """
 

@@ -52,6 +52,8 @@ def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any
         for group in groups:
             if len(group) > 1 and all(name in names for name in group):
                 at = [names[name] for name in group]
+                if any(leaves[i].dim() != 2 for i in at):  # those of experts are stacks of matrices
+                    continue
                 whole = _together([paths[i] for i in at], [leaves[i] for i in at])
                 for i, x in zip(at, whole):
                     leaves[i] = x
@@ -66,7 +68,7 @@ def _together(paths: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
     if why_apart(weights) is None:
         return list(weights)
     kinds = {(x.shape[1:], x.dtype, x.device) for x in weights}
-    if len(kinds) > 1 or any(x.dim() != 2 for x in weights):
+    if len(kinds) > 1:
         told = ", ".join(f"{path} {tuple(x.shape)} {x.dtype}" for path, x in zip(paths, weights))
         raise TreeError(f"{told} cannot lie side by side: pass groups= without them")
     if len({storage_key(x) for x in weights}) < len(weights):
@@ -105,8 +107,8 @@ def _run(x: Tensor, weights: list[Tensor]) -> Tensor:
     why = why_apart(weights)
     if why is not None:
         raise AddressError(
-            f"weights of shapes {[tuple(w.shape) for w in weights]} lay side by side when they were "
-            f"traced, and do not any more: {why}. Bind weights that do, "
+            f"weights of shapes {[tuple(w.shape) for w in weights]} lay side by side when they "
+            f"were traced, and do not any more: {why}. Bind weights that do, "
             "fg.ops.lay_side_by_side(params), or graphify without the pass side_by_side"
         )
     rows = sum(w.shape[0] for w in weights)

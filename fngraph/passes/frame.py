@@ -100,12 +100,15 @@ class Applied(NamedTuple):
         """The graph's code before and after, as a unified diff; "" where nothing matched."""
         if self.before is None or self.after is None:
             return ""
-        texts = [_CLEARED.sub("", gm.code).splitlines() for gm in (self.before, self.after)]
-        name = self.one.name
-        return "\n".join(difflib.unified_diff(*texts, f"before {name}", name, lineterm="", n=1))
+        name, old, new = self.one.name, _lines(self.before), _lines(self.after)
+        return "\n".join(difflib.unified_diff(old, new, f"before {name}", name, lineterm="", n=1))
 
 
-_CLEARED = re.compile(r"(?m);  \w+ = .*$")  # `del` of what is not read again, as fx prints it
+_CLEARED = re.compile(r"(?m);  \w+ = .*$")  # what is not read again, as fx prints it
+
+
+def _lines(gm: fx.GraphModule) -> list[str]:
+    return _CLEARED.sub("", gm.code).splitlines()
 
 
 def as_text(applied: Sequence[Applied]) -> str:
@@ -250,11 +253,12 @@ def _value(one: Pass, node: fx.Node) -> Any:
 
 
 def _alike(before: Any, value: Any, node: fx.Node) -> bool:
-    """Whether a value is as it was: its layout, and the memory that it shares with what it reads."""
+    """Whether a value is as it was: its layout, and what memory it shares with what it reads."""
     old, new = ([x for x in tree_leaves(v) if torch.is_tensor(x)] for v in (before, value))
     read = {storage_key(x.meta["val"]) for x in node.all_input_nodes if is_tensor(x)}
     return len(old) == len(new) and all(
-        _layout(a) == _layout(b) and (storage_key(b) not in read or storage_key(a) == storage_key(b))
+        _layout(a) == _layout(b)
+        and (storage_key(b) not in read or storage_key(a) == storage_key(b))
         for a, b in zip(old, new)
     )
 
@@ -333,9 +337,7 @@ def _is_primitive(node: fx.Node) -> bool:
     return is_op(node) and bool(written_by(node)) and not node.target._schema.returns  # type: ignore[union-attr]
 
 
-def _claims(
-    facts: Mapping[fx.Node, Any], stays: Mapping[fx.Node, fx.Node]
-) -> dict[fx.Node, Any]:
+def _claims(facts: Mapping[fx.Node, Any], stays: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
     """For each new value, what is known of the one in whose place it is read."""
     claims: dict[fx.Node, Any] = {}
     for node, old in stays.items():

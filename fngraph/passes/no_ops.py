@@ -34,7 +34,11 @@ def no_ops(graph: fx.Graph) -> Rewritten:
     """The graph without ops that do nothing."""
     gone = 0
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.users and (same := _same_as(graph, node)) is not None:
+        if (
+            node.op == "call_function"
+            and node.users
+            and (same := _same_as(graph, node)) is not None
+        ):
             node.replace_all_uses_with(same)
             graph.erase_node(node)
             gone += 1

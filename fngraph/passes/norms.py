@@ -10,6 +10,7 @@ it, it is the centred norm of Gemma and Qwen3-Next.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,8 +42,11 @@ def norm_of(x: Any, prefix: str = "") -> Any:
         mean = call(aten.mean, call(aten.pow, wide, 2), [-1], True)
         scaled = call(aten.mul, wide, call(aten.rsqrt, call(aten.add, mean, eps)))
         own = _cast(weight) if narrow is _narrow else weight
-        one = either(call(aten.add, own, 1, label="centred"), call(aten.add, own, 1.0, label="centred"))
-        norms += [call(aten.mul, narrow(scaled), weight), narrow(call(aten.mul, scaled, one))]
+        one = either(
+            call(aten.add, own, 1, label="centred"), call(aten.add, own, 1.0, label="centred")
+        )
+        # centred first: 1 + weight is a weight as well
+        norms += [narrow(call(aten.mul, scaled, one)), call(aten.mul, narrow(scaled), weight)]
     return either(*norms)
 
 
@@ -90,7 +94,7 @@ def add_rms_norm(graph: fx.Graph) -> Rewritten:
             continue
         alike = sizes(x) == sizes(y) == sizes(total) and dtype_of(x) == dtype_of(y)
         if alike and is_dense(total) and is_norm(found, total, node):
-            labelled = found._replace(values={**found.values, "normed": node})
+            labelled = dataclasses.replace(found, values={**found.values, "normed": node})
             args = (x, y, found["weight"], found["eps"], "centred" in found.values)
             op = torch.ops.fngraph.add_rms_norm.default
             matches += replace(graph, labelled, op, args, "total", "normed")

@@ -17,6 +17,7 @@ written between the first op of it and the last: by an in-place op, a view's, or
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class Item(NamedTuple):
     """One of several results of a call."""
 
     of: Any
-    index: int
+    number: int
 
 
 Pattern = Name | Call | Either | Item
@@ -92,7 +93,8 @@ def item(of: Any, index: int) -> Item:
     return Item(of, index)
 
 
-class Found(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
     """A match.
 
     Attributes:
@@ -103,7 +105,8 @@ class Found(NamedTuple):
     values: Mapping[str, Any]
     inside: tuple[fx.Node, ...]
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: str) -> Any:
+        """What a name or a label stands for."""
         return self.values[key]
 
 
@@ -142,7 +145,7 @@ def _tries(
             yield from _tries(option, x, known, inside)
     elif isinstance(pattern, Item):
         if isinstance(x, fx.Node) and x.target is operator.getitem:
-            if x.args[1] == pattern.index:
+            if x.args[1] == pattern.number:
                 yield from _tries(pattern.of, x.args[0], known, (*inside, x))
     elif isinstance(pattern, Call):
         key = f"call {id(pattern)}"
@@ -150,7 +153,7 @@ def _tries(
             if known[key] is x:
                 yield known, inside
         elif isinstance(x, fx.Node) and x.target is pattern.op:
-            if len(x.args) == len(pattern.args) and dict(x.kwargs) == dict(pattern.kwargs):
+            if len(x.args) == len(pattern.args) and _kwargs(x) == dict(pattern.kwargs):
                 known = known | {key: x} | ({pattern.label: x} if pattern.label else {})
                 orders = [x.args]
                 if pattern.op in _EITHER_WAY:
@@ -162,6 +165,17 @@ def _tries(
             yield from _all(pattern, x, known, inside)
     elif type(pattern) is type(x) and pattern == x:
         yield known, inside
+
+
+def _kwargs(node: fx.Node) -> dict[str, Any]:
+    """Those of a call, without what `x.type_as(y)` says of a device and a layout that x has."""
+    given = dict(node.kwargs)
+    if node.target is aten._to_copy.default and is_tensor(node.args[0]):
+        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+        for key, own in (("device", value.device), ("layout", value.layout)):
+            if given.get(key) == own:
+                del given[key]
+    return given
 
 
 def _all(

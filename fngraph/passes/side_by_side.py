@@ -76,7 +76,7 @@ def _leaf(product: fx.Node) -> Any:
 
 
 def _runs(products: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Products in the order of their weights in memory, cut where one is not right behind another."""
+    """Products in the order of their weights in memory, cut where one is not right behind one."""
     placed = sorted((node for node in products if _leaf(node).lies is not None), key=_place)
     runs: list[list[fx.Node]] = []
     for node in placed:

@@ -13,7 +13,6 @@ from torch import Tensor
 from fngraph.ops.triton.launching import launch, power_of_two
 
 
-
 @triton.jit
 def norm_kernel(
     x, y, weight, total, out, x_row, y_row, eps,

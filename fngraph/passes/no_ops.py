@@ -42,6 +42,8 @@ def no_ops(graph: fx.Graph) -> Rewritten:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
             gone += 1
+    for node in list(graph.nodes):
+        gone += _straightened(graph, node)
     made: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not _makes_a_view(node):
@@ -51,8 +53,9 @@ def no_ops(graph: fx.Graph) -> Rewritten:
             node.replace_all_uses_with(made[key])
             graph.erase_node(node)
             gone += 1
-    for node in list(graph.nodes):
-        gone += _straightened(graph, node)
+    for node in reversed(graph.nodes):
+        if not node.users and _makes_a_view(node):
+            graph.erase_node(node)
     return Rewritten(graph, gone)
 
 

@@ -35,7 +35,7 @@ from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Leaf, same_place
 from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
 from fngraph.fx.rows.check import facts_of
-from fngraph.fx.rows.state import Mixed
+from fngraph.fx.rows.state import Kept, Mixed
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.passes.pattern import sizes
 from fngraph.torch_facts.memory import storage_key
@@ -66,6 +66,8 @@ class Pass:
     Attributes:
         version: changes with what it does; code on disk that was made after another one is not
             used. Left out: the source of the function.
+        keeps_rows: ops that the pass puts there of which row i of the result depends on row i
+            alone, by its author's word, as `fg.trust_rows` has it: those that have no rule.
         about: a line for people.
     """
 
@@ -73,6 +75,7 @@ class Pass:
     fn: PassFn
     version: str = ""
     about: str = ""
+    keeps_rows: tuple[Any, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -363,6 +366,8 @@ def _facts_after(
     is, if its own rule does not say that it mixes rows.
     """
     known = {x: facts[old] for x, old in stays.items() if old in facts and x.op != "output"}
+    trusted = [x for x in after.graph.nodes if x not in stays and x.target in one.keeps_rows]
+    known |= {x: claims.get(x, Kept()) for x in trusted}
     found = facts_of(after, leaves, graph.constants, graph.text, known, claims)
     told = set()
     for node, state in found.items():

@@ -235,6 +235,20 @@ def test_an_op_edited_in_place_is_looked_at_anew():
         traced(other_dim, fn=flipped)
 
 
+def test_an_op_without_a_rule_needs_somebody_s_word():
+    op = twice.default
+    with pytest.raises(RowsError, match=r"after the pass 'swapped', calls fn_passes\.twice"):
+        traced(instead(op))
+    one = traced(Pass("mine", instead(op), keeps_rows=(op,)))
+    assert "fn_passes.twice.default" in calls(one)[-1]
+
+
+LIBRARY = torch.library.Library("fn_passes", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+twice = torch.ops.fn_passes.twice
+
+
 def test_what_is_known_of_padding_holds_on():
     """A sum over T needs zeros in padding, of which an op of one's own says nothing."""
 

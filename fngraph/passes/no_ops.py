@@ -30,7 +30,7 @@ aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
-def no_ops(graph: fx.Graph) -> Rewritten:
+def drop_no_ops(graph: fx.Graph) -> Rewritten:
     """The graph without ops that do nothing."""
     gone = 0
     for node in list(graph.nodes):

@@ -82,7 +82,7 @@ def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def add_rms_norm(graph: fx.Graph) -> Rewritten:
+def fuse_add_rms_norm(graph: fx.Graph) -> Rewritten:
     """Norms of sums; the sum itself may be read by others, and is a result too."""
     matches = 0
     for node in _roots(graph):
@@ -101,7 +101,7 @@ def add_rms_norm(graph: fx.Graph) -> Rewritten:
     return Rewritten(graph, matches)
 
 
-def rms_norm(graph: fx.Graph) -> Rewritten:
+def fuse_rms_norm(graph: fx.Graph) -> Rewritten:
     """Norms of anything else."""
     matches = 0
     for node in _roots(graph):

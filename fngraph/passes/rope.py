@@ -59,13 +59,13 @@ _ROPE_OF_NORM = either(_pairs(norm_of(_X)), _halves(norm_of(_X)))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def norm_rope(graph: fx.Graph) -> Rewritten:
+def fuse_norm_rope(graph: fx.Graph) -> Rewritten:
     """Ropes of norms."""
     op = torch.ops.fngraph.norm_rope.default
     return Rewritten(graph, sum(_replaced(graph, x, _ROPE_OF_NORM, op) for x in _roots(graph)))
 
 
-def rope(graph: fx.Graph) -> Rewritten:
+def fuse_rope(graph: fx.Graph) -> Rewritten:
     """Ropes of anything else."""
     op = torch.ops.fngraph.rope.default
     return Rewritten(graph, sum(_replaced(graph, x, _ROPE, op) for x in _roots(graph)))

@@ -18,20 +18,25 @@ from typing import Any
 from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
 from fngraph.passes.frame import Pass
-from fngraph.passes.no_ops import no_ops
-from fngraph.passes.norms import add_rms_norm, rms_norm
-from fngraph.passes.rope import norm_rope, rope
-from fngraph.passes.side_by_side import side_by_side
-from fngraph.passes.silu_mul import silu_mul
+from fngraph.passes.no_ops import drop_no_ops
+from fngraph.passes.norms import fuse_add_rms_norm, fuse_rms_norm
+from fngraph.passes.rope import fuse_norm_rope, fuse_rope
+from fngraph.passes.side_by_side import merge_side_by_side
+from fngraph.passes.silu_mul import fuse_silu_mul
 
 PASSES: tuple[Pass, ...] = (
-    Pass("no_ops", no_ops, "1", "views that are their base, copies that nobody can tell"),
-    Pass("side_by_side", side_by_side, "1", "products of one input, by weights that lie together"),
-    Pass("norm_rope", norm_rope, "1", "rotary embedding of normed heads"),
-    Pass("rope", rope, "1", "rotary embedding"),
-    Pass("add_rms_norm", add_rms_norm, "1", "a sum and its RMSNorm"),
-    Pass("rms_norm", rms_norm, "1", "RMSNorm"),
-    Pass("silu_mul", silu_mul, "1", "silu(gate) * up"),
+    Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
+    Pass(
+        "side_by_side",
+        merge_side_by_side,
+        "1",
+        "products of one input, by weights that lie together",
+    ),
+    Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
+    Pass("rope", fuse_rope, "1", "rotary embedding"),
+    Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
+    Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
+    Pass("silu_mul", fuse_silu_mul, "1", "silu(gate) * up"),
 )
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),

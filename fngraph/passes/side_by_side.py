@@ -28,7 +28,7 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def side_by_side(graph: fx.Graph) -> Rewritten:
+def merge_side_by_side(graph: fx.Graph) -> Rewritten:
     """Products `x @ w.t()` of one `x`, whose weights are held leaves."""
     inputs: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:

@@ -13,7 +13,7 @@ _PATTERN = call(aten.mul, call(aten.silu, name("gate")), name("up"))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def silu_mul(graph: fx.Graph) -> Rewritten:
+def fuse_silu_mul(graph: fx.Graph) -> Rewritten:
     """Products of two values of one shape and dtype; one that is broadcast is left."""
     matches = 0
     for node in list(graph.nodes):

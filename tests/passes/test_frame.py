@@ -257,8 +257,15 @@ def test_what_is_known_of_padding_holds_on():
         gate_TE = torch.where((batch.slot_mapping >= 0)[:, None], x_TE, 0)
         return (torch.nn.functional.silu(gate_TE) * gate_TE).sum(0), state
 
-    one = traced("silu_mul", fn=masked)
-    assert one.passes[0].matches == 1
+    def anew(graph: fx.Graph) -> fx.Graph:
+        for node in list(graph.nodes):
+            if node.target is aten.sum.dim_IntList:
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(graph.call_function(node.target, node.args))
+                graph.erase_node(node)
+        return graph
+
+    assert [one.matches for one in traced("silu_mul", anew, fn=masked).passes] == [1, 1]
     toy = Model(masked, toys.tally_params(), toys.tally_state())
     fast = toy.graphify(passes=("silu_mul", "no_ops"), modes="FULL", sizes=(16,))
     for batch in steps()[:3]:
@@ -275,6 +282,15 @@ def test_what_was_vouched_for_holds_on():
         return torch.nn.functional.silu(y_TE) * torch.sin(y_TE), state
 
     assert traced("silu_mul", fn=sorted_rows).passes[0].matches == 2
+
+    def before_the_last(graph: fx.Graph) -> fx.Graph:
+        *_, gate = [node for node in graph.nodes if node.target is aten.silu.default]
+        with graph.inserting_before(gate):
+            gate.args = (graph.call_function(aten.flip.default, (gate.args[0], [0])),)
+        return graph
+
+    with pytest.raises(RowsError, match="after the pass 'before_the_last'"):
+        traced(before_the_last, fn=sorted_rows)
 
 
 def test_a_fusion_of_one_s_own():

@@ -71,11 +71,13 @@ class Compiled:
     Attributes:
         executable: what a step is made of.
         pieces: each distinct piece once.
+        passes: how often each pass has matched, without graphs.
     """
 
     executable: Executable
     options: Options
     pieces: tuple[Piece, ...]
+    passes: tuple[Applied, ...] = ()
 
     def capture(self, *bound: Any, **options: Unpack[CaptureDict]) -> Step[Any]:
         """Bind the held and donated arguments (in `forward`'s order) and capture every key.
@@ -120,9 +122,11 @@ class Compiled:
         return self.executable.level
 
     def as_text(self) -> str:
-        """The code of each distinct piece; which compiled code serves which sizes, and keys."""
+        """How often each pass matched; the code of each distinct piece; which compiled code serves
+        which sizes, and keys."""
         codes = [piece.gm.code.strip() for piece in self.pieces]
-        parts = [f"# piece {i}\n{code}" for i, code in enumerate(codes)]
+        parts = [as_text(self.passes)] if self.passes else []
+        parts += [f"# piece {i}\n{code}" for i, code in enumerate(codes)]
         compiled, keys = self.executable.compiled, self.executable.table
         rows = [row for one in compiled for row in artefact_rows(one)]
         if rows:
@@ -230,7 +234,8 @@ class Lowered:
             else:
                 fns.append(of_piece[id(part)])
         made_of = self.executable(tuple(fns), tuple(compiled))
-        return Compiled(made_of, options, tuple(self.split.distinct))
+        passes = tuple(one.counted() for one in self.split.traced.passes)
+        return Compiled(made_of, options, tuple(self.split.distinct), passes)
 
     def runs(self, compiled: Sequence[CompiledPiece]) -> bool:
         """Whether these are its compiled pieces: code is for shapes as well."""
@@ -283,7 +288,10 @@ class Lowered:
             estimate=self._estimate,
             level=self.level,
             compiled=compiled,
-            maker=Retracer(traced, self.limits),
+            maker=Retracer(
+                dataclasses.replace(traced, passes=tuple(one.counted() for one in traced.passes)),
+                self.limits,
+            ),
         )
 
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
@@ -466,15 +474,19 @@ class Traced:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not as it was asked for: primitives that are no cuts, streams that are one."""
-        return tuple(
+        """What is not as it was asked for: primitives that are no cuts, streams that are one, what
+        passes have left."""
+        notes = [f"{one.one.name}: {note}" for one in self.passes for note in one.notes]
+        notes += [
             f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
             "its plain torch ops are captured, there is no cut, and no backend is asked"
             for name, line in self.graph.inlined
-        ) + tuple(
+        ]
+        notes += [
             f"{line}: the side stream is ignored: forward runs on one stream, in program order"
             for line in self.graph.streams
-        )
+        ]
+        return tuple(notes)
 
     def diff(self, name: str) -> str:
         """What a pass changed, as a unified diff of the graph's code; "" where it did not match.

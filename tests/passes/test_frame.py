@@ -97,6 +97,9 @@ def test_what_a_pass_did_is_printed_and_shown():
     assert "+    silu_mul_default = torch.ops.fngraph.silu_mul.default(index, sin)" in shown
     assert "cos" in one.diff("cosines") and "cos" not in shown
     assert traced("rope").diff("rope") == ""
+    compiled = one.split().lower().compile()
+    assert compiled.as_text().startswith("| pass") and "# piece 0" in compiled.as_text()
+    assert all(x.before is None for x in compiled.executable.maker.traced.passes)
     with pytest.raises(PassError, match="no pass 'rope' has run; there were silu_mul, cosines"):
         one.diff("rope")
 

@@ -328,8 +328,9 @@ def test_products_become_one_where_their_weights_lie_so(name: str):
 def test_weights_that_were_traced_without_memory_stay_apart():
     toy = model_of(project("wq", "wk", "wv"), lay_side_by_side(params()))
     fast = toy.graphify(passes=("side_by_side",))
-    (one,) = fast.trace(fg.like(toy.params), fg.like(toy.state)).passes
-    (note,) = one.notes
+    traced = fast.trace(fg.like(toy.params), fg.like(toy.state))
+    ((one,), (note,)) = traced.passes, traced.passes[0].notes
+    assert f"side_by_side: {note}" in traced.split().lower().notes
     assert one.matches == 0 and "params = fg.ops.lay_side_by_side(params)" in note
     assert note.startswith("params['wq'], params['wk'], params['wv']: they do not lie")
 

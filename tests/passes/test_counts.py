@@ -20,9 +20,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = tuple(one.name for one in PASSES)
 ORDER = ("side_by_side", "norm_rope", "rope", "add_rms_norm", "rms_norm", "silu_mul")
 CLOSE = {  # of one product in place of three; in bfloat16, of matrices that are drawn wide
-    torch.float32: {"atol": 1e-4, "rtol": 1e-4},
-    torch.bfloat16: {"atol": 0.2, "rtol": 0.1},
+    (torch.float32, "cpu"): {"atol": 1e-4, "rtol": 1e-4},
+    (torch.float32, "cuda"): {"atol": 1e-3, "rtol": 1e-3},
+    (torch.bfloat16, "cpu"): {"atol": 0.2, "rtol": 0.1},
 }
+DENSE = ("llama", "qwen3")
 # Layers: llama, qwen3 and mamba2 have 2, qwen3_moe and deepseek_v2 3, qwen3_next 4. A first norm
 # follows no addition, nor does the last, which is of chosen rows.
 FAMILIES: dict[str, tuple[int, ...]] = {  # by ORDER
@@ -51,10 +53,10 @@ def counts(traced: Any) -> tuple[int, ...]:
     return tuple(found[name] for name in ORDER)
 
 
-def new_cache(family: Any, params: Any, dtype: torch.dtype) -> Any:
+def new_cache(family: Any, params: Any, dtype: torch.dtype, device: Any) -> Any:
     return family.init_cache(
-        params.config, 8, block_size=generate.BLOCK_SIZE, num_slots=2, dtype=dtype
-    )
+        params.config, 8, block_size=generate.BLOCK_SIZE, num_slots=2, dtype=dtype, device=device
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +73,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_fused_so_often_and_computes_the_same(
-    name: str, dtype: torch.dtype, folder: Callable[[str], Path]
+    name: str, dtype: torch.dtype, folder: Callable[[str], Path], recorder_name: str, device: Any
 ):
     family = loading.family(folder(name))
-    _, params = family.load(folder(name), dtype=dtype)
+    _, params = family.load(folder(name), dtype=dtype, device=device)
     laid = fg.ops.lay_side_by_side(params)
-    batch = generate.alone(tiny.PROMPT, 0, 8, "cpu", family.Batch)
+    batch = generate.alone(tiny.PROMPT, 0, 8, device, family.Batch)
 
     def run(passes: Any) -> Any:
-        cache = new_cache(family, laid, dtype)
+        cache = new_cache(family, laid, dtype, device)
         fast = fg.graphify(
             family.forward, passes=passes, modes="FULL", donate="cache", stage="batch", sizes=(16,)
         )
         traced = fast.trace(laid, cache, limits=fg.Limits(16, 2, B=8))
-        step = traced.split().lower().compile().capture(laid, cache, recorder="tape")
+        step = traced.split().lower().compile().capture(laid, cache, recorder=recorder_name)
         return traced, *step(cache, batch)
 
     traced, got, cache = run("all")
@@ -96,10 +98,17 @@ def test_a_family_is_fused_so_often_and_computes_the_same(
     _, *same = run([one for one in NAMES if one != "side_by_side"])
     plain, *bare = run(())
     assert plain.passes == () and plain.as_text() == plain.graph.gm.code.strip()
-    for a, b in zip(trees(tuple(same)), trees(tuple(bare)), strict=True):
-        assert torch.equal(a, b)  # the very ops, in one call
+    if device.type == "cpu":
+        for a, b in zip(trees(tuple(same)), trees(tuple(bare)), strict=True):
+            assert torch.equal(a, b)  # the very ops, in one call
+    elif dtype == torch.bfloat16:  # what is rounded otherwise may choose another expert
+        _, wide = family.load(folder(name), dtype=torch.float32, device=device)
+        true, _ = family.forward(wide, new_cache(family, wide, torch.float32, device), batch)
+        off, least = ((x.float() - true).abs().mean() for x in (got, bare[0]))
+        assert name not in DENSE or off <= 1.5 * least
+        return
     for a, b in zip(trees((got, cache)), trees(tuple(bare)), strict=True):
-        torch.testing.assert_close(a, b, **CLOSE[dtype])
+        torch.testing.assert_close(a, b, **CLOSE[dtype, device.type])
 
 
 def trees(tree: Any) -> list[torch.Tensor]:

@@ -26,17 +26,17 @@ from fngraph.passes.silu_mul import fuse_silu_mul
 
 PASSES: tuple[Pass, ...] = (
     Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
+    Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
+    Pass("rope", fuse_rope, "1", "rotary embedding"),
+    Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
+    Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
+    Pass("silu_mul", fuse_silu_mul, "1", "silu(gate) * up"),
     Pass(
         "side_by_side",
         merge_side_by_side,
         "1",
         "products of one input, by weights that lie together",
     ),
-    Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
-    Pass("rope", fuse_rope, "1", "rotary embedding"),
-    Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
-    Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
-    Pass("silu_mul", fuse_silu_mul, "1", "silu(gate) * up"),
 )
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -193,6 +193,7 @@ class Lowered:
         """For each piece, by name, how its compiled code is called, or why it has none."""
         if self.level == "none":
             return {}
+        # a pass rewrites `p.gm` here; its name and version go into `Source.passes` in `_compiled`
         return {f"piece {i}": plan_of(p.gm) for i, p in enumerate(self.split.distinct)}
 
     def compile(

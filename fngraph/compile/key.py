@@ -24,14 +24,16 @@ from fngraph.torch_facts import inductor, portable
 Pass = tuple[str, str]
 """A pass that has rewritten a piece: its name, and its version."""
 
-FLAGS = ("TORCH", "TRITON_", "PYTORCH_", "CUBLAS", "CUDA_", "NVIDIA_", "CXX", "CC", "MKL_", "DNNL_")
+FLAGS = (
+    "TORCHINDUCTOR_", "AOT_INDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "TORCH_ALLOW_",
+    "TORCH_BLAS_", "TRITON_", "CUBLAS", "NVIDIA_TF32", "CC", "CXX", "MKL_", "DNNL_", "ONEDNN_",
+)  # fmt: skip
 """Environment variables that begin so decide what is compiled, or which kernels run."""
 PLACES = {
-    "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE",
-    "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR",
-    "CUDA_CACHE_PATH", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_DIR", "TRITON_HOME",
+    "TRITON_DUMP_DIR",
 }  # fmt: skip
-"""But these say where something is, or what is shown."""
+"""But these say where something is, or how fast it is made. Inductor itself sets some of them."""
 
 
 def facts_of(

@@ -90,7 +90,7 @@ class Recorder(Protocol):
     turn: Turn
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
-        """Run `fn` for real, as a replay would, so that lazy set-up is behind it."""
+        """Run `fn` for real, so that lazy set-up happens outside of a recording."""
         ...
 
     def record(

@@ -235,8 +235,8 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
 
 
 def _warm_eager(keys: Keys) -> None:
-    """Run what `torch.compile` compiles when it first runs, for batches of mode NONE: those of one
-    token, of one request, and of more."""
+    """Run what `torch.compile` compiles when it first runs, for each kind of size that its guards
+    tell apart, in any mode: batches of one token, of one request, and of more."""
     executable, most = keys.executable, keys.executable.limits
     batches = [(1, 1), (most.max_tokens, 1), (most.max_tokens, min(most.max_tokens, most.max_reqs))]
     with as_captured(keys), preserved(overwritten(keys)):
@@ -277,10 +277,9 @@ def _run_padding(keys: Keys, key: Key) -> None:
         except BaseException:  # or the next step would read another slot than its own
             keys.ring.resume()
             raise
-        if keys.shared.recorder.lazy_kernels or executable.level == "stock":
-            keys.shared.recorder.warm_up(
-                lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
-            )
+        keys.shared.recorder.warm_up(
+            lambda: run_program(executable.program, executable.fns, inputs, sizes, host)
+        )
     keys.warm[kind(executable, key[1])] = key
 
 

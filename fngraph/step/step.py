@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -98,7 +99,8 @@ class Step(Generic[R]):
         executable = executable.maker.under(ambient) or executable
         self.shared, self.entry, self.binding = shared, shared.entry, shared.binding
         self.recorder, self.turn = shared.recorder, shared.recorder.turn
-        self._counted: dict[CompiledPiece, int] = {}  # how much of `made` the stats have
+        # how much of `made` the stats have
+        self._counted: MutableMapping[CompiledPiece, int] = weakref.WeakKeyDictionary()
         self.main = make_keys(executable, shared)
         self.by_ambient: dict[Ambient, Keys] = {ambient: self.main}
         self.last = LastCall(plain_state(self.recorder.device.type), self.main)
@@ -203,6 +205,11 @@ class Step(Generic[R]):
     @property
     def stats(self) -> Stats:
         """What ran, counted; and what was compiled, up to now."""
+        self._count_compiled()
+        return self.shared.stats
+
+    def _count_compiled(self) -> None:
+        """Count what was made of pieces since the last time."""
         for keys in self._family:
             for piece in keys.executable.compiled:
                 counted = self._counted.get(piece, 0)
@@ -210,10 +217,10 @@ class Step(Generic[R]):
                     kind = CompileKey(piece.name, one.range, one.made.kernels, one.loaded)
                     self.shared.stats.observe_compile(kind, one.us)
                 self._counted[piece] = len(piece.made)
-        return self.shared.stats
 
     def _forget(self, ambient: Ambient) -> None:
         """Let go of an ambient state, and of the graphs that nothing else is for."""
+        self._count_compiled()
         keys = self.by_ambient.pop(ambient)
         if all(keys is not other for other in self._family):
             keys.free(list(keys.replays))
@@ -382,6 +389,7 @@ class Step(Generic[R]):
 
     def _begin(self, main: Keys) -> None:
         """Go on with these keys; those for other ambient states are made again when needed."""
+        self._count_compiled()
         main.take_over(self.last.keys)
         self.main, self.by_ambient = main, {}
         self.last = LastCall(self.last.read_ambient, main)

@@ -43,12 +43,15 @@ class TapeRecording:
     dead: tuple[torch.Tensor, ...]
     keeps: tuple[Any, ...] = ()
 
+    @torch.inference_mode()  # which may write both inference tensors and normal ones
     def replay(self) -> None:
         """Do it all again, then poison what a CUDA graph would leave as garbage.
 
         Whatever the caller's autocast is: what it has to say is in the recording.
         """
-        with _replaying():
+        cast = torch.is_autocast_enabled("cpu")
+        off = torch.autocast("cpu", enabled=False) if cast else contextlib.nullcontext()
+        with off, DisableTorchFunction():  # a default device would decide where zeros are made
             for op in self.graph:
                 results = op.fn(*op.args, **op.kwargs)
                 if op.into:
@@ -74,17 +77,6 @@ class TapeRecording:
         return f"TapeRecording({len(self.graph)} ops)"
 
 
-@contextlib.contextmanager
-def _replaying() -> Iterator[None]:
-    """The state of torch that replays run in, whatever the caller's is."""
-    cast = torch.is_autocast_enabled("cpu")
-    off = torch.autocast("cpu", enabled=False) if cast else contextlib.nullcontext()
-    # inference mode may write inference tensors and normal ones; a default device would decide
-    # where zeros are made
-    with torch.inference_mode(), off, DisableTorchFunction():
-        yield
-
-
 class TapeRecorder:
     """Records CPU work into one arena."""
 
@@ -104,9 +96,7 @@ class TapeRecorder:
         return f"TapeRecorder({self.device})"
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
-        """Run `fn` as a replay runs it."""
-        with _replaying():
-            fn()
+        """Nothing on the CPU is set up lazily in a way that a recording would miss."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

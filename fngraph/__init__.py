@@ -27,7 +27,7 @@ _EXPORTS = {
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Step": "step.step", "ChangedRows": "step.changed_rows",
 }  # fmt: skip
-_MODULES = ("core", "errors", "ops", "models", "report", "testing", "integrations")
+_MODULES = ("core", "errors", "ops", "passes", "models", "report", "testing", "integrations")
 
 if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test holds the two together
     from fngraph import (
@@ -36,6 +36,7 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
         integrations as integrations,
         models as models,
         ops as ops,
+        passes as passes,
         report as report,
         testing as testing,
     )

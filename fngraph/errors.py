@@ -123,6 +123,10 @@ class CompileError(FnGraphError, RuntimeError):
     """A piece that Inductor cannot compile, or a size that its compiled code does not serve."""
 
 
+class PassError(FnGraphError, ValueError):
+    """A pass that is unknown, or that returned a graph which is not what it was given."""
+
+
 class SleepError(FnGraphError, RuntimeError):
     """A step was called while it sleeps: `step.wake()` first."""
 

@@ -22,6 +22,8 @@ from fngraph.fx.donation.table import COPY_LIMIT
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import check_name
 from fngraph.ops.choice import Choices, check_choices
+from fngraph.passes.frame import Pass
+from fngraph.passes.shipped import Wanted, passes_of
 
 
 class ResolveDict(TypedDict, total=False):
@@ -60,6 +62,7 @@ class OptionsDict(ResolveDict, total=False):
     compile: str
     compile_sizes: Iterable[int]
     cache: bool
+    passes: str | Iterable[Wanted] | None
 
 
 class CaptureDict(TypedDict, total=False):
@@ -106,6 +109,7 @@ class Options:
         backends: primitive name to backends; a primitive left out takes its default.
         adapters: counts of active adapters that get keys of their own.
         compile: the level of compilation; pieces that call primitives may change it.
+        passes: over the traced graph, in order; None: those of the level.
         allow_copies: bytes of the largest donated leaf that may be copied; or False, True.
         resolve: further arguments of `fngraph.core.resolve`, such as pooling=True.
 
@@ -134,6 +138,7 @@ class Options:
     compile: str = "none"
     compile_sizes: tuple[int, ...] = ()
     cache: bool = True
+    passes: tuple[Pass, ...] | None = None
     resolve: ResolveDict = dataclasses.field(default_factory=ResolveDict)
 
     def __post_init__(self) -> None:
@@ -158,6 +163,11 @@ class Options:
         check_name(self.recorder)
         Rules(self.memory_budget, self.on_failure)
 
+    @property
+    def passes_in_order(self) -> tuple[Pass, ...]:
+        """What was asked for, or else what the level has."""
+        return passes_of(None, self.compile) if self.passes is None else self.passes
+
     def rules(self, memory_budget: int | None, on_failure: str | None) -> Rules:
         """How keys are kept by a capture that was told these; None: as `graphify` was told."""
         budget = self.memory_budget if memory_budget is None else memory_budget
@@ -174,6 +184,8 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     check_names("graphify", given, OptionsDict)
     options = dict(given)
     resolve: Any = {n: options.pop(n) for n in ResolveDict.__annotations__ if n in options}
+    asked = options.pop("passes", None)
+    passes = None if asked is None else passes_of(asked, "none")
     modes, backends = options.pop("modes", None), options.pop("backends", None)
     adapters = options.pop("adapters", 0)
     if not isinstance(backends, Mapping | None):
@@ -199,6 +211,7 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         if isinstance(adapters, int)
         else tuple(adapters),
         resolve=resolve,
+        passes=passes,
         **options,
     )
 

@@ -41,8 +41,8 @@ from fngraph.core import (
 from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Instruction, Program
-from fngraph.core.text import count, table
-from fngraph.errors import AmbientError, FieldError, FnGraphError, RowsError, SpecError
+from fngraph.core.text import count, did_you_mean, table
+from fngraph.errors import AmbientError, FieldError, FnGraphError, PassError, RowsError, SpecError
 from fngraph.executable import Executable, sizes_of
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments, Signature
@@ -53,13 +53,14 @@ from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
-from fngraph.fx.rows.check import check_rows, facts_of
+from fngraph.fx.rows.check import as_vouched, check_rows, facts_of
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.options import CaptureDict, Options, check_names, check_outputs
+from fngraph.passes.frame import Applied, as_text, run_passes
 from fngraph.step.step import Step, make_step
 
 
@@ -70,11 +71,13 @@ class Compiled:
     Attributes:
         executable: what a step is made of.
         pieces: each distinct piece once.
+        passes: how often each pass has matched, without graphs.
     """
 
     executable: Executable
     options: Options
     pieces: tuple[Piece, ...]
+    passes: tuple[Applied, ...] = ()
 
     def capture(self, *bound: Any, **options: Unpack[CaptureDict]) -> Step[Any]:
         """Bind the held and donated arguments (in `forward`'s order) and capture every key.
@@ -119,9 +122,11 @@ class Compiled:
         return self.executable.level
 
     def as_text(self) -> str:
-        """The code of each distinct piece; which compiled code serves which sizes, and keys."""
+        """How often each pass matched; the code of each distinct piece; which compiled code serves
+        which sizes, and keys."""
         codes = [piece.gm.code.strip() for piece in self.pieces]
-        parts = [f"# piece {i}\n{code}" for i, code in enumerate(codes)]
+        parts = [as_text(self.passes)] if self.passes else []
+        parts += [f"# piece {i}\n{code}" for i, code in enumerate(codes)]
         compiled, keys = self.executable.compiled, self.executable.table
         rows = [row for one in compiled for row in artefact_rows(one)]
         if rows:
@@ -230,7 +235,8 @@ class Lowered:
             else:
                 fns.append(of_piece[id(part)])
         made_of = self.executable(tuple(fns), tuple(compiled))
-        return Compiled(made_of, options, tuple(self.split.distinct))
+        passes = tuple(one.counted() for one in self.split.traced.passes)
+        return Compiled(made_of, options, tuple(self.split.distinct), passes)
 
     def runs(self, compiled: Sequence[CompiledPiece]) -> bool:
         """Whether these are its compiled pieces: code is for shapes as well."""
@@ -245,7 +251,8 @@ class Lowered:
         """A piece compiled for every key, and for the extremes of what runs without one."""
         within, letters = whole(self.limits), self.split.traced.graph.letters
         disk = disk_of(os.environ) if self.split.traced.options.cache else None
-        source = Source(name, piece.key, plan, letters, disk=disk)
+        passes = [one.key for one in self.split.traced.options.passes_in_order]
+        source = Source(name, piece.key, plan, letters, passes, disk)
         made = CompiledPiece(source, within, self.level)
         keys = [sizes_of(key, self.limits) for _, key in self.table]
         most_tokens, most_reqs = within.tokens.high, within.reqs.high
@@ -282,7 +289,10 @@ class Lowered:
             estimate=self._estimate,
             level=self.level,
             compiled=compiled,
-            maker=Retracer(traced, self.limits),
+            maker=Retracer(
+                dataclasses.replace(traced, passes=tuple(one.counted() for one in traced.passes)),
+                self.limits,
+            ),
         )
 
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
@@ -439,6 +449,7 @@ class Traced:
         returns: index of a donated leaf to the index of the output leaf that is its new value.
         ambient: the state of torch that it was traced under.
         asked: which of grad and inference mode `forward` has asked for; the others are all one.
+        passes: what each pass did to the graph, in order.
     """
 
     args: Arguments
@@ -450,6 +461,7 @@ class Traced:
     returns: Mapping[int, int]
     ambient: Ambient
     asked: frozenset[str]
+    passes: tuple[Applied, ...] = ()
 
     @property
     def signature(self) -> Signature:
@@ -463,15 +475,34 @@ class Traced:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not as it was asked for: primitives that are no cuts, streams that are one."""
-        return tuple(
+        """What is not as it was asked for: primitives that are no cuts, streams that are one, what
+        passes have left."""
+        notes = [f"{one.one.name}: {note}" for one in self.passes for note in one.notes]
+        notes += [
             f"{line}: {name} is inlined, as a gradient or a torch.func transform goes through it: "
             "its plain torch ops are captured, there is no cut, and no backend is asked"
             for name, line in self.graph.inlined
-        ) + tuple(
+        ]
+        notes += [
             f"{line}: the side stream is ignored: forward runs on one stream, in program order"
             for line in self.graph.streams
-        )
+        ]
+        return tuple(notes)
+
+    def diff(self, name: str) -> str:
+        """What a pass changed, as a unified diff of the graph's code; "" where it did not match.
+
+        Raises:
+            PassError: no pass of that name has run.
+        """
+        ran = {one.one.name: one for one in self.passes}
+        if name not in ran:
+            known = ", ".join(ran) or "none"
+            raise PassError(
+                f"no pass {name!r} has run; there were {known}.{did_you_mean(name, ran)} Pass "
+                f"fg.graphify(..., passes=({name!r}, ...))"
+            )
+        return ran[name].diff()
 
     def split(self) -> Split:
         """Cut at every primitive; equal pieces become one."""
@@ -485,15 +516,18 @@ class Traced:
         return alike and self.ambient.kernels == other.ambient.kernels
 
     def as_text(self) -> str:
-        """The traced ops as Python."""
-        return self.graph.gm.code.strip()
+        """The traced ops as Python; before them, how often each pass has matched."""
+        code = self.graph.gm.code.strip()
+        return f"{as_text(self.passes)}\n\n{code}" if self.passes else code
 
     def __repr__(self) -> str:
         ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)
         how = [row.how for row in self.donation.rows]
         donated = ", ".join(f"{how.count(h)} {h}" for h in dict.fromkeys(how)) or "none"
         inlined = "".join(f", {name} inlined at {line}" for name, line in self.graph.inlined)
-        return f"Traced({self.signature!r}, {ops} ops, donated: {donated}{inlined})"
+        passes = ", ".join(f"{one.one.name} x{one.matches}" for one in self.passes)
+        ran = f", passes: {passes}" if passes else ""
+        return f"Traced({self.signature!r}, {ops} ops, donated: {donated}{inlined}{ran})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -624,9 +658,17 @@ def _traced(
     facts = facts_of(graph.gm, args.leaves, graph.constants, graph.text, returns)
     if look is not None:
         look(args, limits, graph, facts)
+    vouched = as_vouched(graph.gm, facts)
     check_rows(graph.gm, facts, paths, set(returns.values()), refuse)
+    applied: tuple[Applied, ...] = ()
+    if options.passes_in_order and not refuse.errors:
+        with refuse.catching():
+            graph, applied = run_passes(
+                options.passes_in_order, graph, args.leaves, vouched, refuse
+            )
     donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
     graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(
-        args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked)
-    )
+        args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked),
+        applied,
+    )  # fmt: skip

@@ -24,7 +24,7 @@ STDLIB = set(sys.stdlib_module_names)
 # layer -> what may be imported anywhere in it, and what only inside a function
 BASE = {"fngraph.errors", "fngraph.core"}
 FACTS = {"fngraph.torch_facts", "torch"}
-LOWER = BASE | FACTS | {"fngraph.ops", "fngraph.fx", "fngraph.graphs", "fngraph.compile"}
+LOWER = BASE | FACTS | {f"fngraph.{name}" for name in ("ops", "fx", "graphs", "passes", "compile")}
 STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
 STAGES = STEP | {"fngraph.calls", "fngraph.stages"}
 TRANSFORMS = STAGES | {
@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "fngraph.fx": (BASE | FACTS | {"fngraph.fx", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
     "fngraph.graphs": (BASE | FACTS | {"fngraph.graphs", "triton", "numpy"}, {"cuda"}),
+    "fngraph.passes": (BASE | FACTS | {"fngraph.fx", "fngraph.passes"}, set()),
     "fngraph.compile": (BASE | FACTS | {"fngraph.fx", "fngraph.compile"}, set()),
     "fngraph.calls": (LOWER, set()),
     "fngraph.options": (LOWER, set()),

@@ -17,7 +17,7 @@ import torch
 from fngraph.core import Buffer, Dim, buffers_of, check_declared, host_field, trees
 from fngraph.core.structs import hide_host_field
 from fngraph.errors import MutationError, TreeError
-from fngraph.fx.leaves import Leaf, Role, TensorSpec, check_aliases, check_kind
+from fngraph.fx.leaves import Leaf, Role, TensorSpec, check_aliases, check_kind, neighbours
 
 Names = str | int | Iterable[str | int] | None
 
@@ -216,7 +216,10 @@ def abstract_arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
         raise TreeError(f"{path_a} is on {a}, {path_b} on {b}; one function runs on one device")
     check_aliases([leaf for leaf, _ in real], [tensor for _, tensor in real])
     device = next(iter(devices), batch_device)  # held and donated leaves decide
-    placed = tuple(dataclasses.replace(leaf, device=device) for leaf in leaves)
+    lies = {leaf.path: at for (leaf, _), at in zip(real, neighbours([x for _, x in real]))}
+    placed = tuple(
+        dataclasses.replace(leaf, device=device, lies=lies.get(leaf.path)) for leaf in leaves
+    )
     return Arguments(sig, tuple(treedefs), placed, batch_type, device)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,8 @@ class Leaf:
         buffer: what a staged leaf is declared to be; None for the others.
         padded: whether padding holds what `buffer` says; else it may hold anything, and in
             integers what some true row holds.
+        lies: of a leaf that shares a storage with others, which storage, counted from 0, and where
+            its first byte is there; None: it does not, or it was traced without memory.
     """
 
     path: str
@@ -77,6 +80,7 @@ class Leaf:
     spec: TensorSpec | None = None
     buffer: Buffer | None = None
     padded: bool = True
+    lies: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -180,6 +184,17 @@ def check_memory(path: str, tensor: torch.Tensor, donated: bool) -> None:
             f"shape {tuple(tensor.shape)}, from expand or as_strided), so it cannot be written "
             "element by element. Give each element its own: x.contiguous()"
         )
+
+
+def neighbours(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int] | None]:
+    """`Leaf.lies` of each."""
+    keys = [storage_key(x) for x in tensors]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    shared = Counter(keys)
+    return [
+        (numbers[key], int(x.storage_offset()) * x.itemsize) if shared[key] > 1 else None
+        for key, x in zip(keys, tensors)
+    ]
 
 
 def check_aliases(leaves: Sequence[Leaf], tensors: Sequence[torch.Tensor]) -> None:

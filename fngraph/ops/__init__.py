@@ -1,6 +1,6 @@
 """Primitives: opaque ops at which graphs are cut, each with several backends."""
 
-from fngraph.ops import shipped as shipped
+from fngraph.ops import fused as fused, shipped as shipped
 from fngraph.ops.backend import Backend as Backend, Plan as Plan
 from fngraph.ops.choice import Hybrid as Hybrid
 from fngraph.ops.paged.cascades import (
@@ -45,4 +45,5 @@ from fngraph.ops.recurrent.state_space import (
     SSDConfig as SSDConfig,
     ssd as ssd,
 )
+from fngraph.ops.side_by_side import lay_side_by_side as lay_side_by_side
 from fngraph.ops.slots import write_cache as write_cache

@@ -67,9 +67,12 @@ def changes_of(binding: Binding, held: Mapping[str, Any]) -> Changes:
     _check_the_rest(binding, changes)
     replaced = frozenset(at for at, change in changes.items() if change.replaces)
     _check_tied(binding, {at: change.one for at, change in changes.items()}, replaced)
+    elsewhere = {binding.indices[at] for at in replaced}
     specs = {binding.indices[at]: change.spec for at, change in changes.items()}
     leaves = tuple(
-        dataclasses.replace(leaf, spec=specs.get(i, leaf.spec))
+        dataclasses.replace(
+            leaf, spec=specs.get(i, leaf.spec), lies=None if i in elsewhere else leaf.lies
+        )
         for i, leaf in enumerate(binding.args.leaves)
     )
     return Changes(binding, changes, replaced, leaves)

@@ -167,7 +167,7 @@ def _describe_function(fn: types.FunctionType, lines: list[str], seen: set[int])
             lines.append("empty")
     _describe(fn.__defaults__, lines, seen)
     _describe(fn.__code__, lines, seen)
-    for name in names_in(fn.__code__):
+    for name in _names_in(fn.__code__):
         if name in fn.__globals__ and not isinstance(fn.__globals__[name], types.ModuleType | type):
             lines.append(name)
             _describe(fn.__globals__[name], lines, seen)
@@ -175,12 +175,12 @@ def _describe_function(fn: types.FunctionType, lines: list[str], seen: set[int])
         _describe(inner, lines, seen)
 
 
-def names_in(code: types.CodeType) -> Iterable[str]:
+def _names_in(code: types.CodeType) -> Iterable[str]:
     """Names that a function's code, and that of functions in it, looks up."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from names_in(const)
+            yield from _names_in(const)
 
 
 def _file_hash(path: str) -> str:

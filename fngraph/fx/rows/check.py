@@ -89,6 +89,8 @@ def facts_of(
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
     returns: Mapping[int, int],
+    known: Mapping[fx.Node, Any] | None = None,
+    claims: Mapping[fx.Node, Any] | None = None,
 ) -> dict[fx.Node, Any]:
     """What is known of every value of a graph: the abstract run.
 
@@ -97,6 +99,8 @@ def facts_of(
     Args:
         text: a size in T and R, as a person writes it.
         returns: index of a donated leaf to the index of the output that is its new value.
+        known: what is known of some nodes beforehand, when they are made.
+        claims: what holds of other nodes, unless their own op mixes rows.
 
     Returns:
         by node, a `Kept` or a `Mixed`: of its value when it is made, and of what it writes then;
@@ -106,7 +110,7 @@ def facts_of(
     dirty: dict[int, Boxes] = {}
     with torch.device("cpu"):
         for run in itertools.count():
-            found = _facts(gm, leaves, constants, text, dirty)
+            found = _facts(gm, leaves, constants, text, dirty, known or {}, claims or {})
             grown = {}
             for leaf, i in returns.items():
                 state, before = found[output][i], dirty.get(leaf, ())
@@ -126,6 +130,8 @@ def _facts(
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
     dirty: Mapping[int, Boxes],
+    known: Mapping[fx.Node, Any],
+    claims: Mapping[fx.Node, Any],
 ) -> dict[fx.Node, Any]:
     found: dict[fx.Node, Any] = {}
     states: dict[fx.Node, Kept | Mixed] = {}
@@ -139,12 +145,17 @@ def _facts(
             was = dirty.get(i, ())
             held = not was and leaf.role in weights
             kept = dataclasses.replace(_leaf(leaf), held=held, dirty=was)
-            states[node] = of_leaf(kept, leaf, node.meta["val"], tokens)
+            states[node] = known.get(node) or of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
             states[node] = of_constant(Kept(value=value, held=is_finite(value)))
+        elif node in known:
+            states[node] = known[node]
         elif node.op == "call_function":
-            states[node] = _result(node, states, text)
+            states[node] = own = _result(node, states, text)
+            claim = claims.get(node, own)
+            if isinstance(claim, Mixed) or not isinstance(own, Mixed):
+                states[node] = claim
         else:
             found[node] = [states[x] for x in node.args[0]]  # type: ignore[union-attr,index]
             break
@@ -189,6 +200,12 @@ def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:
 def is_trusted(node: fx.Node) -> bool:
     """Whether it is what `trust_rows` has made."""
     return bool(node.meta.get("custom", {}).get(_TRUSTED))
+
+
+def as_vouched(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """`facts`, where what `trust_rows` was told of a value holds of the value itself."""
+    trusted = filter(is_trusted, gm.graph.nodes)
+    return {**facts, **{node.args[0]: facts[node] for node in trusted}}
 
 
 def vouched_for(gm: fx.GraphModule) -> set[fx.Node]:

@@ -218,13 +218,15 @@ def graphify_model(
     outputs: str = "own",
     lazy: bool = False,
     check: bool = True,
+    compile: str = "none",
+    passes: Any = None,
 ) -> GraphifiedModel:
     """Graphs for a transformers causal LM over a paged cache.
 
     Args:
         model: in eval mode, on one device; neither it nor its config is changed.
         limits: with B, the most blocks that a request may have: `Limits(2048, 64, B=128)`.
-        modes, sizes, backends, recorder, outputs: as `fg.graphify` takes them.
+        modes, sizes, backends, recorder, outputs, compile, passes: as `fg.graphify` takes them.
         num_blocks: of the cache; None: enough for `max_reqs` requests of B blocks each.
         block_size: tokens a block.
         experts: transformers' name for how experts run, where there are any; None: "grouped_mm"
@@ -249,7 +251,7 @@ def graphify_model(
         check_step(model, forward, params, layers)
     fast = graphify(
         forward, modes=modes, donate="cache", stage="batch", limits=limits, sizes=sizes,
-        backends=backends, recorder=recorder, outputs=outputs,
+        backends=backends, recorder=recorder, outputs=outputs, compile=compile, passes=passes,
     )  # fmt: skip
     lowered = fast.trace(params, cache).split().lower()
     step = lowered.compile().capture(params, cache, recorder=recorder, outputs=outputs, lazy=lazy)

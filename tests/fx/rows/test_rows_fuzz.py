@@ -100,6 +100,7 @@ def test_an_error_of_torch_is_told_with_its_place() -> None:
     assert found.kind == "raw" and "no trace" in found.why and "test_rows_fuzz.py:" in found.why
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of odd programs
 def test_each_chain_of_stages_can_be_drawn() -> None:
     """A chain that always fails would be drawn again, and never tried."""
     values = {name: make(params(), state(), batch(*BATCHES[0])) for name, make in STARTS.items()}

@@ -1,0 +1,138 @@
+"""One product for several weights that lie side by side in memory.
+
+A q, k and v projection of one input are one product, if their weights are rows of one matrix.
+`lay_side_by_side` puts them so: they stay leaves of their own, as views of one tensor. The op reads
+them where they lie, and checks at each call that they do; a graph, when it is recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fngraph.core import trees
+from fngraph.errors import AddressError, TransformError, TreeError
+from fngraph.ops.primitives import LIBRARY
+from fngraph.ops.transforms import is_transformed
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import BelowAutograd
+
+ROWS = (("wq", "wk", "wv"), ("w_gate", "w_up"), ("q_proj", "k_proj", "v_proj"),
+        ("gate_proj", "up_proj"))  # fmt: skip
+"""Names of weights that have one input, in the families here and in those of transformers."""
+
+
+def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any:
+    """The same tree, each group's matrices as rows of one tensor of its own.
+
+    The weights are copied once; let go of the old tree, or both take memory. Weights are found by
+    the last name of their path, or the last but one of `q_proj.weight`; those of a group have all
+    else of their path in common. Weights that lie so already are left as they are. Of a module,
+    `state_dict()` is such a tree; load the result with `load_state_dict(..., assign=True)`.
+
+    Args:
+        groups: names of weights (out, in) with one input.
+
+    Raises:
+        TreeError: matrices of a group that differ in width, dtype or device, or share memory.
+    """
+    trees.register_dataclasses(params)
+    leaves, treedef = trees.flatten(params)
+    paths = trees.paths(treedef, "params")
+    places: dict[tuple[str, str], dict[str, int]] = {}  # by what is around a name
+    for i, path in enumerate(paths):
+        if (found := _WITH_WEIGHT.fullmatch(path) or _PLAIN.fullmatch(path)) is not None:
+            before, name, after = found.groups()
+            places.setdefault((before, after), {})[name] = i
+    for names in places.values():
+        for group in groups:
+            if len(group) > 1 and all(name in names for name in group):
+                at = [names[name] for name in group]
+                if any(leaves[i].dim() != 2 for i in at):  # those of experts are stacks of matrices
+                    continue
+                whole = _together([paths[i] for i in at], [leaves[i] for i in at])
+                for i, x in zip(at, whole):
+                    leaves[i] = x
+    return trees.unflatten(treedef, leaves)
+
+
+_WITH_WEIGHT = re.compile(r"(.*\W)(\w+)(\W+weight\W*)")
+_PLAIN = re.compile(r"(.*\W)(\w+)(\W*)")
+
+
+def _together(paths: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
+    if why_apart(weights) is None:
+        return list(weights)
+    kinds = {(x.shape[1:], x.dtype, x.device) for x in weights}
+    if len(kinds) > 1:
+        told = ", ".join(f"{path} {tuple(x.shape)} {x.dtype}" for path, x in zip(paths, weights))
+        raise TreeError(f"{told} cannot lie side by side: pass groups= without them")
+    if len({storage_key(x) for x in weights}) < len(weights):
+        raise TreeError(
+            f"{', '.join(paths)} share memory (tied weights), which would be torn apart. Pass "
+            "groups= without them"
+        )
+    with torch.no_grad():
+        whole = torch.cat(list(weights))
+    return list(whole.split([x.shape[0] for x in weights]))
+
+
+def why_apart(weights: Sequence[Tensor]) -> str | None:
+    """Why matrices are not rows of one, each right behind the one before; None: they are."""
+    first, *rest = weights
+    if any(x.dim() != 2 or x.shape[1] != first.shape[1] for x in weights):
+        return "they are of different widths"
+    if any(not x.is_contiguous() for x in weights):
+        return "one has gaps, or is transposed"
+    end = first.data_ptr() + first.nbytes
+    for x in rest:
+        if x.dtype != first.dtype or x.device != first.device:
+            return "they are of different dtypes or devices"
+        if x.data_ptr() != end or storage_key(x) != storage_key(first):
+            return "one does not lie right behind the one before"
+        end += x.nbytes
+    return None
+
+
+LIBRARY.define("linear_side_by_side(Tensor x, Tensor[] weights) -> Tensor")
+_OP = torch.ops.fngraph.linear_side_by_side.default
+
+
+def _run(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """(T, E) by matrices (N, E) that are rows of one: (T, sum of N)."""
+    why = why_apart(weights)
+    if why is not None:
+        raise AddressError(
+            f"weights of shapes {[tuple(w.shape) for w in weights]} lay side by side when they "
+            f"were traced, and do not any more: {why}. Bind weights that do, "
+            "fg.ops.lay_side_by_side(params), or graphify without the pass side_by_side"
+        )
+    rows = sum(w.shape[0] for w in weights)
+    whole = weights[0].as_strided((rows, x.shape[1]), (x.shape[1], 1))
+    return x.mm(whole.t())
+
+
+def _plain(x: Tensor, weights: list[Tensor]) -> Tensor:
+    if is_transformed(x, *weights):
+        raise TransformError(
+            "linear_side_by_side is what a pass makes of a traced product, and has no gradient. "
+            "Write torch.nn.functional.linear"
+        )
+    with BelowAutograd():
+        return _OP(x, weights)  # type: ignore[no-any-return]
+
+
+LIBRARY.impl("linear_side_by_side", _run, "CompositeExplicitAutograd")
+LIBRARY.impl("linear_side_by_side", _plain, "Autograd")
+LIBRARY.impl("linear_side_by_side", _plain, "FuncTorchBatched")
+
+
+def _fake(x: Tensor, weights: list[Tensor]) -> Tensor:
+    return x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
+
+
+torch.library.register_fake("fngraph::linear_side_by_side", _fake, lib=LIBRARY)

@@ -1,0 +1,23 @@
+"""Passes: pure functions over traced graphs, in a list that is printed. See docs/compile.md."""
+
+from fngraph.passes.frame import (
+    Applied as Applied,
+    Pass as Pass,
+    Rewritten as Rewritten,
+)
+from fngraph.passes.pattern import (
+    Found as Found,
+    call as call,
+    dtype_of as dtype_of,
+    either as either,
+    insert as insert,
+    is_dense as is_dense,
+    item as item,
+    match as match,
+    name as name,
+    put as put,
+    replace as replace,
+    sizes as sizes,
+    strides as strides,
+)
+from fngraph.passes.shipped import DEFAULTS as DEFAULTS, PASSES as PASSES

@@ -1,0 +1,393 @@
+"""What a pass is, and how a list of them runs: each on a copy of the graph, checked afterwards.
+
+A pass is a function `fx.Graph -> fx.Graph`, or `-> Rewritten`, which also says how often it
+matched. It gets a copy that it may edit, after the rows of the graph were checked and before
+donation: every value is a tensor of its own or a view, and nothing is written but what `forward`
+writes and what primitives write into their `out`. Of its nodes,
+
+    meta["val"]          a fake: shape in T and R, strides, dtype, device; views share its storage
+    meta["stack_trace"]  the user's line
+    meta["leaf"]         of a placeholder: its `Leaf`, with path and role
+
+What it returns computes the same, in every row, those of padding too. That cannot be checked; what
+can, is: the graph holds together (`lint`), reads the same placeholders and constants, calls the
+same primitives and draws the same random numbers in the same order, and gives outputs of the same
+shapes, dtypes and memory. Each new op is asked the rule of its rows (`fngraph.fx.rows`): one that
+mixes them, or that has no rule, is a `RowsError` that names the pass. What a new value stands for
+is what was in its place, so that all that is known of its padding holds on. New nodes need no
+`meta`: a missing `val` is worked out, a missing line is that of the nearest node that has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fngraph.core.text import count, table
+from fngraph.errors import PassError, RowsError
+from fngraph.fx.generators import drawn
+from fngraph.fx.leaves import Leaf, same_place
+from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
+from fngraph.fx.rows.check import facts_of
+from fngraph.fx.rows.state import Kept, Mixed
+from fngraph.fx.tracing.tracer import Graph
+from fngraph.passes.pattern import sizes
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import tree_leaves
+from fngraph.torch_facts.portable import text_of
+
+
+class Rewritten(NamedTuple):
+    """What a pass may return in place of a graph alone.
+
+    Attributes:
+        matches: how often its pattern was replaced.
+        notes: why it was not, where somebody might expect it, a line each.
+    """
+
+    graph: fx.Graph
+    matches: int
+    notes: tuple[str, ...] = ()
+
+
+PassFn = Callable[[fx.Graph], fx.Graph | Rewritten]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A function over graphs with a name, by which it is asked for, and a version.
+
+    Attributes:
+        version: changes with what it does; code on disk that was made after another one is not
+            used. Left out: the source of the function.
+        keeps_rows: ops that the pass puts there of which row i of the result depends on row i
+            alone, by its author's word, as `fg.trust_rows` has it: those that have no rule.
+        about: a line for people.
+    """
+
+    name: str
+    fn: PassFn
+    version: str = ""
+    about: str = ""
+    keeps_rows: tuple[Any, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Name and version, for a cache."""
+        return self.name, self.version or text_of(self.fn)
+
+    def __repr__(self) -> str:
+        return f"Pass({self.name!r})"
+
+
+class Applied(NamedTuple):
+    """What a pass did to one graph.
+
+    Attributes:
+        before, after: the graphs; None where nothing matched.
+    """
+
+    one: Pass
+    matches: int
+    notes: tuple[str, ...]
+    before: fx.GraphModule | None = None
+    after: fx.GraphModule | None = None
+
+    def counted(self) -> Applied:
+        """The same without graphs, which take memory."""
+        return self._replace(before=None, after=None)
+
+    def diff(self) -> str:
+        """The graph's code before and after, as a unified diff; "" where nothing matched."""
+        if self.before is None or self.after is None:
+            return ""
+        name, old, new = self.one.name, _lines(self.before), _lines(self.after)
+        return "\n".join(difflib.unified_diff(old, new, f"before {name}", name, lineterm="", n=1))
+
+
+_CLEARED = re.compile(r"(?m);  \w+ = .*$")  # what is not read again, as fx prints it
+
+
+def _lines(gm: fx.GraphModule) -> list[str]:
+    return _CLEARED.sub("", gm.code).splitlines()
+
+
+def as_text(applied: Sequence[Applied]) -> str:
+    """A table: each pass in order, and how often it matched; then the notes."""
+    if not applied:
+        return ""
+    rows = [(one.one.name, one.matches, one.one.about) for one in applied]
+    notes = [f"{one.one.name}: {note}" for one in applied for note in one.notes]
+    return "\n".join([table(["pass", "matches", "what it does"], rows), *notes])
+
+
+def run_passes(
+    passes: Sequence[Pass],
+    graph: Graph,
+    leaves: Sequence[Leaf],
+    facts: Mapping[fx.Node, Any],
+    refuse: Callable[[RowsError], None],
+) -> tuple[Graph, tuple[Applied, ...]]:
+    """The graph after all passes, and what each did. The one that is given stays as it is.
+
+    Args:
+        facts: what is known of its rows, with what was vouched for.
+
+    Raises:
+        PassError: a pass that fails, or returns what is not the same function.
+        RowsError: a new op that mixes rows.
+    """
+    applied = []
+    gm = graph.gm
+    for node, leaf in zip((n for n in gm.graph.nodes if n.op == "placeholder"), leaves):
+        node.meta["leaf"] = leaf
+    for one in passes:
+        copy, twins = _copied(gm.graph)
+        try:
+            made = one.fn(copy)
+        except Exception as error:
+            error.add_note(f"in the pass {one.name!r}")
+            raise
+        result = _checked_result(one, made)
+        stays = {x: twins[x] for x in result.graph.nodes if x in twins}
+        if not _differs(stays, result.graph, gm.graph):
+            applied.append(Applied(one, 0, result.notes))
+            continue
+        _complete(one, result.graph, stays)
+        _check_same(one, gm.graph, result.graph)
+        after = fx.GraphModule(gm, result.graph)
+        claims = _claims(facts, stays)
+        facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
+        fewer = len(gm.graph.nodes) - len(result.graph.nodes)
+        matches = result.matches if result.matches >= 0 else len(claims) or max(fewer, 1)
+        applied.append(Applied(one, matches, result.notes, gm, after))
+        gm = after
+    if gm is not graph.gm:  # what `diff` shows stays as it is while donation goes on
+        gm = fx.GraphModule(gm, _copied(gm.graph)[0])
+    return dataclasses.replace(graph, gm=gm), tuple(applied)
+
+
+def _copied(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy, and for each of its nodes the one that it is a copy of."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(old, env)
+    (last,) = (n for n in old.nodes if n.op == "output")
+    env[last] = graph.output(results)
+    env[last].meta = dict(last.meta)
+    return graph, {new: old for old, new in env.items()}
+
+
+def _checked_result(one: Pass, made: Any) -> Rewritten:
+    result = made if isinstance(made, Rewritten) else Rewritten(made, -1)
+    if not isinstance(result.graph, fx.Graph):
+        raise PassError(
+            f"the pass {one.name!r} returned {type(made).__name__}. Return the graph that it was "
+            "given, edited, or another fx.Graph; or fg.passes.Rewritten(graph, matches)"
+        )
+    try:
+        result.graph.lint()
+    except Exception as error:  # fx raises RuntimeError and others
+        raise PassError(
+            f"the pass {one.name!r} returned a graph that does not hold together: {error}"
+        ) from error
+    return result
+
+
+def _differs(stays: Mapping[fx.Node, fx.Node], new: fx.Graph, old: fx.Graph) -> bool:
+    """Whether anything has changed: nodes, their order, or their arguments."""
+
+    def same(x: fx.Node, y: fx.Node) -> bool:
+        return stays.get(x) is y and _arguments(x, stays) == _arguments(y, {})
+
+    return len(new.nodes) != len(old.nodes) or not all(map(same, new.nodes, old.nodes))
+
+
+def _arguments(x: fx.Node, stays: Mapping[fx.Node, fx.Node]) -> str:
+    names = lambda y: f"%{stays.get(y, y).name}{'' if y in stays or not stays else '?'}"  # noqa: E731
+    return f"{x.target} " + str(fx.map_arg((x.args, dict(x.kwargs)), names))
+
+
+# --- values of new nodes --------------------------------------------------------------------------
+
+
+def _complete(one: Pass, graph: fx.Graph, stays: dict[fx.Node, fx.Node]) -> None:
+    """Give new nodes a `val` and a line; a node that was edited in place, or reads memory that is
+    laid out anew, is worked out again."""
+    again: set[fx.Node] = set()
+    line = "forward"
+    for node in graph.nodes:
+        line = node.meta.setdefault("stack_trace", line)
+        if node.op != "call_function":
+            continue
+        reads_other = any(x in again for x in node.all_input_nodes)
+        if node in stays and not reads_other:
+            old = stays[node]
+            if node.target is old.target and _constants(node) == _constants(old):
+                continue
+        elif node not in stays and "val" in node.meta and not reads_other:
+            continue
+        value = _value(one, node)
+        before = node.meta.get("val")
+        if before is None or not _alike(before, value, node):
+            node.meta["val"] = value
+            again.add(node)
+    for node in [n for n in stays if n.op == "call_function" and n.graph is graph]:
+        old = stays[node]
+        if node.target is not old.target or _constants(node) != _constants(old):
+            del stays[node]  # another op than it was
+
+
+def _constants(node: fx.Node) -> str:
+    return str(fx.map_arg((node.args, dict(node.kwargs)), lambda x: "%"))
+
+
+def _value(one: Pass, node: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    try:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception as error:  # whatever an op raises for arguments that it cannot take
+        raise PassError(
+            f"{line_of(node)}: the pass {one.name!r} has put {node.target} there, which cannot be: "
+            f"{error}"
+        ) from error
+
+
+def _alike(before: Any, value: Any, node: fx.Node) -> bool:
+    """Whether a value is as it was: its layout, and what memory it shares with what it reads."""
+    old, new = ([x for x in tree_leaves(v) if torch.is_tensor(x)] for v in (before, value))
+    read = {storage_key(x.meta["val"]) for x in node.all_input_nodes if is_tensor(x)}
+    return len(old) == len(new) and all(
+        _layout(a) == _layout(b)
+        and (storage_key(b) not in read or storage_key(a) == storage_key(b))
+        for a, b in zip(old, new)
+    )
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    numbers = (*x.shape, *x.stride(), x.storage_offset())
+    return x.dtype, x.device, *(n if isinstance(n, int) else n.node.expr for n in numbers)
+
+
+# --- what is checked ------------------------------------------------------------------------------
+
+
+def _check_same(one: Pass, old: fx.Graph, new: fx.Graph) -> None:
+    """Raise `PassError` where the outside of a function has changed."""
+
+    def named(graph: fx.Graph, *ops: str) -> list[str]:
+        return [str(n.target) for n in graph.nodes if n.op in ops]
+
+    def opaque(graph: fx.Graph) -> list[str]:
+        found = [n for n in graph.nodes if drawn(n) is not None or _is_primitive(n)]
+        return [str(n.target) for n in found]
+
+    for what, of in (
+        ("arguments", lambda g: named(g, "placeholder")),
+        ("constants", lambda g: named(g, "get_attr")),
+        ("calls of primitives and random ops", opaque),
+    ):
+        if of(old) != of(new):
+            raise PassError(
+                f"the pass {one.name!r} has changed the {what} of forward: {of(old)} before, "
+                f"{of(new)} after. A pass changes what lies between them"
+            )
+    pairs = list(zip(_results(old), _results(new)))
+    if len(_results(old)) != len(_results(new)):
+        raise PassError(
+            f"the pass {one.name!r} returns {count(len(_results(new)), 'output')}, and forward "
+            f"{len(_results(old))}"
+        )
+    owned = {storage_key(n.meta["val"]) for n in old.nodes if n.op in ("placeholder", "get_attr")}
+    made: set[int] = set()
+    for i, (was, now) in enumerate(pairs):
+        a, b = was.meta["val"], now.meta.get("val")
+        if not is_tensor(now) or (sizes(was), a.dtype, a.device) != (sizes(now), b.dtype, b.device):
+            raise PassError(
+                f"the pass {one.name!r} makes output {i} ({line_of(was)}) another tensor: "
+                f"{_brief(a)} before, {_brief(b)} after. Give it the shape, dtype and device that "
+                "it had"
+            )
+        was_given, is_given = storage_key(a) in owned, storage_key(b) in owned
+        if was_given != is_given or (was_given and not same_place(a, b)):
+            raise PassError(
+                f"the pass {one.name!r} makes output {i} ({line_of(was)}) other memory of an "
+                "argument than it was. Leave in-place updates, and copies that are returned"
+            )
+        made.add(storage_key(b))
+    if len(made) < len({storage_key(was.meta["val"]) for was, _ in pairs}):
+        raise PassError(
+            f"the pass {one.name!r} makes two outputs one memory, which were two. Leave the copy"
+        )
+
+
+def _results(graph: fx.Graph) -> Sequence[Any]:
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    return output.args[0]  # type: ignore[return-value]
+
+
+def _brief(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        return f"{type(x).__name__}"
+    return f"{str(x.dtype).removeprefix('torch.')} of {x.dim()} dims on {x.device}"
+
+
+def _is_primitive(node: fx.Node) -> bool:
+    """Whether it is an op of ours, or of the user's, that writes what it is given and returns
+    nothing."""
+    return is_op(node) and bool(written_by(node)) and not node.target._schema.returns  # type: ignore[union-attr]
+
+
+def _claims(facts: Mapping[fx.Node, Any], stays: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
+    """For each new value, what is known of the one in whose place it is read."""
+    claims: dict[fx.Node, Any] = {}
+    for node, old in stays.items():
+        for x, y in zip(_tensors(node), _tensors(old)):
+            if x not in stays and sizes(x) == sizes(y) and y in facts:
+                claims.setdefault(x, facts[y])
+    return claims
+
+
+def _facts_after(
+    one: Pass,
+    graph: Graph,
+    after: fx.GraphModule,
+    leaves: Sequence[Leaf],
+    facts: Mapping[fx.Node, Any],
+    stays: Mapping[fx.Node, fx.Node],
+    claims: Mapping[fx.Node, Any],
+    refuse: Callable[[RowsError], None],
+) -> Mapping[fx.Node, Any]:
+    """What is known of the rows of a graph after a pass.
+
+    Of a node that has stayed, what was; of a new one, what is known of the value in whose place it
+    is, if its own rule does not say that it mixes rows.
+    """
+    known = {x: facts[old] for x, old in stays.items() if old in facts and x.op != "output"}
+    trusted = [x for x in after.graph.nodes if x not in stays and x.target in one.keeps_rows]
+    known |= {x: claims.get(x, Kept()) for x in trusted}
+    found = facts_of(after, leaves, graph.constants, graph.text, {}, known, claims)
+    told = set()
+    for node, state in found.items():
+        if node in known or not isinstance(state, Mixed) or state.node in told:
+            continue
+        if state.node.graph is after.graph and state.node not in known:  # the op is the pass's
+            told.add(state.node)
+            refuse(
+                RowsError(
+                    f"{line_of(state.node)}: forward, after the pass {one.name!r}, {state.why}"
+                )
+            )
+    return found
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return [x for x in found if is_tensor(x)]

@@ -1,0 +1,125 @@
+"""Rotary embedding of queries and keys, with the norm of each head before it: one op each.
+
+It is found as the families here write it, pairs split apart and put together again, with cosines of
+half a head's width; and as transformers does, `q * cos + rotate_half(q) * sin` over heads that were
+moved before tokens, with cosines of the whole width. There the op comes before heads are moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fngraph.passes.frame import Rewritten
+from fngraph.passes.norms import is_norm, norm_of
+from fngraph.passes.pattern import (
+    Found,
+    call,
+    dtype_of,
+    either,
+    insert,
+    is_dense,
+    item,
+    match,
+    name,
+    put,
+    sizes,
+    strides,
+)
+
+aten = torch.ops.aten
+_END = (1 << 63) - 1  # of a slice that has none
+
+
+def _pairs(x: Any) -> Any:
+    """As `models.families.rope.rotate` writes it."""
+    cos, sin = name("cos"), name("sin")
+    parts = call(aten.split_with_sizes, x, name("widths"), -1, label="parts")
+    a, b, rest = (item(parts, i) for i in range(3))
+    left = call(aten.sub, call(aten.mul, a, cos), call(aten.mul, b, sin))
+    right = call(aten.add, call(aten.mul, b, cos), call(aten.mul, a, sin))
+    return call(aten.cat, [left, right, rest], -1)
+
+
+def _halves(x: Any) -> Any:
+    """As transformers writes it; heads are at dim 1."""
+    moved = call(aten.transpose, x, 1, 2, label="moved")
+    cos, sin = name("cos"), name("sin")  # unsqueezed at dim 1, once for queries and keys
+    front = call(aten.slice, moved, 3, 0, name("half"))
+    back = call(aten.slice, moved, 3, name("half"), _END)
+    turned = call(aten.cat, [call(aten.neg, back), front], -1)
+    return call(aten.add, call(aten.mul, moved, cos), call(aten.mul, turned, sin))
+
+
+_X = name("x")
+_ROPE = either(_pairs(_X), _halves(_X))
+_ROPE_OF_NORM = either(_pairs(norm_of(_X)), _halves(norm_of(_X)))
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fuse_norm_rope(graph: fx.Graph) -> Rewritten:
+    """Ropes of norms."""
+    op = torch.ops.fngraph.norm_rope.default
+    return Rewritten(graph, sum(_replaced(graph, x, _ROPE_OF_NORM, op) for x in _roots(graph)))
+
+
+def fuse_rope(graph: fx.Graph) -> Rewritten:
+    """Ropes of anything else."""
+    op = torch.ops.fngraph.rope.default
+    return Rewritten(graph, sum(_replaced(graph, x, _ROPE, op) for x in _roots(graph)))
+
+
+def _roots(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target in (aten.cat.default, aten.add.Tensor)]
+
+
+def _replaced(graph: fx.Graph, node: fx.Node, pattern: Any, op: Any) -> bool:
+    found = match(pattern, node)
+    if found is None:
+        return False
+    x, angles = found["x"], [found["cos"], found["sin"]]
+    moved = "moved" in found.values
+    given: Any = found["moved" if moved else "parts"].args[0]  # what turns, normed or not
+    normed = "weight" in found.values
+    if normed and not is_norm(found, x, given):
+        return False
+    if not _turns_moved(found, given) if moved else not _turns_pairs(found, given, node):
+        return False
+    kinds = {dtype_of(one) for one in (x, given, node, *angles)}
+    if len(kinds) > 1 or not kinds <= set(_DTYPES) or strides(x)[-1] != 1:
+        return False
+    if moved:  # (B, 1, T, D) as (B, T, 1, D)
+        wide = [insert(graph, node, aten.unsqueeze.default, (one.args[0], 2)) for one in angles]
+    else:
+        wide = angles
+    weight = (found["weight"],) if normed else ()
+    more = (found["eps"], "centred" in found.values) if normed else ()
+    new = insert(graph, node, op, (x, *weight, *wide, *more))
+    if moved:
+        new = insert(graph, node, aten.transpose.int, (new, 1, 2))
+    else:
+        new.meta["val"] = node.meta["val"]
+    put(graph, found, new)
+    return True
+
+
+def _turns_pairs(found: Found, given: fx.Node, node: fx.Node) -> bool:
+    """Whether pairs (i, i + C) of (..., T, H, D) turn by angles (..., T, 1, C)."""
+    *rows, D = sizes(given)
+    widths, angle = tuple(found["widths"]), sizes(found["cos"])
+    C = angle[-1]
+    whole = widths == (C, C, D - 2 * C) and len(rows) >= 2
+    return whole and angle == sizes(found["sin"]) == (*rows[:-1], 1, C) and is_dense(node)
+
+
+def _turns_moved(found: Found, given: fx.Node) -> bool:
+    """Whether (B, T, H, D) turns by angles that are (B, T, D), with a dim for heads put in."""
+    angles = found["cos"], found["sin"]
+    if any(one.target is not aten.unsqueeze.default or one.args[1] != 1 for one in angles):
+        return False
+    if len(sizes(given)) != 4:
+        return False
+    B, T, _, D = sizes(given)
+    return found["half"] * 2 == D and all(sizes(one.args[0]) == (B, T, D) for one in angles)

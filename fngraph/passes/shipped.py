@@ -1,0 +1,94 @@
+"""The passes that are shipped, in the order in which they run, and which of them a level has.
+
+| level | passes, if nothing is said |
+|---|---|
+| "none" | none: what runs is what was traced, bit for bit |
+| "pieces", "once", "stock" | no_ops, side_by_side |
+
+Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
+their own would stop it there. So those are for level "none", where one asks for them, since they
+round otherwise on a GPU. One product in place of three is nothing that Inductor does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fngraph.core.text import did_you_mean
+from fngraph.errors import PassError
+from fngraph.passes.frame import Pass
+from fngraph.passes.no_ops import drop_no_ops
+from fngraph.passes.norms import fuse_add_rms_norm, fuse_rms_norm
+from fngraph.passes.rope import fuse_norm_rope, fuse_rope
+from fngraph.passes.side_by_side import merge_side_by_side
+from fngraph.passes.silu_mul import fuse_silu_mul
+
+PASSES: tuple[Pass, ...] = (
+    Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
+    Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
+    Pass("rope", fuse_rope, "1", "rotary embedding"),
+    Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
+    Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
+    Pass("silu_mul", fuse_silu_mul, "1", "silu(gate) * up"),
+    Pass(
+        "side_by_side",
+        merge_side_by_side,
+        "1",
+        "products of one input, by weights that lie together",
+    ),
+)
+DEFAULTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "pieces": ("no_ops", "side_by_side"),
+    "once": ("no_ops", "side_by_side"),
+    "stock": ("no_ops", "side_by_side"),
+}
+
+Wanted = str | Pass | Callable[[Any], Any]
+"""A pass by name, one of one's own, or a function over graphs, which is called by its name."""
+
+
+def passes_of(wanted: str | Iterable[Wanted] | None, level: str) -> tuple[Pass, ...]:
+    """The passes that are asked for, in the order given; None: the level's own; "all": all.
+
+    Raises:
+        PassError: a name that there is none of, or that comes twice; what is no pass.
+    """
+    known = {one.name: one for one in PASSES}
+    if wanted is None:
+        return tuple(known[name] for name in DEFAULTS[level])
+    if isinstance(wanted, str):
+        if wanted == "all":
+            return PASSES
+        advice = f'passes=("{wanted}",)' if wanted in known else 'passes="all", or several names'
+        raise PassError(f"passes={wanted!r}: expected several, or all of them. Pass {advice}")
+    if not isinstance(wanted, Iterable):
+        raise PassError(f'passes={wanted!r}: expected several, passes=("no_ops", my_pass)')
+    return _distinct([_pass(one, known) for one in wanted])
+
+
+def _pass(one: Any, known: dict[str, Pass]) -> Pass:
+    if isinstance(one, Pass):
+        return one
+    if isinstance(one, str):
+        if one not in known:
+            raise PassError(
+                f"there is no pass {one!r}; there are {', '.join(known)}.{did_you_mean(one, known)}"
+            )
+        return known[one]
+    if callable(one):
+        return Pass(getattr(one, "__name__", type(one).__name__), one)
+    raise PassError(
+        f"{one!r} is no pass. Pass a name, a function of an fx.Graph, or fg.passes.Pass(name, fn)"
+    )
+
+
+def _distinct(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    names = [one.name for one in passes]
+    for name in names:
+        if names.count(name) > 1:
+            raise PassError(
+                f"passes has {name!r} twice. Give one another name: fg.passes.Pass(name, fn)"
+            )
+    return tuple(passes)

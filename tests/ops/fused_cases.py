@@ -1,0 +1,72 @@
+"""Arguments of the fused ops, by row count and dtype: what their two tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fngraph.ops.triton.launching import interpreted
+
+GPU = not interpreted()
+Args = tuple[Any, ...]
+OPS = torch.ops.fngraph
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator) * 2).to(dtype)
+
+
+def angles(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (rows, 1, width)."""
+    angle = draw(rows, 1, width) * 3
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def norm(rows: int, dtype: torch.dtype, width: int = 80, centred: bool = False) -> Args:
+    return draw(rows, width, dtype=dtype), draw(width, dtype=dtype, seed=1), 1e-5, centred
+
+
+def added(rows: int, dtype: torch.dtype, centred: bool = False) -> Args:
+    x, weight, *rest = norm(rows, dtype, centred=centred)
+    return x, draw(rows, 80, dtype=dtype, seed=2), weight, *rest
+
+
+def strided(rows: int, dtype: torch.dtype) -> Args:
+    """Both halves of one product, as `side_by_side` leaves them."""
+    return tuple(draw(rows, 160, dtype=dtype).split(80, dim=1))
+
+
+def turned(rows: int, dtype: torch.dtype, share: int = 2, whole: bool = False) -> Args:
+    """3 heads of 24 columns, a slice of a product of more; 24 / share of them turn as pairs."""
+    x = draw(rows, 96, dtype=dtype)[:, 12:84].unflatten(1, (3, 24))
+    return x, *angles(rows, 24 if whole else 24 // share, dtype)
+
+
+def normed(rows: int, dtype: torch.dtype, centred: bool = False) -> Args:
+    x, cos, sin = turned(rows, dtype)
+    return x, draw(24, dtype=dtype, seed=1), cos, sin, 1e-6, centred
+
+
+CASES: dict[str, tuple[str, Callable[[int, torch.dtype], Args]]] = {
+    "norm": ("rms_norm", norm),
+    "norm of a wide row": ("rms_norm", lambda n, d: norm(n, d, 4096 if GPU else 300)),
+    "centred norm": ("rms_norm", lambda n, d: norm(n, d, centred=True)),
+    "norm of a sum": ("add_rms_norm", added),
+    "centred norm of a sum": ("add_rms_norm", lambda n, d: added(n, d, centred=True)),
+    "gate": ("silu_mul", lambda n, d: (draw(n, 80, dtype=d), draw(n, 80, dtype=d, seed=1))),
+    "gate of more than a program": ("silu_mul", lambda n, d: tuple(draw(2, n, 1100, dtype=d))),
+    "gate of slices": ("silu_mul", strided),
+    "rope": ("rope", turned),
+    "rope of a share": ("rope", lambda n, d: turned(n, d, share=6)),
+    "rope by whole angles": ("rope", lambda n, d: turned(n, d, whole=True)),
+    "norm and rope": ("norm_rope", normed),
+    "centred norm and rope": ("norm_rope", lambda n, d: normed(n, d, centred=True)),
+}
+
+
+def tensors(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)

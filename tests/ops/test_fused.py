@@ -1,0 +1,106 @@
+"""Fused ops: bit for bit their plain form on the CPU; what they promise of shapes, gradients and
+layouts. Their kernels are in test_triton_fused.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_cases import CASES, OPS, draw, tensors
+from torch import Tensor
+
+from fngraph.errors import AddressError, TransformError, TreeError
+from fngraph.ops import fused, lay_side_by_side
+from fngraph.ops.side_by_side import why_apart
+from fngraph.torch_facts.names import tree_leaves
+
+cases = pytest.mark.parametrize("case", CASES)
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_the_cpu_an_op_is_its_plain_form_bit_for_bit(case: str, dtype: torch.dtype):
+    name, make = CASES[case]
+    args = make(5, dtype)
+    got, want = (tensors(fn(*args)) for fn in (getattr(OPS, name), fused.PLAIN[name][1]))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b) and a.dtype == dtype and a.is_contiguous()
+
+
+@cases
+def test_an_op_keeps_what_torch_asks_of_ops(case: str):
+    name, make = CASES[case]
+    op, args = getattr(OPS, name).default, make(4, torch.float32)
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    empty = make(0, torch.float32)
+    assert all(x.shape[-2:].numel() == 0 or not len(x) for x in tensors(op(*empty)))
+
+
+@cases
+def test_gradients_and_transforms_go_through_the_plain_form(case: str):
+    name, make = CASES[case]
+    op, plain, args = getattr(OPS, name), fused.PLAIN[name][1], make(3, torch.float32)
+
+    def loss(fn: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: sum(y.square().sum() for y in tensors(fn(x, *args[1:])))
+
+    want = torch.func.grad(loss(plain))(args[0])
+    assert want.abs().max() > 0
+    torch.testing.assert_close(torch.func.grad(loss(op))(args[0]), want)
+    leaf = args[0].detach().clone().requires_grad_()
+    loss(op)(leaf).backward()
+    torch.testing.assert_close(leaf.grad, want)
+    twice = torch.stack([args[0], args[0] * 2])
+    got = torch.vmap(lambda x: tensors(op(x, *args[1:]))[-1])(twice)
+    torch.testing.assert_close(got[1], tensors(plain(args[0] * 2, *args[1:]))[-1])
+
+
+# --- weights side by side -------------------------------------------------------------------------
+
+
+def projections(rows: tuple[int, ...] = (8, 4, 4), width: int = 6) -> dict[str, Tensor]:
+    return {
+        name: draw(n, width, seed=i) for i, (name, n) in enumerate(zip(("wq", "wk", "wv"), rows))
+    }
+
+
+def test_weights_are_laid_side_by_side_and_stay_what_they_were():
+    layers = [{"attn": projections(), "w_gate": draw(9, 6), "w_up": draw(9, 6), "norm": draw(6)}]
+    named = {f"a.{x}_proj.weight": draw(3, 6, seed=i) for i, x in enumerate("qkv")}
+    given = {"layers": layers, "names": named, "apart": {"wq": draw(8, 6)}}
+    laid = lay_side_by_side(given)
+    new = laid["layers"][0]
+    groups = new["attn"].values(), (new["w_gate"], new["w_up"]), laid["names"].values()
+    assert [why_apart(list(group)) for group in groups] == [None] * 3
+    assert why_apart(list(layers[0]["attn"].values())) is not None
+    for a, b in zip(tree_leaves(laid), tree_leaves(given)):
+        assert torch.equal(a, b)
+    assert laid["apart"]["wq"] is given["apart"]["wq"] and new["norm"] is layers[0]["norm"]
+    again = lay_side_by_side(laid)
+    assert again["layers"][0]["attn"]["wk"].data_ptr() == new["attn"]["wk"].data_ptr()
+
+
+def test_what_cannot_lie_side_by_side_is_refused_by_name():
+    tied = draw(4, 6)
+    for wrong, words in (
+        (projections() | {"wk": draw(4, 5)}, r"params\['wq'\] \(8, 6\) .*cannot lie side by side"),
+        (projections() | {"wk": tied, "wv": tied}, r"params\['wv'\] share memory \(tied weights\)"),
+    ):
+        with pytest.raises(TreeError, match=words):
+            lay_side_by_side(wrong)
+
+
+def test_one_product_reads_weights_where_they_lie_and_looks_whether_they_do():
+    x, weights = draw(5, 6), list(lay_side_by_side(projections()).values())
+    op = OPS.linear_side_by_side.default
+    got = op(x, weights)
+    torch.testing.assert_close(got, torch.cat([x @ w.t() for w in weights], 1))
+    assert op(x.to("meta"), [w.to("meta") for w in weights]).shape == got.shape
+    weights[1].mul_(2)  # read where they lie, no copy
+    torch.testing.assert_close(op(x, weights)[:, 8:12], x @ weights[1].t())
+    with pytest.raises(AddressError, match="do not any more: one does not lie right behind"):
+        op(x, [weights[0], weights[2], weights[1]])
+    with pytest.raises(TransformError, match=r"Write torch\.nn\.functional\.linear"):
+        torch.func.grad(lambda y: op(y, weights).sum())(x)

@@ -1,0 +1,44 @@
+"""The kernels of the fused ops compile for an H100, without one, in every dtype and at models'
+sizes: the interpreter checks no types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fused_cases import CASES
+from test_triton_compiles import SHARED, compile_for_h100, needs_triton, run_alone
+
+from fngraph.ops.triton import launching
+
+
+def kernels(dtype: torch.dtype) -> list[str]:
+    """What each case launches, compiled; their names."""
+    from fngraph.ops.triton import fused
+
+    names = []
+
+    def launch(kernel: Any, grid: Any, *given: Any, **options: Any) -> None:
+        given = (*given, ()) if len(given) == 2 else given
+        assert compile_for_h100(kernel, *given, **options) <= SHARED
+        names.append(kernel.fn.__name__)
+
+    fused.launch = launch  # type: ignore[attr-defined]
+    for name, make in CASES.values():
+        getattr(fused, name)(*make(16, dtype))
+    x = torch.zeros(16, 8192, dtype=dtype)
+    fused.add_rms_norm(x, x, x[0], 1e-5, False)
+    return names
+
+
+@needs_triton
+def test_every_kernel_compiles_and_fits(tmp_path):
+    norms, gates, ropes = ["norm_kernel"] * 5, ["silu_mul_kernel"] * 3, ["rope_kernel"] * 5
+    want = " ".join([*norms, *gates, *ropes, "norm_kernel"])
+    assert run_alone(__file__, tmp_path).splitlines() == [want] * 3
+
+
+if __name__ == "__main__":
+    assert not launching.interpreted()
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        print(*kernels(dtype))

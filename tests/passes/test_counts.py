@@ -1,0 +1,136 @@
+"""How often each pass matches on every model family, and that nothing else comes out of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fngraph as fg
+from fngraph.models import generate, loading, naming
+from fngraph.passes import PASSES
+from tests.integrations.architectures import make
+from tests.models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = tuple(one.name for one in PASSES)
+ORDER = ("side_by_side", "norm_rope", "rope", "add_rms_norm", "rms_norm", "silu_mul")
+CLOSE = {  # of one product in place of three; in bfloat16, of matrices that are drawn wide
+    (torch.float32, "cpu"): {"atol": 1e-4, "rtol": 1e-4},
+    (torch.float32, "cuda"): {"atol": 1e-3, "rtol": 1e-3},
+    (torch.bfloat16, "cpu"): {"atol": 0.2, "rtol": 0.1},
+}
+DENSE = ("llama", "qwen3")
+# Layers: llama, qwen3 and mamba2 have 2, qwen3_moe and deepseek_v2 3, qwen3_next 4. A first norm
+# follows no addition, nor does the last, which is of chosen rows.
+FAMILIES: dict[str, tuple[int, ...]] = {  # by ORDER
+    "llama": (4, 0, 4, 3, 2, 2),
+    "qwen3": (4, 4, 0, 3, 2, 2),
+    "qwen3_moe": (4, 6, 0, 5, 2, 3),  # two layers of experts, and one mlp
+    "mamba2": (0, 0, 0, 1, 4, 2),
+    "deepseek_v2": (3, 0, 6, 5, 5, 5),  # its compressed keys have a norm, and no rope
+    "qwen3_next": (5, 2, 0, 7, 5, 10),  # one layer of attention; three gated norms
+}
+IN_BFLOAT16 = {  # where that is another: what is added, or gated, is in float32 there
+    "mamba2": (0, 0, 0, 0, 5, 2),
+    "qwen3_next": (5, 2, 0, 7, 5, 7),
+}
+THEIRS: dict[str, tuple[int, ...]] = {
+    "Llama": (4, 0, 4, 4, 1, 2),
+    "Qwen3": (4, 4, 0, 4, 1, 2),
+    "Qwen2": (2, 0, 4, 4, 1, 2),  # q, k and v have biases
+    "Gemma2": (4, 0, 4, 4, 5, 0),  # norms after additions and others; its gate is gelu
+}
+
+
+def counts(traced: Any) -> tuple[int, ...]:
+    found = {one.one.name: one.matches for one in traced.passes}
+    assert tuple(found) == NAMES
+    return tuple(found[name] for name in ORDER)
+
+
+def new_cache(family: Any, params: Any, dtype: torch.dtype, device: Any) -> Any:
+    return family.init_cache(
+        params.config, 8, block_size=generate.BLOCK_SIZE, num_slots=2, dtype=dtype, device=device
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where a tiny model of a family is, saved once."""
+
+    @functools.cache
+    @torch.no_grad()
+    def saved(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name)
+        tiny.save(name, path)
+        return path
+
+    return saved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_fused_so_often_and_computes_the_same(
+    name: str, dtype: torch.dtype, folder: Callable[[str], Path], recorder_name: str, device: Any
+):
+    family = loading.family(folder(name))
+    _, params = family.load(folder(name), dtype=dtype, device=device)
+    laid = fg.ops.lay_side_by_side(params)
+    batch = generate.alone(tiny.PROMPT, 0, 8, device, family.Batch)
+
+    def run(passes: Any) -> Any:
+        cache = new_cache(family, laid, dtype, device)
+        fast = fg.graphify(
+            family.forward, passes=passes, modes="FULL", donate="cache", stage="batch", sizes=(16,)
+        )
+        traced = fast.trace(laid, cache, limits=fg.Limits(16, 2, B=8))
+        step = traced.split().lower().compile().capture(laid, cache, recorder=recorder_name)
+        return traced, *step(cache, batch)
+
+    traced, got, cache = run("all")
+    want = FAMILIES | (IN_BFLOAT16 if dtype == torch.bfloat16 else {})
+    assert counts(traced) == want[name], traced.as_text()
+    _, *same = run([one for one in NAMES if one != "side_by_side"])
+    plain, *bare = run(())
+    assert plain.passes == () and plain.as_text() == plain.graph.gm.code.strip()
+    if device.type == "cpu":
+        for a, b in zip(trees(tuple(same)), trees(tuple(bare)), strict=True):
+            assert torch.equal(a, b)  # the very ops, in one call
+    elif dtype == torch.bfloat16:  # what is rounded otherwise may choose another expert
+        _, wide = family.load(folder(name), dtype=torch.float32, device=device)
+        true, _ = family.forward(wide, new_cache(family, wide, torch.float32, device), batch)
+        off, least = ((x.float() - true).abs().mean() for x in (got, bare[0]))
+        assert name not in DENSE or off <= 1.5 * least
+        return
+    for a, b in zip(trees((got, cache)), trees(tuple(bare)), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE[dtype, device.type])
+
+
+def trees(tree: Any) -> list[torch.Tensor]:
+    return list(naming.named(tree).values())
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_model_of_transformers_is_fused_so_often_and_says_the_same(name: str):
+    from fngraph.integrations.transformers import graphify_model
+
+    def tokens(laid: bool, **options: Any) -> tuple[Any, Any]:
+        model = make(name)
+        if laid:
+            state = fg.ops.lay_side_by_side(model.state_dict())
+            model.load_state_dict(state, assign=True)
+        fast = graphify_model(
+            model, fg.Limits(8, 2, B=4), sizes=(1, 8), recorder="tape", lazy=True, **options
+        )
+        return fast.generate([[5, 7, 11], [3]], 12), fast.step.main.executable.maker.traced
+
+    plain, _ = tokens(laid=False)
+    fused, traced = tokens(laid=True, passes="all")
+    assert counts(traced) == THEIRS[name], traced.as_text()
+    assert traced.passes[0].matches > 0  # views of views, and copies
+    assert fused == plain

@@ -1,0 +1,388 @@
+"""Where a pass must match, and, beside it, where what looks alike is another thing: memory that is
+written in between, values that others read, other dtypes, roundings, shapes and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import toys
+from test_graphify import Model, steps
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+import fngraph as fg
+from fngraph.errors import AddressError, CaptureError
+from fngraph.models.families.layers import centred_norm, rms_norm
+from fngraph.models.families.rope import rotate
+from fngraph.ops import lay_side_by_side
+
+EPS = 1e-5
+H, D, F = 2, 4, 6  # of toys.E = 8
+
+
+def params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
+    p = {"w": draw(toys.V, toys.E), "g": draw(toys.E), "h": draw(D), "eps": torch.tensor(EPS)}
+    p |= {"wq": draw(8, toys.E), "wk": draw(4, toys.E), "wv": draw(4, toys.E), "b": draw(8)}
+    return p | {"w_gate": draw(F, toys.E), "w_up": draw(F, toys.E), "other": draw(F, toys.E)}
+
+
+Body = Callable[[dict[str, Tensor], Tensor], Any]
+
+
+def forward_of(body: Body) -> Callable[..., Any]:
+    def forward(params: Any, state: Any, batch: toys.Batch) -> Any:
+        return body(params, params["w"][batch.token_ids]), state
+
+    return forward
+
+
+def model_of(body: Body, given: Any) -> Model:
+    return Model(forward_of(body), given, {"calls": torch.zeros(1)})
+
+
+def changed(x: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
+    write(x)
+    return x
+
+
+# --- the norm -------------------------------------------------------------------------------------
+
+
+def spelled(
+    x: Tensor, weight: Tensor, eps: Any = EPS, *, dim: Any = -1, inside: bool = True,
+    narrow: bool = True, wide: bool = True, between: Callable[[Tensor], Any] = lambda x: None,
+) -> Tensor:  # fmt: skip
+    """A norm step by step, each of which may be another's."""
+    y = x.float() if wide else x
+    mean = y.square().mean(dim, keepdim=True)
+    scale = torch.rsqrt(mean + eps) if inside else torch.rsqrt(mean) + eps
+    between(x)
+    between(weight)
+    scaled = y * scale
+    return (scaled.to(x.dtype) if narrow else scaled) * weight
+
+
+def kept(p: Any, x: Tensor) -> Any:
+    """The scale is read by somebody else."""
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return (x * scale) * p["g"], scale * 2
+
+
+def sum_in_the_middle(p: Any, x: Tensor) -> Any:
+    total = x + x.sin()
+    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS)
+    total.add_(1)
+    return (total * scale) * p["g"]
+
+
+NORM = ("add_rms_norm", "rms_norm")
+BF16 = torch.bfloat16
+Case = tuple[Any, tuple[str, ...], tuple[int, ...], torch.dtype]
+CASES: dict[str, Case] = {
+    "a norm": (lambda p, x: rms_norm(x, p["g"], EPS), NORM, (0, 1), torch.float32),
+    "a norm in bfloat16": (lambda p, x: rms_norm(x, p["g"], EPS), NORM, (0, 1), BF16),
+    "a centred norm": (lambda p, x: centred_norm(x, p["g"], EPS), NORM, (0, 1), BF16),
+    "any epsilon": (lambda p, x: rms_norm(x, p["g"], 0.5), NORM, (0, 1), BF16),
+    "an epsilon that is a tensor": (
+        lambda p, x: spelled(x, p["g"], p["eps"]), NORM, (0, 0), torch.float32,
+    ),
+    "an epsilon beside the root": (
+        lambda p, x: spelled(x, p["g"], inside=False), NORM, (0, 0), torch.float32,
+    ),
+    "computed in half precision": (
+        lambda p, x: spelled(x, p["g"], wide=False), NORM, (0, 0), BF16,
+    ),
+    "not rounded before the weight": (
+        lambda p, x: spelled(x, p["g"], narrow=False).to(x.dtype), NORM, (0, 0), BF16,
+    ),
+    "a weight of another dtype": (
+        lambda p, x: rms_norm(x, p["g"].float(), EPS).to(x.dtype), NORM, (0, 0), BF16,
+    ),
+    "over heads and columns": (
+        lambda p, x: spelled(x.unflatten(1, (H, D)), p["h"], dim=(-2, -1)), NORM, (0, 0),
+        torch.float32,
+    ),
+    "a weight for each row": (
+        lambda p, x: spelled(x, x.cos()), NORM, (0, 0), torch.float32,
+    ),
+    "its scale read elsewhere": (kept, NORM, (0, 0), torch.float32),
+    "a norm of a sum": (
+        lambda p, x: rms_norm(x + x.sin(), p["g"], EPS), NORM, (1, 0), BF16,
+    ),
+    "a sum that is read elsewhere too": (
+        lambda p, x: (lambda y: (rms_norm(y, p["g"], EPS), y))(x + x.sin()), NORM, (1, 0), BF16,
+    ),
+    "two norms of one sum": (
+        lambda p, x: (lambda y: rms_norm(y, p["g"], EPS) + rms_norm(y, p["b"], EPS))(x + x.sin()),
+        NORM, (1, 1), BF16,
+    ),
+    "a sum of another shape": (
+        lambda p, x: rms_norm(x + p["b"], p["g"], EPS), NORM, (0, 1), BF16,
+    ),
+    "a sum and a number": (lambda p, x: rms_norm(x + 1, p["g"], EPS), NORM, (0, 1), BF16),
+    "a multiple of a sum": (
+        lambda p, x: rms_norm(torch.add(x, x.sin(), alpha=2), p["g"], EPS), NORM, (0, 1), BF16,
+    ),
+    "a sum that is written in between": (sum_in_the_middle, NORM, (0, 0), torch.float32),
+    "a norm of what is written in between": (
+        lambda p, x: spelled(x.sin(), p["g"], between=lambda y: y.add_(1) if y.dim() == 2 else 0),
+        NORM, (0, 0), torch.float32,
+    ),
+    "a norm of what a view of it writes": (
+        lambda p, x: spelled(x.sin(), p["g"], between=lambda y: y.view(-1)[:8].add_(1)
+                             if y.dim() == 2 else 0),
+        NORM, (0, 0), torch.float32,
+    ),
+    "a norm of what a primitive writes in between": (
+        lambda p, x: spelled(x.sin(), p["g"], between=lambda y: toys.double(x, y)
+                             if y.dim() == 2 else 0),
+        NORM, (0, 0), torch.float32,
+    ),
+    "something else written in between": (
+        lambda p, x: (lambda z: (spelled(x.sin(), p["g"], between=lambda y: z.add_(1)), z))(x * 2),
+        NORM, (0, 1), torch.float32,
+    ),
+}  # fmt: skip
+
+
+# --- gates, ropes, copies -------------------------------------------------------------------------
+
+
+def angles(x: Tensor, width: int = D // 2) -> tuple[Tensor, Tensor]:
+    angle = x[:, None, :width] * 2
+    return angle.cos(), angle.sin()
+
+
+def turned(p: Any, x: Tensor, normed: bool = False, **more: Any) -> Tensor:
+    q = x.unflatten(1, (H, D))
+    return rotate(rms_norm(q, p["h"], EPS) if normed else q, angles(x, **more))
+
+
+def with_copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x.clone()
+
+
+def neighbours(p: Any, x: Tensor) -> Tensor:
+    """Pairs (2i, 2i + 1), which come out where they were: not this rope."""
+    q, (cos, sin) = x.unflatten(1, (H, D)), angles(x)
+    a, b = q[..., 0::2], q[..., 1::2]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+
+
+def backwards(p: Any, x: Tensor) -> Tensor:
+    q, (cos, sin) = x.unflatten(1, (H, D)), angles(x)
+    a, b, rest = q.split([2, 2, 0], dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)
+
+
+ROPE = ("norm_rope", "rope")
+GATE = ("silu_mul",)
+NOTHING = ("no_ops",)
+F32 = torch.float32
+CASES |= {
+    "a rope": (turned, ROPE, (0, 1), BF16),
+    "a rope of a share": (lambda p, x: turned(p, x, width=1), ROPE, (0, 1), F32),
+    "a rope of a norm": (lambda p, x: turned(p, x, normed=True), ROPE, (1, 0), BF16),
+    "a norm that others read before its rope": (
+        lambda p, x: (lambda n: (rotate(n, angles(x)), n.sin()))(
+            rms_norm(x.unflatten(1, (H, D)), p["h"], EPS)
+        ),
+        ROPE, (0, 1), BF16,
+    ),
+    "angles of another dtype": (
+        lambda p, x: rotate(x.unflatten(1, (H, D)), angles(x.float())), ROPE, (0, 0), BF16,
+    ),
+    "angles for each head": (
+        lambda p, x: rotate(x.unflatten(1, (H, D)), (x.unflatten(1, (H, D))[..., :2].cos(),
+                                                     x.unflatten(1, (H, D))[..., :2].sin())),
+        ROPE, (0, 0), F32,
+    ),
+    "pairs of neighbours": (neighbours, ROPE, (0, 0), F32),
+    "turned backwards": (backwards, ROPE, (0, 0), F32),
+    "a gate": (lambda p, x: silu(x) * x.sin(), GATE, (1,), BF16),
+    "a gate the other way around": (lambda p, x: x.sin() * silu(x), GATE, (1,), BF16),
+    "a gate of itself": (lambda p, x: silu(x) * x, GATE, (1,), BF16),
+    "a gate that is read elsewhere": (
+        lambda p, x: (lambda g: (g * x.sin(), g))(silu(x)), GATE, (0,), F32,
+    ),
+    "a gate of one row": (lambda p, x: silu(x) * p["g"], GATE, (0,), F32),
+    "a gate of another dtype": (lambda p, x: silu(x) * x.float(), GATE, (0,), BF16),
+    "a gate times a number": (lambda p, x: silu(x) * 2.0, GATE, (0,), F32),
+    "a gate of what is written in between": (
+        lambda p, x: (lambda y: (lambda g: changed(y, Tensor.exp_) * g)(silu(y)))(x.sin()),
+        GATE, (0,), F32,
+    ),
+    "views of views, and the same again": (
+        lambda p, x: x.view(-1, 2, 4).view(-1, 4, 2).sin() + x.view(-1, 4, 2), NOTHING, (2,), F32,
+    ),
+    "a slice over all, two transposes, the same shape": (
+        lambda p, x: x.narrow(1, 0, toys.E).t().t().expand(-1, toys.E).sin(), NOTHING, (3,), F32,
+    ),
+    "a copy that nobody can tell": (lambda p, x: x.clone().sin(), NOTHING, (1,), F32),
+    "a copy that is written": (
+        lambda p, x: changed(x.clone(), Tensor.sin_) + x, NOTHING, (0,), F32,
+    ),
+    "a copy of what is written": (
+        lambda p, x: (lambda y, z: changed(y, Tensor.exp_) + z)(*with_copy(x.sin())),
+        NOTHING, (0,), F32,
+    ),
+    "a copy of what a view of it writes": (
+        lambda p, x: (lambda y, z: changed(y.narrow(1, 0, 2), Tensor.exp_) + z.narrow(1, 0, 2))(
+            *with_copy(x.sin())
+        ),
+        NOTHING, (0,), F32,
+    ),
+    "a copy that a primitive writes": (
+        lambda p, x: (lambda y: toys.double(x, y) + x)(x.clone()), NOTHING, (0,), F32,
+    ),
+    "a copy that is returned": (lambda p, x: (x.clone(), x.sin()), NOTHING, (0,), F32),
+    "a copy that lies otherwise": (
+        lambda p, x: x.t().clone(memory_format=torch.contiguous_format).sin().t(), NOTHING, (0,),
+        F32,
+    ),
+    "a copy of a leaf": (lambda p, x: x * p["g"].clone(), NOTHING, (0,), F32),
+    "0 more, and 1 times": (lambda p, x: (x + 0) * 1, NOTHING, (0,), F32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_matches_where_it_should_and_results_are_the_same_bits(name: str):
+    body, passes, matches, dtype = CASES[name]
+    toy = model_of(body, params(dtype))
+    fast = toy.graphify(passes=passes, modes="FULL", sizes=(16,), recorder="tape")
+    seen = fast.trace(toy.params, toy.state)
+    assert tuple(one.matches for one in seen.passes) == matches, seen.as_text()
+    for batch in steps()[:2]:
+        toy.check(fast, batch, atol=0, rtol=0)
+
+
+# --- products side by side ------------------------------------------------------------------------
+
+
+def project(*names: str) -> Body:
+    def body(p: Any, x: Tensor) -> Any:
+        return sum(torch.tanh(linear(x, p[name])).sum(-1, keepdim=True) for name in names)
+
+    return body
+
+
+def written(p: Any, x: Tensor) -> Any:
+    y = x.sin()
+    a = linear(y, p["w_gate"])
+    y.view(-1)[:4].add_(1)
+    return a.sin() + linear(y, p["w_up"])
+
+
+def as_view(p: Any, x: Tensor) -> Any:
+    return linear(x, p["w_gate"]).view(-1).sin().view(-1, F) + linear(x, p["w_up"])
+
+
+ALONE = "do not lie side by side in memory"
+PRODUCTS: dict[str, tuple[Body, int, str]] = {
+    "three of one input": (project("wq", "wk", "wv"), 1, ""),
+    "in another order": (project("wv", "wq", "wk"), 1, ""),
+    "two of three": (project("wk", "wv"), 1, ""),
+    "and two others": (project("wq", "wk", "wv", "w_up", "w_gate"), 2, ""),
+    "one alone": (project("wq"), 0, ""),
+    "with a gap": (project("wq", "wv"), 0, ALONE),
+    "the same weight twice": (project("wq", "wq"), 0, ALONE),
+    "weights of two groups": (project("wv", "w_up"), 0, ALONE),
+    "a weight that lies elsewhere": (project("w_gate", "other"), 0, ALONE),
+    "with a bias": (
+        lambda p, x: linear(x, p["wq"], p["b"]).sum(-1) + linear(x, p["wk"]).sum(-1), 0, "",
+    ),
+    "two inputs": (
+        lambda p, x: linear(x, p["w_gate"]).sin() + linear(x.sin(), p["w_up"]), 0, "",
+    ),
+    "an input that is written in between": (written, 0, "is written between one product and"),
+    "a result that is returned": (
+        lambda p, x: (linear(x, p["w_gate"]), linear(x, p["w_up"])), 0, "forward returns one of",
+    ),
+    "a result that is viewed as a line": (as_view, 0, "viewed as only a product of its own"),
+    "results that are written": (
+        lambda p, x: changed(linear(x, p["w_gate"]), Tensor.sin_) + linear(x, p["w_up"]), 1, "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_become_one_where_their_weights_lie_so(name: str):
+    body, matches, note = PRODUCTS[name]
+    for laid in (True, False):
+        toy = model_of(body, lay_side_by_side(params()) if laid else params())
+        fast = toy.graphify(passes=("side_by_side",), modes="FULL", sizes=(16,), recorder="tape")
+        (one,) = fast.trace(toy.params, toy.state).passes
+        assert one.matches == (matches if laid else 0)
+        if laid:
+            assert len(one.notes) == bool(note) and note in "".join(one.notes)
+        for batch in steps()[:2]:
+            toy.check(fast, batch, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_that_were_traced_without_memory_stay_apart():
+    toy = model_of(project("wq", "wk", "wv"), lay_side_by_side(params()))
+    fast = toy.graphify(passes=("side_by_side",))
+    traced = fast.trace(fg.like(toy.params), fg.like(toy.state))
+    ((one,), (note,)) = traced.passes, traced.passes[0].notes
+    assert f"side_by_side: {note}" in traced.split().lower().notes
+    assert one.matches == 0 and "params = fg.ops.lay_side_by_side(params)" in note
+    assert note.startswith("params['wq'], params['wk'], params['wv']: they do not lie")
+
+
+@pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
+def test_merged_weights_are_the_caller_s_own(recorder_name, device, modes: str):
+    """Written in place, they count; of another kind, they are traced anew, and stay apart."""
+    given = {name: x.to(device) for name, x in params(BF16).items()}
+    toy = model_of(project("wq", "wk", "wv"), lay_side_by_side(given))
+    toy = toy._replace(state={"calls": torch.zeros(1, device=device)})
+    step = (
+        toy.graphify(passes=("side_by_side",), modes=modes)
+        .trace(toy.params, toy.state).split().lower().compile()
+        .capture(toy.params, toy.state, recorder=recorder_name)
+    )  # fmt: skip
+    run = lambda params, state, batch: step(state, batch)  # noqa: E731
+    batch = steps(device)[0]
+    close = {"atol": 0.05, "rtol": 0.05}
+    toy.check(run, batch, **close)
+    before = toy.params["wk"].data_ptr()
+    step.rebind(params={**toy.params, "wk": toy.params["wk"] * 2})
+    assert toy.params["wk"].data_ptr() == before
+    toy.check(run, batch, **close)
+    ran = lambda: step.main.executable.maker.traced.passes[0].matches  # noqa: E731
+    assert ran() == 1
+    halves = {name: x.half() for name, x in toy.params.items()}  # of as many bytes
+    step.rebind(params=halves)
+    assert ran() == 0
+    got, want = step(toy.state, batch)[0], toy.fn(halves, toy.state, batch)[0]
+    torch.testing.assert_close(got, want, **close)
+
+
+def test_weights_bound_apart_after_all_are_an_error():
+    laid = lay_side_by_side(params())
+    toy = model_of(project("wq", "wk", "wv"), laid)
+    traced = toy.graphify(passes=("side_by_side",), modes="FULL", sizes=(4,)).trace(laid, toy.state)
+    apart = {name: x.clone() for name, x in laid.items()}
+    with pytest.raises((AddressError, CaptureError), match="does not lie right behind"):
+        step = traced.split().lower().compile().capture(apart, toy.state, recorder="tape")
+        step(toy.state, steps()[0])
+
+
+def test_no_second_copy_of_a_weight_is_made():
+    toy = model_of(project("wq", "wk", "wv"), lay_side_by_side(params()))
+    fast = toy.graphify(passes=("side_by_side",), modes="FULL", sizes=(16,))
+    lowered = fast.trace(toy.params, toy.state).split().lower()
+    assert lowered.split.traced.constants == {}
+    (op,) = [
+        n for n in lowered.split.traced.graph.gm.graph.nodes if "side_by_side" in str(n.target)
+    ]
+    assert [x.op for x in op.args[1]] == ["placeholder"] * 3
+    assert dataclasses.asdict(lowered.plan) == dataclasses.asdict(
+        toy.graphify(passes=(), modes="FULL", sizes=(16,))
+        .trace(toy.params, toy.state).split().lower().plan
+    )  # fmt: skip

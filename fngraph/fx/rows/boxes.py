@@ -49,7 +49,8 @@ def _is_all(rows: frozenset[int], size: Any) -> bool:
     return isinstance(size, int) and len(rows) >= size
 
 
-def _is_one(size: Any) -> bool:
+def is_one(size: Any) -> bool:
+    """Whether a dim has one row, at all sizes."""
     return isinstance(size, int) and size == 1
 
 
@@ -91,7 +92,7 @@ class Layout:
 
     def __init__(self, shape: Sequence[Any], stride: Sequence[int], first: int = 0) -> None:
         self.shape, self.stride, self.first = shape, stride, first
-        long = [d for d, s in enumerate(stride) if s and not _is_one(shape[d])]
+        long = [d for d, s in enumerate(stride) if s and not is_one(shape[d])]
         self.dims = sorted(long, key=lambda d: -stride[d])
 
     @classmethod

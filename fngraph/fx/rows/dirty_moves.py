@@ -10,9 +10,8 @@ import torch
 from fngraph.fx.nodes import is_tensor, operands
 from fngraph.fx.rows import shapes
 from fngraph.fx.rows.boxes import WHOLE, Box, reshaped
+from fngraph.fx.rows.fills import DIVISIONS
 from fngraph.fx.rows.state import Mixes, OpCall, ndim
-
-_DIVISIONS = ("floor_divide", "remainder", "fmod", "div", "divide", "true_divide")
 
 
 def moved(boxes: Iterable[Box], to: Callable[[int], int | None]) -> list[Box]:
@@ -159,7 +158,7 @@ def _masked(box: Box, mask: torch.Tensor, rank: int) -> Box | None:
 def _refuse_zero_divisors(call: OpCall) -> None:
     """An integer that padding has written may be 0, or anything."""
     divisor: Any = call.args.get("other")
-    if call.name not in _DIVISIONS or not is_tensor(divisor) or not call.rows(divisor).dirty:
+    if call.name not in DIVISIONS or not is_tensor(divisor) or not call.rows(divisor).dirty:
         return
     dtype, span = call.value.dtype, call.rows(divisor).span
     if dtype.is_floating_point or dtype.is_complex:

@@ -33,7 +33,7 @@ _LARGEST = 1 << 16  # elements of a constant that is worth computing
 _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"}
 WIDE = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes beyond whose range nobody's numbers are taken to go. Half precision ends at 65504."""
-_DIVISIONS = ("floor_divide", "remainder", "fmod", "div", "divide", "true_divide")
+DIVISIONS = ("floor_divide", "remainder", "fmod", "div", "divide", "true_divide")
 _PICKS = ("threshold_backward", "hardtanh_backward", "leaky_relu_backward")
 """Gradients that are picked by x, and not multiplied by what is made of it."""
 _SLOPES = frozenset(
@@ -77,7 +77,7 @@ def refuse_counts(call: OpCall) -> None:
 
 def _refuse_zero_divisors(call: OpCall) -> None:
     divisor: Any = call.args.get("other")
-    if call.name not in _DIVISIONS or not is_tensor(divisor) or not moving_dims(divisor):
+    if call.name not in DIVISIONS or not is_tensor(divisor) or not moving_dims(divisor):
         return
     dtype, state = call.value.dtype, call.rows(divisor)
     if dtype.is_floating_point or dtype.is_complex:

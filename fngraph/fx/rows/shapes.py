@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fngraph.fx.nodes import is_tensor, operands
+from fngraph.fx.rows.boxes import is_one
 from fngraph.fx.rows.fills import constant, evaluated, is_all, refuse_counts
 from fngraph.fx.rows.state import (
     BEYOND,
@@ -36,7 +37,7 @@ _PAIRS = ("view_as_complex", "view_as_real", "real", "imag", "_conj", "_neg_view
 """Views that make other numbers."""
 
 
-def _source(call: OpCall) -> Any:
+def _first(call: OpCall) -> Any:
     return next(x for x in call.args.values() if is_tensor(x))
 
 
@@ -89,7 +90,7 @@ def _viewed(call: OpCall, x: Any, dim: int, moving: list[int]) -> torch.Tensor |
 
 def in_order(call: OpCall) -> Kept:
     """A view that keeps the order of the dims: those in T or R are the same ones."""
-    x = _source(call)
+    x = _first(call)
     if call.name == "expand":  # from the last dim on
         lead = call.value.dim() - ndim(x)
         return carried(call, x, {d: d + lead for d in moving_dims(x)})
@@ -98,7 +99,7 @@ def in_order(call: OpCall) -> Kept:
 
 def permute(call: OpCall) -> Kept:
     """permute, t, transpose: dims change places."""
-    x = _source(call)
+    x = _first(call)
     return carried(call, x, {d: i for i, d in enumerate(order_of(call, ndim(x)))})
 
 
@@ -119,7 +120,7 @@ def order_of(call: OpCall, rank: int) -> list[int]:
 
 def reshape(call: OpCall) -> Kept:
     """Row-major views: within each group of dims that are folded, T or R must be outermost."""
-    x = _source(call)
+    x = _first(call)
     old, new = list(x.meta["val"].shape), list(call.value.shape)
     if any(isinstance(n, int) and n == 0 for n in old):
         return Kept()
@@ -132,7 +133,7 @@ def reshape(call: OpCall) -> Kept:
         if not a and not b:
             continue
         outer = len(a) == len(b) == 1 and all(
-            _is_one(n) for n in old[here.start : a[0]] + new[there.start : b[0]]
+            is_one(n) for n in old[here.start : a[0]] + new[there.start : b[0]]
         )  # fmt: skip
         if not outer:
             shapes = " to ".join(f"({', '.join(map(call.text, s))})" for s in (old, new))
@@ -142,10 +143,6 @@ def reshape(call: OpCall) -> Kept:
             )
         to[a[0]] = b[0]
     return carried(call, x, to)
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def groups_of(old: list[Any], new: list[Any]) -> Iterator[tuple[range, range]]:

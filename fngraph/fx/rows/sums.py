@@ -21,7 +21,7 @@ from fngraph.fx.rows.state import (
     Kept,
     Mixes,
     OpCall,
-    is_finite as finite,
+    is_finite,
     moving_dims,
     ndim,
 )
@@ -47,7 +47,7 @@ def reduction(call: OpCall) -> Kept:
     across = [d for d in moving if d in over]
     for d in across:
         flat = "arg" in call.name and call.args.get("dim") is None and _lies_within(x, d)
-        if flat or len(across) > 1 or not _adds_nothing(call, x, call.rows(x).fills.get(d)):
+        if flat or len(across) > 1 or not _is_neutral(call, x, call.rows(x).fills.get(d)):
             refuse_unmasked(call, x, d, NEUTRAL[call.name])
     if not moving:
         return Kept(value=constant(call)) if is_tensor(call.node) else Kept()
@@ -60,7 +60,7 @@ def reduction(call: OpCall) -> Kept:
         seen = evaluated(call, {x: fill}) if fill is not None else None
         if seen is not None and seen.dim() == call.value.dim():
             fills[out] = seen
-        elif finite(call.rows(x).fills.get(d)) and (
+        elif is_finite(call.rows(x).fills.get(d)) and (
             call.name in _WITHIN or call.value.dtype in _FINITE.get(call.name, ())
         ):
             fills[out] = FINITE
@@ -72,7 +72,7 @@ def _lies_within(x: Any, d: int) -> bool:
     return any(not isinstance(n, int) or n != 1 for n in x.meta["val"].shape[:d])
 
 
-def _adds_nothing(call: OpCall, x: Any, fill: Any) -> bool:
+def _is_neutral(call: OpCall, x: Any, fill: Any) -> bool:
     neutral = NEUTRAL[call.name]
     if "norm" in call.name and not (call.args.get("ord", call.args.get("p")) or 0) >= 0:
         return False  # of the least elements
@@ -263,7 +263,7 @@ def _finite_rows(call: OpCall, a: Any, b: Any) -> dict[int, Any]:
     return {
         i: FINITE
         for i in moving_dims(call.node)
-        if i < ndim(a) - 1 and _all_finite(call, b) and is_finite(call, a, i)
+        if i < ndim(a) - 1 and _all_finite(call, b) and finite_padding(call, a, i)
     }
 
 
@@ -272,22 +272,22 @@ def _all_finite(call: OpCall, x: Any) -> bool:
     state, dtype = call.rows(x), x.meta["val"].dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
-    return state.held if state.value is None else finite(state.value)
+    return state.held if state.value is None else is_finite(state.value)
 
 
 def _cancels(call: OpCall, zeros: tuple[Any, int], other: tuple[Any, int]) -> bool:
     """Whether the padding of one operand makes zeros of that of the other."""
     fill = call.rows(zeros[0]).fills.get(zeros[1])
     nothing = is_all(fill, 0) or (isinstance(fill, str) and fill == VANISHING)
-    return nothing and is_finite(call, *other)
+    return nothing and finite_padding(call, *other)
 
 
-def is_finite(call: OpCall, x: Any, dim: int) -> bool:
+def finite_padding(call: OpCall, x: Any, dim: int) -> bool:
     """Whether padding along a dim is known to be finite."""
     fill, dtype = call.rows(x).fills.get(dim), x.meta["val"].dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
-    return fill == VANISHING if isinstance(fill, str) and fill != FINITE else finite(fill)
+    return fill == VANISHING if isinstance(fill, str) and fill != FINITE else is_finite(fill)
 
 
 def norm(call: OpCall) -> Kept:
@@ -308,7 +308,7 @@ def norm(call: OpCall) -> Kept:
         )
     if not is_safe(call):
         return Kept()
-    return Kept({d: FINITE for d in moving_dims(x) if finite(call.rows(x).fills.get(d))})
+    return Kept({d: FINITE for d in moving_dims(x) if is_finite(call.rows(x).fills.get(d))})
 
 
 def is_safe(call: OpCall) -> bool:
@@ -355,7 +355,7 @@ def scaled_dot_product(call: OpCall) -> Kept:
     if not masked:
         refuse_unmasked(call, key, last, -math.inf)
     for name, x in (("keys", key), ("values", value)):
-        if not is_finite(call, x, ndim(x) - 2):
+        if not finite_padding(call, x, ndim(x) - 2):
             raise Mixes(
                 f"attends over {call.dim(key, last)}, and the {name} of padding may be NaN or "
                 "infinite, which the mask multiplies by 0: NaN in every row. Let them be 0: "

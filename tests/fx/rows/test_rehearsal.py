@@ -70,18 +70,18 @@ def numbers(b: Any) -> Any:
 # What was accepted once, and is wrong for some batch: (the rule's mend, taken out again; program).
 WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
     "a product of zeros with 1 / 0": (
-        sums, "return nothing and is_finite(call, *other)", "return nothing",
+        sums, "return nothing and finite_padding(call, *other)", "return nothing",
         lambda p, b: (b.slot >= 0).float() @ (1 / b.x),
     ),
     "keys and values of padding, masked": (
-        sums, "if not is_finite(call, x, ndim(x) - 2)", "if False",
+        sums, "if not finite_padding(call, x, ndim(x) - 2)", "if False",
         lambda p, b: F.scaled_dot_product_attention(
             *[b.x[None, None]] * 2, (b.x / b.x.norm(dim=-1, keepdim=True))[None, None],
             attn_mask=(b.slot >= 0)[None],
         )[0, 0],
     ),
     "a masked softmax times values over their norm": (
-        sums, "return nothing and is_finite(call, *other)", "return nothing",
+        sums, "return nothing and finite_padding(call, *other)", "return nothing",
         lambda p, b: (b.x @ b.x.t()).masked_fill(~(b.slot >= 0), -INF).softmax(-1)
         @ (zeroed(b) / b.x.norm(dim=-1, keepdim=True)),
     ),
@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         ),
     ),
     "zeros times a sum that may be NaN": (
-        sums, "return state.held if state.value is None else finite(state.value)",
+        sums, "return state.held if state.value is None else is_finite(state.value)",
         "return not moving_dims(x)",
         lambda p, b: (zeroed(b) @ zeroed(b).sum(0).expand(8, 8)).sum(0),
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,7 +173,8 @@ def _runs_on_zeros(func: Any, args: Any, kwargs: Any) -> bool:
         return x.node.hint if isinstance(x, SIZES) else x
 
     try:
-        with without_modes(), no_python_dispatcher():
+        with without_modes(), no_python_dispatcher(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's, as an error it would be taken for one
             func(*tree_map(zeros, args), **tree_map(zeros, kwargs))
     except Exception:
         return False

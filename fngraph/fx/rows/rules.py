@@ -10,7 +10,7 @@ import torch
 from fngraph.fx.nodes import operands
 from fngraph.fx.rows import indices, shapes, sums
 from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
-from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims
+from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.torch_facts.names import tree_leaves
 
 
@@ -22,6 +22,12 @@ def rule(call: OpCall) -> Kept:
             refuse_counts(call)
         return known(call)
     if is_primitive(call):  # they take care of padding themselves
+        for x in operands(call.node) if call.name in _OVER_FEATURES else ():
+            if ndim(x) - 1 in moving_dims(x):
+                raise Mixes(
+                    f"calls {call.node.target} over {call.dim(x, ndim(x) - 1)} features, of which "
+                    "a key has more. Let tokens and requests be rows: (T, E)"
+                )
         return Kept()
     if not any(moving_dims(x) for x in operands(call.node)) and not _counts(call):
         return Kept()
@@ -73,6 +79,8 @@ def _counts(call: OpCall) -> bool:
 _COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,
              shapes.repeat, shapes.drawn, shapes.embedded, indices.window, sums.norm}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
+_OVER_FEATURES = ("rms_norm", "add_rms_norm", "linear_side_by_side", "rope", "norm_rope")
+"""Ops of ours that compute over the last dim of each operand."""
 _MOVES = {shapes.in_order, shapes.permute, shapes.reshape, shapes.cut, shapes.parts, shapes.join,
           shapes.diagonal, shapes.repeat, indices.read, sums.order, sums.lower}  # fmt: skip
 _MOVED = frozenset(

@@ -270,7 +270,7 @@ def diagonal(call: OpCall) -> Kept:
     dims = {call.args["dim1"] % rank, call.args["dim2"] % rank}
     for d in dims & set(moving_dims(x)):
         raise Mixes(f"takes a diagonal of {call.dim(x, d)} rows, of which a key has more")
-    return Kept()
+    return Kept(window=call.rows(x).window)
 
 
 def _zeros(call: OpCall, where: Callable[[int], bool]) -> Kept:

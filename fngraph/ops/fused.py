@@ -22,7 +22,7 @@ from fngraph.ops.triton.launching import missing
 from fngraph.torch_facts.names import BelowAutograd
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if centred:
@@ -34,10 +34,10 @@ def _add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
     total = x + y
-    return total, _rms_norm(total, weight, eps, centred)
+    return total, rms_norm(total, weight, eps, centred)
 
 
-def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
@@ -52,16 +52,16 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _norm_rope(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, centred: bool
 ) -> Tensor:
-    return _rope(_rms_norm(x, weight, eps, centred), cos, sin)
+    return _rope(rms_norm(x, weight, eps, centred), cos, sin)
 
 
 PLAIN: dict[str, tuple[str, Callable[..., Any]]] = {
-    "rms_norm": ("(Tensor x, Tensor weight, float eps, bool centred) -> Tensor", _rms_norm),
+    "rms_norm": ("(Tensor x, Tensor weight, float eps, bool centred) -> Tensor", rms_norm),
     "add_rms_norm": (
         "(Tensor x, Tensor y, Tensor weight, float eps, bool centred) -> (Tensor, Tensor)",
         _add_rms_norm,
     ),
-    "silu_mul": ("(Tensor gate, Tensor up) -> Tensor", _silu_mul),
+    "silu_mul": ("(Tensor gate, Tensor up) -> Tensor", silu_mul),
     "rope": ("(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rope),
     "norm_rope": (
         "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, bool centred) -> Tensor",

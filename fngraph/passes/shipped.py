@@ -18,6 +18,7 @@ from typing import Any
 from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
 from fngraph.passes.frame import Pass
+from fngraph.passes.linears import fuse_linears
 from fngraph.passes.no_ops import drop_no_ops
 from fngraph.passes.norms import fuse_add_rms_norm, fuse_rms_norm
 from fngraph.passes.rope import fuse_norm_rope, fuse_rope
@@ -28,6 +29,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
     Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
     Pass("rope", fuse_rope, "1", "rotary embedding"),
+    Pass("linears", fuse_linears, "1", "linear layers with the norm, gate or sum around them"),
     Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
     Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
     Pass("silu_mul", fuse_silu_mul, "1", "silu(gate) * up"),

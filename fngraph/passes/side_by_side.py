@@ -19,7 +19,6 @@ from torch import fx
 
 from fngraph.core.text import count
 from fngraph.fx.leaves import Role
-from fngraph.fx.nodes import is_tensor
 from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import insert, writes_any
 from fngraph.torch_facts.memory import storage_key
@@ -32,7 +31,7 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
     """Products `x @ w.t()` of one `x`, whose weights are held leaves."""
     inputs: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is aten.mm.default and _weight(node) is not None:
+        if node.target is aten.mm.default and held_weight(node) is not None:
             inputs.setdefault(node.args[0], []).append(node)
     matches = 0
     apart: list[str] = []
@@ -44,7 +43,7 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
         if not runs:
             apart.append(", ".join(_leaf(node).path for node in products))
         for run in runs:
-            why = _why_not(graph, run)
+            why = why_not_one(graph, run)
             if why is None:
                 _merge(graph, run)
                 matches += 1
@@ -59,7 +58,7 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
     return Rewritten(graph, matches, tuple(notes))
 
 
-def _weight(product: fx.Node) -> fx.Node | None:
+def held_weight(product: fx.Node) -> fx.Node | None:
     """The leaf of a product's weight, a held matrix (out, in)."""
     turned = product.args[1]
     if not isinstance(turned, fx.Node) or turned.target is not aten.t.default:
@@ -70,7 +69,7 @@ def _weight(product: fx.Node) -> fx.Node | None:
 
 
 def _leaf(product: fx.Node) -> Any:
-    weight = _weight(product)
+    weight = held_weight(product)
     assert weight is not None
     return weight.meta["leaf"]
 
@@ -99,7 +98,7 @@ def _follows(a: Any, b: Any) -> bool:
     return dense and alike and plain and b.lies == (a.lies[0], a.lies[1] + a.nbytes)
 
 
-def _why_not(graph: fx.Graph, run: Sequence[fx.Node]) -> str | None:
+def why_not_one(graph: fx.Graph, run: Sequence[fx.Node]) -> str | None:
     """Why these products cannot be one; None: they can."""
     (output,) = (n for n in graph.nodes if n.op == "output")
     returned = {storage_key(n.meta["val"]) for n in output.all_input_nodes}
@@ -146,14 +145,21 @@ def _spans(run: Sequence[fx.Node]) -> list[tuple[int, int]]:
 
 def _merge(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
     first = min(run)
-    weights = [_weight(node) for node in run]
+    weights = [held_weight(node) for node in run]
     op = torch.ops.fngraph.linear_side_by_side.default
-    whole = insert(graph, first, op, (first.args[0], weights))
-    parts = [insert(graph, first, aten.slice.Tensor, (whole, 1, *span)) for span in _spans(run)]
-    for node, part in zip(run, parts):
-        turned = node.args[1]
+    put_for(graph, insert(graph, first, op, (first.args[0], weights)), run)
+
+
+def put_for(graph: fx.Graph, whole: fx.Node, run: Sequence[fx.Node]) -> None:
+    """Let all that reads these products read columns of `whole`, which stands before them."""
+    for node, span in zip(run, _spans(run)):
+        part = whole
+        if len(run) > 1:
+            part = insert(graph, min(run), aten.slice.Tensor, (whole, 1, *span))
         part.meta["stack_trace"] = node.meta.get("stack_trace", "forward")
         node.replace_all_uses_with(part)
+    for node in run:
+        turned: Any = node.args[1]
         graph.erase_node(node)
-        if is_tensor(turned) and not turned.users:  # type: ignore[union-attr]
-            graph.erase_node(turned)  # type: ignore[arg-type]
+        if not turned.users:
+            graph.erase_node(turned)

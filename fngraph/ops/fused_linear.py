@@ -1,0 +1,123 @@
+"""A linear layer with what is around it in one op: norm before, gate or sum behind.
+
+    y = norm(x) @ [w_q; w_k; w_v].t()          silu(norm(x) @ w_gate.t()) * (norm(x) @ w_up.t())
+    y = x @ w_o.t() + residual
+
+Its plain form is the torch ops that it stands for in their order, and what runs on the CPU, bit for
+bit. On CUDA few rows, which is decoding, are one launch (`triton/skinny.py`); more are matrix
+products by torch between the kernels of `fused.py`. Both round where the plain form rounds, but
+for the norm's scale, which is applied to the sums, and add up in another order.
+
+Gradients, tangents and `torch.func` go through the plain form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fngraph.ops.fused import rms_norm, silu_mul
+from fngraph.ops.primitives import LIBRARY
+from fngraph.ops.side_by_side import why_apart
+from fngraph.ops.transforms import is_transformed
+from fngraph.ops.triton.launching import missing
+from fngraph.torch_facts.names import BelowAutograd
+
+MOST_WEIGHTS = 3  # that one launch reads
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OPS = torch.ops.fngraph
+
+LIBRARY.define(
+    "fused_linear(Tensor x, Tensor[] weights, Tensor? norm, Tensor? more, float eps, bool centred, "
+    "bool gated, bool held) -> Tensor"
+)
+"""x (T, K); up to three weights (N, K), all of its dtype; the result is (T, sum of N).
+
+norm: (K,), of an RMSNorm of x with `eps`; with `centred` its weight is 1 + norm.
+more: (T, N), added.
+gated: of two weights, silu of the one times the other; the result is (T, N).
+held: whether nothing writes the weights in the graph that this is recorded in, so that a kernel may
+    read them before the one ahead of it has finished. A pass knows; if in doubt: False.
+"""
+
+
+def plain(
+    x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
+    centred: bool, gated: bool, held: bool = False,
+) -> Tensor:  # fmt: skip
+    """The torch ops that the op stands for."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps, centred)
+    made = [x @ w.t() for w in weights]
+    y = silu_mul(*made) if gated else made[0] if len(made) == 1 else torch.cat(made, 1)
+    return y if more is None else y + more
+
+
+def _run(
+    x: Tensor, weights: list[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
+    centred: bool, gated: bool, held: bool,
+) -> Tensor:  # fmt: skip
+    if not x.is_cuda or missing("cuda") is not None:
+        return plain(x, weights, norm, more, eps, centred, gated).contiguous()
+    from fngraph.ops.triton import skinny  # loads Triton
+
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    more = more if more is None or more.stride(-1) == 1 else more.contiguous()
+    tile = skinny.tile_of(*x.shape, gated) if _is_plain(x, weights) else None
+    if norm is not None and (tile is None or tile.parts or x.dtype == torch.float16):
+        x, norm = _OPS.rms_norm(x, norm, eps, centred), None  # in float16 x * norm may overflow
+    if tile is None:
+        return _by_torch(x, weights, more, gated)
+    out = x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
+    skinny.run(x, weights, norm, more, out, eps, centred=centred, gated=gated, held=held, tile=tile)
+    return out
+
+
+def _is_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes these."""
+    alike = all(w.dtype == x.dtype and w.is_contiguous() for w in weights)
+    return alike and x.dtype in _DTYPES and 0 < len(weights) <= MOST_WEIGHTS and x.numel() > 0
+
+
+def _columns(weights: Sequence[Tensor]) -> int:
+    return sum(w.shape[0] for w in weights)
+
+
+def _by_torch(x: Tensor, weights: list[Tensor], more: Tensor | None, gated: bool) -> Tensor:
+    """Matrix products by torch: one, if the weights lie side by side."""
+    out = x.new_empty(x.shape[0], _columns(weights))
+    if why_apart(weights) is None:
+        shape, step = (_columns(weights), x.shape[1]), (x.shape[1], 1)
+        torch.mm(x, weights[0].as_strided(shape, step).t(), out=out)
+    else:
+        for part, w in zip(out.split([w.shape[0] for w in weights], 1), weights):
+            torch.mm(x, w.t(), out=part)
+    if gated:
+        out = _OPS.silu_mul(*out.chunk(2, 1))
+    return out if more is None else out.add_(more)
+
+
+def _with_gradients(
+    x: Tensor, weights: list[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
+    centred: bool, gated: bool, held: bool,
+) -> Tensor:  # fmt: skip
+    given = [y for y in (x, *weights, norm, more) if y is not None]
+    if is_transformed(*given):
+        return plain(x, weights, norm, more, eps, centred, gated)
+    with BelowAutograd():
+        return _OPS.fused_linear(x, weights, norm, more, eps, centred, gated, held)  # type: ignore[no-any-return]
+
+
+def _fake(
+    x: Tensor, weights: list[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
+    centred: bool, gated: bool, held: bool,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
+
+
+LIBRARY.impl("fused_linear", _run, "CompositeExplicitAutograd")
+LIBRARY.impl("fused_linear", _with_gradients, "Autograd")
+LIBRARY.impl("fused_linear", plain, "FuncTorchBatched")
+torch.library.register_fake("fngraph::fused_linear", _fake, lib=LIBRARY)

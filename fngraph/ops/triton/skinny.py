@@ -1,0 +1,245 @@
+"""Triton kernels of linear layers with few rows of input: what decoding multiplies.
+
+All that such a product costs is reading its weights once. A program takes some rows of a weight, or
+of one of several, over the whole of K, so that no sums are put together afterwards: a row's bits
+depend on itself alone. The norm in front, the gate, and the sum behind are of the same launch.
+
+A norm's scale is one number for each row of input, so it is applied to the sums, in float32:
+nothing waits for it, and the input is read once.
+
+Weights that nothing writes while a graph runs (`HELD`) are read before the wait for the kernel
+ahead, which hides that kernel's end behind the memory's latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fngraph.ops.triton.launching import launch, power_of_two
+
+MOST_ROWS = 64  # of input; more are what matrix products are made for
+MOST_WEIGHTS = 3  # that one launch reads
+
+
+@triton.jit
+def vector_kernel(
+    x, norm, a, b, c, more, out, T, A, B, C, x_row, more_row, out_row, eps,
+    K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, NORMS: tl.constexpr, CENTRED: tl.constexpr, GATED: tl.constexpr,
+    ADDS: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """T <= M rows of input, without tensor cores: ROWS rows of one weight, with GATED of both.
+
+    Tiles are (M, ROWS, BLOCK), of which a weight's have one of the first dim.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    weight, row, size, first = _part(a, b, c, A, B, C, ROWS, WEIGHTS, GATED)
+    m = tl.arange(0, M)
+    n = row + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK)[None, None, :]
+    real = (n < size)[None, :, None]
+    at = n.to(tl.int64)[None, :, None] * K + k
+    if EARLY and not HELD:
+        tl.extra.cuda.gdc_wait()
+    tile = tl.load(weight + at, mask=real & (k < K), other=0.0)
+    other = tl.load(b + at, mask=real & (k < K), other=0.0) if GATED else tile
+    if EARLY and HELD:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros((M, ROWS, BLOCK), tl.float32)
+    acc_up = tl.zeros((M, ROWS, BLOCK), tl.float32)
+    squares = tl.zeros((M, 1, BLOCK), tl.float32)
+    rows = x + m.to(tl.int64)[:, None, None] * x_row
+    live = (m < T)[:, None, None]
+    for start in range(0, K, BLOCK):
+        now, now_up = tile, other
+        there = real & (start + BLOCK + k < K)
+        tile = tl.load(weight + at + start + BLOCK, mask=there, other=0.0)
+        if GATED:
+            other = tl.load(b + at + start + BLOCK, mask=there, other=0.0)
+        v = tl.load(rows + start + k, mask=live & (start + k < K), other=0.0).to(tl.float32)
+        if NORMS:
+            squares += v * v
+            g = tl.load(norm + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            v *= 1.0 + g if CENTRED else g
+        acc += now.to(tl.float32) * v
+        if GATED:
+            acc_up += now_up.to(tl.float32) * v
+    y = tl.sum(acc, 2)
+    up = tl.sum(acc_up, 2) if GATED else y
+    if NORMS:
+        scale = tl.rsqrt(tl.sum(squares, 2) / K + eps)
+        y *= scale
+        up *= scale
+    _finish(y, up, more, out, m, first + n, T, n < size, more_row, out_row, GATED, ADDS)
+
+
+@triton.jit
+def rows_kernel(
+    x, a, b, c, more, out, T, A, B, C, x_row, more_row, out_row,
+    K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, AHEAD: tl.constexpr, WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    ADDS: tl.constexpr, FLOAT32: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """T <= M rows of input, on tensor cores: ROWS rows of one weight, with GATED of both.
+
+    Each of PARTS parts of the columns has sums of its own, so that warps share K.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    weight, row, size, first = _part(a, b, c, A, B, C, ROWS, WEIGHTS, GATED)
+    n = row + tl.arange(0, ROWS)
+    m = tl.arange(0, M)
+    part = tl.arange(0, PARTS)[:, None, None] * BLOCK
+    k = part + tl.arange(0, BLOCK)[None, None, :]
+    k_v = part + tl.arange(0, BLOCK)[None, :, None]
+    real = (n < size)[None, :, None]
+    live = (m < T)[None, None, :]
+    at = n.to(tl.int64)[None, :, None] * K + k
+    at_v = m.to(tl.int64)[None, None, :] * x_row + k_v
+    if EARLY:
+        if HELD:
+            lines = tl.arange(0, AHEAD) * 64
+            known = (n < size)[:, None] & (lines < K)[None, :]
+            line = tl.where(known, n.to(tl.int64)[:, None] * K + lines[None, :], 0)
+            _prefetch(weight + line)
+            if GATED:
+                _prefetch(b + line)
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros((PARTS, ROWS, M), tl.float32)
+    acc_up = tl.zeros((PARTS, ROWS, M), tl.float32)
+    precision: tl.constexpr = "ieee" if FLOAT32 else "tf32"
+    for start in range(0, K, PARTS * BLOCK):
+        tile = tl.load(weight + at + start, mask=real & (start + k < K), other=0.0)
+        v = tl.load(x + at_v + start, mask=live & (start + k_v < K), other=0.0)
+        acc = tl.dot(tile, v, acc, input_precision=precision)
+        if GATED:
+            up = tl.load(b + at + start, mask=real & (start + k < K), other=0.0)
+            acc_up = tl.dot(up, v, acc_up, input_precision=precision)
+    y = tl.trans(tl.sum(acc, 0))
+    up_y = tl.trans(tl.sum(acc_up, 0)) if GATED else y
+    _finish(y, up_y, more, out, m, first + n, T, n < size, more_row, out_row, GATED, ADDS)
+
+
+@triton.jit
+def _finish(
+    y, up, more, out, m, column, T, real, more_row, out_row, GATED: tl.constexpr,
+    ADDS: tl.constexpr,
+):  # fmt: skip
+    """Sums (M, ROWS), gated and added to as is asked, into the result; rounded where the ops one by
+    one round."""
+    kind = out.dtype.element_ty
+    if GATED:
+        gate = y.to(kind).to(tl.float32)
+        silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
+        y = silu * up.to(kind).to(tl.float32)
+    there = (m < T)[:, None] & real[None, :]
+    row = m.to(tl.int64)[:, None]
+    if ADDS:
+        by = tl.load(more + row * more_row + column[None, :], mask=there, other=0.0)
+        y = y.to(kind).to(tl.float32) + by.to(tl.float32)
+    tl.store(out + row * out_row + column[None, :], y.to(kind), mask=there)
+
+
+@triton.jit
+def _part(
+    a, b, c, A, B, C, ROWS: tl.constexpr, WEIGHTS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Of this program: its weight, the first row there, the weight's rows, and its first column."""
+    tile = tl.program_id(0)
+    weight = a
+    size = A
+    first = 0
+    if WEIGHTS > 1 and not GATED:
+        tiles = tl.cdiv(A, ROWS)
+        if tile >= tiles:
+            tile -= tiles
+            weight = b
+            size = B
+            first = A
+            if WEIGHTS > 2:
+                tiles = tl.cdiv(B, ROWS)
+                if tile >= tiles:
+                    tile -= tiles
+                    weight = c
+                    size = C
+                    first = A + B
+    return weight, tile * ROWS, size, first
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Ask for a line of 128 bytes of each, into the cache that all processors share."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """What a program takes.
+
+    Attributes:
+        rows: of a weight.
+        block: columns at a time.
+        warps, stages: how its kernel is compiled.
+        parts: into which columns are cut, for tensor cores; 0: without these.
+    """
+
+    rows: int
+    block: int
+    warps: int
+    stages: int = 3
+    parts: int = 0
+
+
+def tile_of(T: int, K: int, gated: bool) -> Tile:
+    """By static shapes."""
+    if T <= 4:
+        return Tile(
+            1 if gated else 2, min(2048 if K >= 4096 or gated else 1024, power_of_two(K)), 4
+        )
+    return Tile(16, 64, 4, 4, 4)
+
+
+def run(
+    x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, out: Tensor,
+    eps: float, *, centred: bool, gated: bool, held: bool, tile: Tile | None = None,
+) -> None:  # fmt: skip
+    """x (T, K) by weights (N, K) into out (T, sum of N), or (T, N) if gated; see `fused_linear`.
+
+    Args:
+        norm: needs a tile without parts.
+        held: whether nothing writes the weights while a graph that this is recorded in runs.
+    """
+    T, K = x.shape
+    tile = tile or tile_of(T, K, gated)
+    a, b, c = (*weights, *[weights[0]] * (MOST_WEIGHTS - len(weights)))
+    sizes = [w.shape[0] if i < len(weights) else 0 for i, w in enumerate((a, b, c))]
+    counted = sizes[:1] if gated else sizes
+    grid = (sum(-(-n // tile.rows) for n in counted),)
+    strides = (x.stride(0), 0 if more is None else more.stride(0), out.stride(0))
+    constants: dict[str, Any] = {
+        "K": K, "ROWS": tile.rows, "BLOCK": tile.block, "WEIGHTS": len(weights), "GATED": gated,
+        "ADDS": more is not None, "num_warps": tile.warps, "num_stages": tile.stages,
+        "HELD": held and x.is_cuda and torch.cuda.is_current_stream_capturing(),
+    }  # fmt: skip
+    reads = (a, b, c, x if more is None else more)
+    if not tile.parts:
+        launch(
+            vector_kernel, grid, (x, x if norm is None else norm, *reads), (out,),
+            (T, *sizes, *strides, eps), early=True, M=power_of_two(T), NORMS=norm is not None,
+            CENTRED=centred, **constants,
+        )  # fmt: skip
+        return
+    launch(
+        rows_kernel, grid, (x, *reads), (out,), (T, *sizes, *strides), early=True,
+        M=power_of_two(T, at_least=16), PARTS=tile.parts, AHEAD=min(64, power_of_two(-(-K // 64))),
+        FLOAT32=x.dtype == torch.float32, **constants,
+    )  # fmt: skip

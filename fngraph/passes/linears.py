@@ -1,0 +1,148 @@
+"""Linear layers with what is around them: fngraph::fused_linear.
+
+    norm(x) @ [w_q, w_k, w_v].t()                  one op, whose results are slices of one
+    silu(norm(x) @ w_gate.t()) * (norm(x) @ w_up.t())
+    x @ w_o.t() + residual
+
+It is for decoding, where each of these is one launch that reads weights once; what a prefill gains
+is little. Weights are held leaves, read where they are: they need not lie side by side, though more
+rows than the kernel takes are one product only where they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fngraph.fx.nodes import is_tensor
+from fngraph.ops.fused_linear import MOST_WEIGHTS
+from fngraph.passes.frame import Rewritten
+from fngraph.passes.norms import is_norm, norm_of
+from fngraph.passes.pattern import (
+    Found,
+    call,
+    dtype_of,
+    insert,
+    is_dense,
+    match,
+    name,
+    put,
+    sizes,
+    writes_any,
+)
+from fngraph.passes.side_by_side import held_weight, put_for, why_not_one
+from fngraph.torch_facts.memory import storage_key
+
+aten = torch.ops.aten
+_OP = torch.ops.fngraph.fused_linear.default
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _product(weight: str, label: str) -> Any:
+    return call(aten.mm, name("x"), call(aten.t, name(weight)), label=label)
+
+
+_GATE = call(aten.mul, call(aten.silu, _product("a", "one")), _product("b", "two"))
+_SUM = call(aten.add, _product("a", "one"), name("more"))
+_NORM = norm_of(name("x"))
+
+
+def fuse_linears(graph: fx.Graph) -> Rewritten:
+    """Gates, then sums, then what is left of one input; each takes the norm before it along."""
+    made = [*_gates(graph), *_sums(graph), *_parallel(graph)]
+    for node in made:
+        _take_norm(graph, node)
+    return Rewritten(graph, len(made))
+
+
+def _gates(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in list(graph.nodes):
+        found = match(_GATE, node) if node.target is aten.mul.Tensor else None
+        if found is None or not _is_ours(found["one"], found["two"]):
+            continue
+        if sizes(found["one"]) == sizes(found["two"]) == sizes(node) and is_dense(node):
+            weights = [found["a"], found["b"]]
+            yield _put(graph, found, (found["x"], weights, None, None, 0.0, False, True, True))
+
+
+def _sums(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in list(graph.nodes):
+        found = match(_SUM, node) if node.target is aten.add.Tensor else None
+        if found is None or not _is_ours(found["one"]) or not isinstance(found["more"], fx.Node):
+            continue
+        more = found["more"]
+        alike = sizes(more) == sizes(node) == sizes(found["one"])
+        if alike and dtype_of(more) == dtype_of(node) and is_dense(node):
+            args = (found["x"], [found["a"]], None, more, 0.0, False, False, True)
+            yield _put(graph, found, args)
+
+
+def _put(graph: fx.Graph, found: Found, args: tuple[Any, ...]) -> fx.Node:
+    root = found.inside[-1]
+    new = insert(graph, root, _OP, args)
+    new.meta["val"] = root.meta["val"]
+    put(graph, found, new)
+    return new
+
+
+def _parallel(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Other products by their input; several of them are slices of one result."""
+    inputs: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is aten.mm.default and _is_ours(node):
+            inputs.setdefault(node.args[0], []).append(node)
+    for products in inputs.values():
+        while products:
+            run, products = products[:MOST_WEIGHTS], products[MOST_WEIGHTS:]
+            while len(run) > 1 and why_not_one(graph, run) is not None:
+                products.insert(0, run.pop())
+            yield _merged(graph, run)
+
+
+def _merged(graph: fx.Graph, run: Sequence[fx.Node]) -> fx.Node:
+    first = min(run)
+    weights = [held_weight(node) for node in run]
+    args = (first.args[0], weights, None, None, 0.0, False, False, True)
+    new = insert(graph, first, _OP, args)
+    if len(run) == 1:
+        new.meta["val"] = first.meta["val"]
+    put_for(graph, new, run)
+    return new
+
+
+def _is_ours(*products: fx.Node) -> bool:
+    """Whether these are products by held weights of the input's dtype."""
+    for node in products:
+        weight = held_weight(node)
+        if weight is None or dtype_of(node) not in _DTYPES:
+            return False
+        if not dtype_of(weight) == dtype_of(node) == dtype_of(node.args[0]):
+            return False
+    return True
+
+
+def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """Let the op compute the norm that its input is, if nobody else reads that."""
+    normed: Any = node.args[0]
+    if len(normed.users) > 1 or not is_tensor(normed):
+        return
+    found = match(_NORM, normed)
+    if found is None or not is_norm(found, found["x"], normed):
+        return
+    read = {storage_key(found[key].meta["val"]) for key in ("x", "weight")}
+    between = normed.next
+    while between is not node:
+        if writes_any(between, read):
+            return
+        between = between.next
+    _, weights, _, more, _, _, gated, held = node.args
+    node.args = (
+        found["x"], weights, found["weight"], more, found["eps"], "centred" in found.values, gated,
+        held,
+    )  # fmt: skip
+    for inside in reversed(found.inside):
+        if not inside.users:
+            graph.erase_node(inside)

@@ -6,7 +6,7 @@ with its device work finished; `padding ms` is device time of its key over a bat
 attention has nothing to read. Where there is no GPU it is the tape that replays, and nothing is
 captured by hand.
 
-Levels: "once" and "stock" of a Llama are "pieces", since attention runs by a backend; the row says
+Levels: "fused" is "none" with all passes. "once" and "stock" of a Llama are "pieces", since attention runs by a backend; the row says
 what it ran as. Compiled code is kept where FNGRAPH_CACHE says: an empty folder shows what a first
 start takes, a second run what a second one does.
 """
@@ -38,7 +38,7 @@ from benchmarks.workload import (
 )  # fmt: skip
 from fngraph.models.families import llama
 
-LEVELS = ("none", "pieces", "once", "stock")
+LEVELS = ("none", "fused", "pieces", "once", "stock")
 MODES = ("FULL", "PIECEWISE", "NONE")
 HANDS = ("default", "max-autotune-no-cudagraphs", "none")  # torch.compile's modes
 MB = 1e6
@@ -51,8 +51,9 @@ def stepped(
     cache = new_cache(params.config, flags.device)
     limits = fg.Limits(max_tokens=64, max_reqs=64, B=BLOCKS)
     fast = fg.graphify(
-        llama.forward, modes=mode, compile=level, donate="cache", stage="batch",
-        sizes=tuple(flags.batch), backends={"attention": flags.backend},
+        llama.forward, modes=mode, compile="none" if level == "fused" else level, donate="cache",
+        stage="batch", sizes=tuple(flags.batch), backends={"attention": flags.backend},
+        passes="all" if level == "fused" else None,
         compile_sizes=tuple(flags.batch) if level == "pieces" else (),
     )  # fmt: skip
     began = time.perf_counter()
@@ -122,7 +123,7 @@ def by_hand(
 @Benchmark(
     {
         **DEVICE, **BACKEND, **SHAPE, "--repeats": count(50), "--batch": count([1]),
-        "--levels": some_of(LEVELS, LEVELS[:3]), "--modes": some_of(MODES),
+        "--levels": some_of(LEVELS, LEVELS[:4]), "--modes": some_of(MODES),
         "--by-hand": some_of(HANDS, HANDS[:1]),
     },
     quick=QUICK | {"repeats": 1, "levels": ["none", "pieces"]},

@@ -65,13 +65,15 @@ def _run(
 
     x = x if x.stride(-1) == 1 else x.contiguous()
     more = more if more is None or more.stride(-1) == 1 else more.contiguous()
-    tile = skinny.tile_of(*x.shape, gated) if _is_plain(x, weights) else None
-    if norm is not None and (tile is None or tile.parts or x.dtype == torch.float16):
-        x, norm = _OPS.rms_norm(x, norm, eps, centred), None  # in float16 x * norm may overflow
+    if norm is not None and x.dtype == torch.float16:  # in which x * norm may overflow
+        x, norm = _OPS.rms_norm(x, norm, eps, centred), None
+    is_plain = _is_plain(x, weights)
+    tile = skinny.tile_of(*x.shape, gated, norm is not None) if is_plain else None
     if tile is None:
+        x = x if norm is None else _OPS.rms_norm(x, norm, eps, centred)
         return _by_torch(x, weights, more, gated)
     out = x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
-    skinny.run(x, weights, norm, more, out, eps, centred=centred, gated=gated, held=held, tile=tile)
+    skinny.run(x, weights, norm, more, out, eps, tile, centred=centred, gated=gated, held=held)
     return out
 
 

@@ -182,8 +182,8 @@ def split_kernel(
     if there are any: what would be merged is written to `out`.
     """
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     r = tl.program_id(0) // HEADS % R
     unit = tl.program_id(0) // HEADS // R  # late ones last: most are past the end

@@ -17,8 +17,12 @@ from fngraph.ops.triton.launching import launch, power_of_two
 def norm_kernel(
     x, y, weight, total, out, x_row, y_row, eps,
     E: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, CENTRED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row t over its root mean square, times the weight; with ADDS, of x + y, which is stored."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     real = e < E
@@ -74,6 +78,7 @@ def _norm(
         (x, y, weight.contiguous()),
         (total, out),
         (x.stride(0), y.stride(0), eps),
+        early=True,
         num_warps=_warps(E),
         E=E,
         BLOCK=power_of_two(E),
@@ -83,8 +88,13 @@ def _norm(
 
 
 @triton.jit
-def silu_mul_kernel(gate, up, out, gate_row, up_row, F: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    gate, up, out, gate_row, up_row, F: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """BLOCK columns of row t: silu(gate) * up."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = f < F
@@ -105,6 +115,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         (rows, others),
         (out,),
         (rows.stride(0), others.stride(0)),
+        early=True,
         F=F,
         BLOCK=block,
     )
@@ -115,9 +126,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def rope_kernel(
     x, weight, cos, sin, out, H, x_row, x_head, cos_row, sin_row, eps,
     D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr,
-    NORMS: tl.constexpr, CENTRED: tl.constexpr,
+    NORMS: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A head of a token: its norm with NORMS, then pairs (i, i + HALF) turned by OTHER's angles."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     t, h = row // H, row % H
     d = tl.arange(0, BLOCK)
@@ -174,6 +188,7 @@ def _turn(
         (x_THD, weight, cos, sin),
         (out,),
         (H, *x_THD.stride()[:2], cos.stride(0), sin.stride(0), eps),
+        early=True,
         num_warps=1 if D <= 128 else 4,
         D=D,
         HALF=half,

@@ -65,6 +65,7 @@ def merge_kernel(
     at = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS * (Q * GROUP)
     at += token * GROUP + query_head % GROUP
     if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if r * Q + token >= used:  # a row past the last request
         zeros = tl.zeros((WIDTH,), out.dtype.element_ty)

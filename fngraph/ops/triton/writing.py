@@ -30,9 +30,12 @@ def write_kernel(
     slots, k, v, k_scale, v_scale, k_cache, v_cache,
     k_row, k_head, v_row, v_head, k_block, k_slot, k_at, v_block, v_slot, v_at, k_step, v_step,
     HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
+    EXACT: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Token t to its slot, all heads; nothing where the slot is -1."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t)
     if slot >= 0:
@@ -70,6 +73,7 @@ def write(args: AttentionArgs) -> None:
         args.kv,
         (*k_TKD.stride()[:2], *v_TKD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
          k_step, v_step),
+        early=True,
         HEADS=K,
         D=D,
         SIZE=k_cache.shape[1],

@@ -6,9 +6,9 @@ with its device work finished; `padding ms` is device time of its key over a bat
 attention has nothing to read. Where there is no GPU it is the tape that replays, and nothing is
 captured by hand.
 
-Levels: "fused" is "none" with all passes. "once" and "stock" of a Llama are "pieces", since attention runs by a backend; the row says
-what it ran as. Compiled code is kept where FNGRAPH_CACHE says: an empty folder shows what a first
-start takes, a second run what a second one does.
+Levels: "fused" is "none" with all passes. "once" and "stock" of a Llama are "pieces", since
+attention runs by a backend; the row says what it ran as. Compiled code is kept where FNGRAPH_CACHE
+says: an empty folder shows what a first start takes, a second run what a second one does.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("fngraph").setLevel(logging.INFO)
     params = llama.init_params(shape(flags), device=flags.device, dtype=BF16)
+    params = fg.ops.lay_side_by_side(params)
     rows = []
     for level in flags.levels:
         for mode in flags.modes:

@@ -141,11 +141,16 @@ def tile_of(T: int, K: int, gated: bool, normed: bool) -> Tile | None:
     2.6 to 4.5 and 1.4 to 4.3; four rows without a norm and a gate 1.9 to 2.5 and 1.4 to 2.6.
     """
     if T == 1:
-        block = 2048 if gated or K >= 4096 else 1024
-        return Tile(2, min(block, power_of_two(K)), 4)
-    if T <= MOST_ROWS and not gated and not normed:
-        return Tile(4, min(512, power_of_two(K)), 4)
-    return None
+        tile = Tile(2, 2048 if gated or K >= 4096 else 1024, 4)
+    elif T == 2:
+        tile = (
+            Tile(4, 1024, 4) if K >= 4096 and not normed else Tile(2, 2048 if normed else 1024, 4)
+        )
+    elif T <= MOST_ROWS and not gated:
+        tile = Tile(2, 2048, 4) if normed else Tile(4, 512, 4)
+    else:
+        return None
+    return tile._replace(block=min(tile.block, power_of_two(K)))
 
 
 def run(

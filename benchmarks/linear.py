@@ -36,6 +36,8 @@ SHAPES = {  # of weights (N, K) that one launch reads, and what is around the pr
 }
 TILES = ((1, 1024, 2), (1, 2048, 4), (2, 512, 2), (2, 512, 4), (2, 1024, 4), (2, 2048, 4),
          (2, 2048, 8), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8))  # fmt: skip
+PARTED = ((16, 128, 4, 4), (16, 256, 4, 4), (16, 128, 8, 8), (16, 256, 8, 8), (32, 128, 4, 4),
+          (16, 128, 2, 2))  # fmt: skip  # on tensor cores, without norm and gate
 
 
 class Layer:
@@ -98,7 +100,10 @@ def point(name: str, rows: int, sweep: bool) -> Iterator[dict[str, Any]]:
     theirs = tbs(device_us(layer.products, 1))
     usual = layer.skinny.tile_of(rows, layer.x.shape[1], layer.kind == "gate", layer.kind != "sum")
     tiles = [usual] if usual else []
-    tiles += [layer.skinny.Tile(*t) for t in TILES] if sweep else []
+    if sweep and rows <= 4:
+        tiles += [layer.skinny.Tile(*t) for t in TILES]
+    if sweep and rows > 1 and layer.kind == "sum":
+        tiles += [layer.skinny.Tile(*t) for t in PARTED]
     found = []
     for tile in dict.fromkeys(tiles):
         row = {"layer": name, "rows": rows, "tile": tuple(tile), "usual": tile == usual}
@@ -115,7 +120,7 @@ def point(name: str, rows: int, sweep: bool) -> Iterator[dict[str, Any]]:
 
 @Benchmark(
     SWEEP | {
-        "--rows": count([1, 2, 4]), "--layers": some_of(list(SHAPES)),
+        "--rows": count([1, 2, 4, 8, 16]), "--layers": some_of(list(SHAPES)),
         "--only": {"help": "i/n: the i-th of n parts"},
     },
     quick={"rows": [1], "layers": ["1b o"]}, needs_cuda=True,

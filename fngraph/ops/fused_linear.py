@@ -68,7 +68,7 @@ def _run(
     if norm is not None and x.dtype == torch.float16:  # in which x * norm may overflow
         x, norm = _OPS.rms_norm(x, norm, eps, centred), None
     is_plain = _is_plain(x, weights)
-    tile = skinny.tile_of(*x.shape, gated, norm is not None) if is_plain else None
+    tile = skinny.tile_of(x.shape[0], x.shape[1], gated, norm is not None) if is_plain else None
     if tile is None:
         x = x if norm is None else _OPS.rms_norm(x, norm, eps, centred)
         return _by_torch(x, weights, more, gated)

@@ -23,6 +23,7 @@ FILES: dict[str, tuple[Any, ...]] = {
     "recurrent": (98, "test_triton_recurrent.py", "test_triton_recurrent_levels.py",
                   "test_empty.py"),
     "fused": (25, "test_triton_fused.py"),
+    "linear": (7, "test_triton_skinny.py"),
     "staging": (40, "../graphs/test_staging.py"),
 }  # fmt: skip  # how many tests there are at least, and where
 

@@ -147,6 +147,6 @@ def cascade(
     SHAPES.check(*tensors)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     SHAPES.number("scale", scale, float)
-    out_THD = q_THD.new_zeros(q_THD.shape)
+    out_THD = q_THD.new_empty(q_THD.shape)
     CASCADE.op(*tensors, out_THD, scale)
     return out_THD, kv

@@ -134,6 +134,6 @@ def mla(
     SHAPES.number("scale", scale, float)
     if not 0 < rank <= columns:
         raise ValueError(f"fg.ops.mla(rank={rank}): pass the latent's columns, 1 to {columns}")
-    out_THL = q_THC.new_zeros(*q_THC.shape[:2], rank)
+    out_THL = q_THC.new_empty(*q_THC.shape[:2], rank)
     MLA.op(*tensors, out_THL, rank, scale)
     return out_THL, cache

@@ -103,7 +103,7 @@ def attention(
     if is_transformed(*tensors, sinks):
         with inlined("attention"):
             return inline(tensors, kv, _configure(*tensors, None, *options), sinks)
-    out_THD = q_THD.new_zeros(q_THD.shape)
+    out_THD = q_THD.new_empty(q_THD.shape)
     ATTENTION.op(*tensors, out_THD, *options)
     return out_THD, kv
 

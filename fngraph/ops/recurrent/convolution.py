@@ -125,6 +125,6 @@ def causal_conv(
     """
     tensors = (x_TC, weight_CW, state, *meta_of(batch))
     SHAPES.check(*tensors)
-    out_TC = x_TC.new_zeros(x_TC.shape)
+    out_TC = x_TC.new_empty(x_TC.shape)
     CAUSAL_CONV.op(*tensors, out_TC)
     return out_TC, state

@@ -148,6 +148,6 @@ def gated_delta(
     SHAPES.check(*tensors)
     scale = q_TGD.shape[-1] ** -0.5 if scale is None else scale
     SHAPES.number("scale", scale, float)
-    out_THV = v_THV.new_zeros(v_THV.shape)
+    out_THV = v_THV.new_empty(v_THV.shape)
     GATED_DELTA.op(*tensors, out_THV, scale)
     return out_THV, state

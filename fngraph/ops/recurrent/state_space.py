@@ -135,6 +135,6 @@ def ssd(
     """
     tensors = (x_THP, dt_TH, a_H, b_TGN, c_TGN, state, *meta_of(batch))
     SHAPES.check(*tensors)
-    out_THP = x_THP.new_zeros(x_THP.shape)
+    out_THP = x_THP.new_empty(x_THP.shape)
     SSD.op(*tensors, out_THP)
     return out_THP, state

@@ -14,7 +14,7 @@ ahead, which hides that kernel's end behind the memory's latency.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fngraph.ops.triton.launching import launch, power_of_two
 
-MOST_ROWS = 4  # of input; more are what matrix products are made for
+MOST_ROWS = 16  # of input; more are what matrix products are made for
 MOST_WEIGHTS = 3  # that one launch reads
 
 
@@ -81,6 +81,46 @@ def vector_kernel(
 
 
 @triton.jit
+def rows_kernel(
+    x, a, b, c, more, out, T, A, B, C, x_row, more_row, out_row,
+    K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, AHEAD: tl.constexpr, WEIGHTS: tl.constexpr, ADDS: tl.constexpr,
+    FLOAT32: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """T <= M rows of input by ROWS rows of one weight, on tensor cores.
+
+    Each of PARTS parts of the columns has sums of its own, so that warps share K.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    weight, row, size, first = _part(a, b, c, A, B, C, ROWS, WEIGHTS, False)
+    n = row + tl.arange(0, ROWS)
+    m = tl.arange(0, M)
+    part = tl.arange(0, PARTS)[:, None, None] * BLOCK
+    k = part + tl.arange(0, BLOCK)[None, None, :]
+    k_v = part + tl.arange(0, BLOCK)[None, :, None]
+    real = (n < size)[None, :, None]
+    live = (m < T)[None, None, :]
+    at = n.to(tl.int64)[None, :, None] * K + k
+    at_v = m.to(tl.int64)[None, None, :] * x_row + k_v
+    if EARLY:
+        if HELD:
+            lines = tl.arange(0, AHEAD) * 64
+            known = (n < size)[:, None] & (lines < K)[None, :]
+            line = tl.where(known, n.to(tl.int64)[:, None] * K + lines[None, :], 0)
+            _prefetch(weight + line)
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros((PARTS, ROWS, M), tl.float32)
+    precision: tl.constexpr = "ieee" if FLOAT32 else "tf32"
+    for start in range(0, K, PARTS * BLOCK):
+        tile = tl.load(weight + at + start, mask=real & (start + k < K), other=0.0)
+        v = tl.load(x + at_v + start, mask=live & (start + k_v < K), other=0.0)
+        acc = tl.dot(tile, v, acc, input_precision=precision)
+    y = tl.trans(tl.sum(acc, 0))
+    _finish(y, y, more, out, m, first + n, T, n < size, more_row, out_row, False, ADDS)
+
+
+@triton.jit
 def _finish(
     y, up, more, out, m, column, T, real, more_row, out_row, GATED: tl.constexpr,
     ADDS: tl.constexpr,
@@ -126,28 +166,47 @@ def _part(
     return weight, tile * ROWS, size, first
 
 
+@triton.jit
+def _prefetch(pointers):
+    """Ask for a line of 128 bytes of each, into the cache that all processors share."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 class Tile(NamedTuple):
-    """What a program takes: rows of a weight, columns at a time; and its warps."""
+    """What a program takes.
+
+    Attributes:
+        rows: of a weight.
+        block: columns at a time.
+        warps: of its kernel.
+        parts: into which the columns are cut on tensor cores, with `block` columns each at a time;
+            0: without tensor cores.
+    """
 
     rows: int
     block: int
     warps: int
+    parts: int = 0
 
 
 def tile_of(T: int, K: int, gated: bool, normed: bool) -> Tile | None:
-    """By static shapes; None: more rows of input than this kernel is for.
+    """By static shapes; None: what matrix products by torch are faster for.
 
     On an H200, TB/s of weights, ours and cuBLAS's alone, for Llama-1B's and 8B's layers: one row
-    2.6 to 4.5 and 1.4 to 4.3; four rows without a norm and a gate 1.9 to 2.5 and 1.4 to 2.6.
+    2.6 to 4.5 and 1.4 to 4.3; without norm and gate, four rows 1.9 to 2.5 and 1.4 to 2.6, eight
+    and sixteen 1.8 to 2.9 and 1.4 to 2.7.
     """
     if T == 1:
         tile = Tile(2, 2048 if gated or K >= 4096 else 1024, 4)
     elif T == 2:
-        tile = (
-            Tile(4, 1024, 4) if K >= 4096 and not normed else Tile(2, 2048 if normed else 1024, 4)
-        )
-    elif T <= MOST_ROWS and not gated:
+        tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
+    elif T <= 4 and not gated:
         tile = Tile(2, 2048, 4) if normed else Tile(4, 512, 4)
+    elif T <= MOST_ROWS and not gated and not normed:
+        return Tile(16, min(256, power_of_two(-(-K // 4), at_least=16)), 4, 4)
     else:
         return None
     return tile._replace(block=min(tile.block, power_of_two(K)))
@@ -160,28 +219,29 @@ def run(
     """x (T, K) by weights (N, K) into out (T, sum of N), or (T, N) if gated; see `fused_linear`.
 
     Args:
+        tile: one with parts is for neither norm nor gate.
         held: whether nothing writes the weights while a graph that this is recorded in runs.
     """
     T, K = x.shape
     a, b, c = (*weights, *[weights[0]] * (MOST_WEIGHTS - len(weights)))
     sizes = [w.shape[0] if i < len(weights) else 0 for i, w in enumerate((a, b, c))]
-    counted = sizes[:1] if gated else sizes
+    grid = (sum(-(-n // tile.rows) for n in (sizes[:1] if gated else sizes)),)
+    added = x if more is None else more
+    strides = (x.stride(0), added.stride(0), out.stride(0))
+    constants: dict[str, Any] = {
+        "K": K, "ROWS": tile.rows, "BLOCK": tile.block, "WEIGHTS": len(weights),
+        "ADDS": more is not None, "num_warps": tile.warps,
+        "HELD": held and x.is_cuda and torch.cuda.is_current_stream_capturing(),
+    }  # fmt: skip
+    if tile.parts:
+        launch(
+            rows_kernel, grid, (x, a, b, c, added), (out,), (T, *sizes, *strides), early=True,
+            M=power_of_two(T, at_least=16), PARTS=tile.parts,
+            AHEAD=min(64, power_of_two(-(-K // 64))), FLOAT32=x.dtype == torch.float32, **constants,
+        )  # fmt: skip
+        return
     launch(
-        vector_kernel,
-        (sum(-(-n // tile.rows) for n in counted),),
-        (x, x if norm is None else norm, a, b, c, x if more is None else more),
-        (out,),
-        (T, *sizes, x.stride(0), 0 if more is None else more.stride(0), out.stride(0), eps),
-        early=True,
-        num_warps=tile.warps,
-        K=K,
-        M=power_of_two(T),
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        WEIGHTS=len(weights),
-        NORMS=norm is not None,
-        CENTRED=centred,
-        GATED=gated,
-        ADDS=more is not None,
-        HELD=held and x.is_cuda and torch.cuda.is_current_stream_capturing(),
-    )
+        vector_kernel, grid, (x, x if norm is None else norm, a, b, c, added), (out,),
+        (T, *sizes, *strides, eps), early=True, M=power_of_two(T), NORMS=norm is not None,
+        CENTRED=centred, GATED=gated, **constants,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fngraph.compile.disk import Disk, Kept
+from fngraph.compile.few_rows import taken_apart
 from fngraph.compile.key import Pass, can_be_told, digest_of, facts_of
 from fngraph.compile.results import Plan, with_numbers
 from fngraph.core.compiling import Range, trimmed
@@ -151,6 +152,7 @@ def _compiled(source: Source, part: Range, tag: str) -> Artefact:
             for x in plan.inputs
         ]  # fmt: skip
     gm = with_numbers(plan.gm, [None if n in sizes.symbols else given[n] for n in "TR"])
+    gm = taken_apart(gm, part)
     try:
         made = compile_ahead(gm, [*sizes.symbols.values(), *inputs], sizes.fakes, tag)
     except Exception as error:  # whatever Inductor or a compiler raises

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fngraph.compile.artefact import Artefact, Source, make_artefact
+from fngraph.compile.few_rows import few
 from fngraph.compile.op import COMPILED, Tensors, register
 from fngraph.core.compiling import Range, narrowest, to_try
 from fngraph.errors import CompileError
@@ -79,7 +80,10 @@ class CompiledPiece:
         Raises:
             CompileError: Inductor cannot.
         """
+        sizes = tuple(sizes)
         self._make(self.within)
+        if (part := few(self.plan.gm, self.within, sizes)) is not None:
+            self._make(part)
         for num_tokens in exact:
             self._make(self.within.at(num_tokens))
         for num_tokens, num_reqs in sizes:

@@ -31,7 +31,7 @@ _OPS = torch.ops.fngraph
 
 LIBRARY.define(
     "fused_linear(Tensor x, Tensor[] weights, Tensor? norm, Tensor? more, float eps, bool centred, "
-    "bool gated, bool held) -> Tensor"
+    "bool gated, bool held, bool together) -> Tensor"
 )
 """x (T, K); up to three weights (N, K), all of its dtype; the result is (T, sum of N).
 
@@ -40,24 +40,45 @@ more: (T, N), added.
 gated: of two weights, silu of the one times the other; the result is (T, N).
 held: whether nothing writes the weights in the graph that this is recorded in, so that a kernel may
     read them before the one ahead of it has finished. A pass knows; if in doubt: False.
+together: whether the weights lay side by side when that was traced: compiled for many rows, the op
+    is one product of them then.
 """
 
 
 def plain(
     x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
-    centred: bool, gated: bool, held: bool = False,
+    centred: bool, gated: bool, held: bool = False, together: bool = False,
 ) -> Tensor:  # fmt: skip
     """The torch ops that the op stands for."""
     if norm is not None:
         x = rms_norm(x, norm, eps, centred)
     made = [x @ w.t() for w in weights]
+    return _around(made, more, gated)
+
+
+def for_many_rows(
+    x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
+    centred: bool, gated: bool, held: bool = False, together: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same for Inductor, which fuses the rest; with one product of weights side by side."""
+    if not together:
+        return plain(x, weights, norm, more, eps, centred, gated)
+    if norm is not None:
+        x = rms_norm(x, norm, eps, centred)
+    whole = _OPS.linear_side_by_side(x, list(weights))
+    if not gated:
+        return _around([whole], more, gated)
+    return _around(list(whole.split([w.shape[0] for w in weights], 1)), more, gated)
+
+
+def _around(made: list[Tensor], more: Tensor | None, gated: bool) -> Tensor:
     y = silu_mul(*made) if gated else made[0] if len(made) == 1 else torch.cat(made, 1)
     return y if more is None else y + more
 
 
 def _run(
     x: Tensor, weights: list[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
-    centred: bool, gated: bool, held: bool,
+    centred: bool, gated: bool, held: bool, together: bool,
 ) -> Tensor:  # fmt: skip
     if not x.is_cuda or missing("cuda") is not None:
         return plain(x, weights, norm, more, eps, centred, gated).contiguous()
@@ -103,21 +124,24 @@ def _by_torch(x: Tensor, weights: list[Tensor], more: Tensor | None, gated: bool
 
 def _with_gradients(
     x: Tensor, weights: list[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
-    centred: bool, gated: bool, held: bool,
+    centred: bool, gated: bool, held: bool, together: bool,
 ) -> Tensor:  # fmt: skip
     given = [y for y in (x, *weights, norm, more) if y is not None]
     if is_transformed(*given):
         return plain(x, weights, norm, more, eps, centred, gated)
     with BelowAutograd():
-        return _OPS.fused_linear(x, weights, norm, more, eps, centred, gated, held)  # type: ignore[no-any-return]
+        return _OPS.fused_linear(x, weights, norm, more, eps, centred, gated, held, together)  # type: ignore[no-any-return]
 
 
 def _fake(
     x: Tensor, weights: list[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
-    centred: bool, gated: bool, held: bool,
+    centred: bool, gated: bool, held: bool, together: bool,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
 
+
+FEW_ROWS = 4
+"""Of input, up to which compiled code keeps the op, for its kernel."""
 
 LIBRARY.impl("fused_linear", _run, "CompositeExplicitAutograd")
 LIBRARY.impl("fused_linear", _with_gradients, "Autograd")

@@ -33,7 +33,7 @@ from fngraph.passes.pattern import (
     sizes,
     writes_any,
 )
-from fngraph.passes.side_by_side import held_weight, put_for, why_not_one
+from fngraph.passes.side_by_side import follows, held_weight, put_for, why_not_one
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
@@ -65,7 +65,11 @@ def _gates(graph: fx.Graph) -> Iterator[fx.Node]:
             continue
         if sizes(found["one"]) == sizes(found["two"]) == sizes(node) and is_dense(node):
             weights = [found["a"], found["b"]]
-            yield _put(graph, found, (found["x"], weights, None, None, 0.0, False, True, True))
+            yield _put(
+                graph,
+                found,
+                (found["x"], weights, None, None, 0.0, False, True, True, _lie_together(weights)),
+            )
 
 
 def _sums(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -76,7 +80,7 @@ def _sums(graph: fx.Graph) -> Iterator[fx.Node]:
         more = found["more"]
         alike = sizes(more) == sizes(node) == sizes(found["one"])
         if alike and dtype_of(more) == dtype_of(node) and is_dense(node):
-            args = (found["x"], [found["a"]], None, more, 0.0, False, False, True)
+            args = (found["x"], [found["a"]], None, more, 0.0, False, False, True, False)
             yield _put(graph, found, args)
 
 
@@ -104,13 +108,18 @@ def _parallel(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _merged(graph: fx.Graph, run: Sequence[fx.Node]) -> fx.Node:
     first = min(run)
-    weights = [held_weight(node) for node in run]
-    args = (first.args[0], weights, None, None, 0.0, False, False, True)
+    weights: list[Any] = [held_weight(node) for node in run]
+    args = (first.args[0], weights, None, None, 0.0, False, False, True, _lie_together(weights))
     new = insert(graph, first, _OP, args)
     if len(run) == 1:
         new.meta["val"] = first.meta["val"]
     put_for(graph, new, run)
     return new
+
+
+def _lie_together(weights: Sequence[fx.Node]) -> bool:
+    leaves = [x.meta["leaf"] for x in weights]
+    return len(leaves) > 1 and all(map(follows, leaves, leaves[1:]))
 
 
 def _is_ours(*products: fx.Node) -> bool:
@@ -138,10 +147,10 @@ def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
         if writes_any(between, read):
             return
         between = between.next
-    _, weights, _, more, _, _, gated, held = node.args
+    _, weights, _, more, _, _, gated, *rest = node.args
     node.args = (
         found["x"], weights, found["weight"], more, found["eps"], "centred" in found.values, gated,
-        held,
+        *rest,
     )  # fmt: skip
     for inside in reversed(found.inside):
         if not inside.users:

@@ -42,8 +42,8 @@ PASSES: tuple[Pass, ...] = (
 )
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),
-    "pieces": ("no_ops", "side_by_side"),
-    "once": ("no_ops", "side_by_side"),
+    "pieces": ("no_ops", "linears", "side_by_side"),
+    "once": ("no_ops", "linears", "side_by_side"),
     "stock": ("no_ops", "side_by_side"),
 }
 

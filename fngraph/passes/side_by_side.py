@@ -79,7 +79,7 @@ def _runs(products: Sequence[fx.Node]) -> list[list[fx.Node]]:
     placed = sorted((node for node in products if _leaf(node).lies is not None), key=_place)
     runs: list[list[fx.Node]] = []
     for node in placed:
-        if runs and _follows(_leaf(runs[-1][-1]), _leaf(node)):
+        if runs and follows(_leaf(runs[-1][-1]), _leaf(node)):
             runs[-1].append(node)
         else:
             runs.append([node])
@@ -91,7 +91,10 @@ def _place(product: fx.Node) -> tuple[int, int]:
     return place
 
 
-def _follows(a: Any, b: Any) -> bool:
+def follows(a: Any, b: Any) -> bool:
+    """Whether one leaf lies right behind another, as rows of one matrix do."""
+    if a.lies is None or b.lies is None:
+        return False
     dense = all(leaf.spec.stride == (leaf.spec.shape[1], 1) for leaf in (a, b))
     alike = a.spec.dtype == b.spec.dtype and a.spec.shape[1] == b.spec.shape[1]
     plain = not any((*a.spec.bits, *b.spec.bits))

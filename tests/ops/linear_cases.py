@@ -28,7 +28,7 @@ def arguments(kind: str, rows: int, K: int, dtype: torch.dtype, device: Any = "c
     norm = draw(K, dtype=dtype, seed=7) if wanted else None
     more = draw(rows, 2 * width, dtype=dtype, seed=8)[:, width:] if "sum" in around else None
     x = draw(rows, K + 8, dtype=dtype)[:, 8:]  # rows with a gap between them
-    given = [x, weights, norm, more, 1e-5, "centred" in around, gated, True]
+    given = [x, weights, norm, more, 1e-5, "centred" in around, gated, True, False]
     move = lambda y: y.to(device) if isinstance(y, Tensor) else y  # noqa: E731
     return [[move(y) for y in x] if isinstance(x, list) else move(x) for x in given]
 
@@ -40,7 +40,7 @@ def widened(args: list[Any]) -> list[Any]:
 
 def exact(args: list[Any]) -> Tensor:
     """In float64, which the plain form's norm leaves for float32."""
-    x, weights, norm, more, eps, centred, gated, _ = widened(args)
+    x, weights, norm, more, eps, centred, gated, *_ = widened(args)
     if norm is not None:
         by = 1 + norm if centred else norm
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * by

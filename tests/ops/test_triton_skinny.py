@@ -32,7 +32,7 @@ def test_a_kernel_is_as_near_to_float64_as_torch(kind: str, dtype: torch.dtype):
     ran = set()
     for rows, K in itertools.product(ROWS, WIDE):
         args = arguments(kind, rows, K, dtype, WHERE)
-        x, weights, norm, more, eps, centred, gated, held = args
+        x, weights, norm, more, eps, centred, gated, held, _ = args
         tile = skinny.tile_of(rows, K, gated, norm is not None)
         if tile is None or (dtype == torch.float16 and norm is not None):
             continue
@@ -68,7 +68,7 @@ def test_weights_that_nobody_holds_are_read_after_they_are_written():
     def step() -> Tensor:
         h = OPS.rms_norm(x, new[0], 1e-5, False)  # of ours: the next may start before it ends
         w.copy_(new)
-        return OPS.fused_linear(h, [w], None, None, 0.0, False, False, False)
+        return OPS.fused_linear(h, [w], None, None, 0.0, False, False, False, False)
 
     want = step()
     graph = torch.cuda.CUDAGraph()

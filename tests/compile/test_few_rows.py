@@ -1,0 +1,79 @@
+"""Pieces with an op for few rows: it stays where a range has few, and is taken apart beyond."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toys
+from test_compiled import captured, check
+from test_graphify import Model, steps
+from torch.nn.functional import silu
+
+import fngraph as fg
+from fngraph.compile import few_rows
+from fngraph.core.compiling import Range, Span
+from fngraph.models.families.layers import rms_norm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OP = torch.ops.fngraph.fused_linear.default
+ONE_PRODUCT = torch.ops.fngraph.linear_side_by_side.default
+
+
+def layer(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """A gated mlp and a residual, as a decoder has them."""
+    p, x = params, params["w"][batch.token_ids]
+    h = rms_norm(x, p["norm"], 1e-5)
+    return (silu(h @ p["w_gate"].t()) * (h @ p["w_up"].t())) @ p["w_down"].t() + x, state
+
+
+def layer_model(laid: bool = True) -> Model:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    params = {"w": draw(toys.V, 8), "norm": draw(8), "w_down": draw(8, 6)}
+    params |= {"w_gate": draw(6, 8), "w_up": draw(6, 8)}
+    params = fg.ops.lay_side_by_side(params) if laid else params
+    return Model(layer, params, {"calls": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("kernels_on", [["cuda"], ["cuda", "cpu"]])
+def test_few_rows_have_code_of_their_own_where_there_is_a_kernel(
+    kernels_on: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(few_rows, "DEVICES", kernels_on)
+    toy = layer_model()
+    step = captured(toy, "tape", modes="FULL", sizes=(1, 4, 16))
+    for batch in steps("cpu"):
+        check(toy, step, batch)
+    spans = {tuple(made.range.tokens) for made in step.executable.compiled[0].artefacts}
+    assert ((2, 4) in spans) == ("cpu" in kernels_on) and (1, 1) in spans
+
+
+@pytest.mark.parametrize("laid", [False, True])
+def test_what_is_taken_apart_computes_the_same(laid: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(few_rows, "DEVICES", ["cpu"])
+    toy = layer_model(laid)
+    fast = toy.graphify(modes="FULL", passes=("linears",))
+    split = fast.trace(toy.params, toy.state).split()
+    (piece,) = split.distinct
+    whole = [n for n in piece.gm.graph.nodes if n.target is OP]
+    assert [n.args[6:] for n in whole] == [(True, True, laid), (False, True, False)]
+    leaves = {tuple(x.shape): x for x in toys.leaves((toy.params, steps("cpu")[0]))}
+    tensors = [n for n in piece.gm.graph.nodes if n.op == "placeholder" and "val" in n.meta]
+    tokens = steps("cpu")[0].token_ids
+    given = [leaves.get(tuple(map(_number, n.meta["val"].shape)), tokens) for n in tensors]
+    want = piece.gm(len(tokens), 1, *given)
+    for most, left in ((few_rows.FEW_ROWS, 2), (few_rows.FEW_ROWS + 1, 0)):
+        gm = torch.fx.GraphModule({}, torch.fx.Graph())
+        gm.graph.output(gm.graph.graph_copy(piece.gm.graph, {}))
+        part = Range(Span(2, most), Span(1, 8))
+        apart = few_rows.taken_apart(gm, part)
+        ops = [n.target for n in apart.graph.nodes]
+        assert ops.count(OP) == left and (ONE_PRODUCT in ops) == (laid and not left)
+        for a, b in zip(apart(len(tokens), 1, *given), want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def _number(size: Any) -> int:
+    return size if isinstance(size, int) else -1

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fngraph.core.compiling import Range, Span
-from fngraph.ops.fused_linear import FEW_ROWS, for_many_rows
+from fngraph.ops.fused_linear import MOST_ROWS, for_many_rows, most_rows
 from fngraph.torch_facts.tracing import make_fx
 
 _OP = torch.ops.fngraph.fused_linear.default
@@ -22,10 +22,10 @@ DEVICES = ["cuda"]  # on which the op has a kernel
 
 
 def few(gm: fx.GraphModule, within: Range, sizes: Iterable[tuple[int, int]]) -> Range | None:
-    """What is compiled apart: up to FEW_ROWS tokens; None: no such op, or no such sizes."""
+    """What is compiled apart: up to MOST_ROWS tokens; None: no such op, or no such sizes."""
     if not any(_has_kernel(node) for node in gm.graph.nodes):
         return None
-    part = Range(Span(within.tokens.low, min(FEW_ROWS, within.tokens.high)), within.reqs)
+    part = Range(Span(within.tokens.low, min(MOST_ROWS, within.tokens.high)), within.reqs)
     above_one = any(part.covers(*size) and size[0] > 1 for size in sizes)  # one is apart anyhow
     return part if part != within and above_one else None
 
@@ -34,11 +34,16 @@ def _has_kernel(node: fx.Node) -> bool:
     return node.target is _OP and node.meta["val"].device.type in DEVICES
 
 
+def _most(node: fx.Node) -> int:
+    _, _, norm, _, _, _, gated, *_ = node.args
+    return most_rows(norm is not None, bool(gated))
+
+
 def taken_apart(gm: fx.GraphModule, part: Range) -> fx.GraphModule:
     """`gm`, edited in place, with torch's ops in place of those that `part` is too large for."""
     graph = gm.graph
     for node in list(graph.nodes):
-        if node.target is _OP and not (part.tokens.high <= FEW_ROWS and _has_kernel(node)):
+        if node.target is _OP and not (_has_kernel(node) and part.tokens.high <= _most(node)):
             with graph.inserting_before(node):
                 node.replace_all_uses_with(_inlined(graph, node))
             graph.erase_node(node)

@@ -26,6 +26,14 @@ from fngraph.ops.triton.launching import missing
 from fngraph.torch_facts.names import BelowAutograd
 
 MOST_WEIGHTS = 3  # that one launch reads
+MOST_ROWS = 16  # of input that a kernel is for
+
+
+def most_rows(normed: bool, gated: bool) -> int:
+    """Rows of input up to which one launch is faster than what is made of `for_many_rows`."""
+    return 2 if normed or gated else MOST_ROWS
+
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPS = torch.ops.fngraph
 
@@ -139,9 +147,6 @@ def _fake(
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
 
-
-FEW_ROWS = 4
-"""Of input, up to which compiled code keeps the op, for its kernel."""
 
 LIBRARY.impl("fused_linear", _run, "CompositeExplicitAutograd")
 LIBRARY.impl("fused_linear", _with_gradients, "Autograd")

@@ -21,10 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fngraph.ops.fused_linear import MOST_WEIGHTS, most_rows
 from fngraph.ops.triton.launching import launch, power_of_two
-
-MOST_ROWS = 16  # of input; more are what matrix products are made for
-MOST_WEIGHTS = 3  # that one launch reads
 
 
 @triton.jit
@@ -196,19 +194,17 @@ def tile_of(T: int, K: int, gated: bool, normed: bool) -> Tile | None:
     """By static shapes; None: what matrix products by torch are faster for.
 
     On an H200, TB/s of weights, ours and cuBLAS's alone, for Llama-1B's and 8B's layers: one row
-    2.6 to 4.5 and 1.4 to 4.3; without norm and gate, four rows 1.9 to 2.5 and 1.4 to 2.6, eight
-    and sixteen 1.8 to 2.9 and 1.4 to 2.7.
+    2.6 to 4.5 and 1.4 to 4.3, two rows 2.2 to 3.5 and 1.5 to 3.7; eight and sixteen, without norm
+    and gate, 1.8 to 2.9 and 1.4 to 2.7.
     """
+    if T > most_rows(normed, gated):
+        return None
+    if T > 2:
+        return Tile(16, min(256, power_of_two(-(-K // 4), at_least=16)), 4, 4)
     if T == 1:
         tile = Tile(2, 2048 if gated or K >= 4096 else 1024, 4)
-    elif T == 2:
-        tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
-    elif T <= 4 and not gated:
-        tile = Tile(2, 2048, 4) if normed else Tile(4, 512, 4)
-    elif T <= MOST_ROWS and not gated and not normed:
-        return Tile(16, min(256, power_of_two(-(-K // 4), at_least=16)), 4, 4)
     else:
-        return None
+        tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
     return tile._replace(block=min(tile.block, power_of_two(K)))
 
 

@@ -15,6 +15,7 @@ import fngraph as fg
 from fngraph.compile import few_rows
 from fngraph.core.compiling import Range, Span
 from fngraph.models.families.layers import rms_norm
+from fngraph.passes.pattern import sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OP = torch.ops.fngraph.fused_linear.default
@@ -61,11 +62,10 @@ def test_what_is_taken_apart_computes_the_same(laid: bool, monkeypatch: pytest.M
     whole = [n for n in piece.gm.graph.nodes if n.target is OP]
     assert [n.args[6:] for n in whole] == [(True, True, laid), (False, True, False)]
     tokens, weights = toys.batch(2, 3).token_ids, list(toy.params.values())
-    fakes = [n.meta["val"] for n in piece.gm.graph.nodes if "val" in n.meta][: len(weights) + 1]
     given = []
-    for fake in fakes:  # of equal shapes the gate is first
-        like = [i for i, w in enumerate(weights) if str(list(w.shape)) == str(list(fake.shape))]
-        given.append(weights.pop(like[0]) if like else tokens)
+    for node in [n for n in piece.gm.graph.nodes if "val" in n.meta][: len(weights) + 1]:
+        like = [i for i, w in enumerate(weights) if tuple(w.shape) == sizes(node)]
+        given.append(weights.pop(like[0]) if like else tokens)  # of equal shapes the gate is first
     want = piece.gm(len(tokens), 1, *given)
     for most, left in ((2, 2), (16, 1), (17, 0)):
         gm = torch.fx.GraphModule({}, torch.fx.Graph())

@@ -63,7 +63,9 @@ def _gates(graph: fx.Graph) -> Iterator[fx.Node]:
         found = match(_GATE, node) if node.target is aten.mul.Tensor else None
         if found is None or not _is_ours(found["one"], found["two"]):
             continue
-        if sizes(found["one"]) == sizes(found["two"]) == sizes(node) and is_dense(node):
+        kinds = {dtype_of(node), dtype_of(found["one"]), dtype_of(found["two"])}
+        alike = sizes(found["one"]) == sizes(found["two"]) == sizes(node)
+        if alike and len(kinds) == 1 and is_dense(node):
             weights = [found["a"], found["b"]]
             yield _put(
                 graph,
@@ -79,7 +81,8 @@ def _sums(graph: fx.Graph) -> Iterator[fx.Node]:
             continue
         more = found["more"]
         alike = sizes(more) == sizes(node) == sizes(found["one"])
-        if alike and dtype_of(more) == dtype_of(node) and is_dense(node):
+        kinds = {dtype_of(more), dtype_of(node), dtype_of(found["one"])}
+        if alike and len(kinds) == 1 and is_dense(node):
             args = (found["x"], [found["a"]], None, more, 0.0, False, False, True, False)
             yield _put(graph, found, args)
 

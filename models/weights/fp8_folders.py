@@ -87,7 +87,7 @@ def is_static(said: Any) -> bool:
         ValueError: it is of another kind; all that is wrong with it, a line each.
     """
     if not isinstance(said, Mapping):
-        raise ValueError(f"  quantization_config is {said!r}, not an object")
+        raise ValueError(f"  it is {said!r}, not an object")
     raw = Said(said)
     method = raw.get("quant_method")
     if method == "compressed-tensors":
@@ -96,12 +96,12 @@ def is_static(said: Any) -> bool:
         static, wrong = _auto_fp8(raw)
     else:
         methods = "'compressed-tensors' and 'fp8' with a scale a tensor or a row"
-        raise ValueError(f"  quantization_config.quant_method is {method!r}; there are {methods}")
+        raise ValueError(f"  quant_method is {method!r}; there are {methods}")
     if raw.get("kv_cache_scheme") is not None:
         wrong.append("kv_cache_scheme: caches are not stored in fp8 by a checkpoint's scales here")
     wrong += [line.strip() for line in unknown(raw.leftovers(_HARMLESS))]
     if wrong:
-        raise ValueError("\n".join(f"  quantization_config: {line}" for line in wrong))
+        raise ValueError("\n".join(f"  {line}" for line in wrong))
     return static
 
 
@@ -136,7 +136,7 @@ def _compressed(raw: Said) -> tuple[bool, list[str]]:
         inputs = group.get("input_activations")
         known = isinstance(inputs, Mapping) and inputs.get("dynamic") is False
         statics.add(known)
-        if known and inputs["strategy"] == "token":
+        if known and group["input_activations"].get("strategy") == "token":
             wrong.append("input_activations: known scales are one a weight, not one a token")
         wrong += [line.strip() for line in unknown(group.leftovers(_HARMLESS))]
     if len(statics) != 1:

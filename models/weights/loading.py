@@ -198,7 +198,8 @@ def read_scheme(folder: Path) -> bool | None:
     try:
         return None if said is None else fp8_folders.is_static(said)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: quantization_config\n{error}") from None
+        told = "quantization_config cannot be run:"
+        raise CheckpointError(f"{folder / 'config.json'}: {told}\n{error}") from None
 
 
 def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tuple[int, ...]]:

@@ -395,7 +395,7 @@ SAID: dict[str, tuple[Any, str]] = {
     "blocks": (AUTO | {"weight_block_size": [128, 128]},
                r"weight_block_size is \[128, 128\]: blocks with scales .*weight_scale_inv\) can"),
     "another method": ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'; there are 'c"),
-    "no object": ([1], r"quantization_config is \[1\], not an object"),
+    "no object": ([1], r"it is \[1\], not an object"),
     "a cache": (AUTO | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: caches are not"),
     "no scheme": ({"quant_method": "fp8"}, "activation_scheme is None, not 'static' or 'dynamic'"),
     "other bits": (group(ROWS | {"num_bits": 4}, TOKEN), "weights.num_bits is 4, only 8 can be"),

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +262,16 @@ def test_adapters_are_over_weights_in_fp8_as_well():
     got, plain = linear(x, lora.AdaptedWeight(weight, pair, gate)), linear(x, weight)
     torch.testing.assert_close(got[0], plain[0] + x[0] @ pair.a[1].t() @ pair.b[1])
     assert torch.equal(got[1:], plain[1:])
+    batch = generate.alone(TEXT[:3], 0, 1, "cpu", llama.Batch)
+    results = [
+        lora.adapted(llama.forward)(
+            params, adapters, new_cache(llama, params, 1),
+            SimpleNamespace(**vars(batch), adapter_ids=torch.full((3,), i)),
+        )[0] for i in (-1, 0, 1)
+    ]  # fmt: skip
+    want, _ = llama.forward(params, new_cache(llama, params, 1), batch)
+    assert torch.equal(results[0], want) and torch.equal(results[1], want)
+    assert error(results[2], want) > 0.1
 
 
 # --- folders --------------------------------------------------------------------------------------

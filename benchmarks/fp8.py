@@ -124,11 +124,10 @@ def step_of(
 ) -> dict[int, tuple[float, Tensor]]:
     """By batch, ms of a step and its logits."""
     cache = new_cache(params.config, flags.device)
-    more = {} if passes is None else {"passes": passes}
     fast = fg.graphify(
         llama.forward, modes="FULL", compile=level, donate="cache", stage="batch",
         sizes=tuple(flags.batch), compile_sizes=tuple(flags.batch) if level == "pieces" else (),
-        **more,
+        passes=passes,
     )  # fmt: skip
     limits = fg.Limits(max_tokens=max(flags.batch), max_reqs=max(flags.batch), B=BLOCKS)
     step = fast.bind(params).capture(cache, limits, progress=False)
@@ -195,7 +194,8 @@ def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
         raise Mistake("products are measured on a GPU: pass --parts step")
     if flags.sweep:
         copy_bandwidth()
-        return sweep()
+        sweep()
+        return None
     figures: dict[str, Any] = {"products": [], "step": []}
     if "products" in flags.parts:
         figures["copy TB/s"] = copy_bandwidth()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fused_cases import CASES, OPS, draw, tensors
 from torch import Tensor
+from torch.nn.functional import linear
 
 from fngraph.errors import AddressError, TransformError, TreeError
 from fngraph.ops import fused, lay_side_by_side
@@ -69,11 +70,13 @@ def projections(rows: tuple[int, ...] = (8, 4, 4), width: int = 6) -> dict[str, 
 def test_weights_are_laid_side_by_side_and_stay_what_they_were():
     layers = [{"attn": projections(), "w_gate": draw(9, 6), "w_up": draw(9, 6), "norm": draw(6)}]
     named = {f"a.{x}_proj.weight": draw(3, 6, seed=i) for i, x in enumerate("qkv")}
-    given = {"layers": layers, "names": named, "apart": {"wq": draw(8, 6)}}
+    biases = {f"a.{x}_proj.bias": draw(3, seed=i) for i, x in enumerate("qkv")}
+    given = {"layers": layers, "names": named, "biases": biases, "apart": {"wq": draw(8, 6)}}
     laid = lay_side_by_side(given)
     new = laid["layers"][0]
     groups = new["attn"].values(), (new["w_gate"], new["w_up"]), laid["names"].values()
-    assert [why_apart(list(group)) for group in groups] == [None] * 3
+    groups = *groups, laid["biases"].values()
+    assert [why_apart(list(group)) for group in groups] == [None] * 4
     assert why_apart(list(layers[0]["attn"].values())) is not None
     for a, b in zip(tree_leaves(laid), tree_leaves(given)):
         assert torch.equal(a, b)
@@ -95,12 +98,22 @@ def test_what_cannot_lie_side_by_side_is_refused_by_name():
 def test_one_product_reads_weights_where_they_lie_and_looks_whether_they_do():
     x, weights = draw(5, 6), list(lay_side_by_side(projections()).values())
     op = OPS.linear_side_by_side.default
-    got = op(x, weights)
-    torch.testing.assert_close(got, torch.cat([x @ w.t() for w in weights], 1))
-    assert op(x.to("meta"), [w.to("meta") for w in weights]).shape == got.shape
-    weights[1].mul_(2)  # read where they lie, no copy
-    torch.testing.assert_close(op(x, weights)[:, 8:12], x @ weights[1].t())
-    with pytest.raises(AddressError, match="do not any more: one does not lie right behind"):
-        op(x, [weights[0], weights[2], weights[1]])
+    biases = list(draw(16).split([8, 4, 4]))
+    for added in ([], biases):
+        got = op(x, weights, added)
+        want = [linear(x, *pair) for pair in zip(weights, added or [None] * 3)]
+        torch.testing.assert_close(got, torch.cat(want, 1))
+        meta = [[w.to("meta") for w in those] for those in (weights, added)]
+        assert op(x.to("meta"), *meta).shape == got.shape
+    for one in (weights[1], biases[1]):
+        one.mul_(2)  # read where they lie, no copy
+    torch.testing.assert_close(op(x, weights, biases)[:, 8:12], linear(x, weights[1], biases[1]))
+    for wrong, words in (
+        ((weights[::-1], biases), "weights of .* any more: one does not lie right behind"),
+        ((weights, biases[::-1]), "biases of .* any more: one does not lie right behind"),
+        ((weights, [biases[0], *draw(2, 4)]), r"Bind biases that do"),
+    ):
+        with pytest.raises(AddressError, match=words):
+            op(x, *wrong)
     with pytest.raises(TransformError, match=r"Write torch\.nn\.functional\.linear"):
-        torch.func.grad(lambda y: op(y, weights).sum())(x)
+        torch.func.grad(lambda y: op(y, weights, []).sum())(x)

@@ -42,7 +42,7 @@ IN_BFLOAT16 = {  # where that is another: what is added, or gated, is in float32
 THEIRS: dict[str, tuple[int, ...]] = {
     "Llama": (4, 0, 4, 4, 1, 2),
     "Qwen3": (4, 4, 0, 4, 1, 2),
-    "Qwen2": (2, 0, 4, 4, 1, 2),  # q, k and v have biases
+    "Qwen2": (4, 0, 4, 4, 1, 2),  # q, k and v have biases
     "Gemma2": (4, 0, 4, 4, 5, 0),  # norms after additions and others; its gate is gelu
 }
 

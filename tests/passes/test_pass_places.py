@@ -29,6 +29,8 @@ def params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
     p = {"w": draw(toys.V, toys.E), "g": draw(toys.E), "h": draw(D), "eps": torch.tensor(EPS)}
     p |= {"wq": draw(8, toys.E), "wk": draw(4, toys.E), "wv": draw(4, toys.E), "b": draw(8)}
+    p |= {f"{x}_proj.weight": draw(4, toys.E) for x in "qkv"}
+    p |= {f"{x}_proj.bias": draw(4) for x in "qkv"}
     return p | {"w_gate": draw(F, toys.E), "w_up": draw(F, toys.E), "other": draw(F, toys.E)}
 
 
@@ -272,6 +274,27 @@ def project(*names: str) -> Body:
     return body
 
 
+def pair(p: Any, weight: str, bias: str = "") -> tuple[Tensor, Tensor]:
+    return p[f"{weight}_proj.weight"], p[f"{bias or weight}_proj.bias"]
+
+
+def biased(*names: str) -> Body:
+    """Products with a bias each; "q k" is q's weight with k's bias."""
+    return lambda p, x: [linear(x, *pair(p, *name.split())).sin() for name in names]
+
+
+def some_biased(p: Any, x: Tensor) -> Any:
+    """As Whisper: keys have none."""
+    return *biased("q", "v")(p, x), linear(x, p["k_proj.weight"]).sin()
+
+
+def added(bias: Callable[[Any, Tensor, str], Tensor], **more: Any) -> Body:
+    """Products to which something is added that is no bias."""
+    return lambda p, x: [
+        torch.addmm(bias(p, x, a), x, pair(p, a)[0].t(), **more).sin() for a in "qk"
+    ]
+
+
 def written(p: Any, x: Tensor) -> Any:
     y = x.sin()
     a = linear(y, p["w_gate"])
@@ -297,6 +320,14 @@ PRODUCTS: dict[str, tuple[Body, int, str]] = {
     "with a bias": (
         lambda p, x: linear(x, p["wq"], p["b"]).sum(-1) + linear(x, p["wk"]).sum(-1), 0, "",
     ),
+    "with biases": (biased("q", "k", "v"), 1, ""),
+    "with biases, in another order": (biased("v", "q", "k"), 1, ""),
+    "with biases in another order than weights": (biased("q k", "k q", "v"), 0, ALONE),
+    "with one bias for all": (biased("q", "k q", "v q"), 0, ALONE),
+    "with biases but one": (some_biased, 0, ALONE),
+    "with a bias that is computed": (added(lambda p, x, a: pair(p, a)[1].sin()), 0, ""),
+    "with a row for each token": (added(lambda p, x, a: x[:, :4]), 0, ""),
+    "with multiples of biases": (added(lambda p, x, a: pair(p, a)[1], beta=2), 0, ""),
     "two inputs": (
         lambda p, x: linear(x, p["w_gate"]).sin() + linear(x.sin(), p["w_up"]), 0, "",
     ),
@@ -363,11 +394,12 @@ def test_merged_weights_are_the_caller_s_own(recorder_name, device, modes: str):
     torch.testing.assert_close(got, want, **close)
 
 
-def test_weights_bound_apart_after_all_are_an_error():
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_weights_bound_apart_after_all_are_an_error(kind: str):
     laid = lay_side_by_side(params())
-    toy = model_of(project("wq", "wk", "wv"), laid)
+    toy = model_of(biased("q", "k", "v"), laid)
     traced = toy.graphify(passes=("side_by_side",), modes="FULL", sizes=(4,)).trace(laid, toy.state)
-    apart = {name: x.clone() for name, x in laid.items()}
+    apart = {name: x.clone() if name.endswith(kind) else x for name, x in laid.items()}
     with pytest.raises((AddressError, CaptureError), match="does not lie right behind"):
         step = traced.split().lower().compile().capture(apart, toy.state, recorder="tape")
         step(toy.state, steps()[0])

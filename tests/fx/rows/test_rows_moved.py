@@ -77,7 +77,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "a norm over tokens": lambda w, b: torch.ops.fngraph.rms_norm(
         b.x.t().contiguous(), torch.ones_like(b.x[:, 0]), 1e-5, False),
     "products over tokens": lambda w, b: torch.ops.fngraph.linear_side_by_side(
-        (b.x + 1).t().contiguous(), [(b.x + 1).t().contiguous()]),
+        (b.x + 1).t().contiguous(), [(b.x + 1).t().contiguous()], []),
     "weights that nobody wrote": lambda w, b: (
         torch.empty_like(w)[b.ids.clamp(max=3)] * (b.slot >= 0)[:, None]).sum(0),
     "bytes and a wider number": lambda w, b: torch.where(

@@ -3,6 +3,11 @@
 from fngraph.ops import fused as fused, shipped as shipped
 from fngraph.ops.backend import Backend as Backend, Plan as Plan
 from fngraph.ops.choice import Hybrid as Hybrid
+from fngraph.ops.fp8 import (
+    quantize_fp8 as quantize_fp8,
+    quantize_fp8_rows as quantize_fp8_rows,
+    scaled_linear as scaled_linear,
+)
 from fngraph.ops.paged.cascades import (
     CASCADE as CASCADE,
     CascadeArgs as CascadeArgs,

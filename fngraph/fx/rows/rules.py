@@ -79,7 +79,8 @@ def _counts(call: OpCall) -> bool:
 _COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,
              shapes.repeat, shapes.drawn, shapes.embedded, indices.window, sums.norm}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
-_OVER_FEATURES = ("rms_norm", "add_rms_norm", "linear_side_by_side", "rope", "norm_rope")
+_OVER_FEATURES = ("rms_norm", "add_rms_norm", "linear_side_by_side", "rope", "norm_rope",
+                  "quantize_fp8_rows", "scaled_linear")  # fmt: skip
 """Ops of ours that compute over the last dim of each operand."""
 _MOVES = {shapes.in_order, shapes.permute, shapes.reshape, shapes.cut, shapes.parts, shapes.join,
           shapes.diagonal, shapes.repeat, indices.read, sums.order, sums.lower}  # fmt: skip

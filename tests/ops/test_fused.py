@@ -8,31 +8,53 @@ from typing import Any
 
 import pytest
 import torch
-from fused_cases import CASES, OPS, draw, tensors
+from fused_cases import CASES, FP8_CASES, OPS, PLAIN, draw, tensors
 from torch import Tensor
 from torch.nn.functional import linear
 
 from fngraph.errors import AddressError, TransformError, TreeError
-from fngraph.ops import fused, lay_side_by_side
+from fngraph.ops import lay_side_by_side
 from fngraph.ops.side_by_side import why_apart
 from fngraph.torch_facts.names import tree_leaves
 
 cases = pytest.mark.parametrize("case", CASES)
+all_cases = pytest.mark.parametrize("case", CASES | FP8_CASES)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 @cases
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@DTYPES
 def test_on_the_cpu_an_op_is_its_plain_form_bit_for_bit(case: str, dtype: torch.dtype):
     name, make = CASES[case]
     args = make(5, dtype)
-    got, want = (tensors(fn(*args)) for fn in (getattr(OPS, name), fused.PLAIN[name][1]))
+    got, want = (tensors(fn(*args)) for fn in (getattr(OPS, name), PLAIN[name][1]))
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b) and a.dtype == dtype and a.is_contiguous()
 
 
-@cases
+@pytest.mark.parametrize("case", FP8_CASES)
+@DTYPES
+def test_one_that_rounds_to_fp8_is_two_ops_bit_for_bit(case: str, dtype: torch.dtype):
+    name, make = FP8_CASES[case]
+    args = make(5, dtype)
+    plain, _, rows = name.partition("_fp8")
+    given, scale = (args, ()) if rows else (args[:-1], args[-1:])
+    *total, made = tensors(getattr(OPS, plain)(*given))
+    quantize = OPS.quantize_fp8_rows if rows else OPS.quantize_fp8
+    want = *total, *tensors(quantize(made, *scale))
+    got = getattr(OPS, name)(*args)
+    kinds = [*[dtype] * len(total), torch.float8_e4m3fn, *[torch.float32] * bool(rows)]
+    assert [x.dtype for x in tensors(got)] == kinds
+    for a, b in zip(tensors(got), want, strict=True):
+        assert torch.equal(a.float(), b.float()) and a.is_contiguous() and a.shape == b.shape
+    leaf = args[0].detach().clone().requires_grad_()
+    with pytest.raises(TransformError, match="has no gradient"):
+        getattr(OPS, name)(leaf, *args[1:])
+
+
+@all_cases
 def test_an_op_keeps_what_torch_asks_of_ops(case: str):
-    name, make = CASES[case]
+    name, make = (CASES | FP8_CASES)[case]
     op, args = getattr(OPS, name).default, make(4, torch.float32)
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
     empty = make(0, torch.float32)
@@ -42,7 +64,7 @@ def test_an_op_keeps_what_torch_asks_of_ops(case: str):
 @cases
 def test_gradients_and_transforms_go_through_the_plain_form(case: str):
     name, make = CASES[case]
-    op, plain, args = getattr(OPS, name), fused.PLAIN[name][1], make(3, torch.float32)
+    op, plain, args = getattr(OPS, name), PLAIN[name][1], make(3, torch.float32)
 
     def loss(fn: Any) -> Callable[[Tensor], Tensor]:
         return lambda x: sum(y.square().sum() for y in tensors(fn(x, *args[1:])))

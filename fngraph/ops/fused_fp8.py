@@ -6,24 +6,46 @@ each row makes of itself, `quantize_fp8_rows`. What is rounded has been rounded 
 first, as between the two ops. On the CPU the two run in their order, bit for bit; on CUDA a kernel
 of Triton's does all in one launch (`triton/fused.py`), with the rounding of both. The norm or gate
 itself is no result: where somebody else reads it, the two ops stay. No gradient goes through.
+
+Products of one input have a known scale each, `wq`'s, `wk`'s and `wv`'s, and what they read can be
+rounded once only if these are one. So `..._fp8` takes all of them, and looks at each call, and so
+when it is recorded, whether they are the same memory: `fg.ops.lay_side_by_side(params)` makes equal
+ones so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fngraph.errors import AddressError
 from fngraph.ops.fp8 import CAPABILITY, FP8, quantize_fp8, quantize_fp8_rows
 from fngraph.ops.fused import define_fused, plain_add_rms_norm, plain_rms_norm, plain_silu_mul
 
 Rows = tuple[Tensor, Tensor]  # values (..., K) float8_e4m3fn, scales (..., 1) float32
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool, scale: Tensor) -> Tensor:
-    return quantize_fp8(plain_rms_norm(x, weight, eps, centred), scale)
+def the_scale(scales: Sequence[Tensor]) -> Tensor:
+    """The one scale that all of these are.
+
+    Raises:
+        AddressError: they are not one memory.
+    """
+    first, *rest = scales
+    if any(x.data_ptr() != first.data_ptr() for x in rest):
+        raise AddressError(
+            f"{len(scales)} scales by which one input is rounded to fp8 were one tensor when they "
+            "were traced, and are not any more. Bind one for all, fg.ops.lay_side_by_side(params), "
+            "or graphify without the passes add_rms_norm_fp8, rms_norm_fp8 and silu_mul_fp8"
+        )
+    return first
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]) -> Tensor:
+    return quantize_fp8(plain_rms_norm(x, weight, eps, centred), the_scale(scales))
 
 
 def _rms_norm_rows(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Rows:
@@ -31,10 +53,10 @@ def _rms_norm_rows(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Rows
 
 
 def _add_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, scale: Tensor
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     total, normed = plain_add_rms_norm(x, y, weight, eps, centred)
-    return total, quantize_fp8(normed, scale)
+    return total, quantize_fp8(normed, the_scale(scales))
 
 
 def _add_rms_norm_rows(
@@ -44,8 +66,8 @@ def _add_rms_norm_rows(
     return total, *quantize_fp8_rows(normed)
 
 
-def _silu_mul(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-    return quantize_fp8(plain_silu_mul(gate, up), scale)
+def _silu_mul(gate: Tensor, up: Tensor, scales: list[Tensor]) -> Tensor:
+    return quantize_fp8(plain_silu_mul(gate, up), the_scale(scales))
 
 
 def _silu_mul_rows(gate: Tensor, up: Tensor) -> Rows:
@@ -54,22 +76,22 @@ def _silu_mul_rows(gate: Tensor, up: Tensor) -> Rows:
 
 _NORM = "Tensor weight, float eps, bool centred"
 PLAIN: dict[str, tuple[str, Callable[..., Any]]] = {
-    "rms_norm_fp8": (f"(Tensor x, {_NORM}, Tensor scale) -> Tensor", _rms_norm),
+    "rms_norm_fp8": (f"(Tensor x, {_NORM}, Tensor[] scales) -> Tensor", _rms_norm),
     "rms_norm_fp8_rows": (f"(Tensor x, {_NORM}) -> (Tensor, Tensor)", _rms_norm_rows),
     "add_rms_norm_fp8": (
-        f"(Tensor x, Tensor y, {_NORM}, Tensor scale) -> (Tensor, Tensor)",
+        f"(Tensor x, Tensor y, {_NORM}, Tensor[] scales) -> (Tensor, Tensor)",
         _add_rms_norm,
     ),
     "add_rms_norm_fp8_rows": (
         f"(Tensor x, Tensor y, {_NORM}) -> (Tensor, Tensor, Tensor)",
         _add_rms_norm_rows,
     ),
-    "silu_mul_fp8": ("(Tensor gate, Tensor up, Tensor scale) -> Tensor", _silu_mul),
+    "silu_mul_fp8": ("(Tensor gate, Tensor up, Tensor[] scales) -> Tensor", _silu_mul),
     "silu_mul_fp8_rows": ("(Tensor gate, Tensor up) -> (Tensor, Tensor)", _silu_mul_rows),
 }
 """By name in the `fngraph` library: schema, and the ops that it stands for.
 
-Arguments are those of `fngraph.ops.fused.PLAIN`, and `scale` () float32. Results are the sum, if
+Arguments are those of `fngraph.ops.fused.PLAIN`, and `scales` () float32, all one. Results are the sum, if
 there is one; the values (..., E) float8_e4m3fn; and in `..._rows` their scales (..., 1) float32.
 """
 

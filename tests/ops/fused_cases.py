@@ -85,7 +85,7 @@ def quiet(rows: int, dtype: torch.dtype) -> Args:
 
 def known(make: Callable[[int, torch.dtype], Args]) -> Callable[[int, torch.dtype], Args]:
     """The same with a scale at which some of it is cut off."""
-    return lambda n, d: (*make(n, d), torch.tensor(0.01))
+    return lambda n, d: (*make(n, d), [torch.tensor(0.01)])
 
 
 FP8_CASES: dict[str, tuple[str, Callable[[int, torch.dtype], Args]]] = {
@@ -100,6 +100,14 @@ FP8_CASES: dict[str, tuple[str, Callable[[int, torch.dtype], Args]]] = {
     }.items()
     for how in ("by rows", "by a known scale")
 }
+
+
+def on(where: Any, args: Args) -> Args:
+    """The same on a device."""
+    return tuple(
+        [y.to(where) for y in x] if isinstance(x, list) else x.to(where) if hasattr(x, "to") else x
+        for x in args
+    )
 
 
 def tensors(x: Any) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ def test_one_that_rounds_to_fp8_is_two_ops_bit_for_bit(case: str, dtype: torch.d
     name, make = FP8_CASES[case]
     args = make(5, dtype)
     plain, _, rows = name.partition("_fp8")
-    given, scale = (args, ()) if rows else (args[:-1], args[-1:])
+    given, scale = (args, ()) if rows else (args[:-1], args[-1])
     *total, made = tensors(getattr(OPS, plain)(*given))
     quantize = OPS.quantize_fp8_rows if rows else OPS.quantize_fp8
     want = *total, *tensors(quantize(made, *scale))
@@ -47,6 +47,12 @@ def test_one_that_rounds_to_fp8_is_two_ops_bit_for_bit(case: str, dtype: torch.d
     assert [x.dtype for x in tensors(got)] == kinds
     for a, b in zip(tensors(got), want, strict=True):
         assert torch.equal(a.float(), b.float()) and a.is_contiguous() and a.shape == b.shape
+    if not rows:
+        same, other = [*scale, scale[0].view(())], [*scale, scale[0].clone()]
+        shared = tensors(getattr(OPS, name)(*given, same))[-1]
+        assert torch.equal(shared.float(), want[-1].float())
+        with pytest.raises(AddressError, match="2 scales by which one input is rounded"):
+            getattr(OPS, name)(*given, other)
     leaf = args[0].detach().clone().requires_grad_()
     with pytest.raises(TransformError, match="has no gradient"):
         getattr(OPS, name)(leaf, *args[1:])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_cases import CASES, FP8_CASES, GPU, OPS, PLAIN, tensors
+from fused_cases import CASES, FP8_CASES, GPU, OPS, PLAIN, on, tensors
 from torch import Tensor
 from triton_cases import DTYPES, WHERE
 
@@ -30,7 +30,7 @@ cases = pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_kernel_is_the_plain_form_within_its_error(case: str, rows: int, dtype: torch.dtype):
     name, make = CASES[case]
-    args = tuple(x.to(WHERE) if isinstance(x, Tensor) else x for x in make(rows, dtype))
+    args = on(WHERE, make(rows, dtype))
     exact = tuple(x.double() if isinstance(x, Tensor) else x for x in args)
     atol, rtol = ERRORS[dtype]
     plain = tensors(PLAIN[name][1](*args))
@@ -74,19 +74,19 @@ def _steps(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_kernel_rounds_to_fp8_as_the_plain_form_does(case: str, rows: int, dtype: torch.dtype):
     name, make = FP8_CASES[case]
-    args = [x.to(WHERE) if isinstance(x, Tensor) else x for x in make(rows, dtype)]
+    args = on(WHERE, make(rows, dtype))
     compare(name, args, dtype)
 
 
 @pytest.mark.parametrize("case", FP8_CASES)
 def test_what_is_no_number_stays_in_its_row(case: str):
     name, make = FP8_CASES[case]
-    args = [x.to(WHERE) if isinstance(x, Tensor) else x for x in make(4, torch.float32)]
-    args[0] = wrong = args[0].clone()
-    calm = compare(name, args, torch.float32)
+    first, *rest = on(WHERE, make(4, torch.float32))
+    wrong = first.clone()
+    calm = compare(name, (first, *rest), torch.float32)
     rows = wrong.transpose(0, -2)
     rows[1, ..., 3], rows[2, ..., 5] = math.inf, math.nan
-    for a, b in zip(compare(name, args, torch.float32), calm):
+    for a, b in zip(compare(name, (wrong, *rest), torch.float32), calm):
         if a.dim():
             assert a[..., 2, :].float().isnan().any() and not b.float().isnan().any()
             assert torch.equal(a[..., [0, 3], :].float(), b[..., [0, 3], :].float())
@@ -96,6 +96,6 @@ def test_what_is_no_number_stays_in_its_row(case: str):
 @pytest.mark.parametrize("case", CASES | FP8_CASES)
 def test_on_cuda_an_op_runs_its_kernel(case: str):
     name, make = (CASES | FP8_CASES)[case]
-    args = tuple(x.cuda() if isinstance(x, Tensor) else x for x in make(9, torch.bfloat16))
+    args = on("cuda", make(9, torch.bfloat16))
     got, want = (tensors(fn(*args)) for fn in (getattr(OPS, name), getattr(kernels, name)))
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want, strict=True))

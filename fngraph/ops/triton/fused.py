@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.fp8 import FP8, LEAST, MAX
+from fngraph.ops.fused_fp8 import the_scale
 from fngraph.ops.triton.launching import interpreted, launch, power_of_two
 
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own
@@ -86,9 +87,9 @@ def add_rms_norm(
     return _norm(x, y, weight, eps, centred)[:2]
 
 
-def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, centred: bool, scale: Tensor) -> Tensor:
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]) -> Tensor:
     """See `fngraph.ops.fused_fp8.PLAIN`."""
-    return _norm(x, None, weight, eps, centred, KNOWN, scale)[1]
+    return _norm(x, None, weight, eps, centred, KNOWN, the_scale(scales))[1]
 
 
 def rms_norm_fp8_rows(
@@ -99,10 +100,10 @@ def rms_norm_fp8_rows(
 
 
 def add_rms_norm_fp8(
-    x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, scale: Tensor
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """See `fngraph.ops.fused_fp8.PLAIN`."""
-    return _norm(x, y, weight, eps, centred, KNOWN, scale)[:2]
+    return _norm(x, y, weight, eps, centred, KNOWN, the_scale(scales))[:2]
 
 
 def add_rms_norm_fp8_rows(
@@ -175,9 +176,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _gate(gate, up)[0]
 
 
-def silu_mul_fp8(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
+def silu_mul_fp8(gate: Tensor, up: Tensor, scales: list[Tensor]) -> Tensor:
     """See `fngraph.ops.fused_fp8.PLAIN`."""
-    return _gate(gate, up, KNOWN, scale)[0]
+    return _gate(gate, up, KNOWN, the_scale(scales))[0]
 
 
 def silu_mul_fp8_rows(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

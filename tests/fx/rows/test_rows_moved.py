@@ -77,7 +77,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "a norm over tokens": lambda w, b: torch.ops.fngraph.rms_norm(
         b.x.t().contiguous(), torch.ones_like(b.x[:, 0]), 1e-5, False),
     "norms over tokens, rounded": lambda w, b: torch.ops.fngraph.rms_norm_fp8(
-        b.x.t().contiguous(), torch.ones_like(b.x[:, 0]), 1e-5, False, w[0, 0]).float(),
+        b.x.t().contiguous(), torch.ones_like(b.x[:, 0]), 1e-5, False, [w[0, 0]]).float(),
     "a gate over tokens, rounded": lambda w, b: torch.ops.fngraph.silu_mul_fp8_rows(
         b.x.t().contiguous(), b.x.t().contiguous())[0].float(),
     "products over tokens": lambda w, b: torch.ops.fngraph.linear_side_by_side(

@@ -11,38 +11,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.fp8 import FP8, LEAST, MAX
+from fngraph.ops.fp8 import FP8
 from fngraph.ops.fused_fp8 import the_scale
-from fngraph.ops.triton.launching import interpreted, launch, power_of_two
+from fngraph.ops.triton.fp8 import as_fp8, scale_of_row
+from fngraph.ops.triton.launching import launch, power_of_two
 
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own
 
 
 @triton.jit
-def put(
-    out, scale, scales, row, at, t, real,
-    QUANT: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    """Store a row of float32, in the dtype of `out`; quantised first where QUANT says how.
-
-    A row with NaN has the scale NaN. CUDA's conversion to fp8 stops at its largest number.
-    """
-    if QUANT == 1:
-        row = tl.div_rn(row, tl.load(scale))
-    if QUANT == 2:
+def put(out, scale, scales, row, at, t, real, QUANT: tl.constexpr):
+    """Store a row of float32, in the dtype of `out`; quantised as QUANT says."""
+    if QUANT == 0:
+        tl.store(out + at, row.to(out.dtype.element_ty), mask=real)
+    elif QUANT == 1:
+        tl.store(out + at, as_fp8(row, tl.load(scale)), mask=real)
+    else:
         row = tl.where(real, row, 0.0)
-        by = tl.maximum(tl.div_rn(tl.max(tl.abs(row)), MAX), LEAST)
-        by = tl.where(tl.max((row != row).to(tl.int32)) > 0, float("nan"), by)
+        by = scale_of_row(row)
         tl.store(scales + t, by)
-        row = tl.div_rn(row, by)
-    tl.store(out + at, row.to(out.dtype.element_ty), mask=real)
+        tl.store(out + at, as_fp8(row, by), mask=real)
 
 
 @triton.jit
 def norm_kernel(
     x, y, weight, scale, total, out, scales, x_row, y_row, eps,
     E: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, CENTRED: tl.constexpr,
-    QUANT: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
+    QUANT: tl.constexpr,
 ):  # fmt: skip
     """Row t over its root mean square, times the weight; with ADDS, of x + y, which is stored."""
     t = tl.program_id(0).to(tl.int64)
@@ -62,7 +57,7 @@ def norm_kernel(
     else:
         normed = (wide * root).to(kind).to(tl.float32) * by
     normed = normed.to(kind).to(tl.float32)
-    put(out, scale, scales, normed, t * E + e, t, real, QUANT, MAX, LEAST)
+    put(out, scale, scales, normed, t * E + e, t, real, QUANT)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -135,29 +130,22 @@ def _norm(
         ADDS=y is not None,
         CENTRED=centred,
         QUANT=quant,
-        MAX=MAX,
-        LEAST=LEAST,
     )
-    return total, _rounded(out, quant), scales
+    return total, out, scales
 
 
 def _results(x: Tensor, quant: int) -> tuple[Tensor, Tensor]:
-    """Memory for values and scales. The interpreter rounds to fp8 wrongly: it gets float32."""
-    dtype = x.dtype if quant == NO else torch.float32 if interpreted() else FP8
-    out = x.new_empty(x.shape, dtype=dtype)
+    """Memory for values and scales."""
+    out = x.new_empty(x.shape, dtype=x.dtype if quant == NO else FP8)
     if quant != ROWS:
         return out, out
     return out, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-def _rounded(out: Tensor, quant: int) -> Tensor:
-    return out if quant == NO or out.dtype == FP8 else out.clamp(-MAX, MAX).to(FP8)
-
-
 @triton.jit
 def silu_mul_kernel(
     gate, up, scale, out, scales, gate_row, up_row, F: tl.constexpr, BLOCK: tl.constexpr,
-    QUANT: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr,
+    QUANT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of row t: silu(gate) * up."""
     t = tl.program_id(0).to(tl.int64)
@@ -168,7 +156,7 @@ def silu_mul_kernel(
     b = tl.load(up + t * up_row + f, mask=real, other=0.0).to(tl.float32)
     silu = tl.div_rn(a, 1.0 + tl.exp(-a)).to(kind).to(tl.float32)
     made = (silu * b).to(kind).to(tl.float32)
-    put(out, scale, scales, made, t * F + f, t, real, QUANT, MAX, LEAST)
+    put(out, scale, scales, made, t * F + f, t, real, QUANT)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -204,10 +192,8 @@ def _gate(
         F=F,
         BLOCK=block,
         QUANT=quant,
-        MAX=MAX,
-        LEAST=LEAST,
     )
-    return _rounded(out, quant), scales
+    return out, scales
 
 
 @triton.jit

@@ -91,8 +91,9 @@ PLAIN: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 """By name in the `fngraph` library: schema, and the ops that it stands for.
 
-Arguments are those of `fngraph.ops.fused.PLAIN`, and `scales` () float32, all one. Results are the sum, if
-there is one; the values (..., E) float8_e4m3fn; and in `..._rows` their scales (..., 1) float32.
+Arguments are those of `fngraph.ops.fused.PLAIN`, and `scales` () float32, all one. Results are the
+sum, if there is one; the values (..., E) float8_e4m3fn; and in `..._rows` their scales (..., 1)
+float32.
 """
 
 

@@ -87,7 +87,7 @@ def _fuse(
         if one is None or any(reader.args[0] is not made for reader in readers):
             continue
         found, args = one
-        scales = [] if by_row else list(dict.fromkeys(reader.args[1] for reader in readers))
+        scales: list[Any] = [] if by_row else list(dict.fromkeys(r.args[1] for r in readers))
         if not _are_one(scales):
             apart.append(f"{line_of(made)}: {', '.join(map(_path, scales))}")
             continue
@@ -111,10 +111,9 @@ def _notes(apart: Sequence[str]) -> tuple[str, ...]:
     if not apart:
         return ()
     more = f", and {count(len(apart) - 1, 'other place')}" if len(apart) > 1 else ""
-    return (
-        f"{apart[0]}{more}: scales of one input that are tensors of their own, so it is rounded "
-        "by each. Where they are equal, lay them as one: params = fg.ops.lay_side_by_side(params)",
-    )
+    advice = "Where they are equal, lay them as one: params = fg.ops.lay_side_by_side(params)"
+    note = f"{apart[0]}{more}: scales of one input are tensors of their own, so each rounds it. "
+    return (note + advice,)
 
 
 def _is_before(args: Sequence[Any], first: fx.Node) -> bool:

@@ -82,7 +82,9 @@ def add_rms_norm(
     return _norm(x, y, weight, eps, centred)[:2]
 
 
-def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]) -> Tensor:
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]
+) -> Tensor:
     """See `fngraph.ops.fused_fp8.PLAIN`."""
     return _norm(x, None, weight, eps, centred, KNOWN, the_scale(scales))[1]
 

@@ -35,6 +35,9 @@ def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any
     group have all else of their path in common. What lies so already is left as it is. Of a
     module, `state_dict()` is such a tree; load the result with `load_state_dict(..., assign=True)`.
 
+    Scales by which the one input is rounded to fp8, `wq.input_scale`, become one tensor where they
+    are equal; others stay.
+
     Args:
         groups: names of weights (out, in), or of modules of a weight and a bias (out,), with one
             input.
@@ -54,15 +57,19 @@ def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any
         for group in groups:
             if len(group) > 1 and all(name in names for name in group):
                 at = [names[name] for name in group]
-                if len({leaves[i].dim() for i in at}) > 1 or leaves[at[0]].dim() not in (1, 2):
-                    continue  # those of experts are stacks of matrices
-                whole = _together([paths[i] for i in at], [leaves[i] for i in at])
+                dims = {leaves[i].dim() for i in at}
+                if dims == {0}:
+                    whole = _shared([leaves[i] for i in at])
+                elif dims in ({1}, {2}):
+                    whole = _together([paths[i] for i in at], [leaves[i] for i in at])
+                else:  # those of experts are stacks of matrices
+                    continue
                 for i, x in zip(at, whole):
                     leaves[i] = x
     return trees.unflatten(treedef, leaves)
 
 
-_OF_MODULE = re.compile(r"(.*\W)(\w+)(\W+(?:weight|bias)\W*)")
+_OF_MODULE = re.compile(r"(.*\W)(\w+)(\W+(?:weight|bias|input_scale)\W*)")
 _PLAIN = re.compile(r"(.*\W)(\w+)(\W*)")
 
 
@@ -81,6 +88,14 @@ def _together(paths: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         whole = torch.cat(list(weights))
     return list(whole.split([x.shape[0] for x in weights]))
+
+
+def _shared(scales: Sequence[Tensor]) -> list[Tensor]:
+    """One in the place of all, if they are equal."""
+    first, *rest = scales
+    alike = all((x.dtype, x.device) == (first.dtype, first.device) for x in rest)
+    equal = alike and all(bool(torch.equal(x, first)) for x in rest)
+    return [first] * len(scales) if equal else list(scales)
 
 
 def why_apart(weights: Sequence[Tensor]) -> str | None:

@@ -113,6 +113,20 @@ def test_weights_are_laid_side_by_side_and_stay_what_they_were():
     assert again["layers"][0]["attn"]["wk"].data_ptr() == new["attn"]["wk"].data_ptr()
 
 
+def test_equal_scales_of_one_input_become_one_tensor():
+    def scales(*values: float) -> dict[str, Any]:
+        named = zip(("wq", "wk", "wv"), values)
+        return {
+            name: {"input_scale": torch.tensor(x), "scale": torch.tensor(x)} for name, x in named
+        }
+
+    laid = lay_side_by_side([scales(0.5, 0.5, 0.5), scales(0.5, 0.5, 0.25)])
+    memory = [[one["input_scale"].data_ptr() for one in layer.values()] for layer in laid]
+    assert [len(set(found)) for found in memory] == [1, 3]
+    assert [one["input_scale"].item() for one in laid[1].values()] == [0.5, 0.5, 0.25]
+    assert len({one["scale"].data_ptr() for one in laid[0].values()}) == 3
+
+
 def test_what_cannot_lie_side_by_side_is_refused_by_name():
     tied = draw(4, 6)
     for wrong, words in (

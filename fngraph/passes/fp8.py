@@ -92,7 +92,7 @@ def _fuse(
             apart.append(f"{line_of(made)}: {', '.join(map(_path, scales))}")
             continue
         first = found[labels[0]] if labels else readers[0]
-        ahead = all(x < first for x in scales) and _is_before(args, first)
+        ahead = all(x < first for x in (*args, *scales) if isinstance(x, fx.Node))
         inside = tuple(sorted({*found.inside, *readers}))
         if ahead and not is_written_between(inside) and _may_be_one(graph, readers):
             ends = dict(zip(("values", "scales"), _make_one(graph, readers)))
@@ -114,10 +114,6 @@ def _notes(apart: Sequence[str]) -> tuple[str, ...]:
     advice = "Where they are equal, lay them as one: params = fg.ops.lay_side_by_side(params)"
     note = f"{apart[0]}{more}: scales of one input are tensors of their own, so each rounds it. "
     return (note + advice,)
-
-
-def _is_before(args: Sequence[Any], first: fx.Node) -> bool:
-    return all(x < first for x in args if isinstance(x, fx.Node))
 
 
 def _path(scale: Any) -> str:

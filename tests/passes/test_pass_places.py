@@ -370,12 +370,15 @@ CASES |= {
         lambda p, x: known(p, x.sin(), "one", "same"), EIGHT, (0, 0, 0, 0), BF16,
     ),
     "rounded before and after it is written": (
-        lambda p, x: (lambda y: by_row(p, y) + by_row(p, changed(y, Tensor.exp_)))(x.sin()), EIGHT,
-        (0, 0, 0, 0), F32,
+        lambda p, x: (lambda y: by_row(p, y) + by_row(p, changed(y, lambda z: z[:, :4].exp_())))(
+            x.sin()
+        ),
+        EIGHT, (0, 0, 0, 0), F32,
     ),
     "rounded twice, and one is returned": (seen(lambda x: x), EIGHT, (0, 0, 0, 0), F32),
     "rounded twice, and one is written": (
-        seen(lambda x: changed(x, Tensor.zero_).sum(-1, dtype=torch.int32)), EIGHT, (0, 0, 0, 0), F32,
+        seen(lambda x: changed(x, Tensor.zero_).sum(-1, dtype=torch.int32)), EIGHT, (0, 0, 0, 0),
+        F32,
     ),
     "rounded twice, and one is read": (
         seen(lambda x: x.sum(-1, dtype=torch.int32)), EIGHT, (0, 0, 0, 1), F32,

@@ -19,6 +19,7 @@ from tests.models import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = tuple(one.name for one in PASSES)
 ORDER = ("side_by_side", "norm_rope", "rope", "add_rms_norm", "rms_norm", "silu_mul")
+EIGHT = ("add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once")
 CLOSE = {  # of one product in place of three; in bfloat16, of matrices that are drawn wide
     (torch.float32, "cpu"): {"atol": 1e-4, "rtol": 1e-4},
     (torch.float32, "cuda"): {"atol": 1e-3, "rtol": 1e-3},
@@ -47,9 +48,10 @@ THEIRS: dict[str, tuple[int, ...]] = {
 }
 
 
-def counts(traced: Any) -> tuple[int, ...]:
+def counts(traced: Any, fp8: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[int, ...]:
     found = {one.one.name: one.matches for one in traced.passes}
     assert tuple(found) == NAMES
+    assert tuple(found[name] for name in EIGHT) == fp8
     return tuple(found[name] for name in ORDER)
 
 

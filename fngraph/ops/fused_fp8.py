@@ -15,33 +15,17 @@ ones so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fngraph.errors import AddressError
 from fngraph.ops.fp8 import CAPABILITY, FP8, quantize_fp8, quantize_fp8_rows
 from fngraph.ops.fused import define_fused, plain_add_rms_norm, plain_rms_norm, plain_silu_mul
+from fngraph.ops.side_by_side import the_scale
 
 Rows = tuple[Tensor, Tensor]  # values (..., K) float8_e4m3fn, scales (..., 1) float32
-
-
-def the_scale(scales: Sequence[Tensor]) -> Tensor:
-    """The one scale that all of these are.
-
-    Raises:
-        AddressError: they are not one memory.
-    """
-    first, *rest = scales
-    if any(x.data_ptr() != first.data_ptr() for x in rest):
-        raise AddressError(
-            f"{len(scales)} scales by which one input is rounded to fp8 were one tensor when they "
-            "were traced, and are not any more. Bind one for all, fg.ops.lay_side_by_side(params), "
-            "or graphify without the passes add_rms_norm_fp8, rms_norm_fp8 and silu_mul_fp8"
-        )
-    return first
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]) -> Tensor:

@@ -116,6 +116,22 @@ def why_apart(weights: Sequence[Tensor]) -> str | None:
     return None
 
 
+def the_scale(scales: Sequence[Tensor]) -> Tensor:
+    """The one scale that all of these are.
+
+    Raises:
+        AddressError: they are not one memory.
+    """
+    first, *rest = scales
+    if any(x.data_ptr() != first.data_ptr() for x in rest):
+        raise AddressError(
+            f"{len(scales)} scales by which one input is rounded to fp8 were one tensor when they "
+            "were traced, and are not any more. Bind one for all, fg.ops.lay_side_by_side(params), "
+            "or graphify without the passes add_rms_norm_fp8, rms_norm_fp8 and silu_mul_fp8"
+        )
+    return first
+
+
 LIBRARY.define("linear_side_by_side(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
 _OP = torch.ops.fngraph.linear_side_by_side.default
 

@@ -23,15 +23,14 @@ from torch import fx
 
 from fngraph.core.text import count
 from fngraph.fx.leaves import Role
-from fngraph.fx.nodes import line_of
+from fngraph.fx.nodes import is_op, line_of
 from fngraph.passes.frame import Rewritten
 from fngraph.passes.norms import norm_at, roots, sum_and_norm_at
 from fngraph.passes.pattern import Found, insert, is_written_between, replace, writes_any
 from fngraph.passes.silu_mul import gate_at
 from fngraph.torch_facts.memory import storage_key
 
-_OPS = torch.ops.fngraph
-_KNOWN, _BY_ROW = _OPS.quantize_fp8.default, _OPS.quantize_fp8_rows.default
+_KNOWN, _BY_ROW = "fngraph::quantize_fp8", "fngraph::quantize_fp8_rows"
 
 
 def fuse_add_rms_norm_fp8(graph: fx.Graph) -> Rewritten:
@@ -53,7 +52,7 @@ def quantize_once(graph: fx.Graph) -> Rewritten:
     """What is rounded in one way several times."""
     ways: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target in (_KNOWN, _BY_ROW):
+        if _kind(node) in (_KNOWN, _BY_ROW):
             ways.setdefault((node.target, *node.args), []).append(node)
     matches = 0
     for readers in ways.values():
@@ -61,6 +60,10 @@ def quantize_once(graph: fx.Graph) -> Rewritten:
             _make_one(graph, readers)
             matches += 1
     return Rewritten(graph, matches)
+
+
+def _kind(node: fx.Node) -> str:
+    return node.target._schema.name if is_op(node) else ""  # type: ignore[union-attr]
 
 
 def _fuse(
@@ -79,7 +82,7 @@ def _fuse(
     apart: list[str] = []
     for made in nodes:
         readers = sorted(made.users)
-        kinds = {reader.target for reader in readers}
+        kinds = set(map(_kind, readers))
         by_row = kinds == {_BY_ROW}
         if not by_row and kinds != {_KNOWN}:
             continue
@@ -101,7 +104,7 @@ def _fuse(
                 values={**found.values, **ends},
                 inside=tuple(sorted({*found.inside, readers[0], *ends.values()})),
             )
-            op = getattr(_OPS, f"{name}_rows" if by_row else name).default
+            op = getattr(torch.ops.fngraph, f"{name}_rows" if by_row else name).default
             given = args if by_row else (*args, scales)
             matches += replace(graph, rounded, op, given, *labels, *ends)
     return Rewritten(graph, matches, _notes(apart))
@@ -147,13 +150,13 @@ def _may_be_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> bool:
 
 def _values(reader: fx.Node) -> Sequence[torch.Tensor]:
     value = reader.meta["val"]
-    return value if reader.target is _BY_ROW else (value,)
+    return value if _kind(reader) == _BY_ROW else (value,)
 
 
 def _make_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> list[fx.Node]:
     """Let all that reads one of these read the first; its results."""
     first, *others = readers
-    if first.target is _KNOWN:
+    if _kind(first) == _KNOWN:
         for other in others:
             other.replace_all_uses_with(first)
             graph.erase_node(other)

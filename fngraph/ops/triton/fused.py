@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.fp8 import FP8
-from fngraph.ops.fused_fp8 import the_scale
-from fngraph.ops.triton.fp8 import as_fp8, scale_of_row
+from fngraph.ops.side_by_side import the_scale
+from fngraph.ops.triton.fp8 import FP8, as_fp8, scale_of_row
 from fngraph.ops.triton.launching import launch, power_of_two
 
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own

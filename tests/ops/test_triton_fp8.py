@@ -89,7 +89,7 @@ def test_k_is_split_only_where_columns_are_few():
     assert kernels.how_to(2, 4096, 4096, 132) == kernels.how_to(16, 4096, 4096, 132)
 
 
-# --- on CUDA alone ----------------------------------------------------------------------------------
+# --- on CUDA alone --------------------------------------------------------------------------------
 
 CUDA = pytest.mark.gpu
 
@@ -126,5 +126,5 @@ def test_on_cuda_ops_run_their_kernels_and_refuse_uneven_weights():
     assert torch.equal(got, kernels.linear(*few, torch.bfloat16))
     for N, K in ((40, 64), (48, 72)):
         uneven = tuple(y.cuda() for y in product(4, N, K))
-        with pytest.raises(TreeError, match="take multiples of 16. Leave this weight as it was"):
+        with pytest.raises(TreeError, match=r"take multiples of 16\. Leave this weight as it was"):
             torch.ops.fngraph.scaled_linear(*uneven, torch.bfloat16)

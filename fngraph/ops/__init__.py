@@ -1,6 +1,6 @@
 """Primitives: opaque ops at which graphs are cut, each with several backends."""
 
-from fngraph.ops import fused as fused, shipped as shipped
+from fngraph.ops import fused as fused, fused_fp8 as fused_fp8, shipped as shipped
 from fngraph.ops.backend import Backend as Backend, Plan as Plan
 from fngraph.ops.choice import Hybrid as Hybrid
 from fngraph.ops.fp8 import (

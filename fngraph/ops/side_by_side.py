@@ -1,8 +1,9 @@
 """One product for several weights that lie side by side in memory.
 
-A q, k and v projection of one input are one product, if their weights are rows of one matrix.
-`lay_side_by_side` puts them so: they stay leaves of their own, as views of one tensor. The op reads
-them where they lie, and checks at each call that they do; a graph, when it is recorded.
+A q, k and v projection of one input are one product, if their weights are rows of one matrix, and
+their biases, if they have any, parts of one vector. `lay_side_by_side` puts them so: they stay
+leaves of their own, as views of one tensor. The op reads them where they lie, and checks at each
+call that they do; a graph, when it is recorded.
 """
 
 from __future__ import annotations
@@ -27,40 +28,48 @@ ROWS = (("wq", "wk", "wv"), ("w_gate", "w_up"), ("q_proj", "k_proj", "v_proj"),
 
 
 def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any:
-    """The same tree, each group's matrices as rows of one tensor of its own.
+    """The same tree, each group's matrices as rows of one tensor of its own; and so its biases.
 
-    The weights are copied once; let go of the old tree, or both take memory. Weights are found by
-    the last name of their path, or the last but one of `q_proj.weight`; those of a group have all
-    else of their path in common. Weights that lie so already are left as they are. Of a module,
-    `state_dict()` is such a tree; load the result with `load_state_dict(..., assign=True)`.
+    They are copied once; let go of the old tree, or both take memory. Weights are found by the
+    last name of their path, or the last but one of `q_proj.weight` and `q_proj.bias`; those of a
+    group have all else of their path in common. What lies so already is left as it is. Of a
+    module, `state_dict()` is such a tree; load the result with `load_state_dict(..., assign=True)`.
+
+    Scales by which the one input is rounded to fp8, `wq.input_scale`, become one tensor where they
+    are equal; others stay.
 
     Args:
-        groups: names of weights (out, in) with one input.
+        groups: names of weights (out, in), or of modules of a weight and a bias (out,), with one
+            input.
 
     Raises:
-        TreeError: matrices of a group that differ in width, dtype or device, or share memory.
+        TreeError: those of a group differ in width, dtype or device, or share memory.
     """
     trees.register_dataclasses(params)
     leaves, treedef = trees.flatten(params)
     paths = trees.paths(treedef, "params")
     places: dict[tuple[str, str], dict[str, int]] = {}  # by what is around a name
     for i, path in enumerate(paths):
-        if (found := _WITH_WEIGHT.fullmatch(path) or _PLAIN.fullmatch(path)) is not None:
+        if (found := _OF_MODULE.fullmatch(path) or _PLAIN.fullmatch(path)) is not None:
             before, name, after = found.groups()
             places.setdefault((before, after), {})[name] = i
     for names in places.values():
         for group in groups:
             if len(group) > 1 and all(name in names for name in group):
                 at = [names[name] for name in group]
-                if any(leaves[i].dim() != 2 for i in at):  # those of experts are stacks of matrices
+                dims = {leaves[i].dim() for i in at}
+                if dims == {0}:
+                    whole = _shared([leaves[i] for i in at])
+                elif dims in ({1}, {2}):
+                    whole = _together([paths[i] for i in at], [leaves[i] for i in at])
+                else:  # those of experts are stacks of matrices
                     continue
-                whole = _together([paths[i] for i in at], [leaves[i] for i in at])
                 for i, x in zip(at, whole):
                     leaves[i] = x
     return trees.unflatten(treedef, leaves)
 
 
-_WITH_WEIGHT = re.compile(r"(.*\W)(\w+)(\W+weight\W*)")
+_OF_MODULE = re.compile(r"(.*\W)(\w+)(\W+(?:weight|bias|input_scale)\W*)")
 _PLAIN = re.compile(r"(.*\W)(\w+)(\W*)")
 
 
@@ -81,10 +90,19 @@ def _together(paths: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
     return list(whole.split([x.shape[0] for x in weights]))
 
 
+def _shared(scales: Sequence[Tensor]) -> list[Tensor]:
+    """One in the place of all, if they are equal."""
+    first, *rest = scales
+    alike = all((x.dtype, x.device) == (first.dtype, first.device) for x in rest)
+    equal = alike and all(bool(torch.equal(x, first)) for x in rest)
+    return [first] * len(scales) if equal else list(scales)
+
+
 def why_apart(weights: Sequence[Tensor]) -> str | None:
-    """Why matrices are not rows of one, each right behind the one before; None: they are."""
+    """Why matrices are not rows of one, or vectors parts of one, each right behind the one before;
+    None: they are."""
     first, *rest = weights
-    if any(x.dim() != 2 or x.shape[1] != first.shape[1] for x in weights):
+    if any(x.dim() != first.dim() or x.shape[1:] != first.shape[1:] for x in weights):
         return "they are of different widths"
     if any(not x.is_contiguous() for x in weights):
         return "one has gaps, or is transposed"
@@ -98,32 +116,55 @@ def why_apart(weights: Sequence[Tensor]) -> str | None:
     return None
 
 
-LIBRARY.define("linear_side_by_side(Tensor x, Tensor[] weights) -> Tensor")
+def the_scale(scales: Sequence[Tensor]) -> Tensor:
+    """The one scale that all of these are.
+
+    Raises:
+        AddressError: they are not one memory.
+    """
+    first, *rest = scales
+    if any(x.data_ptr() != first.data_ptr() for x in rest):
+        raise AddressError(
+            f"{len(scales)} scales by which one input is rounded to fp8 were one tensor when they "
+            "were traced, and are not any more. Bind one for all, fg.ops.lay_side_by_side(params), "
+            "or graphify without the passes add_rms_norm_fp8, rms_norm_fp8 and silu_mul_fp8"
+        )
+    return first
+
+
+LIBRARY.define("linear_side_by_side(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
 _OP = torch.ops.fngraph.linear_side_by_side.default
 
 
-def _run(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """(T, E) by matrices (N, E) that are rows of one: (T, sum of N)."""
-    why = why_apart(weights)
-    if why is not None:
-        raise AddressError(
-            f"weights of shapes {[tuple(w.shape) for w in weights]} lay side by side when they "
-            f"were traced, and do not any more: {why}. Bind weights that do, "
-            "fg.ops.lay_side_by_side(params), or graphify without the pass side_by_side"
-        )
-    rows = sum(w.shape[0] for w in weights)
-    whole = weights[0].as_strided((rows, x.shape[1]), (x.shape[1], 1))
-    return x.mm(whole.t())
+def _run(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """(T, E) by matrices (N, E) that are rows of one, and vectors (N,) that are parts of one, or
+    none at all: (T, sum of N)."""
+    for what, those in (("weights", weights), ("biases", biases)):
+        why = why_apart(those) if those else None
+        if why is not None:
+            raise AddressError(
+                f"{what} of shapes {[tuple(w.shape) for w in those]} lay side by side when they "
+                f"were traced, and do not any more: {why}. Bind {what} that do, "
+                "fg.ops.lay_side_by_side(params), or graphify without the pass side_by_side"
+            )
+    turned = _whole(weights).t()
+    return torch.addmm(_whole(biases), x, turned) if biases else x.mm(turned)
 
 
-def _plain(x: Tensor, weights: list[Tensor]) -> Tensor:
-    if is_transformed(x, *weights):
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """What they are parts of."""
+    rows = sum(x.shape[0] for x in parts)
+    return parts[0].as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
+
+
+def _plain(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    if is_transformed(x, *weights, *biases):
         raise TransformError(
             "linear_side_by_side is what a pass makes of a traced product, and has no gradient. "
             "Write torch.nn.functional.linear"
         )
     with BelowAutograd():
-        return _OP(x, weights)  # type: ignore[no-any-return]
+        return _OP(x, weights, biases)  # type: ignore[no-any-return]
 
 
 LIBRARY.impl("linear_side_by_side", _run, "CompositeExplicitAutograd")
@@ -131,7 +172,7 @@ LIBRARY.impl("linear_side_by_side", _plain, "Autograd")
 LIBRARY.impl("linear_side_by_side", _plain, "FuncTorchBatched")
 
 
-def _fake(x: Tensor, weights: list[Tensor]) -> Tensor:
+def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     return x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
 
 

@@ -54,16 +54,16 @@ def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any
         if (found := _OF_MODULE.fullmatch(path) or _PLAIN.fullmatch(path)) is not None:
             before, name, after = found.groups()
             places.setdefault((before, after), {})[name] = i
-    for names in places.values():
+    for (_, after), names in places.items():
         for group in groups:
             if len(group) > 1 and all(name in names for name in group):
                 at = [names[name] for name in group]
                 dims = {leaves[i].dim() for i in at}
-                if dims == {0}:
+                if dims == {0} and "input_scale" in after:
                     whole = _shared([leaves[i] for i in at])
                 elif dims in ({1}, {2}):
                     whole = _together([paths[i] for i in at], [leaves[i] for i in at])
-                else:  # those of experts are stacks of matrices
+                else:  # stacks of matrices, as of experts; a scale for all of a weight
                     continue
                 for i, x in zip(at, whole):
                     leaves[i] = x

@@ -89,9 +89,7 @@ def _given(node: fx.Node) -> Given | None:
         given = x, turned, (bias,), "addmm"
     elif node.target is _OPS.scaled_linear.default:
         x, x_scale, weight, scale, dtype = node.args
-        leaf = x_scale.meta.get("leaf")  # type: ignore[union-attr]
-        one = leaf is not None and leaf.role is Role.HELD and leaf.lies is not None
-        kind = ("fp8", leaf.lies if one else x_scale, dtype)
+        kind = ("fp8", _lies(x_scale) or x_scale, dtype)
         return Given(x, weight, (scale,), kind) if _are_held((weight, scale), 2) else None  # type: ignore[arg-type]
     else:
         return None
@@ -100,6 +98,12 @@ def _given(node: fx.Node) -> Given | None:
         return None
     held = _are_held(turned.args[:1], 2) and _are_held(beside, 1)
     return Given(x, turned.args[0], beside, kind) if held else None  # type: ignore[arg-type]
+
+
+def _lies(x: Any) -> Any:
+    """Where a held leaf lies; None: it is another value, or was traced without memory."""
+    leaf = x.meta.get("leaf")
+    return None if leaf is None or leaf.role is not Role.HELD else leaf.lies
 
 
 def _are_held(nodes: Sequence[Any], dims: int) -> bool:

@@ -162,6 +162,10 @@ KEPT: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 MIXED: dict[str, Callable[..., Any]] = {
     "rows that are features": lambda w, s, b: fg.ops.quantize_fp8_rows(b.x.t())[0].float().t() * 1,
+    "sums over tokens, side by side": lambda w, s, b: torch.ops.fngraph.scaled_linear_side_by_side(
+        fg.ops.quantize_fp8(b.x.t(), s).contiguous(), [s],
+        [fg.ops.quantize_fp8(b.x.t(), s).contiguous()],
+        [b.x.t().contiguous()[:, :1]], torch.float32),
     "a sum over tokens": lambda w, s, b: fg.ops.scaled_linear(
         fg.ops.quantize_fp8(b.x.t(), s).contiguous(), s,
         fg.ops.quantize_fp8(b.x.t(), s).contiguous(), s, torch.float32),

@@ -119,7 +119,7 @@ ONE, ROWS, COLUMNS = torch.tensor(1.0), torch.ones(4, 1), torch.ones(16, 1)
 def test_what_does_not_fit_is_refused_at_its_line(call: Callable[[], Any], words: str):
     with pytest.raises(TreeError, match=words) as error:
         call()
-    assert "test_fp8.py:" in str(error.value) and "fg.ops." in str(error.value)
+    assert "test_fp8_ops.py:" in str(error.value) and "fg.ops." in str(error.value)
 
 
 def test_what_a_gpu_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -140,7 +140,7 @@ def test_what_a_gpu_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_there_is_no_gradient_and_no_transform(call: Callable[[Any], Any]):
-    with pytest.raises(TransformError, match=r"test_fp8.py:\d+: fg.ops.\w+ has no gradient"):
+    with pytest.raises(TransformError, match=r"test_fp8_ops.py:\d+: fg.ops.\w+ has no gradient"):
         call(draw(4, 32).requires_grad_())
     with pytest.raises(TransformError, match=r"no rule for torch.func"):
         torch.vmap(call)(draw(2, 4, 32))
@@ -186,5 +186,5 @@ def test_rows_stay_apart(name: str):
 
 @pytest.mark.parametrize("name", MIXED)
 def test_what_mixes_rows_is_refused(name: str):
-    with pytest.raises(RowsError, match="test_fp8"):
+    with pytest.raises(RowsError, match="test_fp8_ops"):
         trace(MIXED[name])

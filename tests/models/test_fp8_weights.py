@@ -270,6 +270,36 @@ def test_graphs_compute_what_bare_forward_does(
     assert step.stats.share("NONE") == 0
 
 
+def apart(params: Any) -> Any:
+    return naming.replaced(params, lambda name, x: x.clone() if name.endswith(".scale") else x)
+
+
+MERGED: dict[str, tuple[Any, int, int]] = {  # params, products that were merged, and that are left
+    "by rows": (lambda p: fg.ops.lay_side_by_side(quantize_fp8(p)), 4, 4),
+    "as they come": (quantize_fp8, 0, 14),
+    "scales apart": (lambda p: apart(fg.ops.lay_side_by_side(quantize_fp8(p))), 0, 14),
+    "a scale for a whole weight": (
+        lambda p: fg.ops.lay_side_by_side(quantize_fp8(p, rows=False)), 0, 14),
+    "another scale of the input": (  # k and v are one
+        lambda p: fg.ops.lay_side_by_side(quantize_fp8(p, input_scales=INPUTS)), 4, 5),
+    "one scale of the input": (
+        lambda p: fg.ops.lay_side_by_side(quantize_fp8(p, input_scales=dict.fromkeys(
+            [f"layers.0.attn.{n}" for n in ("wq", "wk", "wv")], 0.5))), 4, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_products_are_one_where_weights_and_scales_lie_side_by_side(name: str):
+    make, merged, left = MERGED[name]
+    params = make(wide(llama))
+    fast = fg.graphify(llama.forward, donate="cache", stage="batch", passes="all")
+    traced = fast.trace(params, new_cache(llama, params, 4), limits=fg.Limits(16, 2, B=4))
+    ran = Counter(str(node.target) for node in traced.graph.gm.graph.nodes)
+    (matches,) = (one.matches for one in traced.passes if one.one.name == "side_by_side")
+    assert matches == ran["fngraph.scaled_linear_side_by_side.default"] == merged
+    assert ran["fngraph.scaled_linear.default"] == left
+
+
 def test_adapters_are_over_weights_in_fp8_as_well():
     params = quantize_fp8(wide(llama), ("wq", "wk", "wo"))
     adapters = lora.slots(params, count=2, rank=4, names=("wq", "wv"))

@@ -31,6 +31,7 @@ _EXPORTS = {  # name -> module that holds it
     # weights and text
     "CheckpointError": "weights.loading", "load_adapter": "weights.adapters",
     "load_checkpoint": "weights.checkpoint", "save_checkpoint": "weights.checkpoint",
+    "Fp8Weight": "weights.fp8", "quantize_fp8": "weights.fp8",
     "BYTE_TEXT": "text", "read_text": "text",
 }  # fmt: skip
 
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
+    from fngraph.models.weights.fp8 import Fp8Weight as Fp8Weight, quantize_fp8 as quantize_fp8
     from fngraph.models.weights.loading import CheckpointError as CheckpointError
 
 

@@ -1,8 +1,18 @@
 """Primitives: opaque ops at which graphs are cut, each with several backends."""
 
-from fngraph.ops import fused as fused, fused_linear as fused_linear, shipped as shipped
+from fngraph.ops import (
+    fused as fused,
+    fused_fp8 as fused_fp8,
+    fused_linear as fused_linear,
+    shipped as shipped,
+)
 from fngraph.ops.backend import Backend as Backend, Plan as Plan
 from fngraph.ops.choice import Hybrid as Hybrid
+from fngraph.ops.fp8 import (
+    quantize_fp8 as quantize_fp8,
+    quantize_fp8_rows as quantize_fp8_rows,
+    scaled_linear as scaled_linear,
+)
 from fngraph.ops.paged.cascades import (
     CASCADE as CASCADE,
     CascadeArgs as CascadeArgs,

@@ -5,7 +5,8 @@ runs, and the results are those, bit for bit. On CUDA a kernel of Triton's does 
 (`triton/fused.py`); it rounds where the plain form rounds, and adds in another order. Gradients,
 tangents and `torch.func` go through the plain form. Results are contiguous.
 
-Passes put these ops into a traced graph (`fngraph.passes`); they may be called as well.
+Passes put these ops into a traced graph (`fngraph.passes`); they may be called as well. Those that
+round to fp8 behind are in `fused_fp8.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fngraph.ops.triton.launching import missing
 from fngraph.torch_facts.names import BelowAutograd
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
+    """See `PLAIN`."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if centred:
@@ -30,14 +32,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def _add_rms_norm(
+def plain_add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
+    """See `PLAIN`."""
     total = x + y
-    return total, rms_norm(total, weight, eps, centred)
+    return total, plain_rms_norm(total, weight, eps, centred)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """See `PLAIN`."""
     return torch.nn.functional.silu(gate) * up
 
 
@@ -52,16 +56,16 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _norm_rope(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, centred: bool
 ) -> Tensor:
-    return _rope(rms_norm(x, weight, eps, centred), cos, sin)
+    return _rope(plain_rms_norm(x, weight, eps, centred), cos, sin)
 
 
 PLAIN: dict[str, tuple[str, Callable[..., Any]]] = {
-    "rms_norm": ("(Tensor x, Tensor weight, float eps, bool centred) -> Tensor", rms_norm),
+    "rms_norm": ("(Tensor x, Tensor weight, float eps, bool centred) -> Tensor", plain_rms_norm),
     "add_rms_norm": (
         "(Tensor x, Tensor y, Tensor weight, float eps, bool centred) -> (Tensor, Tensor)",
-        _add_rms_norm,
+        plain_add_rms_norm,
     ),
-    "silu_mul": ("(Tensor gate, Tensor up) -> Tensor", silu_mul),
+    "silu_mul": ("(Tensor gate, Tensor up) -> Tensor", plain_silu_mul),
     "rope": ("(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rope),
     "norm_rope": (
         "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, bool centred) -> Tensor",
@@ -81,12 +85,29 @@ norm_rope(x, weight, cos, sin, ...): the rope of the norm of each head, `weight`
 """
 
 
-def _define(name: str, schema: str, plain: Callable[..., Any]) -> None:
+def define_fused(
+    name: str,
+    schema: str,
+    plain: Callable[..., Any],
+    fake: Callable[..., Any],
+    least: tuple[int, int] = (0, 0),
+) -> None:
+    """An op of the `fngraph` library: its plain form, but on CUDA `triton/fused.py`'s of its name.
+
+    Args:
+        fake: results of the right shapes and dtypes.
+        least: the capability of the first devices that its kernel is for.
+    """
     LIBRARY.define(name + schema)
     op = getattr(torch.ops.fngraph, name).default
 
+    def has_kernel(x: Tensor) -> bool:
+        if not x.is_cuda or missing("cuda") is not None:
+            return False
+        return torch.cuda.get_device_capability(x.device) >= least
+
     def run(*args: Any) -> Any:
-        if args[0].is_cuda and missing("cuda") is None:
+        if has_kernel(args[0]):
             from fngraph.ops.triton import fused  # loads Triton
 
             return getattr(fused, name)(*args)
@@ -100,16 +121,19 @@ def _define(name: str, schema: str, plain: Callable[..., Any]) -> None:
         with BelowAutograd():
             return op(*args)
 
-    def fake(*args: Any) -> Any:
-        if name == "add_rms_norm":
-            return tuple(args[0].new_empty(args[0].shape) for _ in range(2))
-        return args[0].new_empty(args[0].shape)
-
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     LIBRARY.impl(name, with_gradients, "Autograd")
     LIBRARY.impl(name, plain, "FuncTorchBatched")
     torch.library.register_fake(f"fngraph::{name}", fake, lib=LIBRARY)
 
 
+def _one(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _two(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
 for _name, (_schema, _plain) in PLAIN.items():
-    _define(_name, _schema, _plain)
+    define_fused(_name, _schema, _plain, _two if _name == "add_rms_norm" else _one)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fngraph.ops.fused import rms_norm, silu_mul
+from fngraph.ops.fused import plain_rms_norm, plain_silu_mul
 from fngraph.ops.primitives import LIBRARY
 from fngraph.ops.side_by_side import why_apart
 from fngraph.ops.transforms import is_transformed
@@ -59,7 +59,7 @@ def plain(
 ) -> Tensor:  # fmt: skip
     """The torch ops that the op stands for."""
     if norm is not None:
-        x = rms_norm(x, norm, eps, centred)
+        x = plain_rms_norm(x, norm, eps, centred)
     made = [x @ w.t() for w in weights]
     return _around(made, more, gated)
 
@@ -72,15 +72,15 @@ def for_many_rows(
     if not together:
         return plain(x, weights, norm, more, eps, centred, gated)
     if norm is not None:
-        x = rms_norm(x, norm, eps, centred)
-    whole = _OPS.linear_side_by_side(x, list(weights))
+        x = plain_rms_norm(x, norm, eps, centred)
+    whole = _OPS.linear_side_by_side(x, list(weights), [])
     if not gated:
         return _around([whole], more, gated)
     return _around(list(whole.split([w.shape[0] for w in weights], 1)), more, gated)
 
 
 def _around(made: list[Tensor], more: Tensor | None, gated: bool) -> Tensor:
-    y = silu_mul(*made) if gated else made[0] if len(made) == 1 else torch.cat(made, 1)
+    y = plain_silu_mul(*made) if gated else made[0] if len(made) == 1 else torch.cat(made, 1)
     return y if more is None else y + more
 
 

@@ -33,7 +33,7 @@ from fngraph.passes.pattern import (
     sizes,
     writes_any,
 )
-from fngraph.passes.side_by_side import follows, held_weight, put_for, why_not_one
+from fngraph.passes.side_by_side import follows, given_of, put_for, why_not_one
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
@@ -111,13 +111,19 @@ def _parallel(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _merged(graph: fx.Graph, run: Sequence[fx.Node]) -> fx.Node:
     first = min(run)
-    weights: list[Any] = [held_weight(node) for node in run]
+    weights: list[Any] = [_weight(node) for node in run]
     args = (first.args[0], weights, None, None, 0.0, False, False, True, _lie_together(weights))
     new = insert(graph, first, _OP, args)
     if len(run) == 1:
         new.meta["val"] = first.meta["val"]
     put_for(graph, new, run)
     return new
+
+
+def _weight(product: fx.Node) -> fx.Node | None:
+    """A product's weight, if it is a held leaf and there is no bias."""
+    given = given_of(product)
+    return given.weight if given is not None and product.target is aten.mm.default else None
 
 
 def _lie_together(weights: Sequence[fx.Node]) -> bool:
@@ -128,7 +134,7 @@ def _lie_together(weights: Sequence[fx.Node]) -> bool:
 def _is_ours(*products: fx.Node) -> bool:
     """Whether these are products by held weights of the input's dtype."""
     for node in products:
-        weight = held_weight(node)
+        weight = _weight(node)
         if weight is None or dtype_of(node) not in _DTYPES:
             return False
         if not dtype_of(weight) == dtype_of(node) == dtype_of(node.args[0]):

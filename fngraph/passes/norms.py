@@ -76,37 +76,54 @@ _NORM = norm_of(_X)
 _ADDED = norm_of(call(aten.add, _X, _Y, label="total"))
 
 
-def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
+Args = tuple[Any, ...]
+
+
+def roots(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Nodes that may be the last of a norm."""
     for node in list(graph.nodes):
         if node.target in (aten.mul.Tensor, aten._to_copy.default) and node.users:
             yield node
 
 
+def sum_and_norm_at(node: fx.Node) -> tuple[Found, Args] | None:
+    """The norm of a sum that ends in a node, both among what is found, as "total" and "normed";
+    and the arguments of its op."""
+    found = match(_ADDED, node, keeps=("total",))
+    if found is None:
+        return None
+    x, y, total = found["x"], found["y"], found["total"]
+    if not (isinstance(x, fx.Node) and isinstance(y, fx.Node)):
+        return None
+    alike = sizes(x) == sizes(y) == sizes(total) and dtype_of(x) == dtype_of(y)
+    if not (alike and is_dense(total) and is_norm(found, total, node)):
+        return None
+    labelled = dataclasses.replace(found, values={**found.values, "normed": node})
+    return labelled, (x, y, found["weight"], found["eps"], "centred" in found.values)
+
+
+def norm_at(node: fx.Node) -> tuple[Found, Args] | None:
+    """The norm that ends in a node, and the arguments of its op."""
+    found = match(_NORM, node)
+    if found is None or not is_norm(found, found["x"], node):
+        return None
+    return found, (found["x"], found["weight"], found["eps"], "centred" in found.values)
+
+
 def fuse_add_rms_norm(graph: fx.Graph) -> Rewritten:
     """Norms of sums; the sum itself may be read by others, and is a result too."""
+    op = torch.ops.fngraph.add_rms_norm.default
     matches = 0
-    for node in _roots(graph):
-        found = match(_ADDED, node, keeps=("total",))
-        if found is None:
-            continue
-        x, y, total = found["x"], found["y"], found["total"]
-        if not (isinstance(x, fx.Node) and isinstance(y, fx.Node)):
-            continue
-        alike = sizes(x) == sizes(y) == sizes(total) and dtype_of(x) == dtype_of(y)
-        if alike and is_dense(total) and is_norm(found, total, node):
-            labelled = dataclasses.replace(found, values={**found.values, "normed": node})
-            args = (x, y, found["weight"], found["eps"], "centred" in found.values)
-            op = torch.ops.fngraph.add_rms_norm.default
-            matches += replace(graph, labelled, op, args, "total", "normed")
+    for node in roots(graph):
+        if (one := sum_and_norm_at(node)) is not None:
+            matches += replace(graph, one[0], op, one[1], "total", "normed")
     return Rewritten(graph, matches)
 
 
 def fuse_rms_norm(graph: fx.Graph) -> Rewritten:
     """Norms of anything else."""
     matches = 0
-    for node in _roots(graph):
-        found = match(_NORM, node)
-        if found is not None and is_norm(found, found["x"], node):
-            args = (found["x"], found["weight"], found["eps"], "centred" in found.values)
-            matches += replace(graph, found, torch.ops.fngraph.rms_norm.default, args)
+    for node in roots(graph):
+        if (one := norm_at(node)) is not None:
+            matches += replace(graph, one[0], torch.ops.fngraph.rms_norm.default, one[1])
     return Rewritten(graph, matches)

@@ -123,7 +123,7 @@ def match(pattern: Any, node: fx.Node, keeps: Sequence[str] = ()) -> Found | Non
             continue  # inside of a primitive that was inlined, which takes care of padding itself
         if any(user not in inside for x in inside if x not in kept for user in x.users):
             continue
-        if not _is_written_between(inside):
+        if not is_written_between(inside):
             return Found(values, inside)
     return None
 
@@ -189,7 +189,7 @@ def _all(
         yield from _all(patterns[1:], args[1:], found, nodes)
 
 
-def _is_written_between(inside: Sequence[fx.Node]) -> bool:
+def is_written_between(inside: Sequence[fx.Node]) -> bool:
     """Whether anything writes what the nodes read or make, from the first of them to the last."""
     near = {*inside, *(x for node in inside for x in node.all_input_nodes)}
     memory = {storage_key(x.meta["val"]) for x in near if is_tensor(x)}

@@ -3,11 +3,12 @@
 | level | passes, if nothing is said |
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
-| "pieces", "once", "stock" | no_ops, side_by_side |
+| "pieces", "once", "stock" | no_ops, those of fp8, side_by_side |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
 their own would stop it there. So those are for level "none", where one asks for them, since they
-round otherwise on a GPU. One product in place of three is nothing that Inductor does.
+round otherwise on a GPU. One product in place of three is nothing that Inductor does; and rounding
+to fp8 is an op that it cannot look into, so a norm or a gate with it is one kernel less.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from typing import Any
 
 from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
+from fngraph.passes.fp8 import (
+    fuse_add_rms_norm_fp8,
+    fuse_rms_norm_fp8,
+    fuse_silu_mul_fp8,
+    quantize_once,
+)
 from fngraph.passes.frame import Pass
 from fngraph.passes.linears import fuse_linears
 from fngraph.passes.no_ops import drop_no_ops
@@ -29,6 +36,10 @@ PASSES: tuple[Pass, ...] = (
     Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
     Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
     Pass("rope", fuse_rope, "1", "rotary embedding"),
+    Pass("add_rms_norm_fp8", fuse_add_rms_norm_fp8, "1", "a sum and its RMSNorm, rounded to fp8"),
+    Pass("rms_norm_fp8", fuse_rms_norm_fp8, "1", "RMSNorm, rounded to fp8"),
+    Pass("silu_mul_fp8", fuse_silu_mul_fp8, "1", "silu(gate) * up, rounded to fp8"),
+    Pass("quantize_once", quantize_once, "1", "what is rounded to fp8 several times, once"),
     Pass("linears", fuse_linears, "1", "linear layers with the norm, gate or sum around them"),
     Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
     Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
@@ -40,11 +51,15 @@ PASSES: tuple[Pass, ...] = (
         "products of one input, by weights that lie together",
     ),
 )
+_COMPILED = (
+    "no_ops", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears",
+    "side_by_side",
+)  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),
-    "pieces": ("no_ops", "linears", "side_by_side"),
-    "once": ("no_ops", "linears", "side_by_side"),
-    "stock": ("no_ops", "side_by_side"),
+    "pieces": _COMPILED,
+    "once": _COMPILED,
+    "stock": tuple(name for name in _COMPILED if name != "linears"),  # one code for any rows
 }
 
 Wanted = str | Pass | Callable[[Any], Any]

@@ -1,9 +1,10 @@
 """Parallel projections as one product: q, k and v of one input, gate and up.
 
-Their weights must lie side by side in the caller's own memory, each right behind the one before:
-`fg.ops.lay_side_by_side(params)` lays a tree out so. Then they are read as one matrix where they
-lie, and results are slices of one result. Weights that lie apart stay as they are, and a note says
-so: no second copy is made of them.
+Their weights must lie side by side in the caller's own memory, each right behind the one before,
+and so their biases, if they have any, or in fp8 the scales of their rows:
+`fg.ops.lay_side_by_side(params)` lays a tree out so. Then they are read as one matrix and one
+vector where they lie, and results are slices of one result. A scale for all of a weight is no row.
+Weights that lie apart stay as they are, and a note says so: no second copy is made of them.
 
 The graph holds all the weights, and the op looks where they are whenever it is recorded or called,
 so that weights that were moved apart later are an `AddressError` and nothing else.
@@ -12,27 +13,31 @@ so that weights that were moved apart later are an `AddressError` and nothing el
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from fngraph.core.text import count
 from fngraph.fx.leaves import Role
+from fngraph.fx.nodes import is_tensor
 from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import insert, writes_any
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
+_OPS = torch.ops.fngraph
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def merge_side_by_side(graph: fx.Graph) -> Rewritten:
-    """Products `x @ w.t()` of one `x`, whose weights are held leaves."""
-    inputs: dict[fx.Node, list[fx.Node]] = {}
+    """Products `x @ w.t()` of one `x`, or `x @ w.t() + b`, or in fp8 with scales, whose weights,
+    biases and scales are held leaves."""
+    inputs: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is aten.mm.default and held_weight(node) is not None:
-            inputs.setdefault(node.args[0], []).append(node)
+        given = given_of(node)
+        if given is not None:
+            inputs.setdefault((given.x, given.kind), []).append(node)
     matches = 0
     apart: list[str] = []
     notes: list[str] = []
@@ -41,14 +46,14 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
             continue
         runs = [run for run in _runs(products) if len(run) > 1]
         if not runs:
-            apart.append(", ".join(_leaf(node).path for node in products))
+            apart.append(_paths(products))
         for run in runs:
             why = why_not_one(graph, run)
             if why is None:
                 _merge(graph, run)
                 matches += 1
             else:
-                notes.append(f"{', '.join(_leaf(node).path for node in run)}: {why}")
+                notes.append(f"{_paths(run)}: {why}")
     if apart:
         more = f", and {count(len(apart) - 1, 'other group')}" if len(apart) > 1 else ""
         notes.append(
@@ -58,20 +63,71 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
     return Rewritten(graph, matches, tuple(notes))
 
 
-def held_weight(product: fx.Node) -> fx.Node | None:
-    """The leaf of a product's weight, a held matrix (out, in)."""
-    turned = product.args[1]
+class Given(NamedTuple):
+    """What a product reads.
+
+    Attributes:
+        x: (T, E).
+        weight: (N, E), a held leaf.
+        beside: held leaves that go with it, a bias (N,) or scales (N, 1); or nothing.
+        kind: what products of one `x` must have in common.
+    """
+
+    x: fx.Node
+    weight: fx.Node
+    beside: tuple[fx.Node, ...]
+    kind: Any
+
+
+def given_of(node: fx.Node) -> Given | None:
+    """What a node reads if it is a product by a held weight, and by what is held beside it."""
+    given: Any
+    if node.target is aten.mm.default:
+        x, turned = node.args
+        given = x, turned, (), "mm"
+    elif node.target is aten.addmm.default and not node.kwargs:
+        bias, x, turned = node.args
+        given = x, turned, (bias,), "addmm"
+    elif node.target is _OPS.scaled_linear.default:
+        x, x_scale, weight, scale, dtype = node.args
+        kind = ("fp8", _lies(x_scale) or x_scale, dtype)
+        return Given(x, weight, (scale,), kind) if _are_held((weight, scale), 2) else None  # type: ignore[arg-type]
+    else:
+        return None
+    x, turned, beside, kind = given
     if not isinstance(turned, fx.Node) or turned.target is not aten.t.default:
         return None
-    weight: Any = turned.args[0]
-    leaf = weight.meta.get("leaf")
-    return weight if leaf is not None and leaf.role is Role.HELD else None
+    held = _are_held(turned.args[:1], 2) and _are_held(beside, 1)
+    return Given(x, turned.args[0], beside, kind) if held else None  # type: ignore[arg-type]
+
+
+def _lies(x: Any) -> Any:
+    """Where a held leaf lies; None: it is another value, or was traced without memory."""
+    leaf = x.meta.get("leaf")
+    return None if leaf is None or leaf.role is not Role.HELD else leaf.lies
+
+
+def _are_held(nodes: Sequence[Any], dims: int) -> bool:
+    return all(_is_held(x, dims) for x in nodes)
+
+
+def _is_held(x: Any, dims: int) -> bool:
+    leaf = x.meta.get("leaf")
+    return leaf is not None and leaf.role is Role.HELD and len(leaf.spec.shape) == dims
+
+
+def _product(node: fx.Node) -> Given:
+    given = given_of(node)
+    assert given is not None
+    return given
 
 
 def _leaf(product: fx.Node) -> Any:
-    weight = held_weight(product)
-    assert weight is not None
-    return weight.meta["leaf"]
+    return _product(product).weight.meta["leaf"]
+
+
+def _paths(products: Sequence[fx.Node]) -> str:
+    return ", ".join(_leaf(node).path for node in products)
 
 
 def _runs(products: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -79,7 +135,7 @@ def _runs(products: Sequence[fx.Node]) -> list[list[fx.Node]]:
     placed = sorted((node for node in products if _leaf(node).lies is not None), key=_place)
     runs: list[list[fx.Node]] = []
     for node in placed:
-        if runs and follows(_leaf(runs[-1][-1]), _leaf(node)):
+        if runs and _follow(_product(runs[-1][-1]), _product(node)):
             runs[-1].append(node)
         else:
             runs.append([node])
@@ -91,12 +147,18 @@ def _place(product: fx.Node) -> tuple[int, int]:
     return place
 
 
+def _follow(a: Given, b: Given) -> bool:
+    """Whether the weight of `b`, and what goes with it, lie right behind those of `a`."""
+    pairs = zip((a.weight, *a.beside), (b.weight, *b.beside), strict=True)
+    return all(follows(x.meta["leaf"], y.meta["leaf"]) for x, y in pairs)
+
+
 def follows(a: Any, b: Any) -> bool:
     """Whether one leaf lies right behind another, as rows of one matrix do."""
     if a.lies is None or b.lies is None:
         return False
-    dense = all(leaf.spec.stride == (leaf.spec.shape[1], 1) for leaf in (a, b))
-    alike = a.spec.dtype == b.spec.dtype and a.spec.shape[1] == b.spec.shape[1]
+    dense = all(leaf.spec.stride == (*leaf.spec.shape[1:], 1) for leaf in (a, b))
+    alike = a.spec.dtype == b.spec.dtype and a.spec.shape[1:] == b.spec.shape[1:]
     plain = not any((*a.spec.bits, *b.spec.bits))
     return dense and alike and plain and b.lies == (a.lies[0], a.lies[1] + a.nbytes)
 
@@ -123,8 +185,8 @@ def why_not_one(graph: fx.Graph, run: Sequence[fx.Node]) -> str | None:
 
 
 def _whole(run: Sequence[fx.Node]) -> Any:
-    given = run[0].args[0].meta["val"]  # type: ignore[union-attr]
-    return given.new_empty(given.shape[0], _spans(run)[-1][1])
+    made = run[0].meta["val"]
+    return made.new_empty(made.shape[0], _spans(run)[-1][1])
 
 
 def _look(node: fx.Node, value: Any) -> None:
@@ -148,21 +210,28 @@ def _spans(run: Sequence[fx.Node]) -> list[tuple[int, int]]:
 
 def _merge(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
     first = min(run)
-    weights = [held_weight(node) for node in run]
-    op = torch.ops.fngraph.linear_side_by_side.default
-    put_for(graph, insert(graph, first, op, (first.args[0], weights)), run)
+    given = [_product(node) for node in run]
+    weights, beside = [one.weight for one in given], [x for one in given for x in one.beside]
+    args: tuple[Any, ...] = (given[0].x, weights, beside)
+    op = _OPS.linear_side_by_side.default
+    if first.target is _OPS.scaled_linear.default:
+        scales = list(dict.fromkeys(node.args[1] for node in run))
+        args = (given[0].x, scales, weights, beside, first.args[4])
+        op = _OPS.scaled_linear_side_by_side.default
+    put_for(graph, insert(graph, first, op, args), run)
 
 
 def put_for(graph: fx.Graph, whole: fx.Node, run: Sequence[fx.Node]) -> None:
     """Let all that reads these products read columns of `whole`, which stands before them."""
+    first = min(run)
     for node, span in zip(run, _spans(run)):
         part = whole
         if len(run) > 1:
-            part = insert(graph, min(run), aten.slice.Tensor, (whole, 1, *span))
+            part = insert(graph, first, aten.slice.Tensor, (whole, 1, *span))
         part.meta["stack_trace"] = node.meta.get("stack_trace", "forward")
         node.replace_all_uses_with(part)
     for node in run:
-        turned: Any = node.args[1]
+        turned: Any = node.args[-1]  # of a product in fp8 a dtype
         graph.erase_node(node)
-        if not turned.users:
+        if is_tensor(turned) and not turned.users:
             graph.erase_node(turned)

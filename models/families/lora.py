@@ -25,8 +25,10 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from fngraph.models.weights import naming
+from fngraph.models.weights.fp8 import Fp8Weight
 
 ATTENTION = ("wq", "wk", "wv", "wo")
+_WEIGHTS = (Tensor, Fp8Weight)
 
 
 @fg.struct
@@ -50,7 +52,7 @@ class AdaptedWeight:
         gate: (T, N, 1), true, or not 0, at each token's own slot.
     """
 
-    weight: Tensor
+    weight: Tensor | Fp8Weight
     pair: LowRank
     gate: Tensor
 
@@ -93,11 +95,12 @@ def adapted(forward: Callable[..., Any]) -> Callable[..., Any]:
         slots_N1 = torch.arange(count, device=batch.adapter_ids.device)[:, None]
         own_TN1 = batch.adapter_ids[:, None, None] == slots_N1
 
-        def weight(x: Tensor, pair: LowRank) -> Any:
+        def weight(x: Any, pair: LowRank) -> Any:
             return AdaptedWeight(x, pair, own_TN1)
 
         def adapt(layer: Any, own: Mapping[str, LowRank]) -> Any:
-            return naming.replaced(layer, lambda n, x: weight(x, own[n]) if n in own else x)
+            adapted = lambda n, x: weight(x, own[n]) if n in own else x  # noqa: E731
+            return naming.replaced(layer, adapted, _WEIGHTS)
 
         layers = tuple(adapt(*pair) for pair in zip(params.layers, adapters, strict=True))
         return forward(dataclasses.replace(params, layers=layers), cache, batch)
@@ -115,18 +118,27 @@ def slots(params: Any, *, count: int, rank: int, names: Sequence[str] = ATTENTIO
         ValueError: no layer has any of them.
     """
 
-    def empty(weight: Tensor) -> LowRank:
-        out_dim, in_dim = weight.shape
-        zeros = lambda width: weight.new_zeros(count, rank, width)  # noqa: E731
+    def empty(weight: Any) -> LowRank:
+        stored = weight.values if isinstance(weight, Fp8Weight) else weight
+        dtype = params.embed.dtype if isinstance(weight, Fp8Weight) else weight.dtype
+        zeros = lambda width: stored.new_zeros(count, rank, width, dtype=dtype)  # noqa: E731
+        out_dim, in_dim = stored.shape
         return LowRank(zeros(in_dim), zeros(out_dim))
 
     made = tuple(
-        {n: empty(x) for n, x in naming.named(layer).items() if n.rsplit(".", 1)[-1] in names}
+        {n: empty(x) for n, x in weights_of(layer).items() if n.rsplit(".", 1)[-1] in names}
         for layer in params.layers
     )
     if not any(made):
         raise ValueError(f"no layer has weights called {', '.join(names)}: pass names=")
     return made
+
+
+def weights_of(layer: Any) -> dict[str, Any]:
+    """The weights of a layer by path, those in fp8 whole."""
+    found: dict[str, Any] = {}
+    naming.replaced(layer, lambda name, x: found.setdefault(name, x), _WEIGHTS)
+    return found
 
 
 def slot_count(adapters: Adapters) -> int:

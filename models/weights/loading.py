@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fngraph.models.weights import naming
+from fngraph.models.weights import fp8_folders, naming
 from fngraph.models.weights.configs import (
     HARMLESS,
     CheckpointError as CheckpointError,
@@ -102,16 +102,18 @@ def load(
 ) -> tuple[Any, Any]:
     """The config and the weights of a folder; dtypes stay as they are stored if `dtype` is None.
 
+    Matrices that are stored in fp8 stay so whatever `dtype` is, as `fp8.Fp8Weight`.
+
     Raises:
         CheckpointError: no such files; a config that the family cannot run; tensors missing,
-            extra, misshapen or quantized, or a tied head that is another one. All of one kind are
-            listed.
+            extra, misshapen or quantized in another way, or a tied head that is another one. All
+            of one kind are listed.
         TypeError: a dtype that is none.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: pass one of torch's, dtype=torch.bfloat16")
     folder = Path(folder)
-    config = read_config(format, folder)
+    config, static = read_config(format, folder), read_scheme(folder)
     blank = format.blank(config)
     sources = {n: sources_of(format.names, n, x) for n, x in naming.named(blank).items()}
     wanted = {n: shape for part in sources.values() for n, shape in part.items()}
@@ -119,28 +121,36 @@ def load(
         files = open_tensors(folder, stack)
         slices = {n: file.get_slice(n) for n, file in files.items()}
         shapes = {n: tuple(part.get_shape()) for n, part in slices.items()}
+        kinds = {n: part.get_dtype() for n, part in slices.items()}
+        places = fp8_folders.places_of(sources, kinds, shapes, static)
+        wanted |= {n: shape for place in places.values() for n, shape in place.beside.items()}
         left = {n: s for n, s in shapes.items() if n not in wanted}
         copies = {n: of for n, of in format.copies.items() if n in left}
         skipped = (*format.skipped, *copies)
         found = {n: s for n, s in shapes.items() if n in wanted or not matches(n, skipped)}
         wrong = mismatches(wanted, found)
-        kinds = {n: slices[n].get_dtype() for n in wanted if n in slices}
+        in_fp8 = {place.values for place in places.values()}
         wrong += [
-            f"  {n}: is stored as {kind}, only {', '.join(STORED)} can be read"
-            for n, kind in kinds.items()
-            if kind not in STORED
+            f"  {n}: is stored as {kinds[n]}, only {', '.join(STORED)} can be read"
+            for n in wanted
+            if n in kinds and n not in in_fp8 and kinds[n] not in STORED
         ]
+        if static is not None and not places:
+            wrong.append("  config.json has a quantization_config, and no matrix is stored in fp8")
         wrong += [
             f"  {n}: is another one than {of}, to which config.json ties it. Say there "
             "tie_word_embeddings: false, or take the tensor out"
             for n, of in copies.items()
             if of in files and not torch.equal(files[n].get_tensor(n), files[of].get_tensor(of))
         ]
-        if wrong:
+        get = lambda n: files[n].get_tensor(n)  # noqa: E731
+        if wrong := wrong or fp8_folders.wrong_in(places, get):
             raise CheckpointError(f"{folder} does not fit its config:\n" + "\n".join(wrong))
 
-        def read(name: str, x: Tensor) -> Tensor:
-            parts = [files[n].get_tensor(n).to(device=device, dtype=dtype) for n in sources[name]]
+        def read(name: str, x: Tensor) -> Any:
+            if name in places:
+                return fp8_folders.read_weight(places[name], get, device)
+            parts = [get(n).to(device=device, dtype=dtype) for n in sources[name]]
             return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
 
         return config, naming.replaced(blank, read)
@@ -154,10 +164,10 @@ def read_config(format: Format, folder: Path) -> Any:
             for what the family cannot do.
     """
     raw, path = Said(read_json(folder)), folder / "config.json"
-    only = {**format.only, "quantization_config": None}
+    raw.get("quantization_config")  # see `read_scheme`
     wrong = [
         f"  {key} is {raw[key]!r}, only {value!r} can be run"
-        for key, value in only.items()
+        for key, value in format.only.items()
         if key in raw and raw[key] != value
     ]
     try:
@@ -176,6 +186,20 @@ def read_config(format: Format, folder: Path) -> Any:
     if wrong := wrong or [*misfits(config), *unknown(left)]:
         raise CheckpointError(f"{path}:\n" + "\n".join(wrong))
     return config
+
+
+def read_scheme(folder: Path) -> bool | None:
+    """Whether the inputs of matrices in fp8 have known scales; None: no quantization_config.
+
+    Raises:
+        CheckpointError: it is of another kind than `fp8_folders` knows.
+    """
+    said = read_json(folder).get("quantization_config")
+    try:
+        return None if said is None else fp8_folders.is_static(said)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        told = "quantization_config cannot be run:"
+        raise CheckpointError(f"{folder / 'config.json'}: {told}\n{error}") from None
 
 
 def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tuple[int, ...]]:

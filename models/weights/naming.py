@@ -37,18 +37,24 @@ def filled(tree: Any, values: Mapping[str, Tensor]) -> Any:
     return replaced(tree, lambda name, x: values[name])
 
 
-def replaced(tree: Any, new: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """The tree with `new(path, tensor)` for each of its tensors; anything else stays."""
-    if isinstance(tree, Tensor):
+def replaced(
+    tree: Any, new: Callable[[str, Any], Any], whole: tuple[type, ...] = (Tensor,), path: str = ""
+) -> Any:
+    """The tree with `new(path, x)` for each of its tensors; anything else stays.
+
+    Args:
+        whole: what counts as one, such as a struct that stands for a weight.
+    """
+    if isinstance(tree, whole):
         return new(path, tree)
     dot = f"{path}." if path else ""
     if type(tree) is tuple:
-        return tuple(replaced(x, new, f"{dot}{i}") for i, x in enumerate(tree))
+        return tuple(replaced(x, new, whole, f"{dot}{i}") for i, x in enumerate(tree))
     if not dataclasses.is_dataclass(tree):
         return tree
     parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
     made: Any = type(tree)
-    return made(**{name: replaced(x, new, f"{dot}{name}") for name, x in parts.items()})
+    return made(**{name: replaced(x, new, whole, f"{dot}{name}") for name, x in parts.items()})
 
 
 def init_params(

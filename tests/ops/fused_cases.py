@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fngraph.ops import fused, fused_fp8
 from fngraph.ops.triton.launching import interpreted
 
 GPU = not interpreted()
 Args = tuple[Any, ...]
 OPS = torch.ops.fngraph
+PLAIN = fused.PLAIN | fused_fp8.PLAIN
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -66,6 +68,46 @@ CASES: dict[str, tuple[str, Callable[[int, torch.dtype], Args]]] = {
     "norm and rope": ("norm_rope", normed),
     "centred norm and rope": ("norm_rope", lambda n, d: normed(n, d, centred=True)),
 }
+
+
+def wild(rows: int, dtype: torch.dtype) -> Args:
+    """Rows far from each other in size; one of zeros, and one too small for a scale."""
+    x, weight, *rest = norm(rows, dtype)
+    return x * torch.logspace(-4, 3, rows)[:, None].to(dtype), weight, *rest
+
+
+def quiet(rows: int, dtype: torch.dtype) -> Args:
+    """A gate that is closed in the first row, and nearly so in the second."""
+    gate, up = draw(rows, 80, dtype=dtype), draw(rows, 80, dtype=dtype, seed=1)
+    gate[:1], up[1:2] = 0, 1e-7
+    return gate, up
+
+
+def known(make: Callable[[int, torch.dtype], Args]) -> Callable[[int, torch.dtype], Args]:
+    """The same with a scale at which some of it is cut off."""
+    return lambda n, d: (*make(n, d), [torch.tensor(0.01)])
+
+
+FP8_CASES: dict[str, tuple[str, Callable[[int, torch.dtype], Args]]] = {
+    f"{case}, {how}": (
+        f"{name}_fp8{'_rows' if how == 'by rows' else ''}",
+        make if how == "by rows" else known(make),
+    )
+    for case, (name, make) in {
+        **{case: CASES[case] for case in CASES if "rope" not in case},
+        "norm of rows of many sizes": ("rms_norm", wild),
+        "gate that is shut": ("silu_mul", quiet),
+    }.items()
+    for how in ("by rows", "by a known scale")
+}
+
+
+def on(where: Any, args: Args) -> Args:
+    """The same on a device."""
+    return tuple(
+        [y.to(where) for y in x] if isinstance(x, list) else x.to(where) if hasattr(x, "to") else x
+        for x in args
+    )
 
 
 def tensors(x: Any) -> tuple[Tensor, ...]:

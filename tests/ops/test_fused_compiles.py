@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fused_cases import CASES
+from fused_cases import CASES, FP8_CASES
 from test_triton_compiles import SHARED, compile_for_h100, needs_triton, run_alone
 
 from fngraph.ops.triton import launching
@@ -24,17 +24,21 @@ def kernels(dtype: torch.dtype) -> list[str]:
         names.append(kernel.fn.__name__)
 
     fused.launch = launch  # type: ignore[attr-defined]
-    for name, make in CASES.values():
+    for name, make in (CASES | FP8_CASES).values():
         getattr(fused, name)(*make(16, dtype))
     x = torch.zeros(16, 8192, dtype=dtype)
     fused.add_rms_norm(x, x, x[0], 1e-5, False)
+    fused.add_rms_norm_fp8_rows(x, x, x[0], 1e-5, False)
+    fused.silu_mul_fp8_rows(*torch.zeros(2, 16, 28672, dtype=dtype))  # as in a 70B
     return names
 
 
 @needs_triton
 def test_every_kernel_compiles_and_fits(tmp_path):
     norms, gates, ropes = ["norm_kernel"] * 5, ["silu_mul_kernel"] * 3, ["rope_kernel"] * 5
-    want = " ".join([*norms, *gates, *ropes, "norm_kernel"])
+    rounded = [*norms * 2, *gates * 2, *norms[:2], *gates[:2]]
+    wide = [*norms[:2], "silu_mul_kernel"]
+    want = " ".join([*norms, *gates, *ropes, *rounded, *wide])
     assert run_alone(__file__, tmp_path).splitlines() == [want] * 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import fngraph as fg
 from fngraph.models import generate, loading, naming
+from fngraph.models.weights.fp8 import LINEAR, quantize_fp8
 from fngraph.passes import PASSES
 from tests.integrations.architectures import make
 from tests.models import tiny
@@ -19,6 +21,7 @@ from tests.models import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = tuple(one.name for one in PASSES)
 ORDER = ("side_by_side", "norm_rope", "rope", "add_rms_norm", "rms_norm", "silu_mul")
+EIGHT = ("add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once")
 CLOSE = {  # of one product in place of three; in bfloat16, of matrices that are drawn wide
     (torch.float32, "cpu"): {"atol": 1e-4, "rtol": 1e-4},
     (torch.float32, "cuda"): {"atol": 1e-3, "rtol": 1e-3},
@@ -42,14 +45,15 @@ IN_BFLOAT16 = {  # where that is another: what is added, or gated, is in float32
 THEIRS: dict[str, tuple[int, ...]] = {
     "Llama": (4, 0, 4, 4, 1, 2),
     "Qwen3": (4, 4, 0, 4, 1, 2),
-    "Qwen2": (2, 0, 4, 4, 1, 2),  # q, k and v have biases
+    "Qwen2": (4, 0, 4, 4, 1, 2),  # q, k and v have biases
     "Gemma2": (4, 0, 4, 4, 5, 0),  # norms after additions and others; its gate is gelu
 }
 
 
-def counts(traced: Any) -> tuple[int, ...]:
+def counts(traced: Any, fp8: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[int, ...]:
     found = {one.one.name: one.matches for one in traced.passes}
     assert tuple(found) == NAMES
+    assert tuple(found[name] for name in EIGHT) == fp8
     return tuple(found[name] for name in ORDER)
 
 
@@ -109,6 +113,61 @@ def test_a_family_is_fused_so_often_and_computes_the_same(
         return
     for a, b in zip(trees((got, cache)), trees(tuple(bare)), strict=True):
         torch.testing.assert_close(a, b, **CLOSE[dtype, device.type])
+
+
+IN_FP8 = {  # by EIGHT, and by ORDER: the last norm is of a head in bfloat16, and one is the first
+    "llama": ((3, 1, 2, 0), (4, 0, 4, 0, 1, 0)),
+    "qwen3": ((3, 1, 2, 0), (4, 4, 0, 0, 1, 0)),
+    # a router reads a norm of experts, and they are not in fp8
+    "qwen3_moe": ((3, 1, 1, 0), (4, 6, 0, 2, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["by rows", "by known scales"])
+@pytest.mark.parametrize("name", IN_FP8)
+def test_a_family_in_fp8_rounds_in_its_norms_and_gates(
+    name: str, known: bool, folder: Callable[[str], Path]
+):
+    family = loading.family(folder(name))
+    config = dataclasses.replace(family.load(folder(name))[0], head_dim=16)
+    params = family.init_params(config, dtype=torch.bfloat16)
+    scales = dict.fromkeys(_linears(params), 0.05) if known else None
+    params = quantize_fp8(params, input_scales=scales)
+    batch = generate.alone(tiny.PROMPT, 0, 8, torch.device("cpu"), family.Batch)
+
+    def run(params: Any, passes: Any, modes: str = "FULL") -> Any:
+        cache = new_cache(family, params, torch.bfloat16, "cpu")
+        fast = fg.graphify(
+            family.forward, passes=passes, modes=modes, donate="cache", stage="batch", sizes=(16,)
+        )
+        traced = fast.trace(params, cache, limits=fg.Limits(16, 2, B=8))
+        step = traced.split().lower().compile().capture(params, cache, recorder="tape")
+        return traced, *step(cache, batch)
+
+    _, *plain = run(params, ())
+    laid = fg.ops.lay_side_by_side(params)
+    for modes in ("FULL", "PIECEWISE"):
+        traced, *got = run(laid, "all", modes)
+        assert counts(traced, IN_FP8[name][0]) == IN_FP8[name][1], traced.as_text()
+        for a, b in zip(trees(tuple(got)), trees(tuple(plain)), strict=True):
+            torch.testing.assert_close(a, b, **CLOSE[torch.bfloat16, "cpu"])
+        _, *got = run(laid, [one for one in NAMES if one != "side_by_side"], modes)
+        for a, b in zip(trees(tuple(got)), trees(tuple(plain)), strict=True):
+            assert torch.equal(a, b)
+    apart, *_ = run(params, "all")
+    assert dict((one.one.name, one.matches) for one in apart.passes)["side_by_side"] == 0
+    notes = [note for one in apart.passes for note in one.notes if "input_scale" in note]
+    if known:  # q, k and v, gate and up have each a tensor of its own; down has one
+        counts(apart, (0, 0, IN_FP8[name][0][2], 0))
+        assert any("attn.wq.input_scale, params.layers[" in note for note in notes)
+    else:
+        counts(apart, IN_FP8[name][0])
+        assert not notes
+
+
+def _linears(params: Any) -> list[str]:
+    named = naming.named(params)
+    return [x for x in named if x.rsplit(".", 1)[-1] in LINEAR and named[x].dim() == 2]
 
 
 def trees(tree: Any) -> list[torch.Tensor]:

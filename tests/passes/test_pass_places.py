@@ -29,6 +29,11 @@ def params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
     p = {"w": draw(toys.V, toys.E), "g": draw(toys.E), "h": draw(D), "eps": torch.tensor(EPS)}
     p |= {"wq": draw(8, toys.E), "wk": draw(4, toys.E), "wv": draw(4, toys.E), "b": draw(8)}
+    p |= {f"{x}_proj.weight": draw(4, toys.E) for x in "qkv"}
+    p |= {f"{x}_proj.bias": draw(4) for x in "qkv"}
+    one = torch.tensor(0.01)
+    p |= {"one": one, "same": one, "other scale": one.clone()}
+    p |= {"eight": draw(4, toys.E).to(torch.float8_e4m3fn)}
     return p | {"w_gate": draw(F, toys.E), "w_up": draw(F, toys.E), "other": draw(F, toys.E)}
 
 
@@ -251,6 +256,136 @@ CASES |= {
 }  # fmt: skip
 
 
+# --- rounding to fp8 ------------------------------------------------------------------------------
+
+
+def by_row(p: Any, y: Tensor, times: int = 1) -> list[Tensor]:
+    """Products in fp8 that round their input each."""
+    made = [fg.ops.quantize_fp8_rows(y) for _ in range(times)]
+    return [fg.ops.scaled_linear(*one, p["eight"], p["one"], y.dtype).sin() for one in made]
+
+
+def known(p: Any, y: Tensor, *scales: str, **more: Tensor) -> list[Tensor]:
+    """The same, by known scales."""
+    of = [*(p[name] for name in scales), *more.values()]
+    made = [(fg.ops.quantize_fp8(y, scale), scale) for scale in of]
+    return [fg.ops.scaled_linear(*one, p["eight"], p["one"], y.dtype).sin() for one in made]
+
+
+def norm(p: Any, x: Tensor, total: bool = False) -> Tensor:
+    return rms_norm(x + x.sin() if total else x, p["g"], EPS)
+
+
+def gate(p: Any, x: Tensor) -> Tensor:
+    return silu(x) * x.sin()
+
+
+def seen(write: Callable[[Tensor], Any]) -> Body:
+    """Two roundings of one value, of whose results one is used otherwise too."""
+
+    def body(p: Any, x: Tensor) -> Any:
+        y = x.sin()
+        a, b = fg.ops.quantize_fp8_rows(y), fg.ops.quantize_fp8_rows(y)
+        kept = write(a[0].view(torch.uint8))
+        return kept, *[v.float() * s for v, s in (a, b)]
+
+    return body
+
+
+def rounded_late(p: Any, x: Tensor) -> Any:
+    """What the norm has read is written before it is rounded."""
+    y = x.sin()
+    made = norm(p, y)
+    y.add_(1)
+    return *by_row(p, made), y
+
+
+EIGHT = ("add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once")
+CASES |= {
+    "a norm, rounded": (lambda p, x: by_row(p, norm(p, x)), EIGHT, (0, 1, 0, 0), BF16),
+    "a norm, rounded by a known scale": (
+        lambda p, x: known(p, norm(p, x), "one"), EIGHT, (0, 1, 0, 0), BF16,
+    ),
+    "a centred norm, rounded": (
+        lambda p, x: by_row(p, centred_norm(x, p["g"], EPS)), EIGHT, (0, 1, 0, 0), BF16,
+    ),
+    "a norm, rounded three times": (
+        lambda p, x: by_row(p, norm(p, x), 3), EIGHT, (0, 1, 0, 0), F32,
+    ),
+    "a norm of a sum, rounded three times": (
+        lambda p, x: by_row(p, norm(p, x, total=True), 3), EIGHT, (1, 0, 0, 0), BF16,
+    ),
+    "a norm of a sum, rounded by one scale in two leaves": (
+        lambda p, x: known(p, norm(p, x, total=True), "one", "same", "one"), EIGHT,
+        (1, 0, 0, 0), BF16,
+    ),
+    "a sum that is read elsewhere too, rounded": (
+        lambda p, x: (lambda y: (by_row(p, rms_norm(y, p["g"], EPS), 2), y))(x + x.sin()), EIGHT,
+        (1, 0, 0, 0), BF16,
+    ),
+    "a norm, rounded by equal scales": (
+        lambda p, x: known(p, norm(p, x), "one", "other scale"), EIGHT, (0, 0, 0, 0), BF16,
+    ),
+    "a norm, rounded in two ways": (
+        lambda p, x: known(p, norm(p, x), "one") + by_row(p, norm(p, x)), EIGHT,
+        (0, 2, 0, 0), BF16,
+    ),
+    "one norm, rounded in two ways": (
+        lambda p, x: (lambda y: known(p, y, "one") + by_row(p, y))(norm(p, x)), EIGHT,
+        (0, 0, 0, 0), BF16,
+    ),
+    "a norm, rounded and read elsewhere": (
+        lambda p, x: (lambda y: (by_row(p, y, 2), y.sin()))(norm(p, x)), EIGHT, (0, 0, 0, 1),
+        BF16,
+    ),
+    "a norm by an epsilon that is a tensor, rounded": (
+        lambda p, x: by_row(p, spelled(x, p["g"], p["eps"])), EIGHT, (0, 0, 0, 0), F32,
+    ),
+    "a norm in half precision, rounded": (
+        lambda p, x: by_row(p, spelled(x, p["g"], wide=False)), EIGHT, (0, 0, 0, 0), BF16,
+    ),
+    "a norm, as another dtype and rounded": (
+        lambda p, x: by_row(p, norm(p, x).float()), EIGHT, (0, 0, 0, 0), BF16,
+    ),
+    "a norm of what is written before it is rounded": (rounded_late, EIGHT, (0, 0, 0, 0), F32),
+    "a norm, rounded by a scale of its own": (
+        lambda p, x: known(p, norm(p, x), mine=p["one"] * 2), EIGHT, (0, 1, 0, 0), F32,
+    ),
+    "a norm of a sum, rounded by a scale made behind the sum": (
+        lambda p, x: (lambda y: known(p, rms_norm(y, p["g"], EPS), mine=p["one"] * 2))(x + x.sin()),
+        EIGHT, (0, 1, 0, 0), F32,
+    ),
+    "a gate, rounded": (lambda p, x: by_row(p, gate(p, x)), EIGHT, (0, 0, 1, 0), BF16),
+    "a gate, rounded by a known scale": (
+        lambda p, x: known(p, gate(p, x), "one"), EIGHT, (0, 0, 1, 0), BF16,
+    ),
+    "a gate, rounded and read elsewhere": (
+        lambda p, x: (lambda y: (by_row(p, y), y.sin()))(gate(p, x)), EIGHT, (0, 0, 0, 0), BF16,
+    ),
+    "anything, rounded three times": (
+        lambda p, x: by_row(p, x.sin(), 3) + known(p, x.cos(), "one", "one"), EIGHT, (0, 0, 0, 2),
+        BF16,
+    ),
+    "rounded by two scales": (
+        lambda p, x: known(p, x.sin(), "one", "same"), EIGHT, (0, 0, 0, 0), BF16,
+    ),
+    "rounded before and after it is written": (
+        lambda p, x: (lambda y: by_row(p, y) + by_row(p, changed(y, lambda z: z[:, :4].exp_())))(
+            x.sin()
+        ),
+        EIGHT, (0, 0, 0, 0), F32,
+    ),
+    "rounded twice, and one is returned": (seen(lambda x: x), EIGHT, (0, 0, 0, 0), F32),
+    "rounded twice, and one is written": (
+        seen(lambda x: changed(x, Tensor.zero_).sum(-1, dtype=torch.int32)), EIGHT, (0, 0, 0, 0),
+        F32,
+    ),
+    "rounded twice, and one is read": (
+        seen(lambda x: x.sum(-1, dtype=torch.int32)), EIGHT, (0, 0, 0, 1), F32,
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_pass_matches_where_it_should_and_results_are_the_same_bits(name: str):
     body, passes, matches, dtype = CASES[name]
@@ -270,6 +405,27 @@ def project(*names: str) -> Body:
         return sum(torch.tanh(linear(x, p[name])).sum(-1, keepdim=True) for name in names)
 
     return body
+
+
+def pair(p: Any, weight: str, bias: str = "") -> tuple[Tensor, Tensor]:
+    return p[f"{weight}_proj.weight"], p[f"{bias or weight}_proj.bias"]
+
+
+def biased(*names: str) -> Body:
+    """Products with a bias each; "q k" is q's weight with k's bias."""
+    return lambda p, x: [linear(x, *pair(p, *name.split())).sin() for name in names]
+
+
+def some_biased(p: Any, x: Tensor) -> Any:
+    """As Whisper: keys have none."""
+    return *biased("q", "v")(p, x), linear(x, p["k_proj.weight"]).sin()
+
+
+def added(bias: Callable[[Any, Tensor, str], Tensor], **more: Any) -> Body:
+    """Products to which something is added that is no bias."""
+    return lambda p, x: [
+        torch.addmm(bias(p, x, a), x, pair(p, a)[0].t(), **more).sin() for a in "qk"
+    ]
 
 
 def written(p: Any, x: Tensor) -> Any:
@@ -297,6 +453,14 @@ PRODUCTS: dict[str, tuple[Body, int, str]] = {
     "with a bias": (
         lambda p, x: linear(x, p["wq"], p["b"]).sum(-1) + linear(x, p["wk"]).sum(-1), 0, "",
     ),
+    "with biases": (biased("q", "k", "v"), 1, ""),
+    "with biases, in another order": (biased("v", "q", "k"), 1, ""),
+    "with biases in another order than weights": (biased("q k", "k q", "v"), 0, ALONE),
+    "with one bias for all": (biased("q", "k q", "v q"), 0, ALONE),
+    "with biases but one": (some_biased, 0, ALONE),
+    "with a bias that is computed": (added(lambda p, x, a: pair(p, a)[1].sin()), 0, ""),
+    "with a row for each token": (added(lambda p, x, a: x[:, :4]), 0, ""),
+    "with multiples of biases": (added(lambda p, x, a: pair(p, a)[1], beta=2), 0, ""),
     "two inputs": (
         lambda p, x: linear(x, p["w_gate"]).sin() + linear(x.sin(), p["w_up"]), 0, "",
     ),
@@ -363,11 +527,12 @@ def test_merged_weights_are_the_caller_s_own(recorder_name, device, modes: str):
     torch.testing.assert_close(got, want, **close)
 
 
-def test_weights_bound_apart_after_all_are_an_error():
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_weights_bound_apart_after_all_are_an_error(kind: str):
     laid = lay_side_by_side(params())
-    toy = model_of(project("wq", "wk", "wv"), laid)
+    toy = model_of(biased("q", "k", "v"), laid)
     traced = toy.graphify(passes=("side_by_side",), modes="FULL", sizes=(4,)).trace(laid, toy.state)
-    apart = {name: x.clone() for name, x in laid.items()}
+    apart = {name: x.clone() if name.endswith(kind) else x for name, x in laid.items()}
     with pytest.raises((AddressError, CaptureError), match="does not lie right behind"):
         step = traced.split().lower().compile().capture(apart, toy.state, recorder="tape")
         step(toy.state, steps()[0])

@@ -79,8 +79,11 @@ def _counts(call: OpCall) -> bool:
 _COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,
              shapes.repeat, shapes.drawn, shapes.embedded, indices.window, sums.norm}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
-_OVER_FEATURES = ("rms_norm", "add_rms_norm", "linear_side_by_side", "rope", "norm_rope",
-                  "fused_linear")  # fmt: skip
+_OVER_FEATURES = frozenset(
+    """rms_norm add_rms_norm rms_norm_fp8 rms_norm_fp8_rows add_rms_norm_fp8 add_rms_norm_fp8_rows
+    silu_mul_fp8_rows quantize_fp8_rows rope norm_rope linear_side_by_side scaled_linear
+    scaled_linear_side_by_side fused_linear""".split()
+)
 """Ops of ours that compute over the last dim of each operand."""
 _MOVES = {shapes.in_order, shapes.permute, shapes.reshape, shapes.cut, shapes.parts, shapes.join,
           shapes.diagonal, shapes.repeat, indices.read, sums.order, sums.lower}  # fmt: skip

@@ -1,44 +1,62 @@
-"""The Triton kernels of the ops of `fngraph.ops.fused`: a program a row, or a row of heads.
+"""The Triton kernels of the fused ops: a program a row, or a row of heads.
 
 They round where torch's own ops round, one after the other: what is multiplied in the model's dtype
-is rounded to it before.
+is rounded to it before, and what is quantised to fp8 too.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fngraph.ops.side_by_side import the_scale
+from fngraph.ops.triton.fp8 import FP8, as_fp8, scale_of_row
 from fngraph.ops.triton.launching import launch, power_of_two
+
+NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own
+
+
+@triton.jit
+def put(out, scale, scales, row, at, t, real, QUANT: tl.constexpr):
+    """Store a row of float32, in the dtype of `out`; quantised as QUANT says."""
+    if QUANT == 0:
+        tl.store(out + at, row.to(out.dtype.element_ty), mask=real)
+    elif QUANT == 1:
+        tl.store(out + at, as_fp8(row, tl.load(scale)), mask=real)
+    else:
+        row = tl.where(real, row, 0.0)
+        by = scale_of_row(row)
+        tl.store(scales + t, by)
+        tl.store(out + at, as_fp8(row, by), mask=real)
 
 
 @triton.jit
 def norm_kernel(
-    x, y, weight, total, out, x_row, y_row, eps,
+    x, y, weight, scale, total, out, scales, x_row, y_row, eps,
     E: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, CENTRED: tl.constexpr,
-    EARLY: tl.constexpr,
+    QUANT: tl.constexpr,
 ):  # fmt: skip
     """Row t over its root mean square, times the weight; with ADDS, of x + y, which is stored."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     real = e < E
+    kind = x.dtype.element_ty
     a = tl.load(x + t * x_row + e, mask=real, other=0.0)
     if ADDS:
         b = tl.load(y + t * y_row + e, mask=real, other=0.0)
-        a = (a.to(tl.float32) + b.to(tl.float32)).to(total.dtype.element_ty)
+        a = (a.to(tl.float32) + b.to(tl.float32)).to(kind)
         tl.store(total + t * E + e, a, mask=real)
     wide = a.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / E + eps)
+    root = tl.rsqrt(tl.sum(wide * wide) / E + eps)
     by = tl.load(weight + e, mask=real, other=0.0).to(tl.float32)
     if CENTRED:
-        normed = wide * scale * (1.0 + by)
+        normed = wide * root * (1.0 + by)
     else:
-        normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32) * by
-    tl.store(out + t * E + e, normed.to(out.dtype.element_ty), mask=real)
+        normed = (wide * root).to(kind).to(tl.float32) * by
+    normed = normed.to(kind).to(tl.float32)
+    put(out, scale, scales, normed, t * E + e, t, real, QUANT)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -53,85 +71,139 @@ def _warps(width: int) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
     """See `fngraph.ops.fused.PLAIN`."""
-    rows, out = _rows(x), x.new_empty(x.shape)
-    _norm(rows, rows, weight, out, out, eps, adds=False, centred=centred)
-    return out
+    return _norm(x, None, weight, eps, centred)[1]
 
 
 def add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
     """See `fngraph.ops.fused.PLAIN`."""
-    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    _norm(_rows(x), _rows(y), weight, total, out, eps, adds=True, centred=centred)
-    return total, out
+    return _norm(x, y, weight, eps, centred)[:2]
+
+
+def rms_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]
+) -> Tensor:
+    """See `fngraph.ops.fused_fp8.PLAIN`."""
+    return _norm(x, None, weight, eps, centred, KNOWN, the_scale(scales))[1]
+
+
+def rms_norm_fp8_rows(
+    x: Tensor, weight: Tensor, eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """See `fngraph.ops.fused_fp8.PLAIN`."""
+    return _norm(x, None, weight, eps, centred, ROWS)[1:]
+
+
+def add_rms_norm_fp8(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool, scales: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """See `fngraph.ops.fused_fp8.PLAIN`."""
+    return _norm(x, y, weight, eps, centred, KNOWN, the_scale(scales))[:2]
+
+
+def add_rms_norm_fp8_rows(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fngraph.ops.fused_fp8.PLAIN`."""
+    return _norm(x, y, weight, eps, centred, ROWS)
 
 
 def _norm(
-    x: Tensor, y: Tensor, weight: Tensor, total: Tensor, out: Tensor, eps: float, *,
-    adds: bool, centred: bool,
-) -> None:  # fmt: skip
-    count, E = x.shape
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, centred: bool, quant: int = NO,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The sum, the norm, scales; what is not asked for is memory of another."""
+    rows = _rows(x)
+    others = rows if y is None else _rows(y)
+    count, E = rows.shape
+    out, scales = _results(x, quant)
+    total = out if y is None else x.new_empty(x.shape)
     launch(
         norm_kernel,
         (count,),
-        (x, y, weight.contiguous()),
-        (total, out),
-        (x.stride(0), y.stride(0), eps),
-        early=True,
+        (rows, others, weight.contiguous(), weight if scale is None else scale),
+        (total, out, scales),
+        (rows.stride(0), others.stride(0), eps),
         num_warps=_warps(E),
         E=E,
         BLOCK=power_of_two(E),
-        ADDS=adds,
+        ADDS=y is not None,
         CENTRED=centred,
+        QUANT=quant,
     )
+    return total, out, scales
+
+
+def _results(x: Tensor, quant: int) -> tuple[Tensor, Tensor]:
+    """Memory for values and scales."""
+    out = x.new_empty(x.shape, dtype=x.dtype if quant == NO else FP8)
+    if quant != ROWS:
+        return out, out
+    return out, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 @triton.jit
 def silu_mul_kernel(
-    gate, up, out, gate_row, up_row, F: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    gate, up, scale, out, scales, gate_row, up_row, F: tl.constexpr, BLOCK: tl.constexpr,
+    QUANT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of row t: silu(gate) * up."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = f < F
+    kind = gate.dtype.element_ty
     a = tl.load(gate + t * gate_row + f, mask=real, other=0.0).to(tl.float32)
     b = tl.load(up + t * up_row + f, mask=real, other=0.0).to(tl.float32)
-    silu = tl.div_rn(a, 1.0 + tl.exp(-a)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + t * F + f, (silu * b).to(out.dtype.element_ty), mask=real)
+    silu = tl.div_rn(a, 1.0 + tl.exp(-a)).to(kind).to(tl.float32)
+    made = (silu * b).to(kind).to(tl.float32)
+    put(out, scale, scales, made, t * F + f, t, real, QUANT)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """See `fngraph.ops.fused.PLAIN`."""
-    rows, others, out = _rows(gate), _rows(up), gate.new_empty(gate.shape)
+    return _gate(gate, up)[0]
+
+
+def silu_mul_fp8(gate: Tensor, up: Tensor, scales: list[Tensor]) -> Tensor:
+    """See `fngraph.ops.fused_fp8.PLAIN`."""
+    return _gate(gate, up, KNOWN, the_scale(scales))[0]
+
+
+def silu_mul_fp8_rows(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """See `fngraph.ops.fused_fp8.PLAIN`."""
+    return _gate(gate, up, ROWS)
+
+
+def _gate(
+    gate: Tensor, up: Tensor, quant: int = NO, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The product and its scales; a row that has a scale of its own is one program's."""
+    rows, others = _rows(gate), _rows(up)
     count, F = rows.shape
-    block = min(1024, power_of_two(F))
+    out, scales = _results(gate, quant)
+    block = power_of_two(F) if quant == ROWS else min(1024, power_of_two(F))
     launch(
         silu_mul_kernel,
         (count, -(-F // block)),
-        (rows, others),
-        (out,),
+        (rows, others, gate if scale is None else scale),
+        (out, scales),
         (rows.stride(0), others.stride(0)),
-        early=True,
+        num_warps=_warps(block) if block <= 8192 else 32,
         F=F,
         BLOCK=block,
+        QUANT=quant,
     )
-    return out
+    return out, scales
 
 
 @triton.jit
 def rope_kernel(
     x, weight, cos, sin, out, H, x_row, x_head, cos_row, sin_row, eps,
     D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr,
-    NORMS: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr,
+    NORMS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """A head of a token: its norm with NORMS, then pairs (i, i + HALF) turned by OTHER's angles."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     t, h = row // H, row % H
     d = tl.arange(0, BLOCK)
@@ -188,7 +260,6 @@ def _turn(
         (x_THD, weight, cos, sin),
         (out,),
         (H, *x_THD.stride()[:2], cos.stride(0), sin.stride(0), eps),
-        early=True,
         num_warps=1 if D <= 128 else 4,
         D=D,
         HALF=half,

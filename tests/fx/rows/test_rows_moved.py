@@ -76,8 +76,12 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         (b.slot[:, None] == b.slot).float()),
     "a norm over tokens": lambda w, b: torch.ops.fngraph.rms_norm(
         b.x.t().contiguous(), torch.ones_like(b.x[:, 0]), 1e-5, False),
+    "norms over tokens, rounded": lambda w, b: torch.ops.fngraph.rms_norm_fp8(
+        b.x.t().contiguous(), torch.ones_like(b.x[:, 0]), 1e-5, False, [w[0, 0]]).float(),
+    "a gate over tokens, rounded": lambda w, b: torch.ops.fngraph.silu_mul_fp8_rows(
+        b.x.t().contiguous(), b.x.t().contiguous())[0].float(),
     "products over tokens": lambda w, b: torch.ops.fngraph.linear_side_by_side(
-        (b.x + 1).t().contiguous(), [(b.x + 1).t().contiguous()]),
+        (b.x + 1).t().contiguous(), [(b.x + 1).t().contiguous()], []),
     "weights that nobody wrote": lambda w, b: (
         torch.empty_like(w)[b.ids.clamp(max=3)] * (b.slot >= 0)[:, None]).sum(0),
     "bytes and a wider number": lambda w, b: torch.where(

@@ -18,6 +18,7 @@ from typing import Any
 
 from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
+from fngraph.passes.attention import rope_in_attention
 from fngraph.passes.fp8 import (
     fuse_add_rms_norm_fp8,
     fuse_rms_norm_fp8,
@@ -35,6 +36,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
     Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
     Pass("rope", fuse_rope, "1", "rotary embedding"),
+    Pass("rope_in_attention", rope_in_attention, "1", "what turns q and k, in attention's call"),
     Pass("add_rms_norm_fp8", fuse_add_rms_norm_fp8, "1", "a sum and its RMSNorm, rounded to fp8"),
     Pass("rms_norm_fp8", fuse_rms_norm_fp8, "1", "RMSNorm, rounded to fp8"),
     Pass("silu_mul_fp8", fuse_silu_mul_fp8, "1", "silu(gate) * up, rounded to fp8"),

@@ -18,12 +18,14 @@ from fngraph.ops.paged.config import (
     AttentionMeta,
     owners,
     sees_nothing,
+    turned,
 )
 from fngraph.ops.slots import read_cache, some_at_a_time, write_cache
 
 
 def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`; shape letters are listed there."""
+    args = turned(args)
     write_new(args)
     attend_to(args)
 
@@ -112,5 +114,5 @@ BACKEND = Backend(
     "reference",
     run,
     support=lambda config: Support.ALWAYS,
-    options=("bidirectional", "sinks", "cache scales", "fp8 cache"),
+    options=("bidirectional", "sinks", "cache scales", "fp8 cache", "rope"),
 )

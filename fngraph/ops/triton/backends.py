@@ -100,7 +100,7 @@ def backend(
     )  # fmt: skip
 
 
-_OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache")
+_OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache", "rope")
 _DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True}
 ATTENTION = (
     backend("attention", "unified", supports, options=_OPTIONS),

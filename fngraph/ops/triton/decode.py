@@ -26,14 +26,15 @@ from fngraph.ops.triton import unified
 from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import launch, power_of_two, processors
 from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold, merge
-from fngraph.ops.triton.writing import scale_of, write
+from fngraph.ops.triton.turning import turn_and_write
+from fngraph.ops.triton.writing import scale_of
 
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 
 
 def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`. A batch not known to be uniform goes to the unified kernel."""
-    write(args)
+    args = turn_and_write(args)
     T, R = args.q.shape[0], args.meta.seq_lens.shape[0]
     Q = host.max_query_len if host is not None else None
     rows = (Q or 0) * (args.config.num_heads // args.config.num_kv_heads)

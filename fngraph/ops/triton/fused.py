@@ -198,23 +198,19 @@ def _gate(
 
 
 @triton.jit
-def rope_kernel(
-    x, weight, cos, sin, out, H, x_row, x_head, cos_row, sin_row, eps,
+def turned(
+    at, weight, cos, sin, eps, kind: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr,
     NORMS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """A head of a token: its norm with NORMS, then pairs (i, i + HALF) turned by OTHER's angles."""
-    row = tl.program_id(0).to(tl.int64)
-    t, h = row // H, row % H
+    """The head at `at`: its norm with NORMS, then pairs (i, i + HALF) turned by OTHER's angles."""
     d = tl.arange(0, BLOCK)
     real = d < D
     first, turns = d < HALF, d < 2 * HALF
     partner = tl.where(first, d + HALF, tl.where(turns, d - HALF, d))
     angle = tl.where(first, d, d - HALF + OTHER)
-    at = x + t * x_row + h * x_head
     a = tl.load(at + d, mask=real, other=0.0).to(tl.float32)
     b = tl.load(at + partner, mask=real, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
     if NORMS:
         scale = tl.rsqrt(tl.sum(a * a) / D + eps)
         by = tl.load(weight + d, mask=real, other=0.0).to(tl.float32)
@@ -225,12 +221,29 @@ def rope_kernel(
             a = (a * scale).to(kind).to(tl.float32) * by
             b = (b * scale).to(kind).to(tl.float32) * too
         a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
-    c = tl.load(cos + t * cos_row + angle, mask=turns & real, other=1.0).to(tl.float32)
-    s = tl.load(sin + t * sin_row + angle, mask=turns & real, other=0.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=turns & real, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turns & real, other=0.0).to(tl.float32)
     straight = (a * c).to(kind).to(tl.float32)
     across = (b * s).to(kind).to(tl.float32)
-    turned = tl.where(first, straight - across, straight + across)
-    tl.store(out + row * D + d, tl.where(turns, turned, a).to(kind), mask=real)
+    made = tl.where(first, straight - across, straight + across)
+    return tl.where(turns, made, a).to(kind)
+
+
+@triton.jit
+def rope_kernel(
+    x, weight, cos, sin, out, H, x_row, x_head, cos_row, sin_row, eps,
+    D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr,
+    NORMS: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """A head of a token."""
+    row = tl.program_id(0).to(tl.int64)
+    t, h = row // H, row % H
+    made = turned(
+        x + t * x_row + h * x_head, weight, cos + t * cos_row, sin + t * sin_row, eps,
+        out.dtype.element_ty, D, HALF, OTHER, BLOCK, NORMS, CENTRED,
+    )  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    tl.store(out + row * D + d, made, mask=d < D)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton.keys import Tile, attend_keys, compute_dtype, finish, options
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
-from fngraph.ops.triton.writing import scale_of, write
+from fngraph.ops.triton.turning import turn_and_write
+from fngraph.ops.triton.writing import scale_of
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def unified_kernel(
 
 def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`; shape letters are listed there."""
-    write(args)
+    args = turn_and_write(args)
     attend(args)
 
 

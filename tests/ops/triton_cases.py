@@ -106,6 +106,19 @@ def dense(
     return out
 
 
+def turn(c: Case, normed: bool, *, centred: bool = False, share: int = 2) -> dict[str, Any]:
+    """Options that turn q and k: 2/share of each head, by angles that are NaN in padding."""
+    (T, _, D), dtype = c.q.shape, c.q.dtype
+    generator = torch.Generator().manual_seed(5)
+    angle = torch.randn(T, 1, D // share, generator=generator) * 3
+    angle[c.meta.slot_mapping.cpu() < 0] = NAN
+    given: dict[str, Any] = {"cos": angle.cos(), "sin": angle.sin(), "q_norm": None, "k_norm": None}
+    if normed:
+        given |= {name: torch.randn(D, generator=generator) for name in ("q_norm", "k_norm")}
+    made = {name: None if x is None else x.to(WHERE, dtype) for name, x in given.items()}
+    return made | {"eps": 1e-5, "centred": centred}
+
+
 def part(c: Case, r: int, B: int) -> Case:
     """Request `r` alone, over caches of its own, with a block table of `B` columns."""
     first, last = c.meta.query_start_loc[r : r + 2].tolist()

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fngraph.core import trees
 from fngraph.errors import AddressError, TransformError, TreeError
+from fngraph.ops.fp8 import scaled_linear
 from fngraph.ops.primitives import LIBRARY
 from fngraph.ops.transforms import is_transformed
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import BelowAutograd
+from fngraph.torch_facts.names import BelowAutograd, tree_leaves
 
 ROWS = (("wq", "wk", "wv"), ("w_gate", "w_up"), ("q_proj", "k_proj", "v_proj"),
         ("gate_proj", "up_proj"))  # fmt: skip
@@ -35,8 +36,8 @@ def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any
     group have all else of their path in common. What lies so already is left as it is. Of a
     module, `state_dict()` is such a tree; load the result with `load_state_dict(..., assign=True)`.
 
-    Scales by which the one input is rounded to fp8, `wq.input_scale`, become one tensor where they
-    are equal; others stay.
+    Weights in fp8 are `wq.values`, with `wq.scale` of each row likewise. Scales by which the one
+    input is rounded, `wq.input_scale`, become one tensor where they are equal; others stay.
 
     Args:
         groups: names of weights (out, in), or of modules of a weight and a bias (out,), with one
@@ -53,23 +54,23 @@ def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any
         if (found := _OF_MODULE.fullmatch(path) or _PLAIN.fullmatch(path)) is not None:
             before, name, after = found.groups()
             places.setdefault((before, after), {})[name] = i
-    for names in places.values():
+    for (_, after), names in places.items():
         for group in groups:
             if len(group) > 1 and all(name in names for name in group):
                 at = [names[name] for name in group]
                 dims = {leaves[i].dim() for i in at}
-                if dims == {0}:
+                if dims == {0} and "input_scale" in after:
                     whole = _shared([leaves[i] for i in at])
                 elif dims in ({1}, {2}):
                     whole = _together([paths[i] for i in at], [leaves[i] for i in at])
-                else:  # those of experts are stacks of matrices
+                else:  # stacks of matrices, as of experts; a scale for all of a weight
                     continue
                 for i, x in zip(at, whole):
                     leaves[i] = x
     return trees.unflatten(treedef, leaves)
 
 
-_OF_MODULE = re.compile(r"(.*\W)(\w+)(\W+(?:weight|bias|input_scale)\W*)")
+_OF_MODULE = re.compile(r"(.*\W)(\w+)(\W+(?:weight|bias|values|scale|input_scale)\W*)")
 _PLAIN = re.compile(r"(.*\W)(\w+)(\W*)")
 
 
@@ -85,9 +86,9 @@ def _together(paths: Sequence[str], weights: Sequence[Tensor]) -> list[Tensor]:
             f"{', '.join(paths)} share memory (tied weights), which would be torn apart. Pass "
             "groups= without them"
         )
-    with torch.no_grad():
-        whole = torch.cat(list(weights))
-    return list(whole.split([x.shape[0] for x in weights]))
+    with torch.no_grad():  # bytes: torch cannot join fp8 everywhere
+        whole = torch.cat([x.view(torch.uint8) if x.itemsize == 1 else x for x in weights])
+    return list(whole.view(weights[0].dtype).split([x.shape[0] for x in weights]))
 
 
 def _shared(scales: Sequence[Tensor]) -> list[Tensor]:
@@ -132,48 +133,76 @@ def the_scale(scales: Sequence[Tensor]) -> Tensor:
     return first
 
 
-LIBRARY.define("linear_side_by_side(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
-_OP = torch.ops.fngraph.linear_side_by_side.default
+def whole_of(what: str, parts: Sequence[Tensor]) -> Tensor:
+    """The tensor whose rows these are, each right behind the one before.
 
-
-def _run(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """(T, E) by matrices (N, E) that are rows of one, and vectors (N,) that are parts of one, or
-    none at all: (T, sum of N)."""
-    for what, those in (("weights", weights), ("biases", biases)):
-        why = why_apart(those) if those else None
-        if why is not None:
-            raise AddressError(
-                f"{what} of shapes {[tuple(w.shape) for w in those]} lay side by side when they "
-                f"were traced, and do not any more: {why}. Bind {what} that do, "
-                "fg.ops.lay_side_by_side(params), or graphify without the pass side_by_side"
-            )
-    turned = _whole(weights).t()
-    return torch.addmm(_whole(biases), x, turned) if biases else x.mm(turned)
-
-
-def _whole(parts: Sequence[Tensor]) -> Tensor:
-    """What they are parts of."""
+    Raises:
+        AddressError: they are not.
+    """
+    why = why_apart(parts)
+    if why is not None:
+        raise AddressError(
+            f"{what} of shapes {[tuple(x.shape) for x in parts]} lay side by side when they "
+            f"were traced, and do not any more: {why}. Bind {what} that do, "
+            "fg.ops.lay_side_by_side(params), or graphify without the pass side_by_side"
+        )
     rows = sum(x.shape[0] for x in parts)
     return parts[0].as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
 
 
-def _plain(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    if is_transformed(x, *weights, *biases):
-        raise TransformError(
-            "linear_side_by_side is what a pass makes of a traced product, and has no gradient. "
-            "Write torch.nn.functional.linear"
-        )
-    with BelowAutograd():
-        return _OP(x, weights, biases)  # type: ignore[no-any-return]
+def _linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """(T, E) by matrices (N, E) that are rows of one, and vectors (N,) that are parts of one, or
+    none at all: (T, sum of N)."""
+    turned = whole_of("weights", weights).t()
+    return torch.addmm(whole_of("biases", biases), x, turned) if biases else x.mm(turned)
 
 
-LIBRARY.impl("linear_side_by_side", _run, "CompositeExplicitAutograd")
-LIBRARY.impl("linear_side_by_side", _plain, "Autograd")
-LIBRARY.impl("linear_side_by_side", _plain, "FuncTorchBatched")
-
-
-def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+def _fake_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     return x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
 
 
-torch.library.register_fake("fngraph::linear_side_by_side", _fake, lib=LIBRARY)
+def _scaled(
+    x: Tensor, x_scales: list[Tensor], weights: list[Tensor], scales: list[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`scaled_linear` by matrices (N, K) that are rows of one, and so their scales (N, 1); the
+    scales of `x` are one memory."""
+    by = the_scale(x_scales)
+    return scaled_linear(x, by, whole_of("weights", weights), whole_of("scales", scales), dtype)
+
+
+def _fake_scaled(
+    x: Tensor, x_scales: list[Tensor], weights: list[Tensor], scales: list[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], sum(w.shape[0] for w in weights)), dtype=dtype)
+
+
+def _define(name: str, schema: str, run: Any, fake: Any, instead: str) -> None:
+    LIBRARY.define(name + schema)
+    op = getattr(torch.ops.fngraph, name).default
+
+    def without_gradients(*args: Any) -> Any:
+        if is_transformed(*tree_leaves(args)):
+            raise TransformError(
+                f"{name} is what a pass makes of a traced product, and has no gradient. "
+                f"Write {instead}"
+            )
+        with BelowAutograd():
+            return op(*args)
+
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, without_gradients, "Autograd")
+    LIBRARY.impl(name, without_gradients, "FuncTorchBatched")
+    torch.library.register_fake(f"fngraph::{name}", fake, lib=LIBRARY)
+
+
+_define(
+    "linear_side_by_side", "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
+    _linear, _fake_linear, "torch.nn.functional.linear",
+)  # fmt: skip
+_define(
+    "scaled_linear_side_by_side",
+    "(Tensor x, Tensor[] x_scales, Tensor[] weights, Tensor[] scales, ScalarType dtype) -> Tensor",
+    _scaled, _fake_scaled, "fg.ops.scaled_linear",
+)  # fmt: skip

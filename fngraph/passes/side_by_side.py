@@ -1,8 +1,9 @@
 """Parallel projections as one product: q, k and v of one input, gate and up.
 
 Their weights must lie side by side in the caller's own memory, each right behind the one before,
-and their biases too, if they have any: `fg.ops.lay_side_by_side(params)` lays a tree out so. Then
-they are read as one matrix and one vector where they lie, and results are slices of one result.
+and so their biases, if they have any, or in fp8 the scales of their rows:
+`fg.ops.lay_side_by_side(params)` lays a tree out so. Then they are read as one matrix and one
+vector where they lie, and results are slices of one result. A scale for all of a weight is no row.
 Weights that lie apart stay as they are, and a note says so: no second copy is made of them.
 
 The graph holds all the weights, and the op looks where they are whenever it is recorded or called,
@@ -24,18 +25,18 @@ from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import insert, writes_any
 from fngraph.torch_facts.memory import storage_key
 
-aten = torch.ops.aten
+aten, _OPS = torch.ops.aten, torch.ops.fngraph
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def merge_side_by_side(graph: fx.Graph) -> Rewritten:
-    """Products `x @ w.t()` of one `x`, or `x @ w.t() + b`, whose weights and biases are held
-    leaves."""
-    inputs: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+    """Products `x @ w.t()` of one `x`, or `x @ w.t() + b`, or in fp8 with scales, whose weights,
+    biases and scales are held leaves."""
+    inputs: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         given = _given(node)
         if given is not None:
-            inputs.setdefault((given.x, given.bias is None), []).append(node)
+            inputs.setdefault((given.x, given.kind), []).append(node)
     matches = 0
     apart: list[str] = []
     notes: list[str] = []
@@ -62,26 +63,51 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
 
 
 class Given(NamedTuple):
-    """What a product reads: `x` (T, E), and held leaves (N, E) and, if it has one, (N,)."""
+    """What a product reads.
+
+    Attributes:
+        x: (T, E).
+        weight: (N, E), a held leaf.
+        beside: held leaves that go with it, a bias (N,) or scales (N, 1); or nothing.
+        kind: what products of one `x` must have in common.
+    """
 
     x: fx.Node
     weight: fx.Node
-    bias: fx.Node | None
+    beside: tuple[fx.Node, ...]
+    kind: Any
 
 
 def _given(node: fx.Node) -> Given | None:
-    """What a node reads if it is a product by a held weight, and by a held bias or none."""
+    """What a node reads if it is a product by a held weight, and by what is held beside it."""
+    given: Any
     if node.target is aten.mm.default:
-        bias, (x, turned) = None, node.args
+        x, turned = node.args
+        given = x, turned, (), "mm"
     elif node.target is aten.addmm.default and not node.kwargs:
         bias, x, turned = node.args
-        if not _is_held(bias, 1):
-            return None
+        given = x, turned, (bias,), "addmm"
+    elif node.target is _OPS.scaled_linear.default:
+        x, x_scale, weight, scale, dtype = node.args
+        kind = ("fp8", _lies(x_scale) or x_scale, dtype)
+        return Given(x, weight, (scale,), kind) if _are_held((weight, scale), 2) else None  # type: ignore[arg-type]
     else:
         return None
+    x, turned, beside, kind = given
     if not isinstance(turned, fx.Node) or turned.target is not aten.t.default:
         return None
-    return Given(x, turned.args[0], bias) if _is_held(turned.args[0], 2) else None  # type: ignore[arg-type]
+    held = _are_held(turned.args[:1], 2) and _are_held(beside, 1)
+    return Given(x, turned.args[0], beside, kind) if held else None  # type: ignore[arg-type]
+
+
+def _lies(x: Any) -> Any:
+    """Where a held leaf lies; None: it is another value, or was traced without memory."""
+    leaf = x.meta.get("leaf")
+    return None if leaf is None or leaf.role is not Role.HELD else leaf.lies
+
+
+def _are_held(nodes: Sequence[Any], dims: int) -> bool:
+    return all(_is_held(x, dims) for x in nodes)
 
 
 def _is_held(x: Any, dims: int) -> bool:
@@ -121,12 +147,9 @@ def _place(product: fx.Node) -> tuple[int, int]:
 
 
 def _follow(a: Given, b: Given) -> bool:
-    """Whether the weight and the bias of `b` lie right behind those of `a`."""
-    if not _follows(a.weight.meta["leaf"], b.weight.meta["leaf"]):
-        return False
-    if a.bias is None or b.bias is None:
-        return a.bias is b.bias
-    return _follows(a.bias.meta["leaf"], b.bias.meta["leaf"])
+    """Whether the weight of `b`, and what goes with it, lie right behind those of `a`."""
+    pairs = zip((a.weight, *a.beside), (b.weight, *b.beside), strict=True)
+    return all(_follows(x.meta["leaf"], y.meta["leaf"]) for x, y in pairs)
 
 
 def _follows(a: Any, b: Any) -> bool:
@@ -160,8 +183,8 @@ def _why_not(graph: fx.Graph, run: Sequence[fx.Node]) -> str | None:
 
 
 def _whole(run: Sequence[fx.Node]) -> Any:
-    given = _product(run[0]).x.meta["val"]
-    return given.new_empty(given.shape[0], _spans(run)[-1][1])
+    made = run[0].meta["val"]
+    return made.new_empty(made.shape[0], _spans(run)[-1][1])
 
 
 def _look(node: fx.Node, value: Any) -> None:
@@ -186,12 +209,17 @@ def _spans(run: Sequence[fx.Node]) -> list[tuple[int, int]]:
 def _merge(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
     first = min(run)
     given = [_product(node) for node in run]
-    biases = [one.bias for one in given if one.bias is not None]
-    op = torch.ops.fngraph.linear_side_by_side.default
-    whole = insert(graph, first, op, (given[0].x, [one.weight for one in given], biases))
+    weights, beside = [one.weight for one in given], [x for one in given for x in one.beside]
+    args: tuple[Any, ...] = (given[0].x, weights, beside)
+    op = _OPS.linear_side_by_side.default
+    if first.target is _OPS.scaled_linear.default:
+        scales = list(dict.fromkeys(node.args[1] for node in run))
+        args = (given[0].x, scales, weights, beside, first.args[4])
+        op = _OPS.scaled_linear_side_by_side.default
+    whole = insert(graph, first, op, args)
     parts = [insert(graph, first, aten.slice.Tensor, (whole, 1, *span)) for span in _spans(run)]
     for node, part in zip(run, parts):
-        turned = node.args[-1]
+        turned = None if given[0].kind[0] == "fp8" else node.args[-1]
         part.meta["stack_trace"] = node.meta.get("stack_trace", "forward")
         node.replace_all_uses_with(part)
         graph.erase_node(node)

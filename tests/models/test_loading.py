@@ -138,7 +138,7 @@ def test_a_config_that_is_none_is_refused(folder: Path, content: bytes, says: st
             r"layer_types has 'sliding_attention', only \('full_attention',\)",
         ),
         ({"layer_types": 1}, "not iterable"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config cannot be run:\n  quant_method is None"),
+        ({"quantization_config": {"bits": 4}}, "cannot be run:\n  quant_method is None"),
     ],
     ids=str,
 )  # fmt: skip

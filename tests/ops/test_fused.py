@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fngraph.errors import AddressError, TransformError, TreeError
-from fngraph.ops import lay_side_by_side
+from fngraph.ops import lay_side_by_side, quantize_fp8_rows, scaled_linear
 from fngraph.ops.side_by_side import why_apart
 from fngraph.torch_facts.names import tree_leaves
 
@@ -159,3 +159,32 @@ def test_one_product_reads_weights_where_they_lie_and_looks_whether_they_do():
             op(x, *wrong)
     with pytest.raises(TransformError, match=r"Write torch\.nn\.functional\.linear"):
         torch.func.grad(lambda y: op(y, weights, []).sum())(x)
+
+
+def test_one_product_in_fp8_reads_weights_and_the_scales_of_their_rows():
+    pairs = {name: quantize_fp8_rows(x) for name, x in projections((32, 16, 16), 48).items()}
+    given = {name: {"values": a, "scale": b} for name, (a, b) in pairs.items()}
+    laid = lay_side_by_side(given).values()
+    weights, scales = [x["values"] for x in laid], [x["scale"] for x in laid]
+    for a, b in zip((*weights, *scales), (x[i] for i in (0, 1) for x in pairs.values())):
+        assert a.dtype == b.dtype and torch.equal(a.float(), b.float())
+    x, by = quantize_fp8_rows(draw(5, 48))
+    op = OPS.scaled_linear_side_by_side.default
+    got = op(x, [by, by], weights, scales, torch.bfloat16)
+    want = [scaled_linear(x, by, *pair, torch.bfloat16) for pair in zip(weights, scales)]
+    torch.testing.assert_close(got, torch.cat(want, 1))
+    meta = [[y.to("meta") for y in those] for those in (weights, scales)]
+    fake = op(x.to("meta"), [by.to("meta")], *meta, torch.bfloat16)
+    assert fake.shape == got.shape and fake.dtype == got.dtype
+    scales[1].mul_(2)
+    again = op(x, [by], weights, scales, torch.bfloat16)
+    torch.testing.assert_close(again[:, 32:48], 2 * got[:, 32:48])
+    for wrong, words in (
+        (([by], weights[::-1], scales), "weights of .* any more: one does not lie right behind"),
+        (([by], weights, scales[::-1]), "scales of .* any more: one does not lie right behind"),
+        (([by, by.clone()], weights, scales), "2 scales by which one input is rounded"),
+    ):
+        with pytest.raises(AddressError, match=words):
+            op(x, *wrong, torch.bfloat16)
+    with pytest.raises(TransformError, match=r"Write fg\.ops\.scaled_linear"):
+        torch.vmap(lambda y: op(y, [by], weights, scales, torch.bfloat16))(x[None])

@@ -119,7 +119,7 @@ ONE, ROWS, COLUMNS = torch.tensor(1.0), torch.ones(4, 1), torch.ones(16, 1)
 def test_what_does_not_fit_is_refused_at_its_line(call: Callable[[], Any], words: str):
     with pytest.raises(TreeError, match=words) as error:
         call()
-    assert "test_fp8.py:" in str(error.value) and "fg.ops." in str(error.value)
+    assert "test_fp8_ops.py:" in str(error.value) and "fg.ops." in str(error.value)
 
 
 def test_what_a_gpu_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -140,7 +140,7 @@ def test_what_a_gpu_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_there_is_no_gradient_and_no_transform(call: Callable[[Any], Any]):
-    with pytest.raises(TransformError, match=r"test_fp8.py:\d+: fg.ops.\w+ has no gradient"):
+    with pytest.raises(TransformError, match=r"test_fp8_ops.py:\d+: fg.ops.\w+ has no gradient"):
         call(draw(4, 32).requires_grad_())
     with pytest.raises(TransformError, match=r"no rule for torch.func"):
         torch.vmap(call)(draw(2, 4, 32))
@@ -162,6 +162,10 @@ KEPT: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 MIXED: dict[str, Callable[..., Any]] = {
     "rows that are features": lambda w, s, b: fg.ops.quantize_fp8_rows(b.x.t())[0].float().t() * 1,
+    "sums over tokens, side by side": lambda w, s, b: torch.ops.fngraph.scaled_linear_side_by_side(
+        fg.ops.quantize_fp8(b.x.t(), s).contiguous(), [s],
+        [fg.ops.quantize_fp8(b.x.t(), s).contiguous()],
+        [b.x.t().contiguous()[:, :1]], torch.float32),
     "a sum over tokens": lambda w, s, b: fg.ops.scaled_linear(
         fg.ops.quantize_fp8(b.x.t(), s).contiguous(), s,
         fg.ops.quantize_fp8(b.x.t(), s).contiguous(), s, torch.float32),
@@ -182,5 +186,5 @@ def test_rows_stay_apart(name: str):
 
 @pytest.mark.parametrize("name", MIXED)
 def test_what_mixes_rows_is_refused(name: str):
-    with pytest.raises(RowsError, match="test_fp8"):
+    with pytest.raises(RowsError, match="test_fp8_ops"):
         trace(MIXED[name])

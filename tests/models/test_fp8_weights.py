@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,12 +229,9 @@ def test_nothing_is_refused_and_padding_stays_out(family: Any):
 
 
 @families
-@pytest.mark.parametrize(("device", "recorder"), DEVICES)
 @pytest.mark.parametrize("modes", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "NONE"])
-def test_served_with_others_each_gets_what_it_gets_alone(
-    family: Any, device: str, recorder: str, modes: str
-):
-    params = quantize_fp8(wide(family, device), input_scales=INPUTS)
+def test_served_with_others_each_gets_what_it_gets_alone(family: Any, modes: str):
+    params = quantize_fp8(wide(family), input_scales=INPUTS)
     prompts = [TEXT[:11], TEXT[:1], TEXT[3:9], TEXT[30:]]
     policy = Policy(8, 2, 3, generate.BLOCK_SIZE)
     state = start(6, policy)
@@ -241,11 +239,65 @@ def test_served_with_others_each_gets_what_it_gets_alone(
         state = submit(state, policy, prompt, 3 + 2 * i)
     cache = new_cache(family, params, 6)
     steps = make_steps(
-        family.forward, params, cache, policy, modes=modes, sizes=(2, 8), recorder=recorder
+        family.forward, params, cache, policy, modes=modes, sizes=(2, 8), recorder="tape"
     )
     texts = gather(stream(serve(steps, cache, state, policy)))
     for i, prompt in enumerate(prompts):
         assert texts[i] == generate.reference(params, prompt, 3 + 2 * i, family)
+
+
+@families
+@pytest.mark.parametrize(("device", "recorder"), DEVICES)
+@pytest.mark.parametrize("passes", [(), "all"], ids=["as traced", "all passes"])
+def test_graphs_compute_what_bare_forward_does(
+    family: Any, device: str, recorder: str, passes: Any
+):
+    """Prompts of more rows than the kernel for few takes and of fewer, then a row at a time."""
+    params = quantize_fp8(wide(family), input_scales=INPUTS)
+    there = quantize_fp8(wide(family, device), input_scales=INPUTS)
+    laid, cache = fg.ops.lay_side_by_side(there), new_cache(family, there, 4)
+    fast = fg.graphify(
+        family.forward, modes="FULL_AND_PIECEWISE", donate="cache", stage="batch", passes=passes,
+        sizes=(1, 8, 32), recorder=recorder,
+    )  # fmt: skip
+    step = fast.bind(laid).capture(cache, fg.Limits(32, 2, B=4), progress=False)
+    want, computed = logits(family, params), 0
+    for end in (30, 37, *range(38, 41)):
+        batch = generate.alone(TEXT[:end], computed, 4, device, family.Batch)
+        got, cache = step(cache, batch)
+        assert error(got[0].cpu(), want[end - 1]) < (1e-5 if device == "cpu" else 0.05)
+        computed = end
+    assert step.stats.share("NONE") == 0
+
+
+def apart(params: Any) -> Any:
+    return naming.replaced(params, lambda name, x: x.clone() if name.endswith(".scale") else x)
+
+
+MERGED: dict[str, tuple[Any, int, int]] = {  # params, products that were merged, and that are left
+    "by rows": (lambda p: fg.ops.lay_side_by_side(quantize_fp8(p)), 4, 4),
+    "as they come": (quantize_fp8, 0, 14),
+    "scales apart": (lambda p: apart(fg.ops.lay_side_by_side(quantize_fp8(p))), 0, 14),
+    "a scale for a whole weight": (
+        lambda p: fg.ops.lay_side_by_side(quantize_fp8(p, rows=False)), 0, 14),
+    "another scale of the input": (  # k and v are one
+        lambda p: fg.ops.lay_side_by_side(quantize_fp8(p, input_scales=INPUTS)), 4, 5),
+    "one scale of the input": (
+        lambda p: fg.ops.lay_side_by_side(quantize_fp8(p, input_scales=dict.fromkeys(
+            [f"layers.0.attn.{n}" for n in ("wq", "wk", "wv")], 0.5))), 4, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_products_are_one_where_weights_and_scales_lie_side_by_side(name: str):
+    make, merged, left = MERGED[name]
+    params = make(wide(llama))
+    fast = fg.graphify(llama.forward, donate="cache", stage="batch", passes="all")
+    traced = fast.trace(params, new_cache(llama, params, 4), limits=fg.Limits(16, 2, B=4))
+    ran = Counter(str(node.target) for node in traced.graph.gm.graph.nodes)
+    (matches,) = (one.matches for one in traced.passes if one.one.name == "side_by_side")
+    assert matches == ran["fngraph.scaled_linear_side_by_side.default"] == merged
+    assert ran["fngraph.scaled_linear.default"] == left
 
 
 def test_adapters_are_over_weights_in_fp8_as_well():
@@ -261,6 +313,16 @@ def test_adapters_are_over_weights_in_fp8_as_well():
     got, plain = linear(x, lora.AdaptedWeight(weight, pair, gate)), linear(x, weight)
     torch.testing.assert_close(got[0], plain[0] + x[0] @ pair.a[1].t() @ pair.b[1])
     assert torch.equal(got[1:], plain[1:])
+    batch = generate.alone(TEXT[:3], 0, 1, "cpu", llama.Batch)
+    results = [
+        lora.adapted(llama.forward)(
+            params, adapters, new_cache(llama, params, 1),
+            SimpleNamespace(**vars(batch), adapter_ids=torch.full((3,), i)),
+        )[0] for i in (-1, 0, 1)
+    ]  # fmt: skip
+    want, _ = llama.forward(params, new_cache(llama, params, 1), batch)
+    assert torch.equal(results[0], want) and torch.equal(results[1], want)
+    assert error(results[2], want) > 0.1
 
 
 # --- folders --------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def arguments(c: Case, out: Tensor, **options: Any) -> tuple[Any, ...]:
     given = {
         "scale": c.q.shape[-1] ** -0.5, "window": None, "softcap": None, "causal": True,
         "sinks": None, "k_scale": None, "v_scale": None, "cos": None, "sin": None, "q_norm": None,
-        "k_norm": None, "eps": 0.0, "centred": False,
+        "k_norm": None, "eps": 0.0, "centred": False, "out_scale": None,
     } | options  # fmt: skip
     return (*c.tensors, out, *given.values())
 

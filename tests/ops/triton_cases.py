@@ -55,11 +55,13 @@ if interpreted():
         patch_once(interpreter, triton.language)
 
 
-def run(backend: str, c: Case, query_len: int | None = None, **options: Any) -> Tensor:
+def run(
+    backend: str, c: Case, query_len: int | None = None, out: Tensor | None = None, **options: Any
+) -> Tensor:
     """The backend's output, poisoned beforehand; the caches are written."""
     config = ATTENTION.configure(*arguments(c, c.q, **options))
     assert ATTENTION.backend(backend).refusal(config) is None
-    return call(backend, c, HostBounds(max_query_len=query_len), **options)
+    return call(backend, c, HostBounds(max_query_len=query_len), out, **options)
 
 
 def reference(c: Case, **options: Any) -> Tensor:

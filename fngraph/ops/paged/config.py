@@ -42,6 +42,7 @@ class AttentionConfig(NamedTuple):
         sinks: whether each head has a sink.
         scaled: whether the cache holds k / k_scale and v / v_scale.
         turned: whether q and k come before their rotary embedding.
+        rounded: whether the output is rounded to fp8.
     """
 
     num_heads: int
@@ -58,6 +59,7 @@ class AttentionConfig(NamedTuple):
     sinks: bool = False
     scaled: bool = False
     turned: bool = False
+    rounded: bool = False
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -101,13 +103,18 @@ class AttentionArgs(NamedTuple):
         k_cache: (num_blocks, block_size, K, D) keys.
         v_cache: (num_blocks, block_size, K, D) values.
         meta: where the tokens belong.
-        out: (T, H, D) to be written in full, zero in rows that belong to no request.
+        out: (T, H, D) to be written in full, zero in rows that belong to no request; in q's dtype,
+            or float8_e4m3fn if there is an `out_scale`.
         config: what is the same for every batch, the options included.
         sinks: (H,) logits, if `config.sinks`.
         k_scale: () or (K,) float32, the cache holds k / k_scale; None: 1.
         v_scale: likewise of v.
         turn: how q and k are to be turned first. A backend that has no "rope" among its `options`
             gets them turned, and nothing here.
+        out_scale: () float32, by which the output is rounded to fp8 when it has been rounded to q's
+            dtype, as the op `fngraph::quantize_fp8` does; the pass `attention_fp8` puts it there. A
+            backend that has no "fp8 output" among its `options` gets None, and an `out` in q's
+            dtype.
         plan: the buffers that the backend's `Plan` has filled, if it has one.
     """
 
@@ -123,6 +130,7 @@ class AttentionArgs(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     turn: Turn = Turn()
+    out_scale: Tensor | None = None
     plan: Any = None
 
     @property

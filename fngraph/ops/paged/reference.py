@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
+from fngraph.ops.fp8 import quantize_fp8
 from fngraph.ops.paged.config import (
     AttentionArgs,
     AttentionConfig,
@@ -42,18 +43,17 @@ def attend_to(args: AttentionArgs) -> None:
         args.out.zero_()
         return
     for part in some_at_a_time(args.q.shape[0], args.meta.block_tables, args.k_cache):
-        args.out[part].copy_(
-            attend(
-                args.q[part],
-                args.kv,
-                args.meta,
-                args.config,
-                args.sinks,
-                args.k_scale,
-                args.v_scale,
-                first=part.start,
-            )
+        made = attend(
+            args.q[part],
+            args.kv,
+            args.meta,
+            args.config,
+            args.sinks,
+            args.k_scale,
+            args.v_scale,
+            first=part.start,
         )
+        args.out[part].copy_(made if args.out_scale is None else quantize_fp8(made, args.out_scale))
 
 
 def attend(
@@ -114,5 +114,5 @@ BACKEND = Backend(
     "reference",
     run,
     support=lambda config: Support.ALWAYS,
-    options=("bidirectional", "sinks", "cache scales", "fp8 cache", "rope"),
+    options=("bidirectional", "sinks", "cache scales", "fp8 cache", "rope", "fp8 output"),
 )

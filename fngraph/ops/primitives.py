@@ -43,6 +43,8 @@ class Primitive:
         backends: by name; the first one is the definition, which runs every configuration.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
             alone, or does not say.
+        around: `around(backend, args, host)`: runs a backend, and before or behind it what it has
+            no option for; None: it runs alone.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Primitive:
     make_args: Callable[[tuple[Any, ...], Any, Any], Any]
     backends: dict[str, Backend]
     null_slots: str | None = None
+    around: Callable[[Backend, Any, HostBounds | None], Any] | None = None
     _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
 
     def bind(
@@ -67,7 +70,10 @@ class Primitive:
                 f"captured. To run it, write its run(args, host) and register it: fg.ops."
                 f"{self.name.upper()}.register(fg.ops.Backend({backend.name!r}, run, support))"
             )
-        return functools.partial(backend.run, self.make_args(args, config, plan))
+        given = self.make_args(args, config, plan)
+        if self.around is None:
+            return functools.partial(backend.run, given)
+        return functools.partial(self.around, backend, given)
 
     def call(
         self, backend: Backend, args: tuple[Any, ...], config: Any, host: HostBounds | None,
@@ -174,6 +180,7 @@ def define(
     configure: Callable[..., Any] = lambda *args: None,
     args: type[tuple[Any, ...]] | None = None,
     null_slots: str | None = None,
+    around: Callable[[Backend, Any, HostBounds | None], Any] | None = None,
 ) -> Primitive:
     """Make a primitive of one's own, at which PIECEWISE cuts; `backends={name: ...}` chooses.
 
@@ -200,6 +207,8 @@ def define(
             one of all the op's arguments, `config` and `plan`.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
             alone, or does not say.
+        around: `around(backend, args, host)`: runs a backend with what it has no option for done
+            before or behind it, and returns what it returned; None: it runs alone.
 
     Raises:
         BackendError: the name is taken, the schema writes nothing or returns something, or a tensor
@@ -236,7 +245,7 @@ def define(
     LIBRARY.impl(name, refuse_gradients, "Autograd")
     LIBRARY.impl(name, lambda *given: refuse_transform(name), "FuncTorchBatched")
     torch.library.register_fake(f"fngraph::{name}", lambda *given: None, lib=LIBRARY)
-    made = Primitive(name, op, configure, make_args, {default.name: default}, null_slots)
+    made = Primitive(name, op, configure, make_args, {default.name: default}, null_slots, around)
     PRIMITIVES[f"fngraph::{name}"] = made
     return made
 

@@ -189,11 +189,12 @@ def _all(
         yield from _all(patterns[1:], args[1:], found, nodes)
 
 
-def is_written_between(inside: Sequence[fx.Node]) -> bool:
-    """Whether anything writes what the nodes read or make, from the first of them to the last."""
+def is_written_between(inside: Sequence[fx.Node], until: fx.Node | None = None) -> bool:
+    """Whether anything writes what the nodes read or make, from the first of them to the last, or
+    to `until`."""
     near = {*inside, *(x for node in inside for x in node.all_input_nodes)}
     memory = {storage_key(x.meta["val"]) for x in near if is_tensor(x)}
-    node, last = inside[0], inside[-1]
+    node, last = inside[0], until or inside[-1]
     while node is not last:
         if writes_any(node, memory):
             return True

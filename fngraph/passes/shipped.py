@@ -18,6 +18,7 @@ from typing import Any
 
 from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
+from fngraph.passes.attention import attention_fp8, rope_in_attention
 from fngraph.passes.fp8 import (
     fuse_add_rms_norm_fp8,
     fuse_rms_norm_fp8,
@@ -36,6 +37,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
     Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
     Pass("rope", fuse_rope, "1", "rotary embedding"),
+    Pass("rope_in_attention", rope_in_attention, "1", "what turns q and k, in attention's call"),
+    Pass("attention_fp8", attention_fp8, "1", "attention, rounded to fp8 by a known scale"),
     Pass("add_rms_norm_fp8", fuse_add_rms_norm_fp8, "1", "a sum and its RMSNorm, rounded to fp8"),
     Pass("rms_norm_fp8", fuse_rms_norm_fp8, "1", "RMSNorm, rounded to fp8"),
     Pass("silu_mul_fp8", fuse_silu_mul_fp8, "1", "silu(gate) * up, rounded to fp8"),
@@ -52,8 +55,8 @@ PASSES: tuple[Pass, ...] = (
     ),
 )
 _COMPILED = (
-    "no_ops", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears",
-    "side_by_side",
+    "no_ops", "norm_rope", "rope", "rope_in_attention", "attention_fp8", "add_rms_norm_fp8",
+    "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears", "side_by_side",
 )  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -137,7 +137,8 @@ def arguments(c: Case, out: Tensor, **options: Any) -> tuple[Any, ...]:
     """The op's arguments."""
     given = {
         "scale": c.q.shape[-1] ** -0.5, "window": None, "softcap": None, "causal": True,
-        "sinks": None, "k_scale": None, "v_scale": None,
+        "sinks": None, "k_scale": None, "v_scale": None, "cos": None, "sin": None, "q_norm": None,
+        "k_norm": None, "eps": 0.0, "centred": False, "out_scale": None,
     } | options  # fmt: skip
     return (*c.tensors, out, *given.values())
 

@@ -11,7 +11,7 @@ import toys
 import fngraph as fg
 from fngraph.core.spec import KeyBounds
 from fngraph.graphs.recorders import make_recorder
-from fngraph.ops import ATTENTION, AttentionMeta
+from fngraph.ops import ATTENTION, AttentionMeta, Backend
 from fngraph.testing import points
 from fngraph.testing.cases import Case, arguments, call, case
 from fngraph.testing.differences import difference, worst_row
@@ -47,6 +47,33 @@ def test_it_conforms(name, device, monkeypatch):
         pytest.skip(f"{name}: {reason}")
     checked = fg.testing.check_backend(name, device=device)
     assert checked.calls > 50 and (checked.replays > 0) == (name != "flex")
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("name, device", [*CASES, pytest.param("mine", "cpu", id="mine")])
+def test_what_a_backend_cannot_turn_is_turned_before_it(name, device, normed):
+    """One that has not heard of `turn` gets q and k turned; the cache has the same bits."""
+    seen = []
+
+    def run(args: Any, host: Any) -> None:
+        seen.append(args.turn.cos)
+        ATTENTION.backend("reference").run(args, host)
+
+    mine = Backend("mine", run, lambda config: fg.Support.ALWAYS)
+    a, b = (case((3, 5), (1, 7), heads=(4, 2, 64), block_size=16, device=device) for _ in "ab")
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
+    options: dict[str, Any] = {"cos": draw(4, 1, 32), "sin": draw(4, 1, 32), "eps": 1e-5}
+    if normed:
+        options |= {"q_norm": draw(64), "k_norm": draw(64)}
+    if name != "mine":
+        skip_refused(name, a)
+    got = call(mine if name == "mine" else name, a, **options)
+    want, plain = call("reference", b, **options), call("reference", b)
+    call("reference", b, **options)
+    assert not difference(got, want, a, b)
+    assert seen == ([None] if name == "mine" else [])
+    assert (want - plain).abs().max() > 0.01  # it matters
 
 
 @pytest.mark.parametrize("name, device", CASES)

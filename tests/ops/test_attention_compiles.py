@@ -8,6 +8,7 @@ import torch
 from test_triton_compiles import SHARED, compile_for_h100, needs_triton, run_alone
 
 import fngraph as fg
+from fngraph.ops.paged.config import Turn
 from fngraph.ops.triton import launching as triton_launch
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -20,7 +21,11 @@ CASES: list[tuple[dict[str, Any], int, int]] = [  # config, requests, blocks of 
 
 def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
     """Kernels launched for R requests of Q tokens each, compiled; their names and constants."""
-    from fngraph.ops.triton import decode as triton_decode, merging as triton_merge
+    from fngraph.ops.triton import (
+        decode as triton_decode,
+        merging as triton_merge,
+        turning as triton_turning,
+    )
 
     names = []
 
@@ -28,13 +33,13 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
         kernel: Any, grid: Any, *given: Any,
         early: bool | None = None, programs: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        options["EARLY"] = early
+        options |= {} if early is None else {"EARLY": early}
         assert compile_for_h100(kernel, *given, **options) <= SHARED
         modes = "-final" if options.get("FINAL") else ""
         modes += "-spans" if "FINAL" in options and options["SPAN"] > options["SPLIT"] else ""
         names.append(kernel.fn.__name__.removesuffix("_kernel") + modes)
 
-    for module in (triton_decode, triton_merge):
+    for module in (triton_decode, triton_merge, triton_turning):
         module.launch = launch  # type: ignore[attr-defined]
     triton_decode.processors = lambda device: 132
     c = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16} | {
@@ -48,14 +53,20 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
     cache = [zeros(4, 16, 8, config.head_dim, dtype=config.cache_dtype) for _ in range(2)]
     q = zeros(R * Q, 32, config.head_dim, dtype=config.dtype)
     args = fg.ops.AttentionArgs(q, q, q, *cache, meta, torch.empty_like(q), config)
+    if config.dtype == config.cache_dtype:  # the CPU turns for another cache by ops
+        angle = zeros(R * Q, 1, config.head_dim // 2, dtype=config.dtype)
+        norm = q[0, 0] if Q == 1 else None
+        turn = Turn(angle, angle, norm, norm)
+        triton_turning.turn_and_write(args._replace(turn=turn, k=q[:, :8], v=q[:, 8:16]))
     triton_decode.attend(args, Q)
     return names
 
 
 @needs_triton
 def test_every_way_of_splitting_compiles_and_fits(tmp_path):
-    splits, spans = "split merge", "split-spans merge"
-    ways = [splits, "split-final-spans", spans, splits, spans, spans]
+    splits, spans, turn = "split merge", "split-spans merge", "turn"
+    ways = [turn, splits, turn, "split-final-spans", turn, spans, turn, splits, spans, turn, spans]
+    ways.append(turn)
     assert run_alone(__file__, tmp_path).split() == " ".join([*ways, spans]).split()
 
 

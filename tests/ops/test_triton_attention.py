@@ -5,6 +5,7 @@ Without a GPU, test_triton_interpreter.py runs this file in a Python that interp
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from triton_cases import (
     part,
     reference,
     run,
+    turn,
     wide,
 )  # fmt: skip
 
 from fngraph.errors import BackendError
-from fngraph.testing.cases import NAN, Case
+from fngraph.testing.cases import NAN, Case, cut_from_one
 from fngraph.testing.differences import TOLERANCE, bits, worst_row
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -94,6 +96,52 @@ def test_windows_softcaps_and_scales(options, query_len):
     c = build(*rows, heads=(4, 2, 16))
     want = reference(c, **options)
     assert worst_row(run("triton_decode", c, query_len, **options), want) < 1e-5
+
+
+TURNS: dict[str, dict[str, Any]] = {
+    "turned": {"normed": False}, "a share of a head": {"normed": False, "share": 6},
+    "by whole angles": {"normed": False, "share": 1}, "normed": {"normed": True},
+    "centred": {"normed": True, "centred": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", TURNS)
+@pytest.mark.parametrize("query_len", [None, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_q_and_k_are_turned_on_the_way(how, query_len, dtype):
+    """In one launch with what writes the cache, which is that of an op each, but for a norm's last
+    place; padding, whose angles are NaN, is written nowhere."""
+    rows = [(1, 5), (1, 150)] if query_len else [(3, 5), (1, 40), (9, 30)]
+    more = {"pad_tokens": 2, "pad_reqs": 2, "query_len": query_len or 0}
+    c = cut_from_one(build(*rows, heads=(6, 2, 24), dtype=dtype, block_size=16, **more))
+    options = turn(c, **TURNS[how])
+    want = reference(c, **options)
+    theirs = dataclasses.replace(c, k_cache=c.k_cache.clone(), v_cache=c.v_cache.clone())
+    run("reference", theirs, **options)
+    assert worst_row(run("triton_decode", c, query_len, **options), want) < TOLERANCE[dtype]
+    assert bits(c.v_cache).equal(bits(theirs.v_cache))
+    if options["q_norm"] is None and not GPU:
+        assert bits(c.k_cache).equal(bits(theirs.k_cache))
+    last = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(c.k_cache, theirs.k_cache, atol=last, rtol=last, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows, query_len", [
+    ([(3, 5), (1, 40), (9, 30)], None), ([(1, 5), (1, 60)], 1), ([(1, 5), (1, 400)], 1),
+    ([(2, 5), (2, 0), (2, 158)], 2),
+], ids=["mixed", "one unit", "several units", "verify"])  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_output_in_fp8(rows, query_len, dtype):
+    """Rounded in the kernel that makes it, next to what an op behind it would give at most."""
+    more = {"pad_tokens": 2 * (query_len or 1), "pad_reqs": 2, "query_len": query_len or 0}
+    c = build(*rows, heads=(4, 2, 24), dtype=dtype, block_size=16, **more)
+    scale = torch.tensor(0.004, device=WHERE)
+    plain = run("triton_decode", c, query_len)
+    out = torch.full(c.q.shape, NAN, device=WHERE).to(FP8)
+    got = run("triton_decode", c, query_len, out=out, out_scale=scale)
+    want = torch.ops.fngraph.quantize_fp8(plain, scale)
+    assert got.dtype == FP8 and (want.float().abs() == 448).any()
+    assert got.float().equal(want.float())
 
 
 @pytest.mark.parametrize("query_len", [None, 1])

@@ -55,11 +55,13 @@ if interpreted():
         patch_once(interpreter, triton.language)
 
 
-def run(backend: str, c: Case, query_len: int | None = None, **options: Any) -> Tensor:
+def run(
+    backend: str, c: Case, query_len: int | None = None, out: Tensor | None = None, **options: Any
+) -> Tensor:
     """The backend's output, poisoned beforehand; the caches are written."""
     config = ATTENTION.configure(*arguments(c, c.q, **options))
     assert ATTENTION.backend(backend).refusal(config) is None
-    return call(backend, c, HostBounds(max_query_len=query_len), **options)
+    return call(backend, c, HostBounds(max_query_len=query_len), out, **options)
 
 
 def reference(c: Case, **options: Any) -> Tensor:
@@ -104,6 +106,19 @@ def dense(
         weights = scores.softmax(-1)[..., : n + past]
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
+
+
+def turn(c: Case, normed: bool, *, centred: bool = False, share: int = 2) -> dict[str, Any]:
+    """Options that turn q and k: 2/share of each head, by angles that are NaN in padding."""
+    (T, _, D), dtype = c.q.shape, c.q.dtype
+    generator = torch.Generator().manual_seed(5)
+    angle = torch.randn(T, 1, D // share, generator=generator) * 3
+    angle[c.meta.slot_mapping.cpu() < 0] = NAN
+    given: dict[str, Any] = {"cos": angle.cos(), "sin": angle.sin(), "q_norm": None, "k_norm": None}
+    if normed:
+        given |= {name: torch.randn(D, generator=generator) for name in ("q_norm", "k_norm")}
+    made = {name: None if x is None else x.to(WHERE, dtype) for name, x in given.items()}
+    return made | {"eps": 1e-5, "centred": centred}
 
 
 def part(c: Case, r: int, B: int) -> Case:

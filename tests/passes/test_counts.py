@@ -20,8 +20,9 @@ from tests.models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = tuple(one.name for one in PASSES)
-ORDER = ("side_by_side", "norm_rope", "rope", "add_rms_norm", "rms_norm", "silu_mul")
-EIGHT = ("add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once")
+ORDER = ("side_by_side", "norm_rope", "rope", "add_rms_norm", "rms_norm", "silu_mul",
+         "rope_in_attention")  # fmt: skip
+EIGHT = ("add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "attention_fp8")
 CLOSE = {  # of one product in place of three; in bfloat16, of matrices that are drawn wide
     (torch.float32, "cpu"): {"atol": 1e-4, "rtol": 1e-4},
     (torch.float32, "cuda"): {"atol": 1e-3, "rtol": 1e-3},
@@ -31,26 +32,26 @@ DENSE = ("llama", "qwen3")
 # Layers: llama, qwen3 and mamba2 have 2, qwen3_moe and deepseek_v2 3, qwen3_next 4. A first norm
 # follows no addition, nor does the last, which is of chosen rows.
 FAMILIES: dict[str, tuple[int, ...]] = {  # by ORDER
-    "llama": (4, 0, 4, 3, 2, 2),
-    "qwen3": (4, 4, 0, 3, 2, 2),
-    "qwen3_moe": (4, 6, 0, 5, 2, 3),  # two layers of experts, and one mlp
-    "mamba2": (0, 0, 0, 1, 4, 2),
-    "deepseek_v2": (3, 0, 6, 5, 5, 5),  # its compressed keys have a norm, and no rope
-    "qwen3_next": (5, 2, 0, 7, 5, 10),  # one layer of attention; three gated norms
+    "llama": (4, 0, 4, 3, 2, 2, 2),
+    "qwen3": (4, 4, 0, 3, 2, 2, 2),
+    "qwen3_moe": (4, 6, 0, 5, 2, 3, 3),  # two layers of experts, and one mlp
+    "mamba2": (0, 0, 0, 1, 4, 2, 0),
+    "deepseek_v2": (3, 0, 6, 5, 5, 5, 0),  # its compressed keys have a norm, and no rope
+    "qwen3_next": (5, 2, 0, 7, 5, 10, 1),  # one layer of attention; three gated norms
 }
 IN_BFLOAT16 = {  # where that is another: what is added, or gated, is in float32 there
-    "mamba2": (0, 0, 0, 0, 5, 2),
-    "qwen3_next": (5, 2, 0, 7, 5, 7),
+    "mamba2": (0, 0, 0, 0, 5, 2, 0),
+    "qwen3_next": (5, 2, 0, 7, 5, 7, 1),
 }
 THEIRS: dict[str, tuple[int, ...]] = {
-    "Llama": (4, 0, 4, 4, 1, 2),
-    "Qwen3": (4, 4, 0, 4, 1, 2),
-    "Qwen2": (4, 0, 4, 4, 1, 2),  # q, k and v have biases
-    "Gemma2": (4, 0, 4, 4, 5, 0),  # norms after additions and others; its gate is gelu
+    "Llama": (4, 0, 4, 4, 1, 2, 2),
+    "Qwen3": (4, 4, 0, 4, 1, 2, 2),
+    "Qwen2": (4, 0, 4, 4, 1, 2, 2),  # q, k and v have biases
+    "Gemma2": (4, 0, 4, 4, 5, 0, 2),  # norms after additions and others; its gate is gelu
 }
 
 
-def counts(traced: Any, fp8: tuple[int, ...] = (0, 0, 0, 0)) -> tuple[int, ...]:
+def counts(traced: Any, fp8: tuple[int, ...] = (0, 0, 0, 0, 0)) -> tuple[int, ...]:
     found = {one.one.name: one.matches for one in traced.passes}
     assert tuple(found) == NAMES
     assert tuple(found[name] for name in EIGHT) == fp8
@@ -116,10 +117,10 @@ def test_a_family_is_fused_so_often_and_computes_the_same(
 
 
 IN_FP8 = {  # by EIGHT, and by ORDER: the last norm is of a head in bfloat16, and one is the first
-    "llama": ((3, 1, 2, 0), (4, 0, 4, 0, 1, 0)),
-    "qwen3": ((3, 1, 2, 0), (4, 4, 0, 0, 1, 0)),
+    "llama": ((3, 1, 2, 0), (4, 0, 4, 0, 1, 0, 2)),
+    "qwen3": ((3, 1, 2, 0), (4, 4, 0, 0, 1, 0, 2)),
     # a router reads a norm of experts, and they are not in fp8
-    "qwen3_moe": ((3, 1, 1, 0), (4, 6, 0, 2, 1, 2)),
+    "qwen3_moe": ((3, 1, 1, 0), (4, 6, 0, 2, 1, 2, 3)),
 }
 
 
@@ -146,9 +147,11 @@ def test_a_family_in_fp8_rounds_in_its_norms_and_gates(
 
     _, *plain = run(params, ())
     laid = fg.ops.lay_side_by_side(params)
+    layers = config.num_layers if known else 0  # whose attention is rounded by a known scale
+    fp8 = (*IN_FP8[name][0], layers)
     for modes in ("FULL", "PIECEWISE"):
         traced, *got = run(laid, "all", modes)
-        assert counts(traced, IN_FP8[name][0]) == IN_FP8[name][1], traced.as_text()
+        assert counts(traced, fp8) == IN_FP8[name][1], traced.as_text()
         for a, b in zip(trees(tuple(got)), trees(tuple(plain)), strict=True):
             torch.testing.assert_close(a, b, **CLOSE[torch.bfloat16, "cpu"])
         _, *got = run(laid, [one for one in NAMES if one != "side_by_side"], modes)
@@ -158,10 +161,10 @@ def test_a_family_in_fp8_rounds_in_its_norms_and_gates(
     assert dict((one.one.name, one.matches) for one in apart.passes)["side_by_side"] == 0
     notes = [note for one in apart.passes for note in one.notes if "input_scale" in note]
     if known:  # q, k and v, gate and up have each a tensor of its own; down has one
-        counts(apart, (0, 0, IN_FP8[name][0][2], 0))
+        counts(apart, (0, 0, fp8[2], 0, layers))
         assert any("attn.wq.input_scale, params.layers[" in note for note in notes)
     else:
-        counts(apart, IN_FP8[name][0])
+        counts(apart, fp8)
         assert not notes
 
 

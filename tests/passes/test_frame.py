@@ -115,8 +115,8 @@ def test_order_and_level():
     assert every == PASSES
 
 
-COMPILED = ["no_ops", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once",
-            "side_by_side"]  # fmt: skip
+COMPILED = ["no_ops", "attention_fp8", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8",
+            "quantize_once", "side_by_side"]  # fmt: skip
 LEVELS = {"none": [], "pieces": COMPILED, "once": COMPILED, "stock": COMPILED}
 
 

@@ -397,6 +397,79 @@ def test_a_pass_matches_where_it_should_and_results_are_the_same_bits(name: str)
         toy.check(fast, batch, atol=0, rtol=0)
 
 
+# --- what turns q and k, in attention's call ------------------------------------------------------
+
+
+def in_call(
+    *, of: Callable[[Any, Tensor], Tensor] = lambda p, y: y, eps: float | None = None,
+    angle: Callable[[Tensor], Tensor] = lambda x: x, then: Callable[..., Any] = lambda *x: None,
+    turns: tuple[bool, bool] = (True, True), one: bool = False,
+) -> Any:  # fmt: skip
+    """Attention over q and k that are turned, by default as one expects; and what else is read.
+
+    Args:
+        of: the norm of q, and of k where `eps` is not given: that of k's norm.
+        angle: what k's angles are made of.
+        then: is called with p and the values before attention is; what it returns is returned.
+    """
+
+    def forward(p: Any, state: Any, batch: toys.Batch) -> Any:
+        x = p["w"][batch.token_ids]
+        y, own = x.sin(), x.cos()
+        cos_sin = angles(x)
+        q, k, v = (z.unflatten(1, (H, D)) for z in (y, own, x))
+        q = of(p, q)
+        k = of(p, k) if eps is None else rms_norm(k, p["h"], eps)
+        k_angles = cos_sin if angle(x) is x else angles(angle(x))
+        q = rotate(q, cos_sin) if turns[0] else q
+        k = rotate(k, k_angles) if turns[1] else k
+        k = q if one else k
+        kept = then(p, y, q, k)
+        out, kv = fg.ops.attention(q, k, v, state, batch)
+        return (out, kept), kv
+
+    return forward
+
+
+def normed(p: Any, y: Tensor) -> Tensor:
+    return rms_norm(y, p["h"], EPS)
+
+
+IN_CALL = {
+    "both turned": (in_call(), 1),
+    "both normed and turned": (in_call(of=normed), 1),
+    "normed by another epsilon": (in_call(of=normed, eps=0.1), 0),
+    "one of a norm": (in_call(eps=EPS), 0),
+    "turned by other angles": (in_call(angle=Tensor.exp), 0),
+    "q alone turned": (in_call(turns=(True, False)), 0),
+    "neither turned": (in_call(turns=(False, False)), 0),
+    "one value for both": (in_call(one=True), 0),
+    "k read elsewhere": (in_call(then=lambda p, y, q, k: k.sin()), 0),
+    "q read elsewhere": (in_call(then=lambda p, y, q, k: q.sum(-1)), 0),
+    "q asked for its size": (in_call(then=lambda p, y, q, k: q.new_zeros(q.shape[0], 3)), 1),
+    "what is turned is written before": (in_call(then=lambda p, y, q, k: y.add_(1).sin()), 0),
+    "something else is written before": (
+        in_call(then=lambda p, y, q, k: q.new_zeros(q.shape[0], 3).add_(1)), 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_CALL)
+def test_what_turns_q_and_k_goes_into_the_call(name: str):
+    forward, matches = IN_CALL[name]
+    cache = tuple(torch.zeros(4 * toys.B, toys.S, H, D) for _ in range(2))
+    toy = Model(forward, params(), cache)
+    for modes in ("FULL", "PIECEWISE"):
+        fast = toy.graphify(
+            passes=("norm_rope", "rope", "rope_in_attention"), modes=modes, sizes=(16,),
+            recorder="tape",
+        )  # fmt: skip
+        one = fast.trace(toy.params, toy.state).passes[-1]
+        assert one.matches == matches and len(one.notes) == 1 - matches
+        for batch in steps()[:3]:
+            toy.check(fast, batch, atol=0, rtol=0)
+
+
 # --- products side by side ------------------------------------------------------------------------
 
 

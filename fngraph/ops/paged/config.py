@@ -41,6 +41,8 @@ class AttentionConfig(NamedTuple):
         causal: whether a token sees none behind it.
         sinks: whether each head has a sink.
         scaled: whether the cache holds k / k_scale and v / v_scale.
+        turned: whether q and k come before their rotary embedding.
+        rounded: whether the output is rounded to fp8.
     """
 
     num_heads: int
@@ -56,6 +58,8 @@ class AttentionConfig(NamedTuple):
     causal: bool = True
     sinks: bool = False
     scaled: bool = False
+    turned: bool = False
+    rounded: bool = False
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -69,6 +73,26 @@ class AttentionConfig(NamedTuple):
         return tuple(name for name, yes in asked.items() if yes)
 
 
+class Turn(NamedTuple):
+    """How q and k are turned before k is written, as the op `fngraph::rope` of them, or with norms
+    of each head `fngraph::norm_rope`; the pass `rope_in_attention` puts it there.
+
+    Attributes:
+        cos: (T, 1, C) of pairs (i, i + C), or (T, 1, D); None: q and k come as they are.
+        sin: likewise.
+        q_norm, k_norm: (D,) weights of norms; None: none.
+        eps: of the norms.
+        centred: whether 1 is added to their weights.
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    centred: bool = False
+
+
 class AttentionArgs(NamedTuple):
     """What a backend of attention gets, `run(args, host)`; the letters are `fg.ops.attention`'s.
 
@@ -79,11 +103,18 @@ class AttentionArgs(NamedTuple):
         k_cache: (num_blocks, block_size, K, D) keys.
         v_cache: (num_blocks, block_size, K, D) values.
         meta: where the tokens belong.
-        out: (T, H, D) to be written in full, zero in rows that belong to no request.
+        out: (T, H, D) to be written in full, zero in rows that belong to no request; in q's dtype,
+            or float8_e4m3fn if there is an `out_scale`.
         config: what is the same for every batch, the options included.
         sinks: (H,) logits, if `config.sinks`.
         k_scale: () or (K,) float32, the cache holds k / k_scale; None: 1.
         v_scale: likewise of v.
+        turn: how q and k are to be turned first. A backend that has no "rope" among its `options`
+            gets them turned, and nothing here.
+        out_scale: () float32, by which the output is rounded to fp8 when it has been rounded to q's
+            dtype, as the op `fngraph::quantize_fp8` does; the pass `attention_fp8` puts it there. A
+            backend that has no "fp8 output" among its `options` gets None, and an `out` in q's
+            dtype.
         plan: the buffers that the backend's `Plan` has filled, if it has one.
     """
 
@@ -98,12 +129,28 @@ class AttentionArgs(NamedTuple):
     sinks: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    turn: Turn = Turn()
+    out_scale: Tensor | None = None
     plan: Any = None
 
     @property
     def kv(self) -> tuple[Tensor, Tensor]:
         """The layer's cache, as it was passed to `fg.ops.attention`."""
         return self.k_cache, self.v_cache
+
+
+def turned(args: AttentionArgs) -> AttentionArgs:
+    """The same with q and k turned, an op each."""
+    cos, sin, q_norm, k_norm, *how = args.turn
+    if cos is None:
+        return args
+    ops = torch.ops.fngraph
+    if q_norm is None:
+        q, k = (ops.rope(x, cos, sin) for x in (args.q, args.k))
+    else:
+        pairs = (args.q, q_norm), (args.k, k_norm)
+        q, k = (ops.norm_rope(x, norm, cos, sin, *how) for x, norm in pairs)
+    return args._replace(q=q, k=k, turn=Turn())
 
 
 def meta_of(batch: Any) -> AttentionMeta:

@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fngraph.core import HostBounds
+from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import PAGED, QKV, Shapes
+from fngraph.ops.fp8 import quantize_fp8
 from fngraph.ops.paged import reference
-from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, meta_of
+from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, Turn, meta_of, turned
 from fngraph.ops.paged.inlined import inline
 from fngraph.ops.primitives import define
 from fngraph.ops.transforms import inlined, is_transformed
@@ -22,24 +25,40 @@ from fngraph.ops.transforms import inlined, is_transformed
 def _configure(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
 ) -> AttentionConfig:
-    *_, scale, window, softcap, causal, sinks, k_scale, v_scale = rest
+    *_, scale, window, softcap, causal, sinks, k_scale, v_scale, cos = rest[:-6]
     return AttentionConfig(
         num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[2],
         block_size=k_cache.shape[1], dtype=q.dtype, cache_dtype=k_cache.dtype,
         device=q.device.type, scale=scale, window=window, softcap=softcap, causal=causal,
         sinks=sinks is not None, scaled=k_scale is not None or v_scale is not None,
+        turned=cos is not None, rounded=rest[-1] is not None,
     )  # fmt: skip
+
+
+def _around(backend: Backend, args: AttentionArgs, host: HostBounds | None) -> Any:
+    """Run a backend; what it cannot do of what goes before and behind, ops do."""
+    if "rope" not in backend.options:
+        args = turned(args)
+    if args.out_scale is None or "fp8 output" in backend.options:
+        return backend.run(args, host=host)  # type: ignore[misc]
+    made = args.q.new_empty(args.q.shape)
+    returned = backend.run(args._replace(out=made, out_scale=None), host=host)  # type: ignore[misc]
+    args.out.copy_(quantize_fp8(made, args.out_scale))
+    return returned
 
 
 ATTENTION = define(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor block_tables, Tensor(c!) out, float scale, "
-    "int? window, float? softcap, bool causal, Tensor? sinks, Tensor? k_scale, Tensor? v_scale)",
+    "int? window, float? softcap, bool causal, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float eps, bool centred, "
+    "Tensor? out_scale)",
     configure=_configure,
     args=AttentionArgs,
     default=reference.BACKEND,
     null_slots="slot_mapping",
+    around=_around,
 )
 
 
@@ -99,7 +118,7 @@ def attention(
     sizes = SHAPES.check(*tensors)
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     _check_options(sizes, scale, window, softcap, sinks, k_scale, v_scale)
-    options = scale, window, softcap, causal, sinks, k_scale, v_scale
+    options = scale, window, softcap, causal, sinks, k_scale, v_scale, *Turn(), None
     if is_transformed(*tensors, sinks):
         with inlined("attention"):
             return inline(tensors, kv, _configure(*tensors, None, *options), sinks)

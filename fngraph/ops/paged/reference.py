@@ -12,18 +12,21 @@ from torch import Tensor
 
 from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
+from fngraph.ops.fp8 import quantize_fp8
 from fngraph.ops.paged.config import (
     AttentionArgs,
     AttentionConfig,
     AttentionMeta,
     owners,
     sees_nothing,
+    turned,
 )
 from fngraph.ops.slots import read_cache, some_at_a_time, write_cache
 
 
 def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`; shape letters are listed there."""
+    args = turned(args)
     write_new(args)
     attend_to(args)
 
@@ -40,18 +43,17 @@ def attend_to(args: AttentionArgs) -> None:
         args.out.zero_()
         return
     for part in some_at_a_time(args.q.shape[0], args.meta.block_tables, args.k_cache):
-        args.out[part].copy_(
-            attend(
-                args.q[part],
-                args.kv,
-                args.meta,
-                args.config,
-                args.sinks,
-                args.k_scale,
-                args.v_scale,
-                first=part.start,
-            )
+        made = attend(
+            args.q[part],
+            args.kv,
+            args.meta,
+            args.config,
+            args.sinks,
+            args.k_scale,
+            args.v_scale,
+            first=part.start,
         )
+        args.out[part].copy_(made if args.out_scale is None else quantize_fp8(made, args.out_scale))
 
 
 def attend(
@@ -112,5 +114,5 @@ BACKEND = Backend(
     "reference",
     run,
     support=lambda config: Support.ALWAYS,
-    options=("bidirectional", "sinks", "cache scales", "fp8 cache"),
+    options=("bidirectional", "sinks", "cache scales", "fp8 cache", "rope", "fp8 output"),
 )

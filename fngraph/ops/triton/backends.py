@@ -100,7 +100,8 @@ def backend(
     )  # fmt: skip
 
 
-_OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache")
+_OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache", "rope",
+            "fp8 output")  # fmt: skip
 _DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True}
 ATTENTION = (
     backend("attention", "unified", supports, options=_OPTIONS),

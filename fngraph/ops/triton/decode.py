@@ -23,17 +23,19 @@ import triton.language as tl
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton import unified
+from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import launch, power_of_two, processors
 from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold, merge
-from fngraph.ops.triton.writing import scale_of, write
+from fngraph.ops.triton.turning import turn_and_write
+from fngraph.ops.triton.writing import scale_of
 
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 
 
 def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`. A batch not known to be uniform goes to the unified kernel."""
-    write(args)
+    args = turn_and_write(args)
     T, R = args.q.shape[0], args.meta.seq_lens.shape[0]
     Q = host.max_query_len if host is not None else None
     rows = (Q or 0) * (args.config.num_heads // args.config.num_kv_heads)
@@ -66,7 +68,8 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
         split_kernel,
         (R * K * each,),
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
-         q_THD if sinks is None else sinks, by_k, by_v),
+         q_THD if sinks is None else sinks, by_k, by_v,
+         q_THD if args.out_scale is None else args.out_scale),
         (*(sums or (out_THD,) * 3), out_THD),
         (R, K, units, each, many or 0, *q_THD.stride()[:2],
          *k_cache.stride()[:3], *v_cache.stride()[:3], meta.block_tables.stride(0),
@@ -80,6 +83,7 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
         FINAL=final,
         K_SCALED=args.k_scale is not None,
         V_SCALED=args.v_scale is not None,
+        ROUNDS=args.out_scale is not None,
         SINKS=sinks is not None,
         early=early,
         programs=programs,
@@ -92,6 +96,7 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
             sums, meta, out_THD, Q, split, many,
             window=config.window, sinks=sinks,
             v_scale=None if args.v_scale is None else (by_v, v_step), early=early,
+            rounds=None if args.out_scale is None else (args.out_scale, q_THD),
         )  # fmt: skip
 
 
@@ -166,14 +171,15 @@ FILL, MOST = 2, 64
 
 @triton.jit
 def split_kernel(
-    q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, parts, tops, totals, out,
-    R, HEADS, UNITS, EACH, many, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out_scale,
+    parts, tops, totals, out, R, HEADS, UNITS, EACH, many, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
     table_row, out_row, out_head, k_step, v_step, scale, softcap, window,
     ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
     SPLIT: tl.constexpr, SPAN: tl.constexpr, SHARED: tl.constexpr, FINAL: tl.constexpr,
-    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr, SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One unit of the keys that a request sees, or with SHARED every EACH-th of them.
 
@@ -229,7 +235,7 @@ def split_kernel(
             by_v = tl.load(v_scale + head * v_step) if V_SCALED else 1.0
             acc *= finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
             at = token * out_row + query_head * out_head
-            tl.store(out + at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=there)
+            put_rounded(out + at[:, None] + d[None, :], acc, out_scale, q, there, ROUNDS)
         else:
             at = ((r.to(tl.int64) * HEADS + head) * UNITS + unit) * (Q * GROUP) + m
             tl.store(tops + at, top, mask=real)

@@ -50,6 +50,17 @@ def as_fp8(wide, scale):
 
 
 @triton.jit
+def put_rounded(into, x, scale, like, mask, ROUNDS: tl.constexpr):
+    """Store x in the dtype of `into`; with ROUNDS as fp8 by the scale, in the dtype of `like`
+    first."""
+    if ROUNDS:
+        wide = x.to(like.dtype.element_ty).to(tl.float32)
+        tl.store(into, as_fp8(wide, tl.load(scale)), mask=mask)
+    else:
+        tl.store(into, x.to(into.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def quantize_kernel(
     x, scale, values, x_row, x_column, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):

@@ -36,9 +36,12 @@ def put(out, scale, scales, row, at, t, real, QUANT: tl.constexpr):
 def norm_kernel(
     x, y, weight, scale, total, out, scales, x_row, y_row, eps,
     E: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, CENTRED: tl.constexpr,
-    QUANT: tl.constexpr,
+    QUANT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row t over its root mean square, times the weight; with ADDS, of x + y, which is stored."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     real = e < E
@@ -125,6 +128,7 @@ def _norm(
         (rows, others, weight.contiguous(), weight if scale is None else scale),
         (total, out, scales),
         (rows.stride(0), others.stride(0), eps),
+        early=True,
         num_warps=_warps(E),
         E=E,
         BLOCK=power_of_two(E),
@@ -146,9 +150,12 @@ def _results(x: Tensor, quant: int) -> tuple[Tensor, Tensor]:
 @triton.jit
 def silu_mul_kernel(
     gate, up, scale, out, scales, gate_row, up_row, F: tl.constexpr, BLOCK: tl.constexpr,
-    QUANT: tl.constexpr,
+    QUANT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of row t: silu(gate) * up."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = f < F
@@ -189,6 +196,7 @@ def _gate(
         (rows, others, gate if scale is None else scale),
         (out, scales),
         (rows.stride(0), others.stride(0)),
+        early=True,
         num_warps=_warps(block) if block <= 8192 else 32,
         F=F,
         BLOCK=block,
@@ -198,23 +206,19 @@ def _gate(
 
 
 @triton.jit
-def rope_kernel(
-    x, weight, cos, sin, out, H, x_row, x_head, cos_row, sin_row, eps,
+def turned(
+    at, weight, cos, sin, eps, kind: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr,
     NORMS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """A head of a token: its norm with NORMS, then pairs (i, i + HALF) turned by OTHER's angles."""
-    row = tl.program_id(0).to(tl.int64)
-    t, h = row // H, row % H
+    """The head at `at`: its norm with NORMS, then pairs (i, i + HALF) turned by OTHER's angles."""
     d = tl.arange(0, BLOCK)
     real = d < D
     first, turns = d < HALF, d < 2 * HALF
     partner = tl.where(first, d + HALF, tl.where(turns, d - HALF, d))
     angle = tl.where(first, d, d - HALF + OTHER)
-    at = x + t * x_row + h * x_head
     a = tl.load(at + d, mask=real, other=0.0).to(tl.float32)
     b = tl.load(at + partner, mask=real, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
     if NORMS:
         scale = tl.rsqrt(tl.sum(a * a) / D + eps)
         by = tl.load(weight + d, mask=real, other=0.0).to(tl.float32)
@@ -225,12 +229,32 @@ def rope_kernel(
             a = (a * scale).to(kind).to(tl.float32) * by
             b = (b * scale).to(kind).to(tl.float32) * too
         a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
-    c = tl.load(cos + t * cos_row + angle, mask=turns & real, other=1.0).to(tl.float32)
-    s = tl.load(sin + t * sin_row + angle, mask=turns & real, other=0.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=turns & real, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turns & real, other=0.0).to(tl.float32)
     straight = (a * c).to(kind).to(tl.float32)
     across = (b * s).to(kind).to(tl.float32)
-    turned = tl.where(first, straight - across, straight + across)
-    tl.store(out + row * D + d, tl.where(turns, turned, a).to(kind), mask=real)
+    made = tl.where(first, straight - across, straight + across)
+    return tl.where(turns, made, a).to(kind)
+
+
+@triton.jit
+def rope_kernel(
+    x, weight, cos, sin, out, H, x_row, x_head, cos_row, sin_row, eps,
+    D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr,
+    NORMS: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A head of a token."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    t, h = row // H, row % H
+    made = turned(
+        x + t * x_row + h * x_head, weight, cos + t * cos_row, sin + t * sin_row, eps,
+        out.dtype.element_ty, D, HALF, OTHER, BLOCK, NORMS, CENTRED,
+    )  # fmt: skip
+    d = tl.arange(0, BLOCK)
+    tl.store(out + row * D + d, made, mask=d < D)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -260,6 +284,7 @@ def _turn(
         (x_THD, weight, cos, sin),
         (out,),
         (H, *x_THD.stride()[:2], cos.stride(0), sin.stride(0), eps),
+        early=True,
         num_warps=1 if D <= 128 else 4,
         D=D,
         HALF=half,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import finish
 from fngraph.ops.triton.launching import launch, power_of_two
 
@@ -39,11 +40,12 @@ def by_spans(first, length, many, SPLIT: tl.constexpr):
 
 @triton.jit
 def merge_kernel(
-    starts, lens, parts, tops, totals, sinks, v_scale, out, R, UNITS, many, out_row, out_head,
-    window, v_step,
+    starts, lens, parts, tops, totals, sinks, v_scale, out_scale, like, out,
+    R, UNITS, many, out_row, out_head, window, v_step,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     Q: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, ALWAYS: tl.constexpr,
-    NEVER: tl.constexpr, SINKS: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
+    NEVER: tl.constexpr, SINKS: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query head of one token: its spans in order; zeros where there is no such token.
 
@@ -83,7 +85,7 @@ def merge_kernel(
         by_v = tl.load(v_scale + query_head // GROUP * v_step) if V_SCALED else 1.0
         result = acc * finish(top, total, sinks, query_head, True, by_v, SINKS)
         at = (begin + token).to(tl.int64) * out_row
-        tl.store(into + at, result.to(out.dtype.element_ty), mask=d < D)
+        put_rounded(into + at, result, out_scale, like, d < D, ROUNDS)
 
 
 @triton.jit
@@ -159,19 +161,30 @@ def merge(
     window: int | None = None,
     sinks: Tensor | None = None,
     v_scale: tuple[Tensor, int] | None = None,
+    rounds: tuple[Tensor, Tensor] | None = None,
     early: bool = True,
 ) -> None:
     """Launch `merge_kernel` into all rows of `out_THD`: requests of over `many` splits have spans.
 
     With `many` None all have splits. Of each request `sums` begins with the first unit it sees.
-    `v_scale` are numbers of kv heads and the step from one head's to the next.
+    `v_scale` are numbers of kv heads and the step from one head's to the next, `rounds` the scale
+    by which the output is rounded to fp8, and a tensor of the dtype that it is rounded to before.
     """
     R, K, units, rows, D = sums.parts.shape
     scale, step = v_scale or (out_THD, 0)
+    out_scale, like = rounds or (out_THD, out_THD)
     launch(
         merge_kernel,
         (R * Q, K * rows // Q),
-        (meta.query_start_loc, meta.seq_lens, *sums, out_THD if sinks is None else sinks, scale),
+        (
+            meta.query_start_loc,
+            meta.seq_lens,
+            *sums,
+            out_THD if sinks is None else sinks,
+            scale,
+            out_scale,
+            like,
+        ),
         (out_THD,),
         (R, units, many or 0, *out_THD.stride()[:2], window or 0, step),
         GROUP=rows // Q,
@@ -185,6 +198,7 @@ def merge(
         NEVER=many is None,
         SINKS=sinks is not None,
         V_SCALED=v_scale is not None,
+        ROUNDS=rounds is not None,
         early=early,
         num_warps=4,
     )

@@ -13,21 +13,24 @@ import triton.language as tl
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
+from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import Tile, attend_keys, compute_dtype, finish, options
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
-from fngraph.ops.triton.writing import scale_of, write
+from fngraph.ops.triton.turning import turn_and_write
+from fngraph.ops.triton.writing import scale_of
 
 
 @triton.jit
 def unified_kernel(
-    q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out, T, R,
+    q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out_scale, out, T, R,
     q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
     k_step, v_step, scale, softcap, window,
     ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr, SINKS: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BQ: tl.constexpr, REQS: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BQ: tl.constexpr,
+    REQS: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one kv head, over all the keys that it sees."""
     head = tl.program_id(0).to(tl.int64)
@@ -79,12 +82,12 @@ def unified_kernel(
         by_v = tl.load(v_scale + head * v_step) if V_SCALED else 1.0
         result = acc * finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
         at = token.to(tl.int64) * out_row + query_head * out_head
-        tl.store(out + at[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=there)
+        put_rounded(out + at[:, None] + d[None, :], result, out_scale, q, there, ROUNDS)
 
 
 def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`; shape letters are listed there."""
-    write(args)
+    args = turn_and_write(args)
     attend(args)
 
 
@@ -104,7 +107,8 @@ def attend(args: AttentionArgs, tile: Tile | None = None) -> None:
         unified_kernel,
         (config.num_kv_heads, tiles(T, R, BQ)),
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
-         q_THD if sinks is None else sinks, by_k, by_v),
+         q_THD if sinks is None else sinks, by_k, by_v,
+         q_THD if args.out_scale is None else args.out_scale),
         (out_THD,),
         (T, R, *q_THD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
          meta.block_tables.stride(0), *out_THD.stride()[:2], k_step, v_step, *numbers),
@@ -117,6 +121,7 @@ def attend(args: AttentionArgs, tile: Tile | None = None) -> None:
         SINKS=sinks is not None,
         K_SCALED=args.k_scale is not None,
         V_SCALED=args.v_scale is not None,
+        ROUNDS=args.out_scale is not None,
         **constants,
     )  # fmt: skip
 

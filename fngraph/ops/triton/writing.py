@@ -13,7 +13,7 @@ from fngraph.ops.triton.launching import launch, power_of_two
 
 
 @triton.jit
-def _store(into, x, scale, at, mask, EXACT: tl.constexpr, SCALED: tl.constexpr):
+def store(into, x, scale, at, mask, EXACT: tl.constexpr, SCALED: tl.constexpr):
     """A cache in the model's own dtype takes the bits; in another, x / scale, rounded once.
 
     CUDA's conversion to fp8 stops at its largest number.
@@ -47,9 +47,9 @@ def write_kernel(
         by_k = tl.load(k_scale + head * k_step, mask=real, other=1) if K_SCALED else 1.0
         by_v = tl.load(v_scale + head * v_step, mask=real, other=1) if V_SCALED else 1.0
         at = block * k_block + row * k_slot + head * k_at + d
-        _store(k_cache, x, by_k, at, real, EXACT, K_SCALED)
+        store(k_cache, x, by_k, at, real, EXACT, K_SCALED)
         at = block * v_block + row * v_slot + head * v_at + d
-        _store(v_cache, y, by_v, at, real, EXACT, V_SCALED)
+        store(v_cache, y, by_v, at, real, EXACT, V_SCALED)
 
 
 def write(args: AttentionArgs) -> None:
@@ -96,7 +96,7 @@ def row_kernel(
         c = tl.arange(0, BLOCK)
         x = tl.load(new + t * by_token + c, mask=c < C)
         at = slot // SIZE * by_block + slot % SIZE * by_slot + c
-        _store(cache, x, 1.0, at, c < C, EXACT, False)
+        store(cache, x, 1.0, at, c < C, EXACT, False)
 
 
 def write_rows(new_TC: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:

@@ -17,7 +17,15 @@ from fngraph.compile.key import Pass, can_be_told, digest_of, facts_of
 from fngraph.compile.results import Plan, with_numbers
 from fngraph.core.compiling import Range, trimmed
 from fngraph.errors import CompileError
-from fngraph.torch_facts.inductor import Assumed, Made, Sizes, compile_ahead, made_of, size_at
+from fngraph.torch_facts.inductor import (
+    Assumed,
+    Made,
+    Sizes,
+    compile_ahead,
+    made_of,
+    settle_environment,
+    size_at,
+)
 from fngraph.torch_facts.names import without_modes
 from fngraph.torch_facts.portable import dumped, loaded
 
@@ -89,6 +97,7 @@ def make_artefact(source: Source, part: Range) -> Artefact:
     with _ONE_AT_A_TIME, without_modes(), torch.inference_mode(False), torch.no_grad():
         began = time.perf_counter_ns()
         plan, device = source.plan, source.plan.inputs[0].device.type
+        settle_environment()
         facts = facts_of(source.key, plan.gm, plan.inputs, part, source.passes)
         digest, disk = digest_of(facts), source.disk if can_be_told(device) else None
         artefact = None if disk is None else _found(disk, digest)

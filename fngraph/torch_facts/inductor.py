@@ -123,6 +123,19 @@ def compile_ahead(
         )
 
 
+def settle_environment() -> None:
+    """Set what Inductor sets in the environment when it first compiles a kernel in this process.
+
+    Triton's assembler is torch's own where torch brings one (the builds of 2.11 for CUDA 13). A
+    process that has found all of its code on disk, or had it compiled by workers, has not set it.
+    """
+    from torch._inductor.runtime import compile_tasks
+
+    compile_tasks._set_triton_ptxas_path()
+    if hasattr(compile_tasks, "_set_triton_libdevice_path"):  # not in 2.11; off by default
+        compile_tasks._set_triton_libdevice_path()
+
+
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Without advice on how precise products are to be: that is ambient state, as it was traced."""

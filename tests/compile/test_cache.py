@@ -15,9 +15,11 @@ import torch
 import toys
 from test_compiled import captured, check, lowered, rows_model
 from test_graphify import Model
+from torch._inductor.runtime import compile_tasks
 
 from fngraph.__main__ import main
 from fngraph.compile.disk import Disk
+from fngraph.torch_facts import inductor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,39 @@ def test_a_second_process_compiles_nothing(disk: Disk):
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["0", "2"]
+
+
+@pytest.fixture
+def bundled(tmp_path: Path, monkeypatch) -> Path:
+    """An assembler that torch brings, as in its builds for CUDA 13; a compile in this process then
+    sets a flag of Triton's, as that of a kernel for a GPU does."""
+    home = tmp_path / "a/torch/_inductor/runtime"
+    for folder in (home.parents[1], home.parent):  # 2.11 looks into the first, 2.13 the second
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/ptxas").touch(0o755)
+    monkeypatch.setattr(compile_tasks, "__file__", str(home / "compile_tasks.py"))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    monkeypatch.setattr("fngraph.compile.artefact.compile_ahead", in_process)
+    return home
+
+
+def in_process(*args: Any) -> Any:
+    compile_tasks._set_triton_ptxas_path()
+    return inductor.compile_ahead(*args)
+
+
+def test_what_inductor_sets_as_it_compiles_is_no_other_key(disk: Disk, bundled: Path, monkeypatch):
+    """The first process sets it between two artefacts; the second one, which loads, would not."""
+    disk.clear()
+    for found in ("compiled", "loaded"):
+        compile_tasks._set_triton_ptxas_path.cache_clear()  # as in a new process
+        monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+        assert was(rows_model()) == [found, found]
+        assert os.environ["TRITON_PTXAS_PATH"].endswith("bin/ptxas")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine/ptxas")
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+    assert was(rows_model()) == ["compiled", "compiled"]
+    compile_tasks._set_triton_ptxas_path.cache_clear()
 
 
 def test_what_is_kept_is_loaded_for_every_level_and_mode(disk: Disk, caplog):

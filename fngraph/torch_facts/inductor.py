@@ -71,8 +71,9 @@ class Assumed(NamedTuple):
     def holds(self, values: Mapping[str, int]) -> bool:
         """Whether all is true of these numbers."""
         known = {symbol: values[name] for name, symbol in self.symbols.items()}
-        equal = all(a.subs(known) == b.subs(known) for a, b in self.equal)
-        return equal and all(x.subs(known) == True for x in self.conditions)  # noqa: E712
+        at = functools.partial(sympy_interp, PythonReferenceAnalysis, known)  # `subs`: 10 times it
+        equal = all(at(a) == at(b) for a, b in self.equal)
+        return equal and all(at(x) == True for x in self.conditions)  # noqa: E712
 
 
 def size_at(size: Any, values: Mapping[Any, Any]) -> Any:

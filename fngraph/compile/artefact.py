@@ -103,6 +103,8 @@ def make_artefact(source: Source, part: Range) -> Artefact:
         artefact = None if disk is None else _found(disk, digest)
         found = artefact is not None
         if artefact is None:
+            if disk is not None:
+                _say_why(source.name, part, disk, facts)
             artefact = _compiled(source, part, digest)
         us = (time.perf_counter_ns() - began) // 1000
         artefact = dataclasses.replace(artefact, us=us, loaded=found)
@@ -117,6 +119,18 @@ def make_artefact(source: Source, part: Range) -> Artefact:
             if why is not None:
                 LOG.warning("%s for %s is not kept: %s", source.name, artefact.range, why)
         return artefact
+
+
+def _say_why(name: str, part: Range, disk: Disk, facts: Mapping[str, str]) -> None:
+    """One line, where something of the same piece is on disk, in what its key differs."""
+    if not LOG.isEnabledFor(logging.INFO):  # headers of all files are read
+        return
+    if (nearest := disk.nearest(facts)) is not None:
+        digest, parts = nearest
+        LOG.info(
+            "%s for %s is not on disk: %s, of the same piece, differs in %s",
+            name, part, digest[:12], ", ".join(parts) or "nothing, and cannot be read",
+        )  # fmt: skip
 
 
 def _found(disk: Disk, digest: str) -> Artefact | None:

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +44,8 @@ from fngraph.passes.values import Known, complete
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.portable import text_of
 from fngraph.torch_facts.tracing import LazyGraphModule
+
+LOG = logging.getLogger("fngraph")
 
 
 class Rewritten(NamedTuple):
@@ -151,6 +155,7 @@ def run_passes(
     for node, leaf in zip((n for n in gm.graph.nodes if n.op == "placeholder"), leaves):
         node.meta["leaf"] = leaf
     for one in passes:
+        began = time.perf_counter()
         copy, twins = unchanged or _copied(gm.graph)
         try:
             made = one.fn(copy)
@@ -160,7 +165,7 @@ def run_passes(
         result = _checked_result(one, made)
         stays = {x: twins[x] for x in result.graph.nodes if x in twins}
         if not _differs(stays, result.graph, gm.graph):
-            applied.append(Applied(one, 0, result.notes))
+            applied.append(_said(Applied(one, 0, result.notes), began))
             unchanged = (copy, twins) if _is_copy(copy, twins) else None  # the next one's
             continue
         unchanged = None
@@ -171,11 +176,18 @@ def run_passes(
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
         fewer = len(gm.graph.nodes) - len(result.graph.nodes)
         matches = result.matches if result.matches >= 0 else len(claims) or max(fewer, 1)
-        applied.append(Applied(one, matches, result.notes, gm, after))
+        applied.append(_said(Applied(one, matches, result.notes, gm, after), began))
         gm = after
     if gm is not graph.gm:  # what `diff` shows stays as it is while donation goes on
         gm = LazyGraphModule(gm, _copied(gm.graph)[0])
     return dataclasses.replace(graph, gm=gm), tuple(applied)
+
+
+def _said(applied: Applied, began: float) -> Applied:
+    ms = (time.perf_counter() - began) * 1e3
+    times = count(applied.matches, "time")
+    LOG.info("the pass %s matched %s: %.0f ms", applied.one.name, times, ms)
+    return applied
 
 
 def _copied(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

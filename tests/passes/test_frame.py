@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,23 @@ def test_what_a_pass_did_is_printed_and_shown():
     assert all(x.before is None for x in compiled.executable.maker.traced.passes)
     with pytest.raises(PassError, match="no pass 'rope' has run; there were silu_mul, cosines"):
         one.diff("rope")
+
+
+def test_matches_are_counted_and_logged(caplog):
+    toy = Model(gated, toys.tally_params(), toys.tally_state())
+    fast = toy.graphify(passes=("silu_mul", "rope"), modes="FULL")
+    with caplog.at_level(logging.INFO, "fngraph"):
+        step = fast.bind(toy.params).capture(toy.state, toys.LIMITS, recorder="tape")
+    lines = [r.getMessage().partition(":")[0] for r in caplog.records]
+    assert lines == ["the pass silu_mul matched 1 time", "the pass rope matched 0 times"]
+    stats = step.stats
+    assert stats.passes == {"silu_mul": 1} == step.stats.passes
+    assert "| silu_mul |       1 |" in stats.as_text()
+    assert (stats - stats.copy()).passes == {} and (stats + stats).passes == {"silu_mul": 2}
+    more = {name: torch.cat([x, x]) for name, x in toy.params.items()}
+    step.rebind(params=more)  # traced anew
+    step(toy.state, toys.batch(3))
+    assert step.stats.passes == {"silu_mul": 2}
 
 
 def test_order_and_level():

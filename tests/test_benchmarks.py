@@ -19,6 +19,7 @@ QUICK = {
     "compile": ["--modes", "FULL"],
     "dispatch": [],
     "host": [],
+    "startup": ["--top", "1", "--mode", "FULL"],  # one key; the second process compiles nothing
     "steps": ["--modes", "FULL_DECODE_ONLY"],  # fewer keys, and an eager batch
     "trace": ["--layers", "1"],
     "traffic": [],

@@ -23,7 +23,7 @@ from typing import Any
 import fngraph as fg
 
 NAMES = ("attention", "capture", "compile", "dispatch", "fp8", "host", "latent", "linear",
-         "recurrent", "serve", "staging", "steps", "trace", "traffic")  # fmt: skip
+         "recurrent", "serve", "staging", "startup", "steps", "trace", "traffic")  # fmt: skip
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 REFUSED = (fg.errors.BackendError, fg.errors.ModesError, fg.errors.PackageError,
            fg.errors.SizesError, fg.errors.SpecError)  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import fngraph as fg
 from benchmarks.harness import count
 from fngraph.models.families import llama
+from fngraph.models.weights import naming
 
 BLOCK_SIZE, CONTEXT = 16, 128  # tokens of a block, and of each request
 BLOCKS = CONTEXT // BLOCK_SIZE  # of a request
@@ -32,6 +33,29 @@ def shape(flags: Any = FULL) -> llama.Config:
         vocab_size=flags.vocab, num_layers=layers, num_heads=dim // 64, num_kv_heads=dim // 256,
         head_dim=64, dim=dim, mlp_dim=4 * dim, tied=True,
     )  # fmt: skip
+
+
+SHAPES = {
+    "1B": shape(),
+    "8B": llama.Config(
+        vocab_size=128256, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, dim=4096,
+        mlp_dim=14336,
+    ),
+    "tiny": llama.Config(
+        vocab_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dim=64, mlp_dim=128
+    ),
+}  # fmt: skip
+
+
+def random_params(config: llama.Config, device: str, dtype: torch.dtype) -> llama.Params:
+    """Drawn where they stay; `llama.init_params` draws on the host, a minute for 8B."""
+
+    def drawn(_: str, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim == 1:
+            return torch.ones(x.shape, device=device, dtype=dtype)
+        return torch.randn(x.shape, device=device, dtype=dtype) * 0.02
+
+    return naming.replaced(llama.blank(config), drawn)
 
 
 def new_cache(config: llama.Config, device: str) -> Any:

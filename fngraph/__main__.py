@@ -15,10 +15,10 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fngraph.compile.disk import Disk, disk_of
+from fngraph.compile.disk import Disk, difference, disk_of, is_same_piece
 from fngraph.core.text import count, table
 
 
@@ -61,7 +61,26 @@ def _listed(disk: Disk) -> str:
         what[0] = what[0] or "damaged"
         rows.append([entry.digest[:12], *what, entry.nbytes, used])
     names = ["artefact", "piece", "sizes", "ms to make", "kernels", "torch", "bytes", "used"]
-    return f"{table(names, rows)}\n\n{disk}" if rows else str(disk)
+    parts = [table(names, rows), *_twice(disk), str(disk)]
+    return "\n\n".join(parts if rows else parts[-1:])
+
+
+def _twice(disk: Disk) -> Iterator[str]:
+    """What was made more than once for the same sizes, and in what the keys differ."""
+    latest: list[tuple[str, Mapping[str, str]]] = []
+    for entry in disk.entries():
+        if entry.facts is None:
+            continue
+        for digest, facts in latest:
+            if is_same_piece(facts, entry.facts):
+                parts = ", ".join(difference(facts, entry.facts))
+                yield (
+                    f"{digest[:12]} and {entry.digest[:12]}, {facts.get('name')} for "
+                    f"{facts.get('range')}, differ in {parts}"
+                )
+                break
+        else:
+            latest.append((entry.digest, entry.facts))
 
 
 def _warm(disk: Disk, module: str, name: str) -> int:

@@ -79,6 +79,7 @@ class Executable:
         estimate: bytes that a key will take, of its mode and descriptor.
         level: of compilation.
         compiled: pieces that were compiled, each once.
+        matches: how often each pass has matched, by its name.
     """
 
     args: Arguments
@@ -102,6 +103,7 @@ class Executable:
     estimate: Callable[[Mode, BatchDescriptor], Bytes]
     level: str
     compiled: tuple[CompiledPiece, ...]
+    matches: Mapping[str, int]
     maker: Maker
 
     def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:

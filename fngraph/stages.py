@@ -289,6 +289,7 @@ class Lowered:
             estimate=self._estimate,
             level=self.level,
             compiled=compiled,
+            matches={one.one.name: one.matches for one in traced.passes},
             maker=Retracer(
                 dataclasses.replace(traced, passes=tuple(one.counted() for one in traced.passes)),
                 self.limits,

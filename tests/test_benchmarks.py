@@ -20,6 +20,7 @@ QUICK = {
     "dispatch": [],
     "fp8": ["--parts", "step"],
     "host": [],
+    "startup": ["--top", "1", "--mode", "FULL"],  # one key; the second process compiles nothing
     "steps": ["--modes", "FULL_DECODE_ONLY"],  # fewer keys, and an eager batch
     "trace": ["--layers", "1"],
     "traffic": [],

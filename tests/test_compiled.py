@@ -304,6 +304,34 @@ def test_what_it_took_is_counted_and_logged(caplog):
     assert (step.stats - step.stats.copy()).compiles == {}
 
 
+def test_progress_is_shown_piece_by_piece(monkeypatch):
+    shown: list[tuple[str, list[bool]]] = []
+
+    def track(items: Any, description: str) -> Any:
+        done: list[bool] = []
+        shown.append((description, done))
+        for item in items:
+            yield item
+            done.append(True)
+
+    low = lowered(model("attend"), modes="NONE")
+    low.compile()
+    assert shown == []
+    monkeypatch.setattr("fngraph.report.progress.track", track)
+    made = low.compile(progress=True).executable.compiled
+    assert low.compile(progress="my model").executable.compiled
+    assert len(made) == 3 and shown == [("compiling", [True] * 3), ("my model", [True] * 3)]
+    monkeypatch.undo()
+    assert lowered(rows_model(), compile="none", modes="NONE").compile(progress=True)
+
+
+def test_the_bar_itself_goes_from_none_to_all(capsys):
+    pytest.importorskip("rich")
+    lowered(rows_model(), modes="NONE").compile(progress="my model")
+    said = capsys.readouterr().out
+    assert "my model" in said and "100%" in said
+
+
 # --- other weights --------------------------------------------------------------------------------
 
 

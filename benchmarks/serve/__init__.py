@@ -33,38 +33,16 @@ from benchmarks.serve.right import share_of_texts, wrong
 from benchmarks.serve.streams import served, shares
 from benchmarks.serve.turns import broken, by_batch, decode_batch, in_turns, on_device
 from benchmarks.traffic import PROFILES, STREAM, Arrival, Lengths, Profile, as_text, stream
-from benchmarks.workload import attention_of, shape
+from benchmarks.workload import SHAPES, attention_of, random_params
 from fngraph.models.families import llama, lora
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, Row
 from fngraph.models.serving.steps import Steps, bare_steps, make_steps
 from fngraph.models.serving.tokens import Tokens
-from fngraph.models.weights import naming
 
 PARTS = ("decode", "traffic")
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384, 512)
-SHAPES = {
-    "1B": shape(),
-    "8B": llama.Config(
-        vocab_size=128256, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, dim=4096,
-        mlp_dim=14336,
-    ),
-    "tiny": llama.Config(
-        vocab_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dim=64, mlp_dim=128
-    ),
-}  # fmt: skip
 TINY = Profile(200, Lengths(9, 0.5, 24), Lengths(6, 0.5, 12), burst=3, systems=(8,))
-
-
-def random_params(config: llama.Config, device: str, dtype: torch.dtype) -> llama.Params:
-    """Drawn where they stay; `llama.init_params` draws on the host, a minute for 8B."""
-
-    def drawn(_: str, x: torch.Tensor) -> torch.Tensor:
-        if x.ndim == 1:
-            return torch.ones(x.shape, device=device, dtype=dtype)
-        return torch.randn(x.shape, device=device, dtype=dtype) * 0.02
-
-    return naming.replaced(llama.blank(config), drawn)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,15 @@ from fngraph.compile.key import Pass, can_be_told, digest_of, facts_of
 from fngraph.compile.results import Plan, with_numbers
 from fngraph.core.compiling import Range, trimmed
 from fngraph.errors import CompileError
-from fngraph.torch_facts.inductor import Assumed, Made, Sizes, compile_ahead, made_of, size_at
+from fngraph.torch_facts.inductor import (
+    Assumed,
+    Made,
+    Sizes,
+    compile_ahead,
+    made_of,
+    settle_environment,
+    size_at,
+)
 from fngraph.torch_facts.names import without_modes
 from fngraph.torch_facts.portable import dumped, loaded
 
@@ -90,11 +98,14 @@ def make_artefact(source: Source, part: Range) -> Artefact:
     with _ONE_AT_A_TIME, without_modes(), torch.inference_mode(False), torch.no_grad():
         began = time.perf_counter_ns()
         plan, device = source.plan, source.plan.inputs[0].device.type
+        settle_environment()
         facts = facts_of(source.key, plan.gm, plan.inputs, part, source.passes)
         digest, disk = digest_of(facts), source.disk if can_be_told(device) else None
         artefact = None if disk is None else _found(disk, digest)
         found = artefact is not None
         if artefact is None:
+            if disk is not None:
+                _say_why(source.name, part, disk, facts)
             artefact = _compiled(source, part, digest)
         us = (time.perf_counter_ns() - began) // 1000
         artefact = dataclasses.replace(artefact, us=us, loaded=found)
@@ -109,6 +120,18 @@ def make_artefact(source: Source, part: Range) -> Artefact:
             if why is not None:
                 LOG.warning("%s for %s is not kept: %s", source.name, artefact.range, why)
         return artefact
+
+
+def _say_why(name: str, part: Range, disk: Disk, facts: Mapping[str, str]) -> None:
+    """One line, where something of the same piece is on disk, in what its key differs."""
+    if not LOG.isEnabledFor(logging.INFO):  # headers of all files are read
+        return
+    if (nearest := disk.nearest(facts)) is not None:
+        digest, parts = nearest
+        LOG.info(
+            "%s for %s is not on disk: %s, of the same piece, differs in %s",
+            name, part, digest[:12], ", ".join(parts) or "nothing, and cannot be read",
+        )  # fmt: skip
 
 
 def _found(disk: Disk, digest: str) -> Artefact | None:

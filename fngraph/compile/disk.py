@@ -29,6 +29,8 @@ MAGIC = b"fngraph artefact 1\n"
 MOST_BYTES = 4 << 30
 STALE_S = 3600  # after which a file that is still being written has lost its writer
 OFF = ("", "0", "off")
+ABOUT = {"name", "holds", "ms", "kernels"}  # facts of what an artefact is; the others make its key
+_SHORT = 60  # letters of a fact that is shown
 _SUFFIX, _UNFINISHED = ".artefact", ".part"
 
 
@@ -42,6 +44,23 @@ class Kept(NamedTuple):
 
     facts: Mapping[str, str]
     body: bytes
+
+
+def difference(facts: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """What keys differ in, by name; short facts are shown, those of `others` last."""
+    told = []
+    for name in sorted((facts.keys() | others.keys()) - ABOUT):
+        pair = facts.get(name, ""), others.get(name, "")
+        if pair[0] != pair[1]:
+            short = all(len(one) <= _SHORT and "\n" not in one for one in pair)
+            shown = [one or "nothing" for one in pair]
+            told.append(f"{name} ({shown[0]}; there {shown[1]})" if short else name)
+    return told
+
+
+def is_same_piece(facts: Mapping[str, str], others: Mapping[str, str]) -> bool:
+    """Whether two are of one piece and range of sizes, whatever else their keys say."""
+    return all(facts.get(name) == others.get(name) for name in ("piece", "range"))
 
 
 class Entry(NamedTuple):
@@ -134,6 +153,22 @@ class Disk:
             facts = None if isinstance(parsed, str) else parsed.facts
             found.append(Entry(path.stem, status.st_size, status.st_mtime, facts))
         return sorted(found, key=lambda entry: -entry.used)
+
+    def nearest(self, facts: Mapping[str, str]) -> tuple[str, list[str]] | None:
+        """Of the same piece and range, the digest of what differs least from `facts`, and in what;
+        None: there is none. For people: files are not checked."""
+        found = []
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            try:
+                with path.open("rb") as file:
+                    file.seek(len(MAGIC) + 32)
+                    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                others = header["facts"]
+                if is_same_piece(facts, others):
+                    found.append((path.stem, difference(facts, others)))
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+                continue  # gone meanwhile, or damaged
+        return min(found, key=lambda one: len(one[1]), default=None)
 
     def clear(self) -> int:
         """Remove all files, those of writers that are gone as well; how many artefacts."""

@@ -63,9 +63,9 @@ def facts_of(
         "passes": str([tuple(one) for one in passes]),
         "ops": "\n".join(sorted(portable.op_source(op) for op in ops)),
         "ambient": "\n".join(sorted(map(_ambient, {d.type for d in devices}))),
-        "flags": str(sorted(flags.items())),
         "devices": str(sorted({f"{d}: {portable.device_facts(d)}" for d in devices})),
         "fngraph": _own_source(),
+        **{f"flag {name}": value for name, value in flags.items()},
         **portable.versions(),
         **portable.settings(),
     }

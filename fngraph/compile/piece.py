@@ -87,7 +87,7 @@ class CompiledPiece:
         for num_tokens in exact:
             self._make(self.within.at(num_tokens))
         for num_tokens, num_reqs in sizes:
-            self.artefact(num_tokens, num_reqs)
+            self.at(num_tokens, num_reqs)
         self.is_ahead = False
 
     def artefact(self, num_tokens: int, num_reqs: int) -> Artefact:

@@ -66,9 +66,10 @@ class Stats:
         reasons: why steps ran eagerly -> how many did.
         captures: (mode, descriptor, whether in a step) -> how often and how long it was captured.
         compiles: what was made of a piece -> likewise, for code that Inductor has made.
+        passes: a pass that matched, by name -> how often, in all programs that were traced.
     """
 
-    __slots__ = ("captures", "compiles", "counts", "reasons")
+    __slots__ = ("captures", "compiles", "counts", "passes", "reasons")
 
     def __init__(
         self,
@@ -76,11 +77,13 @@ class Stats:
         reasons: Mapping[str, int] | None = None,
         captures: Mapping[CaptureKey, Took] | None = None,
         compiles: Mapping[CompileKey, Took] | None = None,
+        passes: Mapping[str, int] | None = None,
     ) -> None:
         self.counts = dict(counts or {})
         self.reasons = dict(reasons or {})
         self.captures = dict(captures or {})
         self.compiles = dict(compiles or {})
+        self.passes = dict(passes or {})
 
     def observe(self, num_tokens: int, ran: Dispatch) -> None:
         """Counts one step of `num_tokens` true tokens that ran as `ran`."""
@@ -102,6 +105,12 @@ class Stats:
         """Counts one artefact of a piece, which took `us` microseconds to make or to load."""
         times, before = self.compiles.get(made, (0, 0))
         self.compiles[made] = Took(times + 1, before + us)
+
+    def observe_passes(self, matches: Mapping[str, int]) -> None:
+        """Counts what the passes over one program have matched, each by its name."""
+        for name, count in matches.items():
+            if count:
+                self.passes[name] = self.passes.get(name, 0) + count
 
     @property
     def compiled(self) -> int:
@@ -164,11 +173,15 @@ class Stats:
                 for key, took in self.compiles.items()
             ]  # fmt: skip
             parts.append(text.table(("piece", "sizes", "was", "kernels", "times", "ms"), made))
+        if self.passes:
+            parts.append(text.table(("pass", "matches"), list(self.passes.items())))
         return "\n\n".join(parts)
 
     def copy(self) -> Self:
         """The counts as they stand, to subtract later."""
-        return type(self)(self.counts, self.reasons, self.captures, self.compiles)
+        return type(self)(
+            self.counts, self.reasons, self.captures, self.compiles, self.passes
+        )  # fmt: skip
 
     def __add__(self, other: Stats) -> Stats:
         return self._with(other, 1)
@@ -182,6 +195,7 @@ class Stats:
             _sum(self.reasons, other.reasons, sign),
             _sum_took(self.captures, other.captures, sign),
             _sum_took(self.compiles, other.compiles, sign),
+            _sum(self.passes, other.passes, sign),
         )
 
     def __eq__(self, other: object) -> bool:

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,9 +40,12 @@ from fngraph.fx.rows.check import facts_of
 from fngraph.fx.rows.state import Kept, Mixed
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.passes.pattern import sizes
+from fngraph.passes.values import Known, complete
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import tree_leaves
 from fngraph.torch_facts.portable import text_of
+from fngraph.torch_facts.tracing import LazyGraphModule
+
+LOG = logging.getLogger("fngraph")
 
 
 class Rewritten(NamedTuple):
@@ -145,10 +150,13 @@ def run_passes(
     """
     applied = []
     gm = graph.gm
+    known: Known = {}
+    unchanged = None
     for node, leaf in zip((n for n in gm.graph.nodes if n.op == "placeholder"), leaves):
         node.meta["leaf"] = leaf
     for one in passes:
-        copy, twins = _copied(gm.graph)
+        began = time.perf_counter()
+        copy, twins = unchanged or _copied(gm.graph)
         try:
             made = one.fn(copy)
         except Exception as error:
@@ -157,20 +165,29 @@ def run_passes(
         result = _checked_result(one, made)
         stays = {x: twins[x] for x in result.graph.nodes if x in twins}
         if not _differs(stays, result.graph, gm.graph):
-            applied.append(Applied(one, 0, result.notes))
+            applied.append(_said(Applied(one, 0, result.notes), began))
+            unchanged = (copy, twins) if _is_copy(copy, twins) else None  # the next one's
             continue
-        _complete(one, result.graph, stays)
+        unchanged = None
+        complete(one.name, result.graph, stays, known)
         _check_same(one, gm.graph, result.graph)
-        after = fx.GraphModule(gm, result.graph)
+        after = LazyGraphModule(gm, result.graph)
         claims = _claims(facts, stays)
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
         fewer = len(gm.graph.nodes) - len(result.graph.nodes)
         matches = result.matches if result.matches >= 0 else len(claims) or max(fewer, 1)
-        applied.append(Applied(one, matches, result.notes, gm, after))
+        applied.append(_said(Applied(one, matches, result.notes, gm, after), began))
         gm = after
     if gm is not graph.gm:  # what `diff` shows stays as it is while donation goes on
-        gm = fx.GraphModule(gm, _copied(gm.graph)[0])
+        gm = LazyGraphModule(gm, _copied(gm.graph)[0])
     return dataclasses.replace(graph, gm=gm), tuple(applied)
+
+
+def _said(applied: Applied, began: float) -> Applied:
+    ms = (time.perf_counter() - began) * 1e3
+    times = count(applied.matches, "time")
+    LOG.info("the pass %s matched %s: %.0f ms", applied.one.name, times, ms)
+    return applied
 
 
 def _copied(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -182,6 +199,15 @@ def _copied(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     env[last] = graph.output(results)
     env[last].meta = dict(last.meta)
     return graph, {new: old for old, new in env.items()}
+
+
+def _is_copy(copy: fx.Graph, twins: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether a copy, whose ops are as they were, is so in its metas as well."""
+    return all(x in twins and _same(x.meta, twins[x].meta) for x in copy.nodes)
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
 
 
 def _checked_result(one: Pass, made: Any) -> Rewritten:
@@ -212,67 +238,6 @@ def _differs(stays: Mapping[fx.Node, fx.Node], new: fx.Graph, old: fx.Graph) -> 
 def _arguments(x: fx.Node, stays: Mapping[fx.Node, fx.Node]) -> str:
     names = lambda y: f"%{stays.get(y, y).name}{'' if y in stays or not stays else '?'}"  # noqa: E731
     return f"{x.target} " + str(fx.map_arg((x.args, dict(x.kwargs)), names))
-
-
-# --- values of new nodes --------------------------------------------------------------------------
-
-
-def _complete(one: Pass, graph: fx.Graph, stays: dict[fx.Node, fx.Node]) -> None:
-    """Give new nodes a `val` and a line; a node that was edited in place, or reads memory that is
-    laid out anew, is worked out again."""
-    again: set[fx.Node] = set()
-    line = "forward"
-    for node in graph.nodes:
-        line = node.meta.setdefault("stack_trace", line)
-        if node.op != "call_function":
-            continue
-        reads_other = any(x in again for x in node.all_input_nodes)
-        if node in stays and not reads_other:
-            old = stays[node]
-            if node.target is old.target and _constants(node) == _constants(old):
-                continue
-        elif node not in stays and "val" in node.meta and not reads_other:
-            continue
-        value = _value(one, node)
-        before = node.meta.get("val")
-        if before is None or not _alike(before, value, node):
-            node.meta["val"] = value
-            again.add(node)
-    for node in [n for n in stays if n.op == "call_function" and n.graph is graph]:
-        old = stays[node]
-        if node.target is not old.target or _constants(node) != _constants(old):
-            del stays[node]  # another op than it was
-
-
-def _constants(node: fx.Node) -> str:
-    return str(fx.map_arg((node.args, dict(node.kwargs)), lambda x: "%"))
-
-
-def _value(one: Pass, node: fx.Node) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-    try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception as error:  # whatever an op raises for arguments that it cannot take
-        raise PassError(
-            f"{line_of(node)}: the pass {one.name!r} has put {node.target} there, which cannot be: "
-            f"{error}"
-        ) from error
-
-
-def _alike(before: Any, value: Any, node: fx.Node) -> bool:
-    """Whether a value is as it was: its layout, and what memory it shares with what it reads."""
-    old, new = ([x for x in tree_leaves(v) if torch.is_tensor(x)] for v in (before, value))
-    read = {storage_key(x.meta["val"]) for x in node.all_input_nodes if is_tensor(x)}
-    return len(old) == len(new) and all(
-        _layout(a) == _layout(b)
-        and (storage_key(b) not in read or storage_key(a) == storage_key(b))
-        for a, b in zip(old, new)
-    )
-
-
-def _layout(x: torch.Tensor) -> tuple[Any, ...]:
-    numbers = (*x.shape, *x.stride(), x.storage_offset())
-    return x.dtype, x.device, *(n if isinstance(n, int) else n.node.expr for n in numbers)
 
 
 # --- what is checked ------------------------------------------------------------------------------

@@ -101,10 +101,11 @@ def _parallel(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.target is aten.mm.default and _is_ours(node):
             inputs.setdefault(node.args[0], []).append(node)
+    tried: dict[Any, bool] = {}
     for products in inputs.values():
         while products:
             run, products = products[:MOST_WEIGHTS], products[MOST_WEIGHTS:]
-            while len(run) > 1 and why_not_one(graph, run) is not None:
+            while len(run) > 1 and why_not_one(graph, run, tried) is not None:
                 products.insert(0, run.pop())
             yield _merged(graph, run)
 

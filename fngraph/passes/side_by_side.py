@@ -22,7 +22,7 @@ from fngraph.core.text import count
 from fngraph.fx.leaves import Role
 from fngraph.fx.nodes import is_tensor
 from fngraph.passes.frame import Rewritten
-from fngraph.passes.pattern import insert, writes_any
+from fngraph.passes.pattern import insert, sizes, writes_any
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
@@ -39,6 +39,7 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
         if given is not None:
             inputs.setdefault((given.x, given.kind), []).append(node)
     matches = 0
+    tried: dict[Any, bool] = {}
     apart: list[str] = []
     notes: list[str] = []
     for products in inputs.values():
@@ -48,7 +49,7 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
         if not runs:
             apart.append(_paths(products))
         for run in runs:
-            why = why_not_one(graph, run)
+            why = why_not_one(graph, run, tried)
             if why is None:
                 _merge(graph, run)
                 matches += 1
@@ -163,8 +164,12 @@ def follows(a: Any, b: Any) -> bool:
     return dense and alike and plain and b.lies == (a.lies[0], a.lies[1] + a.nbytes)
 
 
-def why_not_one(graph: fx.Graph, run: Sequence[fx.Node]) -> str | None:
-    """Why these products cannot be one; None: they can."""
+def why_not_one(graph: fx.Graph, run: Sequence[fx.Node], tried: dict[Any, bool]) -> str | None:
+    """Why these products cannot be one; None: they can.
+
+    Args:
+        tried: whether the views of products such as these can be made; it grows.
+    """
     (output,) = (n for n in graph.nodes if n.op == "output")
     returned = {storage_key(n.meta["val"]) for n in output.all_input_nodes}
     if any(storage_key(node.meta["val"]) in returned for node in run):
@@ -175,13 +180,30 @@ def why_not_one(graph: fx.Graph, run: Sequence[fx.Node]) -> str | None:
         if writes_any(node, read):
             return "the input is written between one product and another"
         node = node.next
+    views = tuple(map(_views, run))  # those of all layers are alike
+    if views not in tried:
+        tried[views] = _can_be_viewed(run)
+    return None if tried[views] else "a result is viewed as only a product of its own can be"
+
+
+def _views(node: fx.Node) -> tuple[Any, ...]:
+    """What is known of a product, and of the views that are made of it."""
+    made = [(user.target, sizes(user), _views(user)) for user in node.users if _is_view(user)]
+    return node.meta["val"].dtype, sizes(node), tuple(made)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.target in _VIEWS
+
+
+def _can_be_viewed(run: Sequence[fx.Node]) -> bool:
     try:
         whole = _whole(run)
         for node, (start, end) in zip(run, _spans(run)):
             _look(node, aten.slice.Tensor(whole, 1, start, end))
     except Exception:  # whatever torch raises where a view cannot be
-        return "a result is viewed as only a product of its own can be"
-    return None
+        return False
+    return True
 
 
 def _whole(run: Sequence[fx.Node]) -> Any:
@@ -192,8 +214,9 @@ def _whole(run: Sequence[fx.Node]) -> Any:
 def _look(node: fx.Node, value: Any) -> None:
     """Try the views that are made of a product, on `value`."""
     for user in node.users:
-        if user.target in _VIEWS:
-            _look(user, user.target(value, *_values(user.args[1:])))
+        if _is_view(user):
+            made = user.target(value, *_values(user.args[1:]))  # type: ignore[operator]
+            _look(user, made)
 
 
 def _values(args: Any) -> Any:

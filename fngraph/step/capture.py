@@ -259,7 +259,7 @@ def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:
 def kind(executable: Executable, descriptor: BatchDescriptor) -> Hashable:
     """Equal for keys that run the same kernels, as far as one can tell without running them."""
     sizes = executable.sizes(descriptor)
-    code = tuple(one.artefact(sizes["T"], sizes["R"]).range for one in executable.compiled)
+    code = tuple(one.at(sizes["T"], sizes["R"]).artefact.range for one in executable.compiled)
     return descriptor[CLASS], tuple((n == 1, n % 16 == 0) for n in sizes.values()), code
 
 

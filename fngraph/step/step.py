@@ -100,7 +100,7 @@ class Step(Generic[R]):
         self.shared, self.entry, self.binding = shared, shared.entry, shared.binding
         self.recorder, self.turn = shared.recorder, shared.recorder.turn
         # how much of `made` the stats have
-        self._counted: MutableMapping[CompiledPiece, int] = weakref.WeakKeyDictionary()
+        self._counted: MutableMapping[CompiledPiece | Executable, int] = weakref.WeakKeyDictionary()
         self.main = make_keys(executable, shared)
         self.by_ambient: dict[Ambient, Keys] = {ambient: self.main}
         self.last = LastCall(plain_state(self.recorder.device.type), self.main)
@@ -204,13 +204,16 @@ class Step(Generic[R]):
 
     @property
     def stats(self) -> Stats:
-        """What ran, counted; and what was compiled, up to now."""
+        """What ran, counted; what was compiled, and what passes matched, up to now."""
         self._count_compiled()
         return self.shared.stats
 
     def _count_compiled(self) -> None:
-        """Count what was made of pieces since the last time."""
+        """Count what was made of pieces since the last time, and passes over new programs."""
         for keys in self._family:
+            if keys.executable not in self._counted:
+                self.shared.stats.observe_passes(keys.executable.matches)
+                self._counted[keys.executable] = 1
             for piece in keys.executable.compiled:
                 counted = self._counted.get(piece, 0)
                 for one in piece.made[counted:]:

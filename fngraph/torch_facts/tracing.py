@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager as in_kernel_invocation_manager,  # a fake is its meta tensor
 )
 from torch.autograd import forward_ad
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode as get_proxy_mode,  # of the trace that is going on
     get_proxy_slot as get_proxy_slot,  # the node of a tensor
@@ -39,6 +40,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.functions import Mod as Mod, PythonMod as PythonMod
 from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
+
+LazyGraphModule = _LazyGraphModule  # its code is written when it is first asked for
 
 
 def in_forward_mode() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 import toys
 from test_compiled import captured, check, lowered, rows_model
 from test_graphify import Model
+from torch._inductor.runtime import compile_tasks
 
 from fngraph.__main__ import main
 from fngraph.compile.disk import Disk
+from fngraph.torch_facts import inductor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
@@ -83,6 +86,63 @@ def test_a_second_process_compiles_nothing(disk: Disk):
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["0", "2"]
+
+
+@pytest.fixture
+def bundled(tmp_path: Path, monkeypatch) -> Path:
+    """An assembler that torch brings, as in its builds for CUDA 13; a compile in this process then
+    sets a flag of Triton's, as that of a kernel for a GPU does."""
+    home = tmp_path / "a/torch/_inductor/runtime"
+    for folder in (home.parents[1], home.parent):  # 2.11 looks into the first, 2.13 the second
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/ptxas").touch(0o755)
+    monkeypatch.setattr(compile_tasks, "__file__", str(home / "compile_tasks.py"))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")  # so that it is put back
+    monkeypatch.setattr("fngraph.compile.artefact.compile_ahead", in_process)
+    return home
+
+
+def in_process(*args: Any) -> Any:
+    compile_tasks._set_triton_ptxas_path()
+    return inductor.compile_ahead(*args)
+
+
+def test_what_inductor_sets_as_it_compiles_is_no_other_key(disk: Disk, bundled: Path, monkeypatch):
+    """The first process sets it between two artefacts; the second one, which loads, would not."""
+    disk.clear()
+    for found in ("compiled", "loaded"):
+        compile_tasks._set_triton_ptxas_path.cache_clear()  # as in a new process
+        monkeypatch.delenv("TRITON_PTXAS_PATH")
+        assert was(rows_model()) == [found, found]
+        assert os.environ["TRITON_PTXAS_PATH"].endswith("bin/ptxas")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine/ptxas")
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+    assert was(rows_model()) == ["compiled", "compiled"]
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+
+
+def test_what_is_compiled_anew_says_in_what_its_key_differs(
+    disk: Disk, monkeypatch, caplog, capsys
+):
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    with caplog.at_level(logging.INFO, "fngraph"):
+        assert was(rows_model()) == ["compiled", "compiled"]
+    lines = [r.getMessage() for r in caplog.records if "not on disk" in r.getMessage()]
+    differs = "differs in flag TRITON_F32_DEFAULT (ieee; there nothing)"
+    assert [re.sub(r"\b[0-9a-f]{12}\b", "...", line) for line in lines] == [
+        f"piece 0 for {sizes} is not on disk: ..., of the same piece, {differs}"
+        for sizes in ("T 1..16, R 1..4", "T 1, R 1..4")
+    ]
+    assert main(["cache", "ls"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        len(re.findall(r"piece 0 for T 1(?:\.\.16)?, R 1\.\.4, differ in flag TRITON", shown)) == 2
+    )
+    caplog.clear()
+    for path in disk.folder.iterdir():  # what is damaged is no help, and no harm
+        path.write_bytes(path.read_bytes()[:70])
+    with caplog.at_level(logging.INFO, "fngraph"), pytest.warns(RuntimeWarning, match="damaged"):
+        assert was(rows_model()) == ["compiled", "compiled"]
 
 
 def test_what_is_kept_is_loaded_for_every_level_and_mode(disk: Disk, caplog):

@@ -6,21 +6,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor
 import toys
 from test_graphify import graphified
 
 import fngraph as fg
-from fngraph.compile.key import can_be_told, digest_of, facts_of
+from fngraph.compile.key import FLAGS, PLACES, can_be_told, digest_of, facts_of
 from fngraph.compile.results import plan_of
 from fngraph.core import Range, Span
 from fngraph.torch_facts.names import get_precision, set_precision
 from fngraph.torch_facts.portable import op_source, text_of
 
+ROOT = Path(__file__).parents[2]
 ALL = Range(Span(1, 16), Span(1, 4))
 PASSES = (("norm", "1"), ("silu", "1"))
 PARAMS = {"w": torch.linspace(-1, 1, toys.V * toys.E).view(toys.V, toys.E)}
@@ -109,9 +117,9 @@ STALE = {
     "a range of T": (Case(part=Range(Span(1, 8), Span(1, 4))), "range"),
     "a range of R": (Case(part=Range(Span(1, 16), Span(1, 3))), "range"),
     "an exact size": (Case(part=ALL.at(4)), "range"),
-    "a flag of Inductor": (env(TORCHINDUCTOR_MAX_AUTOTUNE="1"), "flags"),
-    "a flag of Triton": (env(TRITON_F32_DEFAULT="ieee"), "flags"),
-    "a flag of the kernels": (env(NVIDIA_TF32_OVERRIDE="0"), "flags"),
+    "a flag of Inductor": (env(TORCHINDUCTOR_MAX_AUTOTUNE="1"), "flag TORCHINDUCTOR_MAX_AUTOTUNE"),
+    "a flag of Triton": (env(TRITON_F32_DEFAULT="ieee"), "flag TRITON_F32_DEFAULT"),
+    "a flag of the kernels": (env(NVIDIA_TF32_OVERRIDE="0"), "flag NVIDIA_TF32_OVERRIDE"),
     "matmul precision": (Case(under=precision), "ambient"),
     "the default dtype": (Case(under=default_dtype), "ambient"),
     "autocast": (Case(under=functools.partial(torch.autocast, "cpu")), "ambient"),
@@ -135,7 +143,7 @@ def base() -> dict[str, str]:
 def test_no_stale_artefact_is_found(base: dict[str, str], what: str):
     case, fact = STALE[what]
     facts = case.facts()
-    assert fact in {name for name in facts if facts[name] != base[name]}
+    assert fact in {name for name in facts if facts[name] != base.get(name)}
     assert digest_of(facts) != digest_of(base)
 
 
@@ -154,6 +162,69 @@ def test_what_changes_no_code_changes_no_key(base: dict[str, str], case: Case):
 )
 def test_what_else_code_depends_on_is_told(base: dict[str, str], name: str):
     assert base[name] and digest_of(base | {name: "other"}) != digest_of(base)
+
+
+def every_key() -> dict[str, dict[str, str]]:
+    """The facts of each piece of some models, for a range and for one token."""
+    from test_compiled import lowered, model, tiny_llama
+
+    lows = {
+        "attend": lowered(model("attend"), modes="NONE"),
+        "llama": lowered(tiny_llama("cpu"), modes="NONE", donate="cache", passes="all"),
+    }
+    found = {}
+    for name, low in lows.items():
+        passes = [one.key for one in low.split.traced.options.passes_in_order]
+        for i, piece in enumerate(low.split.distinct):
+            plan: Any = plan_of(piece.gm)
+            for part in (ALL, ALL.at(1)):
+                facts = facts_of(piece.key, plan.gm, plan.inputs, part, passes)
+                found[f"{name}, piece {i} for {part}"] = facts
+    return found
+
+
+FRESH = """
+import json, os, sys
+sys.path[:0] = ["tests", "tests/compile"]
+os.environ["FNGRAPH_CACHE"] = "off"
+import torch
+torch.set_num_threads(int(sys.argv[2]))
+from test_key import every_key
+if sys.argv[1] == "after a compilation":
+    from test_compiled import lowered, rows_model
+    lowered(rows_model(), modes="NONE").compile()
+print(json.dumps(every_key()))
+"""
+
+
+def test_every_process_finds_the_same_keys():
+    """Whatever its hash seed, and whatever was imported or compiled before."""
+    here = every_key()
+    processes = {
+        state: subprocess.Popen(
+            [sys.executable, "-c", FRESH, state, str(torch.get_num_threads())], cwd=ROOT,
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        )
+        for seed, state in enumerate(("at once", "after a compilation"))
+    }  # fmt: skip
+    for state, process in processes.items():
+        there = json.loads(process.communicate()[0])
+        assert len(there) == len(here) > 8
+        for name, facts in here.items():
+            assert {n for n in facts if facts[n] != there[name][n]} == set(), (state, name)
+
+
+def test_what_inductor_sets_in_the_environment_is_known():
+    """A flag that is set while something is compiled is another key for what comes after it."""
+    known = {
+        *PLACES,
+        "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH",  # by `settle_environment`
+        "CUBLAS_WORKSPACE_CONFIG",  # where `fx_passes_numeric_check` asks for it, in its settings
+    }  # fmt: skip
+    sources = (path.read_text() for path in Path(torch._inductor.__file__).parent.rglob("*.py"))
+    written = re.findall(r'os\.environ(?:\[|\.setdefault\()"(\w+)"\] = ', "\n".join(sources))
+    flags = {name for name in written if name.startswith(FLAGS)}
+    assert flags <= known and "TRITON_PTXAS_PATH" in flags
 
 
 def test_a_function_mode_cannot_be_told():

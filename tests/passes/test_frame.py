@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import fx
 import fngraph as fg
 from fngraph.errors import PassError, RowsError
 from fngraph.fx.nodes import is_tensor
+from fngraph.models.families import llama
 from fngraph.passes import PASSES, Pass, Rewritten, call, match, name, replace
+from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
 PassFn = Callable[[fx.Graph], Any]
@@ -87,6 +90,33 @@ def test_values_and_lines_of_new_nodes_are_worked_out():
     assert moved.meta["val"].stride() == old.meta["val"].stride()
 
 
+def laid_out(x: torch.Tensor) -> tuple[Any, ...]:
+    numbers = (*x.shape, *x.stride(), x.storage_offset())
+    return x.dtype, *(n if isinstance(n, int) else n.node.expr for n in numbers)
+
+
+def test_values_of_layers_that_repeat_are_those_of_their_ops():
+    """Those of the second layer on are made again, not worked out: layouts, and memory shared."""
+    config = llama.Config(64, 3, 4, 2, 4, 16, 24)
+    params = fg.ops.lay_side_by_side(llama.init_params(config))
+    toy = Model(llama.forward, params, llama.init_cache(config, 4 * toys.B, block_size=toys.S))
+    fast = toy.graphify(passes=("no_ops", "side_by_side"), donate="cache")
+    one = fast.trace(toy.params, toy.state)
+    assert [x.matches for x in one.passes] == [0, 6]
+    after = one.passes[-1].after
+    assert after is not None
+    for node in after.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+        made, known = node.target(*args, **kwargs), node.meta["val"]
+        read = [x.meta["val"] for x in node.all_input_nodes if is_tensor(x)]
+        assert laid_out(made) == laid_out(known), node.format_node()
+        assert [storage_key(made) == storage_key(x) for x in read] == [
+            storage_key(known) == storage_key(x) for x in read
+        ], node.format_node()
+
+
 def test_what_a_pass_did_is_printed_and_shown():
     one = traced("silu_mul", cosines)
     assert "passes: silu_mul x1, cosines x1" in repr(one)
@@ -102,6 +132,23 @@ def test_what_a_pass_did_is_printed_and_shown():
     assert all(x.before is None for x in compiled.executable.maker.traced.passes)
     with pytest.raises(PassError, match="no pass 'rope' has run; there were silu_mul, cosines"):
         one.diff("rope")
+
+
+def test_matches_are_counted_and_logged(caplog):
+    toy = Model(gated, toys.tally_params(), toys.tally_state())
+    fast = toy.graphify(passes=("silu_mul", "rope"), modes="FULL")
+    with caplog.at_level(logging.INFO, "fngraph"):
+        step = fast.bind(toy.params).capture(toy.state, toys.LIMITS, recorder="tape")
+    lines = [r.getMessage().partition(":")[0] for r in caplog.records]
+    assert lines == ["the pass silu_mul matched 1 time", "the pass rope matched 0 times"]
+    stats = step.stats
+    assert stats.passes == {"silu_mul": 1} == step.stats.passes
+    assert "| silu_mul |       1 |" in stats.as_text()
+    assert (stats - stats.copy()).passes == {} and (stats + stats).passes == {"silu_mul": 2}
+    more = {name: torch.cat([x, x]) for name, x in toy.params.items()}
+    step.rebind(params=more)  # traced anew
+    step(toy.state, toys.batch(3))
+    assert step.stats.passes == {"silu_mul": 2}
 
 
 def test_order_and_level():

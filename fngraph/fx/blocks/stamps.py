@@ -20,6 +20,7 @@ from torch import fx
 from fngraph.core import trees
 from fngraph.core.where import user_line
 from fngraph.fx.blocks.call_keys import BodyCall, call_of, has_state
+from fngraph.fx.fakes import elements_of, fakes_like
 from fngraph.fx.nodes import SIZES, is_size
 from fngraph.fx.tracing.purity import PurityMode
 from fngraph.torch_facts.memory import storage_key
@@ -27,14 +28,12 @@ from fngraph.torch_facts.names import (
     DisableTorchFunction,
     dispatch_mode,
     tree_leaves,
-    tree_map_only,
     without_modes,
 )
 from fngraph.torch_facts.tracing import (
     FakeTensor,
     get_proxy_mode,
     get_proxy_slot,
-    in_kernel_invocation_manager,
     no_python_dispatcher,
     track_tensor_tree,
 )
@@ -128,7 +127,7 @@ class Stamp:
         found: dict[int, Any] = {}
         for fake in _fakes(self.nodes):
             if storage_key(fake) not in found:
-                found[storage_key(fake)] = fake.untyped_storage().nbytes() // fake.itemsize
+                found[storage_key(fake)] = elements_of(fake)
         return found
 
     def again(self, call: BodyCall, tracer: Any) -> Any:
@@ -145,7 +144,9 @@ class Stamp:
 
             for i, node in self.moved.items():
                 track(call.tensors[i], node)
-            made = {n: track(self._fake(n.meta["val"], memory), n) for n in self._made()}
+            made = {
+                n: track(fakes_like(n.meta["val"], memory, self.lengths), n) for n in self._made()
+            }
         leaves = [_output(x, call.tensors, made) for x in self.outputs]
         return trees.unflatten(self.treedef, leaves)
 
@@ -166,27 +167,8 @@ class Stamp:
         copy.meta = dict(node.meta)
         for key in _FAKES:
             if key in node.meta:
-                copy.meta[key] = self._fakes(node.meta[key], memory)
+                copy.meta[key] = fakes_like(node.meta[key], memory, self.lengths)
         return copy
-
-    def _fakes(self, tree: Any, memory: dict[int, torch.Tensor]) -> Any:
-        if isinstance(tree, FakeTensor):
-            return self._fake(tree, memory)
-        return tree_map_only(FakeTensor, lambda t: self._fake(t, memory), tree)
-
-    def _fake(self, old: FakeTensor, memory: dict[int, torch.Tensor]) -> FakeTensor:
-        """A fake like `old`, in the memory that stands for that of `old` in this call."""
-        key = storage_key(old)
-        with in_kernel_invocation_manager(old.fake_mode):
-            if key not in memory:
-                memory[key] = torch.empty(self.lengths[key], dtype=old.dtype, device="meta")
-            base, start = memory[key], old.storage_offset()
-            if base.dtype is old.dtype:
-                meta = aten.as_strided.default(base, old.shape, old.stride(), start)
-            else:
-                meta = torch.empty(0, dtype=old.dtype, device="meta")
-                meta.set_(base.untyped_storage(), start, old.shape, old.stride())
-        return FakeTensor(old.fake_mode, meta, old.device)
 
 
 @dataclasses.dataclass(frozen=True)

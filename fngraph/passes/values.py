@@ -1,0 +1,134 @@
+"""Values of the nodes that a pass has made, and of those that read memory laid out anew.
+
+A value is what the op gives for fakes. Layers repeat, and an op takes a millisecond or more over
+sizes in symbols: one that was asked for the same layouts before is not run again, but has its
+result made again in its own memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fngraph.errors import PassError
+from fngraph.fx.fakes import fakes_like
+from fngraph.fx.nodes import line_of
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import tree_leaves
+from fngraph.torch_facts.tracing import FakeTensor
+
+Known = dict[Any, tuple[list[torch.Tensor], Any]]
+"""By op, constants and layouts of its arguments: tensors that it was given, and what it gave."""
+
+
+def complete(name: str, graph: fx.Graph, stays: dict[fx.Node, fx.Node], known: Known) -> None:
+    """Give new nodes a `val` and a line; a node that was edited in place, or reads memory that is
+    laid out anew, is worked out again, and one that is another op is none of `stays` any more.
+
+    Args:
+        name: the pass, for errors.
+        stays: nodes that were there before, and which.
+        known: what ops gave; it grows.
+    """
+    again: set[fx.Node] = set()
+    edited: list[fx.Node] = []
+    line = "forward"
+    for node in graph.nodes:
+        line = node.meta.setdefault("stack_trace", line)
+        if node.op != "call_function":
+            continue
+        reads_other = any(x in again for x in node.all_input_nodes)
+        if node in stays:
+            if is_other := not _is_same_op(node, stays[node]):
+                edited.append(node)
+            if not is_other and not reads_other:
+                continue
+        elif "val" in node.meta and not reads_other:
+            continue
+        gave = _gave(name, node, known)
+        before = node.meta.get("val")
+        if before is None or not _alike(before, gave):
+            node.meta["val"] = gave.value if gave.is_own else fakes_like(gave.value, gave.memory)
+            again.add(node)
+    for node in edited:
+        del stays[node]
+
+
+def _is_same_op(node: fx.Node, old: fx.Node) -> bool:
+    return node.target is old.target and _constants(node) == _constants(old)
+
+
+def _constants(node: fx.Node) -> str:
+    return str(fx.map_arg((node.args, dict(node.kwargs)), lambda x: "%"))
+
+
+class Gave(NamedTuple):
+    """What an op gave, for a node or for one that was alike.
+
+    Attributes:
+        memory: by storages that the op was given then, what this node is given in its place.
+        is_own: whether it was for this node.
+    """
+
+    value: Any
+    memory: dict[int, torch.Tensor]
+    is_own: bool
+
+
+def _gave(name: str, node: fx.Node, known: Known) -> Gave:
+    read: list[Any] = []
+
+    def value_of(x: fx.Node) -> Any:
+        read.append(x.meta["val"])
+        return read[-1]
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value_of)
+    given = [x for x in tree_leaves(read) if isinstance(x, torch.Tensor)]
+    plain = all(type(x) is FakeTensor and not (x.is_conj() or x.is_neg()) for x in given)
+    key = (node.target, _constants(node), _told(read)) if plain else None
+    if key in known:
+        then, value = known[key]
+        return Gave(value, dict(zip(map(storage_key, then), given)), False)
+    try:
+        value = node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception as error:  # whatever an op raises for arguments that it cannot take
+        raise PassError(
+            f"{line_of(node)}: the pass {name!r} has put {node.target} there, which cannot be: "
+            f"{error}"
+        ) from error
+    if key is not None:
+        known[key] = given, value
+    return Gave(value, {storage_key(x): x for x in given}, True)
+
+
+def _told(values: Any) -> tuple[Any, ...]:
+    """What an op goes by: layouts, and which tensors share memory; sizes; all else as text."""
+    storages: dict[int, int] = {}
+    told: list[Any] = []
+    for x in tree_leaves(values):
+        if isinstance(x, torch.Tensor):
+            number = storages.setdefault(storage_key(x), len(storages))
+            told.append((number, x.requires_grad, *_layout(x)))
+        else:
+            told.append(x.node.expr if isinstance(x, torch.SymInt) else repr(x))
+    return tuple(told)
+
+
+def _alike(before: Any, gave: Gave) -> bool:
+    """Whether a value is as it was: its layout, and what memory it shares with what it reads."""
+    old, new = ([x for x in tree_leaves(v) if torch.is_tensor(x)] for v in (before, gave.value))
+    return len(old) == len(new) and all(
+        _layout(a) == _layout(b)
+        and (
+            (given := gave.memory.get(storage_key(b))) is None
+            or storage_key(a) == storage_key(given)
+        )
+        for a, b in zip(old, new)
+    )
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    numbers = (*x.shape, *x.stride(), x.storage_offset())
+    return x.dtype, x.device, *(n if isinstance(n, int) else n.node.expr for n in numbers)

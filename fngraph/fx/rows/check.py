@@ -25,7 +25,6 @@ from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operan
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
 from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
 from fngraph.fx.rows.dirty import part_of, seen_through, unreturnable, with_dirty
-from fngraph.fx.rows.indices import WINDOW, WRITES
 from fngraph.fx.rows.rules import keeps_finite, rule
 from fngraph.fx.rows.state import (
     OFFSETS,
@@ -37,6 +36,7 @@ from fngraph.fx.rows.state import (
     moving_dims,
     op_name,
 )
+from fngraph.fx.rows.writes import WINDOW, WRITES
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves

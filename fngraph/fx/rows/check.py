@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fngraph.errors import RowsError
-from fngraph.fx.leaves import Leaf, Role
+from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
 from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
@@ -34,9 +34,9 @@ from fngraph.fx.rows.state import (
     OpCall,
     is_finite,
     moving_dims,
-    op_name,
 )
-from fngraph.fx.rows.writes import WINDOW, WRITES
+from fngraph.fx.rows.weights import weights_of
+from fngraph.fx.rows.writes import WINDOW
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
@@ -108,9 +108,10 @@ def facts_of(
     """
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     dirty: dict[int, Boxes] = {}
+    weights = weights_of(gm, leaves, returns)
     with torch.device("cpu"):
         for run in itertools.count():
-            found = _facts(gm, leaves, constants, text, dirty, known or {}, claims or {})
+            found = _facts(gm, leaves, constants, text, weights, dirty, known or {}, claims or {})
             grown = {}
             for leaf, i in returns.items():
                 state, before = found[output][i], dirty.get(leaf, ())
@@ -129,6 +130,7 @@ def _facts(
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
+    weights: Collection[fx.Node],
     dirty: Mapping[int, Boxes],
     known: Mapping[fx.Node, Any],
     claims: Mapping[fx.Node, Any],
@@ -138,12 +140,11 @@ def _facts(
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = enumerate(leaves)
     tokens = _tokens(gm, leaves)
-    weights = {Role.HELD} if _written_by_rows(gm, leaves) else {Role.HELD, Role.DONATED}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             i, leaf = next(inputs)
             was = dirty.get(i, ())
-            held = not was and leaf.role in weights
+            held = not was and node in weights
             kept = dataclasses.replace(_leaf(leaf), held=held, dirty=was)
             states[node] = known.get(node) or of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
@@ -167,25 +168,6 @@ def _facts(
             views_of = [view for view in others if view is not node]
             _rewrite(target, _after(target, state), states, views_of)
     return found
-
-
-def _written_by_rows(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> bool:
-    """Whether donated values are rows of requests, each with what is its own, and no weights."""
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    donated = {node for node, leaf in zip(placeholders, leaves) if leaf.role is Role.DONATED}
-    memory = {storage_key(node.meta["val"]) for node in donated}
-    made = set(donated)
-    for node in gm.graph.nodes if donated else ():
-        if not is_op(node) or reads_nothing(node.target) or not made & set(node.all_input_nodes):
-            continue
-        if op_name(node) in (*WRITES, "slice_scatter", "select_scatter"):
-            if node.args[0] in made:
-                return True
-        parts = set(written_by(node)) - donated  # or views of the whole
-        if any(storage_key(x.meta["val"]) in memory for x in parts):
-            return True
-        made.add(node)
-    return False
 
 
 def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:

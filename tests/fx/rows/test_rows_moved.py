@@ -115,6 +115,12 @@ WRITTEN: dict[str, Callable[[Any, Any], Any]] = {
     "rows of what is made of it": lambda c, b: (c * 2).index_add(0, b.ids[:1], 1 / b.x[:1]),
     "one row": lambda c, b: c.select_scatter(1 / b.x[0], 0, 3),
     "a part of it, in place": lambda c, b: (c[:3].add_(1), c)[1],
+    "a running maximum": lambda c, b: torch.maximum(c, b.x[:1] * 1),
+    "a running maximum, in place": lambda c, b: c.clamp_(min=b.x[:1]),
+    "rows that a mask chooses": lambda c, b: torch.where(torch.arange(12)[:, None] > 3, c, b.x[:1]),
+    "another value": lambda c, b: c.copy_(1 / b.x[:1]),
+    "another value, and a sum": lambda c, b: c.copy_(1 / b.x[:1]).add_(1),
+    "nothing, here": lambda c, b: c,
 }
 
 
@@ -131,15 +137,28 @@ def test_a_state_that_is_written_by_rows_is_not_taken_to_be_finite(name: str) ->
         fast.trace(torch.ones(12, 4), batch=BATCH)
 
 
-def test_weights_that_are_trained_are_taken_to_be_finite() -> None:
+TRAINED: dict[str, Callable[[Any, Any], Any]] = {
+    "a step": lambda w, grad: w - grad,
+    "in place": lambda w, grad: w.sub_(grad, alpha=0.1),
+    "decayed and clipped": lambda w, grad: w.mul(0.9).addcdiv(grad, grad.abs() + 1).clamp(-9, 9),
+    "one that may be left out": lambda w, grad: torch.where(grad.sum().isfinite(), w - grad, w),
+    "of several at once": lambda w, grad: torch._foreach_add([w], [grad])[0],
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_are_trained_are_taken_to_be_finite(name: str, frozen: bool) -> None:
+    """And others beside them that are not."""
+
     def forward(w: Any, b: Any) -> Any:
         x = torch.where(b.slot[:, None] >= 0, b.x, 0.0)
-        grad = torch.zeros_like(w).index_add(0, torch.arange(4), x.t() @ w[b.ids])
-        return x.sum(), w - grad
+        looked_up = w["frozen" if frozen else "trained"]
+        grad = torch.zeros_like(looked_up).index_add(0, torch.arange(4), x.t() @ looked_up[b.ids])
+        return x.sum(), {**w, "trained": TRAINED[name](w["trained"], grad)}
 
-    fg.graphify(forward, donate="w", stage="b", limits=fg.Limits(8, 4)).trace(
-        torch.ones(12, 4), batch=BATCH
-    )
+    weights = {"trained": torch.ones(12, 4), "frozen": torch.ones(12, 4)}
+    fg.graphify(forward, donate="w", stage="b", limits=fg.Limits(8, 4)).trace(weights, batch=BATCH)
 
 
 @pytest.mark.parametrize("name", KEPT)

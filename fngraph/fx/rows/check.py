@@ -21,7 +21,16 @@ from torch import fx
 
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf
-from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
+from fngraph.fx.nodes import (
+    REFUSED,
+    is_op,
+    is_size,
+    is_tensor,
+    line_of,
+    mutates,
+    operands,
+    written_by,
+)
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
 from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
 from fngraph.fx.rows.dirty import part_of, seen_through, unreturnable, with_dirty
@@ -233,11 +242,12 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
             raise Mixes(WINDOW.format(call.name))
         _check_sizes(call)
         found = with_dirty(call, rule(call))
+        given = [x for x in operands(node) if isinstance(states[x], Kept)]
+        if any(states[x].window for x in given) and _is_part(node, given, states):
+            found = dataclasses.replace(found, window=True)
         if is_trusted(node):
             return dataclasses.replace(found, low=0, span=ANY, dirty=())
-        given = [states[x] for x in operands(node)]
-        held = all(isinstance(x, Kept) and x.held for x in given)
-        if given and held and keeps_finite(call):
+        if given and all(states[x].held for x in given) and keeps_finite(call):
             found = dataclasses.replace(found, held=True)
         return bounded(call, found) if is_tensor(node) else found
     except Mixes as error:
@@ -245,6 +255,13 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         return (
             Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error), fails)
         )
+
+
+def _is_part(node: fx.Node, given: Iterable[fx.Node], states: Mapping[fx.Node, Any]) -> bool:
+    """Whether it is a view of a window, whatever op says so: fit for reading alone as well."""
+    windows = {storage_key(x.meta["val"]) for x in given if states[x].window}
+    results = filter(torch.is_tensor, tree_leaves(node.meta["val"]))
+    return not mutates(node) and any(storage_key(x) in windows for x in results)
 
 
 def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:

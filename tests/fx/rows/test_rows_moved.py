@@ -12,6 +12,8 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import RowsError
+from fngraph.fx.rows import rules
+from fngraph.torch_facts.schemas import is_view
 
 INF = float("inf")
 
@@ -80,6 +82,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         (b.x + 1).t().contiguous(), [(b.x + 1).t().contiguous()]),
     "weights that nobody wrote": lambda w, b: (
         torch.empty_like(w)[b.ids.clamp(max=3)] * (b.slot >= 0)[:, None]).sum(0),
+    "some columns of all but the last": lambda w, b: (
+        lambda y: (y[:-1][:, :1].fill_(9), y))(b.x[:, :1] + b.starts[None, 1:])[1],
     "bytes and a wider number": lambda w, b: torch.where(
         ((b.bytes + torch.tensor([250], dtype=torch.uint8)) == 250)[:, None], b.x + 1, 0.0).sum(0),
 }  # fmt: skip
@@ -107,6 +111,46 @@ def trace(fn: Callable[[Any, Any], Any]) -> Any:
 def test_it_is_refused(name: str) -> None:
     with pytest.raises(RowsError, match="test_rows_moved"):
         trace(REFUSED[name])
+
+
+aten = torch.ops.aten
+pairs = torch.view_as_complex
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "alias": aten.alias,
+    "_reshape_alias": lambda x: aten._reshape_alias(x, x.shape, x.stride()),
+    "chunk": lambda x: x.chunk(2, 1)[1], "contiguous": Tensor.contiguous, "detach": Tensor.detach,
+    "diagonal": lambda x: x.diagonal(dim1=1, dim2=2), "expand": lambda x: x.expand(1, *x.shape),
+    "imag": lambda x: pairs(x).imag, "real": lambda x: pairs(x).real, "t": lambda x: x[:, 0].t(),
+    "narrow": lambda x: x.narrow(2, 1, 1),
+    "numpy_T": lambda x: x[:, 0].T, "permute": lambda x: x.permute(1, 2, 0),
+    "reshape": lambda x: x.reshape(-1, 4), "resolve_conj": Tensor.resolve_conj,
+    "resolve_neg": Tensor.resolve_neg, "select": lambda x: x[:, 1], "slice": lambda x: x[:, 1:],
+    "split": lambda x: x.split(1, 1)[0], "split_with_sizes": lambda x: x.split([1, 1], 2)[1],
+    "squeeze": lambda x: x[:, :1].squeeze(1), "transpose": lambda x: x.mT,
+    "unbind": lambda x: x.unbind(2)[0], "unfold": lambda x: x.unfold(1, 2, 1),
+    "unsqueeze": lambda x: x[None], "view": lambda x: x.view(-1, 4), "view_as_complex": pairs,
+    "view_as_real": lambda x: torch.view_as_real(pairs(x)),
+}  # fmt: skip
+
+
+def test_each_view_that_has_a_rule_is_tried() -> None:
+    packets = [getattr(aten, name) for name in rules._RULES if hasattr(aten, name)]
+    views = {p.__name__ for p in packets if any(is_view(getattr(p, o)) for o in p.overloads())}
+    assert set(VIEWS) == views - {"_conj", "_neg_view", "lift_fresh"}  # which torch writes itself
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_part_is_no_more_than_one(name: str) -> None:
+    """All but the last token are written through it, of a key more than there are."""
+
+    def written(b: Any, whole: bool) -> Tensor:
+        y = (b.x + 0).view(-1, 2, 2)
+        VIEWS[name](y if whole else y[:-1]).fill_(9)
+        return y
+
+    with pytest.raises(RowsError, match=r"writes as many .* into memory that has more"):
+        trace(lambda w, b: written(b, whole=False))
+    trace(lambda w, b: written(b, whole=True))
 
 
 WRITTEN: dict[str, Callable[[Any, Any], Any]] = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -141,7 +142,8 @@ def _adding_nothing(call: OpCall, spread: _Spread) -> Iterator[_Told]:
     """Padding of values that is 0, and added."""
     whole = call.args.get("include_self") is True
     sums = call.name == "scatter_reduce" and call.args.get("reduce") == "sum" and whole
-    if spread.values is not None and (_adds(call) or sums):
+    finite = math.isfinite(call.args.get("alpha", 1))  # or 0 times it is NaN
+    if spread.values is not None and finite and (_adds(call) or sums):
         for _, dim, fill, beside in _facts(call, *spread.values):
             if is_all(fill, 0):
                 yield _Told(dim, beside)

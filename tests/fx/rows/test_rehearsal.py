@@ -217,6 +217,10 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
             (b.ids[:, None], b.lens[None] * 0), zeroed(b)[:, :1], accumulate=True
         ),
     ),
+    "zeros of padding, scaled by infinity": (
+        writes, "spread.values is not None and finite and", "spread.values is not None and",
+        lambda p, b: (p["w"] * 1).index_add(0, b.ids, zeroed(b), alpha=INF),
+    ),
     "an identity, padding in both of its dims": (
         writes, "and not told.beside & corner", "",
         lambda p, b: torch.zeros(12).index_put(

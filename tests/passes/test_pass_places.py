@@ -251,6 +251,10 @@ CASES |= {
         lambda p, x: x.t().clone(memory_format=torch.contiguous_format).sin().t(), NOTHING, (0,),
         F32,
     ),
+    "a copy of a part, read by its places in memory": (
+        lambda p, x: (p["w"] + 1)[4:].clone().as_strided((toys.E,), (1,), 0) + x, NOTHING, (0,),
+        F32,
+    ),
     "a copy of a leaf": (lambda p, x: x * p["g"].clone(), NOTHING, (0,), F32),
     "0 more, and 1 times": (lambda p, x: (x + 0) * 1, NOTHING, (0,), F32),
 }  # fmt: skip

@@ -20,12 +20,20 @@ import torch
 from torch import fx
 
 from fngraph.errors import RowsError
-from fngraph.fx.leaves import Leaf, Role
-from fngraph.fx.nodes import REFUSED, is_op, is_size, is_tensor, line_of, operands, written_by
+from fngraph.fx.leaves import Leaf
+from fngraph.fx.nodes import (
+    REFUSED,
+    is_op,
+    is_size,
+    is_tensor,
+    line_of,
+    mutates,
+    operands,
+    written_by,
+)
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
 from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
 from fngraph.fx.rows.dirty import part_of, seen_through, unreturnable, with_dirty
-from fngraph.fx.rows.indices import WINDOW, WRITES
 from fngraph.fx.rows.rules import keeps_finite, rule
 from fngraph.fx.rows.state import (
     OFFSETS,
@@ -35,8 +43,9 @@ from fngraph.fx.rows.state import (
     OpCall,
     is_finite,
     moving_dims,
-    op_name,
 )
+from fngraph.fx.rows.weights import weights_of
+from fngraph.fx.rows.writes import WINDOW
 from fngraph.fx.schemas import named, reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
@@ -108,9 +117,10 @@ def facts_of(
     """
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     dirty: dict[int, Boxes] = {}
+    weights = weights_of(gm, leaves, returns)
     with torch.device("cpu"):
         for run in itertools.count():
-            found = _facts(gm, leaves, constants, text, dirty, known or {}, claims or {})
+            found = _facts(gm, leaves, constants, text, weights, dirty, known or {}, claims or {})
             grown = {}
             for leaf, i in returns.items():
                 state, before = found[output][i], dirty.get(leaf, ())
@@ -129,6 +139,7 @@ def _facts(
     leaves: Sequence[Leaf],
     constants: Mapping[str, torch.Tensor],
     text: Callable[[Any], str],
+    weights: Collection[fx.Node],
     dirty: Mapping[int, Boxes],
     known: Mapping[fx.Node, Any],
     claims: Mapping[fx.Node, Any],
@@ -138,12 +149,11 @@ def _facts(
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = enumerate(leaves)
     tokens = _tokens(gm, leaves)
-    weights = {Role.HELD} if _written_by_rows(gm, leaves) else {Role.HELD, Role.DONATED}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             i, leaf = next(inputs)
             was = dirty.get(i, ())
-            held = not was and leaf.role in weights
+            held = not was and node in weights
             kept = dataclasses.replace(_leaf(leaf), held=held, dirty=was)
             states[node] = known.get(node) or of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node.op == "get_attr":
@@ -167,25 +177,6 @@ def _facts(
             views_of = [view for view in others if view is not node]
             _rewrite(target, _after(target, state), states, views_of)
     return found
-
-
-def _written_by_rows(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> bool:
-    """Whether donated values are rows of requests, each with what is its own, and no weights."""
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    donated = {node for node, leaf in zip(placeholders, leaves) if leaf.role is Role.DONATED}
-    memory = {storage_key(node.meta["val"]) for node in donated}
-    made = set(donated)
-    for node in gm.graph.nodes if donated else ():
-        if not is_op(node) or reads_nothing(node.target) or not made & set(node.all_input_nodes):
-            continue
-        if op_name(node) in (*WRITES, "slice_scatter", "select_scatter"):
-            if node.args[0] in made:
-                return True
-        parts = set(written_by(node)) - donated  # or views of the whole
-        if any(storage_key(x.meta["val"]) in memory for x in parts):
-            return True
-        made.add(node)
-    return False
 
 
 def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:
@@ -251,11 +242,12 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
             raise Mixes(WINDOW.format(call.name))
         _check_sizes(call)
         found = with_dirty(call, rule(call))
+        given = [x for x in operands(node) if isinstance(states[x], Kept)]
+        if any(states[x].window for x in given) and _is_part(node, given, states):
+            found = dataclasses.replace(found, window=True)
         if is_trusted(node):
             return dataclasses.replace(found, low=0, span=ANY, dirty=())
-        given = [states[x] for x in operands(node)]
-        held = all(isinstance(x, Kept) and x.held for x in given)
-        if given and held and keeps_finite(call):
+        if given and all(states[x].held for x in given) and keeps_finite(call):
             found = dataclasses.replace(found, held=True)
         return bounded(call, found) if is_tensor(node) else found
     except Mixes as error:
@@ -263,6 +255,13 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         return (
             Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error), fails)
         )
+
+
+def _is_part(node: fx.Node, given: Iterable[fx.Node], states: Mapping[fx.Node, Any]) -> bool:
+    """Whether it is a view of a window, whatever op says so: fit for reading alone as well."""
+    windows = {storage_key(x.meta["val"]) for x in given if states[x].window}
+    results = filter(torch.is_tensor, tree_leaves(node.meta["val"]))
+    return not mutates(node) and any(storage_key(x) in windows for x in results)
 
 
 def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:

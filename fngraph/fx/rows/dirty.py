@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from fngraph.fx.nodes import written_by
-from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, shapes, sums
+from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, shapes, sums, writes
 from fngraph.fx.rows.boxes import WHOLE, Box, Boxes, Layout, joined
 from fngraph.fx.rows.rules import is_primitive, rule_of
 from fngraph.fx.rows.state import WRITTEN, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
@@ -123,7 +123,7 @@ _RULES: dict[Any, Callable[[OpCall], Iterable[Box]]] = {
     sums.norm: dirty_uses.normed,
     sums.convolution: dirty_uses.convolved,
     indices.read: dirty_uses.read,
-    indices.write: dirty_uses.written,
-    indices.window: dirty_uses.window,
+    writes.write: dirty_uses.written,
+    writes.window: dirty_uses.window,
 }
 """By the rule that an op has there. An op without one is refused on dirty rows."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fngraph.fx.nodes import operands
-from fngraph.fx.rows import indices, shapes, sums
+from fngraph.fx.rows import indices, shapes, sums, writes
 from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
 from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.torch_facts.names import tree_leaves
@@ -77,7 +77,7 @@ def _counts(call: OpCall) -> bool:
 
 
 _COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,
-             shapes.repeat, shapes.drawn, shapes.embedded, indices.window, sums.norm}  # fmt: skip
+             shapes.repeat, shapes.drawn, shapes.embedded, writes.window, sums.norm}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
 _OVER_FEATURES = frozenset(
     """rms_norm add_rms_norm rms_norm_fp8 rms_norm_fp8_rows add_rms_norm_fp8 add_rms_norm_fp8_rows
@@ -138,8 +138,8 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
             _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable""",
         indices.read: "index _unsafe_index index_select gather embedding",
         indices.search: "searchsorted bucketize",
-        indices.write: " ".join(indices.WRITES),
-        indices.window: "slice_scatter select_scatter",
+        writes.write: " ".join(writes.WRITES),
+        writes.window: "slice_scatter select_scatter",
     }.items()
     for name in names.split()
 }

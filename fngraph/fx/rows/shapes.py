@@ -74,7 +74,7 @@ def carried(call: OpCall, x: Any, to: dict[int, int]) -> Kept:
         if seen is not None:
             fills[to[dim]] = seen
     value = constant(call) if not moving and state.value is not None else None
-    return Kept(fills, value, state.said, state.unsaid, window=state.window)
+    return Kept(fills, value, state.said, state.unsaid)
 
 
 def _viewed(call: OpCall, x: Any, dim: int, moving: list[int]) -> torch.Tensor | None:
@@ -125,7 +125,7 @@ def reshape(call: OpCall) -> Kept:
     if any(isinstance(n, int) and n == 0 for n in old):
         return Kept()
     if "dtype" in call.args:  # other bits of the same memory
-        return Kept(window=call.rows(x).window)
+        return Kept()
     to: dict[int, int] = {}
     for here, there in groups_of(old, new):
         a = [d for d in here if is_moving(old[d])]
@@ -235,7 +235,7 @@ def parts(call: OpCall) -> Kept:
     state = call.rows(x)
     one = {d: f for d, f in state.fills.items() if isinstance(f, torch.Tensor) and f.numel() == 1}
     fills = {d: f.reshape(()) for d, f in one.items() if call.name.startswith("split")}
-    return Kept(fills, said=state.said, unsaid=state.unsaid, window=state.window)
+    return Kept(fills, said=state.said, unsaid=state.unsaid)
 
 
 def join(call: OpCall) -> Kept:
@@ -270,7 +270,7 @@ def diagonal(call: OpCall) -> Kept:
     dims = {call.args["dim1"] % rank, call.args["dim2"] % rank}
     for d in dims & set(moving_dims(x)):
         raise Mixes(f"takes a diagonal of {call.dim(x, d)} rows, of which a key has more")
-    return Kept(window=call.rows(x).window)
+    return Kept()
 
 
 def _zeros(call: OpCall, where: Callable[[int], bool]) -> Kept:

@@ -121,7 +121,7 @@ def _is_masked(call: OpCall, x: Any, dim: int) -> bool:
 
 def _dims(call: OpCall) -> list[int]:
     rank = ndim(call.args["self"])
-    dims = call.args.get("dim")
+    dims = call.args.get("dim", call.args.get("dimension"))
     if dims is None or dims == []:
         return list(range(rank))
     return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])] if rank else []

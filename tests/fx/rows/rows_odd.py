@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from rows_chains import Stage, chain, changed, counted, literal, same
 from rows_idioms import LAST, like, zeroed
 from rows_numbers import NUMBERS
+from rows_pairs import PAIRS
 from rows_programs import INF
 
 aten = torch.ops.aten
@@ -273,6 +274,7 @@ USED: Stage = (
 _OF_WEIGHTS = "w w16 zero neg odds ids real x x16"
 ODD = [
     *NUMBERS,
+    *PAIRS * 2,
     chain("x w ids real", MARKED, OVERWRITTEN, SUMMED),
     *[chain(_OF_WEIGHTS, LOOKED_UP, MADE_OF_IT, LEFT_OUT)] * 2,
     chain(_OF_WEIGHTS, LOOKED_UP, LEFT_OUT),

@@ -29,9 +29,9 @@ from fngraph.core import trees
 from fngraph.errors import FnGraphError
 from fngraph.fx.nodes import is_op
 from fngraph.fx.rows.boxes import elements
-from fngraph.fx.rows.indices import WRITES
 from fngraph.fx.rows.rehearsal import Difference, rehearse
 from fngraph.fx.rows.state import op_name
+from fngraph.fx.rows.writes import WRITES
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphs.tape.mode import TapeMode
 from fngraph.rehearsing import padded_leaves

@@ -29,6 +29,7 @@ from fngraph.fx.rows import (
     rules,
     shapes,
     sums,
+    writes,
 )
 from fngraph.fx.tracing.refusals import Refusals
 
@@ -191,8 +192,40 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: b.place // b.lens.sum().expand_as(b.place) + b.ids // b.place,
     ),
     "as many rows as a mask is true": (
-        indices, "if masks and is_tensor(values) and moving_dims(values)", "if False",
+        writes, "if more or (several and not none_of_padding):", "if False:",
         lambda p, b: b.x.index_put((b.slot >= 0,), b.x * 2),
+    ),
+    "a mask beside an index": (
+        writes, "if more or (several and not none_of_padding):", "if False:",
+        lambda p, b: b.x.index_put(
+            ((tokens(b) == 0) | (b.slot < 0), torch.tensor([1, 2])), torch.tensor(5.0)
+        ),
+    ),
+    "tokens beside requests": (
+        writes, "told.dim in corner and", "",
+        lambda p, b: b.x.index_put((tokens(b)[:, None], b.lens[None] % 8), torch.tensor(5.0)),
+    ),
+    "a kept row beside requests": (
+        writes, "told.dim in corner and", "",
+        lambda p, b: torch.zeros(12, 8).index_put(
+            (b.place[:, None], b.lens[None] % 8), torch.tensor(5.0)
+        )[1:] * 1,
+    ),
+    "zeros of padding, once for each request": (
+        writes, "told.dim in corner and", "",
+        lambda p, b: torch.zeros(12, 8).index_put(
+            (b.ids[:, None], b.lens[None] * 0), zeroed(b)[:, :1], accumulate=True
+        ),
+    ),
+    "zeros of padding, scaled by infinity": (
+        writes, "spread.values is not None and finite and", "spread.values is not None and",
+        lambda p, b: (p["w"] * 1).index_add(0, b.ids, zeroed(b), alpha=INF),
+    ),
+    "an identity, padding in both of its dims": (
+        writes, "and not told.beside & corner", "",
+        lambda p, b: torch.zeros(12).index_put(
+            (torch.where(torch.eye(b.x.shape[0]) > 0, 5, 0),), torch.tensor(1.0), accumulate=True
+        )[1:] * 1,
     ),
     "weights that are no numbers any more": (
         rules, "return is_smooth(call)", "return True",
@@ -269,7 +302,7 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: torch.ops.aten.logit_backward(zeroed(b), looked_up(p, b)).sum(0),
     ),
     "a mask of two dims before an index": (
-        indices, "dim += ndim(x) if x is not None and _is_mask(x) else 1", "dim += 1",
+        indices, "dim += ndim(x) if x is not None and is_mask(x) else 1", "dim += 1",
         lambda p, b: torch.zeros(b.x.shape[0]).expand(2, 3, -1).clone().index_put(
             (torch.tensor([[True, False, False], [False] * 3]), torch.tensor([-1])),
             torch.tensor(1.0),

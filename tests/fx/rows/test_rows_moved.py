@@ -12,6 +12,8 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import RowsError
+from fngraph.fx.rows import rules
+from fngraph.torch_facts.schemas import is_view
 
 INF = float("inf")
 
@@ -84,6 +86,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         (b.x + 1).t().contiguous(), [(b.x + 1).t().contiguous()], []),
     "weights that nobody wrote": lambda w, b: (
         torch.empty_like(w)[b.ids.clamp(max=3)] * (b.slot >= 0)[:, None]).sum(0),
+    "some columns of all but the last": lambda w, b: (
+        lambda y: (y[:-1][:, :1].fill_(9), y))(b.x[:, :1] + b.starts[None, 1:])[1],
     "bytes and a wider number": lambda w, b: torch.where(
         ((b.bytes + torch.tensor([250], dtype=torch.uint8)) == 250)[:, None], b.x + 1, 0.0).sum(0),
 }  # fmt: skip
@@ -113,12 +117,58 @@ def test_it_is_refused(name: str) -> None:
         trace(REFUSED[name])
 
 
+aten = torch.ops.aten
+pairs = torch.view_as_complex
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "alias": aten.alias,
+    "_reshape_alias": lambda x: aten._reshape_alias(x, x.shape, x.stride()),
+    "chunk": lambda x: x.chunk(2, 1)[1], "contiguous": Tensor.contiguous, "detach": Tensor.detach,
+    "diagonal": lambda x: x.diagonal(dim1=1, dim2=2), "expand": lambda x: x.expand(1, *x.shape),
+    "imag": lambda x: pairs(x).imag, "real": lambda x: pairs(x).real, "t": lambda x: x[:, 0].t(),
+    "narrow": lambda x: x.narrow(2, 1, 1),
+    "numpy_T": lambda x: x[:, 0].T, "permute": lambda x: x.permute(1, 2, 0),
+    "reshape": lambda x: x.reshape(-1, 4), "resolve_conj": Tensor.resolve_conj,
+    "resolve_neg": Tensor.resolve_neg, "select": lambda x: x[:, 1], "slice": lambda x: x[:, 1:],
+    "split": lambda x: x.split(1, 1)[0], "split_with_sizes": lambda x: x.split([1, 1], 2)[1],
+    "squeeze": lambda x: x[:, :1].squeeze(1), "transpose": lambda x: x.mT,
+    "unbind": lambda x: x.unbind(2)[0], "unfold": lambda x: x.unfold(1, 2, 1),
+    "unsqueeze": lambda x: x[None], "view": lambda x: x.view(-1, 4), "view_as_complex": pairs,
+    "view_as_real": lambda x: torch.view_as_real(pairs(x)),
+}  # fmt: skip
+
+
+def test_each_view_that_has_a_rule_is_tried() -> None:
+    packets = [getattr(aten, name) for name in rules._RULES if hasattr(aten, name)]
+    views = {p.__name__ for p in packets if any(is_view(getattr(p, o)) for o in p.overloads())}
+    assert set(VIEWS) == views - {"_conj", "_neg_view", "lift_fresh"}  # which torch writes itself
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_part_is_no_more_than_one(name: str) -> None:
+    """All but the last token are written through it, of a key more than there are."""
+
+    def written(b: Any, whole: bool) -> Tensor:
+        y = (b.x + 0).view(-1, 2, 2)
+        VIEWS[name](y if whole else y[:-1]).fill_(9)
+        return y
+
+    with pytest.raises(RowsError, match=r"writes as many .* into memory that has more"):
+        trace(lambda w, b: written(b, whole=False))
+    trace(lambda w, b: written(b, whole=True))
+
+
 WRITTEN: dict[str, Callable[[Any, Any], Any]] = {
     "rows": lambda c, b: c.index_put((b.ids,), 1 / b.x[:1]),
     "rows of a view": lambda c, b: c.view(4, 12).view(12, 4).index_put((b.ids,), 1 / b.x[:1]),
     "rows of what is made of it": lambda c, b: (c * 2).index_add(0, b.ids[:1], 1 / b.x[:1]),
     "one row": lambda c, b: c.select_scatter(1 / b.x[0], 0, 3),
     "a part of it, in place": lambda c, b: (c[:3].add_(1), c)[1],
+    "a running maximum": lambda c, b: torch.maximum(c, b.x[:1] * 1),
+    "a running maximum, in place": lambda c, b: c.clamp_(min=b.x[:1]),
+    "rows that a mask chooses": lambda c, b: torch.where(torch.arange(12)[:, None] > 3, c, b.x[:1]),
+    "another value": lambda c, b: c.copy_(1 / b.x[:1]),
+    "another value, and a sum": lambda c, b: c.copy_(1 / b.x[:1]).add_(1),
+    "nothing, here": lambda c, b: c,
 }
 
 
@@ -135,15 +185,28 @@ def test_a_state_that_is_written_by_rows_is_not_taken_to_be_finite(name: str) ->
         fast.trace(torch.ones(12, 4), batch=BATCH)
 
 
-def test_weights_that_are_trained_are_taken_to_be_finite() -> None:
+TRAINED: dict[str, Callable[[Any, Any], Any]] = {
+    "a step": lambda w, grad: w - grad,
+    "in place": lambda w, grad: w.sub_(grad, alpha=0.1),
+    "decayed and clipped": lambda w, grad: w.mul(0.9).addcdiv(grad, grad.abs() + 1).clamp(-9, 9),
+    "one that may be left out": lambda w, grad: torch.where(grad.sum().isfinite(), w - grad, w),
+    "of several at once": lambda w, grad: torch._foreach_add([w], [grad])[0],
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_are_trained_are_taken_to_be_finite(name: str, frozen: bool) -> None:
+    """And others beside them that are not."""
+
     def forward(w: Any, b: Any) -> Any:
         x = torch.where(b.slot[:, None] >= 0, b.x, 0.0)
-        grad = torch.zeros_like(w).index_add(0, torch.arange(4), x.t() @ w[b.ids])
-        return x.sum(), w - grad
+        looked_up = w["frozen" if frozen else "trained"]
+        grad = torch.zeros_like(looked_up).index_add(0, torch.arange(4), x.t() @ looked_up[b.ids])
+        return x.sum(), {**w, "trained": TRAINED[name](w["trained"], grad)}
 
-    fg.graphify(forward, donate="w", stage="b", limits=fg.Limits(8, 4)).trace(
-        torch.ones(12, 4), batch=BATCH
-    )
+    weights = {"trained": torch.ones(12, 4), "frozen": torch.ones(12, 4)}
+    fg.graphify(forward, donate="w", stage="b", limits=fg.Limits(8, 4)).trace(weights, batch=BATCH)
 
 
 @pytest.mark.parametrize("name", KEPT)

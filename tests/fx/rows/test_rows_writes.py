@@ -48,6 +48,15 @@ KEPT = {
     "a view of a view": lambda x, w, b: x.view(-1, 2, 4)[:, 1].add_(1),
     "masked": lambda x, w, b: x.masked_fill_(~real(b)[:, None], 0),
     "its own rows by index": lambda x, w, b: x.index_copy_(0, torch.arange(T_of(b)), x + 1),
+    "its own rows, a column for each request": lambda x, w, b: x.add_(
+        x.new_zeros(T_of(b), 9).index_put(
+            (torch.arange(T_of(b))[:, None], torch.where(b.seq_lens > 0, b.seq_lens % 8, 8)[None]),
+            torch.ones(()),
+        )[:, :8]
+    ),
+    "a few columns, of each row": lambda x, w, b: x.t().index_add_(
+        0, torch.tensor([1, 3]), x.t()[:2] + 1
+    ),
     "its own rows, a column each": lambda x, w, b: x.scatter_(
         1, x.argmax(1, keepdim=True), torch.zeros(T_of(b), 1)
     ),

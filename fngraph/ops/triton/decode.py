@@ -172,7 +172,8 @@ FILL, MOST = 2, 64
 @triton.jit
 def split_kernel(
     q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out_scale,
-    parts, tops, totals, out, R, HEADS, UNITS, EACH, many, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    parts, tops, totals, out,
+    R, HEADS, UNITS, EACH, many, q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
     table_row, out_row, out_head, k_step, v_step, scale, softcap, window,
     ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,

@@ -77,6 +77,17 @@ def test_what_a_backend_cannot_turn_is_turned_before_it(name, device, normed):
 
 
 @pytest.mark.parametrize("name, device", CASES)
+def test_what_a_backend_cannot_round_is_rounded_behind_it(name, device):
+    c = case((3, 5), (1, 7), heads=(4, 2, 64), block_size=16, device=device, pad_tokens=2)
+    skip_refused(name, c)
+    scale = torch.tensor(0.002, device=device)
+    want = torch.ops.fngraph.quantize_fp8(call(name, c), scale)
+    out = torch.full(c.q.shape, 3.0, device=device).to(torch.float8_e4m3fn)
+    assert call(name, c, out=out, out_scale=scale).float().equal(want.float())
+    assert (want.float().abs() == 448).any() and not want[-2:].float().any()
+
+
+@pytest.mark.parametrize("name, device", CASES)
 @pytest.mark.parametrize("heads", [(8, 8, 64), (8, 1, 80), (6, 2, 96), (16, 2, 128), (4, 1, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 32, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,7 +27,7 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
         turning as triton_turning,
     )
 
-    names = []
+    names: list[str] = []
 
     def launch(
         kernel: Any, grid: Any, *given: Any,
@@ -58,8 +58,11 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
         norm = q[0, 0] if Q == 1 else None
         turn = Turn(angle, angle, norm, norm)
         triton_turning.turn_and_write(args._replace(turn=turn, k=q[:, :8], v=q[:, 8:16]))
-    triton_decode.attend(args, Q)
-    return names
+    turns = list(names)
+    for rounded in {"out_scale": zeros(dtype=F32), "out": torch.empty_like(q, dtype=FP8)}, {}:
+        names.clear()
+        triton_decode.attend(args._replace(**rounded), Q)
+    return [*turns, *names]
 
 
 @needs_triton

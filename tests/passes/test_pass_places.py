@@ -474,6 +474,55 @@ def test_what_turns_q_and_k_goes_into_the_call(name: str):
             toy.check(fast, batch, atol=0, rtol=0)
 
 
+# --- attention, rounded to fp8 --------------------------------------------------------------------
+
+
+def rounding(
+    read: Callable[[Any, Tensor], Any], *, view: Callable[[Tensor], Tensor] = lambda x: x.flatten(1)
+) -> Any:
+    """Attention, and what reads its output."""
+
+    def forward(p: Any, state: Any, batch: toys.Batch) -> Any:
+        x = p["w"][batch.token_ids]
+        q, k, v = (z.unflatten(1, (H, D)) for z in (x, x.sin(), x.cos()))
+        out, kv = fg.ops.attention(q, k, v, state, batch)
+        return read(p, view(out)), kv
+
+    return forward
+
+
+ROUNDED = {
+    "by a known scale": (rounding(lambda p, y: known(p, y, "one")), 1),
+    "by rows": (rounding(lambda p, y: by_row(p, y)), 0),
+    "by two scales": (rounding(lambda p, y: known(p, y, "one", "other scale")), 0),
+    "and read elsewhere": (rounding(lambda p, y: (known(p, y, "one"), y.sin())), 0),
+    "and returned": (rounding(lambda p, y: (known(p, y, "one"), y)), 0),
+    "by a scale that is made behind it": (
+        rounding(lambda p, y: known(p, y, own=p["one"] * 2)), 0,
+    ),
+    "written before": (rounding(lambda p, y: known(p, y.add_(1), "one")), 0),
+    "of more than heads": (
+        rounding(lambda p, y: known(p, y, "one"), view=lambda x: x.flatten(1).sin()), 0,
+    ),
+    "of another dtype": (
+        rounding(lambda p, y: known(p, y, "one"), view=lambda x: x.flatten(1).bfloat16()), 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_attention_rounds_what_is_read_rounded_alone(name: str):
+    forward, matches = ROUNDED[name]
+    cache = tuple(torch.zeros(4 * toys.B, toys.S, H, D) for _ in range(2))
+    toy = Model(forward, params(), cache)
+    for modes in ("FULL", "PIECEWISE"):
+        fast = toy.graphify(passes=("attention_fp8",), modes=modes, sizes=(16,), recorder="tape")
+        (one,) = fast.trace(toy.params, toy.state).passes
+        assert one.matches == matches
+        for batch in steps()[:3]:
+            toy.check(fast, batch, atol=0, rtol=0)
+
+
 # --- products side by side ------------------------------------------------------------------------
 
 

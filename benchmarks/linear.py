@@ -9,6 +9,7 @@ cuBLAS's product alone, without what is around it. TB/s are of weights. --sweep 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fngraph as fg
 from benchmarks.device import device_us, draw
 from benchmarks.harness import SWEEP, Benchmark, count, show, some_of
 
+ops: Any = fg.ops  # kernels are not public: what lies below a call of the op
 SHAPES = {  # of weights (N, K) that one launch reads, and what is around the product
     "1b qkv": ((2048, 512, 512), 2048, "norm"),
     "1b o": ((2048,), 2048, "sum"),
@@ -44,9 +47,7 @@ class Layer:
     """Copies of one layer, and their calls one after another."""
 
     def __init__(self, name: str, rows: int) -> None:
-        from fngraph.ops.triton import skinny
-
-        self.skinny = skinny
+        self.kernels = importlib.import_module("fngraph.ops.triton.skinny")  # loads Triton
         sizes, K, self.kind = SHAPES[name]
         self.nbytes = sum(sizes) * K * 2
         self.copies = max(1, min(64, -(-400_000_000 // self.nbytes)))
@@ -61,9 +62,9 @@ class Layer:
     def fused(self, tile: Any) -> None:
         """Ours."""
         for weights in self.weights:
-            self.skinny.run(
+            self.kernels.run(
                 self.x, weights, None if self.kind == "sum" else self.norm, self.more, self.out,
-                1e-5, tile, centred=False, gated=self.kind == "gate", held=True,
+                1e-5, centred=False, gated=self.kind == "gate", held=True, **tile._asdict(),
             )  # fmt: skip
 
     def products(self) -> None:
@@ -98,15 +99,22 @@ def point(name: str, rows: int, sweep: bool) -> Iterator[dict[str, Any]]:
     layer = Layer(name, rows)
     tbs = lambda us: layer.nbytes * layer.copies / us / 1e6  # noqa: E731
     theirs = tbs(device_us(layer.products, 1))
-    usual = layer.skinny.tile_of(rows, layer.x.shape[1], layer.kind == "gate", layer.kind != "sum")
+    usual = ops.fused_linear.tile_of(
+        rows, layer.x.shape[1], layer.kind == "gate", layer.kind != "sum"
+    )
     tiles = [usual] if usual else []
     if sweep and rows <= 4:
-        tiles += [layer.skinny.Tile(*t) for t in TILES]
+        tiles += [ops.fused_linear.Tile(*t) for t in TILES]
     if sweep and rows > 1 and layer.kind == "sum":
-        tiles += [layer.skinny.Tile(*t) for t in PARTED]
+        tiles += [ops.fused_linear.Tile(*t) for t in PARTED]
     found = []
     for tile in dict.fromkeys(tiles):
-        row = {"layer": name, "rows": rows, "tile": tuple(tile), "usual": tile == usual}
+        row: dict[str, Any] = {
+            "layer": name,
+            "rows": rows,
+            "tile": tuple(tile),
+            "usual": tile == usual,
+        }
         try:
             row |= {"TB/s": tbs(device_us(lambda: layer.fused(tile), 1))}  # noqa: B023
         except Exception as error:  # too large for the device

@@ -40,8 +40,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "fngraph.fx": (BASE | FACTS | {"fngraph.fx", "sympy"}, {"numpy"}),  # sympy: torch's own sizes
     "fngraph.graphs": (BASE | FACTS | {"fngraph.graphs", "triton", "numpy"}, {"cuda"}),
-    "fngraph.passes": (BASE | FACTS | {"fngraph.fx", "fngraph.passes"}, set()),
-    "fngraph.compile": (BASE | FACTS | {"fngraph.fx", "fngraph.compile"}, set()),
+    "fngraph.passes": (BASE | FACTS | {"fngraph.fx", "fngraph.ops", "fngraph.passes"}, set()),
+    "fngraph.compile": (BASE | FACTS | {"fngraph.fx", "fngraph.ops", "fngraph.compile"}, set()),
     "fngraph.calls": (LOWER, set()),
     "fngraph.options": (LOWER, set()),
     "fngraph.executable": (LOWER, set()),

@@ -14,14 +14,13 @@ ahead, which hides that kernel's end behind the memory's latency.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.fused_linear import MOST_WEIGHTS, most_rows
 from fngraph.ops.triton.launching import launch, power_of_two
 
 
@@ -173,66 +172,32 @@ def _prefetch(pointers):
     )  # fmt: skip
 
 
-class Tile(NamedTuple):
-    """What a program takes.
-
-    Attributes:
-        rows: of a weight.
-        block: columns at a time.
-        warps: of its kernel.
-        parts: into which the columns are cut on tensor cores, with `block` columns each at a time;
-            0: without tensor cores.
-    """
-
-    rows: int
-    block: int
-    warps: int
-    parts: int = 0
-
-
-def tile_of(T: int, K: int, gated: bool, normed: bool) -> Tile | None:
-    """By static shapes; None: what matrix products by torch are faster for.
-
-    On an H200, TB/s of weights, ours and cuBLAS's alone, for Llama-1B's and 8B's layers: one row
-    2.6 to 4.5 and 1.4 to 4.3, two rows 2.2 to 3.5 and 1.5 to 3.7; eight and sixteen, without norm
-    and gate, 1.8 to 2.9 and 1.4 to 2.7.
-    """
-    if T > most_rows(normed, gated):
-        return None
-    if T > 2:
-        return Tile(16, min(256, power_of_two(-(-K // 4), at_least=16)), 4, 4)
-    if T == 1:
-        tile = Tile(2, 2048 if gated or K >= 4096 else 1024, 4)
-    else:
-        tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
-    return tile._replace(block=min(tile.block, power_of_two(K)))
-
-
 def run(
     x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, out: Tensor,
-    eps: float, tile: Tile, *, centred: bool, gated: bool, held: bool,
+    eps: float, *, centred: bool, gated: bool, held: bool, rows: int, block: int, warps: int,
+    parts: int,
 ) -> None:  # fmt: skip
     """x (T, K) by weights (N, K) into out (T, sum of N), or (T, N) if gated; see `fused_linear`.
 
     Args:
-        tile: one with parts is for neither norm nor gate.
         held: whether nothing writes the weights while a graph that this is recorded in runs.
+        rows, block, warps, parts: see `fused_linear.Tile`; parts are for neither norm nor gate.
     """
     T, K = x.shape
-    a, b, c = (*weights, *[weights[0]] * (MOST_WEIGHTS - len(weights)))
+    a, b, c = (*weights, *[weights[0]] * (3 - len(weights)))
     sizes = [w.shape[0] if i < len(weights) else 0 for i, w in enumerate((a, b, c))]
-    grid = (sum(-(-n // tile.rows) for n in (sizes[:1] if gated else sizes)),)
+    grid = (sum(-(-n // rows) for n in (sizes[:1] if gated else sizes)),)
     added = x if more is None else more
     strides = (x.stride(0), added.stride(0), out.stride(0))
     constants: dict[str, Any] = {
-        "K": K, "ROWS": tile.rows, "BLOCK": tile.block, "WEIGHTS": len(weights),
-        "ADDS": more is not None, "num_warps": tile.warps,
+        "K": K, "ROWS": rows, "BLOCK": block, "WEIGHTS": len(weights),
+        "ADDS": more is not None, "num_warps": warps,
         "HELD": held and x.is_cuda and torch.cuda.is_current_stream_capturing(),
     }  # fmt: skip
-    if tile.parts:
+    if parts:
         launch(
             rows_kernel, grid, (x, a, b, c, added), (out,), (T, *sizes, *strides), early=True,
-            M=power_of_two(T, at_least=16), PARTS=tile.parts,
+            M=power_of_two(T, at_least=16), PARTS=parts,
             AHEAD=min(64, power_of_two(-(-K // 64))), FLOAT32=x.dtype == torch.float32, **constants,
         )  # fmt: skip
         return

@@ -63,7 +63,7 @@ def _round_in_call(graph: fx.Graph, rounds: fx.Node) -> bool:
         return False
     out: Any = seen.args[0]
     calls = [user for user in out.users if _name(user) == "fngraph::attention"]
-    if out.target is not aten.new_zeros.default or set(out.users) != {*calls, seen}:
+    if out.target is not aten.new_empty.default or set(out.users) != {*calls, seen}:
         return False
     if len(calls) != 1 or set(seen.users) != {rounds} or not calls[0] < seen:
         return False
@@ -138,7 +138,7 @@ def _put(graph: fx.Graph, call: fx.Node) -> bool:
     return True
 
 
-_ASK = (aten.new_zeros.default, aten.new_empty.default, aten.sym_size.int)
+_ASK = (aten.new_empty.default, aten.sym_size.int)
 """Ops that ask a tensor for its dtype, its device or a size, and read none of its elements."""
 _VIEWS = (aten.transpose.int, aten.select.int)
 

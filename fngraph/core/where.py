@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -25,13 +26,16 @@ def user_line(traceback: TracebackType | None = None) -> str:
 
 def is_user(frame: FrameType) -> bool:
     """Whether a frame runs code that is not ours, torch's, Python's or generated."""
-    filename = frame.f_code.co_filename
+    return _is_users(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+
+
+@functools.lru_cache(1024)  # a trace asks it of every frame under each op
+def _is_users(filename: str, module: str) -> bool:
     generated = filename.startswith(("<eval_with_key", "<string", "<frozen"))
     generated |= ":codegen(" in filename  # AOTAutograd's
-    name = frame.f_globals.get("__name__", "")
-    if name.startswith("fngraph.models."):  # written as a user would
+    if module.startswith("fngraph.models."):  # written as a user would
         return not generated
-    return not generated and name.partition(".")[0] not in _OTHERS
+    return not generated and module.partition(".")[0] not in _OTHERS
 
 
 def _calling(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
@@ -56,4 +60,4 @@ def defined_at(fn: Any) -> str:
 
 def short_path(filename: str) -> str:
     """Relative to the working directory where the file is below it, as a person would write it."""
-    return filename.removeprefix(f"{Path.cwd()}/")
+    return filename.removeprefix(f"{os.getcwd()}/")  # noqa: PTH109 - for each op, and far quicker

@@ -36,10 +36,23 @@ def is_size(x: Any) -> bool:
     return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), SIZES)
 
 
+def flat(x: Any) -> list[Any]:
+    """What is in lists, tuples and dicts, such as an op's arguments are nested in; all else is
+    itself. Torch's own looks for every kind of tree."""
+    if not isinstance(x, list | tuple | dict):
+        return [x]
+    found: list[Any] = []
+    for item in x.values() if isinstance(x, dict) else x:
+        if isinstance(item, list | tuple | dict):
+            found += flat(item)
+        else:
+            found.append(item)
+    return found
+
+
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensors among the arguments, in order, those in lists too; one that is twice, twice."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
+    found = [*flat(node.args), *flat(node.kwargs)]
     return [x for x in found if is_tensor(x)]
 
 

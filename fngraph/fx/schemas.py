@@ -33,9 +33,15 @@ COPIES = (aten.clone.default, aten._to_copy.default)
 
 def named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by their names in the schema, in its order, defaults included."""
+    names, defaults = _declared(func)
+    return defaults | dict(zip(names, args)) | dict(kwargs)
+
+
+@functools.cache
+def _declared(func: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """An op's arguments by name, and what they are where they are left out."""
     schema = func._schema.arguments
-    given = {a.name: a.default_value for a in schema}
-    return given | dict(zip((a.name for a in schema), args)) | dict(kwargs)
+    return tuple(a.name for a in schema), {a.name: a.default_value for a in schema}
 
 
 def draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -110,6 +116,7 @@ def is_pointwise(op: Any) -> bool:
     return torch.Tag.pointwise in op.tags
 
 
+@functools.cache
 def reads_nothing(op: Any) -> bool:
     """Whether an op asks its tensors for their shapes and no more (zeros_like, new_zeros)."""
     return is_functional(op) and _constant(op) is not None

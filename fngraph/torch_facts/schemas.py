@@ -21,14 +21,18 @@ _OPTIONS = {"dtype", "layout", "device", "pin_memory"}  # which an out= argument
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors (or graph nodes, when given nodes) that an op writes, by its schema."""
-    if not func._schema.is_mutable:
-        return []
     found: list[Any] = []
-    for i, spec in enumerate(func._schema.arguments):
-        if spec.alias_info is not None and spec.alias_info.is_write:
-            value = kwargs.get(spec.name) if i >= len(args) else args[i]
-            found += value if isinstance(value, list | tuple) else [value]
+    for i, name in _written_arguments(func):
+        value = kwargs.get(name) if i >= len(args) else args[i]
+        found += value if isinstance(value, list | tuple) else [value]
     return [value for value in found if value is not None]
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of each argument that an op writes."""
+    given = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in given if a.alias_info and a.alias_info.is_write)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import (
     REFUSED,
+    flat,
     is_op,
     is_size,
     is_tensor,
@@ -46,9 +47,9 @@ from fngraph.fx.rows.state import (
 )
 from fngraph.fx.rows.weights import weights_of
 from fngraph.fx.rows.writes import WINDOW
-from fngraph.fx.schemas import named, reads_nothing
+from fngraph.fx.schemas import reads_nothing
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import tree_leaves
+from fngraph.torch_facts.names import DisableTorchFunction
 
 _TRUSTED = "fngraph.trust_rows"
 _STEPS = 3  # steps of a donated leaf that are followed, row by row
@@ -118,7 +119,7 @@ def facts_of(
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     dirty: dict[int, Boxes] = {}
     weights = weights_of(gm, leaves, returns)
-    with torch.device("cpu"):
+    with _on_the_cpu():
         for run in itertools.count():
             found = _facts(gm, leaves, constants, text, weights, dirty, known or {}, claims or {})
             grown = {}
@@ -132,6 +133,14 @@ def facts_of(
                 return found
             dirty |= grown
     raise AssertionError
+
+
+def _on_the_cpu() -> Any:
+    """A context: what rules compute with is there, whatever the caller's default device is."""
+    off = DisableTorchFunction()  # and with it modes, that of the default device among them
+    with off:
+        there = torch.empty(0).device.type == "cpu"
+    return DisableTorchFunction() if there else torch.device("cpu")
 
 
 def _facts(
@@ -236,7 +245,7 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
         return bounded(call, dataclasses.replace(state, low=-math.inf, dirty=dirty))
     if is_size(node) or mixed is not None:
         return Kept(low=0, span=ANY) if is_trusted(node) else Kept()
-    call = OpCall(node, named(node.target, node.args, node.kwargs), states, text)
+    call = OpCall.of(node, states, text)
     try:
         if any(states[target].window for target in written_by(node)):
             raise Mixes(WINDOW.format(call.name))
@@ -260,7 +269,7 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
 def _is_part(node: fx.Node, given: Iterable[fx.Node], states: Mapping[fx.Node, Any]) -> bool:
     """Whether it is a view of a window, whatever op says so: fit for reading alone as well."""
     windows = {storage_key(x.meta["val"]) for x in given if states[x].window}
-    results = filter(torch.is_tensor, tree_leaves(node.meta["val"]))
+    results = [x for x in flat(node.meta["val"]) if isinstance(x, torch.Tensor)]
     return not mutates(node) and any(storage_key(x) in windows for x in results)
 
 
@@ -270,7 +279,7 @@ def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:
         return ""
     given = ((x, states[x]) for x in node.all_input_nodes)
     known = {x: state if isinstance(state, Kept) else Kept() for x, state in given}
-    call = OpCall(node, named(node.target, node.args, node.kwargs), known, text)
+    call = OpCall.of(node, known, text)
     try:
         rule(call)
     except Mixes as error:
@@ -308,7 +317,7 @@ def _is_inlined(node: fx.Node) -> bool:
 
 
 def _check_sizes(call: OpCall) -> None:
-    for x in tree_leaves(call.node.meta.get("val")):
+    for x in flat(call.node.meta.get("val")):
         for size in x.shape if isinstance(x, torch.Tensor) else ():
             if not _grows(size):
                 raise Mixes(

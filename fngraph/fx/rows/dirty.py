@@ -16,13 +16,11 @@ from typing import Any
 
 from torch import fx
 
-from fngraph.fx.nodes import written_by
+from fngraph.fx.nodes import flat, written_by
 from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, shapes, sums, writes
 from fngraph.fx.rows.boxes import WHOLE, Box, Boxes, Layout, joined
 from fngraph.fx.rows.rules import is_primitive, rule_of
 from fngraph.fx.rows.state import WRITTEN, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
-from fngraph.fx.schemas import named
-from fngraph.torch_facts.names import tree_leaves
 
 
 def with_dirty(call: OpCall, found: Kept) -> Kept:
@@ -44,7 +42,7 @@ def with_dirty(call: OpCall, found: Kept) -> Kept:
     if fn is None:
         dirty_uses.refuse_unknown(call, given[0])
     new = [{d: frozenset(rows.tolist())} for d, rows in found.reserved.items()]
-    shape = next(x.shape for x in tree_leaves(call.node.meta["val"]))
+    shape = flat(call.node.meta["val"])[0].shape
     boxes = tuple(fn(call))
     boxes = joined([*boxes, *new], shape) if fn is not dirty_moves.parts else boxes
     if boxes == WHOLE and any(map(is_moving, shape)):
@@ -62,7 +60,7 @@ def part_of(node: fx.Node, boxes: Boxes, states: Any, text: Any) -> Boxes:
     assert isinstance(source, fx.Node) and isinstance(number, int)
     if not boxes:
         return ()
-    call = OpCall(source, named(source.target, source.args, source.kwargs), states, text)
+    call = OpCall.of(source, states, text)
     if rule_of(call) is not shapes.parts:
         return boxes
     x, value = call.args["self"], node.meta["val"]

@@ -9,12 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_tensor, operands
+from fngraph.fx.nodes import flat, is_tensor, operands
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.boxes import WHOLE, Box
 from fngraph.fx.rows.dirty_moves import moved
 from fngraph.fx.rows.state import WRITTEN, Mixes, OpCall, moving_dims, ndim
-from fngraph.torch_facts.names import tree_leaves
 
 
 def _rows(rows: Iterable[int]) -> str:
@@ -76,7 +75,7 @@ def along(call: OpCall) -> Iterable[Box]:
     for box in call.rows(x).dirty:
         for d in sorted(box.keys() & over):
             _refuse(call, x, d, box[d])
-    made = next(y for y in tree_leaves(call.node.meta["val"]))
+    made = flat(call.node.meta["val"])[0]
     gone = over if made.dim() < rank else frozenset()
     return moved(call.rows(x).dirty, lambda d: d - sum(e < d for e in gone))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fngraph.fx.nodes import is_tensor, operands
+from fngraph.fx.nodes import flat, is_tensor, operands
 from fngraph.fx.rows.state import (
     FINITE,
     VANISHING,
@@ -27,7 +27,6 @@ from fngraph.fx.rows.state import (
     moving_dims,
     ndim,
 )
-from fngraph.torch_facts.names import tree_leaves
 
 _LARGEST = 1 << 16  # elements of a constant that is worth computing
 _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"}
@@ -65,7 +64,7 @@ def pointwise(call: OpCall) -> Kept:
 
 def refuse_counts(call: OpCall) -> None:
     """Raise `Mixes` if an argument is a number made of T or R."""
-    for x in tree_leaves(list(call.args.values())):
+    for x in flat(call.args):
         if is_moving(x):
             raise Mixes(
                 f"computes with {call.text(x.meta['val'])}, which in a key is the padded number "
@@ -218,7 +217,7 @@ def _stays_finite(call: OpCall, known: Mapping[Any, Fill | None]) -> bool:
 
 def dtype_of(call: OpCall) -> torch.dtype:
     """A result's; of several, the first's; of none, one that is always finite."""
-    values = tree_leaves(call.node.meta.get("val"))
+    values = flat(call.node.meta.get("val"))
     return next((x.dtype for x in values if isinstance(x, torch.Tensor)), torch.bool)
 
 

@@ -76,7 +76,7 @@ def _clamped(call: OpCall, index: Any, size: Any) -> str:
     return f", or index.clamp({least}{size - 1})" if isinstance(size, int) else ""
 
 
-def _named(state: Kept, moving: list[int]) -> Span | None:
+def _named(state: Kept, moving: Sequence[int]) -> Span | None:
     """What padding's indices lie between, if they are known."""
     fill = state.fills.get(moving[0]) if len(moving) == 1 else None
     if not isinstance(fill, torch.Tensor):
@@ -84,7 +84,7 @@ def _named(state: Kept, moving: list[int]) -> Span | None:
     return Span(int(fill.min()), int(fill.max())) if fill.numel() else ANY
 
 
-def is_there(state: Kept, moving: list[int], size: Any, from_end: bool) -> bool:
+def is_there(state: Kept, moving: Sequence[int], size: Any, from_end: bool) -> bool:
     """Whether all that padding names lies within a dim."""
     least = -size if from_end else 0
     if state.span is not None and state.span.within(least, size - 1):

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from fngraph.fx.nodes import operands
+from fngraph.fx.nodes import flat, operands
 from fngraph.fx.rows import indices, shapes, sums, writes
 from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
 from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim
-from fngraph.torch_facts.names import tree_leaves
 
 
 def rule(call: OpCall) -> Kept:
@@ -73,7 +72,7 @@ def _namespace(call: OpCall) -> str:
 
 
 def _counts(call: OpCall) -> bool:
-    return any(map(is_moving, tree_leaves(list(call.args.values()))))
+    return any(map(is_moving, flat(call.args)))
 
 
 _COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,

@@ -9,7 +9,7 @@ was written into does not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -77,7 +77,7 @@ def carried(call: OpCall, x: Any, to: dict[int, int]) -> Kept:
     return Kept(fills, value, state.said, state.unsaid)
 
 
-def _viewed(call: OpCall, x: Any, dim: int, moving: list[int]) -> torch.Tensor | None:
+def _viewed(call: OpCall, x: Any, dim: int, moving: Sequence[int]) -> torch.Tensor | None:
     """The view of one row of padding; of one number alone, that number."""
     fill = call.fill(x, dim)
     assert fill is not None

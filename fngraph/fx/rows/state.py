@@ -16,11 +16,13 @@ from torch import fx
 
 from fngraph.fx.nodes import SIZES
 from fngraph.fx.rows.boxes import Boxes
+from fngraph.fx.schemas import named
 
 OFFSETS = "offsets"  # query_start_loc: from 0, a token or more each; padding never falls below
 FINITE = "finite"  # numbers that are not known, but neither NaN nor infinite, as weights are not
 VANISHING = "vanishing"  # 0, or NaN if all true elements along the dim are NaN: of a softmax
 BEYOND = "beyond"  # padding that counts on where the true rows end: arange(T)
+_MOVING = "fngraph.moving"  # of a node's meta: its value, and the dims of that in T or R
 WRITTEN = "padding has written there, in this call or in one before"
 Fill = torch.Tensor | str  # a tensor has one element along the dims in T and R
 
@@ -92,11 +94,13 @@ class OpCall:
     args: Mapping[str, Any]
     states: Mapping[fx.Node, Any]
     text: Callable[[Any], str]  # a size in T and R
+    name: str = ""  # `sum` for aten.sum.dim_IntList and for aten.sum_
 
-    @property
-    def name(self) -> str:
-        """`sum` for aten.sum.dim_IntList and for aten.sum_."""
-        return op_name(self.node)
+    @classmethod
+    def of(cls, node: fx.Node, states: Mapping[fx.Node, Any], text: Callable[[Any], str]) -> OpCall:
+        """The call of a node's op."""
+        args = named(node.target, node.args, node.kwargs)
+        return cls(node, args, states, text, op_name(node))
 
     @property
     def value(self) -> torch.Tensor:
@@ -130,14 +134,21 @@ class OpCall:
 
 def is_moving(size: Any) -> bool:
     """Whether a number depends on T or R."""
+    if type(size) is int:
+        return False
     if isinstance(size, fx.Node):
         size = size.meta.get("val")
     return isinstance(size, SIZES) and bool(size.node.expr.free_symbols)
 
 
-def moving_dims(x: fx.Node) -> list[int]:
+def moving_dims(x: fx.Node) -> tuple[int, ...]:
     """The dims of a tensor that are longer in a key than in its batch."""
-    return [i for i, n in enumerate(x.meta["val"].shape) if is_moving(n)]
+    value = x.meta["val"]
+    known = x.meta.get(_MOVING)
+    if known is None or known[0] is not value:  # asked for many times, by every op that reads it
+        known = value, tuple(i for i, n in enumerate(value.shape) if is_moving(n))
+        x.meta[_MOVING] = known
+    return known[1]  # type: ignore[no-any-return]
 
 
 def ndim(x: fx.Node) -> int:
@@ -148,8 +159,12 @@ def ndim(x: fx.Node) -> int:
 def is_finite(fill: Any) -> bool:
     """Whether padding that holds this is finite."""
     if isinstance(fill, torch.Tensor):
+        if not fill.is_floating_point():
+            return True
+        if fill.numel() == 1:
+            return math.isfinite(fill.item())
         wide = fill.float() if fill.itemsize == 1 else fill  # float8 has no isfinite
-        return bool(wide.isfinite().all()) if fill.is_floating_point() else True
+        return bool(wide.isfinite().all())
     return fill == FINITE
 
 

@@ -20,8 +20,7 @@ from torch import fx
 
 from fngraph.core import Limits
 from fngraph.errors import BranchError
-from fngraph.fx.nodes import is_op, line_of
-from fngraph.torch_facts.names import tree_leaves
+from fngraph.fx.nodes import flat, is_op, line_of
 from fngraph.torch_facts.tracing import in_forward_mode
 
 NOUNS = {"T": "tokens", "R": "requests"}
@@ -96,7 +95,7 @@ def implied(gm: fx.GraphModule, letters: Mapping[Any, str]) -> Iterator[Assumpti
     for node in gm.graph.nodes:
         if not is_op(node):
             continue
-        for x in tree_leaves(node.meta.get("val")):
+        for x in flat(node.meta.get("val")):
             for size in x.shape if isinstance(x, torch.Tensor) else ():
                 if isinstance(size, torch.SymInt) and (expr := size.node.expr) not in seen:
                     seen.add(expr)

@@ -18,7 +18,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import HostSyncError, MutationError, OperatorError, RandomError
 from fngraph.fx.generators import DRAWN, Generators, device_of, is_on, source, without
 from fngraph.fx.leaves import Leaf, Role
-from fngraph.fx.nodes import REFUSED
+from fngraph.fx.nodes import REFUSED, flat
 from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
 from fngraph.fx.tracing.api import CallsMode, rebound
 from fngraph.fx.tracing.assumptions import by_transform
@@ -32,7 +32,6 @@ from fngraph.torch_facts.names import (
     TorchDispatchMode,
     count_dispatch_modes,
     dispatch_modes,
-    tree_leaves,
     tree_map,
 )
 from fngraph.torch_facts.schemas import SYNCS, out_names, written
@@ -154,7 +153,7 @@ class PurityMode(TorchDispatchMode):
         return result
 
     def _check_result(self, line: str, func: Any, args: Any, result: Any) -> Any:
-        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in flat(result) if isinstance(x, torch.Tensor)]
         quantized = func._schema.name.startswith("aten::quantize")  # which fakes do not show
         if quantized or not all(is_plain(x) for x in tensors):
             self.refuse(unsupported(line, func, "whose result has no plain memory"))
@@ -177,7 +176,7 @@ class PurityMode(TorchDispatchMode):
 
     def _given(self, line: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments, refused where they are not of this trace, with stand-ins for those."""
-        strangers = [x for x in tree_leaves((args, kwargs)) if self._is_foreign(x)]
+        strangers = [x for x in (*flat(args), *flat(kwargs)) if self._is_foreign(x)]
         for x in strangers:
             self.refuse(foreign(line, x, self.owners))
             if id(x) not in self._standins and isinstance(x, torch.Tensor):
@@ -196,7 +195,7 @@ class PurityMode(TorchDispatchMode):
 
 def _shape(x: Any) -> list[str]:
     """Sizes as text: to compare T with a number is to ask for it."""
-    return [str([str(n) for n in t.shape]).replace("'", "") for t in tree_leaves(x)]
+    return [str([str(n) for n in t.shape]).replace("'", "") for t in flat(x)]
 
 
 def _resized(line: str, func: Any, old: list[str], new: list[str]) -> OperatorError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import re
 import sys
 import weakref
@@ -80,18 +81,19 @@ class Symbols(ShapeEnv):
         Raises:
             BranchError: the user's Python asks something that not every batch answers alike.
         """
-        known = getattr(orig_expr, "free_symbols", set()) <= self.letters.keys()
-        asked = known and orig_expr.free_symbols and _asked_outside_torch()
+        named: set[Any] = getattr(orig_expr, "free_symbols", set())
+        known = named <= self.letters.keys()
+        asked = known and named and _asked_outside_torch()
         if asked and isinstance(orig_expr, sympy.Expr):
             expr, value = lettered(orig_expr, self.letters), self.example(orig_expr)
             self.refuse(size_fixed(expr, value, user_line()))
             return value  # torch would replace the symbol for good
         answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if known and isinstance(answer, float | sympy.Float) and orig_expr.free_symbols:
+        if known and isinstance(answer, float | sympy.Float) and named:
             # whoever asks for a float, the graph keeps the number: torch.tensor(x.shape[0] / 2)
             expr = lettered(orig_expr, self.letters)
             self.refuse(size_fixed(expr, float(answer), user_line()))
-        elif asked or (known and orig_expr.free_symbols and _asks_for_a_rest(orig_expr)):
+        elif asked or (known and named and _asks_for_a_rest(orig_expr)):
             expr = lettered(orig_expr, self.letters)
             self.ask(expr if answer else sympy.Not(expr), user_line())
         return answer
@@ -179,6 +181,7 @@ def example_sizes(limits: Limits, taken: Sequence[int]) -> dict[str, int]:
     return {"T": T or free[1], "R": R if R and R < (T or free[1]) else min(2, T or 2)}
 
 
+@functools.lru_cache(4096)  # torch asks the same of every op
 def _asks_for_a_rest(expr: Any) -> bool:
     """Whether T or R are divisible by a number, by which torch's C++ cuts (tensor_split)."""
     rests = expr.atoms(Mod, PythonMod) if isinstance(expr, sympy.Basic) else ()

@@ -25,7 +25,7 @@ from fngraph.ops.check_shapes import Shapes
 from fngraph.ops.primitives import LIBRARY
 from fngraph.ops.transforms import is_transformed
 from fngraph.ops.triton.launching import missing
-from fngraph.torch_facts.names import BelowAutograd
+from fngraph.torch_facts.names import BelowAutograd, scaled_mm
 
 FP8 = torch.float8_e4m3fn
 MAX = 448.0
@@ -177,13 +177,13 @@ def tensor_cores(
     if not T or not N:
         return x.new_empty((T, N), dtype=dtype)
     if not x_scale.dim() and not weight_scale.dim():
-        return torch._scaled_mm(x, weight.t(), x_scale, weight_scale, out_dtype=dtype)
+        return scaled_mm(x, weight.t(), x_scale, weight_scale, out_dtype=dtype)
     if dtype == torch.bfloat16:
         by_row = x_scale.expand(T, 1).contiguous()
         by_column = weight_scale.expand(N, 1).contiguous().t()
-        return torch._scaled_mm(x, weight.t(), by_row, by_column, out_dtype=dtype)
+        return scaled_mm(x, weight.t(), by_row, by_column, out_dtype=dtype)
     one = torch.ones((), device=x.device)
-    bare = torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32)
+    bare = scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32)
     return (bare * x_scale * weight_scale.t()).to(dtype)
 
 

@@ -25,7 +25,8 @@ from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import insert, writes_any
 from fngraph.torch_facts.memory import storage_key
 
-aten, _OPS = torch.ops.aten, torch.ops.fngraph
+aten = torch.ops.aten
+_OPS = torch.ops.fngraph
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 

@@ -66,6 +66,8 @@ set_precision: Callable[[str, str, str], None] = _C._set_fp32_precision_setter
 conj_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj  # each turns its bit around
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+# of fp8: (x, weight.t(), x_scale, weight_scale.t(), out_dtype=)
+scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
 # over a bare address, as torch's own cudagraph trees use it: nobody frees it. torch 2.1 to 2.13
 storage_at: Callable[[int, torch.device, int], Any] = _C._construct_storage_from_data_pointer
 

@@ -485,8 +485,9 @@ def rounding(
     def forward(p: Any, state: Any, batch: toys.Batch) -> Any:
         x = p["w"][batch.token_ids]
         q, k, v = (z.unflatten(1, (H, D)) for z in (x, x.sin(), x.cos()))
+        made = p["one"] * 2
         out, kv = fg.ops.attention(q, k, v, state, batch)
-        return read(p, view(out)), kv
+        return read({**p, "made": made}, view(out)), kv
 
     return forward
 
@@ -497,6 +498,10 @@ ROUNDED = {
     "by two scales": (rounding(lambda p, y: known(p, y, "one", "other scale")), 0),
     "and read elsewhere": (rounding(lambda p, y: (known(p, y, "one"), y.sin())), 0),
     "and returned": (rounding(lambda p, y: (known(p, y, "one"), y)), 0),
+    "by a scale that is made before it": (rounding(lambda p, y: known(p, y, "made")), 1),
+    "by a scale that is written behind it": (
+        rounding(lambda p, y: known({**p, "view": p["made"].view(1).add_(1)}, y, "made")), 0,
+    ),
     "by a scale that is made behind it": (
         rounding(lambda p, y: known(p, y, own=p["one"] * 2)), 0,
     ),

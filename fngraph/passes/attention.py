@@ -138,7 +138,7 @@ def _put(graph: fx.Graph, call: fx.Node) -> bool:
     return True
 
 
-_ASK = (aten.new_empty.default, aten.sym_size.int)
+_ASK = (aten.new_zeros.default, aten.new_empty.default, aten.sym_size.int)
 """Ops that ask a tensor for its dtype, its device or a size, and read none of its elements."""
 _VIEWS = (aten.transpose.int, aten.select.int)
 

@@ -113,7 +113,9 @@ def plain_quantize(x: Tensor, scale: Tensor) -> Tensor:
 
 def plain_quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize_fp8_rows` in torch."""
-    scale = (x.float().abs().amax(-1, keepdim=True) / MAX).clamp(min=LEAST)
+    top = x.float().abs().amax(-1, keepdim=True)
+    # by a tensor: torch on CUDA multiplies by the inverse of a number
+    scale = (top / torch.full_like(top, MAX)).clamp(min=LEAST)
     return plain_quantize(x, scale), scale
 
 

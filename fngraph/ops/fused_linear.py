@@ -56,8 +56,8 @@ class Tile(NamedTuple):
     parts: int = 0
 
 
-def tile_of(T: int, K: int, gated: bool, normed: bool) -> Tile | None:
-    """By static shapes; None: what matrix products by torch are faster for.
+def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Tile | None:
+    """By static shapes and bytes of an element; None: what matrix products by torch are faster for.
 
     On an H200, TB/s of weights, ours and cuBLAS's alone, for Llama-1B's and 8B's layers: one row
     2.6 to 4.5 and 1.4 to 4.3, two rows 2.2 to 3.5 and 1.5 to 3.7; eight and sixteen, without norm
@@ -66,7 +66,7 @@ def tile_of(T: int, K: int, gated: bool, normed: bool) -> Tile | None:
     if T > most_rows(normed, gated):
         return None
     if T > 2:
-        return Tile(16, min(256, power_of_two(-(-K // 4), at_least=16)), 4, 4)
+        return Tile(16, min(512 // itemsize, power_of_two(-(-K // 4), at_least=16)), 4, 4)
     if T == 1:
         tile = Tile(2, 2048 if gated or K >= 4096 else 1024, 4)
     else:
@@ -132,7 +132,9 @@ def _run(
     if norm is not None and x.dtype == torch.float16:  # in which x * norm may overflow
         x, norm = _OPS.rms_norm(x, norm, eps, centred), None
     is_plain = _is_plain(x, weights)
-    tile = tile_of(x.shape[0], x.shape[1], gated, norm is not None) if is_plain else None
+    tile = (
+        tile_of(x.shape[0], x.shape[1], gated, norm is not None, x.itemsize) if is_plain else None
+    )
     if tile is None:
         x = x if norm is None else _OPS.rms_norm(x, norm, eps, centred)
         return _by_torch(x, weights, more, gated)

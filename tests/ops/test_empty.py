@@ -37,7 +37,9 @@ def conv(T: int, taps: int) -> tuple[torch.Tensor, ...]:
 
 # by name: tensors of T tokens, fields of the batch, what else the op takes, columns of the output
 CALLS: dict[str, tuple[Any, tuple[str, ...], tuple[Any, ...], tuple[int, ...]]] = {
-    "attention": (heads, PAGED, (0.5, None, None, True, None, None, None), (H, D)),
+    "attention": (
+        heads, PAGED, (0.5, None, None, True, *[None] * 7, 0.0, False, None), (H, D),
+    ),
     "cascade": (heads, (*PAGED, "prefix_len"), (0.5,), (H, D)),
     "mla": (
         lambda T: (torch.zeros(T, H, 12), torch.zeros(T, 12), torch.zeros(6, 4, 12)),

@@ -21,7 +21,7 @@ from fngraph.ops.triton.fp8 import How
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-RESULTS = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+RESULTS = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """What a result is off at most, to the largest of all: sums in float32, and one rounding behind."""
 ROWS = [1, 2, 5, 16]
 SIZES = [(4096, 4096), (1024, 4096), (4096, 14336), (80, 528)] if GPU else [(48, 64), (80, 1040)]

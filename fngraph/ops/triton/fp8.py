@@ -267,7 +267,7 @@ def add_kernel(
     at = t.to(tl.int64) * N + n
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(SPLITS):
-        total += tl.load(parts + i * T.to(tl.int64) * N + at, mask=n < N, other=0.0)
+        total += tl.load(parts + i * T * N + at, mask=n < N, other=0.0)
     by_column = tl.load(weight_scale + n * weight_step, mask=n < N, other=0.0)
     made = total * tl.load(x_scale + t * x_step) * by_column
     tl.store(out + at, made.to(out.dtype.element_ty), mask=n < N)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import gc
 import sys
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,6 +137,8 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 
 _DEPTH = 4  # containers between a tensor and the name under which it is kept
 
+_PATIENCE = (0.0, 0.01, 0.1, 1.0)
+"""Seconds before each look at what is alive."""
 _CONTAINERS = (dict, list, set, tuple, collections.deque, types.CellType)
 
 
@@ -155,28 +158,59 @@ class Made:
                 self._seen[id(x)] = weakref.ref(x), what  # type: ignore[arg-type]
 
     def check(self, refuse: Refusals) -> None:
-        """Refuse each that is alive, once the trace has let go of all of them."""
-        if self._alive():
-            gc.collect()  # cycles; without any, counting references has been enough
-        alive = self._alive()
-        alive.sort(key=lambda pair: id(pair[0]) in self._leaves)  # what ops have made first
-        while alive:
-            x, what = alive.pop(0)
-            kind = "number of tokens or requests" if isinstance(x, torch.SymInt) else "tensor"
-            name = _keeper(x, {id(alive)})
+        """Refuse each that is alive, once the trace has let go of all of them.
+
+        What nobody is seen to hold is looked at again for a while: a thread of torch's may not yet
+        have let go. Autograd's for a GPU still has the last of its tensors when its caller goes on.
+        """
+        kept: list[tuple[str, str, str | None]] = []
+        for seconds in _PATIENCE:
+            if not self._alive():  # without cycles, counting references has been enough
+                return
+            time.sleep(seconds)
+            collected = _collect()
+            kept = self._kept()
+            if collected and all(name is not None for _, _, name in kept):
+                break
+        for kind, line, name in kept:
             if name is None and gc.get_freeze_count():
                 name = "what may be hidden by gc.freeze(): call gc.unfreeze() to see its name"
             refuse(
                 LeakError(
-                    f"{what}: forward keeps the {kind} from here after it has returned"
+                    f"{line}: forward keeps the {kind} from here after it has returned"
                     f"{f', in {name}' if name else ''}; a graph makes it once, so it would be "
                     "stale. Return it: return logits, kept, cache"
                 )
             )
 
+    def _kept(self) -> list[tuple[str, str, str | None]]:
+        """Of each that is alive: what it is, its line, and who holds it, if he can be seen."""
+        alive, kept = self._alive(), []
+        alive.sort(key=lambda pair: id(pair[0]) in self._leaves)  # what ops have made first
+        while alive:
+            x, line = alive.pop(0)
+            kind = "number of tokens or requests" if isinstance(x, torch.SymInt) else "tensor"
+            kept.append((kind, line, _keeper(x, {id(alive)})))
+        return kept
+
     def _alive(self) -> list[tuple[Any, str]]:
         alive = ((ref(), what) for ref, what in self._seen.values())
         return [(x, what) for x, what in alive if x is not None]
+
+
+class _Cycle:
+    """Something that refers to itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def _collect() -> bool:
+    """Have cycles collected; False if the collector would not: it runs already, on another thread
+    or further out on this one."""
+    seen = weakref.ref(_Cycle())
+    gc.collect()
+    return seen() is None
 
 
 def _keeper(x: Any, skip: set[int], depth: int = _DEPTH) -> str | None:

@@ -9,6 +9,7 @@ import functools
 import gc
 import queue
 import threading
+import time
 import types
 import weakref
 from collections import deque
@@ -22,6 +23,7 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import LeakError
+from fngraph.fx.tracing import outside
 from fngraph.fx.tracing.outside import Made
 from fngraph.fx.tracing.refusals import Refusals
 
@@ -225,3 +227,83 @@ def gradient(p: Any, b: Any) -> Any:
 @pytest.mark.parametrize("value", [cycle, popped, scoped, weak, numbers, gradient])
 def test_what_is_let_go_of_is_fine(value: Any):
     made(lambda p, s, b: (value(p, b), s))
+
+
+def held_by_a_thread(x: Any, go: threading.Event) -> threading.Thread:
+    """As autograd's thread for a GPU holds the last of its tensors: where nobody sees them."""
+    box, taken = [x], threading.Event()
+
+    def hold() -> None:
+        x = box.pop()  # noqa: F841
+        taken.set()
+        go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(60)
+    return thread
+
+
+def in_a_cycle_while_another_thread_collects(x: Any, go: threading.Event) -> threading.Thread:
+    """Then `gc.collect()` returns at once, and has done nothing."""
+    begun = threading.Event()
+
+    class Slow:
+        def __del__(self) -> None:
+            begun.set()
+            go.wait(60)
+
+    def collect() -> None:
+        one: Any = Slow()
+        one.itself = one
+        del one
+        gc.collect()
+
+    box = types.SimpleNamespace(x=x)
+    box.itself = box
+    thread = threading.Thread(target=collect)
+    thread.start()
+    assert begun.wait(60)
+    return thread
+
+
+@pytest.mark.parametrize("held", [held_by_a_thread, in_a_cycle_while_another_thread_collects])
+def test_what_is_let_go_of_a_little_later_is_fine(held: Any, monkeypatch: pytest.MonkeyPatch):
+    """At the first look it is alive."""
+    go, threads, looks = threading.Event(), [], []
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        threads.append(held(rows(p, b), go))
+        return p["w"] * 1, s
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            go.set()
+            threads[0].join(60)
+
+    monkeypatch.setattr(outside, "time", types.SimpleNamespace(sleep=sleep))
+    try:
+        made(forward)
+    finally:
+        go.set()
+        threads[0].join(60)
+    assert len(looks) == 2
+
+
+def test_the_look_has_an_end():
+    """What a thread goes on to hold is kept."""
+    go, threads = threading.Event(), []
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        threads.append(held_by_a_thread(rows(p, b), go))
+        return p["w"] * 1, s
+
+    began = time.monotonic()
+    try:
+        with pytest.raises(LeakError, match="keeps the tensor from here"):
+            made(forward)
+    finally:
+        go.set()
+        threads[0].join(60)
+    assert time.monotonic() - began > sum(outside._PATIENCE)

@@ -15,10 +15,11 @@ from torch import fx
 
 from fngraph.core.compiling import Range, Span
 from fngraph.ops.fused_linear import MOST_ROWS, for_many_rows, most_rows
+from fngraph.ops.triton.launching import missing
 from fngraph.torch_facts.tracing import make_fx
 
 _OP = torch.ops.fngraph.fused_linear.default
-DEVICES = ["cuda"]  # on which the op has a kernel
+DEVICES = ("cuda",)  # on which the op has a kernel, where there is Triton
 
 
 def few(gm: fx.GraphModule, within: Range, sizes: Iterable[tuple[int, int]]) -> Range | None:
@@ -31,7 +32,9 @@ def few(gm: fx.GraphModule, within: Range, sizes: Iterable[tuple[int, int]]) -> 
 
 
 def _has_kernel(node: fx.Node) -> bool:
-    return node.target is _OP and node.meta["val"].device.type in DEVICES
+    if node.target is not _OP or (device := node.meta["val"].device.type) not in DEVICES:
+        return False
+    return device != "cuda" or missing("cuda") is None
 
 
 def _most(node: fx.Node) -> int:

@@ -82,7 +82,8 @@ class CompiledPiece:
         """
         sizes = tuple(sizes)
         self._make(self.within)
-        if (part := few(self.plan.gm, self.within, sizes)) is not None:
+        part = few(self.plan.gm, self.within, sizes)
+        if self.level == "pieces" and part is not None:
             self._make(part)
         for num_tokens in exact:
             self._make(self.within.at(num_tokens))

@@ -38,9 +38,9 @@ def layer_model(laid: bool = True) -> Model:
     return Model(layer, params, {"calls": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("kernels_on", [["cuda"], ["cuda", "cpu"]])
+@pytest.mark.parametrize("kernels_on", [("cuda",), ("cuda", "cpu")])
 def test_few_rows_have_code_of_their_own_where_there_is_a_kernel(
-    kernels_on: list[str], monkeypatch: pytest.MonkeyPatch
+    kernels_on: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(few_rows, "DEVICES", kernels_on)
     toy = layer_model()
@@ -54,7 +54,7 @@ def test_few_rows_have_code_of_their_own_where_there_is_a_kernel(
 
 @pytest.mark.parametrize("laid", [False, True])
 def test_what_is_taken_apart_computes_the_same(laid: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(few_rows, "DEVICES", ["cpu"])
+    monkeypatch.setattr(few_rows, "DEVICES", ("cpu",))
     toy = layer_model(laid)
     fast = toy.graphify(modes="FULL", passes=("linears",))
     split = fast.trace(toy.params, toy.state).split()

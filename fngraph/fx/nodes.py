@@ -12,6 +12,7 @@ from fngraph.torch_facts.schemas import written
 
 SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 """Types of the numbers that are made of T and R."""
+_NESTS = (list, tuple, dict)
 REFUSED = "fngraph.refused"
 """A mark on nodes of an op that a trace has refused: of its rows nothing more is asked."""
 
@@ -39,11 +40,11 @@ def is_size(x: Any) -> bool:
 def flat(x: Any) -> list[Any]:
     """What is in lists, tuples and dicts, such as an op's arguments are nested in; all else is
     itself. Torch's own looks for every kind of tree."""
-    if not isinstance(x, list | tuple | dict):
+    if not isinstance(x, _NESTS):
         return [x]
     found: list[Any] = []
     for item in x.values() if isinstance(x, dict) else x:
-        if isinstance(item, list | tuple | dict):
+        if isinstance(item, _NESTS):
             found += flat(item)
         else:
             found.append(item)
@@ -52,7 +53,9 @@ def flat(x: Any) -> list[Any]:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensors among the arguments, in order, those in lists too; one that is twice, twice."""
-    found = [*flat(node.args), *flat(node.kwargs)]
+    found: list[fx.Node] = []
+    fx.map_arg(node.args, found.append)
+    fx.map_arg(node.kwargs, found.append)
     return [x for x in found if is_tensor(x)]
 
 

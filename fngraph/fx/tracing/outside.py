@@ -170,7 +170,7 @@ class Made:
             time.sleep(seconds)
             collected = _collect()
             kept = self._kept()
-            if collected and all(name is not None for _, _, name in kept):
+            if collected and any(name is not None for _, _, name in kept):
                 break
         for kind, line, name in kept:
             if name is None and gc.get_freeze_count():

@@ -66,6 +66,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         *[b.x.t().contiguous()[None, None]] * 3).sum(-2),
     "a mask of no rows beside an index": lambda w, b: torch.zeros(2, 12).index_put(
         (torch.tensor([True, False]), b.ids), torch.tensor(1.0)),
+    "as many rows as a mask of no rows has": lambda w, b: torch.zeros(12, 4).index_put(
+        (torch.arange(12) > 8,), torch.where(b.slot[:, None] >= 0, b.x, 0.0)),
     "a mask of bytes": lambda w, b: b.x.index_put(
         ((b.slot >= 0).to(torch.uint8),), b.x * 0, accumulate=True),
     "what is vouched for, or 5": lambda w, b: b.x[

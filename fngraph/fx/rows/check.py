@@ -269,7 +269,7 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
 def _is_part(node: fx.Node, given: Iterable[fx.Node], states: Mapping[fx.Node, Any]) -> bool:
     """Whether it is a view of a window, whatever op says so: fit for reading alone as well."""
     windows = {storage_key(x.meta["val"]) for x in given if states[x].window}
-    results = [x for x in flat(node.meta["val"]) if isinstance(x, torch.Tensor)]
+    results = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]  # or nothing
     return not mutates(node) and any(storage_key(x) in windows for x in results)
 
 

@@ -163,9 +163,10 @@ def _kept(call: OpCall, spread: _Spread) -> Iterator[_Told]:
 
 
 def _refuse_masks(call: OpCall, places: Mapping[int, Any], spread: _Spread) -> None:
-    """A mask over T or R is true for as many rows as padding has it: nothing may be as many."""
+    """A mask over T or R is true for as many rows as padding has it: nothing may be as many. And
+    one over neither is so for as many as it is, whatever T and R are."""
     masks = sorted(filter(is_mask, places.values()), key=lambda x: not moving_dims(x))
-    if not masks or not moving_dims(masks[0]):
+    if not masks:
         return
     mask, *more = masks
     counted = [(x, ndim(x) - 1) for _, x, _ in spread.indices]
@@ -173,6 +174,16 @@ def _refuse_masks(call: OpCall, places: Mapping[int, Any], spread: _Spread) -> N
         x, first = spread.values
         counted.append((x, spread.last - first))
     several = [x for x, d in counted if d >= 0 and not is_one(x.meta["val"].shape[d])]
+    if not moving_dims(mask):
+        rows = next((call.dim(x, d) for x, d in counted if d >= 0 and d in moving_dims(x)), None)
+        if rows is None:
+            return
+        raise Mixes(
+            f"puts {rows} rows where a mask is true ({call.name}), one for each true element, of "
+            "which a key has no more than its batch. Say where they go by numbers: "
+            "x.index_put((batch.slot,), rows)",
+            fails=True,
+        )
     (fill, *corner) = (call.rows(mask).fills.get(d) for d in moving_dims(mask))
     none_of_padding = not corner and is_all(fill, 0) and not any(map(moving_dims, several))
     if more or (several and not none_of_padding):

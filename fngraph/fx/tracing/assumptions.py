@@ -2,6 +2,7 @@
 
 Python asks (`if x.shape[0] > 5`), or torch does otherwise for some sizes without asking:
 `x.squeeze(0)` drops a dim if T is 1, and `x[3]` is an error if T is less than 4; in a key, neither.
+Or a kernel wants T rows to fit seven, of which its fake says nothing (`fits`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import fx
 from fngraph.core import Limits
 from fngraph.errors import BranchError
 from fngraph.fx.nodes import flat, is_op, line_of
+from fngraph.fx.tracing.fits import Fit, needed
 from fngraph.torch_facts.tracing import in_forward_mode
 
 NOUNS = {"T": "tokens", "R": "requests"}
@@ -110,6 +112,17 @@ def implied(gm: fx.GraphModule, letters: Mapping[Any, str]) -> Iterator[Assumpti
                     expr = lettered(size.node.expr, letters)
                     holds = sympy.Ne(expr, 1) if least is None else expr >= least
                     yield Assumption(holds, line_of(node))
+        for fit in needed(node):
+            yield from _fitting(fit, letters, line_of(node))
+
+
+def _fitting(fit: Fit, letters: Mapping[Any, str], line: str) -> Iterator[Assumption]:
+    """That one of some pairs of sizes is equal, if it is T and R that say whether it is."""
+    pairs = [(sympy.sympify(a), sympy.sympify(b)) for a, b in fit]
+    moving = set().union(*(n.free_symbols for pair in pairs for n in pair))
+    if moving and moving <= letters.keys() and not any(a == b for a, b in pairs):
+        holds = [sympy.Eq(lettered(a, letters), lettered(b, letters)) for a, b in pairs]
+        yield Assumption(sympy.Or(*holds), line)
 
 
 def _asked(name: str, shape: list[Any], rest: list[Any]) -> list[tuple[Any, int | None]]:

@@ -132,6 +132,8 @@ def attention(r: random.Random, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -
     cleans, causal, by_hand, softly = (r.random() < 0.7 for _ in range(4))
     if causal and not by_hand and q.shape[0] != k.shape[0]:
         raise ValueError("torch's causal kernel reads memory that nobody wrote, for more queries")
+    if not by_hand and k.shape[0] != v.shape[0]:
+        raise ValueError("torch's kernels read memory that nobody wrote, behind fewer values")
 
     def run(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
         if not by_hand:  # a kernel lets NaN of a row that is masked through where it likes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import toys
 from torch import Tensor
 
 import fngraph as fg
@@ -65,6 +66,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         *[b.x.t().contiguous()[None, None]] * 3).sum(-2),
     "a mask of no rows beside an index": lambda w, b: torch.zeros(2, 12).index_put(
         (torch.tensor([True, False]), b.ids), torch.tensor(1.0)),
+    "as many rows as a mask of no rows has": lambda w, b: torch.zeros(12, 4).index_put(
+        (torch.arange(12) > 8,), torch.where(b.slot[:, None] >= 0, b.x, 0.0)),
     "a mask of bytes": lambda w, b: b.x.index_put(
         ((b.slot >= 0).to(torch.uint8),), b.x * 0, accumulate=True),
     "what is vouched for, or 5": lambda w, b: b.x[
@@ -98,6 +101,7 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "tokens as a column": lambda w, b: torch.searchsorted(
         b.starts, tokens(b)[:, None], right=True),
     "a class that there is": lambda w, b: F.nll_loss(b.x, b.ids.clamp(max=3), reduction="none"),
+    "all but the last, by an op that returns nothing": lambda w, b: toys.double(b.x[:-1]),
 }  # fmt: skip
 
 

@@ -262,6 +262,39 @@ def test_a_size_below_none_for_some_batch_is_refused(name: str):
         made.trace(weights(), {}, batch=toys.batch(2))
 
 
+# of (T, 8) hidden states and a number: T, or one that is T for some batches alone
+FITTING: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "a mask": lambda x, n: x.new_zeros(n, 2).index_put((x[:, 0] > 0,), x.new_ones(())),
+    "a mask behind an index": lambda x, n: x.new_zeros(2, n).index_put_(
+        (torch.tensor([1]), x[:, 0] > 0), x.new_ones(())),
+    "a mask of two dims": lambda x, n: x.new_zeros(n, toys.E).index_put((x > 0,), x.new_ones(())),
+    "two indices": lambda x, n: x.new_zeros(n, x.shape[0]).index_put(
+        (torch.arange(n), torch.arange(x.shape[0])), x.new_ones(())),
+    "values": lambda x, n: x.new_zeros(n, toys.E).index_put((torch.arange(n),), x),
+    "values in place": lambda x, n: x.new_zeros(n, toys.E).index_put_((torch.arange(n),), x),
+    "values of columns": lambda x, n: x.new_zeros(2, n).index_put((torch.tensor([1]),), x[:, 0]),
+    "index_add": lambda x, n: x.new_zeros(2, n).index_add(0, torch.arange(2), x[:, :2].t()),
+    "index_reduce": lambda x, n: x.new_zeros(n, toys.E).index_reduce(0, torch.arange(n), x, "amax"),
+    "select_scatter": lambda x, n: x.new_zeros(2, n).select_scatter(x[:, 0], 0, 1),
+    "slice_scatter": lambda x, n: x.new_zeros(2, n).slice_scatter(x[:, :1].t(), 0, 1),
+    "slice_scatter of rows": lambda x, n: x.new_zeros(n + 1, toys.E).slice_scatter(x, 0, 1),
+    "values of attention": lambda x, n: F.scaled_dot_product_attention(
+        *[x.new_zeros(1, 1, n, toys.E)] * 2, x[None, None], is_causal=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_sizes_that_fit_for_some_batches_alone_are_refused(name: str):
+    """Also where torch's fake of the op does not ask; an error of a key, or memory beyond one."""
+    made = lambda of: fg.graphify(  # noqa: E731
+        hidden_forward(lambda x: fg.trust_rows(FITTING[name](x, of(x.shape[0])))),
+        donate="s", stage="b", limits=LIMITS,
+    )  # fmt: skip
+    made(lambda T: T).trace(weights(), {}, batch=toys.batch(2))
+    with pytest.raises(BranchError, match=r"test_trace_sizes\.py:\d+: .*which is false for T="):
+        made(lambda T: 7).trace(weights(), {}, batch=toys.batch(2))
+
+
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_size_that_becomes_a_number_is_refused(name: str):
     made = fg.graphify(hidden_forward(NUMBERS[name]), donate="s", stage="b", limits=LIMITS)

@@ -64,7 +64,7 @@ class Layer:
         for weights in self.weights:
             self.kernels.run(
                 self.x, weights, None if self.kind == "sum" else self.norm, self.more, self.out,
-                1e-5, centred=False, gated=self.kind == "gate", held=True, **tile._asdict(),
+                1e-5, tile, centred=False, gated=self.kind == "gate", held=True,
             )  # fmt: skip
 
     def products(self) -> None:

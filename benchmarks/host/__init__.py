@@ -141,7 +141,7 @@ def piecewise(kit: Kit, repeats: int) -> list[dict[str, Any]]:
     def bare() -> None:
         for part in parts:
             if isinstance(part, tuple):
-                copies(part[0], None)
+                copies(part[-1], None)  # behind the backend
             else:
                 part()
         prepared.views[0].detach()

@@ -141,9 +141,7 @@ def _run(
     from fngraph.ops.triton import skinny  # loads Triton
 
     out = x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
-    skinny.run(
-        x, weights, norm, more, out, eps, centred=centred, gated=gated, held=held, **tile._asdict()
-    )
+    skinny.run(x, weights, norm, more, out, eps, tile, centred=centred, gated=gated, held=held)
     return out
 
 

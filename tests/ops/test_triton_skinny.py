@@ -45,10 +45,10 @@ def test_a_kernel_is_as_near_to_float64_as_torch(kind: str, dtype: torch.dtype):
             more,
             got,
             eps,
+            tile,
             centred=centred,
             gated=gated,
             held=held,
-            **tile._asdict(),
         )
         off, theirs = ((y.double() - want).norm() / want.norm() for y in (got, torchs))
         assert off <= 1.5 * theirs + 3e-7, (rows, K, off, theirs)

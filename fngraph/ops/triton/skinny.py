@@ -174,16 +174,16 @@ def _prefetch(pointers):
 
 def run(
     x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, out: Tensor,
-    eps: float, *, centred: bool, gated: bool, held: bool, rows: int, block: int, warps: int,
-    parts: int,
+    eps: float, tile: tuple[int, int, int, int], *, centred: bool, gated: bool, held: bool,
 ) -> None:  # fmt: skip
     """x (T, K) by weights (N, K) into out (T, sum of N), or (T, N) if gated; see `fused_linear`.
 
     Args:
         held: whether nothing writes the weights while a graph that this is recorded in runs.
-        rows, block, warps, parts: see `fused_linear.Tile`; parts are for neither norm nor gate.
+        tile: see `fused_linear.Tile`; parts are for neither norm nor gate.
     """
     T, K = x.shape
+    rows, block, warps, parts = tile
     a, b, c = (*weights, *[weights[0]] * (3 - len(weights)))
     sizes = [w.shape[0] if i < len(weights) else 0 for i, w in enumerate((a, b, c))]
     grid = (sum(-(-n // rows) for n in (sizes[:1] if gated else sizes)),)

@@ -256,8 +256,9 @@ def test_a_cut_knows_which_arguments_vary():
     rows = [str(d) if d is not None else None for d in cut.row_dims]
     assert rows == ["T", "T", "T", None, None, "T", "R", "R + 1", "R", "T"]
     assert cut.op == "fngraph::attention"
-    # scale window softcap causal sinks k_scale v_scale
-    assert cut.template[10:] == (toys.D**-0.5, None, None, True, None, None, None)
+    # scale window softcap causal sinks k_scale v_scale, cos sin q_norm k_norm eps centred out_scale
+    plain = (toys.D**-0.5, None, None, True, None, None, None)
+    assert cut.template[10:] == (*plain, None, None, None, None, 0.0, False, None)
 
 
 @pytest.mark.parametrize("modes", MODES)

@@ -14,7 +14,7 @@ in another order. There is no gradient, and no rule for `torch.func`. Results ar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ from torch import Tensor
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError, TreeError
 from fngraph.ops.check_shapes import Shapes
-from fngraph.ops.primitives import LIBRARY
-from fngraph.ops.transforms import is_transformed
+from fngraph.ops.opaque import define_op
 from fngraph.ops.triton.launching import missing
-from fngraph.torch_facts.names import BelowAutograd, scaled_mm
+from fngraph.torch_facts.names import scaled_mm
 
 FP8 = torch.float8_e4m3fn
 MAX = 448.0
@@ -276,24 +275,14 @@ def _fake_linear(
 
 
 def _define(name: str, schema: str, run: Any, fake: Any) -> Any:
-    LIBRARY.define(name + schema)
-    op = getattr(torch.ops.fngraph, name).default
+    def refuse(*args: Any) -> NoReturn:
+        raise TransformError(
+            f"{user_line()}: fg.ops.{name} has no gradient, and no rule for torch.func: what "
+            "is rounded to 8 bits has none. Train the weights as they were before they were "
+            "quantised"
+        )
 
-    def without_gradients(*args: Any) -> Any:
-        if is_transformed(*args):
-            raise TransformError(
-                f"{user_line()}: fg.ops.{name} has no gradient, and no rule for torch.func: what "
-                "is rounded to 8 bits has none. Train the weights as they were before they were "
-                "quantised"
-            )
-        with BelowAutograd():
-            return op(*args)
-
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, without_gradients, "Autograd")
-    LIBRARY.impl(name, without_gradients, "FuncTorchBatched")
-    torch.library.register_fake(f"fngraph::{name}", fake, lib=LIBRARY)
-    return op
+    return define_op(name, schema, run, fake, refuse)
 
 
 _QUANTIZE = _define(

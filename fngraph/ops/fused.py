@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fngraph.ops.primitives import LIBRARY
-from fngraph.ops.transforms import is_transformed
+from fngraph.ops.opaque import define_op
 from fngraph.ops.triton.launching import missing
-from fngraph.torch_facts.names import BelowAutograd
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
@@ -98,8 +96,6 @@ def define_fused(
         fake: results of the right shapes and dtypes.
         least: the capability of the first devices that its kernel is for.
     """
-    LIBRARY.define(name + schema)
-    op = getattr(torch.ops.fngraph, name).default
 
     def has_kernel(x: Tensor) -> bool:
         if not x.is_cuda or missing("cuda") is not None:
@@ -115,16 +111,7 @@ def define_fused(
         whole = [x.contiguous() for x in (made if isinstance(made, tuple) else (made,))]
         return tuple(whole) if isinstance(made, tuple) else whole[0]
 
-    def with_gradients(*args: Any) -> Any:
-        if is_transformed(*args):
-            return plain(*args)
-        with BelowAutograd():
-            return op(*args)
-
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, with_gradients, "Autograd")
-    LIBRARY.impl(name, plain, "FuncTorchBatched")
-    torch.library.register_fake(f"fngraph::{name}", fake, lib=LIBRARY)
+    define_op(name, schema, run, fake, plain)
 
 
 def _one(x: Tensor, *_: Any) -> Tensor:

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from fngraph.ops.fused import plain_rms_norm, plain_silu_mul
-from fngraph.ops.primitives import LIBRARY
-from fngraph.ops.side_by_side import why_apart
-from fngraph.ops.transforms import is_transformed
+from fngraph.ops.opaque import define_op
+from fngraph.ops.side_by_side import as_one, why_apart
 from fngraph.ops.triton.launching import missing, power_of_two
-from fngraph.torch_facts.names import BelowAutograd
 
 MOST_WEIGHTS = 3  # that one launch reads
 MOST_ROWS = 16  # of input that a kernel is for
@@ -72,22 +70,6 @@ def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Til
     else:
         tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
     return tile._replace(block=min(tile.block, power_of_two(K)))
-
-
-LIBRARY.define(
-    "fused_linear(Tensor x, Tensor[] weights, Tensor? norm, Tensor? more, float eps, bool centred, "
-    "bool gated, bool held, bool together) -> Tensor"
-)
-"""x (T, K); up to three weights (N, K), all of its dtype; the result is (T, sum of N).
-
-norm: (K,), of an RMSNorm of x with `eps`; with `centred` its weight is 1 + norm.
-more: (T, N), added.
-gated: of two weights, silu of the one times the other; the result is (T, N).
-held: whether nothing writes the weights in the graph that this is recorded in, so that a kernel may
-    read them before the one ahead of it has finished. A pass knows; if in doubt: False.
-together: whether the weights lay side by side when that was traced: compiled for many rows, the op
-    is one product of them then.
-"""
 
 
 def plain(
@@ -159,25 +141,13 @@ def _by_torch(x: Tensor, weights: list[Tensor], more: Tensor | None, gated: bool
     """Matrix products by torch: one, if the weights lie side by side."""
     out = x.new_empty(x.shape[0], _columns(weights))
     if why_apart(weights) is None:
-        shape, step = (_columns(weights), x.shape[1]), (x.shape[1], 1)
-        torch.mm(x, weights[0].as_strided(shape, step).t(), out=out)
+        torch.mm(x, as_one(weights).t(), out=out)
     else:
         for part, w in zip(out.split([w.shape[0] for w in weights], 1), weights):
             torch.mm(x, w.t(), out=part)
     if gated:
         out = _OPS.silu_mul(*out.chunk(2, 1))
     return out if more is None else out.add_(more)
-
-
-def _with_gradients(
-    x: Tensor, weights: list[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
-    centred: bool, gated: bool, held: bool, together: bool,
-) -> Tensor:  # fmt: skip
-    given = [y for y in (x, *weights, norm, more) if y is not None]
-    if is_transformed(*given):
-        return plain(x, weights, norm, more, eps, centred, gated)
-    with BelowAutograd():
-        return _OPS.fused_linear(x, weights, norm, more, eps, centred, gated, held, together)  # type: ignore[no-any-return]
 
 
 def _fake(
@@ -187,7 +157,21 @@ def _fake(
     return x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
 
 
-LIBRARY.impl("fused_linear", _run, "CompositeExplicitAutograd")
-LIBRARY.impl("fused_linear", _with_gradients, "Autograd")
-LIBRARY.impl("fused_linear", plain, "FuncTorchBatched")
-torch.library.register_fake("fngraph::fused_linear", _fake, lib=LIBRARY)
+define_op(
+    "fused_linear",
+    "(Tensor x, Tensor[] weights, Tensor? norm, Tensor? more, float eps, bool centred, bool gated, "
+    "bool held, bool together) -> Tensor",
+    _run,
+    _fake,
+    plain,
+)
+"""x (T, K); up to three weights (N, K), all of its dtype; the result is (T, sum of N).
+
+norm: (K,), of an RMSNorm of x with `eps`; with `centred` its weight is 1 + norm.
+more: (T, N), added.
+gated: of two weights, silu of the one times the other; the result is (T, N).
+held: whether nothing writes the weights in the graph that this is recorded in, so that a kernel may
+    read them before the one ahead of it has finished. A pass knows; if in doubt: False.
+together: whether the weights lay side by side when that was traced: compiled for many rows, the op
+    is one product of them then.
+"""

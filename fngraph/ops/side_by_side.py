@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from torch import Tensor
 from fngraph.core import trees
 from fngraph.errors import AddressError, TransformError, TreeError
 from fngraph.ops.fp8 import scaled_linear
-from fngraph.ops.primitives import LIBRARY
-from fngraph.ops.transforms import is_transformed
+from fngraph.ops.opaque import define_op
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import BelowAutograd, tree_leaves
 
 ROWS = (("wq", "wk", "wv"), ("w_gate", "w_up"), ("q_proj", "k_proj", "v_proj"),
         ("gate_proj", "up_proj"))  # fmt: skip
@@ -146,6 +144,11 @@ def whole_of(what: str, parts: Sequence[Tensor]) -> Tensor:
             f"were traced, and do not any more: {why}. Bind {what} that do, "
             "fg.ops.lay_side_by_side(params), or graphify without the pass side_by_side"
         )
+    return as_one(parts)
+
+
+def as_one(parts: Sequence[Tensor]) -> Tensor:
+    """The tensor whose rows these are, which they are known to be."""
     rows = sum(x.shape[0] for x in parts)
     return parts[0].as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
 
@@ -179,22 +182,12 @@ def _fake_scaled(
 
 
 def _define(name: str, schema: str, run: Any, fake: Any, instead: str) -> None:
-    LIBRARY.define(name + schema)
-    op = getattr(torch.ops.fngraph, name).default
+    def refuse(*args: Any) -> NoReturn:
+        raise TransformError(
+            f"{name} is what a pass makes of a traced product, and has no gradient. Write {instead}"
+        )
 
-    def without_gradients(*args: Any) -> Any:
-        if is_transformed(*tree_leaves(args)):
-            raise TransformError(
-                f"{name} is what a pass makes of a traced product, and has no gradient. "
-                f"Write {instead}"
-            )
-        with BelowAutograd():
-            return op(*args)
-
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, without_gradients, "Autograd")
-    LIBRARY.impl(name, without_gradients, "FuncTorchBatched")
-    torch.library.register_fake(f"fngraph::{name}", fake, lib=LIBRARY)
+    define_op(name, schema, run, fake, refuse)
 
 
 _define(

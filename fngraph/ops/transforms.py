@@ -22,10 +22,15 @@ from fngraph.torch_facts.names import are_transforms_active
 
 
 def is_transformed(*args: Any) -> bool:
-    """Whether gradients, tangents or an active `torch.func` transform may ask for a rule."""
+    """Whether gradients, tangents or an active `torch.func` transform may ask for a rule.
+
+    Args:
+        args: of an op: tensors, lists of them, and whatever else.
+    """
     if are_transforms_active():
         return True
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    given = [y for x in args for y in (x if isinstance(x, list | tuple) else (x,))]
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
     reverse = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return reverse or any(unpack_dual(x).tangent is not None for x in tensors)
 

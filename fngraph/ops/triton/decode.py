@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
@@ -26,7 +27,8 @@ from fngraph.ops.triton import unified
 from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import launch, power_of_two, processors
-from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold, merge
+from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold
+from fngraph.ops.triton.overlap import ask_for_rows, let_next, wait
 from fngraph.ops.triton.turning import turn_and_write
 from fngraph.ops.triton.writing import scale_of
 
@@ -35,18 +37,23 @@ MAX_ROWS = 64  # query rows of one kv head: more is prefill
 
 def run(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`. A batch not known to be uniform goes to the unified kernel."""
-    args = turn_and_write(args)
     T, R = args.q.shape[0], args.meta.seq_lens.shape[0]
     Q = host.max_query_len if host is not None else None
     rows = (Q or 0) * (args.config.num_heads // args.config.num_kv_heads)
     if Q is None or T != R * Q or rows > MAX_ROWS:
-        unified.attend(args)
-    else:
-        attend(args, Q)
+        unified.attend(turn_and_write(args))
+        return
+    done = args.q.new_empty((R, args.config.num_kv_heads), dtype=torch.int32)
+    attend(turn_and_write(args, done), Q, None, done)
 
 
-def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
-    """Attention of R * Q rows, where no request brings more than Q tokens, into all of them."""
+def attend(args: AttentionArgs, Q: int, how: How | None = None, done: Tensor | None = None) -> None:
+    """Attention of R * Q rows, where no request brings more than Q tokens, into all of them.
+
+    Args:
+        done: (R, K) int32 zeros, in which programs of a request and kv head count themselves;
+            None: made here, by a kernel more.
+    """
     q_THD, k_cache, v_cache, out_THD = dense(args.q), args.k_cache, args.v_cache, args.out
     meta, config = args.meta, args.config
     sinks = None if args.sinks is None else dense(args.sinks)
@@ -61,6 +68,8 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
     units = how.units(widest)
     each = min(each or units, units)
     final = units == 1
+    if done is None:
+        done = q_THD.new_zeros((R, K), dtype=torch.int32)
     sums = None if final else empty(q_THD, R, K, units, rows, D)
     by_k, k_step = scale_of(args.k_scale, q_THD)
     by_v, v_step = scale_of(args.v_scale, q_THD)
@@ -70,7 +79,7 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
          q_THD if sinks is None else sinks, by_k, by_v,
          q_THD if args.out_scale is None else args.out_scale),
-        (*(sums or (out_THD,) * 3), out_THD),
+        (*(sums or (out_THD,) * 3), done, out_THD),
         (R, K, units, each, many or 0, *q_THD.stride()[:2],
          *k_cache.stride()[:3], *v_cache.stride()[:3], meta.block_tables.stride(0),
          *out_THD.stride()[:2], k_step, v_step, *numbers),
@@ -79,6 +88,7 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
         Q=Q,
         SPLIT=split,
         SPAN=split if many is None else split * SPLITS,
+        PER=SPLITS,
         SHARED=each < units,
         FINAL=final,
         K_SCALED=args.k_scale is not None,
@@ -91,13 +101,6 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None) -> None:
         num_stages=tile.num_stages,
         **constants,
     )  # fmt: skip
-    if sums is not None:
-        merge(
-            sums, meta, out_THD, Q, split, many,
-            window=config.window, sinks=sinks,
-            v_scale=None if args.v_scale is None else (by_v, v_step), early=early,
-            rounds=None if args.out_scale is None else (args.out_scale, q_THD),
-        )  # fmt: skip
 
 
 class How(NamedTuple):
@@ -109,7 +112,7 @@ class How(NamedTuple):
         programs: that a multiprocessor's registers are to hold.
         many: splits of a request, beyond which its programs take whole spans; None: never.
         each: programs that share the units of a request and a kv head; None: one for each unit.
-        early: whether both kernels are launched while the one ahead still runs.
+        early: whether the kernel is launched while the one ahead still runs.
     """
 
     tile: Tile
@@ -172,13 +175,14 @@ FILL, MOST = 2, 64
 @triton.jit
 def split_kernel(
     q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out_scale,
-    parts, tops, totals, out, R, HEADS, UNITS, EACH, many, q_row, q_head,
+    parts, tops, totals, done, out, R, HEADS, UNITS, EACH, many, q_row, q_head,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
     out_row, out_head, k_step, v_step, scale, softcap, window,
     ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, SPAN: tl.constexpr, SHARED: tl.constexpr, FINAL: tl.constexpr,
+    SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
+    FINAL: tl.constexpr,
     K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr, SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -186,11 +190,11 @@ def split_kernel(
 
     They count from the first of which it sees any key. Requests of more than `many` splits go by
     spans of SPAN keys, if it is more than SPLIT. With FINAL one unit holds all keys of a request,
-    if there are any: what would be merged is written to `out`.
+    if there are any. Else whichever program of a request and kv head is the last merges them.
+
+    What is read before the wait are integers of the batch, which no kernel that starts the next
+    one early writes; keys and values are asked for by then, and read behind it.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     r = tl.program_id(0) // HEADS % R
     unit = tl.program_id(0) // HEADS // R  # late ones last: most are past the end
@@ -200,49 +204,102 @@ def split_kernel(
     begin = tl.load(starts + r)
     new = tl.load(starts + r + 1) - begin
     query_head = head * GROUP + m % GROUP
-    if FINAL:  # rows past the last request
-        row = r * Q + m // GROUP
-        at = row.to(tl.int64) * out_row + query_head * out_head
-        past = (m < Q * GROUP) & (row >= tl.load(starts + R))
-        zeros = tl.zeros((ROWS, WIDTH), out.dtype.element_ty)
-        tl.store(out + at[:, None] + d[None, :], zeros, mask=past[:, None] & (d < D)[None, :])
     first = 0
     if WINDOW:
         first = tl.maximum(length - tl.maximum(new, 1) - window + 1, 0)
     size = SPLIT
     if SPAN > SPLIT:
         size = tl.where(by_spans(first, length, many, SPLIT), SPAN, SPLIT)
+    count = (length + size - 1) // size - first // size
+    table = tables + r.to(tl.int64) * table_row
+    k_cache += head * k_head
+    v_cache += head * v_head
+    if EARLY:
+        if count > unit:
+            n = within(first // size * size + unit * size + tl.arange(0, SPLIT), first, length)
+            block = tl.load(table + n // SIZE).to(tl.int64)
+            ask_for_rows(k_cache + block * k_block + n % SIZE * k_slot, D)
+            ask_for_rows(v_cache + block * v_block + n % SIZE * v_slot, D)
+    let_next(EARLY)
+    wait(EARLY)
+    if unit == 0:  # rows past the last request; with FINAL always
+        row = r * Q + m // GROUP
+        at = row.to(tl.int64) * out_row + query_head * out_head
+        past = (m < Q * GROUP) & (row >= tl.load(starts + R))
+        zeros = tl.zeros((ROWS, WIDTH), out.dtype.element_ty)
+        tl.store(out + at[:, None] + d[None, :], zeros, mask=past[:, None] & (d < D)[None, :])
     real = m < new * GROUP
     token = (begin + m // GROUP).to(tl.int64)
     there = real[:, None] & (d < D)[None, :]
     at = token * q_row + query_head * q_head
     x = tl.load(q + at[:, None] + d[None, :], mask=there, other=0.0)
     by_k = tl.load(k_scale + head * k_step) if K_SCALED else 1.0
-    count = (length + size - 1) // size - first // size
-    rounds = 1 if FINAL else (count > unit).to(tl.int32)
-    if SHARED:  # a length past the table must not reach what is another's
-        rounds = tl.cdiv(tl.minimum(count, UNITS) - unit, EACH)
+    by_v = tl.load(v_scale + head * v_step) if V_SCALED else 1.0
+    out_at = (token * out_row + query_head * out_head)[:, None] + d[None, :]
+    pair = (r.to(tl.int64) * HEADS + head) * UNITS * (Q * GROUP) + m
+    units = tl.minimum(count, UNITS)  # a length past the table must not reach what is another's
+    rounds = 1 if FINAL else tl.cdiv(units - unit, EACH) if SHARED else (units > unit).to(tl.int32)
+    at_unit = unit
     for _ in tl.range(0, rounds, num_stages=1):
-        key = first // size * size + unit * size
+        key = first // size * size + at_unit * size
         last = tl.minimum(length, key + size)
         acc, top, total = sum_keys(
             x.to(tl.float32) if FLOAT32 else x, length - new + m // GROUP,
-            tl.maximum(key, first // KEYS * KEYS), first, last,
-            tables + r.to(tl.int64) * table_row, k_cache + head * k_head, v_cache + head * v_head,
+            tl.maximum(key, first // KEYS * KEYS), first, last, table, k_cache, v_cache,
             k_block, k_slot, v_block, v_slot, scale * by_k, softcap, window,
             ALIKE, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, ROWS, KEYS, Q, SPLIT, SPAN,
         )  # fmt: skip
         if FINAL:
-            by_v = tl.load(v_scale + head * v_step) if V_SCALED else 1.0
             acc *= finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
-            at = token * out_row + query_head * out_head
-            put_rounded(out + at[:, None] + d[None, :], acc, out_scale, q, there, ROUNDS)
+            put_rounded(out + out_at, acc, out_scale, q, there, ROUNDS)
         else:
-            at = ((r.to(tl.int64) * HEADS + head) * UNITS + unit) * (Q * GROUP) + m
+            at = pair + at_unit * (Q * GROUP)
             tl.store(tops + at, top, mask=real)
             tl.store(totals + at, total, mask=real)
             tl.store(parts + at[:, None] * D + d[None, :], acc, mask=there)
-        unit += EACH
+        at_unit += EACH
+    if not FINAL:
+        sharers = tl.minimum(tl.maximum(units, 1), EACH)  # one, too, for tokens that see no keys
+        if unit < sharers:
+            tl.debug_barrier()
+            before = tl.atomic_add(done + r * HEADS + head, 1, sem="acq_rel", scope="gpu")
+            if before == sharers - 1:
+                per = PER if SPAN == SPLIT else SPAN // size
+                acc, top, total = merge_units(
+                    parts, tops, totals, pair, real, first // size, units, per,
+                    D, WIDTH, ROWS, Q * GROUP, PER,
+                )  # fmt: skip
+                acc *= finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
+                put_rounded(out + out_at, acc, out_scale, q, there, ROUNDS)
+
+
+@triton.jit
+def merge_units(
+    parts, tops, totals, pair, real, first, units, per,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PER: tl.constexpr,
+):  # fmt: skip
+    """Sums of units in order, `per` <= PER to a span, of which the first may be cut off."""
+    d = tl.arange(0, WIDTH)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for span in tl.range(first // per, (first + units + per - 1) // per, num_stages=1):
+        one = tl.zeros((ROWS, WIDTH), tl.float32)
+        one_top = tl.full((ROWS,), float("-inf"), tl.float32)
+        one_total = tl.zeros((ROWS,), tl.float32)
+        for i in tl.static_range(PER):
+            unit = span * per + i - first
+            row = pair + unit * STEP
+            live = real & (i < per) & (unit >= 0) & (unit < units)
+            there = live[:, None] & (d < D)[None, :]
+            part_top = tl.load(tops + row, mask=live, other=float("-inf"), cache_modifier=".cg")
+            part_total = tl.load(totals + row, mask=live, other=0.0, cache_modifier=".cg")
+            at = parts + row[:, None] * D + d[None, :]
+            part = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+            one, one_top, one_total = fold(one, one_top, one_total, part, part_top, part_total)
+        acc, top, total = fold(acc, top, total, one, one_top, one_total)
+    return acc, top, total
 
 
 @triton.jit

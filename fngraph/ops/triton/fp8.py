@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.triton.launching import interpreted, launch, power_of_two, processors
+from fngraph.ops.triton.overlap import overlap
 
 FP8 = torch.float8_e4m3fn
 BY_HAND = tl.constexpr(interpreted())
@@ -65,9 +66,7 @@ def quantize_kernel(
     x, scale, values, x_row, x_column, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
     """BLOCK columns of row t, by one scale."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    overlap(EARLY)
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(x + t * x_row + k * x_column, mask=k < K, other=0.0).to(tl.float32)
@@ -79,9 +78,7 @@ def quantize_rows_kernel(
     x, values, scales, x_row, x_column, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
     """Row t, by its own scale."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    overlap(EARLY)
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     wide = tl.load(x + t * x_row + k * x_column, mask=k < K, other=0.0).to(tl.float32)
@@ -211,9 +208,7 @@ def few_kernel(
 
     With EVEN nothing is read past the end of the weight.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    overlap(EARLY)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     t = tl.arange(0, ROWS)
     step = tl.arange(0, WIDE)
@@ -259,9 +254,7 @@ def add_kernel(
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of row t: its parts from the first to the last, and the scales."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    overlap(EARLY)
     t = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = t.to(tl.int64) * N + n

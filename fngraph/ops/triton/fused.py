@@ -14,6 +14,7 @@ from torch import Tensor
 from fngraph.ops.side_by_side import the_scale
 from fngraph.ops.triton.fp8 import FP8, as_fp8, scale_of_row
 from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.overlap import overlap
 
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own
 
@@ -39,9 +40,7 @@ def norm_kernel(
     QUANT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row t over its root mean square, times the weight; with ADDS, of x + y, which is stored."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(EARLY)
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     real = e < E
@@ -153,9 +152,7 @@ def silu_mul_kernel(
     QUANT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of row t: silu(gate) * up."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(EARLY)
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = f < F
@@ -244,9 +241,7 @@ def rope_kernel(
     NORMS: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A head of a token."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(EARLY)
     row = tl.program_id(0).to(tl.int64)
     t, h = row // H, row % H
     made = turned(

@@ -25,6 +25,7 @@ from fngraph.ops.triton.decode import How
 from fngraph.ops.triton.keys import LOG2E, Tile, compute_dtype, weigh
 from fngraph.ops.triton.launching import launch, power_of_two, processors
 from fngraph.ops.triton.merging import empty, merge
+from fngraph.ops.triton.overlap import overlap
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
 from fngraph.ops.triton.writing import write_rows
 
@@ -200,9 +201,7 @@ def latent_split_kernel(
     SPLIT: tl.constexpr, REQS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Softmax of one tile of a request's rows over one split of its keys, item by item."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    overlap(EARLY)
     i = tl.arange(0, REQS)
     count_R = (tl.load(lens + i, mask=i < R, other=0) + SPLIT - 1) // SPLIT
     end_R = tl.cumsum(count_R, 0)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import finish
 from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.overlap import overlap
 
 SPLITS = 8  # of a span, in order
 
@@ -66,9 +67,7 @@ def merge_kernel(
         first = tl.maximum(length - new - window + 1, 0)
     at = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS * (Q * GROUP)
     at += token * GROUP + query_head % GROUP
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(EARLY)
     if r * Q + token >= used:  # a row past the last request
         zeros = tl.zeros((WIDTH,), out.dtype.element_ty)
         tl.store(into + (r * Q + token).to(tl.int64) * out_row, zeros, mask=d < D)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.overlap import ask_for, let_next, wait
 
 
 @triton.jit
@@ -35,20 +36,17 @@ def vector_kernel(
 
     Tiles are (M, ROWS, BLOCK), of which a weight's have one of the first dim.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next(EARLY)
     weight, row, size, first = _part(a, b, c, A, B, C, ROWS, WEIGHTS, GATED)
     m = tl.arange(0, M)
     n = row + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK)[None, None, :]
     real = (n < size)[None, :, None]
     at = n.to(tl.int64)[None, :, None] * K + k
-    if EARLY and not HELD:
-        tl.extra.cuda.gdc_wait()
+    wait(EARLY and not HELD)
     tile = tl.load(weight + at, mask=real & (k < K), other=0.0)
     other = tl.load(b + at, mask=real & (k < K), other=0.0) if GATED else tile
-    if EARLY and HELD:
-        tl.extra.cuda.gdc_wait()
+    wait(EARLY and HELD)
     acc = tl.zeros((M, ROWS, BLOCK), tl.float32)
     acc_up = tl.zeros((M, ROWS, BLOCK), tl.float32)
     squares = tl.zeros((M, 1, BLOCK), tl.float32)
@@ -88,8 +86,7 @@ def rows_kernel(
 
     Each of PARTS parts of the columns has sums of its own, so that warps share K.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next(EARLY)
     weight, row, size, first = _part(a, b, c, A, B, C, ROWS, WEIGHTS, False)
     n = row + tl.arange(0, ROWS)
     m = tl.arange(0, M)
@@ -100,13 +97,12 @@ def rows_kernel(
     live = (m < T)[None, None, :]
     at = n.to(tl.int64)[None, :, None] * K + k
     at_v = m.to(tl.int64)[None, None, :] * x_row + k_v
-    if EARLY:
-        if HELD:
-            lines = tl.arange(0, AHEAD) * 64
-            known = (n < size)[:, None] & (lines < K)[None, :]
-            line = tl.where(known, n.to(tl.int64)[:, None] * K + lines[None, :], 0)
-            _prefetch(weight + line)
-        tl.extra.cuda.gdc_wait()
+    if EARLY and HELD:
+        lines = tl.arange(0, AHEAD) * 64
+        known = (n < size)[:, None] & (lines < K)[None, :]
+        line = tl.where(known, n.to(tl.int64)[:, None] * K + lines[None, :], 0)
+        ask_for(weight + line)
+    wait(EARLY)
     acc = tl.zeros((PARTS, ROWS, M), tl.float32)
     precision: tl.constexpr = "ieee" if FLOAT32 else "tf32"
     for start in range(0, K, PARTS * BLOCK):
@@ -161,15 +157,6 @@ def _part(
                     size = C
                     first = A + B
     return weight, tile * ROWS, size, first
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask for a line of 128 bytes of each, into the cache that all processors share."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 def run(

@@ -14,26 +14,27 @@ from torch import Tensor
 from fngraph.ops.paged.config import AttentionArgs, Turn, dense, turned as turned_by_ops
 from fngraph.ops.triton.fused import turned
 from fngraph.ops.triton.launching import launch, power_of_two
-from fngraph.ops.triton.writing import check_dense, scale_of, store, write
+from fngraph.ops.triton.overlap import overlap
+from fngraph.ops.triton.writing import check_dense, forget, scale_of, store, write
 
 
 @triton.jit
 def turn_kernel(
-    slots, q, k, v, q_norm, k_norm, cos, sin, k_scale, v_scale, turned_q, k_cache, v_cache,
+    slots, q, k, v, q_norm, k_norm, cos, sin, k_scale, v_scale, turned_q, k_cache, v_cache, done,
     q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
-    k_block, k_slot, k_at, v_block, v_slot, v_at, k_step, v_step, eps,
+    k_block, k_slot, k_at, v_block, v_slot, v_at, k_step, v_step, eps, count,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, CENTRED: tl.constexpr,
     EXACT: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Token t's query heads, then its heads of keys, then of values."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(EARLY)
     row = tl.program_id(0).to(tl.int64)
     t, h = row // (H + 2 * K), row % (H + 2 * K)
     d = tl.arange(0, BLOCK)
     real = d < D
+    if h == 0:
+        forget(done, t, count, K)
     kind = q.dtype.element_ty
     c, s = cos + t * cos_row, sin + t * sin_row
     if h < H:
@@ -63,13 +64,17 @@ def turn_kernel(
                 store(v_cache, x, by, at, real, EXACT, V_SCALED)
 
 
-def turn_and_write(args: AttentionArgs) -> AttentionArgs:
-    """Write k and v, k turned, as `write` does; the same arguments with q turned, too."""
+def turn_and_write(args: AttentionArgs, done: Tensor | None = None) -> AttentionArgs:
+    """Write k and v, k turned, as `write` does; the same arguments with q turned, too.
+
+    Args:
+        done: at most (T, K) int32, which becomes zeros.
+    """
     cos, sin, q_norm, k_norm, eps, centred = args.turn
     exact = args.k_cache.dtype == args.k.dtype
     if cos is None or sin is None or not (exact or args.k_cache.is_cuda):
         args = turned_by_ops(args)  # the interpreter rounds wrongly, which `write` knows of
-        write(args)
+        write(args, done)
         return args
     k_cache, v_cache = args.kv
     check_dense(k_cache)
@@ -86,9 +91,10 @@ def turn_and_write(args: AttentionArgs) -> AttentionArgs:
         (T * (H + 2 * K),),
         (args.meta.slot_mapping, q_THD, k_TKD, v_TKD, _weight(q_norm, q_THD),
          _weight(k_norm, q_THD), cos, sin, by_k, by_v),
-        (out_THD, k_cache, v_cache),
+        (out_THD, k_cache, v_cache, args.meta.slot_mapping if done is None else done),
         (*q_THD.stride()[:2], *k_TKD.stride()[:2], *v_TKD.stride()[:2], cos.stride(0),
-         sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], k_step, v_step, eps),
+         sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], k_step, v_step, eps,
+         0 if done is None else done.numel()),
         early=True,
         num_warps=1 if D <= 128 else 4,
         H=H,

@@ -10,6 +10,7 @@ from fngraph.errors import BackendError
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.slots import rounded
 from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.overlap import overlap
 
 
 @triton.jit
@@ -26,17 +27,23 @@ def store(into, x, scale, at, mask, EXACT: tl.constexpr, SCALED: tl.constexpr):
 
 
 @triton.jit
+def forget(done, t, count, EACH: tl.constexpr):
+    """EACH zeros into `done` at row t, of `count` in all."""
+    i = t * EACH + tl.arange(0, triton.next_power_of_2(EACH))
+    tl.store(done + i, 0, mask=(i < (t + 1) * EACH) & (i < count))
+
+
+@triton.jit
 def write_kernel(
-    slots, k, v, k_scale, v_scale, k_cache, v_cache,
+    slots, k, v, k_scale, v_scale, k_cache, v_cache, done,
     k_row, k_head, v_row, v_head, k_block, k_slot, k_at, v_block, v_slot, v_at, k_step, v_step,
-    HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    count, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     EXACT: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Token t to its slot, all heads; nothing where the slot is -1."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    overlap(EARLY)
     t = tl.program_id(0).to(tl.int64)
+    forget(done, t, count, HEADS)
     slot = tl.load(slots + t)
     if slot >= 0:
         block, row = slot // SIZE, slot % SIZE
@@ -52,8 +59,12 @@ def write_kernel(
         store(v_cache, y, by_v, at, real, EXACT, V_SCALED)
 
 
-def write(args: AttentionArgs) -> None:
-    """cache[slot] = new / scale for each token whose slot is not -1; nothing else changes."""
+def write(args: AttentionArgs, done: Tensor | None = None) -> None:
+    """cache[slot] = new / scale for each token whose slot is not -1; nothing else changes.
+
+    Args:
+        done: at most (T, K) int32, which becomes zeros.
+    """
     k_TKD, v_TKD, k_cache, v_cache = args.k, args.v, args.k_cache, args.v_cache
     k_scale, v_scale = args.k_scale, args.v_scale
     check_dense(k_cache)
@@ -70,9 +81,9 @@ def write(args: AttentionArgs) -> None:
         write_kernel,
         (T,),
         (args.meta.slot_mapping, k_TKD, v_TKD, by_k, by_v),
-        args.kv,
+        (*args.kv, args.meta.slot_mapping if done is None else done),
         (*k_TKD.stride()[:2], *v_TKD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-         k_step, v_step),
+         k_step, v_step, 0 if done is None else done.numel()),
         early=True,
         HEADS=K,
         D=D,

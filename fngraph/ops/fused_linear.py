@@ -66,10 +66,21 @@ def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Til
     if T > 2:
         return Tile(16, min(512 // itemsize, power_of_two(-(-K // 4), at_least=16)), 4, 4)
     if T == 1:
-        tile = Tile(2, 2048 if gated or K >= 4096 else 1024, 4)
+        return _tile_of_one(K, gated, normed)
     else:
         tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
     return tile._replace(block=min(tile.block, power_of_two(K)))
+
+
+def _tile_of_one(K: int, gated: bool, normed: bool) -> Tile:
+    """Whole rows of a weight where they fit registers: then all of a program's part is read before
+    the wait."""
+    whole = power_of_two(K)
+    if whole > 4096:
+        return Tile(2, 2048, 4)
+    if gated:
+        return Tile(max(1, 2048 // whole), whole, max(2, whole // 512))
+    return Tile(4 if normed else 2, whole, max(2, whole // 1024))
 
 
 def plain(

@@ -32,6 +32,9 @@ from fngraph.ops.triton.overlap import ask_for_rows, let_next, wait
 from fngraph.ops.triton.turning import turn_and_write
 from fngraph.ops.triton.writing import scale_of
 
+import os
+
+LATE = tl.constexpr(int(os.environ.get("LATE", "0")))
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 
 
@@ -220,7 +223,7 @@ def split_kernel(
             block = tl.load(table + n // SIZE).to(tl.int64)
             ask_for_rows(k_cache + block * k_block + n % SIZE * k_slot, D)
             ask_for_rows(v_cache + block * v_block + n % SIZE * v_slot, D)
-    let_next(EARLY)
+    let_next(EARLY and not LATE)
     wait(EARLY)
     if unit == 0:  # rows past the last request; with FINAL always
         row = r * Q + m // GROUP
@@ -236,9 +239,15 @@ def split_kernel(
     by_k = tl.load(k_scale + head * k_step) if K_SCALED else 1.0
     by_v = tl.load(v_scale + head * v_step) if V_SCALED else 1.0
     out_at = (token * out_row + query_head * out_head)[:, None] + d[None, :]
-    pair = (r.to(tl.int64) * HEADS + head) * UNITS * (Q * GROUP) + m
+    pair = (r.to(tl.int64) * HEADS + head) * UNITS * (Q * GROUP)  # the first of its sums
     units = tl.minimum(count, UNITS)  # a length past the table must not reach what is another's
-    rounds = 1 if FINAL else tl.cdiv(units - unit, EACH) if SHARED else (units > unit).to(tl.int32)
+    let_next(EARLY and LATE == 1)
+    alone = units <= 1  # whose sums are the result; one program, too, for tokens that see no key
+    rounds = 1
+    if SHARED:
+        rounds = tl.cdiv(tl.maximum(units, 1) - unit, EACH)
+    elif not FINAL:
+        rounds = (tl.maximum(units, 1) > unit).to(tl.int32)
     at_unit = unit
     for _ in tl.range(0, rounds, num_stages=1):
         key = first // size * size + at_unit * size
@@ -249,24 +258,25 @@ def split_kernel(
             k_block, k_slot, v_block, v_slot, scale * by_k, softcap, window,
             ALIKE, SIZE, D, WIDTH, CAUSAL, WINDOW, SOFTCAP, ROWS, KEYS, Q, SPLIT, SPAN,
         )  # fmt: skip
-        if FINAL:
+        if FINAL or alone:
             acc *= finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
             put_rounded(out + out_at, acc, out_scale, q, there, ROUNDS)
         else:
-            at = pair + at_unit * (Q * GROUP)
+            at = pair + at_unit * (Q * GROUP) + m
             tl.store(tops + at, top, mask=real)
             tl.store(totals + at, total, mask=real)
             tl.store(parts + at[:, None] * D + d[None, :], acc, mask=there)
         at_unit += EACH
+    let_next(EARLY and LATE == 2)
     if not FINAL:
-        sharers = tl.minimum(tl.maximum(units, 1), EACH)  # one, too, for tokens that see no keys
-        if unit < sharers:
+        sharers = tl.minimum(units, EACH)
+        if not alone and unit < sharers:
             tl.debug_barrier()
             before = tl.atomic_add(done + r * HEADS + head, 1, sem="acq_rel", scope="gpu")
             if before == sharers - 1:
                 per = PER if SPAN == SPLIT else SPAN // size
                 acc, top, total = merge_units(
-                    parts, tops, totals, pair, real, first // size, units, per,
+                    parts + pair * D, tops + pair, totals + pair, m, real, first // size, units, per,
                     D, WIDTH, ROWS, Q * GROUP, PER,
                 )  # fmt: skip
                 acc *= finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
@@ -275,7 +285,7 @@ def split_kernel(
 
 @triton.jit
 def merge_units(
-    parts, tops, totals, pair, real, first, units, per,
+    parts, tops, totals, m, real, first, units, per,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     PER: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +300,7 @@ def merge_units(
         one_total = tl.zeros((ROWS,), tl.float32)
         for i in tl.static_range(PER):
             unit = span * per + i - first
-            row = pair + unit * STEP
+            row = m + unit * STEP
             live = real & (i < per) & (unit >= 0) & (unit < units)
             there = live[:, None] & (d < D)[None, :]
             part_top = tl.load(tops + row, mask=live, other=float("-inf"), cache_modifier=".cg")

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.triton.launching import interpreted, launch, power_of_two, processors
-from fngraph.ops.triton.overlap import overlap
+from fngraph.ops.triton.overlap import let_next, overlap, wait
 
 FP8 = torch.float8_e4m3fn
 BY_HAND = tl.constexpr(interpreted())
@@ -156,7 +156,7 @@ def how_to(T: int, N: int, K: int, places: int) -> How:
 
 def linear(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype,
-    how: How | None = None,
+    held: bool = False, how: How | None = None,
 ) -> Tensor:  # fmt: skip
     """See `fngraph.ops.fp8.scaled_linear`; of at most 16 rows."""
     (T, K), N = x.shape, weight.shape[0]
@@ -166,6 +166,21 @@ def linear(
     parts = out if how.splits == 1 else x.new_empty((how.splits, T, N), dtype=torch.float32)
     scales = x_scale, weight_scale
     steps = tuple(int(y.dim() > 0) for y in scales)
+    if not how.num_stages:
+        launch(
+            one_kernel,
+            (blocks,),
+            (x, weight, *scales),
+            (out,),
+            (N, *steps),
+            num_warps=how.num_warps,
+            early=True,
+            K=K,
+            COLUMNS=how.columns,
+            WIDE=how.wide,
+            HELD=held and x.is_cuda and torch.cuda.is_current_stream_capturing(),
+        )
+        return out
     launch(
         few_kernel,
         (blocks, how.splits),
@@ -196,6 +211,38 @@ def linear(
             BLOCK=block,
         )
     return out
+
+
+@triton.jit
+def one_kernel(
+    x, weight, x_scale, weight_scale, out, N, x_step, weight_step,
+    K: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, HELD: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of one row; what is held is read before the wait, WIDE of K of it."""
+    let_next(EARLY)
+    wait(EARLY and not HELD)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, WIDE)
+    real = n < N
+    at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    tile = tl.load(at, mask=real[:, None] & (k < K)[None, :], other=0.0)
+    by_column = tl.load(weight_scale + n * weight_step, mask=real, other=0.0)
+    wait(EARLY and HELD)
+    if WIDE >= K:
+        v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        sums = tl.sum(tile.to(tl.float32) * v[None, :], 1)
+    else:
+        total = tl.zeros((COLUMNS, WIDE), tl.float32)
+        for start in range(0, K, WIDE):
+            now = tile
+            there = real[:, None] & (start + WIDE + k < K)[None, :]
+            tile = tl.load(at + start + WIDE, mask=there, other=0.0)
+            v = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            total += now.to(tl.float32) * v[None, :]
+        sums = tl.sum(total, 1)
+    made = sums * tl.load(x_scale) * by_column
+    tl.store(out + n, made.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit

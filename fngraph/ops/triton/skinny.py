@@ -47,29 +47,39 @@ def vector_kernel(
     tile = tl.load(weight + at, mask=real & (k < K), other=0.0)
     other = tl.load(b + at, mask=real & (k < K), other=0.0) if GATED else tile
     wait(EARLY and HELD)
-    acc = tl.zeros((M, ROWS, BLOCK), tl.float32)
-    acc_up = tl.zeros((M, ROWS, BLOCK), tl.float32)
-    squares = tl.zeros((M, 1, BLOCK), tl.float32)
     rows = x + m.to(tl.int64)[:, None, None] * x_row
     live = (m < T)[:, None, None]
-    for start in range(0, K, BLOCK):
-        now, now_up = tile, other
-        there = real & (start + BLOCK + k < K)
-        tile = tl.load(weight + at + start + BLOCK, mask=there, other=0.0)
-        if GATED:
-            other = tl.load(b + at + start + BLOCK, mask=there, other=0.0)
-        v = tl.load(rows + start + k, mask=live & (start + k < K), other=0.0).to(tl.float32)
+    if BLOCK >= K:  # all of it has been read
+        v = tl.load(rows + k, mask=live & (k < K), other=0.0).to(tl.float32)
         if NORMS:
-            squares += v * v
-            g = tl.load(norm + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(v * v, 2) / K + eps)
+            g = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
             v *= 1.0 + g if CENTRED else g
-        acc += now.to(tl.float32) * v
-        if GATED:
-            acc_up += now_up.to(tl.float32) * v
-    y = tl.sum(acc, 2)
-    up = tl.sum(acc_up, 2) if GATED else y
+        y = tl.sum(tile.to(tl.float32) * v, 2)
+        up = tl.sum(other.to(tl.float32) * v, 2) if GATED else y
+    else:
+        acc = tl.zeros((M, ROWS, BLOCK), tl.float32)
+        acc_up = tl.zeros((M, ROWS, BLOCK), tl.float32)
+        squares = tl.zeros((M, 1, BLOCK), tl.float32)
+        for start in range(0, K, BLOCK):
+            now, now_up = tile, other
+            there = real & (start + BLOCK + k < K)
+            tile = tl.load(weight + at + start + BLOCK, mask=there, other=0.0)
+            if GATED:
+                other = tl.load(b + at + start + BLOCK, mask=there, other=0.0)
+            v = tl.load(rows + start + k, mask=live & (start + k < K), other=0.0).to(tl.float32)
+            if NORMS:
+                squares += v * v
+                g = tl.load(norm + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+                v *= 1.0 + g if CENTRED else g
+            acc += now.to(tl.float32) * v
+            if GATED:
+                acc_up += now_up.to(tl.float32) * v
+        y = tl.sum(acc, 2)
+        up = tl.sum(acc_up, 2) if GATED else y
+        if NORMS:
+            scale = tl.rsqrt(tl.sum(squares, 2) / K + eps)
     if NORMS:
-        scale = tl.rsqrt(tl.sum(squares, 2) / K + eps)
         y *= scale
         up *= scale
     _finish(y, up, more, out, m, first + n, T, n < size, more_row, out_row, GATED, ADDS)

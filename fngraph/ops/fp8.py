@@ -161,7 +161,7 @@ def _run_linear(
     if x.shape[0] <= FEW and missing("cuda") is None:
         from fngraph.ops.triton import fp8  # loads Triton
 
-        return fp8.linear(x, x_scale, weight, weight_scale, dtype)
+        return fp8.linear(x, x_scale, weight, weight_scale, dtype, True)
     return tensor_cores(x, x_scale, weight, weight_scale, dtype)
 
 

@@ -73,11 +73,16 @@ def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Til
 
 
 def _tile_of_one(K: int, gated: bool, normed: bool) -> Tile:
-    """Whole rows of a weight where they fit registers: then all of a program's part is read before
-    the wait."""
+    import os
+
+    MODE = os.environ.get("TILES", "old")
     whole = power_of_two(K)
     if whole > 4096:
         return Tile(2, 2048, 4)
+    if MODE == "old" and K <= 2048:
+        return Tile(2, min(2048 if gated else 1024, whole), 4)
+    if MODE == "mid" and K <= 2048:
+        return Tile(2, whole, 4)
     if gated:
         return Tile(max(1, 2048 // whole), whole, max(2, whole // 512))
     return Tile(4 if normed else 2, whole, max(2, whole // 1024))

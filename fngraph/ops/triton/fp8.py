@@ -147,7 +147,12 @@ def how_to(T: int, N: int, K: int, places: int) -> How:
     A row of a result has the same bits for any 2 <= T <= 16.
     """
     if T == 1:
-        return How(8, 512, 1, 4, 4)
+        whole = power_of_two(K)
+        return (
+            How(2, whole, 1, 4 if whole <= 8192 else 8, 0)
+            if whole <= 16384
+            else How(8, 1024, 1, 4, 3)
+        )
     splits = 1
     while splits < 8 and -(-N // 64) * splits < 2 * places and K // (2 * splits) >= 512:
         splits *= 2

@@ -78,8 +78,9 @@ def quantize_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled_linear(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
-) -> Tensor:
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype,
+    held: bool = False,
+) -> Tensor:  # fmt: skip
     """(x * x_scale) @ (weight * weight_scale).t(): products and their sum in float32, that times
     `x_scale`, then times `weight_scale`, each in float32, then rounded to `dtype`.
 
@@ -91,6 +92,9 @@ def scaled_linear(
         weight: (N, K) float8_e4m3fn, contiguous.
         weight_scale: () or (N, 1) float32.
         dtype: of the result: bfloat16, float16 or float32.
+        held: whether nothing writes the weight and its scale in the graph that this is recorded
+            in, so that a kernel may read them before the one ahead of it has ended. The pass
+            "held" knows; if in doubt: False.
 
     Returns:
         (T, N) of `dtype`.
@@ -99,7 +103,7 @@ def scaled_linear(
         TreeError: another shape, dtype or layout, or widths that tensor cores cannot take.
         BackendError: a device that is too old for fp8.
     """
-    return _LINEAR(x, x_scale, weight, weight_scale, dtype)  # type: ignore[no-any-return]
+    return _LINEAR(x, x_scale, weight, weight_scale, dtype, held)  # type: ignore[no-any-return]
 
 
 # --- plain forms ----------------------------------------------------------------------------------
@@ -152,8 +156,9 @@ def _run_quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_linear(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
-) -> Tensor:
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype,
+    held: bool = False,
+) -> Tensor:  # fmt: skip
     _check_linear(x, x_scale, weight, weight_scale, dtype)
     if not x.is_cuda:
         return plain_linear(x, x_scale, weight, weight_scale, dtype)
@@ -161,7 +166,7 @@ def _run_linear(
     if x.shape[0] <= FEW and missing("cuda") is None:
         from fngraph.ops.triton import fp8  # loads Triton
 
-        return fp8.linear(x, x_scale, weight, weight_scale, dtype, True)
+        return fp8.linear(x, x_scale, weight, weight_scale, dtype, held)
     return tensor_cores(x, x_scale, weight, weight_scale, dtype)
 
 
@@ -268,8 +273,9 @@ def _fake_quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake_linear(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
-) -> Tensor:
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype,
+    held: bool = False,
+) -> Tensor:  # fmt: skip
     _check_linear(x, x_scale, weight, weight_scale, dtype)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
@@ -293,7 +299,8 @@ _QUANTIZE_ROWS = _define(
 )
 _LINEAR = _define(
     "scaled_linear",
-    "(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, ScalarType dtype) -> Tensor",
+    "(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, ScalarType dtype, "
+    "bool held=False) -> Tensor",
     _run_linear,
     _fake_linear,
 )

@@ -166,17 +166,18 @@ def _fake_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tens
 
 def _scaled(
     x: Tensor, x_scales: list[Tensor], weights: list[Tensor], scales: list[Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype, held: bool = False,
 ) -> Tensor:  # fmt: skip
     """`scaled_linear` by matrices (N, K) that are rows of one, and so their scales (N, 1); the
     scales of `x` are one memory."""
     by = the_scale(x_scales)
-    return scaled_linear(x, by, whole_of("weights", weights), whole_of("scales", scales), dtype)
+    whole = whole_of("weights", weights), whole_of("scales", scales)
+    return scaled_linear(x, by, *whole, dtype, held)
 
 
 def _fake_scaled(
     x: Tensor, x_scales: list[Tensor], weights: list[Tensor], scales: list[Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype, held: bool = False,
 ) -> Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], sum(w.shape[0] for w in weights)), dtype=dtype)
 
@@ -196,6 +197,7 @@ _define(
 )  # fmt: skip
 _define(
     "scaled_linear_side_by_side",
-    "(Tensor x, Tensor[] x_scales, Tensor[] weights, Tensor[] scales, ScalarType dtype) -> Tensor",
+    "(Tensor x, Tensor[] x_scales, Tensor[] weights, Tensor[] scales, ScalarType dtype, "
+    "bool held=False) -> Tensor",
     _scaled, _fake_scaled, "fg.ops.scaled_linear",
 )  # fmt: skip

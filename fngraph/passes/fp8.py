@@ -30,6 +30,7 @@ from fngraph.passes.pattern import Found, insert, is_written_between, replace, w
 from fngraph.passes.silu_mul import gate_at
 from fngraph.torch_facts.memory import storage_key
 
+_PRODUCTS = ("fngraph::scaled_linear", "fngraph::scaled_linear_side_by_side")
 _KNOWN, _BY_ROW = "fngraph::quantize_fp8", "fngraph::quantize_fp8_rows"
 
 
@@ -60,6 +61,26 @@ def quantize_once(graph: fx.Graph) -> Rewritten:
             _make_one(graph, readers)
             matches += 1
     return Rewritten(graph, matches)
+
+
+def hold_weights(graph: fx.Graph) -> Rewritten:
+    """Products by held leaves: their kernels may read these before the kernel ahead has ended."""
+    matches = 0
+    for node in graph.nodes:
+        given = node.args[:5]
+        if _kind(node) in _PRODUCTS and all(map(_is_held, _nodes(given[2:4]))):
+            node.args = (*given, True)
+            matches += 1
+    return Rewritten(graph, matches)
+
+
+def _nodes(given: Sequence[Any]) -> list[fx.Node]:
+    return [x for one in given for x in (one if isinstance(one, Sequence) else (one,))]
+
+
+def _is_held(node: fx.Node) -> bool:
+    leaf = node.meta.get("leaf")
+    return leaf is not None and leaf.role is Role.HELD
 
 
 def _kind(node: fx.Node) -> str:
@@ -128,10 +149,8 @@ def _are_one(scales: Sequence[Any]) -> bool:
     """Whether these are one value, or held leaves of one memory."""
     if len(scales) < 2:
         return True
-    leaves = [scale.meta.get("leaf") for scale in scales]
-    if any(leaf is None or leaf.role is not Role.HELD or leaf.lies is None for leaf in leaves):
-        return False
-    return len({leaf.lies for leaf in leaves}) == 1
+    lies = {scale.meta["leaf"].lies if _is_held(scale) else None for scale in scales}
+    return len(lies) == 1 and None not in lies
 
 
 def _may_be_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> bool:

@@ -23,6 +23,7 @@ from fngraph.passes.fp8 import (
     fuse_add_rms_norm_fp8,
     fuse_rms_norm_fp8,
     fuse_silu_mul_fp8,
+    hold_weights,
     quantize_once,
 )
 from fngraph.passes.frame import Pass
@@ -53,10 +54,12 @@ PASSES: tuple[Pass, ...] = (
         "1",
         "products of one input, by weights that lie together",
     ),
+    Pass("held_fp8", hold_weights, "1", "weights in fp8 that kernels may read ahead"),
 )
 _COMPILED = (
     "no_ops", "norm_rope", "rope", "rope_in_attention", "attention_fp8", "add_rms_norm_fp8",
     "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears", "side_by_side",
+    "held_fp8",
 )  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -90,7 +90,7 @@ def given_of(node: fx.Node) -> Given | None:
         bias, x, turned = node.args
         given = x, turned, (bias,), "addmm"
     elif node.target is _OPS.scaled_linear.default:
-        x, x_scale, weight, scale, dtype = node.args
+        x, x_scale, weight, scale, dtype = node.args[:5]
         kind = ("fp8", _lies(x_scale) or x_scale, dtype)
         return Given(x, weight, (scale,), kind) if _are_held((weight, scale), 2) else None  # type: ignore[arg-type]
     else:

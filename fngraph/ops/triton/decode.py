@@ -32,9 +32,6 @@ from fngraph.ops.triton.overlap import ask_for_rows, let_next, wait
 from fngraph.ops.triton.turning import turn_and_write
 from fngraph.ops.triton.writing import scale_of
 
-import os
-
-LATE = tl.constexpr(int(os.environ.get("LATE", "0")))
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 
 
@@ -140,14 +137,15 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
     rows = power_of_two(rows, at_least=16)
     width = power_of_two(config.head_dim, at_least=16)
     split = next(split for most, split in LENGTHS if widest <= most)
+    keys = 64 if widest <= SHORT and width <= 128 else 32
     splits = -(-widest // split)
     many = 0 if pairs >= places else SPLITS * places // pairs
     if compute_dtype(config) == torch.float32:
         tile = Tile(rows, 32, 4, 1)
     elif width > 128 or rows > 16 or pairs * splits <= places:  # few programs: 1 x 512 gains 6 %
-        tile = Tile(rows, 32, 4, 3)
+        tile = Tile(rows, keys, 4, 3)
     else:
-        tile = Tile(rows, 32, 2, 3)
+        tile = Tile(rows, keys, 2, 3)
     how = How(tile, split, 4 if rows <= 32 and width <= 128 else 2, None)
     if many >= splits:
         return how
@@ -168,8 +166,9 @@ def shared(units: int, spans: int, pairs: int, places: int) -> int | None:
 
 
 # Keys in the table, in a split: on an H200 1 x 4096 takes 8.5 us by 128, 9.8 by 256; 1 x 32768
-# 40 by 512, 51 by 256.
-LENGTHS = ((4096, 128), (16384, 256), (float("inf"), 512))
+# 40 by 512, 51 by 256. A step of Llama-1B at 512, 0.80 ms by 64, 0.82 by 128 in tiles of 32.
+SHORT = 1024
+LENGTHS = ((SHORT, 64), (4096, 128), (16384, 256), (float("inf"), 512))
 # Programs of a multiprocessor: 8 x 4096 takes 40 us by 2, 44 by 4; 64 x 512 in a table for 131072
 # 52 by 64, 61 by 124.
 FILL, MOST = 2, 64
@@ -223,7 +222,6 @@ def split_kernel(
             block = tl.load(table + n // SIZE).to(tl.int64)
             ask_for_rows(k_cache + block * k_block + n % SIZE * k_slot, D)
             ask_for_rows(v_cache + block * v_block + n % SIZE * v_slot, D)
-    let_next(EARLY and not LATE)
     wait(EARLY)
     if unit == 0:  # rows past the last request; with FINAL always
         row = r * Q + m // GROUP
@@ -241,7 +239,7 @@ def split_kernel(
     out_at = (token * out_row + query_head * out_head)[:, None] + d[None, :]
     pair = (r.to(tl.int64) * HEADS + head) * UNITS * (Q * GROUP)  # the first of its sums
     units = tl.minimum(count, UNITS)  # a length past the table must not reach what is another's
-    let_next(EARLY and LATE == 1)
+    let_next(EARLY)  # not before: weights that it reads ahead would be in front of q
     alone = units <= 1  # whose sums are the result; one program, too, for tokens that see no key
     rounds = 1
     if SHARED:
@@ -267,7 +265,6 @@ def split_kernel(
             tl.store(totals + at, total, mask=real)
             tl.store(parts + at[:, None] * D + d[None, :], acc, mask=there)
         at_unit += EACH
-    let_next(EARLY and LATE == 2)
     if not FINAL:
         sharers = tl.minimum(units, EACH)
         if not alone and unit < sharers:
@@ -275,12 +272,17 @@ def split_kernel(
             before = tl.atomic_add(done + r * HEADS + head, 1, sem="acq_rel", scope="gpu")
             if before == sharers - 1:
                 per = PER if SPAN == SPLIT else SPAN // size
-                acc, top, total = merge_units(
-                    parts + pair * D, tops + pair, totals + pair, m, real, first // size, units, per,
-                    D, WIDTH, ROWS, Q * GROUP, PER,
+                i = tl.arange(0, triton.next_power_of_2(Q * GROUP))  # ROWS has more
+                used = i < new * GROUP
+                owner = head * GROUP + i % GROUP
+                sums, most, weight = merge_units(
+                    parts + pair * D, tops + pair, totals + pair, i, used, first // size, units,
+                    per, D, WIDTH, triton.next_power_of_2(Q * GROUP), Q * GROUP, PER,
                 )  # fmt: skip
-                acc *= finish(top, total, sinks, query_head, real, by_v, SINKS)[:, None]
-                put_rounded(out + out_at, acc, out_scale, q, there, ROUNDS)
+                sums *= finish(most, weight, sinks, owner, used, by_v, SINKS)[:, None]
+                into = out + (begin + i // GROUP).to(tl.int64) * out_row + owner * out_head
+                real_sums = used[:, None] & (d < D)[None, :]
+                put_rounded(into[:, None] + d[None, :], sums, out_scale, q, real_sums, ROUNDS)
 
 
 @triton.jit
@@ -290,25 +292,32 @@ def merge_units(
     PER: tl.constexpr,
 ):  # fmt: skip
     """Sums of units in order, `per` <= PER to a span, of which the first may be cut off."""
-    d = tl.arange(0, WIDTH)
+    BESIDE: tl.constexpr = 4 if ROWS * WIDTH <= 512 else 1  # spans whose loads go together
+    d = tl.arange(0, WIDTH)[None, None, :]
+    s = tl.arange(0, BESIDE)[:, None]
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    for span in tl.range(first // per, (first + units + per - 1) // per, num_stages=1):
-        one = tl.zeros((ROWS, WIDTH), tl.float32)
-        one_top = tl.full((ROWS,), float("-inf"), tl.float32)
-        one_total = tl.zeros((ROWS,), tl.float32)
+    for span in tl.range(first // per, (first + units + per - 1) // per, BESIDE, num_stages=1):
+        acc_S = tl.zeros((BESIDE, ROWS, WIDTH), tl.float32)
+        top_S = tl.full((BESIDE, ROWS), float("-inf"), tl.float32)
+        total_S = tl.zeros((BESIDE, ROWS), tl.float32)
         for i in tl.static_range(PER):
-            unit = span * per + i - first
-            row = m + unit * STEP
-            live = real & (i < per) & (unit >= 0) & (unit < units)
-            there = live[:, None] & (d < D)[None, :]
+            unit = (span + s) * per + i - first
+            row = m[None, :] + unit * STEP
+            live = real[None, :] & (i < per) & (unit >= 0) & (unit < units)
             part_top = tl.load(tops + row, mask=live, other=float("-inf"), cache_modifier=".cg")
             part_total = tl.load(totals + row, mask=live, other=0.0, cache_modifier=".cg")
-            at = parts + row[:, None] * D + d[None, :]
-            part = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
-            one, one_top, one_total = fold(one, one_top, one_total, part, part_top, part_total)
-        acc, top, total = fold(acc, top, total, one, one_top, one_total)
+            at = parts + row[:, :, None] * D + d
+            part = tl.load(at, mask=live[:, :, None] & (d < D), other=0.0, cache_modifier=".cg")
+            acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
+        for i in tl.static_range(BESIDE):  # one of them, as sums with zeros: exact
+            one = s == i
+            acc, top, total = fold(
+                acc, top, total, tl.sum(tl.where(one[:, :, None], acc_S, 0.0), 0),
+                tl.max(tl.where(one, top_S, float("-inf")), 0),
+                tl.sum(tl.where(one, total_S, 0.0), 0),
+            )  # fmt: skip
     return acc, top, total
 
 

@@ -131,7 +131,7 @@ class How(NamedTuple):
         columns: of the result, that a program makes.
         wide: what it reads of their weights at a time.
         splits: parts of K, each with programs of its own.
-        num_warps, num_stages: of a program.
+        num_warps, num_stages: of a program; 0 stages: `one_kernel`, for one row.
     """
 
     columns: int
@@ -144,7 +144,8 @@ class How(NamedTuple):
 def how_to(T: int, N: int, K: int, places: int) -> How:
     """By shapes alone: enough programs for the multiprocessors (`places`), K split if N is small.
 
-    A row of a result has the same bits for any 2 <= T <= 16.
+    A row of a result has the same bits for any 2 <= T <= 16. One row takes the whole of a
+    weight's row at a time, before the wait: on an H200 3.1 to 4.1 TB/s, 2.2 to 3.5 in a pipeline.
     """
     if T == 1:
         whole = power_of_two(K)

@@ -29,7 +29,7 @@ def fold(acc, top, total, part, part_top, part_total):
     base = tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(top - base)
     weight = tl.exp2(part_top - base)
-    acc = tl.fma(part, weight[:, None], acc * fade[:, None])
+    acc = tl.fma(part, tl.expand_dims(weight, -1), acc * tl.expand_dims(fade, -1))
     return acc, higher, tl.fma(part_total, weight, total * fade)
 
 

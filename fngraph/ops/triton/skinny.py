@@ -25,11 +25,6 @@ from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.overlap import ask_for, let_next, wait
 
 
-import os
-
-TRIG = tl.constexpr(int(os.environ.get("TRIG", "0")))
-
-
 @triton.jit
 def vector_kernel(
     x, norm, a, b, c, more, out, T, A, B, C, x_row, more_row, out_row, eps,
@@ -41,7 +36,7 @@ def vector_kernel(
 
     Tiles are (M, ROWS, BLOCK), of which a weight's have one of the first dim.
     """
-    let_next(EARLY and not (TRIG == 2 or (TRIG == 1 and ADDS and K <= 4096)))
+    let_next(EARLY)
     weight, row, size, first = _part(a, b, c, A, B, C, ROWS, WEIGHTS, GATED)
     m = tl.arange(0, M)
     n = row + tl.arange(0, ROWS)
@@ -52,7 +47,6 @@ def vector_kernel(
     tile = tl.load(weight + at, mask=real & (k < K), other=0.0)
     other = tl.load(b + at, mask=real & (k < K), other=0.0) if GATED else tile
     wait(EARLY and HELD)
-    let_next(EARLY and (TRIG == 2 or (TRIG == 1 and ADDS and K <= 4096)))
     rows = x + m.to(tl.int64)[:, None, None] * x_row
     live = (m < T)[:, None, None]
     if BLOCK >= K:  # all of it has been read

@@ -78,9 +78,9 @@ def weights_of(params: Any) -> Weights:
             whole = Experts(mlp.router, of.w_gate, of.w_up, of.w_down)
         else:
             whole = Gated(as_one(mlp.w_gate, mlp.w_up), mlp.w_down)
-        norms = (getattr(attn, name, None) for name in ("q_norm", "k_norm"))
+        q_norm, k_norm = (getattr(attn, name, None) for name in ("q_norm", "k_norm"))
         qkv = as_one(attn.wq, attn.wk, attn.wv)
-        layers.append(Layer(layer.attn_norm, qkv, attn.wo, *norms, layer.mlp_norm, whole))
+        layers.append(Layer(layer.attn_norm, qkv, attn.wo, q_norm, k_norm, layer.mlp_norm, whole))
     head = params.embed if params.head is None else params.head
     return Weights(params.embed, tuple(layers), params.norm, head)
 

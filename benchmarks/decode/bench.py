@@ -1,0 +1,245 @@
+"""What a decode step is measured on: weights, memory of a cache, and what is right.
+
+The ways share one memory for k and v, each with its own view of it: in pages, or contiguous. What
+one leaves there are finite numbers to the next, so clocks are not changed by it; `fill` puts the
+same tokens there for each before its results are judged.
+
+Shape letters: L layers, R requests, S tokens of each, K kv heads, D head dim, V vocab, X experts,
+C chosen ones of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fngraph as fg
+from benchmarks import plain
+from benchmarks.decode.models import MODELS, Model
+from benchmarks.workload import BF16, BLOCK_SIZE, random_params
+
+Views = list[tuple[Tensor, Tensor]]  # each layer's k and v, each (R, S, K, D), wherever they lie
+PEAKED = 3.0  # of keys: so that attention picks some tokens, not the mean of all
+MOST_ERROR = 0.05  # of logits and of what is kept, by their norms; bfloat16 is off by 0.005 to 0.02
+MARGIN, TRIES = 0.02, 64  # of logits between an expert that is chosen and one that is not
+
+
+class Wrong(Exception):
+    """A way's results are not those of the reference: its times mean nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Right:
+    """What a step over `fill`'s tokens should give.
+
+    Attributes:
+        ids: (R,) int64, the tokens of the step.
+        logits: (R, V) float64.
+        new: each layer's k and v of these tokens, (R, K, D) float64.
+    """
+
+    ids: Tensor
+    logits: Tensor
+    new: list[tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A way, ready for a number of requests.
+
+    Attributes:
+        step: tokens, (R,), to the next ones, without a wait; what it returns it takes again.
+        logits: of the last step, (R, V).
+        views: where it keeps k and v now.
+        wait: till the device has done all.
+        on_stream: whether its work is on torch's current stream, where events can be put.
+        more: of the row.
+    """
+
+    step: Callable[[Any], Any]
+    logits: Callable[[], Tensor]
+    views: Callable[[], Views]
+    wait: Callable[[], None]
+    on_stream: bool = True
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One model at one context.
+
+    Attributes:
+        batches: that are measured, the largest of which `memory` has room for.
+        params: of the family, projections side by side.
+        memory: flat k and v of each layer.
+    """
+
+    model: Model
+    context: int
+    batches: tuple[int, ...]
+    device: str
+    backend: str | None
+    params: Any
+    memory: list[tuple[Tensor, Tensor]]
+
+    @property
+    def config(self) -> Any:
+        """The model's."""
+        return self.model.config
+
+    def pages(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """All of the memory as a paged cache."""
+        shape = (-1, BLOCK_SIZE, self.config.num_kv_heads, self.config.head_dim)
+        return tuple((k.view(shape), v.view(shape)) for k, v in self.memory)
+
+    def in_pages(self, num_reqs: int) -> Views:
+        """The same, of requests whose blocks follow one another."""
+        return self._views((num_reqs, self.context, self.config.num_kv_heads))
+
+    def contiguous(self, num_reqs: int) -> tuple[plain.KV, ...]:
+        """The memory as caches of (R, K, S, D)."""
+        return tuple(self._views((num_reqs, self.config.num_kv_heads, self.context)))
+
+    def _views(self, dims: tuple[int, ...]) -> Views:
+        shape = (*dims, self.config.head_dim)
+        size = torch.Size(shape).numel()
+        return [(k[:size].view(shape), v[:size].view(shape)) for k, v in self.memory]
+
+    def wait(self) -> None:
+        """Till the device has done all."""
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+    def positions(self, num_reqs: int) -> Tensor:
+        """(R,) int64: of this step's token, the last."""
+        return torch.full((num_reqs,), self.context - 1, device=self.device)
+
+    @torch.no_grad()
+    def right(self, num_reqs: int, seed: int = 0) -> Right:
+        """What float64 gives, a layer's weights at a time.
+
+        Of experts that are nearly as likely, rounding may choose another: tokens for which there
+        are such are drawn again.
+        """
+        config, weights = self.config, plain.weights_of(self.params)
+        generator = torch.Generator().manual_seed(seed)
+        positions = self.positions(num_reqs)[:, None]
+        seen = torch.ones(num_reqs, 1, self.context, dtype=torch.bool, device=self.device)
+        ids = self._drawn(num_reqs, generator)
+        for _ in range(TRIES):
+            mix = Looped(torch.full((num_reqs,), float("inf"), device=self.device))
+            x = F.embedding(ids, weights.embed).double()[:, None]
+            turn, new = plain.turn_of(config, positions, x.dtype), []
+            for layer, (k, v) in zip(weights.layers, self.drawn(num_reqs)):
+                kv = (
+                    k.double().transpose(1, 2).contiguous(),
+                    v.double().transpose(1, 2).contiguous(),
+                )
+                x = plain.layer_step(
+                    config, widened(layer), x, turn, kv, positions, seen, plain.folded_heads, mix
+                )
+                new.append((kv[0][:, :, -1].clone(), kv[1][:, :, -1].clone()))
+            near = mix.margin < MARGIN
+            if not near.any():
+                break
+            ids = torch.where(near, self._drawn(num_reqs, generator), ids)
+        normed = plain.last_norm(config, weights._replace(norm=weights.norm.double()), x[:, 0])
+        return Right(ids, F.linear(normed, widened(weights.head)), new)
+
+    def _drawn(self, num_reqs: int, generator: torch.Generator) -> Tensor:
+        ids = torch.randint(self.config.vocab_size, (num_reqs,), generator=generator)
+        return ids.to(self.device)
+
+    def drawn(self, num_reqs: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """Random k and v of each layer, (R, S, K, D), the same each time."""
+        shape = (num_reqs, self.context, self.config.num_kv_heads, self.config.head_dim)
+        for i in range(self.config.num_layers):
+            generator = torch.Generator(self.device).manual_seed(i)
+            k, v = (
+                torch.randn(shape, device=self.device, dtype=BF16, generator=generator)
+                for _ in range(2)
+            )
+            yield k * PEAKED, v
+
+    def fill(self, views: Views) -> None:
+        """Put them there."""
+        for (k, v), (new_k, new_v) in zip(views, self.drawn(len(views[0][0])), strict=True):
+            k.copy_(new_k)
+            v.copy_(new_v)
+
+
+class Looped:
+    """Experts one after the other, in any dtype; and how near a choice was, (R,)."""
+
+    def __init__(self, margin: Tensor) -> None:
+        self.margin = margin
+
+    def __call__(self, weights: Any, x_TE: Tensor, chosen: int, normalized: bool) -> Tensor:
+        logits_TX = F.linear(x_TE, weights.router)
+        best = logits_TX.topk(chosen + 1, -1).values
+        self.margin = torch.minimum(self.margin, best[:, -2] - best[:, -1])
+        expert_TC, share_TC = plain.route(weights.router, x_TE, chosen, normalized)
+        out_TE = torch.zeros_like(x_TE)
+        for i in expert_TC.unique().tolist():
+            gate, up = (F.linear(x_TE, w[i]) for w in (weights.w_gate, weights.w_up))
+            share_T1 = (share_TC * (expert_TC == i)).sum(-1, keepdim=True)
+            out_TE += F.linear(F.silu(gate) * up, weights.w_down[i]) * share_T1
+        return out_TE
+
+
+def widened(tree: Any) -> Any:
+    """In float64."""
+    if tree is None or isinstance(tree, Tensor):
+        return None if tree is None else tree.double()
+    parts = [widened(x) for x in tree]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+
+
+def make_bench(
+    name: str, context: int, batches: Iterable[int], device: str, backend: str | None
+) -> Bench:
+    """Weights and memory, drawn on the device."""
+    torch.manual_seed(0)
+    model, batches = MODELS[name], tuple(batches)
+    config = model.config
+    params = random_params(config, device, BF16, model.family)
+    size = max(batches) * context * config.num_kv_heads * config.head_dim
+    memory = [
+        (torch.zeros(size, device=device, dtype=BF16), torch.zeros(size, device=device, dtype=BF16))
+        for _ in range(config.num_layers)
+    ]
+    return Bench(
+        model, context, batches, device, backend, fg.ops.lay_side_by_side(params), memory
+    )  # fmt: skip
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """The difference by the norm of what is wanted."""
+    return float((got.double() - want).norm() / want.norm())
+
+
+@torch.no_grad()
+def judge(bench: Bench, right: Right, made: Made) -> dict[str, float]:
+    """How far a way is off, over `fill`'s tokens.
+
+    Raises:
+        Wrong: too far, in logits, in the token that is likeliest, or in the k and v that it keeps.
+    """
+    bench.fill(made.views())
+    made.wait()  # a way of its own stream would not
+    ids = made.step(right.ids)
+    made.wait()
+    got, kept = made.logits(), 0.0
+    error = off(got, right.logits)
+    for pair, wanted in zip(made.views(), right.new, strict=True):
+        kept = max(kept, *(off(x[:, -1], want) for x, want in zip(pair, wanted)))
+    if not (error < MOST_ERROR and kept < MOST_ERROR):
+        raise Wrong(f"logits are off by {error:.3f}, k and v by {kept:.3f}, of {MOST_ERROR}")
+    if not torch.equal(torch.from_dlpack(ids).long(), got.argmax(-1)):
+        raise Wrong("the next tokens are not the likeliest ones by its logits")
+    return {"error": error, "kept error": kept}

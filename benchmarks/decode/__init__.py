@@ -17,14 +17,14 @@ import argparse
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from benchmarks import plain
 from benchmarks.decode import clocks, elsewhere, ours, peers
-from benchmarks.decode.bench import Bench, Made, judge, make_bench
+from benchmarks.decode.bench import Bench, Made, Right, judge, make_bench
 from benchmarks.decode.models import MODELS, bytes_read
 from benchmarks.decode.picture import draw
 from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of, write
@@ -72,20 +72,37 @@ def told(error: Exception) -> str:
 
 
 def point(
-    bench: Bench, opened: dict[str, At | str], num_reqs: int, ends: float, copy: float,
-    flags: argparse.Namespace,
+    flags: argparse.Namespace, bench: Bench, opened: dict[str, At | str], num_reqs: int,
+    ends: float, copy: float,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row a way, at one batch."""
     torch.compiler.reset()  # what was compiled for another batch, and limits on how often
     gc.collect()
     right = bench.right(num_reqs)
     read = bytes_read(bench.config, plain.weights_of(bench.params), num_reqs, bench.context)
+    ready, judged = made_ready(
+        flags.ways, bench, right, lambda way: prepared(bench, opened, way, num_reqs, ends)
+    )
+    timed = clocks.in_turns(ready, right.ids, flags.repeats) if ready else {}
+    for way in dict.fromkeys([*flags.ways, *timed]):
+        name = way.removesuffix(", again")
+        row = {"way": way, **timed.get(way, {}), "GB": read / 1e9}
+        if way in timed:
+            row["share"] = read / row["device ms"] / 1e9 / copy
+            row |= {**clocks.kernels(ready[name], right.ids), **ready[name].more}
+        yield row | judged[name]
+
+
+def made_ready(
+    ways: Iterable[str], bench: Bench, right: Right, make: Callable[[str], Made]
+) -> tuple[dict[str, Made], dict[str, dict[str, Any]]]:
+    """The ways whose results are right; and of each how far it is off, or why it is not here."""
     ready: dict[str, Made] = {}
     judged: dict[str, dict[str, Any]] = {}
-    for way in flags.ways:
+    for way in ways:
         began = time.monotonic()
         try:
-            made = prepared(bench, opened, way, num_reqs, ends)
+            made = make(way)
             judged[way] = judge(bench, right, made)
         except Exception as error:
             judged[way] = {"failed": told(error)}
@@ -93,15 +110,14 @@ def point(
         else:
             ready[way] = made
         judged[way]["ready s"] = time.monotonic() - began
-        print(f"{flags.at}, {way}: {judged[way].get('failed', 'ready')}", flush=True)
-    timed = clocks.in_turns(ready, right.ids, flags.repeats) if ready else {}
-    for way in dict.fromkeys([*flags.ways, *timed]):
-        name = way.removesuffix(", again")
-        row = {**timed.get(way, {}), "GB": read / 1e9}
-        if way in timed:
-            row["share"] = read / row["device ms"] / 1e9 / copy
-            row |= {**clocks.kernels(ready[name], right.ids), **ready[name].more}
-        yield {"way": way, **row, **judged[name]}
+        print(f"  {way}: {judged[way].get('failed', 'ready')}", flush=True)
+    return ready, judged
+
+
+def broken(row: dict[str, Any]) -> bool:
+    """A way of ours that failed, or one of others that is wrong."""
+    failed = row.get("failed", LEFT)
+    return failed != LEFT and (row["way"] not in PEERS or failed.startswith("Wrong"))
 
 
 def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
@@ -111,8 +127,7 @@ def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
         f"{row['model']}, batch {row['batch']}, context {row['context']}, {row['way']}: "
         f"{row['failed']}"
         for row in rows
-        if row.get("failed", LEFT).startswith("Wrong" if row["way"] in PEERS else "")
-        and row.get("failed", LEFT) != LEFT
+        if broken(row)
     ]
     if not flags.device.startswith("cuda"):
         return lines
@@ -168,12 +183,13 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
         bench = make_bench(model, context, flags.batch, flags.device, flags.backend)
         opened: dict[str, At | str] = {}
         for num_reqs in flags.batch:
-            flags.at = f"{model}, batch {num_reqs}, context {context}"
+            where = f"{model}, batch {num_reqs}, context {context}"
+            print(where, flush=True)
             here = {"model": model, "batch": num_reqs, "context": context}
             note = {"shape": bench.model.note} if bench.model.note else {}
-            found = point(bench, opened, num_reqs, ends, copy, flags)
+            found = point(flags, bench, opened, num_reqs, ends, copy)
             new = [{**here, **row, **note, "copy TB/s": copy} for row in found]
-            show(new, flags.at)
+            show(new, where)
             rows += new
             write(flags, rows)
         del bench, opened, found

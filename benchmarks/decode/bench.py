@@ -38,9 +38,9 @@ class Right:
     """What a step over `fill`'s tokens should give.
 
     Attributes:
-        ids: (R,) int64, the tokens of the step.
-        logits: (R, V) float64.
-        new: each layer's k and v of these tokens, (R, K, D) float64.
+        ids: (R,) int64, the tokens of the step; of several a request, (R * T,).
+        logits: (R, V), of each request's last token, in float64 or float32.
+        new: each layer's k and v of that token, (R, K, D), likewise.
     """
 
     ids: Tensor
@@ -74,7 +74,8 @@ class Bench:
     """One model at one context.
 
     Attributes:
-        batches: that are measured, the largest of which `memory` has room for.
+        batches: numbers of requests, of the largest of which `memory` has room.
+        new: tokens of each request that a step computes, the last of its context.
         params: of the family, projections side by side.
         memory: flat k and v of each layer.
     """
@@ -86,6 +87,12 @@ class Bench:
     backend: str | None
     params: Any
     memory: list[tuple[Tensor, Tensor]]
+    new: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each step."""
+        return tuple(num_reqs * self.new for num_reqs in self.batches)
 
     @property
     def config(self) -> Any:
@@ -126,33 +133,41 @@ class Bench:
         Of experts that are nearly as likely, rounding may choose another: tokens for which there
         are such are drawn again.
         """
-        config, weights = self.config, plain.weights_of(self.params)
         generator = torch.Generator().manual_seed(seed)
-        positions = self.positions(num_reqs)[:, None]
-        seen = torch.ones(num_reqs, 1, self.context, dtype=torch.bool, device=self.device)
-        ids = self._drawn(num_reqs, generator)
+        ids = self.ids(num_reqs, generator)
         for _ in range(TRIES):
-            mix = Looped(torch.full((num_reqs,), float("inf"), device=self.device))
-            x = F.embedding(ids, weights.embed).double()[:, None]
-            turn, new = plain.turn_of(config, positions, x.dtype), []
-            for layer, (k, v) in zip(weights.layers, self.drawn(num_reqs)):
-                kv = (
-                    k.double().transpose(1, 2).contiguous(),
-                    v.double().transpose(1, 2).contiguous(),
-                )
-                x = plain.layer_step(
-                    config, widened(layer), x, turn, kv, positions, seen, plain.folded_heads, mix
-                )
-                new.append((kv[0][:, :, -1].clone(), kv[1][:, :, -1].clone()))
-            near = mix.margin < MARGIN
+            right, margin = self.reference(ids, torch.float64, plain.folded_heads)
+            near = margin < MARGIN
             if not near.any():
                 break
-            ids = torch.where(near, self._drawn(num_reqs, generator), ids)
-        normed = plain.last_norm(config, weights._replace(norm=weights.norm.double()), x[:, 0])
-        return Right(ids, F.linear(normed, widened(weights.head)), new)
+            ids = torch.where(near, self.ids(num_reqs, generator), ids)
+        return right
 
-    def _drawn(self, num_reqs: int, generator: torch.Generator) -> Tensor:
-        ids = torch.randint(self.config.vocab_size, (num_reqs,), generator=generator)
+    def reference(
+        self, ids: Tensor, dtype: torch.dtype, attend: plain.Attend
+    ) -> tuple[Right, Tensor]:
+        """What a wider dtype gives, a layer's weights at a time; and how near a choice of experts
+        was, (R,), in logits."""
+        config, weights, R = self.config, plain.weights_of(self.params), len(ids) // self.new
+        mix = Looped(torch.full((R,), float("inf"), device=self.device))
+        first = self.context - self.new
+        positions = torch.arange(first, self.context, device=self.device).expand(R, -1)
+        seen = torch.arange(self.context, device=self.device) <= positions[..., None]
+        x = F.embedding(ids.view(R, self.new), weights.embed).to(dtype)
+        turn, new = plain.turn_of(config, positions, dtype), []
+        for layer, pair in zip(weights.layers, self.drawn(R)):
+            k, v = (x.to(dtype).transpose(1, 2).contiguous() for x in pair)
+            x = plain.layer_step(
+                config, widened(layer, dtype), x, turn, (k, v), positions, seen, attend, mix
+            )
+            new.append((k[:, :, -1].clone(), v[:, :, -1].clone()))
+        normed = plain.last_norm(config, weights._replace(norm=weights.norm.to(dtype)), x[:, -1])
+        return Right(ids, F.linear(normed, weights.head.to(dtype)), new), mix.margin
+
+    def ids(self, num_reqs: int, generator: torch.Generator) -> Tensor:
+        """(R * new,) int64: random tokens."""
+        count = num_reqs * self.new
+        ids = torch.randint(self.config.vocab_size, (count,), generator=generator)
         return ids.to(self.device)
 
     def drawn(self, num_reqs: int) -> Iterable[tuple[Tensor, Tensor]]:
@@ -192,11 +207,11 @@ class Looped:
         return out_TE
 
 
-def widened(tree: Any) -> Any:
-    """In float64."""
+def widened(tree: Any, dtype: torch.dtype) -> Any:
+    """Tuples of tensors in another dtype."""
     if tree is None or isinstance(tree, Tensor):
-        return None if tree is None else tree.double()
-    parts = [widened(x) for x in tree]
+        return None if tree is None else tree.to(dtype)
+    parts = [widened(x, dtype) for x in tree]
     return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
@@ -220,7 +235,7 @@ def make_bench(
 
 def off(got: Tensor, want: Tensor) -> float:
     """The difference by the norm of what is wanted."""
-    return float((got.double() - want).norm() / want.norm())
+    return float((got.to(want.dtype) - want).norm() / want.norm())
 
 
 @torch.no_grad()

@@ -101,13 +101,14 @@ def in_turns(ways: Mapping[str, Made], ids: Any, repeats: int) -> dict[str, dict
     ways = {**ways, f"{first}, again": ways[first]}
     times = {name: Times([], [], [], []) for name in ways}
     bursts: dict[str, tuple[int, float]] = {}
+    fed: dict[str, Any] = {}  # tokens where each way has left them
     for name, made in ways.items():
-        wall_ms(made, ids, 3)  # warm
-        bursts[name] = burst_of(made, ids)
+        fed[name] = made.step(made.step(made.step(ids)))
+        bursts[name] = burst_of(made, fed[name])
     for at in range(0, repeats, ROUND):
         steps = min(ROUND, repeats - at)
         for name, made in ways.items():
-            found, (burst, hold_s) = times[name], bursts[name]
+            found, ids, (burst, hold_s) = times[name], fed[name], bursts[name]
             found.wall_ms.append(wall_ms(made, ids, steps))
             for _ in range(-(-steps // BURST)):
                 found.host_us.extend(host_us(made, ids))

@@ -7,6 +7,7 @@ are those that the step before has left in the output.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,44 +47,46 @@ class Fed:
         return ids_R
 
 
-def made_of(bench: Bench, step: Callable[[Any, Any], Any], num_reqs: int, **more: Any) -> Made:
-    """`step(cache, batch)` over the bench's pages."""
-    batch = to_device(batch_of(num_reqs, 1, bench.context), bench.device)
-    fed = Fed(step, bench.pages(), batch)
+def made_of(
+    bench: Bench, step: Callable[[Any, Any], Any], cache: Any, num_reqs: int, **more: Any
+) -> Made:
+    """`step(cache, batch)` of so many requests."""
+    batch = batch_of(num_reqs, bench.new, bench.context)
+    bounds = fg.HostBounds(bench.new, bench.context)  # as a scheduler knows them
+    spec = batch.spec._replace(host=bounds)
+    batch = to_device(dataclasses.replace(batch, spec=spec), bench.device)
+    fed = Fed(step, cache, batch)
     return Made(fed, lambda: fed.logits, lambda: bench.in_pages(num_reqs), bench.wait, more=more)
 
 
 def bare(bench: Bench) -> Callable[[int], Made]:
     """`forward`, called."""
-    step = greedy(bench.model.family.forward)
-    return lambda num_reqs: made_of(
-        bench, lambda cache, batch: step(bench.params, cache, batch), num_reqs
-    )
+    step, cache = greedy(bench.model.family.forward), bench.pages()
+    call = functools.partial(step, bench.params)
+    return functools.partial(made_of, bench, call, cache)
 
 
 def captured(mode: str, level: str) -> Callable[[Bench], Callable[[int], Made]]:
     """Graphs of every batch, in one mode at one level."""
 
     def open_(bench: Bench) -> Callable[[int], Made]:
-        most = max(bench.batches)
+        most, cache = max(bench.batches), bench.pages()
         fast = fg.graphify(
             greedy(bench.model.family.forward), modes=mode, donate="cache", stage="batch",
-            compile="none" if level == "fused" else level, sizes=bench.batches,
+            compile="none" if level == "fused" else level, sizes=bench.sizes,
             passes="all" if level == "fused" else None,
-            compile_sizes=bench.batches if level == "pieces" else (),
+            compile_sizes=bench.sizes if level == "pieces" else (),
             backends={"attention": bench.backend},
         )  # fmt: skip
-        limits = fg.Limits(max_tokens=most, max_reqs=most, B=bench.context // BLOCK_SIZE)
-        step = fast.bind(bench.params).capture(
-            bench.pages(), limits, outputs="borrow", progress=False
-        )
+        limits = fg.Limits(max(bench.sizes), most, B=bench.context // BLOCK_SIZE)
+        step = fast.bind(bench.params).capture(cache, limits, outputs="borrow", progress=False)
 
         def at(num_reqs: int) -> Made:
-            ran = step.dispatch(fg.BatchSpec(num_reqs, num_reqs, query_len=1))
+            ran = step.dispatch(batch_of(num_reqs, bench.new, bench.context).spec)
             told = {"ran as": str(ran.mode), "attention": attention_of(step)}
             if ran.mode is not fg.Mode.NONE:
                 told |= nodes_of(step[ran.descriptor])
-            return made_of(bench, step, num_reqs, **told)
+            return made_of(bench, step, cache, num_reqs, **told)
 
         return at
 

@@ -17,14 +17,15 @@ import argparse
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from benchmarks import plain
 from benchmarks.decode import clocks, elsewhere, ours, peers
-from benchmarks.decode.bench import Bench, Made, Right, judge, make_bench
+from benchmarks.decode.bench import Bench, Made, make_bench
+from benchmarks.decode.judging import Left, broken, made_ready, told
 from benchmarks.decode.models import MODELS, bytes_read
 from benchmarks.decode.picture import draw
 from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of, write
@@ -34,25 +35,16 @@ OURS, PEERS = {**ours.WAYS}, {**peers.WAYS, **elsewhere.WAYS}
 WAYS = OURS | PEERS
 AT_MOST = {"1B": 0.74, "8B": 3.9, "0.6B": 0.42}  # ms on the device, batch 1, context 512
 AHEAD, OF_BOUND = 1.1, 0.92  # of the best peer, or of the copy bandwidth, at every point
-LEFT = "left out: --seconds are over"
 At = Callable[[int], Made]
 
 
-class Left(Exception):
-    """A way that is not begun."""
-
-
-def prepared(
-    bench: Bench, opened: dict[str, At | str], way: str, num_reqs: int, ends: float
-) -> Made:
+def prepared(bench: Bench, opened: dict[str, At | str], way: str, num_reqs: int) -> Made:
     """A way for so many requests; what it needs once for all is made by the first.
 
     Raises:
-        Left: no time, or what it needs once has failed.
+        Left: what it needs once has failed.
         Exception: what the way raises.
     """
-    if time.monotonic() > ends:
-        raise Left(LEFT)
     if way not in opened:
         try:
             opened[way] = WAYS[way](bench)
@@ -64,13 +56,6 @@ def prepared(
     return at(num_reqs)
 
 
-def told(error: Exception) -> str:
-    """In a line."""
-    lines = str(error).strip().splitlines() or [""]
-    kind = "" if isinstance(error, Left | elsewhere.Absent) else f"{type(error).__name__}: "
-    return f"{kind}{lines[0]}"[:200]
-
-
 def point(
     flags: argparse.Namespace, bench: Bench, opened: dict[str, At | str], num_reqs: int,
     ends: float, copy: float,
@@ -80,9 +65,8 @@ def point(
     gc.collect()
     right = bench.right(num_reqs)
     read = bytes_read(bench.config, plain.weights_of(bench.params), num_reqs, bench.context)
-    ready, judged = made_ready(
-        flags.ways, bench, right, lambda way: prepared(bench, opened, way, num_reqs, ends)
-    )
+    make = lambda way: prepared(bench, opened, way, num_reqs)  # noqa: E731
+    ready, judged = made_ready(flags.ways, make, bench, right, ends)
     timed = clocks.in_turns(ready, right.ids, flags.repeats) if ready else {}
     for way in dict.fromkeys([*flags.ways, *timed]):
         name = way.removesuffix(", again")
@@ -93,33 +77,6 @@ def point(
         yield row | judged[name]
 
 
-def made_ready(
-    ways: Iterable[str], bench: Bench, right: Right, make: Callable[[str], Made]
-) -> tuple[dict[str, Made], dict[str, dict[str, Any]]]:
-    """The ways whose results are right; and of each how far it is off, or why it is not here."""
-    ready: dict[str, Made] = {}
-    judged: dict[str, dict[str, Any]] = {}
-    for way in ways:
-        began = time.monotonic()
-        try:
-            made = make(way)
-            judged[way] = judge(bench, right, made)
-        except Exception as error:
-            judged[way] = {"failed": told(error)}
-            gc.collect()  # what it has left behind
-        else:
-            ready[way] = made
-        judged[way]["ready s"] = time.monotonic() - began
-        print(f"  {way}: {judged[way].get('failed', 'ready')}", flush=True)
-    return ready, judged
-
-
-def broken(row: dict[str, Any]) -> bool:
-    """A way of ours that failed, or one of others that is wrong."""
-    failed = row.get("failed", LEFT)
-    return failed != LEFT and (row["way"] not in PEERS or failed.startswith("Wrong"))
-
-
 def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
     """What is asked of the H200: goals 1 and 2, of one request; 3, of every point beside the best
     peer. And anywhere: a way of ours that failed, and one of others that is wrong."""
@@ -127,7 +84,7 @@ def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
         f"{row['model']}, batch {row['batch']}, context {row['context']}, {row['way']}: "
         f"{row['failed']}"
         for row in rows
-        if broken(row)
+        if broken(row, PEERS)
     ]
     if not flags.device.startswith("cuda"):
         return lines

@@ -25,12 +25,7 @@ from benchmarks.workload import BF16, BLOCK_SIZE, random_params
 
 Views = list[tuple[Tensor, Tensor]]  # each layer's k and v, each (R, S, K, D), wherever they lie
 PEAKED = 3.0  # of keys: so that attention picks some tokens, not the mean of all
-MOST_ERROR = 0.05  # of logits and of what is kept, by their norms; bfloat16 is off by 0.005 to 0.02
 MARGIN, TRIES = 0.02, 64  # of logits between an expert that is chosen and one that is not
-
-
-class Wrong(Exception):
-    """A way's results are not those of the reference: its times mean nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,30 +226,3 @@ def make_bench(
     return Bench(
         model, context, batches, device, backend, fg.ops.lay_side_by_side(params), memory
     )  # fmt: skip
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    """The difference by the norm of what is wanted."""
-    return float((got.to(want.dtype) - want).norm() / want.norm())
-
-
-@torch.no_grad()
-def judge(bench: Bench, right: Right, made: Made) -> dict[str, float]:
-    """How far a way is off, over `fill`'s tokens.
-
-    Raises:
-        Wrong: too far, in logits, in the token that is likeliest, or in the k and v that it keeps.
-    """
-    bench.fill(made.views())
-    made.wait()  # a way of its own stream would not
-    ids = made.step(right.ids)
-    made.wait()
-    got, kept = made.logits(), 0.0
-    error = off(got, right.logits)
-    for pair, wanted in zip(made.views(), right.new, strict=True):
-        kept = max(kept, *(off(x[:, -1], want) for x, want in zip(pair, wanted)))
-    if not (error < MOST_ERROR and kept < MOST_ERROR):
-        raise Wrong(f"logits are off by {error:.3f}, k and v by {kept:.3f}, of {MOST_ERROR}")
-    if not torch.equal(torch.from_dlpack(ids).long(), got.argmax(-1)):
-        raise Wrong("the next tokens are not the likeliest ones by its logits")
-    return {"error": error, "kept error": kept}

@@ -24,23 +24,20 @@ from torch import Tensor
 
 from benchmarks import plain
 from benchmarks.decode.bench import Bench, Made
+from benchmarks.decode.judging import Left
 from fngraph.models.weights.naming import named
-
-
-class Absent(Exception):
-    """A library that is not installed, or cannot run here."""
 
 
 def found(name: str) -> Any:
     """The module.
 
     Raises:
-        Absent: it cannot be imported, and why.
+        Left: it cannot be imported, and why.
     """
     try:
         return importlib.import_module(name)
     except Exception as error:  # a library may fail in its own ways on a machine it is not for
-        raise Absent(f"not installed: import {name}: {type(error).__name__}: {error}") from error
+        raise Left(f"not installed: import {name}: {type(error).__name__}: {error}") from error
 
 
 # --- JAX ------------------------------------------------------------------------------------------
@@ -139,7 +136,7 @@ def jax(bench: Bench) -> Callable[[int], Made]:
     library = found("jax")
     kinds = {device.platform for device in library.devices()}
     if bench.device.startswith("cuda") and not kinds & {"gpu", "cuda"}:
-        raise Absent(f"jax is here without a GPU: it has {', '.join(sorted(kinds))}")
+        raise Left(f"jax is here without a GPU: it has {', '.join(sorted(kinds))}")
     weights = mapped(library.numpy.from_dlpack, plain.weights_of(bench.params))
 
     def at(num_reqs: int) -> Made:
@@ -252,7 +249,7 @@ def engine(name: str) -> Callable[[Bench], Callable[[int], Made]]:
 
     def open_(bench: Bench) -> Callable[[int], Made]:
         version = getattr(found(name), "__version__", "of no version")
-        raise Absent(f"{name} {version} is installed; it is not driven from here")
+        raise Left(f"{name} {version} is installed; it is not driven from here")
 
     return open_
 

@@ -44,13 +44,12 @@ def form_of(bench: Bench, num_reqs: int) -> str:
 
 
 class Kept:
-    """What stays where it is: tokens, positions, what a graph reads; and the last logits."""
+    """What stays where it is: tokens and positions; and the last logits."""
 
     def __init__(self, bench: Bench, num_reqs: int) -> None:
         self.positions = bench.positions(num_reqs)
         self.ids = torch.zeros_like(self.positions)
         self.logits: Any = None
-        self.captured: Any = None
 
 
 def made_of(bench: Bench, num_reqs: int, form: str, kept: Kept, step: Any) -> Made:
@@ -73,6 +72,23 @@ def called(step: Step, kept: Kept) -> Callable[[Tensor], Tensor]:
     return call
 
 
+def captured(once: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """It in a graph, warm; on a CPU as it is."""
+    for _ in range(3):  # compiles, and chooses kernels
+        once()
+    if device.type != "cuda":
+        return once
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+
+    def replay(reads: Any = once) -> None:  # what the graph reads, and holds none of
+        graph.replay()
+
+    return replay
+
+
 def by_hand(step: Step, kept: Kept) -> Callable[[Tensor], Tensor]:
     """One graph, which leaves the next tokens where it reads them."""
 
@@ -80,16 +96,7 @@ def by_hand(step: Step, kept: Kept) -> Callable[[Tensor], Tensor]:
         ids, kept.logits = step(kept.ids, kept.positions)
         kept.ids.copy_(ids)
 
-    for _ in range(3):  # compiles, and chooses kernels
-        once()
-    replay: Callable[[], None] = once
-    if kept.ids.is_cuda:
-        torch.cuda.synchronize()
-        kept.captured = once  # its graph reads what this holds, and holds none of it
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            once()
-        replay = graph.replay
+    replay = captured(once, kept.ids.device)
 
     def call(ids: Tensor) -> Tensor:
         if ids is not kept.ids:

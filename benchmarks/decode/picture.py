@@ -21,10 +21,19 @@ def draw(
     if path is None or not measured:
         return None
     try:
-        import matplotlib.figure
+        figure = figure_of(measured, ours)
     except ImportError as error:
         print(f"no picture: {error}")
         return None
+    to = path.with_suffix(".png")
+    figure.savefig(to, dpi=120)
+    return to
+
+
+def figure_of(measured: Sequence[Mapping[str, Any]], ours: Collection[str]) -> Any:
+    """A `matplotlib.figure.Figure`."""
+    import matplotlib.figure
+
     panels = list(dict.fromkeys((row["model"], row["context"]) for row in measured))
     ways = list(dict.fromkeys(row["way"] for row in measured))
     figure = matplotlib.figure.Figure(figsize=(4.2 * len(panels) + 2.5, 8), layout="constrained")
@@ -37,18 +46,20 @@ def draw(
             axis = axes[at][column]
             for number, way in enumerate(ways):
                 points = sorted((row["batch"], row[name]) for row in here if row["way"] == way)
-                axis.plot(
-                    *zip(*points, strict=True), marker=".", color=colors[number % len(colors)],
-                    label=way, linestyle="-" if way.removesuffix(", again") in ours else "--",
-                )  # fmt: skip
+                if points:
+                    axis.plot(
+                        *zip(*points, strict=True), marker=".", color=colors[number % len(colors)],
+                        label=way, linestyle="-" if way.removesuffix(", again") in ours else "--",
+                    )  # fmt: skip
             axis.set_xscale("log", base=2)
             axis.set_yscale(scale)
+            for ticks in (axis.xaxis, axis.yaxis):
+                ticks.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
             axis.grid(alpha=0.3)
             if column == 0:
                 axis.set_ylabel(label)
         axes[1][column].set_xlabel("requests")
     lines = {line.get_label(): line for axis in axes.flat for line in axis.lines}
     figure.legend(lines.values(), lines.keys(), loc="outside right upper")
-    to = path.with_suffix(".png")
-    figure.savefig(to, dpi=120)
-    return to
+    return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,13 +48,20 @@ SHAPES = {
 }  # fmt: skip
 
 
-def random_params(config: Any, device: str, dtype: torch.dtype, family: Any = llama) -> Any:
-    """Drawn where they stay; `family.init_params` draws on the host, a minute for 8B."""
+def random_params(
+    config: Any, device: str, dtype: torch.dtype, family: Any = llama,
+    spread: Callable[[torch.Tensor], float] = lambda x: 0.02,
+) -> Any:  # fmt: skip
+    """Drawn where they stay; `family.init_params` draws on the host, a minute for 8B.
+
+    Args:
+        spread: how wide the numbers of a matrix are, by its shape.
+    """
 
     def drawn(_: str, x: torch.Tensor) -> torch.Tensor:
         if x.ndim == 1:
             return torch.ones(x.shape, device=device, dtype=dtype)
-        return torch.randn(x.shape, device=device, dtype=dtype) * 0.02
+        return torch.randn(x.shape, device=device, dtype=dtype) * spread(x)
 
     return naming.replaced(family.blank(config), drawn)
 

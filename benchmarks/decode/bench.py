@@ -25,7 +25,7 @@ from benchmarks.workload import BF16, BLOCK_SIZE, random_params
 
 Views = list[tuple[Tensor, Tensor]]  # each layer's k and v, each (R, S, K, D), wherever they lie
 PEAKED = 3.0  # of keys: so that attention picks some tokens, not the mean of all
-MARGIN, TRIES = 0.02, 64  # of logits between an expert that is chosen and one that is not
+MARGIN, TRIES = 0.05, 128  # of logits between an expert that is chosen and one that is not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +217,9 @@ def make_bench(
     torch.manual_seed(0)
     model, batches = MODELS[name], tuple(batches)
     config = model.config
-    params = random_params(config, device, BF16, model.family)
+    # so wide that each part of a layer has a say in its result, whatever its shape
+    spread = lambda x: x.shape[-1] ** -0.5  # noqa: E731
+    params = random_params(config, device, BF16, model.family, spread)
     size = max(batches) * context * config.num_kv_heads * config.head_dim
     memory = [
         (torch.zeros(size, device=device, dtype=BF16), torch.zeros(size, device=device, dtype=BF16))

@@ -133,10 +133,8 @@ def kernels(made: Made, ids: Any) -> dict[str, Any]:
         event for event in profile.events()
         if event.device_type == kind and not event.is_user_annotation and not event.cpu_children
     ]  # fmt: skip
-    return {
-        "kernels us": sum(event.time_range.elapsed_us() for event in found),
-        "kernels": len(found),
-    }
+    us = sum(event.time_range.elapsed_us() for event in found)
+    return {"kernels us": us, "kernels": len(found)} if found else {}  # none: no leave to look
 
 
 def copy_tbs(device: str) -> float:

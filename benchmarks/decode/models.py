@@ -33,10 +33,10 @@ MODELS = {
         mlp_dim=3072,
     )),
     "30B-A3B": Model(qwen3_moe, _qwen3(
-        qwen3_moe.Config, vocab_size=4096, num_layers=4, num_heads=32, num_kv_heads=4,
+        qwen3_moe.Config, vocab_size=4096, num_layers=2, num_heads=32, num_kv_heads=4,
         head_dim=128, dim=2048, mlp_dim=6144, num_experts=128, num_chosen=8, expert_dim=768,
         normalized=True,
-    ), "4 of 48 layers, 4096 of 151936 words"),
+    ), "2 of 48 layers, 4096 of 151936 words"),
     "tiny": Model(llama, SHAPES["tiny"]),
     "tiny-qwen3": Model(qwen3, _qwen3(
         vocab_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, dim=64,

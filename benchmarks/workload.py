@@ -50,18 +50,18 @@ SHAPES = {
 
 def random_params(
     config: Any, device: str, dtype: torch.dtype, family: Any = llama,
-    spread: Callable[[torch.Tensor], float] = lambda x: 0.02,
+    spread: Callable[[str, torch.Tensor], float] = lambda name, x: 0.02,
 ) -> Any:  # fmt: skip
     """Drawn where they stay; `family.init_params` draws on the host, a minute for 8B.
 
     Args:
-        spread: how wide the numbers of a matrix are, by its shape.
+        spread: how wide the numbers of a matrix are, by its name and shape.
     """
 
-    def drawn(_: str, x: torch.Tensor) -> torch.Tensor:
+    def drawn(name: str, x: torch.Tensor) -> torch.Tensor:
         if x.ndim == 1:
             return torch.ones(x.shape, device=device, dtype=dtype)
-        return torch.randn(x.shape, device=device, dtype=dtype) * spread(x)
+        return torch.randn(x.shape, device=device, dtype=dtype) * spread(name, x)
 
     return naming.replaced(family.blank(config), drawn)
 

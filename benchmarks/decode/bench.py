@@ -217,8 +217,14 @@ def make_bench(
     torch.manual_seed(0)
     model, batches = MODELS[name], tuple(batches)
     config = model.config
-    # so wide that each part of a layer has a say in its result, whatever its shape
-    spread = lambda x: x.shape[-1] ** -0.5  # noqa: E731
+
+    def spread(name: str, x: Tensor) -> float:
+        """So wide that each part has a say in the logits, and rounding no more than it should:
+        a layer adds little to what it is given, and all of them about as much as that is."""
+        last = name.rsplit(".", 1)[-1]
+        added = 2 * config.num_layers if last in ("wo", "w_down") else 1
+        return 1.0 if last == "embed" else float((x.shape[-1] * added) ** -0.5)
+
     params = random_params(config, device, BF16, model.family, spread)
     size = max(batches) * context * config.num_kv_heads * config.head_dim
     memory = [

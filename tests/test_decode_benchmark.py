@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import benchmarks.compile
 import benchmarks.prefill
@@ -197,6 +198,45 @@ def test_what_cannot_be_imported_says_why(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(Left, match=r"not installed: import vllm: ModuleNotFoundError: .*vllm"):
         elsewhere.WAYS["vllm"](bench_of("tiny")[0])
+
+
+# --- a prompt -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def prompt() -> tuple[Bench, Right]:
+    """One of 32 tokens."""
+    bench = dataclasses.replace(bench_of("tiny")[0], batches=(1,), new=32)
+    ids = bench.ids(1, torch.Generator().manual_seed(0))
+    return bench, bench.reference(ids, torch.float32, benchmarks.prefill.repeated_heads)[0]
+
+
+def seeing_all(config: Any, weights: Any, cache: Any, *given: Any) -> tuple[Any, Any]:
+    """What is behind a token too."""
+    attend = lambda q, k, v, _: plain.causal_heads(q.flip(2), k, v, None).flip(2)  # noqa: E731
+    logits = plain.chunk_step(config, weights, cache, *given, attend)
+    return logits.argmax(-1), logits
+
+
+def test_a_prompt_is_right_or_not_timed(monkeypatch):
+    bench, right = prompt()
+    for way in ("eager", "captured", "bare"):
+        assert judge(bench, right, benchmarks.prefill.WAYS[way](bench, right))["error"] < 0.03
+    monkeypatch.setattr(benchmarks.prefill, "first_chunk", seeing_all)
+    with pytest.raises(Wrong):
+        judge(bench, right, benchmarks.prefill.WAYS["eager"](bench, right))
+
+
+def test_what_a_prompt_needs():
+    """What torch counts, but for half of the scores."""
+    bench, right = prompt()
+    given = bench.config, plain.weights_of(bench.params), bench.contiguous(1), right.ids[None]
+    with FlopCounterMode(display=False) as counter:
+        benchmarks.prefill.first_chunk(*given, torch.arange(32)[None])
+    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    products = sum(n for op, n in counts.items() if "attention" not in op)
+    scores = 4 * 32 * 33 / 2 * bench.config.num_heads * bench.config.head_dim * 2  # layers
+    assert benchmarks.prefill.operations(*given[:2], 32) == products + scores
 
 
 # --- clocks ---------------------------------------------------------------------------------------

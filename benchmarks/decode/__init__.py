@@ -142,10 +142,13 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
         for num_reqs in flags.batch:
             where = f"{model}, batch {num_reqs}, context {context}"
             print(where, flush=True)
-            here = {"model": model, "batch": num_reqs, "context": context}
+            here = {"batch": num_reqs, "context": context}
             note = {"shape": bench.model.note} if bench.model.note else {}
             found = point(flags, bench, opened, num_reqs, ends, copy)
-            new = [{**here, **row, **note, "copy TB/s": copy} for row in found]
+            new = [
+                {"model": model, "way": row["way"], **here, **row, **note, "copy TB/s": copy}
+                for row in found
+            ]
             show(new, where)
             rows += new
             write(flags, rows)

@@ -84,7 +84,7 @@ def test_others_are_right(model: str, way: str):
     assert found["error"] < 0.03 and found["kept error"] < 0.03
     texts = []
     for one in (made, ours.bare(bench)(3)):
-        bench.fill(one.views())
+        bench.fill(one.views(), right.away)
         ids, text = right.ids, []
         for _ in range(2):
             ids = one.step(ids)
@@ -109,6 +109,10 @@ def without_query_norm(weights: plain.Weights) -> plain.Weights:
     return weights._replace(layers=tuple(layers))
 
 
+def but_for_its_own(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    return plain.folded_heads(q, k[:, :, :-1], v[:, :, :-1], seen[..., :-1])
+
+
 MISTAKES: dict[str, tuple[str, Any]] = {  # model, and a step that is wrong
     "another position": (
         "tiny", lambda config, weights, cache, ids, positions: plain.step(
@@ -119,6 +123,9 @@ MISTAKES: dict[str, tuple[str, Any]] = {  # model, and a step that is wrong
         "tiny", lambda config, weights, cache, *more: plain.step(
             config, weights, [(k.clone(), v.clone()) for k, v in cache], *more
         )
+    ),
+    "its own token is not seen": (
+        "tiny", lambda *given: plain.step(*given, but_for_its_own)
     ),
     "another layer's cache": (
         "tiny", lambda config, weights, cache, *more: plain.step(

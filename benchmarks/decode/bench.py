@@ -11,7 +11,8 @@ C chosen ones of a token.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ class Right:
         ids: (R,) int64, the tokens of the step; of several a request, (R * T,).
         logits: (R, V), of each request's last token, in float64 or float32.
         new: each layer's k and v of that token, (R, K, D), likewise.
+        away: what each layer's other keys have less, (R, K, D); see `Hiding`.
     """
 
     ids: Tensor
     logits: Tensor
     new: list[tuple[Tensor, Tensor]]
+    away: Sequence[Tensor] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +134,9 @@ class Bench:
         generator = torch.Generator().manual_seed(seed)
         ids = self.ids(num_reqs, generator)
         for _ in range(TRIES):
-            right, margin = self.reference(ids, torch.float64, plain.folded_heads)
+            hiding = Hiding()
+            right, margin = self.reference(ids, torch.float64, hiding)
+            right = dataclasses.replace(right, away=hiding.away)
             near = margin < MARGIN
             if not near.any():
                 break
@@ -165,8 +170,10 @@ class Bench:
         ids = torch.randint(self.config.vocab_size, (count,), generator=generator)
         return ids.to(self.device)
 
-    def drawn(self, num_reqs: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """Random k and v of each layer, (R, S, K, D), the same each time."""
+    def drawn(
+        self, num_reqs: int, away: Sequence[Tensor] = ()
+    ) -> Iterable[tuple[Tensor, Tensor]]:  # fmt: skip
+        """Random k and v of each layer, (R, S, K, D), the same each time; of `Right.away` less."""
         shape = (num_reqs, self.context, self.config.num_kv_heads, self.config.head_dim)
         for i in range(self.config.num_layers):
             generator = torch.Generator(self.device).manual_seed(i)
@@ -174,13 +181,36 @@ class Bench:
                 torch.randn(shape, device=self.device, dtype=BF16, generator=generator)
                 for _ in range(2)
             )
-            yield k * PEAKED, v
+            yield k * PEAKED - away[i][:, None] if away else k * PEAKED, v
 
-    def fill(self, views: Views) -> None:
+    def fill(self, views: Views, away: Sequence[Tensor] = ()) -> None:
         """Put them there."""
-        for (k, v), (new_k, new_v) in zip(views, self.drawn(len(views[0][0])), strict=True):
+        drawn = self.drawn(len(views[0][0]), away)
+        for (k, v), (new_k, new_v) in zip(views, drawn, strict=True):
             k.copy_(new_k)
             v.copy_(new_v)
+
+
+class Hiding:
+    """Attention over keys that the queries of this step turn away from, but for their own.
+
+    Among hundreds of random keys a token's own has hardly a say, and a way that does not read what
+    it has just written would pass. So from all others is taken what makes their scores less by the
+    logarithm of their sum, as random ones have it: its own is as likely as all of them.
+    """
+
+    def __init__(self) -> None:
+        self.away: list[Tensor] = []
+
+    def __call__(self, q_RHTD: Tensor, k_RKSD: Tensor, v_RKSD: Tensor, seen: Tensor) -> Tensor:
+        R, K, S, D = k_RKSD.shape
+        mean_RKD = q_RHTD.reshape(R, K, -1, D).mean(2)
+        less = math.log(S) + PEAKED**2 / 2
+        scale = less * math.sqrt(D) / mean_RKD.square().sum(-1, keepdim=True)
+        self.away.append((mean_RKD * scale).to(BF16))
+        k = (k_RKSD.to(BF16) - self.away[-1][:, :, None]).to(k_RKSD.dtype)
+        k[:, :, -1] = k_RKSD[:, :, -1]
+        return plain.folded_heads(q_RHTD, k, v_RKSD, seen)
 
 
 class Looped:

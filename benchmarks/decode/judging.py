@@ -40,7 +40,7 @@ def judge(bench: Bench, right: Right, made: Made) -> dict[str, float]:
     Raises:
         Wrong: too far, in logits, in the token that is likeliest, or in the k and v that it keeps.
     """
-    bench.fill(made.views())
+    bench.fill(made.views(), right.away)
     made.wait()  # a way of its own stream would not
     ids = made.step(right.ids)
     made.wait()

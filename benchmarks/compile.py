@@ -1,10 +1,10 @@
 """A decode step of a Llama at each level of compilation in each mode: python -m benchmarks compile
 
-Llama-3.2-1B's shape with random weights (--layers, --dim, --vocab for others), beside a plain step
-over a static cache under `torch.compile` that is captured by hand. `ms` is wall time of one call
-with its device work finished; `padding ms` is device time of its key over a batch of padding, whose
-attention has nothing to read. Where there is no GPU it is the tape that replays, and nothing is
-captured by hand.
+Llama-3.2-1B's shape with random weights (--layers, --dim, --vocab for others, or --models), beside
+a plain step over a static cache under `torch.compile` that is captured by hand. `ms` is wall time
+of one call with its device work finished; `padding ms` is device time of its key over a batch of
+padding, whose attention has nothing to read. Where there is no GPU it is the tape that replays, and
+nothing is captured by hand.
 
 Levels: "fused" is "none" with all passes. "once" and "stock" of a Llama are "pieces", since
 attention runs by a backend; the row says what it ran as. Compiled code is kept where FNGRAPH_CACHE
@@ -14,6 +14,7 @@ says: an empty folder shows what a first start takes, a second run what a second
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -22,17 +23,20 @@ from typing import Any
 import torch
 
 import fngraph as fg
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of
-from benchmarks.host.others import plain_step, static_cache
+from benchmarks import plain
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of, write
 from benchmarks.steps import median_ms
 from benchmarks.workload import (
     BF16,
     BLOCKS,
+    CONTEXT,
     QUICK,
     SHAPE,
+    SHAPES,
     attention_of,
     batch_of,
     new_cache,
+    random_params,
     shape,
     to_device,
 )  # fmt: skip
@@ -42,6 +46,7 @@ LEVELS = ("none", "fused", "pieces", "once", "stock")
 MODES = ("FULL", "PIECEWISE", "NONE")
 HANDS = ("default", "max-autotune-no-cudagraphs", "none")  # torch.compile's modes
 MB = 1e6
+AHEAD, MOST_NODES = 1.1, 200  # of the best by hand, at every point; of a FULL key of the 1B
 
 
 def stepped(
@@ -98,13 +103,14 @@ def by_hand(
     flags: argparse.Namespace, params: Any, num_reqs: int, how: str | None
 ) -> dict[str, Any]:
     """A row of the plain step, under `torch.compile` in a mode of its, or as it is."""
-    cache = static_cache(params.config, num_reqs, flags.device, BF16)
+    cache = plain.static_cache(params.config, num_reqs, CONTEXT, flags.device, BF16)
+    weights = plain.weights_of(params)
     batch = to_device(batch_of(num_reqs, 1), flags.device)
-    fn: Callable[..., Any] = plain_step
+    fn: Callable[..., Any] = plain.step
     if how is not None:
         torch.compiler.reset()
-        fn = torch.compile(plain_step, mode=how, fullgraph=True, dynamic=False)
-    call = lambda: fn(params, cache, batch.token_ids, batch.positions)  # noqa: E731
+        fn = torch.compile(plain.step, mode=how, fullgraph=True, dynamic=False)
+    call = lambda: fn(params.config, weights, cache, batch.token_ids, batch.positions)  # noqa: E731
     began = time.perf_counter()
     for _ in range(3):
         call()
@@ -120,30 +126,61 @@ def by_hand(
     }  # fmt: skip
 
 
-@Benchmark(
-    {
-        **DEVICE, **BACKEND, **SHAPE, "--repeats": count(50), "--batch": count([1]),
-        "--levels": some_of(LEVELS, LEVELS[:4]), "--modes": some_of(MODES),
-        "--by-hand": some_of(HANDS, HANDS[:1]),
-    },
-    quick=QUICK | {"repeats": 1, "levels": ["none", "pieces"]},
-)  # fmt: skip
-@torch.no_grad()
-def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+def of_model(flags: argparse.Namespace, config: llama.Config) -> Iterator[dict[str, Any]]:
     """One row a level, mode and batch, and one each of what is captured by hand."""
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("fngraph").setLevel(logging.INFO)
-    params = llama.init_params(shape(flags), device=flags.device, dtype=BF16)
-    params = fg.ops.lay_side_by_side(params)
-    rows = []
+    params = fg.ops.lay_side_by_side(random_params(config, flags.device, BF16))
     for level in flags.levels:
         for mode in flags.modes:
-            for row in stepped(flags, params, level, mode):
-                print({k: v for k, v in row.items() if k in ("level", "mode", "ms")}, flush=True)
-                rows.append(row)
+            yield from stepped(flags, params, level, mode)
     if flags.device.startswith("cuda"):
         for how in flags.by_hand:
             for num_reqs in flags.batch:
-                rows.append(by_hand(flags, params, num_reqs, None if how == "none" else how))
+                yield by_hand(flags, params, num_reqs, None if how == "none" else how)
+
+
+def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
+    """Where FULL at its best is not so far ahead of the best by hand; and keys of many nodes."""
+    lines = []
+    for model, num_reqs in dict.fromkeys((row["model"], row["batch"]) for row in rows):
+        here = [row for row in rows if (row["model"], row["batch"]) == (model, num_reqs)]
+        full = [row for row in here if row["mode"] == "FULL"]
+        hands = [row["ms"] for row in here if row["mode"] == "captured by hand"]
+        if full and hands:
+            best = min(full, key=lambda row: row["ms"])
+            ahead, nodes = min(hands) / best["ms"], best.get("nodes")
+            where = f"{model}, batch {num_reqs}, {best['level']}"
+            if ahead < AHEAD:
+                lines.append(
+                    f"{where}: {ahead:.2f} times as fast as the best by hand, {AHEAD} is asked"
+                )
+            if model == "1B" and nodes is not None and nodes > MOST_NODES:
+                lines.append(f"{where}: {nodes} nodes, and at most {MOST_NODES} are asked")
+    return lines
+
+
+@Benchmark(
+    {
+        **DEVICE, **BACKEND, **SHAPE,
+        "--models": some_of(list(SHAPES), ()) | {"help": "in place of --layers, --dim, --vocab"},
+        "--repeats": count(50), "--batch": count([1]),
+        "--levels": some_of(LEVELS, LEVELS[:4]), "--modes": some_of(MODES),
+        "--by-hand": some_of(HANDS, HANDS[:1]),
+    },
+    quick=QUICK | {"repeats": 1, "levels": ["none", "pieces"]}, missed=missed,
+)  # fmt: skip
+@torch.no_grad()
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of each model."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("fngraph").setLevel(logging.INFO)
+    models = {name: SHAPES[name] for name in flags.models}
+    rows: list[dict[str, Any]] = []
+    for name, config in (models or {f"{flags.layers} x {flags.dim}": shape(flags)}).items():
+        for row in of_model(flags, config):
+            rows.append({"model": name, **row})
+            shown = ("model", "level", "mode", "batch", "ms")
+            print({k: rows[-1][k] for k in shown}, flush=True)
+        write(flags, rows)
+        gc.collect()  # graphs and weights of one model before those of the next
     show(rows)
     return rows

@@ -22,8 +22,9 @@ from typing import Any
 
 import fngraph as fg
 
-NAMES = ("attention", "capture", "compile", "dispatch", "fp8", "host", "latent", "linear",
-         "recurrent", "serve", "staging", "startup", "steps", "trace", "traffic")  # fmt: skip
+NAMES = ("attention", "capture", "compile", "decode", "dispatch", "fp8", "host", "latent",
+         "linear", "prefill", "recurrent", "serve", "staging", "startup", "steps", "trace",
+         "traffic")  # fmt: skip
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 REFUSED = (fg.errors.BackendError, fg.errors.ModesError, fg.errors.PackageError,
            fg.errors.SizesError, fg.errors.SpecError)  # fmt: skip
@@ -131,7 +132,8 @@ def count(
 
 def some_of(choices: Sequence[str], default: Sequence[str] | None = None) -> dict[str, Any]:
     """A flag that names one or more of these; all, if nothing else is said."""
-    return {"nargs": "+", "choices": choices, "default": list(default or choices)}
+    chosen = choices if default is None else default
+    return {"nargs": "+", "choices": choices, "default": list(chosen)}
 
 
 DEVICE: Flags = {"--device": {"help": "the GPU, if there is one"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,15 +48,22 @@ SHAPES = {
 }  # fmt: skip
 
 
-def random_params(config: llama.Config, device: str, dtype: torch.dtype) -> llama.Params:
-    """Drawn where they stay; `llama.init_params` draws on the host, a minute for 8B."""
+def random_params(
+    config: Any, device: str, dtype: torch.dtype, family: Any = llama,
+    spread: Callable[[str, torch.Tensor], float] = lambda name, x: 0.02,
+) -> Any:  # fmt: skip
+    """Drawn where they stay; `family.init_params` draws on the host, a minute for 8B.
 
-    def drawn(_: str, x: torch.Tensor) -> torch.Tensor:
+    Args:
+        spread: how wide the numbers of a matrix are, by its name and shape.
+    """
+
+    def drawn(name: str, x: torch.Tensor) -> torch.Tensor:
         if x.ndim == 1:
             return torch.ones(x.shape, device=device, dtype=dtype)
-        return torch.randn(x.shape, device=device, dtype=dtype) * 0.02
+        return torch.randn(x.shape, device=device, dtype=dtype) * spread(name, x)
 
-    return naming.replaced(llama.blank(config), drawn)
+    return naming.replaced(family.blank(config), drawn)
 
 
 def new_cache(config: llama.Config, device: str) -> Any:
@@ -63,10 +71,11 @@ def new_cache(config: llama.Config, device: str) -> Any:
     return llama.init_cache(config, 64 * BLOCKS, block_size=BLOCK_SIZE, device=device, dtype=BF16)
 
 
-def batch_of(num_reqs: int, new: int) -> llama.Batch:
-    """`num_reqs` requests of CONTEXT tokens, the last `new` of which run in this step."""
-    blocks = torch.arange(num_reqs * BLOCKS, dtype=torch.int32).view(num_reqs, BLOCKS)
-    positions = torch.arange(CONTEXT - new, CONTEXT).repeat(num_reqs)
+def batch_of(num_reqs: int, new: int, context: int = CONTEXT) -> llama.Batch:
+    """`num_reqs` requests of `context` tokens, the last `new` of which run in this step."""
+    each = context // BLOCK_SIZE
+    blocks = torch.arange(num_reqs * each, dtype=torch.int32).view(num_reqs, each)
+    positions = torch.arange(context - new, context).repeat(num_reqs)
     at, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
     owner = torch.arange(num_reqs).repeat_interleave(new)
     starts = torch.arange(0, num_reqs * new + 1, new)
@@ -74,7 +83,7 @@ def batch_of(num_reqs: int, new: int) -> llama.Batch:
         token_ids=torch.randint(256, (num_reqs * new,)),
         positions=positions,
         slot_mapping=blocks[owner, at].long() * BLOCK_SIZE + offsets,
-        seq_lens=torch.full((num_reqs,), CONTEXT, dtype=torch.int32),
+        seq_lens=torch.full((num_reqs,), context, dtype=torch.int32),
         query_start_loc=starts.int(),
         block_tables=blocks,
         logits_indices=starts[1:] - 1,

@@ -17,9 +17,11 @@ RESULTS = Path(harness.__file__).parent / "results"
 QUICK = {
     "capture": ["--modes", "FULL"],
     "compile": ["--modes", "FULL"],
+    "decode": ["--batch", "2"],
     "dispatch": [],
     "fp8": ["--parts", "step"],
     "host": [],
+    "prefill": [],
     "startup": ["--top", "1", "--mode", "FULL"],  # one key; the second process compiles nothing
     "steps": ["--modes", "FULL_DECODE_ONLY"],  # fewer keys, and an eager batch
     "trace": ["--layers", "1"],
@@ -52,6 +54,10 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("capture --quick --sizes 3 17", "--sizes 17"),
         ("trace --layers 2 1", "[2, 1]"),
         ("serve --parts decod", "'decod'"),
+        ("compile --models 70B", "'70B'"),
+        ("decode --ways FULL", "'FULL'"),
+        ("decode --context 100", "multiple of 16"),
+        ("prefill --models 30B-A3B", "'30B-A3B'"),
         ("fp8 --device cpu --quick", "--parts step"),
         ("serve --tiny --speed 0", "--speed 0.0"),
         ("serve --tiny --blocks 1", "--blocks 1"),

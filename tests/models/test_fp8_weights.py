@@ -298,6 +298,25 @@ def test_products_are_one_where_weights_and_scales_lie_side_by_side(name: str):
     (matches,) = (one.matches for one in traced.passes if one.one.name == "side_by_side")
     assert matches == ran["fngraph.scaled_linear_side_by_side.default"] == merged
     assert ran["fngraph.scaled_linear.default"] == left
+    held = {one.one.name: one.matches for one in traced.passes}["held_fp8"]
+    assert held == merged + left == sum(n.args[5:] == (True,) for n in traced.graph.gm.graph.nodes)
+
+
+@pytest.mark.parametrize("written", ["values", "scale", "neither"])
+def test_weights_that_a_step_may_write_are_not_read_ahead(written: str):
+    """A product by what is made in the step, and one by a leaf that is donated."""
+    weight = quantize_fp8(wide(llama)).layers[0].attn.wq
+
+    def forward(held: Any, state: Any, batch: Any) -> Any:
+        x, by = fg.ops.quantize_fp8_rows(batch)
+        values, scale = state
+        values = values if written == "values" else held.values
+        scale = scale * 1 if written == "scale" else held.scale
+        return fg.ops.scaled_linear(x, by, values, scale, torch.float32), state
+
+    fast = fg.graphify(forward, donate="state", stage="batch", passes=("held_fp8",))
+    traced = fast.trace(weight, (weight.values.clone(), weight.scale.clone()), batch=draw(4, 64))
+    assert [one.matches for one in traced.passes] == [int(written == "neither")]
 
 
 def test_adapters_are_over_weights_in_fp8_as_well():

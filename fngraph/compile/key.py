@@ -92,6 +92,6 @@ def _ambient(device: str) -> str:
 def _own_source() -> str:
     """Of the files that hand a piece to Inductor, and call what it makes."""
     here = Path(__file__).parent
-    torchs = [Path(module.__file__) for module in (inductor, lean, portable)]
-    files = [*sorted(here.rglob("*.py")), *torchs]
+    torchs = (inductor.__file__, lean.__file__, portable.__file__)
+    files = [*sorted(here.rglob("*.py")), *map(Path, torchs)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

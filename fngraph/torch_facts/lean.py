@@ -33,8 +33,8 @@ _OPS_OF_PYTHON = ("inductor", "prims", "rngprims", "quantized_decomposed")
 _OPS_OF_HEADERS = ("inductor_ops", "alloc_from_pool", "_quantized")
 
 
-def lean(data: bytes) -> bytes:
-    """An artefact as `portable.dumped` has it, with less to load; the same where none can be spared.
+def lightened(data: bytes) -> bytes:
+    """An artefact as torch has saved it, with less to load; the same where nothing can be spared.
 
     The code has another name as well, or torch would take the file of the first one.
     """
@@ -67,7 +67,7 @@ def _with_less(source: str, kernels: Mapping[str, Any]) -> str | None:
     if _runs_ops_of_python(tree):
         return None
     used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    called = {node.attr for node in ast.walk(tree) if _of_kernels(node)}
+    called = [name for node in ast.walk(tree) if (name := _kernel(node))]
     lines = source.split("\n")
     for node in tree.body:
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(_COMPILERS):
@@ -76,11 +76,11 @@ def _with_less(source: str, kernels: Mapping[str, Any]) -> str | None:
         for bound in [alias.asname or alias.name for alias in node.names]:
             if bound not in used:
                 continue
-            named = sum(map(_of_kernels, ast.walk(tree))) == used.count(bound)
+            named = len(called) == used.count(_KERNELS)
             plain = all(kernels.get(k, _KERNELS) is getattr(torch, k, None) for k in called)
             if bound != _KERNELS or not named or not plain:
                 return None
-            given = ", ".join(f"{name}=torch.{name}" for name in sorted(called))
+            given = ", ".join(f"{name}=torch.{name}" for name in sorted(set(called)))
             text = f"import types; {_KERNELS} = types.SimpleNamespace({given})"
         assert node.end_lineno is not None
         lines[node.lineno - 1 : node.end_lineno] = [text] + [""] * (node.end_lineno - node.lineno)
@@ -88,18 +88,17 @@ def _with_less(source: str, kernels: Mapping[str, Any]) -> str | None:
     return None if made == source else made
 
 
-def _of_kernels(node: ast.AST) -> bool:
-    """Whether it is `extern_kernels.something`."""
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (
-        node.value.id == _KERNELS
-    )  # fmt: skip
+def _kernel(node: ast.AST) -> str | None:
+    """Which one `extern_kernels.something` is; None: it is something else."""
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return None
+    return node.attr if node.value.id == _KERNELS else None
 
 
 def _runs_ops_of_python(tree: ast.Module) -> bool:
-    """Whether an op may be called that is there only once a module of the compiler has defined it."""
-    header = {
-        id(part) for node in tree.body if isinstance(node, ast.Assign) for part in ast.walk(node)
-    }
+    """Whether an op may be called that is there only once the compiler has been imported."""
+    named = [node for node in tree.body if isinstance(node, ast.Assign)]
+    header = {id(part) for node in named for part in ast.walk(node)}
     for node in ast.walk(tree):
         if id(node) in header:
             continue

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from fngraph.torch_facts.lean import lean, without_compiler
+from fngraph.torch_facts.lean import lightened, without_compiler
 
 
 def dumped(call: Any) -> bytes | str:
     """What `compile_ahead` has made, as bytes; or why it has none."""
     try:
         data = call.serialize()
-        return lean(data) if isinstance(data, bytes) else "torch cannot save it"
+        return lightened(data) if isinstance(data, bytes) else "torch cannot save it"
     except Exception as error:  # torch has no class for what it cannot pickle
         return f"torch cannot save it: {error}"
 

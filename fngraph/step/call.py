@@ -65,13 +65,13 @@ def results_of(
     prepared: Prepared,
     spec: BatchSpec,
     batch: Any,
-    leaves: tuple[Sequence[torch.Tensor], bool] | None,
+    read: tuple[Sequence[torch.Tensor], bool] | None,
     filled: HostBatch | None,
 ) -> list[torch.Tensor]:
     """Stage, replay, own.
 
     Args:
-        leaves: `leaves_of` the batch; None if it is `filled`.
+        read: `leaves_of` the batch; None if it is `filled`.
         filled: the batch as `host_batch` handed it out for this step, if it is that one.
     """
     ring, shared = keys.ring, keys.shared
@@ -82,7 +82,7 @@ def results_of(
         ring.taken += 1
     else:
         own = -1 if filled is None else filled.slot
-        leaves, in_place = leaves or leaves_of(keys, batch, prepared)
+        leaves, in_place = read or leaves_of(keys, batch, prepared)
         if prepared.replay is None:
             ring.check_own(leaves, own)
             results = _run_eagerly(keys, leaves, prepared.true, spec)

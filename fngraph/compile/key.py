@@ -19,7 +19,7 @@ from torch import fx
 from fngraph.core.compiling import Range
 from fngraph.fx.ambient import Ambient, read
 from fngraph.fx.nodes import is_op
-from fngraph.torch_facts import inductor, portable
+from fngraph.torch_facts import inductor, lean, portable
 
 Pass = tuple[str, str]
 """A pass that has rewritten a piece: its name, and its version."""
@@ -92,5 +92,6 @@ def _ambient(device: str) -> str:
 def _own_source() -> str:
     """Of the files that hand a piece to Inductor, and call what it makes."""
     here = Path(__file__).parent
-    files = [*sorted(here.rglob("*.py")), Path(inductor.__file__), Path(portable.__file__)]
+    torchs = (inductor.__file__, lean.__file__, portable.__file__)
+    files = [*sorted(here.rglob("*.py")), *map(Path, torchs)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -76,19 +76,19 @@ class Watch:
 
     def reset(self) -> None:
         """Take the present places as the right ones."""
-        now = _reader(self.tensors)
-        seen = now()
-        self.moved: Callable[[], bool] = lambda: now() != seen
+        self.moved: Callable[[], bool] = _moved(self.tensors)
 
 
-def _reader(tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
-    """A function that gives the words now."""
+def _moved(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A function that says whether a word is another than now."""
     found = [word_addresses(x) for x in tensors]
     if not found or None in found:
-        return lambda: places(tensors)
+        there = places(tensors)
+        return lambda: places(tensors) != there
     addresses = sorted({address for words in found for address in words or ()})
     low, high = addresses[0], addresses[-1]
     words = np.ctypeslib.as_array((ctypes.c_int64 * ((high - low + 8) // 8)).from_address(low))
     where = np.array([(a - low) // 8 for a in addresses])
     gather = functools.partial(words.__getitem__, where)  # `take` is half as fast
-    return lambda: gather().tobytes()
+    seen = gather().tobytes()
+    return lambda: gather().tobytes() != seen

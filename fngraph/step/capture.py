@@ -61,7 +61,7 @@ def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowe
         prepared.chosen = keys.refused(key, spec, allowed)
         return
     prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
-    prepared.ignores_grad_mode = key[0] is Mode.FULL and keys.shared.borrow
+    prepared.ignores_grad_mode = key[0] is Mode.FULL
 
 
 def obtain(keys: Keys, key: Key, *, in_step: bool = False) -> Replay | None:

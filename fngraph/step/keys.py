@@ -32,6 +32,7 @@ from fngraph.step.binding import Binding
 from fngraph.step.changed_rows import Tables
 from fngraph.step.guards import Poison, make_poison
 from fngraph.step.prepared import Assemble, Entry, HostBatch, Prepared, assembler
+from fngraph.torch_facts.names import InferenceMode, set_grad_mode
 
 MOST_PREPARED = 4096  # counts that are kept
 
@@ -131,7 +132,8 @@ class Keys:
         """The caller's autocast, gradients and device change nothing: the trace has decided."""
         device = self.shared.recorder.device
         current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with current, torch.inference_mode(self.shared.binding.inference), torch.no_grad():
+        with current, InferenceMode(self.shared.binding.inference):
+            set_grad_mode(False)
             if not torch.is_autocast_enabled(device.type):
                 yield
                 return

@@ -91,7 +91,10 @@ def _reader(args: Arguments, position: int) -> Reader:
     def leaves(batch: Any) -> Sequence[torch.Tensor]:
         if get is not None and type(batch) is cls:
             found = get(batch)
-            if not any(x is None for x in found):
+            for x in found:  # `any` of a generator takes 0.6 us more
+                if x is None:
+                    break
+            else:
                 return found  # type: ignore[no-any-return]
         return flatten_as(args, position, batch)
 
@@ -153,8 +156,10 @@ class Prepared:
         counted_as: where its steps are counted.
         replay: of the key, once it is captured.
         calls: the replay's, bound to the true rows.
-        ignores_grad_mode: whether no part of a step depends on it, nor on inference mode: one
-            graph, borrowed.
+        ignores_grad_mode: whether no part of a step depends on it: one graph.
+        alike: whether leaves are as the last ones were that were found right, `kinds` and all
+            that `in_place` depends on; None: there were none.
+        in_place: whether a graph reads such leaves where they are.
         slots: batches over those of the ring, as `host_batch` hands them out.
     """
 
@@ -167,6 +172,8 @@ class Prepared:
     replay: Replay | None = None
     calls: BoundCalls = ()
     ignores_grad_mode: bool = False
+    alike: Callable[..., bool] | None = None
+    in_place: bool = False
     slots: dict[int, SlotBatch] = dataclasses.field(default_factory=dict)
 
 

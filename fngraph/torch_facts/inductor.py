@@ -147,7 +147,7 @@ def _silent() -> Iterator[None]:
 
 def made_of(call: Any) -> Made:
     """A function that Inductor has made, with what is to be seen of it."""
-    code = _code_of(call)
+    code = code_of(call)
     if code is None:
         return Made(call, "not found", 0)
     return Made(call, code.write_to_disk(), len(_KERNEL.findall(code.source_code)))
@@ -190,8 +190,8 @@ _KERNEL = re.compile(r"^\w+ = async_compile\.\w+\(", re.MULTILINE)
 _EMPTY = types.CellType()  # of a name that is not yet bound
 
 
-def _code_of(call: Any) -> Any:
-    """The compiled graph that torch's own wrappers are around."""
+def code_of(call: Any) -> Any:
+    """The compiled graph that torch's own wrappers are around, or that torch has saved."""
     from torch._inductor.output_code import CompiledFxGraph
 
     seen: dict[int, Any] = {}  # by id; they are kept, so that an id stays one object's
@@ -203,7 +203,9 @@ def _code_of(call: Any) -> Any:
         if id(one) in seen or isinstance(one, (type, types.ModuleType, torch.Tensor)):
             continue
         seen[id(one)] = one
-        if isinstance(one, functools.partial):
+        if isinstance(one, tuple | list):
+            left += one
+        elif isinstance(one, functools.partial):
             left += [one.func, *one.args]
         elif isinstance(one, types.FunctionType):
             left += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]

@@ -37,12 +37,20 @@ count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 count_function_modes: Callable[[], int] = _C._len_torch_function_stack
 are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # or None
+# contexts of C++'s own, 1 us where torch.inference_mode() and torch.no_grad() take 15: the first
+# puts grad mode back as well
+InferenceMode: Callable[[bool], Any] = _C._InferenceMode
+set_grad_mode: Callable[[bool], None] = _C._set_grad_enabled
 DisableTorchFunction = _C.DisableTorchFunction  # a context: no function mode and no subclass
 DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # a context: modes, but no subclass
 BelowAutograd = _C._AutoDispatchBelowAutograd  # a context: ops go past autograd's kernels
 parse_schema: Callable[[str], Any] = _C.parse_schema  # "fngraph::f(Tensor x) -> ()"
 no_torch_function = _C._disabled_torch_function_impl  # of a class: none of its own
 no_torch_dispatch = _C._disabled_torch_dispatch_impl
+
+# of some tensors: `check(*others)` says in one call whether all others have their types, sizes,
+# strides, dtypes, devices and dispatch keys (sparse, conjugated, negated, inference)
+TensorGuards: Any = _C._dynamo.guards.TensorGuards
 
 # --- switches that choose among kernels of one op -------------------------------------------------
 

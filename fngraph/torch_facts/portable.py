@@ -11,29 +11,34 @@ import hashlib
 import importlib.metadata
 import inspect
 import platform
+import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fngraph.torch_facts.lean import lightened, without_compiler
 
 
 def dumped(call: Any) -> bytes | str:
     """What `compile_ahead` has made, as bytes; or why it has none."""
     try:
         data = call.serialize()
+        return lightened(data) if isinstance(data, bytes) else "torch cannot save it"
     except Exception as error:  # torch has no class for what it cannot pickle
         return f"torch cannot save it: {error}"
-    return data if isinstance(data, bytes) else "torch cannot save it"
 
 
 def loaded(data: bytes) -> Callable[..., Any]:
     """The function again. Its kernels are in the bytes; those of the CPU Inductor keeps itself, and
     compiles where its own folder has lost them."""
+    import torch._inductor.debug  # noqa: F401 - read at each call, and loaded by the compiler alone
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
-    return AOTCompiledArtifact.deserialize(data)
+    with without_compiler():
+        return AOTCompiledArtifact.deserialize(data)
 
 
 def settings() -> dict[str, str]:
@@ -95,13 +100,11 @@ def _flags_of_cpu() -> str:
 def op_source(op: Any) -> str:
     """Text that changes with the Python that says what an op does: its implementation, its rule
     for fakes, what Inductor puts in its place. Torch's own changes with torch."""
-    from torch._inductor.decomposition import decompositions
-    from torch._inductor.lowering import lowerings
     from torch._library.custom_ops import OPDEFS
     from torch._library.simple_registry import singleton
 
     name = op._schema.name
-    found: list[Any] = [*op.py_kernels.values(), decompositions.get(op), lowerings.get(op)]
+    found: list[Any] = [*op.py_kernels.values(), *(table.get(op) for table in _replacements())]
     if (defined := OPDEFS.get(name)) is not None:
         found += [defined._init_fn, defined._abstract_fn]
     if not name.startswith(("aten::", "prims::")):
@@ -109,6 +112,17 @@ def op_source(op: Any) -> str:
         found.append(kernel and kernel.func)
     texts = sorted(text_of(fn) for fn in found if callable(fn) and not _is_torchs(fn))
     return "\n".join([str(op._schema), *texts])
+
+
+def _replacements() -> Iterator[Mapping[Any, Any]]:
+    """Inductor's tables of what it puts in an op's place.
+
+    A process that loads its code has no need of them, and they take a second to load. Where nobody
+    has loaded them, they hold nothing but torch's own.
+    """
+    for name in ("decomposition", "lowering"):
+        module = sys.modules.get(f"torch._inductor.{name}")
+        yield getattr(module, f"{name}s", {})  # or it is being loaded by another thread
 
 
 def _is_torchs(fn: Any) -> bool:

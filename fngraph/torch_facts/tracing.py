@@ -15,6 +15,7 @@ from torch._dispatch.python import (
 )
 from torch._dynamo import config
 from torch._dynamo.source import ConstantSource as ConstantSource  # where a symbol comes from
+from torch._guards import SLoc as SLoc  # for torch's logs: where a question was asked
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,  # a value was asked of a fake
     FakeTensor as FakeTensor,

@@ -76,6 +76,9 @@ step = captured(toy, "tape", modes=sys.argv[1], sizes=(4,))
 for batch in (toys.batch(3), toys.batch(1), toys.decode(4)):
     check(toy, step, batch)
 assert not counters["aot_autograd"] and "fxgraph_cache_miss" not in counters["inductor"]
+compiler = ("lowering", "select_algorithm", "decomposition", "graph", "codegen.wrapper")
+loaded = [name for name in compiler if f"torch._inductor.{name}" in sys.modules]
+assert not loaded, f"a process that compiles nothing has loaded Inductor's {loaded}"
 print(step.stats.compiled, sum(took.times for took in step.stats.compiles.values()))
 """
 

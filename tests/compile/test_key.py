@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,22 @@ def test_an_op_s_source_is_its_code_and_what_it_holds():
     sources = [op_source(op).partition("\n")[2] for op in (two, again, three, with_fake)]
     assert sources[0] == sources[1] and len(set(sources)) == 2 + (sources[3] != sources[0])
     assert op_source(torch.ops.aten.tanh.default) == str(torch.ops.aten.tanh.default._schema)
+
+
+@pytest.mark.parametrize("name", ["decomposition", "lowering"])
+def test_what_inductor_puts_in_an_op_s_place_is_its_source_too(name: str, monkeypatch):
+    """Where the table is not loaded, nobody has put anything there: the key of torch's own."""
+    op, module = torch.ops.aten.tanh.default, f"torch._inductor.{name}"
+
+    def under(table: dict[Any, Any]) -> str:
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{f"{name}s": table}))
+        return op_source(op)
+
+    torchs = under({op: torch.nn.functional.relu})
+    mine, other = (under({op: body_of(factor)}) for factor in (2.0, 3.0))
+    monkeypatch.delitem(sys.modules, module)
+    assert op_source(op) == torchs and module not in sys.modules
+    assert len({torchs, mine, other}) == 3
 
 
 def through_op(params: Any, state: Any, batch: toys.Batch) -> Any:

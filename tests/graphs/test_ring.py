@@ -15,7 +15,7 @@ import fngraph as fg
 from fngraph.core import Buffer, plan_buffers
 from fngraph.core.buffers import parse_dims
 from fngraph.graphs.staging.buffers import allocate
-from fngraph.graphs.staging.ring import SLOTS, make_ring
+from fngraph.graphs.staging.ring import SLOTS, Ring, make_ring
 from fngraph.graphs.staging.unpack import unpacker
 from fngraph.step import capture
 
@@ -44,6 +44,26 @@ def test_several_batches_wait_for_their_steps(device):
     for step in range(SLOTS):
         unpack()
         assert buffer[:2].tolist() == [step] * 2
+
+
+def test_a_leaf_that_is_read_in_place_is_not_copied(device):
+    ring, buffer, unpack = kit(device)
+    for _ in range(2 * SLOTS):
+        leaf = torch.full((3,), 7, device=device)
+        ring.put_in_place([3, 0, 0, 24], [leaf])
+        leaf.fill_(8)
+        unpack()
+        assert buffer.tolist() == [8] * 3 + [-1] * 5
+
+
+def test_which_leaves_a_graph_reads_where_they_are(device):
+    ring, _, _ = kit(device)
+    x = torch.arange(6, device=device)
+    on_device = str(device) != "cpu"  # in host memory, all are copied
+    assert ring.takes_in_place([x]) is on_device
+    z = torch.zeros(3, dtype=torch.complex64, device=device)
+    for other in (x[::2], z.conj(), z.conj().imag, x.cpu()):
+        assert not ring.takes_in_place([x, other])
 
 
 def test_a_slot_that_is_not_read_yet_is_waited_for():
@@ -166,6 +186,40 @@ def test_a_host_batch_that_fits_no_slot_has_memory_of_its_own(recorder_name, dev
     for like, batch in zip(likes, filled):
         want, _ = toys.bare(toys.attend, params, cache, toys.on(like, device))
         got, cache = step(cache, batch)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+OTHERWISE = {
+    "as it was": lambda x: x.clone(),
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+    "in host memory": lambda x: x.cpu(),
+    "a parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "made in inference mode": torch.inference_mode()(torch.clone),
+}
+
+
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("anywhere", [False, True], ids=["as told", "as on CUDA"])
+def test_leaves_that_lie_otherwise_than_those_before(
+    recorder_name, device, modes, anywhere, monkeypatch
+):
+    """Those alike are not looked at again, and a graph on CUDA reads them where they are; the tape
+    does so here as well, of leaves that are dense."""
+    if anywhere:
+
+        def dense(ring: Ring, batch: Any) -> bool:
+            there = torch.device(device).type
+            return all(x.is_contiguous() and x.device.type == there for x in batch)
+
+        monkeypatch.setattr(Ring, "takes_in_place", dense)
+    step, params, cache, plain = attending(recorder_name, device, modes=modes)
+    for seed, lay in enumerate(2 * [*OTHERWISE.values()]):
+        like = toys.on(toys.batch(3, 2, seed=seed), device)
+        names = fg.core.buffers_of(toys.Batch)
+        batch = dataclasses.replace(like, **{name: lay(getattr(like, name)) for name in names})
+        got, cache = step(cache, batch)
+        with torch.no_grad():
+            want, plain = toys.attend(params, plain, like)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

@@ -32,6 +32,7 @@ from fngraph.torch_facts.tracing import (
     Mod,
     PythonMod,
     ShapeEnv,
+    SLoc,
     SymNode,
 )
 
@@ -105,6 +106,14 @@ class Symbols(ShapeEnv):
             self.refuse(by_transform(user_line()) or size_fixed(letter, value, user_line()))
         else:
             super()._set_replacement(a, tgt, msg)
+
+    def _get_stack_summary(
+        self, is_debug: bool = False, framework_loc: str | None = None
+    ) -> tuple[SLoc, str]:
+        """Who asks, for torch's own messages: nobody is named. Torch walks the stack for it at each
+        question, and loads `torch.export` to know its own files, a tenth of a trace. Ours have the
+        user's line."""
+        return SLoc(framework_loc, None), ""
 
     def example(self, expr: Any) -> Any:
         """What an expression of torch's symbols is in the example."""

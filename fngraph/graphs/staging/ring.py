@@ -121,6 +121,21 @@ class Ring:
         self._kept = kept
         self._write(slot, filled)
 
+    def takes_in_place(self, batch: Sequence[torch.Tensor]) -> bool:
+        """Whether graphs read all of these leaves where they are."""
+        return self._device >= 0 and all(
+            x.get_device() == self._device and x.is_contiguous() and not (x.is_conj() or x.is_neg())
+            for x in batch
+        )
+
+    def put_in_place(self, words: Sequence[int], batch: Sequence[torch.Tensor]) -> None:
+        """`put`, of leaves that were seen to be read where they are."""
+        slot = self.wait()
+        filled = list(words)
+        filled[HEADER::2] = [leaf.data_ptr() for leaf in batch]
+        self._kept = []
+        self._write(slot, filled)
+
     def check_own(self, batch: Sequence[torch.Tensor], own: int) -> None:
         """Raise `TreeError` if a leaf lies in a buffer of another slot than `own`."""
         for leaf in batch:

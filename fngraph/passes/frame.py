@@ -8,14 +8,17 @@ writes and what primitives write into their `out`. Of its nodes,
     meta["val"]          a fake: shape in T and R, strides, dtype, device; views share its storage
     meta["stack_trace"]  the user's line
     meta["leaf"]         of a placeholder: its `Leaf`, with path and role
+    meta["value"]        of a `get_attr`: the tensor, a constant. A pass may read others than it was
+                         given: it inserts a `get_attr` of a new name with its "val" and "value"
 
 What it returns computes the same, in every row, those of padding too. That cannot be checked; what
-can, is: the graph holds together (`lint`), reads the same placeholders and constants, calls the
-same primitives and draws the same random numbers in the same order, and gives outputs of the same
-shapes, dtypes and memory. Each new op is asked the rule of its rows (`fngraph.fx.rows`): one that
-mixes them, or that has no rule, is a `RowsError` that names the pass. What a new value stands for
-is what was in its place, so that all that is known of its padding holds on. New nodes need no
-`meta`: a missing `val` is worked out, a missing line is that of the nearest node that has one.
+can, is: the graph holds together (`lint`), reads the same placeholders, says the value of each
+constant, calls the same primitives and draws the same random numbers in the same order, and gives
+outputs of the same shapes, dtypes and memory. Each new op is asked the rule of its rows
+(`fngraph.fx.rows`): one that mixes them, or that has no rule, is a `RowsError` that names the pass.
+What a new value stands for is what was in its place, so that all that is known of its padding holds
+on. New nodes need no `meta`: a missing `val` is worked out, a missing line is that of the nearest
+node that has one.
 """
 
 from __future__ import annotations
@@ -154,6 +157,8 @@ def run_passes(
     copy: Copy | None = None
     for node, leaf in zip((n for n in gm.graph.nodes if n.op == "placeholder"), leaves):
         node.meta["leaf"] = leaf
+    for node in _constants_of(gm.graph):
+        node.meta["value"] = graph.constants[node.name]
     outside = _outside(gm.graph)
     for one in passes:
         began = time.perf_counter()
@@ -174,7 +179,8 @@ def run_passes(
         copy, before = None, outside
         outside = _outside(result.graph)
         _check_same(one, gm.graph, result.graph, before, outside)
-        after = LazyGraphModule(gm, result.graph)
+        _check_constants(one, result.graph, stays)
+        after = _module(result.graph)
         claims = _claims(facts, stays)
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
         fewer = len(gm.graph.nodes) - len(result.graph.nodes)
@@ -182,8 +188,18 @@ def run_passes(
         applied.append(_said(Applied(one, matches, result.notes, gm, after), began))
         gm = after
     if gm is not graph.gm:  # what `diff` shows stays as it is while donation goes on
-        gm = LazyGraphModule(gm, (copy or Copy.of(gm.graph)).graph)
-    return dataclasses.replace(graph, gm=gm), tuple(applied)
+        gm = _module((copy or Copy.of(gm.graph)).graph)
+    constants = {node.name: node.meta["value"] for node in _constants_of(gm.graph)}
+    return dataclasses.replace(graph, gm=gm, constants=constants), tuple(applied)
+
+
+def _constants_of(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "get_attr"]
+
+
+def _module(graph: fx.Graph) -> fx.GraphModule:
+    """A graph as a module that has its constants."""
+    return LazyGraphModule({str(n.target): n.meta["value"] for n in _constants_of(graph)}, graph)
 
 
 def _said(applied: Applied, began: float) -> Applied:
@@ -307,7 +323,6 @@ def _outside(graph: fx.Graph) -> dict[str, list[str]]:
     opaque = [n for n in graph.nodes if drawn(n) is not None or _is_primitive(n)]
     return {
         "arguments": named("placeholder"),
-        "constants": named("get_attr"),
         "calls of primitives and random ops": [str(n.target) for n in opaque],
     }
 
@@ -356,6 +371,29 @@ def _check_same(
         )
 
 
+def _check_constants(one: Pass, new: fx.Graph, stays: Mapping[fx.Node, fx.Node]) -> None:
+    """Raise `PassError` for a constant without a value, or with another one than it had."""
+    for node in _constants_of(new):
+        value, val = node.meta.get("value"), node.meta.get("val")
+        if node in stays and value is not stays[node].meta["value"]:
+            raise PassError(
+                f"the pass {one.name!r} has changed the constants of forward: {node.target} has "
+                "another value. Insert a get_attr of a new name"
+            )
+        if not isinstance(value, torch.Tensor) or not isinstance(val, torch.Tensor):
+            raise PassError(
+                f"the pass {one.name!r} has changed the constants of forward: it reads "
+                f'{node.target}, of which it gives no value. Put the tensor into meta["value"], '
+                'and a fake of it into meta["val"]'
+            )
+        if (value.dtype, value.shape, value.stride()) != (val.dtype, val.shape, val.stride()):
+            raise PassError(
+                f"the pass {one.name!r} gives the constant {node.target} a value of "
+                f"{value.dtype} {tuple(value.shape)}, and its fake is of {val.dtype} "
+                f"{tuple(val.shape)}"
+            )
+
+
 def _results(graph: fx.Graph) -> Sequence[Any]:
     (output,) = (n for n in graph.nodes if n.op == "output")
     return output.args[0]  # type: ignore[return-value]
@@ -401,7 +439,8 @@ def _facts_after(
     known = {x: facts[old] for x, old in stays.items() if old in facts and x.op != "output"}
     trusted = [x for x in after.graph.nodes if x not in stays and x.target in one.keeps_rows]
     known |= {x: claims.get(x, Kept()) for x in trusted}
-    found = facts_of(after, leaves, graph.constants, graph.text, {}, known, claims)
+    constants = {node.name: node.meta["value"] for node in _constants_of(after.graph)}
+    found = facts_of(after, leaves, constants, graph.text, {}, known, claims)
     told = set()
     for node, state in found.items():
         if node in known or not isinstance(state, Mixed) or state.node in told:

@@ -163,7 +163,8 @@ def test_order_and_level():
 
 
 STOCK = ["no_ops", "fold_constants", "norm_rope", "rope", "rope_in_attention", "attention_fp8",
-         "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "side_by_side"]  # fmt: skip
+         "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once",
+         "side_by_side"]  # fmt: skip
 COMPILED = [*STOCK[:-1], "linears", STOCK[-1]]
 LEVELS = {"none": [], "pieces": COMPILED, "once": COMPILED, "stock": STOCK}
 

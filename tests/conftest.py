@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -70,8 +71,11 @@ def frozen() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
-    """What is compiled is kept for the run, and not where the user's own is."""
-    folder = tmp_path_factory.mktemp("fngraph")
+    """What is compiled is kept for the run, all of its processes, and not where the user's own
+    is."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "fngraph"
+    folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FNGRAPH_CACHE", str(folder))
         yield folder

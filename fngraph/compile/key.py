@@ -19,7 +19,7 @@ from torch import fx
 from fngraph.core.compiling import Range
 from fngraph.fx.ambient import Ambient, read
 from fngraph.fx.nodes import is_op
-from fngraph.torch_facts import inductor, lean, portable
+from fngraph.torch_facts import portable
 
 Pass = tuple[str, str]
 """A pass that has rewritten a piece: its name, and its version."""
@@ -34,6 +34,9 @@ PLACES = {
     "TRITON_DUMP_DIR",
 }  # fmt: skip
 """But these say where something is, or how fast it is made. Inductor itself sets some of them."""
+
+OWN = ("compile", "ops", "torch_facts")
+"""Folders of this package whose source is a part of every key."""
 
 
 def facts_of(
@@ -90,8 +93,9 @@ def _ambient(device: str) -> str:
 
 @functools.cache
 def _own_source() -> str:
-    """Of the files that hand a piece to Inductor, and call what it makes."""
-    here = Path(__file__).parent
-    torchs = (inductor.__file__, lean.__file__, portable.__file__)
-    files = [*sorted(here.rglob("*.py")), *map(Path, torchs)]
+    """Of the files that hand a piece to Inductor, and call what it makes; and of our own ops, whose
+    parts may be written into it (`few_rows.taken_apart`): torch keeps no implementation that was
+    given to a `Library`."""
+    package = Path(__file__).parents[1]
+    files = [path for part in OWN for path in sorted((package / part).rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

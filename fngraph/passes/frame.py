@@ -8,14 +8,17 @@ writes and what primitives write into their `out`. Of its nodes,
     meta["val"]          a fake: shape in T and R, strides, dtype, device; views share its storage
     meta["stack_trace"]  the user's line
     meta["leaf"]         of a placeholder: its `Leaf`, with path and role
+    meta["value"]        of a `get_attr`: the tensor, a constant. A pass may read others than it was
+                         given: it inserts a `get_attr` of a new name with its "val" and "value"
 
 What it returns computes the same, in every row, those of padding too. That cannot be checked; what
-can, is: the graph holds together (`lint`), reads the same placeholders and constants, calls the
-same primitives and draws the same random numbers in the same order, and gives outputs of the same
-shapes, dtypes and memory. Each new op is asked the rule of its rows (`fngraph.fx.rows`): one that
-mixes them, or that has no rule, is a `RowsError` that names the pass. What a new value stands for
-is what was in its place, so that all that is known of its padding holds on. New nodes need no
-`meta`: a missing `val` is worked out, a missing line is that of the nearest node that has one.
+can, is: the graph holds together (`lint`), reads the same placeholders, says the value of each
+constant, calls the same primitives and draws the same random numbers in the same order, and gives
+outputs of the same shapes, dtypes and memory. Each new op is asked the rule of its rows
+(`fngraph.fx.rows`): one that mixes them, or that has no rule, is a `RowsError` that names the pass.
+What a new value stands for is what was in its place, so that all that is known of its padding holds
+on. New nodes need no `meta`: a missing `val` is worked out, a missing line is that of the nearest
+node that has one.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import difflib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,27 +154,33 @@ def run_passes(
     applied = []
     gm = graph.gm
     known: Known = {}
-    unchanged = None
+    copy: Copy | None = None
     for node, leaf in zip((n for n in gm.graph.nodes if n.op == "placeholder"), leaves):
         node.meta["leaf"] = leaf
+    for node in _constants_of(gm.graph):
+        node.meta["value"] = graph.constants[node.name]
+    outside = _outside(gm.graph)
     for one in passes:
         began = time.perf_counter()
-        copy, twins = unchanged or _copied(gm.graph)
+        copy = copy or Copy.of(gm.graph)
         try:
-            made = one.fn(copy)
+            made = one.fn(copy.graph)
         except Exception as error:
             error.add_note(f"in the pass {one.name!r}")
             raise
-        result = _checked_result(one, made)
-        stays = {x: twins[x] for x in result.graph.nodes if x in twins}
-        if not _differs(stays, result.graph, gm.graph):
+        result = _result_of(one, made)
+        if not copy.differs(result.graph):
             applied.append(_said(Applied(one, 0, result.notes), began))
-            unchanged = (copy, twins) if _is_copy(copy, twins) else None  # the next one's
+            copy = copy if copy.has_its_metas() else None  # the next one's
             continue
-        unchanged = None
-        complete(one.name, result.graph, stays, known)
-        _check_same(one, gm.graph, result.graph)
-        after = LazyGraphModule(gm, result.graph)
+        _check_whole(one, result.graph)
+        stays = {x: copy.twins[x] for x in result.graph.nodes if x in copy.twins}
+        complete(one.name, result.graph, stays, copy.edited(stays), known)
+        copy, before = None, outside
+        outside = _outside(result.graph)
+        _check_same(one, gm.graph, result.graph, before, outside)
+        _check_constants(one, result.graph, stays)
+        after = _module(result.graph)
         claims = _claims(facts, stays)
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
         fewer = len(gm.graph.nodes) - len(result.graph.nodes)
@@ -179,8 +188,18 @@ def run_passes(
         applied.append(_said(Applied(one, matches, result.notes, gm, after), began))
         gm = after
     if gm is not graph.gm:  # what `diff` shows stays as it is while donation goes on
-        gm = LazyGraphModule(gm, _copied(gm.graph)[0])
-    return dataclasses.replace(graph, gm=gm), tuple(applied)
+        gm = _module((copy or Copy.of(gm.graph)).graph)
+    constants = {node.name: node.meta["value"] for node in _constants_of(gm.graph)}
+    return dataclasses.replace(graph, gm=gm, constants=constants), tuple(applied)
+
+
+def _constants_of(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "get_attr"]
+
+
+def _module(graph: fx.Graph) -> fx.GraphModule:
+    """A graph as a module that has its constants."""
+    return LazyGraphModule({str(n.target): n.meta["value"] for n in _constants_of(graph)}, graph)
 
 
 def _said(applied: Applied, began: float) -> Applied:
@@ -190,78 +209,138 @@ def _said(applied: Applied, began: float) -> Applied:
     return applied
 
 
-def _copied(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy, and for each of its nodes the one that it is a copy of."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    results = graph.graph_copy(old, env)
-    (last,) = (n for n in old.nodes if n.op == "output")
-    env[last] = graph.output(results)
-    env[last].meta = dict(last.meta)
-    return graph, {new: old for old, new in env.items()}
+class Copy(NamedTuple):
+    """A copy of a graph, which a pass may edit, and what it was before.
+
+    Arguments are looked at as objects: fx never changes those of a node, but gives it others.
+
+    Attributes:
+        twins: for each of its nodes the one that it is a copy of.
+        calls: for each of them its target, arguments and keywords.
+    """
+
+    graph: fx.Graph
+    twins: dict[fx.Node, fx.Node]
+    calls: dict[fx.Node, tuple[Any, Any, Any]]
+
+    @classmethod
+    def of(cls, old: fx.Graph) -> Copy:
+        """A copy as it is made. Arguments are given to nodes that are there: `graph_copy` looks for
+        sizes in each of them, which takes half as long again."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for node in old.nodes:
+            new = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+            new.args = fx.map_arg(node.args, env.__getitem__)
+            if node.kwargs:
+                new.kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+            new.meta = dict(node.meta)
+            env[node] = new
+        calls = {new: (new.target, new.args, new.kwargs) for new in env.values()}
+        return cls(graph, {new: old for old, new in env.items()}, calls)
+
+    def differs(self, graph: fx.Graph) -> bool:
+        """Whether a graph is another one: its nodes, their order, their ops or arguments."""
+        nodes = list(graph.nodes)
+        if nodes != list(self.calls):
+            return True
+        return any(not self.is_as_it_was(x) and not _equal(*self.now_and_then(x)) for x in nodes)
+
+    def is_as_it_was(self, x: fx.Node) -> bool:
+        """Whether nobody has given a node of the copy another target or other arguments."""
+        target, args, kwargs = self.calls[x]
+        return x.target is target and x.args is args and x.kwargs is kwargs
+
+    def now_and_then(self, x: fx.Node) -> tuple[Any, Any]:
+        """The call that a node of the copy is, and the one that it was."""
+        return (x.target, x.args, x.kwargs), self.calls[x]
+
+    def edited(self, stays: Iterable[fx.Node]) -> set[fx.Node]:
+        """Nodes of the copy that are another op, or have other constants; which nodes they read
+        does not matter."""
+        touched = (x for x in stays if not self.is_as_it_was(x))
+        return {x for x in touched if not _equal(*map(_constants, self.now_and_then(x)))}
+
+    def has_its_metas(self) -> bool:
+        """Whether metas, too, are those of the nodes that it is a copy of."""
+        for x, old in self.twins.items():
+            mine, theirs = x.meta, old.meta
+            if len(mine) != len(theirs):
+                return False
+            for name in mine:
+                if name not in theirs or mine[name] is not theirs[name]:
+                    return False
+        return True
 
 
-def _is_copy(copy: fx.Graph, twins: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether a copy, whose ops are as they were, is so in its metas as well."""
-    return all(x in twins and _same(x.meta, twins[x].meta) for x in copy.nodes)
+def _constants(call: Any) -> Any:
+    return fx.map_arg(call, lambda x: None)
 
 
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+def _equal(a: Any, b: Any) -> bool:
+    """Whether arguments are equal: nodes as objects, all else as it prints, so that -0.0 is not 0
+    and nan is nan."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, fx.Node):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return repr(a) == repr(b)
 
 
-def _checked_result(one: Pass, made: Any) -> Rewritten:
+def _result_of(one: Pass, made: Any) -> Rewritten:
     result = made if isinstance(made, Rewritten) else Rewritten(made, -1)
     if not isinstance(result.graph, fx.Graph):
         raise PassError(
             f"the pass {one.name!r} returned {type(made).__name__}. Return the graph that it was "
             "given, edited, or another fx.Graph; or fg.passes.Rewritten(graph, matches)"
         )
+    return result
+
+
+def _check_whole(one: Pass, graph: fx.Graph) -> None:
+    """Raise `PassError` for nodes that read what is not there, or comes after them."""
     try:
-        result.graph.lint()
+        graph.lint()
     except Exception as error:  # fx raises RuntimeError and others
         raise PassError(
             f"the pass {one.name!r} returned a graph that does not hold together: {error}"
         ) from error
-    return result
-
-
-def _differs(stays: Mapping[fx.Node, fx.Node], new: fx.Graph, old: fx.Graph) -> bool:
-    """Whether anything has changed: nodes, their order, or their arguments."""
-
-    def same(x: fx.Node, y: fx.Node) -> bool:
-        return stays.get(x) is y and _arguments(x, stays) == _arguments(y, {})
-
-    return len(new.nodes) != len(old.nodes) or not all(map(same, new.nodes, old.nodes))
-
-
-def _arguments(x: fx.Node, stays: Mapping[fx.Node, fx.Node]) -> str:
-    names = lambda y: f"%{stays.get(y, y).name}{'' if y in stays or not stays else '?'}"  # noqa: E731
-    return f"{x.target} " + str(fx.map_arg((x.args, dict(x.kwargs)), names))
 
 
 # --- what is checked ------------------------------------------------------------------------------
 
 
-def _check_same(one: Pass, old: fx.Graph, new: fx.Graph) -> None:
-    """Raise `PassError` where the outside of a function has changed."""
+def _outside(graph: fx.Graph) -> dict[str, list[str]]:
+    """What a pass must leave, by what people call it."""
 
-    def named(graph: fx.Graph, *ops: str) -> list[str]:
-        return [str(n.target) for n in graph.nodes if n.op in ops]
+    def named(op: str) -> list[str]:
+        return [str(n.target) for n in graph.nodes if n.op == op]
 
-    def opaque(graph: fx.Graph) -> list[str]:
-        found = [n for n in graph.nodes if drawn(n) is not None or _is_primitive(n)]
-        return [str(n.target) for n in found]
+    opaque = [n for n in graph.nodes if drawn(n) is not None or _is_primitive(n)]
+    return {
+        "arguments": named("placeholder"),
+        "calls of primitives and random ops": [str(n.target) for n in opaque],
+    }
 
-    for what, of in (
-        ("arguments", lambda g: named(g, "placeholder")),
-        ("constants", lambda g: named(g, "get_attr")),
-        ("calls of primitives and random ops", opaque),
-    ):
-        if of(old) != of(new):
+
+def _check_same(
+    one: Pass, old: fx.Graph, new: fx.Graph, before: dict[str, list[str]],
+    after: dict[str, list[str]],
+) -> None:  # fmt: skip
+    """Raise `PassError` where the outside of a function has changed.
+
+    Args:
+        before, after: what `_outside` says of both.
+    """
+    for what in before:
+        if before[what] != after[what]:
             raise PassError(
-                f"the pass {one.name!r} has changed the {what} of forward: {of(old)} before, "
-                f"{of(new)} after. A pass changes what lies between them"
+                f"the pass {one.name!r} has changed the {what} of forward: {before[what]} before, "
+                f"{after[what]} after. A pass changes what lies between them"
             )
     pairs = list(zip(_results(old), _results(new)))
     if len(_results(old)) != len(_results(new)):
@@ -290,6 +369,29 @@ def _check_same(one: Pass, old: fx.Graph, new: fx.Graph) -> None:
         raise PassError(
             f"the pass {one.name!r} makes two outputs one memory, which were two. Leave the copy"
         )
+
+
+def _check_constants(one: Pass, new: fx.Graph, stays: Mapping[fx.Node, fx.Node]) -> None:
+    """Raise `PassError` for a constant without a value, or with another one than it had."""
+    for node in _constants_of(new):
+        value, val = node.meta.get("value"), node.meta.get("val")
+        if node in stays and value is not stays[node].meta["value"]:
+            raise PassError(
+                f"the pass {one.name!r} has changed the constants of forward: {node.target} has "
+                "another value. Insert a get_attr of a new name"
+            )
+        if not isinstance(value, torch.Tensor) or not isinstance(val, torch.Tensor):
+            raise PassError(
+                f"the pass {one.name!r} has changed the constants of forward: it reads "
+                f'{node.target}, of which it gives no value. Put the tensor into meta["value"], '
+                'and a fake of it into meta["val"]'
+            )
+        if (value.dtype, value.shape, value.stride()) != (val.dtype, val.shape, val.stride()):
+            raise PassError(
+                f"the pass {one.name!r} gives the constant {node.target} a value of "
+                f"{value.dtype} {tuple(value.shape)}, and its fake is of {val.dtype} "
+                f"{tuple(val.shape)}"
+            )
 
 
 def _results(graph: fx.Graph) -> Sequence[Any]:
@@ -337,7 +439,8 @@ def _facts_after(
     known = {x: facts[old] for x, old in stays.items() if old in facts and x.op != "output"}
     trusted = [x for x in after.graph.nodes if x not in stays and x.target in one.keeps_rows]
     known |= {x: claims.get(x, Kept()) for x in trusted}
-    found = facts_of(after, leaves, graph.constants, graph.text, {}, known, claims)
+    constants = {node.name: node.meta["value"] for node in _constants_of(after.graph)}
+    found = facts_of(after, leaves, constants, graph.text, {}, known, claims)
     told = set()
     for node, state in found.items():
         if node in known or not isinstance(state, Mixed) or state.node in told:

@@ -3,7 +3,8 @@
 | level | passes, if nothing is said |
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
-| "pieces", "once", "stock" | no_ops, those of fp8, side_by_side |
+| "pieces", "once" | no_ops, fold_constants, of rope, attention, fp8, linears, side_by_side |
+| "stock" | the same without linears |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
 their own would stop it there. So those are for level "none", where one asks for them, since they
@@ -19,6 +20,7 @@ from typing import Any
 from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
 from fngraph.passes.attention import attention_fp8, rope_in_attention
+from fngraph.passes.constants import fold_constants
 from fngraph.passes.fp8 import (
     fuse_add_rms_norm_fp8,
     fuse_rms_norm_fp8,
@@ -36,6 +38,7 @@ from fngraph.passes.silu_mul import fuse_silu_mul
 
 PASSES: tuple[Pass, ...] = (
     Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
+    Pass("fold_constants", fold_constants, "1", "what is made of literals, computed once"),
     Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
     Pass("rope", fuse_rope, "1", "rotary embedding"),
     Pass("rope_in_attention", rope_in_attention, "1", "what turns q and k, in attention's call"),
@@ -57,8 +60,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("held_fp8", hold_weights, "1", "weights in fp8 that kernels may read ahead"),
 )
 _COMPILED = (
-    "no_ops", "norm_rope", "rope", "rope_in_attention", "attention_fp8", "add_rms_norm_fp8",
-    "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears", "side_by_side",
+    "no_ops", "fold_constants", "norm_rope", "rope", "rope_in_attention", "attention_fp8",
+    "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears", "side_by_side",
     "held_fp8",
 )  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {

@@ -7,6 +7,7 @@ result made again in its own memory.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -23,29 +24,28 @@ Known = dict[Any, tuple[list[torch.Tensor], Any]]
 """By op, constants and layouts of its arguments: tensors that it was given, and what it gave."""
 
 
-def complete(name: str, graph: fx.Graph, stays: dict[fx.Node, fx.Node], known: Known) -> None:
+def complete(
+    name: str, graph: fx.Graph, stays: dict[fx.Node, fx.Node], edited: Collection[fx.Node],
+    known: Known,
+) -> None:  # fmt: skip
     """Give new nodes a `val` and a line; a node that was edited in place, or reads memory that is
     laid out anew, is worked out again, and one that is another op is none of `stays` any more.
 
     Args:
         name: the pass, for errors.
         stays: nodes that were there before, and which.
+        edited: those of them that are another op now.
         known: what ops gave; it grows.
     """
     again: set[fx.Node] = set()
-    edited: list[fx.Node] = []
     line = "forward"
     for node in graph.nodes:
         line = node.meta.setdefault("stack_trace", line)
         if node.op != "call_function":
             continue
-        reads_other = any(x in again for x in node.all_input_nodes)
-        if node in stays:
-            if is_other := not _is_same_op(node, stays[node]):
-                edited.append(node)
-            if not is_other and not reads_other:
-                continue
-        elif "val" in node.meta and not reads_other:
+        reads_other = bool(again) and any(x in again for x in node.all_input_nodes)
+        is_known = node not in edited if node in stays else "val" in node.meta
+        if is_known and not reads_other:
             continue
         gave = _gave(name, node, known)
         before = node.meta.get("val")
@@ -54,10 +54,6 @@ def complete(name: str, graph: fx.Graph, stays: dict[fx.Node, fx.Node], known: K
             again.add(node)
     for node in edited:
         del stays[node]
-
-
-def _is_same_op(node: fx.Node, old: fx.Node) -> bool:
-    return node.target is old.target and _constants(node) == _constants(old)
 
 
 def _constants(node: fx.Node) -> str:

@@ -106,11 +106,11 @@ def op_source(op: Any) -> str:
     name = op._schema.name
     found: list[Any] = [*op.py_kernels.values(), *(table.get(op) for table in _replacements())]
     if (defined := OPDEFS.get(name)) is not None:
-        found += [defined._init_fn, defined._abstract_fn]
+        found += [defined._init_fn, defined._abstract_fn, *defined._backend_fns.values()]
     if not name.startswith(("aten::", "prims::")):
         kernel = singleton.find(name).fake_impl.kernel
         found.append(kernel and kernel.func)
-    texts = sorted(text_of(fn) for fn in found if callable(fn) and not _is_torchs(fn))
+    texts = sorted(text_of(fn) for one in found if callable(one) for fn in _behind(one))
     return "\n".join([str(op._schema), *texts])
 
 
@@ -123,6 +123,16 @@ def _replacements() -> Iterator[Mapping[Any, Any]]:
     for name in ("decomposition", "lowering"):
         module = sys.modules.get(f"torch._inductor.{name}")
         yield getattr(module, f"{name}s", {})  # or it is being loaded by another thread
+
+
+def _behind(fn: Any) -> list[Any]:
+    """A function that is not torch's; of one of torch's that holds others, as `register_fake` makes
+    of a rule for fakes, those others."""
+    if not _is_torchs(fn):
+        return [fn]
+    cells = getattr(fn, "__closure__", None) or ()
+    held = [cell.cell_contents for cell in cells]
+    return [inner for one in held if isinstance(one, types.FunctionType) for inner in _behind(one)]
 
 
 def _is_torchs(fn: Any) -> bool:

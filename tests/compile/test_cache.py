@@ -203,6 +203,19 @@ def test_what_cannot_be_kept_is_said_and_runs(disk: Disk, monkeypatch, caplog):
     assert line.startswith("piece 0 for T 2..16, R 1..4 is not kept: its ")
 
 
+def test_a_folder_that_can_only_be_read_serves_what_it_has(disk: Disk, monkeypatch, caplog):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    before = {entry.digest for entry in disk.entries()}
+    monkeypatch.setattr(Path, "mkdir", refuse)  # what comes first where something is kept
+    assert was(rows_model()) == ["loaded", "loaded"]
+    assert was(rows_model()._replace(fn=threes)) == ["compiled", "compiled"]
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(lines) == 2 and all("cannot be written: Permission denied" in x for x in lines)
+    assert {entry.digest for entry in disk.entries()} == before
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 

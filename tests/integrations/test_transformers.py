@@ -115,7 +115,7 @@ def graphify(model: Any, **options: Any) -> GraphifiedModel:
     return fast
 
 
-def hold(fast: GraphifiedModel, right: Wanted, modes: str) -> Counter[str]:
+def hold(fast: GraphifiedModel, right: Wanted, modes: str, atol: float = 1e-4) -> Counter[str]:
     """Serve the prompts; tokens, logits and the mode of each step must be right."""
     should: Counter[str] = Counter()
     got: list[list[int]] = [[] for _ in prompts()]
@@ -123,7 +123,7 @@ def hold(fast: GraphifiedModel, right: Wanted, modes: str) -> Counter[str]:
     for served in fast.serve(prompts(), NEW):
         ends = [(job.id, job.computed + new) for job, new, _ in served.rows]
         logits = [right.logits_SV[id][end - 1] for id, end in ends]
-        torch.testing.assert_close(served.logits_RV, torch.stack(logits), atol=1e-4, rtol=0)
+        torch.testing.assert_close(served.logits_RV, torch.stack(logits), atol=atol, rtol=0)
         for event in served.events:
             got[event.id] += event.tokens
         spec = served.batch.spec

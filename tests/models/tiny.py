@@ -82,6 +82,20 @@ def qwen3_next() -> Any:
     )  # fmt: skip
 
 
+def bert() -> Any:
+    """An encoder, which is not found by `GENERATIVE`: it writes no text."""
+    torch.manual_seed(1)
+    made = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=2,
+            num_attention_heads=3, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    for weight in made.parameters():
+        weight.normal_(weight.mean().item(), 0.3)
+    return made.eval()
+
+
 GENERATIVE: dict[str, tuple[Make, int, float]] = {
     "llama": (llama, 35, 0.3),
     "qwen3": (qwen3, 3, 0.3),
@@ -95,6 +109,8 @@ GENERATIVE: dict[str, tuple[Make, int, float]] = {
 
 def model(name: str) -> Any:
     """The model, in float32, with every weight random."""
+    if name == "bert":
+        return bert()
     make, seed, width = GENERATIVE[name]
     torch.manual_seed(seed)
     made = transformers.AutoModelForCausalLM.from_config(

@@ -63,3 +63,26 @@ def test_the_passes_are_part_of_what_code_is_kept_by(tmp_path, monkeypatch):
         (piece,) = compiled(plain, passes).executable.compiled
         seen.append({one.loaded for one in piece.made})
     assert seen == [{False}, {True}, {False}, {False}]
+
+
+def turned(theta: float) -> Any:
+    def forward(params: Any, state: Any, batch: toys.Batch) -> Any:
+        frequencies = 1 / theta ** (torch.arange(0, toys.E) / toys.E)
+        return torch.sin(params["w"][batch.token_ids] * frequencies), state
+
+    return forward
+
+
+def test_a_constant_is_an_argument_of_the_code_that_reads_it(
+    tmp_path, monkeypatch, recorder_name, device
+):
+    """So code is found again where another number was written, and gives what that makes."""
+    monkeypatch.setenv("FNGRAPH_CACHE", str(tmp_path))
+    state = {"calls": torch.zeros(1, device=device)}
+    for theta, loaded in ((10.0, False), (99.0, True)):
+        toy = Model(turned(theta), {"w": torch.ones(toys.V, toys.E, device=device)}, state)
+        made = compiled(toy, ("fold_constants",))
+        assert {one.loaded for piece in made.executable.compiled for one in piece.made} == {loaded}
+        step = made.capture(toy.params, toy.state, recorder=recorder_name)
+        for batch in steps(device)[:2]:
+            toy.check(lambda params, state, batch: step(state, batch), batch)  # noqa: B023

@@ -390,6 +390,82 @@ CASES |= {
 }  # fmt: skip
 
 
+# --- constants ------------------------------------------------------------------------------------
+
+
+def frequencies(theta: float = 100.0) -> Tensor:
+    return 1 / theta ** (torch.arange(0, 8) / 8)
+
+
+FOLD = ("fold_constants",)
+CASES |= {
+    "made of numbers": (lambda p, x: x * frequencies(), FOLD, (1,), F32),
+    "in bfloat16": (lambda p, x: x * frequencies().bfloat16(), FOLD, (1,), BF16),
+    "made of literals": (
+        lambda p, x: x * torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]).exp().sin(), FOLD, (1,), F32,
+    ),
+    "literals themselves": (
+        lambda p, x: x * torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]), FOLD, (0,), F32,
+    ),
+    "two that are made alike": (
+        lambda p, x: x * frequencies() + x.sin() * frequencies(), FOLD, (1,), F32,
+    ),
+    "two that are not": (
+        lambda p, x: x * frequencies() + x.sin() * frequencies(99.0), FOLD, (2,), F32,
+    ),
+    "one that another is made of": (
+        lambda p, x: (lambda c: x * c + x.sin() * (c + 1))(frequencies()), FOLD, (2,), F32,
+    ),
+    "views of one": (
+        lambda p, x: (lambda c: x[:, :4] * c[:4] + x[:, 4:] * c[None, 4:].expand(1, 4))(
+            frequencies()
+        ),
+        FOLD, (1,), F32,
+    ),
+    "of a number of columns": (lambda p, x: x * torch.arange(x.shape[1]).sin(), FOLD, (1,), F32),
+    "of a number of rows": (
+        lambda p, x: x * torch.arange(x.shape[0])[:, None].sin(), FOLD, (0,), F32,
+    ),
+    "of a weight": (lambda p, x: x * p["g"].sin(), FOLD, (0,), F32),
+    "with -0.0": (lambda p, x: x * (frequencies() * -0.0) + 1 / (frequencies() * -0.0), FOLD,
+                  (2,), F32),
+    "written later": (
+        lambda p, x: (lambda c: x * changed(c, lambda y: y.add_(x[0].sum() * 0)))(frequencies()),
+        FOLD, (1,), F32,  # what it is made of, by the one op before
+    ),
+    "literals that are written": (
+        lambda p, x: (lambda c: (c + 1, x * changed(c, Tensor.exp_), c.sin()))(torch.ones(8)),
+        FOLD, (0,), F32,
+    ),
+    "written through a view": (
+        lambda p, x: (lambda c: x * (changed(c[2:], Tensor.exp_).sum() + c.sin()))(torch.ones(8)),
+        FOLD, (0,), F32,
+    ),
+    "written by a primitive": (
+        lambda p, x: x + toys.double(torch.ones(8), torch.zeros(8)), FOLD, (1,), F32,
+    ),
+    "returned": (lambda p, x: (x.sin(), torch.ones(3)), FOLD, (0,), F32),
+    "memory that nobody has filled": (
+        lambda p, x: x + torch.zeros_like(torch.empty(8)), FOLD, (0,), F32,
+    ),
+    "too large": (lambda p, x: x * torch.arange(20_000).sum(), FOLD, (0,), F32),
+}  # fmt: skip
+
+
+def test_what_is_too_large_for_a_constant_is_said():
+    toy = model_of(CASES["too large"][0], params())
+    (one,) = toy.graphify(passes=FOLD).trace(toy.params, toy.state).passes
+    (note,) = one.notes
+    assert "test_pass_places.py" in note and "160000 bytes" in note and "at most 65536" in note
+
+
+def test_draws_are_no_constants():
+    generator = torch.Generator()
+    toy = model_of(lambda p, x: x + torch.rand(8, generator=generator).sin(), params())
+    (one,) = toy.graphify(passes=FOLD, generators=(generator,)).trace(toy.params, toy.state).passes
+    assert one.matches == 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_pass_matches_where_it_should_and_results_are_the_same_bits(name: str):
     body, passes, matches, dtype = CASES[name]

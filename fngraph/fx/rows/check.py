@@ -165,11 +165,11 @@ def _facts(
             held = not was and node in weights
             kept = dataclasses.replace(_leaf(leaf), held=held, dirty=was)
             states[node] = known.get(node) or of_leaf(kept, leaf, node.meta["val"], tokens)
+        elif node in known:
+            states[node] = known[node]
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
             states[node] = of_constant(Kept(value=value, held=is_finite(value)))
-        elif node in known:
-            states[node] = known[node]
         elif node.op == "call_function":
             states[node] = own = _result(node, states, text)
             claim = claims.get(node, own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ def read(device: str) -> Ambient:
     modes = count_function_modes() and tuple(map(_named, function_modes()))
     return Ambient(
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast,
-        torch.get_default_dtype(), _kernels(), modes or (),
+        torch.get_default_dtype(), kernels(), modes or (),
     )  # fmt: skip
 
 
@@ -79,12 +80,15 @@ def _named(mode: Any) -> Any:
     return Exactly([type(mode), held])
 
 
-_KERNELS = ("float32 matmul precision", "float32 matmul precision on the CPU", *SWITCHES)
+_SWITCHES = SWITCHES["cuda"] | SWITCHES["cpu"]
+_KERNELS = ("float32 matmul precision", "float32 matmul precision on the CPU", *_SWITCHES)
 
 
-def _kernels() -> tuple[Any, ...]:
+def kernels() -> tuple[Any, ...]:
+    """What chooses among kernels of one op, on any device: equal ones choose alike."""
     matmul = get_precision("cuda", "matmul"), get_precision("mkldnn", "matmul")
-    return (*matmul, *[switch() for switch in SWITCHES.values()])
+    now = [switch() for switch in _SWITCHES.values()]
+    return (*matmul, *[tuple(x) if isinstance(x, list) else x for x in now])
 
 
 def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
@@ -102,13 +106,12 @@ def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
     elif device == "meta":
         autocast = bool  # meta does not know autocast
     matmul = functools.partial(get_precision, "cuda" if cuda else "mkldnn", "matmul")
-    a, b, c, d, e, f, g, h, i, j, k = SWITCHES.values()
+    switches = tuple(SWITCHES.get(device, {}).values())
 
     def state() -> tuple[Any, ...]:
         return (
             functions() or dispatches() or transforms() or autocast(),
-            grad(), inference(), dtype(), matmul(),
-            a(), b(), c(), d(), e(), f(), g(), h(), i(), j(), k(),
+            grad(), inference(), dtype(), matmul(), *map(operator.call, switches),
         )  # fmt: skip
 
     return state

@@ -396,16 +396,6 @@ def recursive(value: int) -> Callable[..., int]:
     return lambda: down() if unset else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Alike:
-    """A value with a method, that is equal to all others of its class."""
-
-    by: Any = dataclasses.field(compare=False)
-
-    def once(self) -> Any:
-        return self.by
-
-
 def marked_by(value: Any) -> Any:
     """A function that returns what was put on it."""
 
@@ -478,7 +468,6 @@ def closing_over(values: Any) -> Any:
         (lambda p, s, b, x: [lambda n=x.shape[0] + i: torch.ones(n)[0] for i in (0, 1, 0)], 2),
         (lambda p, s, b, x: ["a", "ab", "a"], 2),
         (lambda p, s, b, x: [marked_by(v) for v in (1, 2, 1)], 2),
-        (lambda p, s, b, x: [Alike(v).once for v in (1, 2, 1)], 2),
     ],
 )
 def test_closed_over_values(values: Any, runs: int | None):

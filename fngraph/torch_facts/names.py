@@ -72,8 +72,7 @@ def _mkldnn_precision() -> tuple[str, str]:
 
 
 def _switches(*names: str) -> dict[str, Callable[[], Any]]:
-    there = [name for name in names if hasattr(_C, name)]  # that of fa3 came after torch 2.11
-    return {name.removeprefix("_get_"): getattr(_C, name) for name in there}
+    return {n.removeprefix("_get_"): getattr(_C, n, bool) for n in names}  # fa3's is of torch 2.13
 
 
 SWITCHES: dict[str, dict[str, Callable[[], Any]]] = {

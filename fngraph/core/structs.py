@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, dataclass_transform
@@ -133,8 +135,18 @@ def _key(x: Any, within: tuple[int, ...] = ()) -> Any:
     if alone or kind.__hash__ is object.__hash__ or id(x) in within:
         return kind, id(x) if alone else x
     value = repr(x) if isinstance(x, float | complex) else x
-    held = object.__getstate__(x)  # what its equality may leave out; None of numbers and text
-    return (kind, value) if held is None else (kind, value, _key(held, (*within, id(x))))
+    held = _held(x)
+    return (kind, value, _key(held, (*within, id(x)))) if held else (kind, value)
+
+
+def _held(x: Any) -> Any:
+    """What an object holds, which its own equality may leave out; not what it has only noted of
+    itself since it was made."""
+    held = None if isinstance(x, os.PathLike) else object.__getstate__(x)
+    if not isinstance(held, dict):
+        return held  # None: a number, text
+    kind, noted = type(x), functools.cached_property
+    return {n: y for n, y in held.items() if not isinstance(getattr(kind, n, None), noted)}
 
 
 @dataclass_transform(

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,11 @@ class Named:
     def __hash__(self) -> int:
         return hash(self.name)
 
+    @functools.cached_property
+    def long(self) -> str:
+        """What is worked out when it is asked for."""
+        return self.name * 2
+
 
 class Real(float):
     """A number that may hold more."""
@@ -289,3 +295,10 @@ def test_a_value_counts_with_all_that_it_holds(make):
 def test_a_value_that_holds_itself_is_one():
     value = itself(1)
     assert Exactly([value]) == Exactly([value]) and hash(Exactly([value]))
+
+
+@pytest.mark.parametrize(("value", "ask"), [(Named("a", 1), lambda x: x.long), (Path("a"), str)])
+def test_what_a_value_notes_of_itself_does_not_count(value, ask):
+    before = Exactly([value])
+    ask(value), hash(value)
+    assert Exactly([value]) == before

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 import toys
 from ambient_cases import CASES
 from ambient_forwards import LEFT_CHANGED, matmul, rowwise
-from ambient_states import Negates, autocast, dtype, none
+from ambient_states import Negates, autocast, dtype, none, setting
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import fngraph as fg
@@ -19,7 +22,7 @@ from fngraph import stages
 from fngraph.errors import AmbientError
 from fngraph.fx.ambient import plain_state, read
 from fngraph.step.step import MOST_AMBIENTS
-from fngraph.torch_facts.names import get_precision, set_precision
+from fngraph.torch_facts.names import SWITCHES, get_precision, set_precision
 
 MODES = ("NONE", "PIECEWISE", "FULL")
 DISPATCH = {name for name, *_ in CASES if "dispatch mode" in name}
@@ -221,6 +224,83 @@ def test_matmul_precision_is_that_of_the_functions_own_device(device: str, backe
         finally:
             set_precision(at, "matmul", was)
     assert look() == before and read("cpu") == all_before
+
+
+def turned(at: Any, name: str) -> Any:
+    """A flag of torch.backends, the other way around."""
+    on = getattr(at, name)
+    return setting(lambda: on, lambda value: setattr(at, name, value), not on)
+
+
+def precise(backend: str, op: str) -> Any:
+    """Another precision of one backend's op."""
+    was = get_precision(backend, op)
+    put = functools.partial(set_precision, backend, op)
+    return setting(lambda: was, put, "ieee" if was == "tf32" else "tf32")
+
+
+cuda, math_sdp = torch.backends.cuda, torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
+CHOICES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "convolutions": (("cuda",), lambda: precise("cuda", "conv")),
+    "recurrent nets": (("cuda",), lambda: precise("cuda", "rnn")),
+    "convolutions of the CPU": (("cpu",), lambda: precise("mkldnn", "conv")),
+    "recurrent nets of the CPU": (("cpu",), lambda: precise("mkldnn", "rnn")),
+    "no oneDNN": (("cpu",), lambda: turned(torch.backends.mkldnn, "enabled")),
+    "sums in half": (("cuda",), lambda: turned(cuda.matmul, "allow_fp16_accumulation")),
+    "attention's sums in half": (
+        ("cpu", "cuda"), lambda: setting(lambda: False, math_sdp, True),
+    ),
+    "attention's kernels in another order": (
+        ("cpu", "cuda"), lambda: sdpa_kernel(
+            [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+             SDPBackend.CUDNN_ATTENTION], set_priority=True,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_each_choice_among_kernels_is_seen(name: str) -> None:
+    """By the quick look, for its own device, and by the whole one."""
+    devices, changed = CHOICES[name]
+    looks = {device: plain_state(device) for device in devices}
+    before, all_before = {d: look() for d, look in looks.items()}, read("cpu")
+    with changed():
+        assert all(look() != before[d] for d, look in looks.items())
+        assert read("cpu") != all_before and hash(read("cpu"))
+    assert {d: look() for d, look in looks.items()} == before and read("cpu") == all_before
+
+
+UNASKED = {
+    "by get_precision": ("cublas_allow_tf32", "cudnn_allow_tf32", "onednn_allow_tf32"),
+    "solvers, which wait for the device": ("linalg_preferred_backend",),
+    "rounds otherwise, and takes long to ask for": ("blas_preferred_backend",),
+    "what may fail, not which kernel runs": (
+        "deterministic_algorithms_warn_only", "deterministic_fill_uninitialized_memory",
+    ),
+    "other devices, or none that is chosen": (
+        "miopen_immediate", "rocm_fa_preferred_backend", "overrideable_sdp_enabled",
+        "blas_default_backend", "cudnn_batch_norm_reserve_space_size", "cudnn_depthwise_kernel",
+        "nnpack_enabled", "cpu_allow_fp16_reduced_precision_reduction",
+    ),
+}  # fmt: skip
+
+
+def test_no_switch_of_torchs_is_forgotten() -> None:
+    """A version that has one more is asked about it here."""
+    kinds = "sdp|blas|cudnn|mkldnn|onednn|deterministic|nnpack|miopen|reduction|tf32|fa3|rocm_fa"
+    there = {n.removeprefix("_get_") for n in dir(torch._C) if n.startswith("_get_")}
+    asked = {*SWITCHES["cpu"], *SWITCHES["cuda"], *(n for some in UNASKED.values() for n in some)}
+    assert {name for name in there if re.search(kinds, name)} <= asked
+
+
+def test_convolutions_may_be_more_precise_than_recurrent_nets() -> None:
+    """Torch raises then, where it is asked for both at once."""
+    step, state = captured(rowwise)
+    with precise("cuda", "conv"):
+        assert get_precision("cuda", "conv") != get_precision("cuda", "rnn")
+        got, _ = step(state, toys.batch(3, 2))
+    same(got, toys.bare(rowwise, toys.tally_params(), state, toys.batch(3, 2))[0])
 
 
 class Scales(TorchFunctionMode):

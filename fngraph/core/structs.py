@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, dataclass_transform
@@ -117,21 +119,34 @@ class Exactly:
         return repr(self.values)
 
 
-def _key(x: Any) -> Any:
-    """A value with its type, all the way down; what has no hash counts by its identity."""
+def _key(x: Any, within: tuple[int, ...] = ()) -> Any:
+    """A value with its type, all the way down; what has no hash counts by its identity, and so does
+    what holds itself."""
     kind = type(x)
-    if isinstance(x, float | complex):
-        return kind, repr(x)
     if isinstance(x, tuple | list):
-        return kind, *map(_key, x)
+        return kind, *(_key(y, within) for y in x)
     if isinstance(x, dict):
-        return kind, *((_key(name), _key(value)) for name, value in x.items())
+        return kind, *((_key(name, within), _key(value, within)) for name, value in x.items())
     if isinstance(x, set | frozenset):
-        return kind, frozenset(map(_key, x))
+        return kind, frozenset(_key(y, within) for y in x)
     if dataclasses.is_dataclass(x) and kind.__hash__ not in (None, object.__hash__):
-        return kind, x, *(_key(getattr(x, field.name)) for field in dataclasses.fields(x))
+        return kind, x, *(_key(getattr(x, field.name), within) for field in dataclasses.fields(x))
     alone = not isinstance(x, Hashable) or hasattr(x, "data_ptr")  # tensors compare by element
-    return kind, id(x) if alone else x
+    if alone or kind.__hash__ is object.__hash__ or id(x) in within:
+        return kind, id(x) if alone else x
+    value = repr(x) if isinstance(x, float | complex) else x
+    held = _held(x)
+    return (kind, value, _key(held, (*within, id(x)))) if held else (kind, value)
+
+
+def _held(x: Any) -> Any:
+    """What an object holds, which its own equality may leave out; not what it has only noted of
+    itself since it was made."""
+    held = None if isinstance(x, os.PathLike) else object.__getstate__(x)
+    if not isinstance(held, dict):
+        return held  # None: a number, text
+    kind, noted = type(x), functools.cached_property
+    return {n: y for n, y in held.items() if not isinstance(getattr(kind, n, None), noted)}
 
 
 @dataclass_transform(

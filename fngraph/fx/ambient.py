@@ -62,7 +62,7 @@ def read(device: str) -> Ambient:
     modes = count_function_modes() and tuple(map(_named, function_modes()))
     return Ambient(
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast,
-        torch.get_default_dtype(), _kernels(), modes or (),
+        torch.get_default_dtype(), kernels(), modes or (),
     )  # fmt: skip
 
 
@@ -79,18 +79,22 @@ def _named(mode: Any) -> Any:
     return Exactly([type(mode), held])
 
 
-_KERNELS = ("float32 matmul precision", "float32 matmul precision on the CPU", *SWITCHES)
+_SWITCHES = SWITCHES["cuda"] | SWITCHES["cpu"]
+_KERNELS = ("float32 matmul precision", "float32 matmul precision on the CPU", *_SWITCHES)
 
 
-def _kernels() -> tuple[Any, ...]:
+def kernels() -> tuple[Any, ...]:
+    """What chooses among kernels of one op, on any device: equal ones choose alike."""
     matmul = get_precision("cuda", "matmul"), get_precision("mkldnn", "matmul")
-    return (*matmul, *[switch() for switch in SWITCHES.values()])
+    now = [switch() for switch in _SWITCHES.values()]
+    return (*matmul, *[tuple(x) if isinstance(x, list) else x for x in now])
 
 
 def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
     """A quick look at the same state: equal tuples that are `is_plain` mean equal ambients.
 
-    All of it is read in one expression, since it is read at each call: 0.9 us, `read` takes 3.
+    All of it is read in one expression, since it is read at each call: `read` takes four times as
+    long.
     """
     grad, inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
     dtype, transforms = torch.get_default_dtype, are_transforms_active
@@ -102,13 +106,14 @@ def plain_state(device: str) -> Callable[[], tuple[Any, ...]]:
     elif device == "meta":
         autocast = bool  # meta does not know autocast
     matmul = functools.partial(get_precision, "cuda" if cuda else "mkldnn", "matmul")
-    a, b, c, d, e, f, g, h, i, j, k = SWITCHES.values()
+    own = list(SWITCHES.get(device, {}).values())
+    a, b, c, d, e, f, g, h, i, j, k, m, n, o, p = own + [bool] * (15 - len(own))
 
     def state() -> tuple[Any, ...]:
         return (
             functions() or dispatches() or transforms() or autocast(),
             grad(), inference(), dtype(), matmul(),
-            a(), b(), c(), d(), e(), f(), g(), h(), i(), j(), k(),
+            a(), b(), c(), d(), e(), f(), g(), h(), i(), j(), k(), m(), n(), o(), p(),
         )  # fmt: skip
 
     return state

@@ -54,16 +54,41 @@ TensorGuards: Any = _C._dynamo.guards.TensorGuards
 
 # --- switches that choose among kernels of one op -------------------------------------------------
 
-SWITCHES: dict[str, Callable[[], bool]] = {
-    name.removeprefix("_get_"): getattr(_C, name)
-    for name in (
-        "_get_deterministic_algorithms", "_get_cudnn_deterministic", "_get_cudnn_benchmark",
-        "_get_cudnn_enabled", "_get_cudnn_allow_tf32", "_get_flash_sdp_enabled",
-        "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
-        "_get_cublas_allow_fp16_reduced_precision_reduction",
-        "_get_cublas_allow_bf16_reduced_precision_reduction",
-    )
-}  # fmt: skip
+_OF_ALL = ("_get_deterministic_algorithms", "_get_flash_sdp_enabled", "_get_math_sdp_enabled",
+           "_get_math_sdp_allow_fp16_bf16_reduction", "_get_sdp_priority_order")  # fmt: skip
+_OF_CUDA = (
+    "_get_cudnn_deterministic", "_get_cudnn_benchmark", "_get_cudnn_enabled",
+    "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_fa3_sdp_enabled",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
+)  # fmt: skip
+_OF_CPU = ("_get_mkldnn_enabled", "_get_mkldnn_deterministic")
+
+
+def _cudnn_precision() -> Any:
+    """Of convolutions and of recurrent nets on CUDA: one flag where they are alike, which torch
+    raises of where they are not. A flag takes a quarter of the time that `get_precision` does."""
+    try:
+        return _C._get_cudnn_allow_tf32()
+    except RuntimeError:
+        return get_precision("cuda", "conv"), get_precision("cuda", "rnn")
+
+
+def _mkldnn_precision() -> tuple[str, str]:
+    """The same on the CPU."""
+    return get_precision("mkldnn", "conv"), get_precision("mkldnn", "rnn")
+
+
+def _switches(*names: str) -> dict[str, Callable[[], Any]]:
+    return {n.removeprefix("_get_"): getattr(_C, n, bool) for n in names}  # fa3's is of torch 2.13
+
+
+SWITCHES: dict[str, dict[str, Callable[[], Any]]] = {
+    "cpu": {**_switches(*_OF_ALL, *_OF_CPU), "mkldnn precision": _mkldnn_precision},
+    "cuda": {**_switches(*_OF_ALL, *_OF_CUDA), "cudnn precision": _cudnn_precision},
+}
+"""By device, what each is now. Not the preferred BLAS, which differs in rounding alone and takes as
+long to ask for as five others; nor what solvers go by, which wait for the device."""
 # of a backend's op, ("cuda", "matmul"); torch.get_float32_matmul_precision raises where its two
 # APIs are mixed
 get_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter

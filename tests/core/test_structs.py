@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fngraph.core import (
     static,
     struct,
 )
-from fngraph.core.structs import HiddenHostField, hide_host_field
+from fngraph.core.structs import Exactly, HiddenHostField, hide_host_field
 from fngraph.core.trees import flatten, map_leaves, unflatten
 from fngraph.errors import FieldError, HostFieldError
 
@@ -244,3 +245,60 @@ def test_a_report_goes_on_behind_a_read_with_ones():
     plain = Plain(1, name="x")
     hide_host_field(plain, errors.append)  # has none
     assert plain.x == 1
+
+
+class Named:
+    """Equal by its name, whatever else it holds."""
+
+    def __init__(self, name: str, by: Any) -> None:
+        self.name, self.by = name, by
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @functools.cached_property
+    def long(self) -> str:
+        """What is worked out when it is asked for."""
+        return self.name * 2
+
+
+class Real(float):
+    """A number that may hold more."""
+
+
+def held(by: Any) -> Any:
+    """A number of one value, which holds another one."""
+    number = Real(1.0)
+    number.by = by
+    return number
+
+
+def itself(by: Any) -> Any:
+    """What holds itself."""
+    made = Named("a", [by])
+    made.by.append(made)
+    return made
+
+
+@pytest.mark.parametrize("make", [lambda by: Named("a", by), held, lambda by: (Named("a", by),)])
+def test_a_value_counts_with_all_that_it_holds(make):
+    """Its own equality may leave out what a function goes by."""
+    one, other = make(1), make(1.0)
+    assert one == other and Exactly([one]) != Exactly([other])
+    assert Exactly([one]) == Exactly([make(1)])
+    assert hash(Exactly([one])) == hash(Exactly([make(1)]))
+
+
+def test_a_value_that_holds_itself_is_one():
+    value = itself(1)
+    assert Exactly([value]) == Exactly([value]) and hash(Exactly([value]))
+
+
+@pytest.mark.parametrize(("value", "ask"), [(Named("a", 1), lambda x: x.long), (Path("a"), str)])
+def test_what_a_value_notes_of_itself_does_not_count(value, ask):
+    before = Exactly([value])
+    ask(value), hash(value)
+    assert Exactly([value]) == before

@@ -226,9 +226,15 @@ def breaks(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def leaf_out(graph: fx.Graph) -> fx.Graph:
-    state = next(n for n in graph.nodes if n.op == "placeholder" and "state" in n.meta["leaf"].path)
-    return _returns(graph, {state: lambda x: graph.call_function(aten.clone.default, (x,))})
+def leaf_as(op: Any, *more: Any) -> PassFn:
+    """A pass that returns op(leaf, ...) in place of a donated leaf."""
+
+    def replaced(graph: fx.Graph) -> fx.Graph:
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        seen = next(n for n in inputs if n.meta["leaf"].path == "state['seen']")
+        return _returns(graph, {seen: lambda x: graph.call_function(op, (x, *more))})
+
+    return replaced
 
 
 def _returns(graph: fx.Graph, new: dict[fx.Node, Any]) -> fx.Graph:
@@ -247,7 +253,8 @@ def _returns(graph: fx.Graph, new: dict[fx.Node, Any]) -> fx.Graph:
         (instead(aten.unsqueeze.default, 0), PassError, "output 0 .* another tensor: float32 of 2"),
         (instead(aten._to_copy.default, dtype=torch.float64), PassError, "float64 of 2 dims"),
         (instead(aten.mm.default, 3), PassError, r"aten\.mm\.default there, which cannot be"),
-        (leaf_out, PassError, "other memory of an argument than it was"),
+        (leaf_as(aten.clone.default), PassError, "other memory of an argument than it was"),
+        (leaf_as(aten.as_strided.default, [toys.V], [0]), PassError, "other memory of an argument"),
         (instead(aten.cumsum.default, 0), None, ""),
         (instead(aten.flip.default, [0]), RowsError, r"after the pass 'swapped', .*flip"),
         (instead(aten.roll.default, [1], [0]), RowsError, "after the pass 'swapped'"),

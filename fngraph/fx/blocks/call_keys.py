@@ -17,6 +17,8 @@ import torch
 from torch import fx
 
 from fngraph.core import trees
+from fngraph.core.structs import Exactly
+from fngraph.fx.ambient import kernels
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import SIZES
 from fngraph.torch_facts.memory import storage_key
@@ -104,7 +106,7 @@ class _Seen:
             self.parts += [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
         self.parts += [
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-            torch.are_deterministic_algorithms_enabled(), *modes,
+            *kernels(), *modes,
         ]  # fmt: skip
 
     def add(self, tree: Any) -> None:
@@ -133,16 +135,18 @@ class _Seen:
         elif has_state(x):
             raise _Unlike
         else:
-            self.parts += [kind, x, repr(x)]
+            hash(x)  # or it may change: a set
+            self.parts += [Exactly([x]), repr(x)]
 
     def function(self, fn: types.FunctionType) -> None:
-        """By what it would do: code, defaults and closure. Its globals are what they are."""
+        """By what it would do: code, defaults, closure and what was put on it. Its globals are what
+        they are."""
         if ("function", id(fn)) in self.numbers:  # it may close over itself
             self.parts.append(self.number(("function", id(fn))))
             return
         self.number(("function", id(fn)))
         self.parts += [fn.__code__, id(fn.__globals__)]
-        self.add((fn.__defaults__, fn.__kwdefaults__))
+        self.add((fn.__defaults__, fn.__kwdefaults__, vars(fn)))
         for cell in fn.__closure__ or ():
             try:
                 value = cell.cell_contents

@@ -179,22 +179,40 @@ def _computed(call: OpCall, known: Mapping[Any, Any]) -> Fill | None:
     """The op on padding; none where it differs for 0 and -0.0, which a fill of 0 may be."""
     values = {x: _in_dims_of(x, fill) for x, fill in known.items()}
     result = evaluated(call, values)
-    other = {x: _negated(v) for x, v in values.items() if v.is_floating_point() and _has_zero(v)}
-    if result is None or not other:
+    signed = {x: v for x, v in values.items() if _has_zero(v)}
+    if result is None or not signed:
         return result
-    twin = evaluated(call, values | other)
-    same = twin is not None and torch.allclose(result, twin, 0, 0, equal_nan=True)
-    return result if same else None
+    complexes = any(v.is_complex() for v in signed.values())
+    for parts in _PARTS if complexes else _PARTS[:1]:
+        other = {x: _negated(v, *parts) for x, v in signed.items()}
+        twin = evaluated(call, values | other)
+        if twin is None or not torch.allclose(result, twin, 0, 0, equal_nan=True):
+            return None
+    return result
+
+
+_PARTS = ((True, True), (True, False), (False, True))
+"""Which zeros may be of the other sign: of real and of imaginary parts. Real numbers are the first
+of both."""
 
 
 def _has_zero(fill: torch.Tensor) -> bool:
-    return bool((fill.float() == 0).any())  # for float8 torch has no comparisons
+    if fill.is_complex():
+        return bool((torch.view_as_real(fill.resolve_conj()) == 0).any())
+    return fill.is_floating_point() and bool((_wide(fill) == 0).any())
 
 
-def _negated(fill: torch.Tensor) -> torch.Tensor:
+def _negated(fill: torch.Tensor, real: bool, imaginary: bool) -> torch.Tensor:
     """With its zeros of the other sign."""
-    wide = fill.float() if fill.itemsize == 1 else fill
-    return torch.where(wide == 0, -wide, wide).to(fill.dtype)
+    if fill.is_complex():
+        a, b = fill.real, fill.imag
+        return torch.complex(_negated(a, real, False), _negated(b, imaginary, False))
+    wide = _wide(fill)
+    return torch.where(wide == 0, -wide, wide).to(fill.dtype) if real else fill
+
+
+def _wide(fill: torch.Tensor) -> torch.Tensor:
+    return fill.float() if fill.itemsize == 1 else fill  # for float8 torch has no comparisons
 
 
 def _in_dims_of(x: Any, fill: torch.Tensor) -> torch.Tensor:

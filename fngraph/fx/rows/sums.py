@@ -258,7 +258,9 @@ def product(call: OpCall) -> Kept:
 def _finite_rows(call: OpCall, a: Any, b: Any) -> dict[int, Any]:
     """Rows of padding that are finite, since they are of one operand, and the other is weights."""
     first = next(x for x in call.args.values() if is_tensor(x))
-    if call.value.dtype not in WIDE or not (first is a or call.rows(first).held):
+    scales = [call.args.get(name, 1) for name in ("alpha", "beta")]
+    finite = call.value.dtype in WIDE and all(map(math.isfinite, scales))
+    if not finite or not (first is a or call.rows(first).held):
         return {}
     return {
         i: FINITE

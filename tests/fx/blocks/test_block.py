@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import toys
 from graphs_alike import assert_alike
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fngraph as fg
 from fngraph.errors import BranchError, ClosureError, HostSyncError, MutationError, PurityError
@@ -394,6 +396,34 @@ def recursive(value: int) -> Callable[..., int]:
     return lambda: down() if unset else 0
 
 
+def marked_by(value: Any) -> Any:
+    """A function that returns what was put on it."""
+
+    def get() -> Any:
+        return get.value
+
+    get.value = value
+    return get
+
+
+@same(2)
+def kernels_that_are_chosen_in_between(mark: Any) -> Any:
+    """Attention by another kernel is another op."""
+
+    @mark
+    def body(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q)
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        x = (p["embed"] * 1).view(1, toys.V, 2, -1).transpose(1, 2).contiguous()
+        for kernel in [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] * 2:
+            with sdpa_kernel(kernel):
+                x = body(x).contiguous()
+        return x * 1, s
+
+    return forward
+
+
 def closing_over(values: Any) -> Any:
     """A model whose one body reads a variable of `forward` that is set anew for each layer."""
 
@@ -437,6 +467,7 @@ def closing_over(values: Any) -> Any:
         (lambda p, s, b, x: [{"a": 1, "b": 1}, {"b": 1, "a": 1}, {"a": 1}], 3),
         (lambda p, s, b, x: [lambda n=x.shape[0] + i: torch.ones(n)[0] for i in (0, 1, 0)], 2),
         (lambda p, s, b, x: ["a", "ab", "a"], 2),
+        (lambda p, s, b, x: [marked_by(v) for v in (1, 2, 1)], 2),
     ],
 )
 def test_closed_over_values(values: Any, runs: int | None):

@@ -294,8 +294,29 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         @ F.layer_norm(looked_up(p, b), (8,), 1 / torch.zeros(8)),
     ),
     "zeros of either sign": (
-        fills, "return result if same else None", "return result",
+        fills, "            return None\n    return result", "            pass\n    return result",
         lambda p, b: torch.reciprocal((-p["w"].abs() - 1)[b.ids] * spread(b)).amin(0),
+    ),
+    "zeros of either sign in a complex number": (
+        fills, "_PARTS if complexes else _PARTS[:1]", "_PARTS[:0] if complexes else _PARTS[:1]",
+        lambda p, b: torch.complex(*[looked_up(p, b) * spread(b)] * 2).angle().sum(0),
+    ),
+    "zeros of either sign in its imaginary part": (
+        fills, "_PARTS if complexes else _PARTS[:1]", "_PARTS[1:2]",
+        lambda p, b: (torch.complex(torch.where(spread(b), b.x, -1.0), looked_up(p, b) * spread(b))
+                      .sqrt().imag - 1).sum(0),
+    ),
+    "rows of products times infinity": (
+        sums, "finite = call.value.dtype in WIDE and all(map(math.isfinite, scales))",
+        "finite = call.value.dtype in WIDE",
+        lambda p, b: (torch.addmm(p["w"][0], looked_up(p, b).abs() + 1, p["w"][:8].abs() + 1,
+                                  alpha=INF) * spread(b)).sum(0),
+    ),
+    "rows of products and of an infinite part": (
+        sums, "finite = call.value.dtype in WIDE and all(map(math.isfinite, scales))",
+        "finite = call.value.dtype in WIDE",
+        lambda p, b: (torch.addmm(p["w"][0], looked_up(p, b), p["w"][:8], beta=INF)
+        * spread(b)).sum(0),
     ),
     "the gradient of what has none": (
         fills, "if name in _SLOPES and dtype in WIDE and", 'if name.endswith("_backward") and',

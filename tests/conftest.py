@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import resource
 from collections.abc import Callable, Generator
@@ -50,6 +51,13 @@ class Held(NamedTuple):
 
 
 HOST_SLACK = 64 << 20  # what Python's and C's allocators keep for themselves
+
+
+def pytest_configure() -> None:
+    """Nobody listens to torch's log for machines, but pytest, which adds itself to each logger that
+    does not propagate; then torch writes a stack for each symbol, and graphs for each compilation.
+    """
+    logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(wrapper=True)

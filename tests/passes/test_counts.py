@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from fngraph.passes import PASSES
 from fngraph.torch_facts.schemas import is_view
 from tests.integrations.architectures import make
 from tests.models import tiny
+from tests.traced_once import Kept, graph_once, traced_once
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = tuple(one.name for one in PASSES if one.name != "linears")  # see test_linears.py
@@ -68,20 +68,6 @@ def new_cache(family: Any, params: Any, dtype: torch.dtype, device: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where a tiny model of a family is, saved once."""
-
-    @functools.cache
-    @torch.no_grad()
-    def saved(name: str) -> Path:
-        path = tmp_path_factory.mktemp(name)
-        tiny.save(name, path)
-        return path
-
-    return saved
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_fused_so_often_and_computes_the_same(
@@ -91,13 +77,15 @@ def test_a_family_is_fused_so_often_and_computes_the_same(
     _, params = family.load(folder(name), dtype=dtype, device=device)
     laid = fg.ops.lay_side_by_side(params)
     batch = generate.alone(tiny.PROMPT, 0, 8, device, family.Batch)
+    graphs: Kept = {}
 
     def run(passes: Any) -> Any:
         cache = new_cache(family, laid, dtype, device)
         fast = fg.graphify(
             family.forward, passes=passes, modes="FULL", donate="cache", stage="batch", sizes=(16,)
         )
-        traced = fast.trace(laid, cache, limits=fg.Limits(16, 2, B=8))
+        with graph_once(graphs, "one"):
+            traced = fast.trace(laid, cache, limits=fg.Limits(16, 2, B=8))
         step = traced.split().lower().compile().capture(laid, cache, recorder=recorder_name)
         return traced, *step(cache, batch)
 
@@ -139,18 +127,21 @@ def test_a_family_in_fp8_rounds_in_its_norms_and_gates(
     scales = dict.fromkeys(_linears(params), 0.05) if known else None
     params = quantize_fp8(params, input_scales=scales)
     batch = generate.alone(tiny.PROMPT, 0, 8, torch.device("cpu"), family.Batch)
+    graphs: Kept = {}
+    traces: Kept = {}
 
     def run(params: Any, passes: Any, modes: str = "FULL") -> Any:
         cache = new_cache(family, params, torch.bfloat16, "cpu")
         fast = fg.graphify(
             family.forward, passes=passes, modes=modes, donate="cache", stage="batch", sizes=(16,)
         )
-        traced = fast.trace(params, cache, limits=fg.Limits(16, 2, B=8))
+        with graph_once(graphs, params is laid), traced_once(traces, (params is laid, *passes)):
+            traced = fast.trace(params, cache, limits=fg.Limits(16, 2, B=8))
         step = traced.split().lower().compile().capture(params, cache, recorder="tape")
         return traced, *step(cache, batch)
 
-    _, *plain = run(params, ())
     laid = fg.ops.lay_side_by_side(params)
+    _, *plain = run(params, ())
     layers = config.num_layers if known else 0  # whose attention is rounded by a known scale
     fp8 = (*IN_FP8[name][0], layers)
     for modes in ("FULL", "PIECEWISE"):

@@ -42,8 +42,8 @@ from fngraph.fx.tracing.streams import Streams
 from fngraph.fx.tracing.symbols import Symbols, symbolic_zeros
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.tracing import (
+    Fakes,
     FakeTensor,
-    FakeTensorMode,
     enable_python_dispatcher,
     get_proxy_mode,
     has_proxy_slot,
@@ -139,7 +139,7 @@ def trace(
     """
     taken = [n for leaf in leaves if leaf.spec for n in leaf.spec.shape]
     symbols = refuse.symbols = Symbols(limits, taken, refuse)
-    mode = FakeTensorMode(shape_env=symbols, allow_non_fake_inputs=False)
+    mode = Fakes(symbols)
     with torch.inference_mode(False), mode:
         fakes = [leaf.fake({**limits.dims, **symbols.sizes}) for leaf in leaves]
     owners = {storage_key(fake): leaf for fake, leaf in zip(fakes, leaves)}

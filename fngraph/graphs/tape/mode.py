@@ -6,7 +6,6 @@ poisoned, from the arena.
 
 from __future__ import annotations
 
-import contextlib
 from types import CodeType
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 from fngraph.errors import CaptureError
 from fngraph.graphs.tape.arena import Arena
 from fngraph.graphs.tape.ops import TapeOp
+from fngraph.graphs.tape.shapes import Like, expected, mapped
 from fngraph.graphs.witness import check_no_read, op_at
-from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves, tree_map
-from fngraph.torch_facts.schemas import as_computed
-from fngraph.torch_facts.tracing import FakeTensorMode
+from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves
 
 aten = torch.ops.aten
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
@@ -32,7 +30,6 @@ class TapeMode(TorchDispatchMode):
         super().__init__()
         self.arena, self.within = arena, within
         self.ops: list[TapeOp] = []
-        self.fakes = FakeTensorMode()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -52,10 +49,10 @@ class TapeMode(TorchDispatchMode):
             return aten.view.default(*args)
         if any(r.alias_info is not None for r in schema.returns):
             return func(*args, **kwargs)  # a view: nothing happens on the device
-        results = self._allocate(func, self._expect(func, args, kwargs))
+        found = [self._allocate(func, x) for x in expected(func, args, kwargs)]
         if schema.name not in _EMPTY:
-            self._note(func, args, kwargs, results)
-        return results
+            self._note(func, args, kwargs, found)
+        return found[0] if len(found) == 1 else tuple(found)
 
     def _mutating(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """In-place and out= ops: their written arguments are results; others are new tensors."""
@@ -70,52 +67,27 @@ class TapeMode(TorchDispatchMode):
             self._note(func, args, kwargs)
             found = [by_alias[next(iter(r.alias_info.before_set))] for r in returns]
         else:
-            expected = self._expect(func, args, kwargs)
-            each = expected if len(returns) > 1 else (expected,)
             found = [
                 self._allocate(func, x)
                 if r.alias_info is None
                 else by_alias[next(iter(r.alias_info.before_set))]
-                for r, x in zip(returns, each)
+                for r, x in zip(returns, expected(func, args, kwargs))
             ]
             self._note(func, args, kwargs, found)
         return found[0] if len(found) == 1 else tuple(found) or None
 
-    def _expect(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What `func` would return, without memory.
-
-        The shape of one result is the same anywhere, and a meta tensor says it in half the time. Of
-        several some are the device's own affair (what a norm saves for its backward, a workspace),
-        which a fake tensor of the CPU knows.
-        """
-        several = len(func._schema.returns) > 1
-        device = torch.device("cpu" if several else "meta")
-
-        def without_memory(x: Any) -> Any:
-            if isinstance(x, torch.Tensor):
-                return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-            return None if isinstance(x, torch.Generator) else x  # there are none of "meta"
-
-        with self.fakes if several else contextlib.nullcontext():
-            args, kwargs = tree_map(without_memory, (args, kwargs))
-            if "device" in {a.name for a in func._schema.arguments}:
-                kwargs = {**kwargs, "device": device}
-            kwargs.pop("pin_memory", None)
-            return as_computed(func, args, func(*args, **kwargs))
-
     def _allocate(self, func: Any, expected: Any) -> Any:
-        def allocate(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
-            if x.layout is not torch.strided or x.is_quantized:
-                where = op_at(func, self.within)
-                raise CaptureError(
-                    f"{where} makes a tensor that is not dense, which the tape cannot hold. Keep "
-                    "to dense ones, or make it before the step and pass it"
-                )
-            return self.arena.empty(x.shape, x.stride(), x.dtype)
-
-        return tree_map(allocate, expected)
+        if isinstance(expected, list):
+            return [self._allocate(func, x) for x in expected]
+        if not isinstance(expected, Like):
+            return expected
+        if not expected.dense:
+            where = op_at(func, self.within)
+            raise CaptureError(
+                f"{where} makes a tensor that is not dense, which the tape cannot hold. Keep "
+                "to dense ones, or make it before the step and pass it"
+            )
+        return self.arena.empty(*expected[:3])
 
     def before_compiled_code(self) -> None:
         """Refuse it: see `fngraph.torch_facts.compiled`."""
@@ -127,15 +99,18 @@ class TapeMode(TorchDispatchMode):
         )
 
     def _check_devices(self, func: Any, args: Any, kwargs: Any) -> None:
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
-                where = op_at(func, self.within)
-                raise CaptureError(f"{where} on {tensor.device}; the tape records CPU")
+        def check(x: Any) -> None:
+            if isinstance(x, torch.Tensor) and x.device.type != "cpu":
+                raise CaptureError(
+                    f"{op_at(func, self.within)} on {x.device}; the tape records CPU"
+                )
+
+        mapped(check, (args, kwargs))
 
     def _note(self, fn: Any, args: Any, kwargs: dict[str, Any], into: Any = ()) -> None:
         # unowned, or the tape would keep every intermediate alive; it is a snapshot as well, so
         # that an in-place view op later on does not change what was recorded
-        args, kwargs, into = tree_map(
+        args, kwargs, into = mapped(
             lambda x: self.arena.unowned(x) if isinstance(x, torch.Tensor) else x,
             (tuple(args), kwargs, tuple(tree_leaves(into))),
         )

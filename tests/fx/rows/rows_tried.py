@@ -33,7 +33,7 @@ from fngraph.fx.rows.rehearsal import Difference, rehearse
 from fngraph.fx.rows.state import op_name
 from fngraph.fx.rows.writes import WRITES
 from fngraph.fx.tracing.refusals import Refusals
-from fngraph.graphs.tape.mode import TapeMode
+from fngraph.graphs.tape.shapes import expected
 from fngraph.rehearsing import padded_leaves
 
 CALLS = ((7, 3, None), (7, 3, None), (16, 6, None), (4, 2, 2), (20, 5, None), (1, 1, None))
@@ -147,7 +147,7 @@ def _of_shapes(error: BaseException | None) -> bool:
         return True
     while error is not None:
         frames = traceback.walk_tb(error.__traceback__)
-        if any(frame.f_code is TapeMode._expect.__code__ for frame, _ in frames):
+        if any(frame.f_code is expected.__code__ for frame, _ in frames):
             return True
         error = error.__cause__
     return False

@@ -251,6 +251,21 @@ def test_a_batch_that_turns_odd_later_is_refused_too(what: str):
     same(fast(w, {"x": ramp()}), exact(w, {"x": ramp()}))
 
 
+@pytest.mark.parametrize("modes", MODES)
+def test_a_batch_that_is_a_view_of_donated_state_is_read_as_it_was(modes: str):
+    """The last result is kept in the state, and is the next batch: a step writes what it reads."""
+
+    def forward(s: Any, b: Any) -> Any:
+        s["kept"].mul_(2)
+        return b["x"] + 1, s
+
+    state = {"kept": ramp()}
+    fast = fg.graphify(forward, modes=modes, donate=0, stage=1, recorder="tape")
+    for _ in range(3):
+        want = state["kept"] + 1
+        same(fast(state, {"x": state["kept"].view(4, 3)})[0], want)
+
+
 def test_meta_tensors_can_be_traced_but_not_bound():
     fast, leaf = graphified("held"), {"x": ramp().to("meta")}
     assert "held" in repr(fast.trace(leaf, batch=toys.batch(2)))

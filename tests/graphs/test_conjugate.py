@@ -11,6 +11,7 @@ import toys
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.torch_facts.names import conj_view, neg_view
 
 MODES = ("FULL", "PIECEWISE", "NONE")
 Z = torch.randn(toys.V, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
@@ -72,6 +73,21 @@ def test_a_held_leaf_that_is_a_conjugate_view(name: str, modes: str) -> None:
 def test_a_held_leaf_that_is_a_negative_view(modes: str) -> None:
     """As `z.conj().imag` is."""
     check(lambda p, s, b: (p["z"][b.token_ids] * 2, s), modes, Z.conj().imag)
+
+
+STAGED = {"conjugate": conj_view(Z), "negative": neg_view(Z.real.contiguous())}
+
+
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("name", STAGED)
+def test_a_staged_leaf_that_is_a_view_with_a_bit(name: str, modes: str) -> None:
+    """Dense as it is, what lies in its memory is not what it holds."""
+    z = STAGED[name]
+    assert z.is_contiguous() and (z.is_conj() or z.is_neg())
+    fast = fg.graphify(lambda p, b: b["z"] * p, modes=modes, stage=1, recorder="tape")
+    two = torch.tensor(2.0)
+    for leaf in (z.resolve_conj().resolve_neg(), z):  # of one kind for the step
+        torch.testing.assert_close(fast(two, {"z": leaf}), leaf * 2)
 
 
 @pytest.mark.parametrize("modes", MODES)

@@ -310,6 +310,18 @@ def check(arena: Arena, tensors: dict[int, torch.Tensor]) -> None:
     assert sorted(arena.live) == sorted(t.untyped_storage().data_ptr() for t in tensors.values())
 
 
+def test_blocks_of_two_chunks_stay_apart():
+    """Wherever the chunks are: they may touch."""
+    arena, memory = Arena(), torch.zeros(192, dtype=torch.uint8)
+    start = memory.data_ptr()
+    arena.chunks = list(memory.split(64))
+    for order in ((0, 64, 128), (128, 64, 0), (64, 0, 128)):
+        arena.free = []
+        for place in order:
+            arena._give(start + place, 64)
+        assert arena.free == [(start, 64), (start + 64, 64), (start + 128, 64)]
+
+
 STEPS = st.lists(
     st.tuples(
         st.booleans(), st.integers(0, 30), st.sampled_from([1, 7, 64, 1000, 300_000, 2_000_000])

@@ -41,6 +41,7 @@ from fngraph.models import (
     stream,
     submit,
 )
+from fngraph.models.weights import fp8_folders
 from tests.models import tiny
 from tests.models.conftest import DEVICES
 from tests.ops.fp8_cases import F64, draw, nearest
@@ -439,6 +440,14 @@ def test_a_folder_in_fp8_is_read_as_it_is(name: str, plain: Path, tmp_path: Path
 
 def without(named: dict[str, Tensor], end: str) -> dict[str, Tensor]:
     return {n: x for n, x in named.items() if not n.endswith(end)}
+
+
+def test_a_weight_of_several_tensors_is_none_that_can_be_fp8():
+    """As experts are, which are stacked: none of them may stand for all."""
+    one, two = ({f"{i}.weight": (16, 32) for i in range(n)} for n in (1, 2))
+    sources = {"layers.0.mlp.w_up": one, "layers.0.mlp.experts.w_up": two}
+    kinds = dict.fromkeys(two, fp8_folders.STORED)
+    assert list(fp8_folders.places_of(sources, kinds, {}, False)) == ["layers.0.mlp.w_up"]
 
 
 Q = "model.layers.0.self_attn.q_proj"

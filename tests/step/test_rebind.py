@@ -105,6 +105,17 @@ def test_parameters_and_inference_tensors_are_rebound_in_any_mode(device):
         check(step, toys.tally, {"w": torch.full((toys.V, 8), 2.0, device=device)}, state, device)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_leaf_stays_what_it_is_whatever_takes_its_place(inference: bool, device):
+    """A value of another shape that was made under inference mode, or was not."""
+    with torch.inference_mode(inference):
+        params = toys.tally_params(device)
+    step = make(toys.tally, params, toys.tally_state(device), device)
+    with torch.inference_mode(not inference):
+        step.rebind(params={"w": torch.ones(toys.V + 1, toys.E, device=device)})
+    assert len(params["w"]) == toys.V + 1 and params["w"].is_inference() is inference
+
+
 def test_leaves_may_change_places_with_one_another(device):
     step, params, cache = over_attend(device)
     first, second = params["layers"]

@@ -462,6 +462,7 @@ def closing_over(values: Any) -> Any:
         (lambda p, s, b, x: [lambda: 1, lambda: 2, lambda: 3], 3),
         (lambda p, s, b, x: [lambda v=v: v for v in (1, 2, 1)], 2),
         (lambda p, s, b, x: [lambda v=v: v for v in p["b"]], 1),
+        (lambda p, s, b, x: [lambda *, v=v: v for v in (1, 2, 1)], 2),
         (lambda p, s, b, x: [functools.partial(max, v, 1) for v in (1, 2, 1)], 2),
         (lambda p, s, b, x: [v.sum for v in p["b"]], None),
         (lambda p, s, b, x: [{"a": 1, "b": 1}, {"b": 1, "a": 1}, {"a": 1}], 3),

@@ -268,6 +268,8 @@ def test_guards_sleep_and_weights_that_are_bound(name: str, level: str, recorder
     """Borrowed results, poisoned padding and a nap; then other weights, written where the old ones
     are; then some of another dtype, for which all is traced anew, and compiled where they are."""
     case = cases(name, torch.device("cuda", 0) if recorder == "cuda" else torch.device("cpu"))
+    own = fg.ops.lay_side_by_side(toys.clone(case.held[0]))  # others bind the weights of `cases`
+    case = case._replace(held=(own, *case.held[1:]))
     step, cache = capture(
         case, recorder, level, "FULL_AND_PIECEWISE", guards=True, outputs="borrow"
     )

@@ -67,7 +67,7 @@ def test_the_passes_are_part_of_what_code_is_kept_by(tmp_path, monkeypatch):
 
 def turned(theta: float) -> Any:
     def forward(params: Any, state: Any, batch: toys.Batch) -> Any:
-        frequencies = 1 / theta ** (torch.arange(0, toys.E) / toys.E)
+        frequencies = 1 / theta ** (torch.arange(0, toys.E, device=batch.token_ids.device) / toys.E)
         return torch.sin(params["w"][batch.token_ids] * frequencies), state
 
     return forward

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
 import re
 import time
@@ -38,7 +39,7 @@ from fngraph.core.text import count, table
 from fngraph.errors import PassError, RowsError
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Leaf, same_place
-from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
+from fngraph.fx.nodes import is_tensor, line_of, written_by
 from fngraph.fx.rows.check import facts_of
 from fngraph.fx.rows.state import Kept, Mixed
 from fngraph.fx.tracing.tracer import Graph
@@ -175,13 +176,14 @@ def run_passes(
             continue
         _check_whole(one, result.graph)
         stays = {x: copy.twins[x] for x in result.graph.nodes if x in copy.twins}
-        complete(one.name, result.graph, stays, copy.edited(stays), known)
+        touched = copy.touched(stays)
+        complete(one.name, result.graph, stays, copy.edited(touched), known)
         copy, before = None, outside
         outside = _outside(result.graph)
         _check_same(one, gm.graph, result.graph, before, outside)
         _check_constants(one, result.graph, stays)
         after = _module(result.graph)
-        claims = _claims(facts, stays)
+        claims = _claims(facts, {x: stays[x] for x in touched if x in stays})
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
         fewer = len(gm.graph.nodes) - len(result.graph.nodes)
         matches = result.matches if result.matches >= 0 else len(claims) or max(fewer, 1)
@@ -231,7 +233,8 @@ class Copy(NamedTuple):
         env: dict[fx.Node, fx.Node] = {}
         for node in old.nodes:
             new = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
-            new.args = fx.map_arg(node.args, env.__getitem__)
+            if node.args:
+                new.args = fx.map_arg(node.args, env.__getitem__)
             if node.kwargs:
                 new.kwargs = fx.map_arg(node.kwargs, env.__getitem__)
             new.meta = dict(node.meta)
@@ -255,10 +258,13 @@ class Copy(NamedTuple):
         """The call that a node of the copy is, and the one that it was."""
         return (x.target, x.args, x.kwargs), self.calls[x]
 
-    def edited(self, stays: Iterable[fx.Node]) -> set[fx.Node]:
-        """Nodes of the copy that are another op, or have other constants; which nodes they read
-        does not matter."""
-        touched = (x for x in stays if not self.is_as_it_was(x))
+    def touched(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Those of its nodes that have been given another op or other arguments."""
+        return [x for x in nodes if not self.is_as_it_was(x)]
+
+    def edited(self, touched: Iterable[fx.Node]) -> set[fx.Node]:
+        """Those of them that are another op, or have other constants; which nodes they read does
+        not matter."""
         return {x for x in touched if not _equal(*map(_constants, self.now_and_then(x)))}
 
     def has_its_metas(self) -> bool:
@@ -320,7 +326,7 @@ def _outside(graph: fx.Graph) -> dict[str, list[str]]:
     def named(op: str) -> list[str]:
         return [str(n.target) for n in graph.nodes if n.op == op]
 
-    opaque = [n for n in graph.nodes if drawn(n) is not None or _is_primitive(n)]
+    opaque = [n for n in graph.nodes if _may_be_opaque(n.target) and _is_opaque(n)]
     return {
         "arguments": named("placeholder"),
         "calls of primitives and random ops": [str(n.target) for n in opaque],
@@ -405,14 +411,25 @@ def _brief(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} of {x.dim()} dims on {x.device}"
 
 
-def _is_primitive(node: fx.Node) -> bool:
-    """Whether it is an op of ours, or of the user's, that writes what it is given and returns
-    nothing."""
-    return is_op(node) and bool(written_by(node)) and not node.target._schema.returns  # type: ignore[union-attr]
+@functools.cache
+def _may_be_opaque(target: Any) -> bool:
+    """Whether calls of an op may draw, or write what they are given and return nothing, as
+    primitives do."""
+    schema = getattr(target, "_schema", None)
+    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return draws or (schema is not None and schema.is_mutable and not schema.returns)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    return drawn(node) is not None or bool(written_by(node))
 
 
 def _claims(facts: Mapping[fx.Node, Any], stays: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
-    """For each new value, what is known of the one in whose place it is read."""
+    """For each new value, what is known of the one in whose place it is read.
+
+    Args:
+        stays: nodes that read others than they did, and which they were.
+    """
     claims: dict[fx.Node, Any] = {}
     for node, old in stays.items():
         for x, y in zip(_tensors(node), _tensors(old)):

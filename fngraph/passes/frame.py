@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
 import re
 import time
@@ -38,10 +39,11 @@ from fngraph.core.text import count, table
 from fngraph.errors import PassError, RowsError
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Leaf, same_place
-from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
+from fngraph.fx.nodes import is_tensor, line_of, written_by
 from fngraph.fx.rows.check import facts_of
 from fngraph.fx.rows.state import Kept, Mixed
 from fngraph.fx.tracing.tracer import Graph
+from fngraph.passes.copies import Copy
 from fngraph.passes.pattern import sizes
 from fngraph.passes.values import Known, complete
 from fngraph.torch_facts.memory import storage_key
@@ -175,13 +177,14 @@ def run_passes(
             continue
         _check_whole(one, result.graph)
         stays = {x: copy.twins[x] for x in result.graph.nodes if x in copy.twins}
-        complete(one.name, result.graph, stays, copy.edited(stays), known)
+        touched = copy.touched(stays)
+        complete(one.name, result.graph, stays, copy.edited(touched), known)
         copy, before = None, outside
         outside = _outside(result.graph)
         _check_same(one, gm.graph, result.graph, before, outside)
         _check_constants(one, result.graph, stays)
         after = _module(result.graph)
-        claims = _claims(facts, stays)
+        claims = _claims(facts, stays, touched)
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
         fewer = len(gm.graph.nodes) - len(result.graph.nodes)
         matches = result.matches if result.matches >= 0 else len(claims) or max(fewer, 1)
@@ -207,88 +210,6 @@ def _said(applied: Applied, began: float) -> Applied:
     times = count(applied.matches, "time")
     LOG.info("the pass %s matched %s: %.0f ms", applied.one.name, times, ms)
     return applied
-
-
-class Copy(NamedTuple):
-    """A copy of a graph, which a pass may edit, and what it was before.
-
-    Arguments are looked at as objects: fx never changes those of a node, but gives it others.
-
-    Attributes:
-        twins: for each of its nodes the one that it is a copy of.
-        calls: for each of them its target, arguments and keywords.
-    """
-
-    graph: fx.Graph
-    twins: dict[fx.Node, fx.Node]
-    calls: dict[fx.Node, tuple[Any, Any, Any]]
-
-    @classmethod
-    def of(cls, old: fx.Graph) -> Copy:
-        """A copy as it is made. Arguments are given to nodes that are there: `graph_copy` looks for
-        sizes in each of them, which takes half as long again."""
-        graph = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        for node in old.nodes:
-            new = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
-            new.args = fx.map_arg(node.args, env.__getitem__)
-            if node.kwargs:
-                new.kwargs = fx.map_arg(node.kwargs, env.__getitem__)
-            new.meta = dict(node.meta)
-            env[node] = new
-        calls = {new: (new.target, new.args, new.kwargs) for new in env.values()}
-        return cls(graph, {new: old for old, new in env.items()}, calls)
-
-    def differs(self, graph: fx.Graph) -> bool:
-        """Whether a graph is another one: its nodes, their order, their ops or arguments."""
-        nodes = list(graph.nodes)
-        if nodes != list(self.calls):
-            return True
-        return any(not self.is_as_it_was(x) and not _equal(*self.now_and_then(x)) for x in nodes)
-
-    def is_as_it_was(self, x: fx.Node) -> bool:
-        """Whether nobody has given a node of the copy another target or other arguments."""
-        target, args, kwargs = self.calls[x]
-        return x.target is target and x.args is args and x.kwargs is kwargs
-
-    def now_and_then(self, x: fx.Node) -> tuple[Any, Any]:
-        """The call that a node of the copy is, and the one that it was."""
-        return (x.target, x.args, x.kwargs), self.calls[x]
-
-    def edited(self, stays: Iterable[fx.Node]) -> set[fx.Node]:
-        """Nodes of the copy that are another op, or have other constants; which nodes they read
-        does not matter."""
-        touched = (x for x in stays if not self.is_as_it_was(x))
-        return {x for x in touched if not _equal(*map(_constants, self.now_and_then(x)))}
-
-    def has_its_metas(self) -> bool:
-        """Whether metas, too, are those of the nodes that it is a copy of."""
-        for x, old in self.twins.items():
-            mine, theirs = x.meta, old.meta
-            if len(mine) != len(theirs):
-                return False
-            for name in mine:
-                if name not in theirs or mine[name] is not theirs[name]:
-                    return False
-        return True
-
-
-def _constants(call: Any) -> Any:
-    return fx.map_arg(call, lambda x: None)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether arguments are equal: nodes as objects, all else as it prints, so that -0.0 is not 0
-    and nan is nan."""
-    if a is b:
-        return True
-    if type(a) is not type(b) or isinstance(a, fx.Node):
-        return False
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return repr(a) == repr(b)
 
 
 def _result_of(one: Pass, made: Any) -> Rewritten:
@@ -320,7 +241,7 @@ def _outside(graph: fx.Graph) -> dict[str, list[str]]:
     def named(op: str) -> list[str]:
         return [str(n.target) for n in graph.nodes if n.op == op]
 
-    opaque = [n for n in graph.nodes if drawn(n) is not None or _is_primitive(n)]
+    opaque = [n for n in graph.nodes if _may_be_opaque(n.target) and _is_opaque(n)]
     return {
         "arguments": named("placeholder"),
         "calls of primitives and random ops": [str(n.target) for n in opaque],
@@ -405,17 +326,32 @@ def _brief(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} of {x.dim()} dims on {x.device}"
 
 
-def _is_primitive(node: fx.Node) -> bool:
-    """Whether it is an op of ours, or of the user's, that writes what it is given and returns
-    nothing."""
-    return is_op(node) and bool(written_by(node)) and not node.target._schema.returns  # type: ignore[union-attr]
+@functools.cache
+def _may_be_opaque(target: Any) -> bool:
+    """Whether calls of an op may draw, or write what they are given and return nothing, as
+    primitives do."""
+    schema = getattr(target, "_schema", None)
+    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return draws or (schema is not None and schema.is_mutable and not schema.returns)
 
 
-def _claims(facts: Mapping[fx.Node, Any], stays: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
-    """For each new value, what is known of the one in whose place it is read."""
+def _is_opaque(node: fx.Node) -> bool:
+    return drawn(node) is not None or bool(written_by(node))
+
+
+def _claims(
+    facts: Mapping[fx.Node, Any], stays: Mapping[fx.Node, fx.Node], touched: Iterable[fx.Node]
+) -> dict[fx.Node, Any]:
+    """For each new value, what is known of the one in whose place it is read.
+
+    Args:
+        touched: nodes that read others than they did.
+    """
     claims: dict[fx.Node, Any] = {}
-    for node, old in stays.items():
-        for x, y in zip(_tensors(node), _tensors(old)):
+    for node in touched:
+        if node not in stays:  # it is another op
+            continue
+        for x, y in zip(_tensors(node), _tensors(stays[node])):
             if x not in stays and sizes(x) == sizes(y) and y in facts:
                 claims.setdefault(x, facts[y])
     return claims

@@ -43,7 +43,7 @@ def complete(
         line = node.meta.setdefault("stack_trace", line)
         if node.op != "call_function":
             continue
-        reads_other = bool(again) and any(x in again for x in node.all_input_nodes)
+        reads_other = bool(again) and not again.isdisjoint(node.all_input_nodes)
         is_known = node not in edited if node in stays else "val" in node.meta
         if is_known and not reads_other:
             continue

@@ -118,7 +118,9 @@ def facts_of(
     """
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     dirty: dict[int, Boxes] = {}
-    weights = weights_of(gm, leaves, returns)
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    is_told = known is not None and all(node in known for node in inputs)
+    weights = set() if is_told else weights_of(gm, leaves, returns)
     with _on_the_cpu():
         for run in itertools.count():
             found = _facts(gm, leaves, constants, text, weights, dirty, known or {}, claims or {})
@@ -161,10 +163,13 @@ def _facts(
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             i, leaf = next(inputs)
-            was = dirty.get(i, ())
-            held = not was and node in weights
-            kept = dataclasses.replace(_leaf(leaf), held=held, dirty=was)
-            states[node] = known.get(node) or of_leaf(kept, leaf, node.meta["val"], tokens)
+            if node in known:
+                states[node] = known[node]
+            else:
+                was = dirty.get(i, ())
+                held = not was and node in weights
+                kept = dataclasses.replace(_leaf(leaf), held=held, dirty=was)
+                states[node] = of_leaf(kept, leaf, node.meta["val"], tokens)
         elif node in known:
             states[node] = known[node]
         elif node.op == "get_attr":

@@ -389,6 +389,14 @@ WRONG |= {
     "written over elsewhere": (
         dirty_uses, "dim: box[dim] - set(over)", "dim: frozenset()",
         lambda p, b: table(b).slice_scatter(p["w"][:2], 0, 3, 5).sum(0)),
+    "written into others": (
+        dirty_uses, "frozenset(over[r] for r in rows)", "frozenset(over[:1])",
+        lambda p, b: p["w"].slice_scatter(torch.cat([p["w"][:2], table(b)[:2]]), 0, 3, 7)[4:]
+        .sum(0)),
+    "written to a row that is counted from the end": (
+        writes, "((fill >= 0) & (fill < size))", "(fill < size)",
+        lambda p, b: torch.zeros(12, 8).index_put((torch.where(b.slot >= 0, b.ids, -1),), b.x)[
+            11]),
     "written through a view": (
         dirty, "[seen for box in boxes if", "[seen for box in () if",
         lambda p, b: (lambda x: (x.view(12, 2, 4).index_put_((b.place,), b.x.view(-1, 2, 4)), x))(

@@ -28,7 +28,7 @@ from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import launch, power_of_two, processors
 from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold
-from fngraph.ops.triton.overlap import ask_for_rows, let_next, wait
+from fngraph.ops.triton.overlapping import ask_for_rows, let_next, wait
 from fngraph.ops.triton.turning import turn_and_write
 from fngraph.ops.triton.writing import scale_of
 

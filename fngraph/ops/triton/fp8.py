@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.triton.launching import interpreted, launch, power_of_two, processors
-from fngraph.ops.triton.overlap import let_next, overlap, wait
+from fngraph.ops.triton.overlapping import let_next, overlap, wait
 
 FP8 = torch.float8_e4m3fn
 BY_HAND = tl.constexpr(interpreted())

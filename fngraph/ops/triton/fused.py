@@ -14,7 +14,7 @@ from torch import Tensor
 from fngraph.ops.side_by_side import the_scale
 from fngraph.ops.triton.fp8 import FP8, as_fp8, scale_of_row
 from fngraph.ops.triton.launching import launch, power_of_two
-from fngraph.ops.triton.overlap import overlap
+from fngraph.ops.triton.overlapping import overlap
 
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own
 

@@ -25,7 +25,7 @@ from fngraph.ops.triton.decode import How
 from fngraph.ops.triton.keys import LOG2E, Tile, compute_dtype, weigh
 from fngraph.ops.triton.launching import launch, power_of_two, processors
 from fngraph.ops.triton.merging import empty, merge
-from fngraph.ops.triton.overlap import overlap
+from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
 from fngraph.ops.triton.writing import write_rows
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import finish
 from fngraph.ops.triton.launching import launch, power_of_two
-from fngraph.ops.triton.overlap import overlap
+from fngraph.ops.triton.overlapping import overlap
 
 SPLITS = 8  # of a span, in order
 

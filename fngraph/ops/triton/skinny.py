@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.triton.launching import launch, power_of_two
-from fngraph.ops.triton.overlap import ask_for, let_next, wait
+from fngraph.ops.triton.overlapping import ask_for, let_next, wait
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from fngraph.ops.paged.config import AttentionArgs, Turn, dense, turned as turned_by_ops
 from fngraph.ops.triton.fused import turned
 from fngraph.ops.triton.launching import launch, power_of_two
-from fngraph.ops.triton.overlap import overlap
+from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.writing import check_dense, forget, scale_of, store, write
 
 

@@ -10,7 +10,7 @@ from fngraph.errors import BackendError
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.slots import rounded
 from fngraph.ops.triton.launching import launch, power_of_two
-from fngraph.ops.triton.overlap import overlap
+from fngraph.ops.triton.overlapping import overlap
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Triton attention for uniform batches of any query length: split-KV, in one phase or two.
+"""Triton attention for uniform batches of any query length: split-KV, in one launch.
 
 Each request's keys are cut into splits and spans of a fixed number of keys, whose sums are folded
-in one order (see `merge`). How long they are follows from the block table's width alone; how many
+in one order (see `merging`), by the program that is the last of its request and kv head. How long they are follows from the block table's width alone; how many
 programs share them, from static shapes too, and changes no bit. So one graph serves every batch of
 its class, and a row's bits do not depend on the batch around it or on the size that served it.
 
@@ -184,9 +184,8 @@ def split_kernel(
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
     SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
-    FINAL: tl.constexpr,
-    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr, SINKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    FINAL: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr,
+    SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One unit of the keys that a request sees, or with SHARED every EACH-th of them.
 

@@ -81,17 +81,16 @@ class Case(NamedTuple):
 
 
 FAMILIES = (*tiny.GENERATIVE, "bert", "lora")
-KEPT: dict[str, tuple[int, ...]] = {"deepseek_v2": (1,), "qwen3_next": (0, 3)}
-"""Layers that are left on the CPU, of each kind one; of the others the first."""
 
 
 def shallow(name: str, params: Any) -> Any:
-    """A model with few layers, which are few pieces to compile."""
-    kept = KEPT.get(name, (0,))
-    config = dataclasses.replace(params.config, num_layers=len(kept))
+    """A model with its first layer alone, which is few pieces to compile; of Qwen3-Next one of each
+    kind, without experts: Qwen3-MoE has some."""
+    layers, config = params.layers[:1], dataclasses.replace(params.config, num_layers=1)
     if name == "qwen3_next":
-        config = dataclasses.replace(config, attention_layers=(1,))
-    layers = tuple(params.layers[i] for i in kept)
+        delta, attention = params.layers[2:]
+        layers = (delta, dataclasses.replace(attention, mlp=delta.mlp))
+        config = dataclasses.replace(config, num_layers=2, attention_layers=(1,))
     return dataclasses.replace(params, layers=layers, config=config)
 
 

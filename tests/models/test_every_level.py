@@ -84,8 +84,8 @@ FAMILIES = (*tiny.GENERATIVE, "bert", "lora")
 
 
 def shallow(name: str, params: Any, on_cpu: bool) -> Any:
-    """A model with a layer of each kind, which is few pieces to compile; on the CPU the first alone,
-    and of Qwen3-Next one of each kind without experts: Qwen3-MoE has some."""
+    """A model with a layer of each kind, which is few pieces to compile. On the CPU the first
+    alone, and of Qwen3-Next one of each kind without experts: Qwen3-MoE has some."""
     layers = params.layers[: 1 if on_cpu else 2]
     config = dataclasses.replace(params.config, num_layers=len(layers))
     if name == "qwen3_next":

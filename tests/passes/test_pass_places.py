@@ -437,6 +437,12 @@ CASES |= {
         lambda p, x: (lambda c: (c + 1, x * changed(c, Tensor.exp_), c.sin()))(torch.ones(8)),
         FOLD, (0,), F32,
     ),
+    "numbers in a list that are written": (
+        lambda p, x: (lambda c: (c + 1, x * changed(c, Tensor.exp_), c.sin()))(
+            torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])
+        ),
+        FOLD, (0,), F32,
+    ),
     "written through a view": (
         lambda p, x: (lambda c: x * (changed(c[2:], Tensor.exp_).sum() + c.sin()))(torch.ones(8)),
         FOLD, (0,), F32,

@@ -268,12 +268,12 @@ def dense_loss(p: Any, b: toys.Batch) -> Tensor:
     return (x_TE @ p["head"]).tanh().square().sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
-    ("fn", "modes"),
-    [(closed_over, None), (as_aux, "FULL"), (by_autograd, "PIECEWISE")],
-    ids=["bare", "FULL", "PIECEWISE"],
-)
+    ("fn", "modes", "dtype"),
+    [(closed_over, None, torch.float64), (closed_over, None, torch.float32),
+     (as_aux, "FULL", torch.float64), (by_autograd, "PIECEWISE", torch.float32)],
+    ids=["bare", "bare, float32", "FULL", "PIECEWISE, float32"],
+)  # fmt: skip
 def test_gradients_are_those_of_dense_attention_by_hand(fn: Any, modes: str | None, dtype: Any):
     params, cache = toys.attention_params(dtype=dtype), toys.attention_cache(dtype=dtype)
     exact = {"atol": 1e-10, "rtol": 1e-10} if dtype is torch.float64 else CLOSE

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fngraph.errors import CaptureError
+from fngraph.graphs.tape import shapes
 from fngraph.graphs.tape.arena import POISON, Arena, subtract
 from fngraph.torch_facts.names import tree_leaves
 
@@ -240,6 +241,66 @@ def test_results_keep_the_memory_that_was_recorded(tape):
     recording, (values, indices) = tape.record(lambda: torch.topk(x, 2))
     (op,) = recording.graph
     assert [t.data_ptr() for t in op.into] == [values.data_ptr(), indices.data_ptr()]
+
+
+# --- torch's rules, asked once --------------------------------------------------------------------
+
+INTS, SQUARE = torch.arange(3), torch.arange(9.0).view(3, 3)
+
+
+ALIKE: dict[str, tuple[Callable[[], Any], ...]] = {  # and not the same
+    "2, 2.0 and True": tuple(lambda n=n: (INTS > 1) * n for n in (2, 2.0, True)),
+    "as many in a list": (lambda: torch.stack([INTS, INTS]), lambda: torch.stack([INTS] * 3)),
+    "strides": (lambda: SQUARE + 1, lambda: SQUARE.t() + 1),
+    "dtypes": (lambda: INTS + INTS, lambda: INTS.int() + INTS.int()),
+    "keywords": tuple(lambda n=n: INTS.sum(0, dtype=n) for n in (torch.int32, torch.float32)),
+    "several results": (lambda: SQUARE.sort(0), lambda: SQUARE.t()[:2].sort(0)),
+}
+
+
+@pytest.mark.parametrize("what", ALIKE)
+@pytest.mark.parametrize("turn", [1, -1])
+def test_arguments_that_are_nearly_alike_have_rules_of_their_own(tape, what, turn):
+    for fn in ALIKE[what][::turn]:
+        recording, got = tape.record(fn)
+        recording.replay()
+        for x, want in zip(tree_leaves(got), tree_leaves(fn()), strict=True):
+            assert torch.equal(x, want) and x.dtype == want.dtype and x.stride() == want.stride()
+
+
+def test_another_default_dtype_is_another_rule(tape):
+    default = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            recording, out = tape.record(lambda: INTS / 2)
+            recording.replay()
+            assert out.tolist() == [0, 0.5, 1] and out.dtype == dtype
+    finally:
+        torch.set_default_dtype(default)
+
+
+def test_torch_s_rule_is_asked_once_and_another_s_each_time(tape, monkeypatch):
+    asked = []
+    as_computed = shapes.as_computed
+    monkeypatch.setattr(
+        shapes, "as_computed", lambda op, *rest: asked.append(op.name()) or as_computed(op, *rest)
+    )
+    rows = [3]  # what a rule of somebody's own may look at
+
+    @torch.library.custom_op("test_tape::of_rows", mutates_args=())
+    def of_rows(x: torch.Tensor) -> torch.Tensor:
+        return x.new_ones(rows[0])
+
+    @of_rows.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(rows[0])
+
+    for rows[0] in (3, 4):
+        recording, out = tape.record(lambda: of_rows(torch.full((11, 13), 7).abs()))
+        recording.replay()
+        assert out.tolist() == [1.0] * rows[0]
+    assert asked.count("test_tape::of_rows") == 2 and asked.count("aten::abs") <= 1
 
 
 # --- compiled code --------------------------------------------------------------------------------

@@ -22,10 +22,8 @@ FILES: dict[str, tuple[Any, ...]] = {
     "latent": (50, "test_triton_latent.py", "test_triton_latent_levels.py"),
     "recurrent": (98, "test_triton_recurrent.py", "test_triton_recurrent_levels.py",
                   "test_empty.py"),
-    "fused": (60, "test_triton_fused.py"),
-    "fp8": (34, "test_triton_fp8.py"),
-    "linear": (7, "test_triton_skinny.py"),
-    "staging": (40, "../graphs/test_staging.py"),
+    "fused, of few rows, and staging": (141, "test_triton_fused.py", "test_triton_fp8.py",
+                                        "test_triton_skinny.py", "../graphs/test_staging.py"),
 }  # fmt: skip  # how many tests there are at least, and where
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fast_interpreter import speed_up
 from torch import Tensor
 
 from fngraph.core import HostBounds
@@ -31,28 +32,8 @@ if GPU:
     }
 
 
-def patch_once(interpreter: Any, language: Any) -> None:
-    """Let Triton make each module of its language interpreted once a launch.
-
-    Else each call of one kernel's function by another does so, which is a fifth of all the time.
-    Those drop what `_patch_lang` returns; a launch, before which `load` is Triton's own builtin,
-    uses it to undo the change.
-    """
-    plain = interpreter._patch_lang
-
-    def patch(fn: Any) -> Any:
-        seen = (x for x in fn.__globals__.values() if x is language or x is language.core)
-        return plain(fn) if any(language.core.is_builtin(x.load) for x in seen) else None
-
-    interpreter._patch_lang = patch
-
-
 if interpreted():
-    import triton.language
-    from triton.runtime import interpreter
-
-    if hasattr(interpreter, "_patch_lang"):  # a private name, for speed alone
-        patch_once(interpreter, triton.language)
+    speed_up()
 
 
 def run(

@@ -103,7 +103,7 @@ def scaled_linear(
         TreeError: another shape, dtype or layout, or widths that tensor cores cannot take.
         BackendError: a device that is too old for fp8.
     """
-    return _LINEAR(x, x_scale, weight, weight_scale, dtype, held)  # type: ignore[no-any-return]
+    return _LINEAR(x, x_scale, weight, weight_scale, dtype, held=held)  # type: ignore[no-any-return]
 
 
 # --- plain forms ----------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _run_linear(
     if x.shape[0] <= FEW and missing("cuda") is None:
         from fngraph.ops.triton import fp8  # loads Triton
 
-        return fp8.linear(x, x_scale, weight, weight_scale, dtype, held)
+        return fp8.linear(x, x_scale, weight, weight_scale, dtype, held=held)
     return tensor_cores(x, x_scale, weight, weight_scale, dtype)
 
 

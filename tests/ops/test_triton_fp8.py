@@ -64,7 +64,7 @@ def test_a_product_of_few_rows_is_exact_to_its_rounding(rows: int, N: int, K: in
         args = tuple(x.to(WHERE) for x in product(rows, N, K, by_row, by_column))
         want = stated(*args)
         for dtype in DTYPES if GPU else DTYPES[:1]:
-            got = kernels.linear(*args, dtype, how)
+            got = kernels.linear(*args, dtype, how=how)
             assert got.shape == (rows, N) and got.dtype == dtype
             assert (got - want).abs().max() <= RESULTS[dtype] * want.abs().max()
 
@@ -72,12 +72,12 @@ def test_a_product_of_few_rows_is_exact_to_its_rounding(rows: int, N: int, K: in
 def test_no_row_reaches_another():
     x, x_scale, weight, scale = (y.to(WHERE) for y in product(5, 48, 1040))
     for how in (None, *HOWS):
-        clean = kernels.linear(x, x_scale, weight, scale, torch.float32, how)
+        clean = kernels.linear(x, x_scale, weight, scale, torch.float32, how=how)
         spoilt, by = x.clone(), x_scale.clone()
         by[1], by[3] = math.nan, math.inf
         if GPU:  # the interpreter reads NaN as 480
             spoilt.view(torch.uint8)[1, 7], by[1] = 127, x_scale[1]
-        got = kernels.linear(spoilt, by, weight, scale, torch.float32, how)
+        got = kernels.linear(spoilt, by, weight, scale, torch.float32, how=how)
         assert got[1].isnan().all() and not got[3].isfinite().any()
         assert torch.equal(got[[0, 2, 4]], clean[[0, 2, 4]])
 

@@ -161,7 +161,7 @@ def how_to(T: int, N: int, K: int, places: int) -> How:
 
 
 def linear(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype,
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, *,
     held: bool = False, how: How | None = None,
 ) -> Tensor:  # fmt: skip
     """See `fngraph.ops.fp8.scaled_linear`; of at most 16 rows."""

@@ -1,4 +1,4 @@
-# Six commands: make demo, make test, make fuzz, make lint, make format, make clean. Each does its own set-up.
+# make demo, test, test-all, fuzz, lint, format, clean: each does its own set-up.
 PYTHONS := python3.13 python3.12 python3.11 python3 python
 # the first of them that runs, is 3.11 or newer and can make environments; or make PYTHON=...
 PYTHON ?= $(shell for python in $(PYTHONS); do \
@@ -6,13 +6,17 @@ PYTHON ?= $(shell for python in $(PYTHONS); do \
 	&& echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: demo test fuzz lint format clean
+.PHONY: demo test test-all fuzz lint format clean
 
 demo: .venv/ready
 	$(BIN)/python -m models.demo
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+# all cases of the tests of which `make test` runs a sample
+test-all: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not gpu"
 
 # make fuzz PROGRAMS=50000; FUZZ=--fresh for programs that nobody has tried
 PROGRAMS ?= 2000

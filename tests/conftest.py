@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import resource
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -68,6 +69,31 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`sampled(n)`: n of a test's cases, always the same, are what `make test` runs; or those whose
+    names have one of the texts in `sampled(...)`. The others are the `rest`, as is the only case of
+    `sampled(0)`. Who names a test gets it."""
+    if any("::" in argument for argument in config.args):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("gpu"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, of_one in cases.items():
+        chosen = of_one[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        ids = sorted(item.nodeid for item in of_one)
+        if isinstance(chosen[0], int):
+            kept = random.Random(name).sample(ids, min(chosen[0], len(ids)))
+        else:
+            kept = [x for x in ids if any(text in x for text in chosen)]
+        if chosen != (0,) and not kept:
+            raise pytest.UsageError(f"{name}: sampled{chosen} names none of its cases")
+        for item in of_one:
+            if item.nodeid not in kept:
+                item.add_marker("rest")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -91,6 +91,7 @@ BROKEN: dict[str, tuple[Any, tuple[type, type], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("ahead", [False, True], ids=["called", "captured ahead"])
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_function_that_breaks_a_rule(recorder_name, device, what: str, ahead: bool):

@@ -81,6 +81,7 @@ def test_a_gpu_that_is_not_there(name: str, capsys):
     assert stopped.value.code == 2 and "needs a device 'cuda'" in capsys.readouterr().err
 
 
+@pytest.mark.sampled("steps", "host")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_run_has_the_fields_of_the_results(name: str, tmp_path: Path, capsys):
     flags, path = ["--quick", *QUICK[name]], tmp_path / "new" / "figures.json"

@@ -72,6 +72,7 @@ def rows_model(device: Any = "cpu", rows: int = toys.V, dtype: Any = torch.float
 # --- the same as forward --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("modes", toys.MODES)
 @pytest.mark.parametrize(
     ("name", "level"),
@@ -154,6 +155,7 @@ def tangled_(params: Any, state: Any, batch: toys.Batch) -> Any:
     return _tangled(params, state, batch, write=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("modes", ["FULL", "PIECEWISE", "NONE"])
 @pytest.mark.parametrize("fn", [tangled, tangled_])
 def test_views_of_one_memory_stay_so(recorder_name, device, fn: Any, modes: str):

@@ -35,6 +35,7 @@ def one_page(monkeypatch):
     monkeypatch.setattr(points, "PAGES", points.PAGES[:1])
 
 
+@pytest.mark.sampled(0)
 def test_a_right_backend_passes(add):
     add(right, options=ALL)
     checked = check("mine")
@@ -50,6 +51,7 @@ def test_what_is_refused_is_counted(one_page, add):
     assert "no window" in repr(check("mine", query_len=1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", fg.Support)
 @pytest.mark.parametrize("query_len", [None, 3])
 def test_only_what_the_level_and_the_query_length_allow_is_run(one_page, add, level, query_len):
@@ -244,6 +246,7 @@ ASKED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("run", WRONG, ids=lambda run: run.__name__)
 def test_a_wrong_backend_is_told_what_is_wrong(one_page, add, run):
     add(run, options=ASKED.get(run, ()))

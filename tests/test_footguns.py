@@ -302,6 +302,7 @@ def tried(part: Any) -> Any:
         return 1
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("modes", ["NONE", "FULL"])
 @pytest.mark.parametrize("what", FROZEN)
 def test_what_a_graph_would_freeze_is_an_error(what: str, modes: str):

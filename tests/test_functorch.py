@@ -104,6 +104,7 @@ def clipped(grads: Any) -> Any:
     return {name: g / norm.clamp(min=1) for name, g in grads.items()}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
 @pytest.mark.parametrize("what", PER_TOKEN)
 def test_transforms_over_tokens(recorder_name, device, what: str, modes: str, traces: Kept):
@@ -237,6 +238,7 @@ THROUGH_ATTENTION = [closed_over, as_aux, passed_in, by_autograd, in_forward_mod
                      over_samples]  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("fn", "modes"),
     [(as_aux, modes) for modes in toys.MODES]
@@ -268,6 +270,7 @@ def dense_loss(p: Any, b: toys.Batch) -> Tensor:
     return (x_TE @ p["head"]).tanh().square().sum()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fn", "modes", "dtype"),
     [(closed_over, None, torch.float64), (closed_over, None, torch.float32),

@@ -126,6 +126,7 @@ def test_a_batch_may_be_on_the_host_or_on_the_device(recorder_name, device, toy:
 # --- memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @every_mode
 def test_the_donated_container_comes_back_with_its_own_memory(recorder_name, device, toy, modes):
     fast = toy.graphify(modes=modes, recorder=recorder_name)
@@ -158,6 +159,7 @@ def test_a_recording_holds_what_it_reads(recorder_name, device, toy: Model, mode
     assert ring() is None
 
 
+@pytest.mark.sampled(5)
 @every_mode
 def test_owned_outputs_survive_the_next_calls(recorder_name, device, toy: Model, modes: str):
     fast = toy.graphify(modes=modes, recorder=recorder_name)
@@ -186,6 +188,7 @@ def test_borrowed_outputs_are_views_that_the_next_call_overwrites(
     assert not torch.equal(first, seen)
 
 
+@pytest.mark.sampled(5)
 @every_mode
 def test_an_owned_output_can_be_written_without_harm(recorder_name, device, toy, modes: str):
     fast = toy.graphify(modes=modes, recorder=recorder_name)
@@ -229,6 +232,7 @@ def test_keys_are_captured_when_they_are_first_needed(recorder_name, device):
     ]  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @every_mode
 def test_bind_and_capture_ahead_of_time(recorder_name, device, toy: Model, modes: str):
     fast = toy.graphify(modes=modes, limits=None, sizes=toys.SIZES, recorder=recorder_name)
@@ -594,6 +598,7 @@ def test_captured_is_a_mapping_of_keys(stages):
 AMBIENT = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("later", AMBIENT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("first", AMBIENT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["attend", "tally_"])
@@ -608,6 +613,7 @@ def test_the_first_call_and_later_ones_may_be_under(recorder_name, device, name,
         assert not got.requires_grad
 
 
+@pytest.mark.sampled(15)
 @every_mode
 @pytest.mark.parametrize("inference", ["params", "state", "both"])
 @pytest.mark.parametrize("name", ["attend", "tally", "tally_"])

@@ -9,6 +9,7 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.sampled("01_")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 # ipykernel and zmq warn of event loops of their own when the client starts a kernel
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")

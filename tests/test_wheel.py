@@ -88,6 +88,7 @@ def python_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
+@pytest.mark.sampled(0)
 def test_what_the_docs_show_runs_from_it(wheel: Path, tmp_path: Path):
     unpacked, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()

@@ -83,6 +83,7 @@ print(step.stats.compiled, sum(took.times for took in step.stats.compiles.values
 """
 
 
+@pytest.mark.sampled(0)
 def test_a_second_process_compiles_nothing(disk: Disk):
     ran = subprocess.run(
         [sys.executable, "-c", FRESH, "FULL"], cwd=ROOT, capture_output=True, text=True

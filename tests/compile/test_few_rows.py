@@ -38,6 +38,7 @@ def layer_model(laid: bool = True) -> Model:
     return Model(layer, params, {"calls": torch.zeros(1)})
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kernels_on", [("cuda",), ("cuda", "cpu")])
 def test_few_rows_have_code_of_their_own_where_there_is_a_kernel(
     kernels_on: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -199,6 +199,7 @@ print(json.dumps(every_key()))
 """
 
 
+@pytest.mark.sampled(0)
 def test_every_process_finds_the_same_keys():
     """Whatever its hash seed, and whatever was imported or compiled before."""
     here = every_key()

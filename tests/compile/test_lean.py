@@ -76,6 +76,7 @@ def test_a_kernel_that_is_no_longer_torchs_is_not_taken_for_it():
     assert lean._with_less(code("extern_kernels.mm(x, w)"), {"mm": torch.bmm}) is None
 
 
+@pytest.mark.sampled(0)
 def test_whoever_else_asks_for_the_compiler_meanwhile_gets_it():
     """Another thread, that compiles while this one loads; and code that asks for more of it."""
     told = textwrap.dedent("""

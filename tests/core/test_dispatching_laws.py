@@ -130,6 +130,7 @@ def _check_monotone(answers: dict[tuple, tuple]) -> None:
             padded[line] = key.num_tokens
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("args", "options"), COUNT_FAMILY)
 def test_every_count_up_to_64_tokens(args, options):
     table = _table(*args, **options)
@@ -138,6 +139,7 @@ def test_every_count_up_to_64_tokens(args, options):
     assert pickle.dumps(table) == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("modes", [mode.name for mode in Mode])
 def test_every_kind_of_batch_up_to_64_tokens(modes):
     options = ADAPTERS[1]
@@ -151,6 +153,7 @@ def _subsets() -> Iterator[tuple[Mode, ...]]:
     return chain.from_iterable(combinations((NONE, PIECEWISE, FULL), n) for n in (1, 2, 3))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", ADAPTERS, ids=str)
 @pytest.mark.parametrize("modes", [mode.name for mode in Mode])
 def test_every_kind_and_every_allowed_up_to_10_tokens(modes, options):

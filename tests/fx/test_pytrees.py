@@ -108,6 +108,7 @@ def grown(tree: Any) -> Any:
     return trees.map_leaves(lambda x: x + 1, tree)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("what", TREES)
 def test_a_tree_held_donated_and_returned(what: str, modes: str):

@@ -208,6 +208,7 @@ def capture(m: Model, recorder_name: str, modes: str, **options: Any) -> Any:
     return fast.bind(m.params).capture(m.cache, LIMITS, progress=False, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("guards", [False, True], ids=["", "guards"])
 @pytest.mark.parametrize("modes", MODES)
 def test_no_poison_reaches_what_is_real(recorder_name, device, modes: str, guards: bool):
@@ -247,6 +248,7 @@ def leak_block(params: Any, cache: Any, batch: llama.Batch) -> Any:
     return x + cache[0][0][0, 0, 0, 0] * 1e-5, cache
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["nan", "large", "valid"])
 @pytest.mark.parametrize("leak", [leak_rows, leak_block])
 def test_a_leak_is_seen(recorder_name, device, leak: Any, what: str):

@@ -189,6 +189,7 @@ def make(recorder_name: str, device: Any, modes: str) -> tuple[Any, Any]:
     return fast.bind(one).capture(state, LIMITS, progress=False), state
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("modes", ["FULL_AND_PIECEWISE", "FULL"])
 def test_every_checksum_is_right(recorder_name, device, modes: str):
     steps = 1000 if recorder_name == "cuda" else 300

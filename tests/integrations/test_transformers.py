@@ -139,6 +139,7 @@ def hold(fast: GraphifiedModel, right: Wanted, modes: str, atol: float = 1e-4) -
     return should
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("name", EVERY_MODE)
@@ -153,6 +154,7 @@ def test_tokens_logits_and_shares(name, modes, device, recorder, wanted, traces)
     assert ran == Counter({decode: DECODE_STEPS}) + Counter({mixed: MIXED_STEPS})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("name", FURTHER)
 def test_further_architectures(name, device, recorder, wanted):
@@ -218,6 +220,7 @@ ASKED: dict[str, dict[str, Any]] = {  # of a generation config
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("what", ASKED)
 def test_generate_does_what_the_generation_config_asks(what: str, wanted, traces):
@@ -538,6 +541,7 @@ def test_a_model_whose_requests_would_change_one_another_is_refused(what: str):
 # --- RoPE that depends on the batch is fixed where the limits make it constant --------------------
 
 
+@pytest.mark.sampled(0)
 def test_rope_that_rescales_beyond_the_limits_only_is_fixed():
     """Equal to the model itself; also after the model has switched over to its long factors."""
     options = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96}

@@ -93,6 +93,7 @@ def test_settings_are_not_dropped(made, params):
     fails("these steps are greedy", bare, llama.init_cache(params.config, 16), drawing)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("slots, has, count", [(0, "none", 8), (2, "2 slots", 8)])
 @pytest.mark.parametrize("cascade", [0, 16])
 def test_an_adapter_without_a_slot(slots, has, count, cascade, made):

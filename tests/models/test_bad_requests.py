@@ -7,9 +7,12 @@ A sample; 2,000 of them, in some minutes:
 
 from __future__ import annotations
 
+import pytest
+
 from tests.models.bad_requests import BAD, draw, hold
 
 
+@pytest.mark.sampled(0)
 def test_a_sample_of_requests_with_bad_ones_among_them():
     assert {one.bad for one in draw(160, 20)} >= set(BAD)
     counts = hold(160, 20)

@@ -245,6 +245,7 @@ SAMPLE = [("llama", level, MODES) for level in LEVELS] + [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled("qwen3-pieces", "bert-none")
 @pytest.mark.parametrize(("name", "level", "modes"), SAMPLE, ids=str)
 def test_a_sample_on_the_tape(name: str, level: str, modes: tuple[str, ...], cases, traces):
     every_mode(name, cases(name, torch.device("cpu")), level, "tape", traces, modes)
@@ -270,6 +271,7 @@ LIVES = [
 ]
 
 
+@pytest.mark.sampled("none")
 @pytest.mark.parametrize(("name", "level", "recorder"), LIVES)
 def test_guards_sleep_and_weights_that_are_bound(name: str, level: str, recorder: str, cases):
     """Borrowed results, poisoned padding and a nap; then other weights, written where the old ones

@@ -139,6 +139,7 @@ def capture(
     return step, cache
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("modes", demo.MEANING)
 def test_tokens_logits_and_shares(modes, device, recorder, wanted, traces):

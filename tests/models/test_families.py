@@ -100,6 +100,7 @@ BODIES = {  # of a layer: a function, and its runs in a trace, where some layers
 }
 
 
+@pytest.mark.sampled(2)
 def test_nothing_is_refused_and_layers_that_are_alike_are_traced_once(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ):
@@ -124,6 +125,7 @@ def test_greedy_tokens_of_bare_forward(case: Case):
     assert got == case.tokens
 
 
+@pytest.mark.sampled(2)
 def test_greedy_tokens_of_graphs(case: Case):
     """A prompt in two chunks, then one token a step: PIECEWISE, then FULL."""
     cache = new_cache(case)
@@ -145,6 +147,7 @@ def test_greedy_tokens_of_graphs(case: Case):
     assert ran == {"FULL": COUNT - 1, "PIECEWISE": 2}
 
 
+@pytest.mark.sampled(1)
 def test_served_with_others(case: Case):
     """Five requests on two rows, joining and leaving; each gets what it gets alone."""
     prompts = [tiny.PROMPT, tiny.PROMPT[:1], tiny.PROMPT[3:], [*tiny.PROMPT, *case.tokens[:9]], [8]]

@@ -211,6 +211,7 @@ def new_cache(family: Any, params: Any, num_blocks: int) -> Any:
     return cache
 
 
+@pytest.mark.sampled(1)
 @families
 def test_nothing_is_refused_and_padding_stays_out(family: Any):
     params = quantize_fp8(wide(family), input_scales=INPUTS)
@@ -229,6 +230,7 @@ def test_nothing_is_refused_and_padding_stays_out(family: Any):
     assert ran["fngraph.quantize_fp8_rows.default"] == 14 - len(INPUTS)
 
 
+@pytest.mark.sampled(2)
 @families
 @pytest.mark.parametrize("modes", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "NONE"])
 def test_served_with_others_each_gets_what_it_gets_alone(family: Any, modes: str):
@@ -247,6 +249,7 @@ def test_served_with_others_each_gets_what_it_gets_alone(family: Any, modes: str
         assert texts[i] == generate.reference(params, prompt, 3 + 2 * i, family)
 
 
+@pytest.mark.sampled(2)
 @families
 @pytest.mark.parametrize(("device", "recorder"), DEVICES)
 @pytest.mark.parametrize("passes", [(), "all"], ids=["as traced", "all passes"])
@@ -289,6 +292,7 @@ MERGED: dict[str, tuple[Any, int, int]] = {  # params, products that were merged
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MERGED)
 def test_products_are_one_where_weights_and_scales_lie_side_by_side(name: str):
     make, merged, left = MERGED[name]

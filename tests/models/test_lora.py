@@ -116,6 +116,7 @@ def traces() -> Kept:
     return {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("modes", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "NONE"])
 def test_each_row_has_its_own_adapter(modes, recorder_name, device, config, traces):
     params = wide_params(config, device=str(device))

@@ -118,6 +118,7 @@ def test_the_model_as_it_is_passes():
     assert not trace(module).notes
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_plant_is_caught_in_the_trace(name: str):
     old, new, error = PLANTS[name]

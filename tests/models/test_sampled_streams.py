@@ -104,6 +104,7 @@ def served(params: Any, recorder: str, schedule: str) -> tuple[dict, Tally, Sequ
     return gather(events), tally, states
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_request_writes_the_same_text(schedule, recorder_name, device, config, wanted):
     params = wide_params(config, device=str(device))

@@ -91,6 +91,7 @@ def check_blocks(state: State) -> None:
     assert all(type(before) is tuple or before in pool.names for before, _ in pool.named)
 
 
+@pytest.mark.sampled(0)
 @unhurried
 @given(traffic())
 def test_each_request_gets_its_tokens_whatever_else_happens(case):
@@ -169,6 +170,7 @@ def decodes_never_wait_and_the_budget_is_used(step: Step, planned: State, policy
     assert step.batch.spec.num_tokens == min(wanted, policy.max_tokens) + drafts
 
 
+@pytest.mark.sampled(0)
 def test_what_is_hard_occurs_often():
     """Or the properties above would say little."""
     seen: Counter[str] = Counter()

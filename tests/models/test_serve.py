@@ -167,6 +167,7 @@ def expected(modes: str, spec: fg.BatchSpec) -> str:
     return mixed if spec.query_len is None else decode
 
 
+@pytest.mark.sampled("FULL_AND_PIECEWISE")
 @pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("modes", demo.MEANING)
 def test_everything_at_once(modes, device, recorder, wanted, traces):

@@ -25,6 +25,7 @@ MEANING = {  # what decode batches and the others run as
 }  # fmt: skip
 
 
+@pytest.mark.sampled("greedy")
 @pytest.mark.parametrize(
     "modes, more",
     [
@@ -154,6 +155,7 @@ def traces() -> Kept:
     return {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["decode", "traffic"])
 @pytest.mark.parametrize(
     "break_, more",

@@ -152,6 +152,7 @@ def run(count: int, policy: Policy, forward: Any, cache: Any, *more: str, **opti
     return tally
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("device, recorder", DEVICES)
 def test_ten_thousand_requests(device, recorder):
     policy = Policy(192, 64, 6, SIZE, query_lens=(1, 3), ngram=1, reserve=0)
@@ -164,6 +165,7 @@ def test_ten_thousand_requests(device, recorder):
     assert tally.share("FULL") + tally.share("PIECEWISE") == 1
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("device, recorder", DEVICES)
 def test_recurrent_states_start_over(device, recorder):
     """The sum is a state in a slot here; a request that was thrown out starts from nothing."""

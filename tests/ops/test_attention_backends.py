@@ -38,6 +38,7 @@ def check(name: str, *rows: Any, **made: Any) -> None:
     assert not difference(call(name, a), call("reference", b), a, b)
 
 
+@pytest.mark.sampled("sdpa")
 @pytest.mark.parametrize("name, device", CASES)
 def test_it_conforms(name, device, monkeypatch):
     """On the CPU "flex" is slow, and what differs from page to page it shares with "sdpa"."""
@@ -87,6 +88,7 @@ def test_what_a_backend_cannot_round_is_rounded_behind_it(name, device):
     assert (want.float().abs() == 448).any() and not want[-2:].float().any()
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name, device", CASES)
 @pytest.mark.parametrize("heads", [(8, 8, 64), (8, 1, 80), (6, 2, 96), (16, 2, 128), (4, 1, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 32, 256])
@@ -125,6 +127,7 @@ def test_a_graph_serves_requests_of_up_to_a_thousand_tokens(name, query_len, blo
 # --- levels, by whole models ---------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["reference", "sdpa", "flex"])
 @pytest.mark.parametrize("modes", ["FULL", "FULL_AND_PIECEWISE", "PIECEWISE"])
 @pytest.mark.parametrize("query_lens", [(1,), (1, 3)])

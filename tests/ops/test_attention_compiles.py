@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from test_triton_compiles import SHARED, compile_for_h100, needs_triton, run_alone
 
@@ -62,6 +63,7 @@ def compiled(change: dict[str, Any], R: int, columns: int, Q: int) -> list[str]:
     return [*turns, *names]
 
 
+@pytest.mark.sampled(0)
 @needs_triton
 def test_every_way_of_splitting_compiles_and_fits(tmp_path):
     splits, spans, turn = "split", "split-spans", "turn"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from test_triton_compiles import SHARED, compile_for_h100, needs_triton, run_alone
 
@@ -36,6 +37,7 @@ def kernels(dtype: torch.dtype) -> list[str]:
     return names
 
 
+@pytest.mark.sampled(0)
 @needs_triton
 def test_every_kernel_compiles_and_fits(tmp_path):
     one, few, split = ["one_kernel"] * 2, ["few_kernel"] * 2, ["few_kernel", "add_kernel"] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from fused_cases import CASES, FP8_CASES
 from test_triton_compiles import SHARED, compile_for_h100, needs_triton, run_alone
@@ -34,6 +35,7 @@ def kernels(dtype: torch.dtype) -> list[str]:
     return names
 
 
+@pytest.mark.sampled(0)
 @needs_triton
 def test_every_kernel_compiles_and_fits(tmp_path):
     norms, gates, ropes = ["norm_kernel"] * 5, ["silu_mul_kernel"] * 3, ["rope_kernel"] * 5

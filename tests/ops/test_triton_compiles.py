@@ -88,6 +88,7 @@ def kernels(dtype: torch.dtype, query_len: int) -> list[str]:
     return names
 
 
+@pytest.mark.sampled(0)
 @needs_triton
 def test_every_kernel_compiles_and_fits(tmp_path):
     chunks = ["recurrent_kernel", "chunk_kernel", "scan_kernel"]

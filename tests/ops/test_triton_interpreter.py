@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+SAMPLE = "strided or nothing_but_padding or mixed or quantising or no_number or no_row or as_near"
 FILES: dict[str, tuple[Any, ...]] = {
+    "a few of each": (40, "-k", SAMPLE, "test_triton_attention.py", "test_triton_latent.py",
+                      "test_triton_recurrent.py", "test_triton_fused.py", "test_triton_fp8.py",
+                      "test_triton_skinny.py"),
     "attention": (85, "test_triton_attention.py", "test_triton_levels.py", "test_triton_splits.py",
                   "test_triton_split_edges.py"),
     "latent": (50, "test_triton_latent.py", "test_triton_latent_levels.py"),
@@ -24,18 +28,18 @@ FILES: dict[str, tuple[Any, ...]] = {
                   "test_empty.py"),
     "fused, of few rows, and staging": (141, "test_triton_fused.py", "test_triton_fp8.py",
                                         "test_triton_skinny.py", "../graphs/test_staging.py"),
-}  # fmt: skip  # how many tests there are at least, and where
+}  # fmt: skip  # how many tests there are at least, and pytest's arguments
 
 
+@pytest.mark.sampled("a few")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("kernels", FILES)
 def test_the_kernels_are_right_under_the_interpreter(kernels):
-    least, *names = FILES[kernels]
+    least, *arguments = FILES[kernels]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "default"]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
-        [*command, *(str(HERE / name) for name in names)],
-        capture_output=True, text=True, env=env, cwd=HERE.parent.parent, check=False,
+        [*command, *arguments], capture_output=True, text=True, env=env, cwd=HERE, check=False,
     )  # fmt: skip
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]

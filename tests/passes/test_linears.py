@@ -181,6 +181,7 @@ IN_BFLOAT16 = {  # what is added is in float32 there; so is what a router multip
 }
 
 
+@pytest.mark.sampled("llama")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_so_many_and_computes_the_same(

@@ -93,6 +93,7 @@ def refused_trace(fn: Any, recorder: str, device: Any, remains: Remains) -> None
         fast(p, s, toys.batch(2))
 
 
+@pytest.mark.sampled(0)
 def test_refused_traces(recorder_name, device):
     functions = itertools.cycle(REFUSED.values())
     refused_trace(next(functions), recorder_name, device, Remains())

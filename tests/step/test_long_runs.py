@@ -118,6 +118,7 @@ def flat() -> Iterator[Any]:
     tracemalloc.stop()
 
 
+@pytest.mark.sampled(0)
 def test_replays_leave_python_memory_flat(flat):
     made, likes = steps.make("tape", "cpu", limits=LIMITS), batches("cpu")
     tracemalloc.start()
@@ -129,6 +130,7 @@ def test_replays_leave_python_memory_flat(flat):
     check_all(made, likes, 300)
 
 
+@pytest.mark.sampled(0)
 def test_cycles_leave_python_memory_flat(flat):
     made = steps.make("tape", "cpu", limits=LIMITS, sizes=(8,))
     key, like = BatchDescriptor(8), toys.batch(3, 2)

@@ -52,6 +52,7 @@ def pointers(tree: Any) -> list[int]:
 # --- the same shapes ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["cpu", "device"])
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
 def test_the_next_call_computes_with_the_new_weights(device, modes: str, where: str):
@@ -145,6 +146,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", BAD)
 def test_nothing_is_written_if_one_is_wrong(device, what: str):
     (step, params, cache), (change, kind, words) = over_attend(device), BAD[what]

@@ -38,6 +38,7 @@ def two(device: Any, recorder: str, modes: tuple[str, str], **options: Any) -> A
     return *steps, params, cache
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("outputs", "guards"), [("own", False), ("borrow", False), ("borrow", True)]
 )

@@ -225,6 +225,7 @@ BODIES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_the_graph_is_the_one_without(name: str):
     check(stack(BODIES[name]), 1)
@@ -447,6 +448,7 @@ def closing_over(values: Any) -> Any:
     return model
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("values", "runs"),
     [
@@ -851,6 +853,7 @@ def a_method_and_keywords(mark: Any) -> Any:
     return forward
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("model", "runs"), SAME)
 def test_models_are_the_same_marked_or_not(model: Any, runs: int):
     check(model, runs)

@@ -295,12 +295,14 @@ def clone_written_from_the_old_value(s: Any, t: Any) -> Any:
     return {"a": a}
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_says_how(name: str):
     fn, how = CASES[name]
     assert donated.how(fn, state()) == how
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("modes", donated.MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_the_function_and_buffers_stay(name: str, modes: str):
@@ -465,6 +467,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("modes", ["NONE", "FULL"])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("leaf", ODD)

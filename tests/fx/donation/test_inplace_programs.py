@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import toys
 from hypothesis import HealthCheck, given, settings
@@ -202,6 +203,7 @@ def check_programs(program: Program) -> None:
     SHARES["copied"] += "copied" in how.values()
 
 
+@pytest.mark.sampled(0)
 def test_programs_agree_with_and_without_donation_and_shares_are_fair():
     SHARES.clear()
     check_programs()

@@ -251,6 +251,7 @@ KEPT: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_at_its_line(name: str) -> None:
     program, says = REFUSED[name]
@@ -260,6 +261,7 @@ def test_it_is_refused_at_its_line(name: str) -> None:
     assert "output[" in str(caught.value)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", KEPT)
 def test_it_equals_bare_forward_whatever_the_kept_row_holds(name: str) -> None:
     fn = forward(KEPT[name])

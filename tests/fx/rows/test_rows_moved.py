@@ -147,6 +147,7 @@ def test_each_view_that_has_a_rule_is_tried() -> None:
     assert set(VIEWS) == views - {"_conj", "_neg_view", "lift_fresh"}  # which torch writes itself
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_of_a_part_is_no_more_than_one(name: str) -> None:
     """All but the last token are written through it, of a key more than there are."""

@@ -87,6 +87,7 @@ def test_literals_are_listed_with_their_values(name: str):
     assert sorted(map(str, (c.tolist() for c in constants.values()))) == sorted(map(str, want))
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("name", LITERALS)
 def test_literals_compute_what_they_say(name: str, modes: str):

@@ -111,6 +111,7 @@ KEPT: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.sampled("[list]", "[queue]", "[generator]", "[context variable]")
 @pytest.mark.parametrize("how", KEPT)
 def test_a_tensor_that_is_kept(how: str):
     keep, where = KEPT[how]
@@ -159,6 +160,7 @@ def test_the_line_is_where_it_was_made():
     assert f"{Path(__file__).name}:{number}:" in str(caught.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("keep", "path"),
     [
@@ -291,6 +293,7 @@ def test_what_is_let_go_of_a_little_later_is_fine(held: Any, monkeypatch: pytest
     assert len(looks) == 2
 
 
+@pytest.mark.sampled(0)
 def test_the_look_has_an_end():
     """What a thread goes on to hold is kept."""
     go, threads = threading.Event(), []

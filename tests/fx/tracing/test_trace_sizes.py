@@ -177,12 +177,14 @@ def assert_fixes_no_size(traced: Any) -> None:
     assert not environment.replacements.keys() & set(graph.letters)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_trace_fixes_no_size(name: str):
     made = fg.graphify(forward_of([name]), donate="s", stage="b", limits=LIMITS)
     assert_fixes_no_size(made.trace(weights(), {}, batch=toys.batch(2)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [(1, 1), (2, 2), (17, 3)], ids=str)
 @pytest.mark.parametrize("modes", MODES)
 def test_one_trace_runs_every_size(modes: str, first: tuple[int, int]):
@@ -359,6 +361,7 @@ def test_a_trace_of_the_llama_fixes_no_size(model: Any):
     assert traced.split().program.kinds == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("modes", [*MODES, "FULL_AND_PIECEWISE"])
 def test_the_llama_runs_every_size_from_one_trace(modes: str, model: Any):
     params, cache = model

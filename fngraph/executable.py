@@ -75,6 +75,7 @@ class Executable:
         generators: those that `forward` draws from.
         table: which keys there are.
         limits: bounds of every step.
+        query_lens: tokens a request of the uniform batches that will come.
         plan: the static buffers.
         estimate: bytes that a key will take, of its mode and descriptor.
         level: of compilation.
@@ -99,6 +100,7 @@ class Executable:
     generators: tuple[torch.Generator, ...]
     table: DispatchTable
     limits: Limits
+    query_lens: tuple[int, ...]
     plan: BufferPlan
     estimate: Callable[[Mode, BatchDescriptor], Bytes]
     level: str

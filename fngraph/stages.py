@@ -285,6 +285,7 @@ class Lowered:
             generators=traced.options.generators,
             table=self.table,
             limits=self.limits,
+            query_lens=traced.options.query_lens,
             plan=self.plan,
             estimate=self._estimate,
             level=self.level,

@@ -144,11 +144,16 @@ def _run_eagerly(
 
 
 def _as_staged(x: torch.Tensor, written: Sequence[Bytes]) -> torch.Tensor:
-    """A leaf as a static buffer would hold it: dense, in its shape's own order, and in memory that
-    the step does not write, as it does where a batch brings a view of the state."""
+    """A leaf as a static buffer would hold it: dense, in its shape's own order, at an address for
+    which kernels are compiled, and in memory that the step does not write, as it does where a batch
+    brings a view of the state."""
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg().contiguous()
-    return x.clone() if written and meets(storage_bytes(x), written) else x
+    apart = written and meets(storage_bytes(x), written)
+    return x.clone() if apart or x.data_ptr() % ALIGNED else x
+
+
+ALIGNED = 16  # bytes: Triton compiles another form of a kernel for what is not
 
 
 def _on(device: torch.device, x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ Kernels are warmed once, not once a size: keys of one kind run the same ones. A 
 loads it, and Triton compiles for a number that is 1, for one that is divisible by 16 and for any
 other. So a kind is that of each size, and one key of each kind, the largest, is run for real.
 Code that was compiled for a range of sizes has kernels of its own, and is a kind of its own.
+Steps without graphs (NONE, and attention in PIECEWISE) run at their own sizes: one of each kind of
+batch is run so too, or a kernel would be compiled in the middle of traffic.
 cuBLAS may take another kernel for another size of the same kind, which CUDA loads within a capture;
 what cannot be done there makes that capture fail, and that key is then warmed and captured again.
 """
@@ -23,6 +25,7 @@ from fngraph.core import (
     Dispatch,
     HostBounds,
     KeyBounds,
+    Limits,
     Mode,
     PlannedBuffer,
 )
@@ -203,7 +206,7 @@ def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = Fals
     keys.check_ready()
     recorder = keys.shared.recorder
     _warm_ahead(keys, [key for key in wanted if keys.fits(key)])
-    if keys.executable.level == "stock":
+    if keys.executable.level == "stock" or compiles_kernels(recorder.device):
         _warm_eager(keys)
     shown: Iterable[Key] = wanted
     if progress:
@@ -234,18 +237,50 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
                 raise
 
 
+def compiles_kernels(device: torch.device) -> bool:
+    """Whether kernels are compiled there when they are first launched."""
+    return device.type != "cpu"
+
+
 def _warm_eager(keys: Keys) -> None:
-    """Run what `torch.compile` compiles when it first runs, for each kind of size that its guards
-    tell apart, in any mode: batches of one token, of one request, and of more."""
-    executable, most = keys.executable, keys.executable.limits
-    batches = [(1, 1), (most.max_tokens, 1), (most.max_tokens, min(most.max_tokens, most.max_reqs))]
+    """Run what is compiled when it first runs as steps without graphs run it, in any mode: pieces
+    by `torch.compile`, for each kind of size that its guards tell apart, and kernels of attention.
+    """
+    executable, limits = keys.executable, keys.executable.limits
+    kinds = kinds_of_batches(limits, executable.query_lens, executable.level == "stock")
     with as_captured(keys), preserved(overwritten(keys)):
-        for tokens, reqs in dict.fromkeys(batches):
-            sizes = true_sizes(BatchSpec(tokens, reqs), most.dims)
-            padding = [_padding(planned, sizes, 0) for planned in executable.plan.buffers]
+        for spec in kinds:
+            sizes = true_sizes(spec, limits.dims)
+            stride = spec.query_len or 0
+            padding = [_padding(planned, sizes, stride) for planned in executable.plan.buffers]
+            for planner in executable.planners:
+                planner.fill(None, sizes, padding)
             leaves = [x.to(keys.shared.recorder.device) for x in padding]
             inputs = keys.shared.binding.inputs(leaves, keys.constants)
-            run_program(executable.program, executable.fns, inputs, sizes, None)
+            run_program(executable.program, executable.fns, inputs, sizes, spec.bounds)
+
+
+def kinds_of_batches(
+    limits: Limits, query_lens: Iterable[int], largest: bool = False
+) -> list[BatchSpec]:
+    """Batches that differ in what kernels are chosen by: of one token, of one request, of more; of
+    one query length, any power of two of them; and mixed.
+
+    Args:
+        largest: up to as many tokens as there may be, where their number matters; else few.
+    """
+    most = limits.max_tokens
+    mixed = most if largest else min(most, limits.max_reqs + MIXED)
+    made: list[tuple[int, int, int | None]] = [(1, 1, None), (mixed, 1, None)]
+    made += [(mixed, min(mixed, limits.max_reqs), None)]
+    for query_len in query_lens:
+        reqs = min(limits.max_reqs, most // query_len)
+        powers = (1 << i for i in range(reqs.bit_length()))
+        made += [(n * query_len, n, query_len) for n in dict.fromkeys((*powers, reqs)) if n]
+    return [BatchSpec(tokens, reqs, query_len) for tokens, reqs, query_len in made]
+
+
+MIXED = 32  # tokens more than requests, in a batch that is not of one query length
 
 
 def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:

@@ -47,12 +47,13 @@ def compile_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **optio
     given = dict(zip(kernel.arg_names, (*reads, *writes, *numbers))) | options
     for i, name in enumerate(kernel.arg_names):
         x = given[name]
-        if name in options or (isinstance(x, int) and x == 1):
+        any_number = isinstance(x, int) and name in (kernel.do_not_specialize or ())
+        if name in options or (isinstance(x, int) and x == 1 and not any_number):
             signature[name], constants[(i,)] = "constexpr", x
             continue
         number = "fp32" if isinstance(x, float) else "i32"
         signature[name] = POINTERS[x.dtype] if isinstance(x, Tensor) else number
-        if isinstance(x, Tensor) or (isinstance(x, int) and x % 16 == 0):
+        if isinstance(x, Tensor) or (isinstance(x, int) and x % 16 == 0 and not any_number):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, hints)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tuning).metadata.shared

@@ -12,7 +12,7 @@ import triton.language as tl
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
 from fngraph.ops.recurrent.convolution import CausalConvArgs
-from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.recurrent import request
 from fngraph.ops.triton.tiling import find, lanes, tiles
 
@@ -20,7 +20,7 @@ TOKENS = 16  # a tile, at most
 CHANNELS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def conv_kernel(
     x, weight, slots, lens, starts, state, out, T, R,
     x_row, weight_row, slot_step, channel_step, tap_step, out_row,

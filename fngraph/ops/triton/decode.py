@@ -27,7 +27,7 @@ from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton import unified
 from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
-from fngraph.ops.triton.launching import launch, power_of_two, processors
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold
 from fngraph.ops.triton.overlapping import ask_for_rows, let_next, wait
 from fngraph.ops.triton.turning import turn_and_write
@@ -175,7 +175,7 @@ LENGTHS = ((SHORT, 64), (4096, 128), (16384, 256), (float("inf"), 512))
 FILL, MOST = 2, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def split_kernel(
     q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out_scale,
     parts, tops, totals, done, out, R, HEADS, UNITS, EACH, many, q_row, q_head,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.triton.launching import interpreted, launch, power_of_two, processors
+from fngraph.ops.triton.launching import COUNTS, interpreted, launch, power_of_two, processors
 from fngraph.ops.triton.overlapping import let_next, overlap, wait
 
 FP8 = torch.float8_e4m3fn
@@ -251,7 +251,7 @@ def one_kernel(
     tl.store(out + n, made.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def few_kernel(
     x, weight, x_scale, weight_scale, out, T, N, each, x_step, weight_step,
     K: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
@@ -301,7 +301,7 @@ def few_kernel(
         tl.store(out + at, made.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def add_kernel(
     parts, x_scale, weight_scale, out, T, N, x_step, weight_step,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

@@ -23,7 +23,7 @@ from fngraph.ops.paged.config import dense
 from fngraph.ops.paged.latent import MLAArgs
 from fngraph.ops.triton.decode import How
 from fngraph.ops.triton.keys import LOG2E, Tile, compute_dtype, weigh
-from fngraph.ops.triton.launching import launch, power_of_two, processors
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.merging import empty, merge
 from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
@@ -157,7 +157,7 @@ def tile_of(config: Any, rows: int) -> Tile:
     return Tile(32, 32, 8, 5) if rows <= 32 else Tile(64, 32, 8, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def latent_unified_kernel(
     q, cache, starts, lens, tables, out, T, R,
     q_row, q_head, by_block, by_slot, table_row, out_row, out_head, scale,
@@ -191,7 +191,7 @@ def latent_unified_kernel(
             tl.store(into, tl.zeros((ROWS, WIDTH), out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def latent_split_kernel(
     q, cache, starts, lens, tables, parts, tops, totals, R, UNITS,
     q_row, q_head, by_block, by_slot, table_row, scale,

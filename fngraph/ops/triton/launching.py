@@ -17,6 +17,11 @@ from torch import Tensor
 
 from fngraph.ops.primitives import LIBRARY
 
+COUNTS = ("T", "R", "UNITS", "EACH", "many", "count")
+"""Numbers that differ from batch to batch, as kernels call them. Triton would compile a form for
+each that is 1, one for what 16 divides and one for any other: in the middle of traffic. So kernels
+say `@triton.jit(do_not_specialize=COUNTS)`, and one form serves all."""
+
 LIBRARY.define(
     "interpret(str module, str kernel, int[] grid, Tensor[] reads, Tensor(a!)[] writes, "
     "Scalar[] numbers, str[] names, Scalar[] constants) -> ()"

@@ -34,7 +34,7 @@ from fngraph.ops.paged.config import dense
 from fngraph.ops.recurrent.delta_rule import GatedDeltaArgs
 from fngraph.ops.recurrent.requests import is_empty
 from fngraph.ops.recurrent.state_space import SSDArgs
-from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.recurrent import recurrent_kernel, request
 from fngraph.ops.triton.tiling import find, lanes, tiles
 
@@ -140,7 +140,7 @@ def _rates(rate, decay, rate_row, decay_row, token, real, DELTA: tl.constexpr):
     return by, g if DELTA else g * by
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def chunk_kernel(
     q, k, rate, decay, lens, starts, mixing, inverse, out, T, R, HEADS,
     q_row, q_head, k_row, k_head, rate_row, decay_row, out_row, out_head, scale,
@@ -198,7 +198,7 @@ def chunk_kernel(
             tl.store(out + into, nothing, mask=real[:, None] & (value < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def scan_kernel(
     q, k, v, rate, decay, slots, lens, starts, mixing, inverse, state, out, T, HEADS,
     q_row, q_head, k_row, k_head, v_row, v_head, rate_row, decay_row,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import finish
-from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
 
 SPLITS = 8  # of a span, in order
@@ -39,7 +39,7 @@ def by_spans(first, length, many, SPLIT: tl.constexpr):
     return (length + SPLIT - 1) // SPLIT - first // SPLIT > many
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def merge_kernel(
     starts, lens, parts, tops, totals, sinks, v_scale, out_scale, like, out,
     R, UNITS, many, out_row, out_head, window, v_step,

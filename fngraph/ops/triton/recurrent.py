@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fngraph.ops.triton.launching import COUNTS
+
 
 @triton.jit
 def request(starts, lens, r, T):
@@ -20,7 +22,7 @@ def request(starts, lens, r, T):
     return begin, tl.minimum(end, T), live, live & (length > end - begin)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def recurrent_kernel(
     q, k, v, rate, decay, slots, lens, starts, state, out, T, R,
     q_row, q_head, k_row, k_head, v_row, v_head, rate_row, decay_row,

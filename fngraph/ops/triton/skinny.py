@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import ask_for, let_next, wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def vector_kernel(
     x, norm, a, b, c, more, out, T, A, B, C, x_row, more_row, out_row, eps,
     K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -85,7 +85,7 @@ def vector_kernel(
     _finish(y, up, more, out, m, first + n, T, n < size, more_row, out_row, GATED, ADDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def rows_kernel(
     x, a, b, c, more, out, T, A, B, C, x_row, more_row, out_row,
     K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

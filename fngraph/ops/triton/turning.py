@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fngraph.ops.paged.config import AttentionArgs, Turn, dense, turned as turned_by_ops
 from fngraph.ops.triton.fused import turned
-from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.writing import check_dense, forget, scale_of, store, write
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def turn_kernel(
     slots, q, k, v, q_norm, k_norm, cos, sin, k_scale, v_scale, turned_q, k_cache, v_cache, done,
     q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,

@@ -15,13 +15,13 @@ from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import Tile, attend_keys, compute_dtype, finish, options
-from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
 from fngraph.ops.triton.turning import turn_and_write
 from fngraph.ops.triton.writing import scale_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def unified_kernel(
     q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out_scale, out, T, R,
     q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,

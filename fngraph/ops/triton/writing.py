@@ -9,7 +9,7 @@ from torch import Tensor
 from fngraph.errors import BackendError
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.slots import rounded
-from fngraph.ops.triton.launching import launch, power_of_two
+from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
 
 
@@ -33,7 +33,7 @@ def forget(done, t, count, EACH: tl.constexpr):
     tl.store(done + i, 0, mask=(i < (t + 1) * EACH) & (i < count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def write_kernel(
     slots, k, v, k_scale, v_scale, k_cache, v_cache, done,
     k_row, k_head, v_row, v_head, k_block, k_slot, k_at, v_block, v_slot, v_at, k_step, v_step,

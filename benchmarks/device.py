@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -37,6 +38,26 @@ def scattered(new: Sequence[int], lens: Sequence[int], block: int) -> Any:
         slots.append(row[i // block] * block + i % block)
     seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
     return fg.ops.AttentionMeta(torch.cat(slots), seq_lens, starts_of(new), table.int())
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[list[str]]:
+    """The names of Triton's kernels, once for each form that becomes ready to launch meanwhile."""
+    names: list[str] = []
+    try:
+        from triton import knobs
+    except ImportError:
+        yield names
+        return
+
+    def note(*, fn: Any, **_: Any) -> None:
+        names.append(fn.name)
+
+    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, note
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
 
 
 def in_graph(fn: Fn, calls: int = 1) -> torch.cuda.CUDAGraph:

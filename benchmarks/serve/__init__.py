@@ -143,6 +143,22 @@ def serving(name: str, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": name, "attention": ran, "decode": [], "traffic": [], "shares": []
     }  # fmt: skip
+    if "traffic" in args.parts:
+        arrivals = stream(profile, args.requests, vocab_size=vocab_size, seed=args.seed)
+        print(as_text(arrivals))
+        held = bench.cache, bench.policy, bench.num_blocks
+        texts = {}
+        for mode, steps in captured.items():
+            print(f"{name} {mode}: serving {len(arrivals)} requests", flush=True)
+            row, tally, texts[mode] = served(steps, *held, arrivals)
+            found["traffic"].append({"modes": mode, **row})
+            found["shares"] += [{"modes": mode, **line} for line in shares(tally)]
+        _, _, wanted = served(bench.bare(), *held, arrivals)  # last, or its kernels were ready
+        for row in found["traffic"]:
+            text = texts[row["modes"]]
+            row["right"] = share_of_texts(text, wanted, arrivals, bench.logits_after)
+        show(found["shares"])
+        show(found["traffic"])
     if "decode" in args.parts:
         device = args.device
         batches = [
@@ -155,20 +171,6 @@ def serving(name: str, args: argparse.Namespace) -> dict[str, Any]:
         ways = {"bare forward": bench.bare().run} | {m: s.run for m, s in captured.items()}
         found["decode"] = in_turns(ways, bench.cache, batches, bench.logits)
         show(by_batch(found["decode"]))
-    if "traffic" in args.parts:
-        arrivals = stream(profile, args.requests, vocab_size=vocab_size, seed=args.seed)
-        print(as_text(arrivals))
-        held = bench.cache, bench.policy, bench.num_blocks
-        _, _, wanted = served(bench.bare(), *held, arrivals)
-        for mode, steps in captured.items():
-            print(f"{name} {mode}: serving {len(arrivals)} requests", flush=True)
-            served(steps, *held, arrivals[:8])  # kernels of eager steps compile as they come
-            row, tally, texts = served(steps, *held, arrivals)
-            right = share_of_texts(texts, wanted, arrivals, bench.logits_after)
-            found["traffic"].append({"modes": mode, **row, "right": right})
-            found["shares"] += [{"modes": mode, **line} for line in shares(tally)]
-        show(found["shares"])
-        show(found["traffic"])
     return found
 
 
@@ -177,6 +179,10 @@ def missed(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     lines = [f"{one['model']}, {line}" for one in found for line in wrong(one)]
     if args.device == "cuda":
         lines += [f"{one['model']}, {line}" for one in found for line in broken(one["decode"])]
+        lines += [
+            f"{one['model']}, {row['modes']}: {row['kernels compiled']} kernels in traffic"
+            for one in found for row in one["traffic"] if row["kernels compiled"]
+        ]  # fmt: skip
     return lines
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.device import counted_compilations
 from benchmarks.serve.turns import DRAWN
 from benchmarks.traffic import Arrival, quantile
 from fngraph.models.serving.loop import gather, serve
@@ -56,17 +57,18 @@ def served(
     events: list[Event] = []
     began = time.perf_counter()
     state = start(num_blocks, policy)
-    for one in tally.watch(serve(steps._replace(run=timed), cache, state, policy, inbox)):
-        now = clock.now()
-        took.append(one.seconds)
-        events += one.events
-        for event in one.events:
-            if not event.tokens:
-                continue
-            before, is_first = last[event.id]
-            (first if is_first else gaps).append(now - before)
-            gaps += [0.0] * (len(event.tokens) - 1)
-            last[event.id] = (now, False)
+    with counted_compilations() as compiled:
+        for one in tally.watch(serve(steps._replace(run=timed), cache, state, policy, inbox)):
+            now = clock.now()
+            took.append(one.seconds)
+            events += one.events
+            for event in one.events:
+                if not event.tokens:
+                    continue
+                before, is_first = last[event.id]
+                (first if is_first else gaps).append(now - before)
+                gaps += [0.0] * (len(event.tokens) - 1)
+                last[event.id] = (now, False)
     wall = time.perf_counter() - began
     new, total = tally.total("new"), tally.total("tokens") + tally.total("padding")
     row = {
@@ -77,6 +79,7 @@ def served(
         "between tokens p99 ms": quantile(gaps, 0.99) * 1e3,
         "first token p50 ms": quantile(first, 0.5) * 1e3,
         "first token p99 ms": quantile(first, 0.99) * 1e3,
+        "first token max ms": max(first) * 1e3, "kernels compiled": len(compiled),
         "most waiting": longest, "padding": tally.total("padding") / total,
     }  # fmt: skip
     return row, tally, gather(events)

@@ -140,7 +140,8 @@ def as_text(arrivals: Sequence[Arrival]) -> str:
 
 def quantile(values: Sequence[float], q: float) -> float:
     """The smallest value that at least the share `q` of them does not exceed."""
-    return sorted(values)[max(0, math.ceil(q * len(values)) - 1)]
+    at_least = math.ceil(round(q * len(values), 9))  # 0.07 * 100 is a little more than 7
+    return sorted(values)[max(0, at_least - 1)]
 
 
 def _quantiles(values: Sequence[int]) -> str:

@@ -264,6 +264,43 @@ def test_what_draws_stays_as_it_was_traced():
     assert low.compile().executable.compiled == ()
 
 
+def views_alone(w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    whole, part = torch.zeros(toys.V, toys.E), torch.zeros(toys.V - 1, toys.E)
+    return toys.double(toys.double(w, whole)[1:], part)
+
+
+STAYS: dict[str, tuple[Any, str]] = {
+    "a view of another dtype": (
+        lambda w, ids: (w[ids] * 3).view(torch.int32), "view_dtype is a view of another dtype"
+    ),
+    "one between pieces": (
+        lambda w, ids: toys.double((w[ids] * 3).view(torch.int32)), "is a view of another dtype"
+    ),
+    "an argument's, in part": (
+        lambda w, ids: toys.double(w.view(torch.int32)[1:]), "is a view of another dtype"
+    ),
+    "complex numbers": (lambda w, ids: (w[ids] * 1j).abs(), "computes with complex numbers"),
+    "views alone": (views_alone, "makes views alone"),
+    "no tensor": (lambda w, ids: torch.ones(3), "has no arguments"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", STAYS)
+def test_what_cannot_be_compiled_stays_as_it_was_traced(why: str):
+    """And computes what bare forward does."""
+    fn, words = STAYS[why]
+
+    def forward(params: Any, state: Any, batch: toys.Batch) -> Any:
+        return fn(params["w"], batch.token_ids), state
+
+    toy = rows_model()._replace(fn=forward)
+    low = lowered(toy, modes="FULL", sizes=(4,))
+    assert any(" is not compiled: " in note and words in note for note in low.notes), low.notes
+    step = low.compile().capture(toy.params, toy.state, recorder="tape")
+    assert step.main.executable.compiled == ()
+    check(toy, step, toys.batch(3))
+
+
 @pytest.mark.parametrize("level", ["stock", "once"])
 def test_whole_functions_with_primitives_are_compiled_in_pieces(level: str):
     low = lowered(model("attend"), compile=level)

@@ -234,8 +234,21 @@ def over_samples(p: Any, c: Any, b: Any) -> Any:
     return vmap(grad(loss), in_dims=(None, 0))(weights, scales), c
 
 
+def of_scales(p: Any, c: Any, b: Any) -> Any:
+    """Of the scales of a cache, which are made within forward, a head each."""
+    qkv = (p["embed"][b.token_ids] @ p["layers"][0]["qkv"]).unflatten(-1, (-1, toys.D))
+    q, k, v = qkv.split([toys.H, toys.K, toys.K], 1)
+
+    def loss(scales: Tensor) -> Any:
+        out, new = fg.ops.attention(q, k, v, c[0], b, k_scale=scales[0], v_scale=scales[1])
+        return torch.where((b.slot_mapping >= 0)[:, None, None], out, 0).square().sum(), new
+
+    slopes, new = grad(loss, has_aux=True)(p["embed"][:2, : toys.K].abs() + 0.5)
+    return slopes, type(c)([new, *c[1:]])
+
+
 THROUGH_ATTENTION = [closed_over, as_aux, passed_in, by_autograd, in_forward_mode, over_heads,
-                     over_samples]  # fmt: skip
+                     over_samples, of_scales]  # fmt: skip
 
 
 @pytest.mark.sampled(5)

@@ -43,15 +43,20 @@ def write_cache(
     rows.index_put_((slot_T,), value)
 
 
-def read_cache(
-    cache: Tensor, blocks: Tensor, dtype: torch.dtype, scale: Tensor | None = None
-) -> Tensor:
-    """cache[blocks] in `dtype`, times the scale of its kv heads."""
+def read_cache(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """cache[blocks] in `dtype`, without its scale."""
     found = _bytes(cache)[blocks]
     if cache.dtype.itemsize == 1:
         found = found.view(cache.dtype)
-    found = found.to(dtype)
-    return found if scale is None else found * scale.to(dtype).view(-1, 1)
+    return found.to(dtype)
+
+
+def times_scale(found: Tensor, scale: Tensor | None) -> Tensor:
+    """What a cache holds, (..., K, D), times the scale of its kv heads.
+
+    It comes after a mask: a NaN that nobody sees would be one in the gradient of the scale.
+    """
+    return found if scale is None else found * scale.to(found.dtype).view(-1, 1)
 
 
 def some_at_a_time(n: int, block_tables: Tensor, cache: Tensor) -> Iterator[slice]:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from fngraph.models import load_adapter, lora
 
 RANK, ALPHA = 3, 12
+RANKS = {"self_attn.q_proj": RANK, "mlp.down_proj": 2}
 NAMES = {
     "embed": "model.embed_tokens.weight",
     "layers.*.attn.wq": "model.layers.*.self_attn.q_proj.weight",
@@ -26,6 +27,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path
     said = {
         "peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "use_rslora": False,
         "target_modules": ["q_proj", "down_proj"], "modules_to_save": None, "alpha_pattern": {},
+        "rank_pattern": {"down_proj": 2},
     }  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(said | config))
@@ -35,7 +37,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path
 
 
 def tensors_of(params: Any) -> dict[str, torch.Tensor]:
-    """q_proj of each layer, down_proj of the second alone."""
+    """q_proj of each layer, down_proj of the second alone, in a rank of its own."""
     generator = torch.Generator().manual_seed(0)
     out = {}
     for i, layer in enumerate(params.layers):
@@ -43,9 +45,9 @@ def tensors_of(params: Any) -> dict[str, torch.Tensor]:
         for module, weight in (("self_attn.q_proj", q), ("mlp.down_proj", down)):
             if i == 0 and module == "mlp.down_proj":
                 continue
-            name = f"{PREFIX}.{i}.{module}"
-            out[f"{name}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator)
-            out[f"{name}.lora_B.weight"] = torch.randn(weight.shape[0], RANK, generator=generator)
+            name, rank = f"{PREFIX}.{i}.{module}", RANKS[module]
+            out[f"{name}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator)
+            out[f"{name}.lora_B.weight"] = torch.randn(weight.shape[0], rank, generator=generator)
     return out
 
 
@@ -54,11 +56,11 @@ def test_an_update_is_scale_times_b_times_a(params, tmp_path, rslora):
     adapters = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
     tensors = tensors_of(params)
     slot = load_adapter(write(tmp_path, tensors, use_rslora=rslora), adapters, NAMES)
-    scale = ALPHA / (RANK**0.5 if rslora else RANK)
     for i, module, name in ((0, "self_attn.q_proj", "attn.wq"), (1, "mlp.down_proj", "mlp.w_down")):
         a, b = (tensors[f"{PREFIX}.{i}.{module}.lora_{half}.weight"] for half in "AB")
         pair = slot[i][name]
         assert pair.a.shape[0] == pair.b.shape[0] == 4
+        scale = ALPHA / RANKS[module] ** (0.5 if rslora else 1)
         torch.testing.assert_close((pair.a.T @ pair.b).T, scale * b @ a)
     assert not slot[0]["mlp.w_down"].a.any() and not slot[0]["mlp.w_down"].b.any()
 
@@ -88,7 +90,7 @@ def test_a_module_may_have_an_alpha_of_its_own(params, tmp_path):
         "self_attn|x_proj": 3, r"layers\.1\.self_attn\.q_proj": 5, "x_proj|q_proj": 7, "proj": 9,
         "o_proj": 11,
     }  # fmt: skip
-    folder = write(tmp_path, tensors, alpha_pattern=alphas, rank_pattern={"q_proj": 3})
+    folder = write(tmp_path, tensors, alpha_pattern=alphas)
     slot = load_adapter(folder, adapters, NAMES)
     for i, module, name, alpha in (
         (0, "self_attn.q_proj", "attn.wq", 7), (1, "self_attn.q_proj", "attn.wq", 5),
@@ -96,7 +98,7 @@ def test_a_module_may_have_an_alpha_of_its_own(params, tmp_path):
     ):  # fmt: skip
         a, b = (tensors[f"{PREFIX}.{i}.{module}.lora_{half}.weight"] for half in "AB")
         pair = slot[i][name]
-        torch.testing.assert_close((pair.a.T @ pair.b).T, alpha / RANK * b @ a)
+        torch.testing.assert_close((pair.a.T @ pair.b).T, alpha / RANKS[module] * b @ a)
 
 
 def test_all_that_is_wrong_is_listed(params, tmp_path):

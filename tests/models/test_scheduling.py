@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -51,6 +53,8 @@ def traffic(draw) -> tuple[list[tuple], Policy, int]:
         cascade=draw(st.sampled_from([4, 8] if alike else [0, 4, 8])),
         reserve=draw(st.integers(0, 1)),
     )  # fmt: skip
+    if not policy.share and policy.query_lens == (1,):  # with states, of which there may be fewer
+        policy = dataclasses.replace(policy, num_slots=max(1, policy.max_reqs - policy.reserve))
     return coming, policy, longest + draw(st.sampled_from([0, 0, 1, 1, 2, 4, 20]))
 
 
@@ -77,9 +81,13 @@ def run(coming: list[tuple], policy: Policy, num_blocks: int):
     return simulate(start(num_blocks, policy), policy, inbox), asked, gone, planned
 
 
-def check_blocks(state: State) -> None:
-    """Every block is free once, or held by as many running requests as the pool says."""
+def check_blocks(state: State, num_slots: int = 0) -> None:
+    """Every block is free once, or held by as many running requests as the pool says; every slot is
+    free once, or one running request's."""
     pool = state.pool
+    slots = [job.slot for job in state.running] if num_slots else []
+    assert sorted([*slots, *state.slots]) == list(range(num_slots))
+    assert all(job.slot == -1 for job in state.waiting)
     held = Counter(block for job in state.running for block in job.blocks)
     assert sorted([*held, *pool.free.tolist()]) == list(range(pool.num_blocks))
     assert {block: n for block, n in held.items() if n > 1} == dict(pool.holders)
@@ -101,8 +109,8 @@ def test_each_request_gets_its_tokens_whatever_else_happens(case):
     for step in steps:
         state = step.after
         events += step.events
-        check_blocks(step.before)
-        check_blocks(state)
+        check_blocks(step.before, case[1].num_slots)
+        check_blocks(state, case[1].num_slots)
         no_full_shared_block_is_written(step, planned[-1])
         specs_say_what_the_rows_are(step, case[1])
         decodes_never_wait_and_the_budget_is_used(step, planned[-1], case[1])
@@ -302,15 +310,21 @@ def test_states_are_values():
     assert tuple(first.running[0].tokens) == (1, 2, 3) and first.running[0].computed == 0
 
 
-def test_recurrent_states_have_a_slot_each_and_give_it_back():
-    policy = Policy(8, 2, 4, SIZE, share=False, num_slots=2)
-    state = start(30, policy)
+@pytest.mark.parametrize("num_blocks", [30, 3])
+def test_recurrent_states_have_a_slot_each_and_give_it_back(num_blocks: int):
+    """When they end, and when they are thrown out for want of blocks."""
+    policy = Policy(8, 3, 4, SIZE, share=False, num_slots=2, reserve=0)
+    state = start(num_blocks, policy)
     for _ in range(4):
         state = submit(state, policy, (1, 2, 3), 4)
+    running: list[set[int]] = [set()]
     for step in simulate(state, policy):
-        slots = [job.slot for job in step.before.running]
-        assert sorted([*slots, *step.before.slots]) == [0, 1]
-    assert sorted(step.after.slots) == [0, 1]
+        for after in (step.before, step.after):
+            check_blocks(after, policy.num_slots)
+        running.append({job.id for job in step.before.running})
+    assert max(map(len, running)) == 2 and len(step.after.slots) == 2
+    joined = sum(len(now - before) for before, now in pairwise(running))
+    assert (joined > 4) == (num_blocks == 3)
 
 
 def test_a_cancel_during_a_step_is_heeded():

@@ -75,5 +75,11 @@ def test_a_stream_prints_its_figures():
         assert words in shown
 
 
-def test_quantiles():
-    assert [quantile([5, 1, 3], q) for q in (0, 0.01, 0.5, 0.67, 1)] == [1, 1, 3, 5, 5]
+@pytest.mark.parametrize("percent", [0, 1, 7, 50, 90, 99, 100])
+def test_quantiles(percent):
+    """As they are defined, whatever `percent / 100 * n` rounds to."""
+    assert quantile([5, 1, 3], 0.67) == 5 and quantile([1, 2, 3, 4], 0.5) == 2
+    for n in range(1, 301):
+        values = [i * i % 97 for i in range(n)]
+        enough = [x for x in values if 100 * sum(y <= x for y in values) >= percent * n]
+        assert quantile(values, percent / 100) == min(enough)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
+from fngraph.core import trees
 from fngraph.errors import FnGraphError, TransformError
 from fngraph.ops import AttentionMeta, attention
 from fngraph.testing.cases import Case, case
@@ -70,6 +72,58 @@ def test_gradients_with_options(option: dict[str, Any]):
     qkv = (c.q, c.k, c.v)
     want = gradients(lambda *x: defined(c, *x, **option), *qkv)
     close(grad(lambda *x: energy(run(c, *x, **option)), argnums=ARGNUMS)(*qkv), want)
+
+
+OPTIONS: dict[str, Any] = {
+    "scale": 0.3, "window": 3, "softcap": 2.0, "causal": False,
+    "sinks": torch.tensor([0.5, 2.0, -1.0, 3.0]), "k_scale": torch.tensor([0.5, 3.0]),
+    "v_scale": torch.tensor(4.0),
+}  # fmt: skip
+ALL_OPTIONS = inspect.signature(attention).parameters.values()
+WAYS: dict[str, Any] = {
+    "autograd": lambda fn, q: fn(q.clone().requires_grad_()),
+    "grad": lambda fn, q: grad(lambda q: _with_energy(fn(q)), has_aux=True)(q)[1],
+    "jvp": lambda fn, q: jvp(fn, (q,), (q,))[0],
+    "vmap": lambda fn, q: trees.map_leaves(lambda x: x[0], vmap(fn)(q[None])),
+}
+
+
+def _with_energy(made: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return energy(made[0]), made
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("option", [x.name for x in ALL_OPTIONS if x.kind is x.KEYWORD_ONLY])
+def test_every_option_counts_as_without_a_transform(option: str, how: str, dtype: torch.dtype):
+    """What comes out, and what the cache holds then: the one passed and the one that returns."""
+    options = {option: OPTIONS[option]}
+    plain, c, without = (case(*MIXED, pad_tokens=2, dtype=dtype) for _ in range(3))
+    want, kv = plain.run(**options), (c.k_cache, c.v_cache)
+    assert not want.allclose(without.run())
+    got, new = WAYS[how](lambda q: attention(q, c.k, c.v, kv, c.meta, **options), c.q)
+    loose = {"atol": 1e-2, "rtol": 1e-2} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(got, want, **loose)
+    for caches in (kv, new):
+        torch.testing.assert_close(caches, (plain.k_cache, plain.v_cache), equal_nan=True)
+
+
+def test_gradients_of_the_scales_of_a_cache():
+    """Past keys and values are read times their scale; new ones are divided by it before."""
+    c = case(*MIXED, dtype=torch.float64)
+    scales = torch.tensor([0.5, 3.0], dtype=torch.float64), torch.tensor([4.0, 0.2]).double()
+
+    def wide(k_scale: Tensor, v_scale: Tensor) -> Tensor:
+        caches = zip((c.k_cache, c.v_cache), (k_scale, v_scale))
+        k_cache, v_cache = (cache.nan_to_num() * scale[:, None] for cache, scale in caches)
+        return naive(dataclasses.replace(c, k_cache=k_cache, v_cache=v_cache))
+
+    def scaled(k_scale: Tensor, v_scale: Tensor) -> Tensor:
+        return run(c, c.q, c.k, c.v, k_scale=k_scale, v_scale=v_scale)
+
+    want = gradients(wide, *scales)
+    assert all(x.abs().min() > 1e-3 for x in want)
+    close(gradients(scaled, *scales), want, torch.float32)
 
 
 @pytest.mark.parametrize("which", ARGNUMS)

@@ -35,7 +35,7 @@ from fngraph.ops.paged.config import (
     sees_nothing,
 )
 from fngraph.ops.paged.reference import write_new
-from fngraph.ops.slots import read_cache, some_at_a_time
+from fngraph.ops.slots import read_cache, some_at_a_time, times_scale
 
 OPTIONS = ("bidirectional", "cache scales", "fp8 cache")
 
@@ -107,8 +107,11 @@ def _attend_rows(attend: Attend, args: AttentionArgs, host: HostBounds | None) -
         known_NS = seen_NQS.any(1)  # what none of a row sees may hold NaN
         k_NKSD, v_NKSD = (
             rearrange(
-                rearrange(read_cache(cache, table, q_THD.dtype, scale), "n b s k d -> n (b s) k d")
-                .masked_fill(~known_NS[:, :, None, None], 0.0),
+                times_scale(
+                    rearrange(read_cache(cache, table, q_THD.dtype), "n b s k d -> n (b s) k d")
+                    .masked_fill(~known_NS[:, :, None, None], 0.0),
+                    scale,
+                ),
                 "n s k d -> n k s d",
             )
             for cache, scale in zip(args.kv, (args.k_scale, args.v_scale))

@@ -12,17 +12,21 @@ from fngraph.core.where import user_line
 from fngraph.errors import TransformError
 from fngraph.ops.paged import reference
 from fngraph.ops.paged.config import AttentionConfig, AttentionMeta
-from fngraph.ops.slots import write_cache
+from fngraph.ops.slots import rounded, write_cache
 from fngraph.ops.transforms import enter, leave
 
 
 def inline(
-    tensors: tuple[Tensor, ...], kv: Any, config: AttentionConfig, sinks: Tensor | None
+    tensors: tuple[Tensor, ...],
+    kv: Any,
+    config: AttentionConfig,
+    optional: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Any]:
     """Attention in torch ops. The cache gets the values, and what comes back the gradients too.
 
     Args:
         tensors: q, k, v, k_cache, v_cache and the fields of `AttentionMeta`.
+        optional: sinks, k_scale and v_scale, or None for what there is not.
 
     Raises:
         TransformError: a cache of one byte an element, whose rounding has no gradient; or `vmap`
@@ -33,19 +37,22 @@ def inline(
             f"{user_line()}: a gradient or a torch.func transform goes through attention over a "
             f"cache in {config.cache_dtype}, whose rounding has no gradient. Use a wider one there"
         )
-    q_THD, k_TKD, v_TKD, k_cache, v_cache, *fields = tensors
-    meta = AttentionMeta(*fields)
-    for cache, new_TKD in ((k_cache, k_TKD), (v_cache, v_TKD)):
-        _Write.apply(cache, new_TKD, meta.slot_mapping)
-    given = (q_THD, k_TKD, v_TKD, k_cache, v_cache, *(() if sinks is None else (sinks,)))
-    q_THD, k_TKD, v_TKD, k_cache, v_cache, *sink = enter("attention", *given)
-    new = [_written(*pair, meta.slot_mapping) for pair in ((k_cache, k_TKD), (v_cache, v_TKD))]
-    out_THD = reference.attend(q_THD, (new[0], new[1]), meta, config, sink[0] if sink else None)
+    *given, slot_mapping, seq_lens, query_start_loc, block_tables = tensors
+    meta = AttentionMeta(slot_mapping, seq_lens, query_start_loc, block_tables)
+    _, k_TKD, v_TKD, k_cache, v_cache = given
+    for cache, new_TKD, scale in ((k_cache, k_TKD, optional[1]), (v_cache, v_TKD, optional[2])):
+        _Write.apply(cache, rounded(new_TKD, cache.dtype, scale), slot_mapping)
+    there = [x for x in optional if x is not None]
+    q_THD, k_TKD, v_TKD, k_cache, v_cache, *entered = enter("attention", *given, *there)
+    sinks, k_scale, v_scale = (None if x is None else entered.pop(0) for x in optional)
+    k_new = _written(k_cache, k_TKD, slot_mapping, k_scale)
+    v_new = _written(v_cache, v_TKD, slot_mapping, v_scale)
+    out_THD = reference.attend(q_THD, (k_new, v_new), meta, config, sinks, k_scale, v_scale)
     out_THD = leave("attention", out_THD)
-    return out_THD, trees.unflatten(trees.flatten(kv)[1], new)
+    return out_THD, trees.unflatten(trees.flatten(kv)[1], [k_new, v_new])
 
 
-def _written(cache: Tensor, new_TKD: Tensor, slot_mapping: Tensor) -> Tensor:
+def _written(cache: Tensor, new_TKD: Tensor, slot_mapping: Tensor, scale: Tensor | None) -> Tensor:
     """What `write_cache` makes of the cache, as a new tensor that any transform can go through.
 
     It gathers, since scattering the first real row more than once would count its gradient so.
@@ -56,7 +63,7 @@ def _written(cache: Tensor, new_TKD: Tensor, slot_mapping: Tensor) -> Tensor:
     token_T = torch.arange(slot_T.shape[0], device=cache.device)
     nobody = torch.full((N + 1,), -1, device=cache.device)
     writer_NS = nobody.index_put((slot_T,), token_T)[:N].view(num_blocks, block_size)
-    new_NSKD = new_TKD.to(cache.dtype)[writer_NS.clamp(min=0)]
+    new_NSKD = rounded(new_TKD, cache.dtype, scale)[writer_NS.clamp(min=0)]
     return torch.where(writer_NS[:, :, None, None] >= 0, new_NSKD, cache)
 
 

@@ -119,9 +119,10 @@ def attention(
     scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
     _check_options(sizes, scale, window, softcap, sinks, k_scale, v_scale)
     options = scale, window, softcap, causal, sinks, k_scale, v_scale, *Turn(), None
-    if is_transformed(*tensors, sinks):
+    optional = sinks, k_scale, v_scale
+    if is_transformed(*tensors, *optional):
         with inlined("attention"):
-            return inline(tensors, kv, _configure(*tensors, None, *options), sinks)
+            return inline(tensors, kv, _configure(*tensors, None, *options), optional)
     out_THD = q_THD.new_empty(q_THD.shape)
     ATTENTION.op(*tensors, out_THD, *options)
     return out_THD, kv

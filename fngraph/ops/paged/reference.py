@@ -21,7 +21,7 @@ from fngraph.ops.paged.config import (
     sees_nothing,
     turned,
 )
-from fngraph.ops.slots import read_cache, some_at_a_time, write_cache
+from fngraph.ops.slots import read_cache, some_at_a_time, times_scale, write_cache
 
 
 def run(args: AttentionArgs, host: HostBounds | None) -> None:
@@ -89,9 +89,12 @@ def attend(
         seen_TS &= key_S[None] > position_T[:, None] - config.window
         seen_TS &= key_S[None] < position_T[:, None] + config.window
     k_TSKD, v_TSKD = (
-        rearrange(
-            read_cache(cache, table_TB, dtype, scale), "t b s k d -> t (b s) k d"
-        ).masked_fill(~seen_TS[:, :, None, None], 0.0)
+        times_scale(
+            rearrange(read_cache(cache, table_TB, dtype), "t b s k d -> t (b s) k d").masked_fill(
+                ~seen_TS[:, :, None, None], 0.0
+            ),
+            scale,
+        )
         for cache, scale in zip(kv, (k_scale, v_scale))
     )
 

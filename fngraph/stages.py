@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
+from torch import fx
 
 from fngraph.calls import PrimitiveCall, choose, with_planners
 from fngraph.compile.artefact import Source
@@ -40,9 +41,9 @@ from fngraph.core import (
 )
 from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
-from fngraph.core.program import Instruction, Program
+from fngraph.core.program import Program
 from fngraph.core.text import count, did_you_mean, table
-from fngraph.errors import AmbientError, FieldError, FnGraphError, PassError, RowsError, SpecError
+from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
 from fngraph.executable import Executable, sizes_of
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments, Signature
@@ -50,15 +51,20 @@ from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.nodes import is_op
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
 from fngraph.fx.rows.check import as_vouched, check_rows, facts_of
+from fngraph.fx.rows.pads import NOWHERE, check_pads
+from fngraph.fx.rows.state import OFFSETS
+from fngraph.fx.schemas import named
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
+from fngraph.ops.transforms import ASKED
 from fngraph.options import CaptureDict, Options, check_names, check_outputs
 from fngraph.passes.frame import Applied, as_text, run_passes
 from fngraph.step.step import Step, make_step
@@ -391,7 +397,6 @@ class Split:
         traced.graph.check_limits(limits)
         check_compile_sizes(options.compile_sizes, limits)
         calls = choose(self.pieces, options.backends)
-        self._check_null_slots()
         support = dict(pair for call in calls for pair in call.levels()) or Support.ALWAYS
         resolution = resolve(
             options.modes, support, query_lens=options.query_lens, limits=limits,
@@ -408,26 +413,6 @@ class Split:
         most |= {name: max(most[name], top[name]) for name in ("T", "R")}
         calls = with_planners(calls, self.pieces, traced.args.leaves, most)
         return Lowered(self, limits, calls, resolution, dispatch_table, plan)
-
-    def _check_null_slots(self) -> None:
-        """Padding must write nowhere: the slots of each primitive are a leaf padded with -1."""
-        for one, part in zip(self.program.instructions, self.pieces.parts):
-            name = PRIMITIVES[part.op].null_slots if isinstance(part, Cut) else None
-            if name is None:
-                continue
-            leaf = self._leaf_of(one, part, name)
-            if leaf is not None and (leaf.buffer is None or leaf.buffer.pad != -1):
-                raise FieldError(
-                    f"{leaf.path} says where {one.name} writes, and its padding would write too. "
-                    f"Pad it with -1, which writes nowhere: fg.buffer(..., pad=-1)"
-                )
-
-    def _leaf_of(self, one: Instruction, cut: Any, name: str) -> Leaf | None:
-        """The argument's leaf, if the cut reads it as it was passed to `forward`."""
-        names = [a.name for a in PRIMITIVES[cut.op].op._schema.arguments]
-        number = one.reads[cut.places.index(names.index(name))]
-        leaves = self.traced.args.leaves
-        return leaves[number] if number < len(leaves) else None
 
     def as_text(self) -> str:
         """One line an instruction, with the leaves that it reads by name; equal kinds are one."""
@@ -600,6 +585,19 @@ Look = Callable[[Arguments, Limits, Graph, Mapping[Any, Any]], None]
 """What is shown a graph and the facts of its rows."""
 
 
+def _told(node: fx.Node) -> dict[str, tuple[fx.Node, str]]:
+    """What a primitive, or its plain form, is told of a batch, and how that must be padded."""
+    if (mark := node.meta.get("custom", {}).get(ASKED)) is not None:
+        name, what = mark
+        return {name: (node.all_input_nodes[0], what)}
+    primitive = PRIMITIVES.get(node.target.name()) if is_op(node) else None  # type: ignore[union-attr]
+    if primitive is None:
+        return {}
+    given = named(node.target, node.args, node.kwargs)
+    roles = {primitive.null_slots: NOWHERE, primitive.offsets: OFFSETS}
+    return {name: (given[name], what) for name, what in roles.items() if name is not None}
+
+
 def trace_function(
     args: Arguments,
     options: Options,
@@ -661,6 +659,7 @@ def _traced(
     if look is not None:
         look(args, limits, graph, facts)
     vouched = as_vouched(graph.gm, facts)
+    check_pads(graph.gm, args.leaves, facts, _told, refuse)
     check_rows(graph.gm, facts, paths, set(returns.values()), refuse)
     applied: tuple[Applied, ...] = ()
     if options.passes_in_order and not refuse.errors:

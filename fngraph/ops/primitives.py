@@ -43,6 +43,7 @@ class Primitive:
         backends: by name; the first one is the definition, which runs every configuration.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
             alone, or does not say.
+        offsets: the argument that says where requests begin, (R + 1,); None: there is none.
         around: `around(backend, args, host)`: runs a backend, and before or behind it what it has
             no option for; None: it runs alone.
     """
@@ -53,6 +54,7 @@ class Primitive:
     make_args: Callable[[tuple[Any, ...], Any, Any], Any]
     backends: dict[str, Backend]
     null_slots: str | None = None
+    offsets: str | None = None
     around: Callable[[Backend, Any, HostBounds | None], Any] | None = None
     _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -180,6 +182,7 @@ def define(
     configure: Callable[..., Any] = lambda *args: None,
     args: type[tuple[Any, ...]] | None = None,
     null_slots: str | None = None,
+    offsets: str | None = None,
     around: Callable[[Backend, Any, HostBounds | None], Any] | None = None,
 ) -> Primitive:
     """Make a primitive of one's own, at which PIECEWISE cuts; `backends={name: ...}` chooses.
@@ -206,7 +209,9 @@ def define(
             `config`, `plan`, or named tuples of arguments in turn, as `fg.ops.AttentionMeta`. None:
             one of all the op's arguments, `config` and `plan`.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
-            alone, or does not say.
+            alone, or does not say. Padding must be -1 there.
+        offsets: the argument that says where requests begin, (R + 1,), if there is one. Padding
+            must not let them fall, as pad="stride" does not.
         around: `around(backend, args, host)`: runs a backend with what it has no option for done
             before or behind it, and returns what it returned; None: it runs alone.
 
@@ -245,7 +250,8 @@ def define(
     LIBRARY.impl(name, refuse_gradients, "Autograd")
     LIBRARY.impl(name, lambda *given: refuse_transform(name), "FuncTorchBatched")
     torch.library.register_fake(f"fngraph::{name}", lambda *given: None, lib=LIBRARY)
-    made = Primitive(name, op, configure, make_args, {default.name: default}, null_slots, around)
+    backends = {default.name: default}
+    made = Primitive(name, op, configure, make_args, backends, null_slots, offsets, around)
     PRIMITIVES[f"fngraph::{name}"] = made
     return made
 

@@ -35,6 +35,15 @@ def is_transformed(*args: Any) -> bool:
     return reverse or any(unpack_dual(x).tangent is not None for x in tensors)
 
 
+ASKED = "asked"  # of what is noted on a node: an argument's name, and the padding that it must have
+
+
+def asks(name: str, what: str, x: torch.Tensor) -> torch.Tensor:
+    """An argument of a primitive's plain form, with a note for whoever traces it."""
+    with fx.traceback.annotate({ASKED: (name, what)}):
+        return x.view_as(x)
+
+
 @contextlib.contextmanager
 def inlined(name: str, mark: str = "inlined") -> Iterator[None]:
     """Mark the ops of a primitive's plain form, for whoever traces them."""

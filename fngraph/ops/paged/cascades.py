@@ -110,6 +110,7 @@ CASCADE = define(
     args=CascadeArgs,
     default=Backend("reference", run, support=lambda config: Support.NEVER),
     null_slots="slot_mapping",
+    offsets="query_start_loc",
 )
 
 

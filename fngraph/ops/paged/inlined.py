@@ -13,7 +13,7 @@ from fngraph.errors import TransformError
 from fngraph.ops.paged import reference
 from fngraph.ops.paged.config import AttentionConfig, AttentionMeta
 from fngraph.ops.slots import rounded, write_cache
-from fngraph.ops.transforms import enter, leave
+from fngraph.ops.transforms import asks, enter, leave
 
 
 def inline(
@@ -38,6 +38,8 @@ def inline(
             f"cache in {config.cache_dtype}, whose rounding has no gradient. Use a wider one there"
         )
     *given, slot_mapping, seq_lens, query_start_loc, block_tables = tensors
+    slot_mapping = asks("slot_mapping", "nowhere", slot_mapping)
+    query_start_loc = asks("query_start_loc", "offsets", query_start_loc)
     meta = AttentionMeta(slot_mapping, seq_lens, query_start_loc, block_tables)
     _, k_TKD, v_TKD, k_cache, v_cache = given
     for cache, new_TKD, scale in ((k_cache, k_TKD, optional[1]), (v_cache, v_TKD, optional[2])):

@@ -97,6 +97,7 @@ MLA = define(
         "reference", run, support=lambda config: Support.ALWAYS, options=("fp8 cache",)
     ),
     null_slots="slot_mapping",
+    offsets="query_start_loc",
 )
 
 

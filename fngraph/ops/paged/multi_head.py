@@ -58,6 +58,7 @@ ATTENTION = define(
     args=AttentionArgs,
     default=reference.BACKEND,
     null_slots="slot_mapping",
+    offsets="query_start_loc",
     around=_around,
 )
 

@@ -96,6 +96,7 @@ CAUSAL_CONV = define(
     args=CausalConvArgs,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
+    offsets="query_start_loc",
 )
 
 

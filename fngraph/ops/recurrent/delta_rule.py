@@ -99,6 +99,7 @@ GATED_DELTA = define(
     args=GatedDeltaArgs,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
+    offsets="query_start_loc",
 )
 
 

@@ -92,6 +92,7 @@ SSD = define(
     args=SSDArgs,
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
+    offsets="query_start_loc",
 )
 
 

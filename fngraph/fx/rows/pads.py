@@ -1,0 +1,76 @@
+"""What a primitive asks of padding: it writes nowhere, and offsets never fall.
+
+A primitive leaves padding out by what it is told of the batch. So what it is told must be right for
+a key's padding, whether it is a staged leaf, whose field says its pad, or made in `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fngraph.errors import FieldError, FnGraphError, RowsError
+from fngraph.fx.leaves import Leaf
+from fngraph.fx.nodes import line_of
+from fngraph.fx.rows.check import vouched_for
+from fngraph.fx.rows.state import OFFSETS, Fill, Kept, moving_dims
+
+NOWHERE = "nowhere"  # a slot below 0
+
+
+def check_pads(
+    gm: fx.GraphModule,
+    leaves: Sequence[Leaf],
+    facts: Mapping[fx.Node, Any],
+    asked: Callable[[fx.Node], Mapping[str, tuple[fx.Node, str]]],
+    refuse: Callable[[FnGraphError], None],
+) -> None:
+    """Refuse what primitives are told of padding and must not be.
+
+    Args:
+        facts: what `facts_of` says of the graph.
+        asked: of a node, by the argument's name what is passed there, and the padding that it must
+            have, `NOWHERE` or `OFFSETS`; nothing of most nodes.
+
+    Raises:
+        FieldError: a leaf with another pad.
+        RowsError: what `forward` makes, of which that is not known.
+    """
+    vouched = vouched_for(gm)
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    leaf_of = dict(zip(inputs, leaves))
+    for node in gm.graph.nodes:
+        for name, (told, what) in asked(node).items():
+            state = facts.get(told)
+            if told in vouched or not isinstance(state, Kept) or 0 not in moving_dims(told):
+                continue
+            if not _is(state.fills.get(0), what):
+                refuse(_error(node, name, told, leaf_of.get(told), what))
+
+
+def _is(fill: Fill | None, what: str) -> bool:
+    if what == OFFSETS:
+        return isinstance(fill, str) and fill == OFFSETS
+    return isinstance(fill, torch.Tensor) and bool((fill < 0).all())
+
+
+def _error(node: fx.Node, name: str, told: fx.Node, leaf: Leaf | None, what: str) -> FnGraphError:
+    if what == OFFSETS:
+        says, wrong = "where requests begin", "padding could fall below, and true rows be another's"
+        field, value = 'fg.buffer("R + 1", "int32", pad="stride")', "offsets"
+    else:
+        says, wrong = "where it writes", "padding would write too"
+        field, value = "fg.buffer(..., pad=-1)", "torch.where(slot >= 0, slots, -1)"
+    if leaf is not None:
+        return FieldError(
+            f"{line_of(node)}: {leaf.path} says {says} ({name}), and {wrong}. Pad it so that it "
+            f"does not: {field}"
+        )
+    return RowsError(
+        f"{line_of(told)}: forward makes {name}, which says {says}, and of its padding it is not "
+        f"known that it is right: {wrong}. Stage it, {field}; or, if you know that padding is, "
+        f"fg.trust_rows({value})"
+    )

@@ -58,19 +58,24 @@ def _is(fill: Fill | None, what: str) -> bool:
 
 
 def _error(node: fx.Node, name: str, told: fx.Node, leaf: Leaf | None, what: str) -> FnGraphError:
-    if what == OFFSETS:
-        says, wrong = "where requests begin", "padding could fall below, and true rows be another's"
-        field, value = 'fg.buffer("R + 1", "int32", pad="stride")', "offsets"
-    else:
-        says, wrong = "where it writes", "padding would write too"
-        field, value = "fg.buffer(..., pad=-1)", "torch.where(slot >= 0, slots, -1)"
+    says, must, wrong, field, choice = _SAID[what]
     if leaf is not None:
-        return FieldError(
-            f"{line_of(node)}: {leaf.path} says {says} ({name}), and {wrong}. Pad it so that it "
-            f"does not: {field}"
-        )
+        return FieldError(f"{line_of(node)}: {leaf.path} {says}, and {wrong}. Pad it {field}")
     return RowsError(
-        f"{line_of(told)}: forward makes {name}, which says {says}, and of its padding it is not "
-        f"known that it is right: {wrong}. Stage it, {field}; or, if you know that padding is, "
-        f"fg.trust_rows({value})"
+        f"{line_of(told)}: forward makes {name}, which {says}, and it is not known that a key's "
+        f"padding {must} there: {wrong}. {choice}; or vouch for it: fg.trust_rows(...)"
     )
+
+
+_SAID = {
+    NOWHERE: (
+        "says where a primitive writes", "is -1", "its padding would write too",
+        "with -1, which writes nowhere: fg.buffer(..., pad=-1)",
+        "Choose it by a field that is padded with -1: torch.where(batch.slot >= 0, slots, -1)",
+    ),
+    OFFSETS: (
+        "says where requests begin", "goes on rising", "true tokens would be another request's",
+        'so that it goes on: fg.buffer("R + 1", "int32", pad="stride")',
+        'Stage it: fg.buffer("R + 1", "int32", pad="stride")',
+    ),
+}  # fmt: skip

@@ -40,11 +40,11 @@ def same(batch: Any) -> dict[str, Tensor]:
 WRONG: dict[str, tuple[dict[str, Any], Make, type[Exception], str]] = {
     "a slot for padding": (
         {"slot_mapping": fg.buffer("T", "int64", pad=0)}, same, FieldError,
-        r"batch.slot_mapping says where it writes .* fg.buffer\(..., pad=-1\)",
+        r"batch.slot_mapping says where a primitive writes, .* fg.buffer\(..., pad=-1\)",
     ),
     "offsets that fall": (
         {"query_start_loc": fg.buffer("R + 1", "int32")}, same, FieldError,
-        r'batch.query_start_loc says where requests begin .* pad="stride"',
+        r'batch.query_start_loc says where requests begin, .* pad="stride"',
     ),
     "slots that are made": (
         {"block": fg.buffer("T", "int64"), "at": fg.buffer("T", "int64")},

@@ -103,7 +103,7 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
     name: fn
     for fn, names in {
         pointwise: """_to_copy copy fill zero floor_divide polar complex scalar_tensor
-            masked_fill clone where""",
+            masked_fill clone where __rshift__""",
         shapes.in_order: """unsqueeze squeeze expand alias detach lift_fresh lift_fresh_copy
             contiguous view_as_real view_as_complex real imag _conj _neg_view resolve_conj
             resolve_neg""",

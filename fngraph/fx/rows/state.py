@@ -169,5 +169,6 @@ def is_finite(fill: Any) -> bool:
 
 
 def op_name(node: fx.Node) -> str:
-    """`sum` for aten.sum.dim_IntList and for aten.sum_."""
-    return str(node.target._schema.name).partition("::")[2].removesuffix("_")  # type: ignore[union-attr]
+    """`sum` for aten.sum.dim_IntList and for aten.sum_; `__rshift__` for x >> 1 and x >>= 1."""
+    name = str(node.target._schema.name).partition("::")[2]  # type: ignore[union-attr]
+    return name.replace("__i", "__") if name.endswith("__") else name.removesuffix("_")

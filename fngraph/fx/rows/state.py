@@ -16,7 +16,7 @@ from torch import fx
 
 from fngraph.fx.nodes import SIZES
 from fngraph.fx.rows.boxes import Boxes
-from fngraph.fx.schemas import named
+from fngraph.fx.schemas import named, plain_name
 
 OFFSETS = "offsets"  # query_start_loc: from 0, a token or more each; padding never falls below
 FINITE = "finite"  # numbers that are not known, but neither NaN nor infinite, as weights are not
@@ -169,6 +169,5 @@ def is_finite(fill: Any) -> bool:
 
 
 def op_name(node: fx.Node) -> str:
-    """`sum` for aten.sum.dim_IntList and for aten.sum_; `__rshift__` for x >> 1 and x >>= 1."""
-    name = str(node.target._schema.name).partition("::")[2]  # type: ignore[union-attr]
-    return name.replace("__i", "__") if name.endswith("__") else name.removesuffix("_")
+    """See `plain_name`."""
+    return plain_name(node.target)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -186,6 +187,29 @@ def test_borrowed_outputs_are_views_that_the_next_call_overwrites(
     assert second.data_ptr() == first.data_ptr()  # "its own" is what one might have expected
     torch.testing.assert_close(second, want, **toys.CLOSE)
     assert not torch.equal(first, seen)
+
+
+CHANGED: dict[str, Callable[[Any], Any]] = {
+    "t_": lambda y: y.t_(), "unsqueeze_": lambda y: y.unsqueeze_(0), "set_": lambda y: y.set_(),
+    "as_strided_": lambda y: y.as_strided_((2,), (1,)), "data": lambda y: setattr(y, "data", y[:0]),
+    "requires_grad_": lambda y: y.requires_grad_(), "a name": lambda y: setattr(y, "mine", True),
+}  # fmt: skip
+OUTPUTS = {"own": {}, "borrow": {"outputs": "borrow"},
+           "guards": {"outputs": "borrow", "guards": True}}  # fmt: skip
+
+
+@every_mode
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_what_a_caller_makes_of_a_result_is_no_later_ones(recorder_name, device, modes, outputs):
+    """Each is a tensor of its own, though its memory may be that of the one before."""
+    toy = model("tally", device)
+    fast = toy.graphify(modes=modes, recorder=recorder_name, **OUTPUTS[outputs])
+    batch = steps(device)[0]
+    for change in ("", *CHANGED):
+        result = toy.check(fast, batch)
+        assert not result.requires_grad and not hasattr(result, "mine"), change
+        CHANGED.get(change, lambda y: y)(result)
+    toy.check(fast, batch)
 
 
 @pytest.mark.sampled(5)

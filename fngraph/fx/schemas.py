@@ -111,9 +111,21 @@ def out_form(op: OpOverload) -> tuple[OpOverload, str] | None:
     return None
 
 
-def is_pointwise(op: Any) -> bool:
-    """Whether element i of the result depends on elements i alone, so that it may go over them."""
-    return torch.Tag.pointwise in op.tags
+def plain_name(op: OpOverload) -> str:
+    """`sum` of aten.sum.dim_IntList and of aten.sum_; `__rshift__` of x >> 1 and of x >>= 1."""
+    name = op._schema.name.partition("::")[2]
+    return name.replace("__i", "__") if name.endswith("__") else name.removesuffix("_")
+
+
+@functools.cache
+def is_pointwise(op: OpOverload) -> bool:
+    """Whether element i of the result depends on elements i alone, so that it may go over them.
+
+    Torch, up to 2.13, tags abs, eq, >> and a dozen more, and not their forms in place.
+    """
+    twin = getattr(getattr(torch.ops, op.namespace), plain_name(op), None)
+    forms = (op, getattr(twin, op._overloadname, op))
+    return any(torch.Tag.pointwise in form.tags for form in forms)
 
 
 @functools.cache

@@ -94,7 +94,7 @@ def scaled_linear(
         dtype: of the result: bfloat16, float16 or float32.
         held: whether nothing writes the weight and its scale in the graph that this is recorded
             in, so that a kernel may read them before the one ahead of it has ended. The pass
-            "held" knows; if in doubt: False.
+            "held_fp8" knows; if in doubt: False.
 
     Returns:
         (T, N) of `dtype`.

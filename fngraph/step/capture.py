@@ -1,11 +1,12 @@
 """How a key is warmed and captured: ahead of the calls that need it, or by the first one.
 
 Kernels are warmed once, not once a size: keys of one kind run the same ones. A kernel's first run
-loads it, and Triton compiles for a number that is 1, for one that is divisible by 16 and for any
-other. So a kind is that of each size, and one key of each kind, the largest, is run for real.
-Code that was compiled for a range of sizes has kernels of its own, and is a kind of its own.
-Steps without graphs (NONE, and attention in PIECEWISE) run at their own sizes: one of each kind of
-batch is run so too, or a kernel would be compiled in the middle of traffic.
+loads it, and Triton compiles users' and Inductor's kernels for a number that is 1, for one that is
+divisible by 16 and for any other (ours take any: `ops/triton/launching.py`). So a kind is that of
+each size, and one key of each kind, the largest, is run for real. Code that was compiled for a
+range of sizes has kernels of its own, and is a kind of its own. Steps without graphs (NONE, and
+attention in PIECEWISE) run at their own sizes: batches that differ are run so too, or a kernel
+would be compiled in the middle of traffic; keys that are captured lazily have no such warm-up.
 cuBLAS may take another kernel for another size of the same kind, which CUDA loads within a capture;
 what cannot be done there makes that capture fail, and that key is then warmed and captured again.
 """
@@ -207,8 +208,6 @@ def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = Fals
     keys.check_ready()
     recorder = keys.shared.recorder
     _warm_ahead(keys, [key for key in wanted if keys.fits(key)])
-    if keys.executable.level == "stock" or compiles_kernels(recorder.device):
-        _warm_eager(keys)
     shown: Iterable[Key] = wanted
     if progress:
         from fngraph.report.progress import track
@@ -221,9 +220,10 @@ def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = Fals
 
 
 def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
-    """Warm one key of each kind that is cold, saving donated leaves once for all of them."""
-    firsts = _cold(keys, wanted)
-    if not firsts:
+    """Warm one key of each kind that is cold, and what steps without graphs run, saving donated
+    leaves once for all of them."""
+    firsts, batches = _cold(keys, wanted), _cold_batches(keys)
+    if not firsts and not batches:
         return
     with as_captured(keys):
         try:
@@ -233,9 +233,22 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
                         _run_padding(keys, key)
                     except Exception as error:
                         _refuse(keys, key, _failure(key, error))
+                for spec in batches:
+                    _run_eager(keys, spec)
+                keys.is_eager_warm = True
         except CaptureError:  # no memory for the copies, as each key will find for itself
             if keys.shared.rules.on_failure == "raise":
                 raise
+
+
+def _cold_batches(keys: Keys) -> list[BatchSpec]:
+    """What to run without graphs, so that no later step compiles: a piece by `torch.compile`, for
+    each kind of size that its guards tell apart, or a kernel; nothing if that has been done."""
+    executable = keys.executable
+    is_whole = executable.level == "stock"
+    if keys.is_eager_warm or not (is_whole or compiles_kernels(keys.shared.recorder.device)):
+        return []
+    return unlike_batches(executable.limits, executable.query_lens, is_whole)
 
 
 def compiles_kernels(device: torch.device) -> bool:
@@ -243,29 +256,31 @@ def compiles_kernels(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _warm_eager(keys: Keys) -> None:
-    """Run what is compiled when it first runs as steps without graphs run it, in any mode: pieces
-    by `torch.compile`, for each kind of size that its guards tell apart, and kernels of attention.
+def _run_eager(keys: Keys, spec: BatchSpec) -> None:
+    """Run a batch of nothing but padding as a step without graphs runs it.
+
+    Raises:
+        CaptureError: it cannot be, and `on_failure="raise"`; else such a step says so itself.
     """
-    executable, limits = keys.executable, keys.executable.limits
-    kinds = kinds_of_batches(limits, executable.query_lens, executable.level == "stock")
-    with as_captured(keys), preserved(overwritten(keys)):
-        for spec in kinds:
-            sizes = true_sizes(spec, limits.dims)
-            stride = spec.query_len or 0
-            padding = [_padding(planned, sizes, stride) for planned in executable.plan.buffers]
-            for planner in executable.planners:
-                planner.fill(None, sizes, padding)
-            leaves = [x.to(keys.shared.recorder.device) for x in padding]
-            inputs = keys.shared.binding.inputs(leaves, keys.constants)
-            run_program(executable.program, executable.fns, inputs, sizes, spec.bounds)
+    executable = keys.executable
+    sizes = true_sizes(spec, executable.limits.dims)
+    try:
+        padding = _padding_of(keys, sizes, spec.query_len or 0)
+        for planner in executable.planners:
+            planner.fill(None, sizes, padding)
+        leaves = [x.to(keys.shared.recorder.device) for x in padding]
+        inputs = keys.shared.binding.inputs(leaves, keys.constants)
+        run_program(executable.program, executable.fns, inputs, sizes, spec.bounds)
+    except Exception as error:
+        if keys.shared.rules.on_failure == "raise":
+            raise CaptureError(f"{spec}, without a graph: {describe(error)}") from error
 
 
-def kinds_of_batches(
+def unlike_batches(
     limits: Limits, query_lens: Iterable[int], largest: bool = False
 ) -> list[BatchSpec]:
-    """Batches that differ in what kernels are chosen by: of one token, of one request, of more; of
-    one query length, any power of two of them; and mixed.
+    """Batches that differ in what code and kernels are chosen by: of one token, of one request, of
+    more; of one query length, any power of two of them; and mixed.
 
     Args:
         largest: up to as many tokens as there may be, where their number matters; else few.
@@ -281,7 +296,7 @@ def kinds_of_batches(
     return [BatchSpec(tokens, reqs, query_len) for tokens, reqs, query_len in made]
 
 
-MIXED = 32  # tokens more than requests, in a batch that is not of one query length
+MIXED = 32  # tokens more than requests: more than a kernel for few rows takes
 
 
 def _cold(keys: Keys, wanted: list[Key]) -> list[Key]:
@@ -334,7 +349,7 @@ def plan_padding(keys: Keys, key: Key, sizes: Sizes) -> None:
     mode, descriptor = key
     if keys.executable.planners:
         stride = descriptor.query_len or 0
-        leaves = [_padding(planned, sizes, stride) for planned in keys.executable.plan.buffers]
+        leaves = _padding_of(keys, sizes, stride)
         for planner in keys.executable.planners:
             planner.fill(descriptor if mode is Mode.FULL else None, sizes, leaves)
 
@@ -347,6 +362,11 @@ def plan_step(keys: Keys, chosen: Dispatch, true: Sizes, leaves: Sequence[torch.
         sizes = keys.executable.sizes(descriptor)
     for planner in keys.executable.planners:
         planner.fill(descriptor, sizes, leaves)
+
+
+def _padding_of(keys: Keys, sizes: Sizes, stride: int) -> list[torch.Tensor]:
+    """The leaves of a batch of nothing but padding, in host memory."""
+    return [_padding(planned, sizes, stride) for planned in keys.executable.plan.buffers]
 
 
 def _padding(planned: PlannedBuffer, sizes: Sizes, stride: int) -> torch.Tensor:

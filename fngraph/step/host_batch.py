@@ -29,7 +29,9 @@ def next_batch(keys: Keys, spec: BatchSpec) -> Any:
         raise TreeError("host_batch needs a batch with a spec; this one has exact shapes")
     prepared = keys.prepared.get(spec[COUNTS]) or keys.prepare(spec)
     slot = ring.wait()
-    in_slot = prepared.slots.get(slot) or _slot_batch(keys, prepared, slot)
+    in_slot = prepared.slots.get(slot)
+    if in_slot is None or in_slot.watch.moved():  # the caller has turned or replaced a leaf of it
+        in_slot = _slot_batch(keys, prepared, slot)
     if in_slot is None:  # an eager batch beyond the largest key
         leaves = ring.new_leaves([shape for shape, *_ in prepared.kinds])
         return dataclasses.replace(args.batch_over(leaves), **{field: spec})

@@ -82,6 +82,7 @@ class Keys:
         pool: bytes that the pool has grown to for these keys.
         failed: why a key is served eagerly.
         warm: kinds of kernels that have run, each with the key that they ran for.
+        is_eager_warm: whether what steps without graphs run has run.
         prepared: what a batch's counts decide, by those counts.
         handed: what `host_batch` has handed out since the last call, if anything.
         asleep: set while the step sleeps.
@@ -100,6 +101,7 @@ class Keys:
     pool: int = 0
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
     warm: dict[Hashable, Key] = dataclasses.field(default_factory=dict)
+    is_eager_warm: bool = False
     prepared: dict[Any, Prepared] = dataclasses.field(default_factory=dict)
     handed: HostBatch | None = None
     asleep: Asleep | None = None

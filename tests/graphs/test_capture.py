@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from fngraph.core.program import Instruction, Program, run_program, with_drops
 from fngraph.errors import CaptureError
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.replay import EagerCall, capture
+from fngraph.step import capture as ahead
 
 HOST = HostBounds(max_query_len=1)
 
@@ -282,3 +285,45 @@ def test_nothing_of_a_key_lives_on_in_the_pool():
     params, cache = fresh(toys.attend, torch.device("cpu"))
     captured = compiled(toys.attend, params, cache, "FULL_AND_PIECEWISE").capture(params, cache)
     assert not captured.recorder.arena.live and captured.recorder.arena.nbytes
+
+
+# --- steps without graphs -------------------------------------------------------------------------
+
+
+def test_what_steps_without_graphs_run_is_run_ahead_and_once(monkeypatch):
+    """As on CUDA, where a kernel is compiled by its first launch."""
+    ran, run_eager = [], ahead._run_eager
+    monkeypatch.setattr(ahead, "compiles_kernels", lambda device: True)
+    monkeypatch.setattr(
+        ahead, "_run_eager", lambda keys, spec: (ran.append(spec), run_eager(keys, spec))
+    )
+    params, cache = fresh(toys.attend, "cpu")
+    before = toys.clone(cache)
+    step = compiled(toys.attend, params, cache, "FULL").capture(params, cache, recorder="tape")
+    toys.assert_trees(cache, before)
+    decode = [(n, n, 1) for n in (1, 2, 4)]
+    mixed = [(1, 1, None), (16, 1, None), (16, 4, None)]
+    assert sorted(map(str, ran)) == sorted(str(fg.BatchSpec(*one)) for one in decode + mixed)
+    ran.clear()
+    step.capture_all()
+    step.recapture(next(iter(step)))
+    step.sleep()
+    step.wake()
+    assert not ran
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_a_batch_that_cannot_run_ahead_fails_as_a_key_does(monkeypatch, on_failure: str):
+    def fails(*args):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(ahead, "compiles_kernels", lambda device: True)
+    monkeypatch.setattr(ahead, "_padding_of", fails)  # this toy plans nothing, so no key needs it
+    params, cache = fresh(toys.attend, "cpu")
+    made = compiled(toys.attend, params, cache, "FULL")
+    with pytest.raises(CaptureError) if on_failure == "raise" else contextlib.nullcontext() as told:
+        step = made.capture(params, cache, recorder="tape", on_failure=on_failure)
+        assert len(step) == len(step.table) and not step.failed
+    assert on_failure == "eager" or re.search(
+        r"BatchSpec.*without a graph: .*no such kernel", str(told.value)
+    )

@@ -6,7 +6,7 @@ tape it does nothing, so a test that counts runs does not call it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -380,6 +380,17 @@ def squeezed(x: torch.Tensor, y: torch.Tensor) -> Any:
     return b, a, a + 1
 
 
+def turned(x: torch.Tensor, y: torch.Tensor) -> Iterator[Any]:
+    """The same on views of new tensors and of inputs, each used before and after."""
+    turns = (lambda v: v.t_(), lambda v: v.transpose_(0, 1), lambda v: v.unsqueeze_(1),
+             lambda v: v.squeeze_(0), lambda v: v.as_strided_((2,), (2,)))  # fmt: skip
+    for turn in turns:
+        for v in ((x + y)[:1], x[:1], y[1:2]):
+            before = v * 2
+            turn(v)
+            yield before, v, v + 1
+
+
 def written_view(x: torch.Tensor, y: torch.Tensor) -> Any:
     """A write through a view of a new tensor, and through a view of an input."""
     z = torch.zeros_like(x)
@@ -441,6 +452,7 @@ ZOO: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
                              torch._foreach_sqrt([x[0]])),  # new lists, of one result and several
     "foreach in place": foreach_,
     "squeeze_ and t_": squeezed,
+    "views that are turned": lambda x, y: list(turned(x, y)),
     "zero-size": lambda x, y: (x[:0] + 1, torch.cat([x[:0] @ y.t(), x @ y.t()]), x[:, :0].sum(1)),
     "scalars": lambda x, y: (x.sum(), x.mean() * y.max(), (x.norm() + 1).sqrt()),
     "bfloat16": lambda x, y: (x.bfloat16() @ y.bfloat16().t(), x.to(torch.bfloat16) + 1),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +122,32 @@ def test_a_host_batch_is_filled_in_place(recorder_name, device, modes):
         with torch.no_grad():
             want, plain = toys.attend(params, plain, toys.on(like, device))
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+TURNS: dict[str, Callable[[Any], Any]] = {
+    "unsqueeze_": lambda x: x.unsqueeze_(0), "as_strided_": lambda x: x.as_strided_((1,), (1,)),
+    "data": lambda x: setattr(x, "data", x.clone()), "set_": lambda x: x.set_(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_what_is_made_of_a_host_batch_is_no_later_ones(recorder_name, device, turn, stepped):
+    """The slot comes round again, and its memory is as it was."""
+    step, params, cache, _ = attending(recorder_name, device)
+    step.capture_all()
+    like = toys.batch(3, 2, seed=1)
+    spoilt = toys.fill(step.host_batch(like.spec), like)
+    TURNS[turn](spoilt.token_ids)
+    if stepped:
+        with contextlib.suppress(fg.errors.TreeError):
+            step(cache, spoilt)
+    for _ in range(SLOTS + 1):
+        filled = toys.fill(step.host_batch(like.spec), like)
+        assert step.main.handed.is_in_place(step.main.ring.taken)
+        want, after = toys.bare(toys.attend, params, cache, toys.on(like, device))
+        got, _ = step(cache, filled)
+        toys.assert_trees((got, cache), (want, after), **toys.CLOSE)
 
 
 def test_a_host_batch_needs_a_spec():

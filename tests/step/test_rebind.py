@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -318,6 +319,36 @@ def test_a_leaf_that_nothing_reads_costs_no_capture(device):
     with torch.autocast(device.type, dtype=torch.bfloat16):  # another trace, over the new leaf
         got, _ = step(state, toys.on(BATCHES[0], device))
     assert got.dtype is torch.bfloat16 or device.type == "cuda"
+
+
+LENT: dict[str, tuple[str, Callable[[Any, Any], Tensor]]] = {
+    "rows of another leaf": ("head", lambda p, s: p["embed"][: toys.E]),
+    "another leaf, reshaped": ("unread", lambda p, s: p["embed"].view(-1)),
+    "another leaf's bits": ("unread", lambda p, s: p["embed"].view(torch.int32)),
+    "a part of itself": ("head", lambda p, s: p["head"].view(-1)[toys.E :].view(toys.E, 2)),
+    "donated state": ("unread", lambda p, s: s["seen"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LENT)
+@pytest.mark.parametrize("both", [False, True])
+def test_a_value_in_memory_of_a_bound_leaf_gets_memory_of_its_own(device, what: str, both: bool):
+    """Or writing the one would be writing the other; in the same call too."""
+    step, params, state = over_headed(device)
+    name, value = LENT[what]
+    given, embed = value(params, state), torch.rand(toys.V, toys.E)
+    want = toys.clone({**params, name: given})
+    new = {f"params['{name}']": given}
+    if both:
+        want["embed"] = embed.to(device)
+        new = {"params['embed']": embed, **new}
+    step.rebind(params=new)
+    check(step, headed, want, state, device)
+    step.rebind(params={"params['embed']": 2 * embed})
+    toys.assert_trees(params, {**want, "embed": (2 * embed).to(device)})
+    check(step, headed, {**want, "embed": (2 * embed).to(device)}, state, device)
+    owners = [x.untyped_storage().data_ptr() for x in toys.leaves((params, state))]
+    assert len(set(owners)) == len(owners)
 
 
 def test_every_function_over_the_leaves_notices(device):

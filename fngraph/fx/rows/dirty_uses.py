@@ -13,6 +13,7 @@ from fngraph.fx.nodes import flat, is_tensor, operands
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.boxes import WHOLE, Box
 from fngraph.fx.rows.dirty_moves import moved
+from fngraph.fx.rows.indices import is_mask
 from fngraph.fx.rows.state import WRITTEN, Mixes, OpCall, moving_dims, ndim
 
 
@@ -139,7 +140,7 @@ def read(call: OpCall) -> Iterable[Box]:
     name = "weight" if call.name == "embedding" else "self"
     _only(call, name)
     x, by = call.args[name], _indices(call)
-    masks = [y for y in by.values() if _is_mask(y)]
+    masks = [y for y in by.values() if is_mask(y)]
     if any(ndim(y) > 1 for y in masks):
         refuse_unknown(call, x)
     left: list[Box] = []
@@ -176,14 +177,10 @@ def skipped(call: OpCall) -> dict[fx.Node, frozenset[int]]:
     found: dict[fx.Node, frozenset[int]] = {}
     for box in call.rows(x).dirty:
         for d, y in _indices(call).items():
-            if d in box and not _is_mask(y) and _leaves_out(call, x, d, y, box[d]):
+            if d in box and not is_mask(y) and _leaves_out(call, x, d, y, box[d]):
                 found[y] = found.get(y, frozenset()) | box[d]
                 break
     return found
-
-
-def _is_mask(index: fx.Node) -> bool:
-    return index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def _declared(rows: frozenset[int]) -> str:
@@ -206,7 +203,7 @@ def _places(by: dict[int, Any], rank: int) -> list[int | None]:
 def _leaves_out(call: OpCall, x: Any, d: int, index: Any, rows: frozenset[int]) -> bool:
     """Whether true rows of an index name none of these."""
     state, size = call.rows(index), size_of(x.meta["val"].shape[d])
-    if _is_mask(index):
+    if is_mask(index):
         value = state.value
         return value is not None and value.dim() == 1 and not value[sorted(rows)].any()
     if state.value is not None and isinstance(size, int):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-
 from fngraph.fx.nodes import flat, operands
 from fngraph.fx.rows import indices, shapes, sums, writes
 from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
 from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim
+from fngraph.fx.schemas import is_pointwise
 
 
 def rule(call: OpCall) -> Kept:
@@ -48,7 +47,7 @@ def keeps_finite(call: OpCall) -> bool:
         return sums.is_safe(call)
     if dtype not in WIDE:
         return False
-    if fn is pointwise or torch.Tag.pointwise in call.node.target.tags:  # type: ignore[union-attr]
+    if fn is pointwise or is_pointwise(call.node.target):  # type: ignore[arg-type]
         return is_smooth(call)
     numbers = all(math.isfinite(x) for x in call.args.values() if isinstance(x, float))
     return numbers and (fn in _SUMMED or call.name in _ADDED)
@@ -58,8 +57,8 @@ def rule_of(call: OpCall) -> Callable[[OpCall], Kept] | None:
     """The function that has the op's rule; None for an op that is not known."""
     if _namespace(call) == "aten" and call.name in _RULES:
         return _RULES[call.name]
-    is_pointwise = torch.Tag.pointwise in call.node.target.tags  # type: ignore[union-attr]
-    return pointwise if is_pointwise and not is_primitive(call) else None
+    by_element = is_pointwise(call.node.target)  # type: ignore[arg-type]
+    return pointwise if by_element and not is_primitive(call) else None
 
 
 def is_primitive(call: OpCall) -> bool:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fngraph.fx.nodes import SIZES
 from fngraph.fx.rows.boxes import Boxes
-from fngraph.fx.schemas import named
+from fngraph.fx.schemas import named, plain_name
 
 OFFSETS = "offsets"  # query_start_loc: from 0, a token or more each; padding never falls below
 FINITE = "finite"  # numbers that are not known, but neither NaN nor infinite, as weights are not
@@ -169,5 +169,5 @@ def is_finite(fill: Any) -> bool:
 
 
 def op_name(node: fx.Node) -> str:
-    """`sum` for aten.sum.dim_IntList and for aten.sum_."""
-    return str(node.target._schema.name).partition("::")[2].removesuffix("_")  # type: ignore[union-attr]
+    """See `plain_name`."""
+    return plain_name(node.target)  # type: ignore[arg-type]

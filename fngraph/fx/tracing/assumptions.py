@@ -26,7 +26,6 @@ from fngraph.fx.tracing.fits import Fit, needed
 from fngraph.torch_facts.tracing import in_forward_mode
 
 NOUNS = {"T": "tokens", "R": "requests"}
-_SQUEEZES = {"aten::squeeze", "aten::squeeze_"}
 _FUNCTIONS = {
     "FloorDiv": lambda a, b: a // b, "CleanDiv": lambda a, b: a // b, "Mod": lambda a, b: a % b,
     "PythonMod": lambda a, b: a % b, "Max": max, "Min": min, "IntTrueDiv": lambda a, b: a / b,
@@ -104,14 +103,9 @@ def implied(gm: fx.GraphModule, letters: Mapping[Any, str]) -> Iterator[Assumpti
                     known = expr.free_symbols <= letters.keys()
                     if known and not expr.is_nonnegative:  # T - 2, of x[1:-1]: may be none at all
                         yield Assumption(lettered(expr, letters) >= 0, line_of(node))
-        name = node.target._schema.name
-        if name in _SQUEEZES or name == "aten::select":
-            x, *rest = node.args
-            for size, least in _asked(name, list(x.meta["val"].shape), rest):
-                if isinstance(size, torch.SymInt):
-                    expr = lettered(size.node.expr, letters)
-                    holds = sympy.Ne(expr, 1) if least is None else expr >= least
-                    yield Assumption(holds, line_of(node))
+        ask = _BY_SIZE.get(node.target._schema.name)
+        for holds in ask(*node.args) if ask else ():
+            yield Assumption(lettered(holds, letters), line_of(node))
         for fit in needed(node):
             yield from _fitting(fit, letters, line_of(node))
 
@@ -125,13 +119,31 @@ def _fitting(fit: Fit, letters: Mapping[Any, str], line: str) -> Iterator[Assump
         yield Assumption(sympy.Or(*holds), line)
 
 
-def _asked(name: str, shape: list[Any], rest: list[Any]) -> list[tuple[Any, int | None]]:
-    """Sizes and the least that each may be; None: anything but 1."""
-    if name == "aten::select":
-        dim, index = rest
-        return [(shape[dim], index + 1 if index >= 0 else -index)]
-    dims = range(len(shape)) if not rest else rest[0] if isinstance(rest[0], list) else rest
-    return [(shape[d], None) for d in dims if shape]
+def _dropped(x: fx.Node, dims: Any = None) -> Iterator[Any]:
+    """That no size of these dims that varies is 1, which alone is dropped."""
+    shape = x.meta["val"].shape
+    some = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
+    for size in [shape[d] for d in some if shape]:
+        if isinstance(size, torch.SymInt):
+            yield sympy.Ne(_expr(size), 1)
+
+
+def _there(x: fx.Node, *args: Any) -> Iterator[Any]:
+    """That a row is there whose number, or whose dim, varies; such a number may be of any sign."""
+    *_, dim, index = args
+    at = index.meta["val"] if isinstance(index, fx.Node) else index
+    size, number = _expr(x.meta["val"].shape[dim]), _expr(at)
+    for least, may_be in ((number + 1, number >= 0), (-number, number < 0)):
+        if may_be is not sympy.false and (holds := size >= least) is not sympy.true:
+            yield holds
+
+
+def _expr(size: Any) -> Any:
+    return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
+
+
+_BY_SIZE = {"aten::squeeze": _dropped, "aten::squeeze_": _dropped, "aten::select": _there,
+            "aten::select_scatter": _there}  # fmt: skip
 
 
 def lettered(expr: Any, letters: Mapping[Any, str]) -> Any:

@@ -131,7 +131,7 @@ class How(NamedTuple):
         columns: of the result, that a program makes.
         wide: what it reads of their weights at a time.
         splits: parts of K, each with programs of its own.
-        num_warps, num_stages: of a program; 0 stages: `one_kernel`, for one row.
+        num_warps, num_stages: of a program; `one_kernel`, for one row, has no stages.
     """
 
     columns: int
@@ -144,16 +144,12 @@ class How(NamedTuple):
 def how_to(T: int, N: int, K: int, places: int) -> How:
     """By shapes alone: enough programs for the multiprocessors (`places`), K split if N is small.
 
-    A row of a result has the same bits for any 2 <= T <= 16. One row takes the whole of a
-    weight's row at a time, before the wait: on an H200 3.1 to 4.1 TB/s, 2.2 to 3.5 in a pipeline.
+    A row of a result has the same bits for any 2 <= T <= 16. One row takes all of a weight's row at
+    a time, or 16384 of it, before the wait: on an H200 3.1 to 4.1 TB/s, 2.2 to 3.5 in a pipeline.
     """
     if T == 1:
-        whole = power_of_two(K)
-        return (
-            How(2, whole, 1, 4 if whole <= 8192 else 8, 0)
-            if whole <= 16384
-            else How(8, 1024, 1, 4, 3)
-        )
+        wide = min(power_of_two(K), 16384)
+        return How(2, wide, 1, 4 if wide <= 8192 else 8, 0)
     splits = 1
     while splits < 8 and -(-N // 64) * splits < 2 * places and K // (2 * splits) >= 512:
         splits *= 2
@@ -168,11 +164,9 @@ def linear(
     (T, K), N = x.shape, weight.shape[0]
     how = how or how_to(T, N, K, processors(x.device))
     out, x = x.new_empty((T, N), dtype=dtype), x.contiguous()
-    blocks, each = -(-N // how.columns), -(-K // (how.splits * how.wide)) * how.wide
-    parts = out if how.splits == 1 else x.new_empty((how.splits, T, N), dtype=torch.float32)
-    scales = x_scale, weight_scale
+    blocks, scales = -(-N // how.columns), (x_scale, weight_scale)
     steps = tuple(int(y.dim() > 0) for y in scales)
-    if not how.num_stages:
+    if T == 1:
         launch(
             one_kernel,
             (blocks,),
@@ -187,6 +181,8 @@ def linear(
             HELD=held and x.is_cuda and torch.cuda.is_current_stream_capturing(),
         )
         return out
+    each = -(-K // (how.splits * how.wide)) * how.wide
+    parts = out if how.splits == 1 else x.new_empty((how.splits, T, N), dtype=torch.float32)
     launch(
         few_kernel,
         (blocks, how.splits),
@@ -200,7 +196,6 @@ def linear(
         COLUMNS=how.columns,
         WIDE=how.wide,
         STAGES=how.num_stages,
-        ROWS=1 if T == 1 else 16,
         SPLIT=how.splits > 1,
         EVEN=N % how.columns == 0 and K % (how.splits * how.wide) == 0,
     )
@@ -235,7 +230,7 @@ def one_kernel(
     tile = tl.load(at, mask=real[:, None] & (k < K)[None, :], other=0.0)
     by_column = tl.load(weight_scale + n * weight_step, mask=real, other=0.0)
     wait(EARLY and HELD)
-    if WIDE >= K:
+    if WIDE >= K:  # it has been read
         v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
         sums = tl.sum(tile.to(tl.float32) * v[None, :], 1)
     else:
@@ -255,23 +250,20 @@ def one_kernel(
 def few_kernel(
     x, weight, x_scale, weight_scale, out, T, N, each, x_step, weight_step,
     K: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns of all rows, or with SPLIT the sums of `each` of K, without scales.
+    """COLUMNS columns of up to 16 rows, or with SPLIT the sums of `each` of K, without scales.
 
     With EVEN nothing is read past the end of the weight.
     """
     overlap(EARLY)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    t = tl.arange(0, ROWS)
+    t = tl.arange(0, 16)
     step = tl.arange(0, WIDE)
     there = n < N
     weights = weight + n.to(tl.int64)[:, None] * K
     first = tl.program_id(1) * each
-    if ROWS == 1:
-        total = tl.zeros((COLUMNS, WIDE), tl.float32)
-    else:
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((16, COLUMNS), tl.float32)
     for start in tl.range(first, tl.minimum(first + each, K), WIDE, num_stages=STAGES):
         k = start + step
         if EVEN:
@@ -279,25 +271,17 @@ def few_kernel(
         else:
             real = there[:, None] & (k < K)[None, :]
             w = tl.load(weights + k[None, :], mask=real, other=0.0)
-        if ROWS == 1:
-            a = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < K, other=0.0)
-            total += w.to(tl.float32) * a.to(tl.float32)[None, :]
-        else:
-            rows = (t < T)[:, None] if EVEN else (t < T)[:, None] & (k < K)[None, :]
-            a = tl.load(x + t[:, None] * K + k[None, :], mask=rows, other=0.0)
-            total = tl.dot(a.to(tl.float16), tl.trans(w.to(tl.float16)), total)
-    if ROWS == 1:
-        sums = tl.sum(total, 1)[None, :]
-    else:
-        sums = total
+        rows = (t < T)[:, None] if EVEN else (t < T)[:, None] & (k < K)[None, :]
+        a = tl.load(x + t[:, None] * K + k[None, :], mask=rows, other=0.0)
+        total = tl.dot(a.to(tl.float16), tl.trans(w.to(tl.float16)), total)
     real = (t < T)[:, None] & there[None, :]
     at = t[:, None] * N + n[None, :]
     if SPLIT:
-        tl.store(out + tl.program_id(1).to(tl.int64) * T * N + at, sums, mask=real)
+        tl.store(out + tl.program_id(1).to(tl.int64) * T * N + at, total, mask=real)
     else:
         by_row = tl.load(x_scale + t * x_step, mask=t < T, other=0.0)
         by_column = tl.load(weight_scale + n * weight_step, mask=there, other=0.0)
-        made = sums * by_row[:, None] * by_column[None, :]
+        made = total * by_row[:, None] * by_column[None, :]
         tl.store(out + at, made.to(out.dtype.element_ty), mask=real)
 
 

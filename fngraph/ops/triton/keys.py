@@ -115,7 +115,7 @@ def finish(top, total, sinks, query_head, mask, v_scale, SINKS: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """Rows and keys of a tile, and how it is compiled. Chosen by head dim and dtype alone."""
+    """Rows and keys of a tile, and how it is compiled. Bits depend on keys and dtype alone."""
 
     rows: int
     keys: int

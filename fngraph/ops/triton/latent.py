@@ -85,7 +85,7 @@ def attend_decode(args: MLAArgs, Q: int, how: How | None = None) -> None:
     )
     R, H, L = meta.seq_lens.shape[0], config.num_heads, config.rank
     widest = meta.block_tables.shape[1] * config.block_size
-    tile, split, programs, many, _, early = how or how_to(config, Q, widest)
+    tile, split, programs, _, _, early = how or how_to(config, Q, widest)
     known = constants(config, tile)
     splits = -(-widest // split)
     sums = empty(q_THC, R, 1, splits, Q * H, L)
@@ -106,7 +106,7 @@ def attend_decode(args: MLAArgs, Q: int, how: How | None = None) -> None:
         num_stages=tile.num_stages,
         **known,
     )  # fmt: skip
-    merge(sums, meta, out_THL, Q, split, many, early=early)
+    merge(sums, meta, out_THL, Q, split, early=early)
 
 
 def how_to(config: Any, Q: int, widest: int) -> How:

@@ -1,8 +1,9 @@
 """Sums over parts of a request's keys, and how they become its attention: always in one order.
 
 A split is a fixed number of keys; SPLITS splits in a row are a span. A span's sums are its splits'
-folded from the first to the last, by whichever kernel: a program that reads the whole span does it
-on the way, `merge_kernel` does it for splits that several programs read. Bits are the same.
+folded from the first to the last, by whichever program: one that reads the whole span does it on
+the way; for splits that several programs read, attention's last one does it (`decode`), and
+`merge_kernel` for latent attention. Bits are the same.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.triton.fp8 import put_rounded
-from fngraph.ops.triton.keys import finish
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
 
@@ -41,18 +40,13 @@ def by_spans(first, length, many, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def merge_kernel(
-    starts, lens, parts, tops, totals, sinks, v_scale, out_scale, like, out,
-    R, UNITS, many, out_row, out_head, window, v_step,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    Q: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, ALWAYS: tl.constexpr,
-    NEVER: tl.constexpr, SINKS: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    starts, lens, parts, tops, totals, out, R, UNITS, out_row, out_head,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, Q: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query head of one token: its spans in order; zeros where there is no such token.
 
-    What programs summed are spans ALWAYS, NEVER, or of requests of more than `many` splits, from
-    the first that the request sees. What is read before the wait was written before the kernel
-    ahead began.
+    What is read before the wait was written before the kernel ahead began.
     """
     r, token = tl.program_id(0) // Q, tl.program_id(0) % Q
     query_head = tl.program_id(1)
@@ -62,9 +56,6 @@ def merge_kernel(
     used = tl.load(starts + R)
     d = tl.arange(0, WIDTH)
     into = out + query_head.to(tl.int64) * out_head + d
-    first = 0
-    if WINDOW:
-        first = tl.maximum(length - new - window + 1, 0)
     at = (r.to(tl.int64) * heads + query_head // GROUP) * UNITS * (Q * GROUP)
     at += token * GROUP + query_head % GROUP
     overlap(EARLY)
@@ -72,27 +63,20 @@ def merge_kernel(
         zeros = tl.zeros((WIDTH,), out.dtype.element_ty)
         tl.store(into + (r * Q + token).to(tl.int64) * out_row, zeros, mask=d < D)
     if token < new:
-        wide = ALWAYS if ALWAYS or NEVER else by_spans(first, length, many, SPLIT)
-        if wide:
-            acc, top, total = merge_units(
-                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPLIT * SPLITS, 1
-            )
-        else:
-            acc, top, total = merge_units(
-                parts, tops, totals, at, first, length, Q * GROUP, D, WIDTH, SPLIT, SPLITS
-            )
-        by_v = tl.load(v_scale + query_head // GROUP * v_step) if V_SCALED else 1.0
-        result = acc * finish(top, total, sinks, query_head, True, by_v, SINKS)
+        acc, total = merge_splits(
+            parts, tops, totals, at, length, Q * GROUP, D, WIDTH, SPLIT, SPLITS
+        )
         at = (begin + token).to(tl.int64) * out_row
-        put_rounded(into + at, result, out_scale, like, d < D, ROUNDS)
+        made = acc * (1.0 / tl.where(total > 0, total, 1.0))
+        tl.store(into + at, made.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
-def merge_units(
-    parts, tops, totals, at, first, length, ROWS: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, PER: tl.constexpr,
+def merge_splits(
+    parts, tops, totals, at, length, ROWS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Units of UNIT keys, PER of them to a span; the row's first is `at`.
+    """Splits of SPLIT keys, PER of them to a span; the row's first is `at`.
 
     How many make a span is constant, and some spans go side by side, so that all their loads are
     on the way at once.
@@ -100,19 +84,17 @@ def merge_units(
     BESIDE: tl.constexpr = 4
     d = tl.arange(0, WIDTH)
     s = tl.arange(0, BESIDE)
-    first = first // UNIT
-    last = (length + UNIT - 1) // UNIT
-    at -= first * ROWS
+    last = (length + SPLIT - 1) // SPLIT
     acc = tl.zeros((WIDTH,), tl.float32)
     top = float("-inf")
     total = 0.0
-    for span in tl.range(first // PER, (last + PER - 1) // PER, BESIDE):
+    for span in tl.range(0, (last + PER - 1) // PER, BESIDE):
         acc_S = tl.zeros((BESIDE, WIDTH), tl.float32)
         top_S = tl.full((BESIDE,), float("-inf"), tl.float32)
         total_S = tl.zeros((BESIDE,), tl.float32)
         for i in tl.static_range(PER):
             unit = (span + s) * PER + i
-            live = (unit >= first) & (unit < last)
+            live = unit < last
             row = at + unit * ROWS
             part_top = tl.load(tops + row, mask=live, other=float("-inf"))
             part_total = tl.load(totals + row, mask=live, other=0.0)
@@ -126,7 +108,7 @@ def merge_units(
         total = total * fade + tl.sum(total_S * weight_S, 0)
         acc = acc * fade + tl.sum(acc_S * weight_S[:, None], 0)
         top = higher
-    return acc, top, total
+    return acc, total
 
 
 class Sums(NamedTuple):
@@ -150,54 +132,22 @@ def empty(like: Tensor, R: int, K: int, units: int, rows: int, D: int) -> Sums:
 
 
 def merge(
-    sums: Sums,
-    meta: Any,
-    out_THD: Tensor,
-    Q: int,
-    split: int,
-    many: int | None,
-    *,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    v_scale: tuple[Tensor, int] | None = None,
-    rounds: tuple[Tensor, Tensor] | None = None,
-    early: bool = True,
+    sums: Sums, meta: Any, out_THD: Tensor, Q: int, split: int, *, early: bool = True
 ) -> None:
-    """Launch `merge_kernel` into all rows of `out_THD`: requests of over `many` splits have spans.
-
-    With `many` None all have splits. Of each request `sums` begins with the first unit it sees.
-    `v_scale` are numbers of kv heads and the step from one head's to the next, `rounds` the scale
-    by which the output is rounded to fp8, and a tensor of the dtype that it is rounded to before.
-    """
+    """Launch `merge_kernel` into all rows of `out_THD`; `sums` has the splits of each request."""
     R, K, units, rows, D = sums.parts.shape
-    scale, step = v_scale or (out_THD, 0)
-    out_scale, like = rounds or (out_THD, out_THD)
     launch(
         merge_kernel,
         (R * Q, K * rows // Q),
-        (
-            meta.query_start_loc,
-            meta.seq_lens,
-            *sums,
-            out_THD if sinks is None else sinks,
-            scale,
-            out_scale,
-            like,
-        ),
+        (meta.query_start_loc, meta.seq_lens, *sums),
         (out_THD,),
-        (R, units, many or 0, *out_THD.stride()[:2], window or 0, step),
+        (R, units, *out_THD.stride()[:2]),
         GROUP=rows // Q,
         D=D,
         WIDTH=power_of_two(D, at_least=16),
-        WINDOW=window is not None,
         Q=Q,
         SPLIT=split,
         SPLITS=SPLITS,
-        ALWAYS=many == 0,
-        NEVER=many is None,
-        SINKS=sinks is not None,
-        V_SCALED=v_scale is not None,
-        ROUNDS=rounds is not None,
         early=early,
         num_warps=4,
     )

@@ -17,6 +17,12 @@ Outputs = dict[str, Any]
 
 KEPT: Outputs = {
     "rowwise": lambda x, p, b: F.silu(x) * x,
+    "in place, of ops that have the tag": lambda x, p, b: (x * 1).mul_(2).clamp_(max=1),
+    "in place, of ops that lack it": lambda x, p, b: (
+        (x - 1).abs_().copysign_(x),
+        (x * 1).gt_(0.1),
+        b.token_ids.clone().__irshift__(1),
+    ),
     "sum(1)": lambda x, p, b: x.sum(1),
     "mean(-1)": lambda x, p, b: x - x.mean(-1, keepdim=True),
     "softmax(-1)": lambda x, p, b: x.softmax(-1),

@@ -70,6 +70,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         (torch.arange(12) > 8,), torch.where(b.slot[:, None] >= 0, b.x, 0.0)),
     "a mask of bytes": lambda w, b: b.x.index_put(
         ((b.slot >= 0).to(torch.uint8),), b.x * 0, accumulate=True),
+    "remainders of the dividend's sign": lambda w, b: b.x[torch.fmod(b.slot, 4)],
+    "halves of what may be negative": lambda w, b: b.x[b.slot >> 1],
     "what is vouched for, or 5": lambda w, b: b.x[
         torch.where(b.ids > 2, fg.trust_rows(b.ids), 5) - 5],
     "what is vouched for, at most 5": lambda w, b: b.x[
@@ -95,6 +97,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
         ((b.bytes + torch.tensor([250], dtype=torch.uint8)) == 250)[:, None], b.x + 1, 0.0).sum(0),
 }  # fmt: skip
 KEPT: dict[str, Callable[[Any, Any], Any]] = {
+    "halves of numbers": lambda w, b: b.x[b.ids >> 1] + b.x[(b.ids * 1).__irshift__(1)],
+    "remainders by a divisor above 0": lambda w, b: w[b.slot % 4],
     "a softmax of some columns": lambda w, b: softmax(b)[:, 1:].sum(0),
     "a square eye": lambda w, b: torch.eye(b.x.shape[0]) @ torch.where(
         b.slot[:, None] >= 0, b.x, 0.0),

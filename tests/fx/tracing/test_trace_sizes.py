@@ -264,6 +264,36 @@ def test_a_size_below_none_for_some_batch_is_refused(name: str):
         made.trace(weights(), {}, batch=toys.batch(2))
 
 
+ROWS = {  # and how many there must be
+    "x[1]": 2, "x[-2]": 2, "x[2]": 3, "x.t()[:, 1]": 2, "x.select(0, 1).t()": 2,
+    "(lambda y: (y[1].fill_(2), y)[1])(x * 1)": 2, "x.select_scatter(x[0], 0, 1)": 2,
+    "x.narrow(0, 1, 1)": 2, "x.unfold(0, 3, 1)": 3, "x.topk(2, 0)[0]": 2, "x.kthvalue(2, 0)[0]": 2,
+    "x.select(0, (x.shape[0] + 1) // 2)": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ROWS, "x[0]", "x[-1]", "x.select(0, x.shape[0] - 1)"])
+@pytest.mark.parametrize("letter", "TR")
+def test_a_row_that_some_batch_has_not_is_refused(name: str, letter: str):
+    """As bare forward refuses that batch; a key has a row of padding there."""
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        ids = b.token_ids if letter == "T" else b.seq_lens
+        return fg.trust_rows(eval(name, {"x": p["embed"][ids]})) * 1, s
+
+    made = fg.graphify(forward, donate="s", stage="b", limits=LIMITS)
+    few = toys.batch(*[1] * (ROWS.get(name, 2) - 1))
+    if name not in ROWS:
+        forward(weights(), {}, few)
+        made.trace(weights(), {}, batch=toys.batch(2))
+        return
+    with pytest.raises((IndexError, RuntimeError)):
+        forward(weights(), {}, few)
+    said = rf"where {letter} >= ({ROWS[name]}|.*//.*), which is false for .*\b{letter}=1\b"
+    with pytest.raises(BranchError, match=said):
+        made.trace(weights(), {}, batch=toys.batch(2))
+
+
 # of (T, 8) hidden states and a number: T, or one that is T for some batches alone
 FITTING: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "a mask": lambda x, n: x.new_zeros(n, 2).index_put((x[:, 0] > 0,), x.new_ones(())),

@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     if disk is None:
         parser.error("FNGRAPH_CACHE is off: set it to a folder, or leave it out")
+    if (why := disk.why_unused()) is not None:
+        parser.error(why)
     if flags.verb == "ls":
         print(_listed(disk))
     elif flags.verb == "clear":

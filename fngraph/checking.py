@@ -28,9 +28,11 @@ class Report:
 
     Attributes:
         errors: what `graphify` would raise, in the order of the trace, each line's once a class.
+        rehearsed: T and R of the keys in which all true rows were the same.
     """
 
     errors: tuple[FnGraphError, ...]
+    rehearsed: tuple[tuple[int, int], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -48,7 +50,9 @@ class Report:
     def as_text(self) -> str:
         """A numbered paragraph for each error."""
         if self.ok:
-            return "nothing in forward that a graph could not hold"
+            keys = ", ".join(f"T={t} R={r}" for t, r in self.rehearsed)
+            same = f"; rehearsed in {keys}: true rows are the same" if keys else ""
+            return f"nothing in forward that a graph could not hold{same}"
         named = (f"{type(error).__name__}: {error}" for error in self.errors)
         return "\n\n".join(f"{i}. {text}" for i, text in enumerate(named, 1))
 
@@ -76,11 +80,12 @@ def check(
         rehearse: True: then run the traced ops, on copies of what is donated, for the batch as it
             is and as keys of some more tokens and requests have it, and name the first value whose
             true rows differ, with its line. That tries what no trace can see: `fg.trust_rows`, rows
-            that are said to be kept for padding, indices. Or which keys: [(T, R), ...].
+            that are said to be kept for padding, indices. Or which keys: [(T, R), ...]. Those of a
+            batch without a `BatchSpec` are of exact shapes, with nothing to rehearse.
 
     Raises:
         TreeError: `donate` or `stage` names no parameter of `forward`; no tensors to rehearse with.
-        SpecError: a key to rehearse that cannot hold the batch.
+        SpecError: a key to rehearse that cannot hold the batch, or is none.
     """
     made = graphify(
         forward, donate=donate, stage=stage, limits=limits, allow_copies=allow_copies,
@@ -88,14 +93,17 @@ def check(
     )  # fmt: skip
     refuse = Refusals(go_on=True)
     (staged,) = made.signature.positions(Role.STAGED)
-    look = rehearsal(args, args[staged], rehearse, refuse) if rehearse else None
+    rehearsed: list[tuple[int, int]] = []
+    look = None
+    if rehearse is not False:
+        look = rehearsal(args, args[staged], rehearse, refuse, rehearsed)
     try:
         with refuse.catching():
             made.trace_call(args, refuse, look).split()
     except Exception as error:  # of a stand-in that no check was ready for
         text = f"{type(error).__name__}: {error}"
         refuse(PurityError(f"forward: the report ends here, because of what is above ({text})"))
-    return Report(tuple(_distinct(refuse.errors)))
+    return Report(tuple(_distinct(refuse.errors)), tuple(rehearsed))
 
 
 def _distinct(errors: list[FnGraphError]) -> list[FnGraphError]:

@@ -26,25 +26,28 @@ Keys = bool | Iterable[tuple[int, int]]
 
 
 def rehearsal(
-    values: Sequence[Any], batch: Any, keys: Keys, refuse: Callable[[FnGraphError], None]
-) -> Callable[[Arguments, Limits, Any, Mapping[Any, Any]], None]:
+    values: Sequence[Any], batch: Any, keys: Keys, refuse: Callable[[FnGraphError], None],
+    rehearsed: list[tuple[int, int]],
+) -> Callable[[Arguments, Limits, Any, Mapping[Any, Any]], None]:  # fmt: skip
     """What a trace is to show its graph and facts to: it runs both, and reports to `refuse`.
 
     Args:
         values: all arguments of a call, real tensors; donated ones are copied, not written.
         batch: the staged one of them.
         keys: (T, R) of the keys to rehearse; True: some that are larger than the batch.
+        rehearsed: gets those in which nothing differs.
 
     Raises:
-        TreeError: `fg.like` specs in place of tensors. SpecError: a key that is too small.
+        TreeError: `fg.like` specs in place of tensors. SpecError: a key that is too small, or none.
     """
+    if keys is not True:
+        keys = _read_keys(keys)
     leaves = [trees.flatten(value)[0] for value in values]
     if not all(isinstance(x, torch.Tensor) for part in leaves for x in part):
         raise TreeError("rehearse=True runs forward: pass tensors, not fg.like specs")
     field = host_field(type(batch))
     spec = getattr(batch, field) if field else BatchSpec(1, 1)
     if field and not isinstance(keys, bool):
-        keys = list(keys)
         _check_keys(spec, keys)
 
     def look(args: Arguments, limits: Limits, graph: Any, facts: Mapping[Any, Any]) -> None:
@@ -62,8 +65,21 @@ def rehearsal(
                 told = f"{_placed(difference, args)}. That is in a rehearsed key of {size}"
                 refuse(RowsError(told))
                 return
+            rehearsed.append((sizes["T"], sizes["R"]))
 
     return look
+
+
+def _read_keys(keys: Any) -> list[tuple[int, int]]:
+    try:
+        read = [(t, r) for t, r in keys]
+    except (TypeError, ValueError):
+        read = []
+    if not read or any(type(n) is not int or n < 1 for key in read for n in key):
+        raise SpecError(
+            f"rehearse={keys!r}: pass True, or the keys to try as a list of pairs: [(T, R), ...]"
+        )
+    return read
 
 
 def _short(error: Exception) -> str:

@@ -199,19 +199,26 @@ class Disk:
 
     def _is_ours(self) -> bool:
         """Whether nobody else can have put code there; if not, that is warned of."""
-        if not hasattr(os, "getuid"):  # Windows has other means
-            return True
+        why = self.why_unused()
+        if why is not None:
+            warnings.warn(f"the cache {why}", RuntimeWarning, stacklevel=4)
+        return why is None
+
+    def why_unused(self) -> str | None:
+        """Why nothing is read or kept there, with what to do; None: it is, or there is no folder
+        yet."""
+        instead = 'Set FNGRAPH_CACHE to a folder of your own, or to "off"'
+        if self.folder.exists() and not self.folder.is_dir():
+            return f"{self.folder} is a file. {instead}"
+        if not self.folder.exists() or not hasattr(os, "getuid"):  # Windows has other means
+            return None
         status = self.folder.stat()
-        ours = status.st_uid in (os.getuid(), 0) and not status.st_mode & stat.S_IWOTH
-        if not ours:
-            warnings.warn(
-                f"the cache {self.folder} is another user's, or anybody may write it, and what is "
-                "in it would be run: it is not used. Set FNGRAPH_CACHE to a folder of your own, or "
-                'to "off"',
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        return ours
+        if status.st_uid in (os.getuid(), 0) and not status.st_mode & stat.S_IWOTH:
+            return None
+        return (
+            f"{self.folder} is another user's, or anybody may write it, and what is in it would be "
+            f"run: it is not used. {instead}"
+        )
 
     def __str__(self) -> str:
         entries = self.entries()

@@ -323,7 +323,8 @@ def _results(graph: fx.Graph) -> Sequence[Any]:
 def _brief(x: Any) -> str:
     if not isinstance(x, torch.Tensor):
         return f"{type(x).__name__}"
-    return f"{str(x.dtype).removeprefix('torch.')} of {x.dim()} dims on {x.device}"
+    shape = ", ".join(str(n if isinstance(n, int) else n.node.expr) for n in x.shape)
+    return f"{str(x.dtype).removeprefix('torch.')} ({shape}) on {x.device}"
 
 
 @functools.cache

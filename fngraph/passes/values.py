@@ -31,6 +31,9 @@ def complete(
     """Give new nodes a `val` and a line; a node that was edited in place, or reads memory that is
     laid out anew, is worked out again, and one that is another op is none of `stays` any more.
 
+    What a pass has said of a new node's value is asked of its op: it stays where it is so, for it
+    is the memory that others read.
+
     Args:
         name: the pass, for errors.
         stays: nodes that were there before, and which.
@@ -44,8 +47,7 @@ def complete(
         if node.op != "call_function":
             continue
         reads_other = bool(again) and not again.isdisjoint(node.all_input_nodes)
-        is_known = node not in edited if node in stays else "val" in node.meta
-        if is_known and not reads_other:
+        if node in stays and node not in edited and not reads_other:
             continue
         gave = _gave(name, node, known)
         before = node.meta.get("val")
@@ -115,14 +117,15 @@ def _told(values: Any) -> tuple[Any, ...]:
 def _alike(before: Any, gave: Gave) -> bool:
     """Whether a value is as it was: its layout, and what memory it shares with what it reads."""
     old, new = ([x for x in tree_leaves(v) if torch.is_tensor(x)] for v in (before, gave.value))
-    return len(old) == len(new) and all(
-        _layout(a) == _layout(b)
-        and (
-            (given := gave.memory.get(storage_key(b))) is None
-            or storage_key(a) == storage_key(given)
-        )
-        for a, b in zip(old, new)
-    )
+    if len(old) != len(new) or any(_layout(a) != _layout(b) for a, b in zip(old, new)):
+        return False
+    now = {then: storage_key(given) for then, given in gave.memory.items()}
+    theirs = set(now.values())
+    for a, b in zip(old, new):
+        read = now.get(storage_key(b))
+        if storage_key(a) != read if read is not None else storage_key(a) in theirs:
+            return False
+    return True
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:

@@ -40,7 +40,8 @@ def filled(tree: Any, values: Mapping[str, Tensor]) -> Any:
 def replaced(
     tree: Any, new: Callable[[str, Any], Any], whole: tuple[type, ...] = (Tensor,), path: str = ""
 ) -> Any:
-    """The tree with `new(path, x)` for each of its tensors; anything else stays.
+    """The tree of structs, tuples, lists and dicts with `new(path, x)` for each of its tensors;
+    anything else stays.
 
     Args:
         whole: what counts as one, such as a struct that stands for a weight.
@@ -48,13 +49,17 @@ def replaced(
     if isinstance(tree, whole):
         return new(path, tree)
     dot = f"{path}." if path else ""
-    if type(tree) is tuple:
-        return tuple(replaced(x, new, whole, f"{dot}{i}") for i, x in enumerate(tree))
+    if isinstance(tree, dict):
+        return type(tree)((k, replaced(x, new, whole, f"{dot}{k}")) for k, x in tree.items())
+    if isinstance(tree, list | tuple):
+        names = getattr(tree, "_fields", range(len(tree)))
+        made = [replaced(x, new, whole, f"{dot}{name}") for name, x in zip(names, tree)]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
     if not dataclasses.is_dataclass(tree):
         return tree
     parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-    made: Any = type(tree)
-    return made(**{name: replaced(x, new, whole, f"{dot}{name}") for name, x in parts.items()})
+    kind: Any = type(tree)
+    return kind(**{name: replaced(x, new, whole, f"{dot}{name}") for name, x in parts.items()})
 
 
 def init_params(

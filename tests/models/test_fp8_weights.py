@@ -7,6 +7,7 @@ and by 20 % on random ones with matrices ten times as wide as at the start of tr
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections import Counter
@@ -134,6 +135,15 @@ def test_a_trained_model_says_what_it_said():
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.95
     loss = [cross_entropy(x[:-1], torch.tensor(text[1:])).item() for x in (got, want)]
     assert abs(loss[0] - loss[1]) < 0.02
+
+
+def test_weights_in_dicts_lists_and_named_tuples_are_found():
+    Pair = collections.namedtuple("Pair", "wq norm")
+    pair = Pair(draw(16, 32), draw(32))
+    made = quantize_fp8({"layers": [{"wq": draw(16, 16)}, pair], "deep": (pair,)})
+    assert isinstance(made["layers"][0]["wq"], Fp8Weight) and type(made["deep"]) is tuple
+    for got in (made["layers"][1], made["deep"][0]):
+        assert type(got) is Pair and isinstance(got.wq, Fp8Weight) and got.norm is pair.norm
 
 
 def test_what_is_quantised_and_what_stays():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -250,8 +251,8 @@ def _returns(graph: fx.Graph, new: dict[fx.Node, Any]) -> fx.Graph:
     [
         (returns_none, PassError, "'returns_none' returned NoneType. Return the graph"),
         (breaks, PassError, "'breaks' returned a graph that does not hold together"),
-        (instead(aten.unsqueeze.default, 0), PassError, "output 0 .* another tensor: float32 of 2"),
-        (instead(aten._to_copy.default, dtype=torch.float64), PassError, "float64 of 2 dims"),
+        (instead(aten.unsqueeze.default, 0), PassError, r"output 0 .* float32 \(T, 8\)"),
+        (instead(aten._to_copy.default, dtype=torch.float64), PassError, r"float64 \(T, 8\)"),
         (instead(aten.mm.default, 3), PassError, r"aten\.mm\.default there, which cannot be"),
         (leaf_as(aten.clone.default), PassError, "other memory of an argument than it was"),
         (leaf_as(aten.as_strided.default, [toys.V], [0]), PassError, "other memory of an argument"),
@@ -361,3 +362,54 @@ def test_a_fusion_of_one_s_own():
     one = traced(Pass("mine", mine, "1", "a gate"))
     assert "mine: a note" in one.as_text() and one.passes[0].matches == 1
     assert one.graph.same_as(traced("silu_mul").graph)
+
+
+# --- what `replace` puts there is asked what it gives ---------------------------------------------
+
+
+def swap(old: Any, new: Any, *more: Any) -> PassFn:
+    """A pass by `fg.passes.replace`: old(x) as new(x, ...)."""
+
+    def swapped(graph: fx.Graph) -> fg.passes.Rewritten:
+        pattern = fg.passes.call(old, fg.passes.name("x"))
+        found = [fg.passes.match(pattern, node) for node in list(graph.nodes)]
+        swaps = (fg.passes.replace(graph, one, new, (one["x"], *more)) for one in found if one)
+        return fg.passes.Rewritten(graph, matches=sum(swaps))
+
+    return swapped
+
+
+def kept(state: Any, batch: toys.Batch) -> Any:
+    """What was there before this step's counts, and state that has them."""
+    before, grown = state["seen"].clone(), state["seen"] + 1.0
+    return batch.token_ids * 1, grown.sum() * 0 + before, {"seen": grown}
+
+
+@pytest.mark.parametrize("modes", toys.MODES)
+def test_a_copy_that_becomes_a_view_is_the_memory_that_it_views(modes: str):
+    fast = fg.graphify(
+        kept, donate="state", stage="batch", modes=modes, limits=toys.LIMITS, sizes=(4, 16),
+        passes=(swap(aten.clone, aten.alias.default),), recorder="tape",
+    )  # fmt: skip
+    state = {"seen": torch.zeros(3)}
+    for step in range(3):
+        _, before, state = fast(state, toys.batch(3))
+        assert before.tolist() == [step] * 3
+
+
+@pytest.mark.parametrize(
+    ("op", "more", "error", "words"),
+    [
+        (aten.mean.dim, ([-1], True), PassError, r"output 0 .*\(T, 8\).* before, .*\(T, 1\)"),
+        (aten.unsqueeze.default, (0,), PassError, r"output 0 .*\(1, T, 8\)"),
+        (torch.ops.fngraph.silu_mul.default, (), PassError, "swapped.*silu_mul.*cannot be: .*'up'"),
+        (aten.mm.default, (3,), PassError, "swapped.*aten.mm.default there, which cannot be"),
+        (aten.tanh.default, (), None, ""),
+    ],
+)  # fmt: skip
+def test_another_shape_or_a_call_that_cannot_be_is_refused(op, more, error, words):
+    def alone(params: Any, state: Any, batch: toys.Batch) -> Any:
+        return torch.nn.functional.silu(params["w"][batch.token_ids]), state
+
+    with pytest.raises(error, match=words) if error else contextlib.nullcontext():
+        assert traced(swap(aten.silu, op, *more), fn=alone).passes[0].matches == 1

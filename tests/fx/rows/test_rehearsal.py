@@ -583,3 +583,21 @@ def test_donated_state_is_not_written_and_no_memory_is_no_rehearsal():
     with pytest.raises(SpecError, match="cannot hold the batch"):
         report(lambda x, p, b: x * 1, rehearse=[(1, 1)])
     assert real(toys.batch(1)).all()
+
+
+def test_a_report_says_in_which_keys_all_was_the_same():
+    given = report(lambda x, p, b: x * 1, rehearse=[(5, 2), (10, 4)])
+    assert given.rehearsed == ((5, 2), (10, 4))
+    assert "rehearsed in T=5 R=2, T=10 R=4: true rows are the same" in str(given)
+    assert len(report(lambda x, p, b: x * 1).rehearsed) > 2
+    wrong = report(lambda x, p, b: x - fg.trust_rows(x.sum(0)), rehearse=[(5, 2), (10, 2)])
+    assert wrong.rehearsed == ((5, 2),) and not wrong.ok
+    assert "rehearsed" not in str(report(lambda x, p, b: x * 1, rehearse=False))
+
+
+@pytest.mark.parametrize(
+    "keys", [(6, 4), 8, [(8,)], "yes", [], None, [(4.0, 2)], [(0, 1)]], ids=repr
+)
+def test_what_is_no_list_of_keys_is_refused(keys: Any):
+    with pytest.raises(SpecError, match=r"rehearse=.*: pass True, or the keys .*\[\(T, R\), ...\]"):
+        report(lambda x, p, b: x * 1, rehearse=keys)

@@ -91,6 +91,10 @@ def parse_dims(text: str) -> tuple[Dim, ...]:
     return tuple(Dim(re.sub(r"(\+|-|\*|//|%)", r" \1 ", part)) for part in tight.split())
 
 
+RAMPS: dict[Any, int] = {"stride": 1, "last": 2}
+"""Pads that are no number; by the numbers that the graph's first node knows them by."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
     """What a staged leaf looks like and how it is padded.
@@ -98,8 +102,10 @@ class Buffer:
     Attributes:
         dims: symbolic shape.
         dtype: torch's dtype name, e.g. "int64".
-        pad: the number in every row beyond the batch's own, or "stride": (R + 1,) offsets that go
-            on with stride query_len in a uniform key and repeat the last one in a mixed key.
+        pad: the number in every row beyond the batch's own; "last": the batch's own last one,
+            again and again, of offsets that end where their tokens do; or "stride": (R + 1,)
+            offsets that go on with stride query_len in a uniform key and repeat the last one in a
+            mixed key.
         pad_given: whether the declaration says it; a row that padding writes to must be said.
         changed: whether a batch may bring an `fg.ChangedRows` in place of the whole leaf.
         min: a number that no element of a batch is below, of integers; None: nothing is said.
@@ -118,10 +124,18 @@ class Buffer:
         if self.min is not None and (type(self.min) is not int or "int" not in self.dtype):
             raise FieldError(f"min={self.min!r} of {self.dtype}: a whole number, of integers")
         if isinstance(self.pad, str):
-            if self.pad != "stride":
-                raise FieldError(f"pad={self.pad!r}: a number, or 'stride' for query_start_loc")
-            if [d.text for d in self.dims] != ["R + 1"]:
+            if self.pad not in RAMPS:
+                raise FieldError(
+                    f"pad={self.pad!r}: a number, 'stride' for query_start_loc, or 'last' for "
+                    "other offsets"
+                )
+            if self.pad == "stride" and [d.text for d in self.dims] != ["R + 1"]:
                 raise FieldError("pad='stride' is for offsets of dims 'R + 1'")
+            if self.pad == "last" and (len(self.dims) != 1 or self.dtype not in ("int32", "int64")):
+                raise FieldError(
+                    f"pad='last' is for offsets, int32 or int64 of one dim such as 'R + 1', not "
+                    f"{self}"
+                )
         if self.changed and [d.text for d in self.dims[:1]] != ["R"]:
             raise FieldError(
                 f"rows='changed' is for a table with a row for each request, dims such as 'R B', "

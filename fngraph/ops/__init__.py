@@ -57,3 +57,9 @@ from fngraph.ops.recurrent.state_space import (
 )
 from fngraph.ops.side_by_side import lay_side_by_side as lay_side_by_side
 from fngraph.ops.slots import write_cache as write_cache
+from fngraph.ops.varlen import (
+    VARLEN as VARLEN,
+    VarlenArgs as VarlenArgs,
+    VarlenConfig as VarlenConfig,
+    varlen_attention as varlen_attention,
+)

@@ -7,7 +7,7 @@ is a symbol while a graph is traced (T, R) is compared with nothing, which would
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -30,16 +30,18 @@ STATES = {"batch.state_slots": "R", "batch.seq_lens": "R", "batch.query_start_lo
 class Shapes:
     """The tensors of a primitive by name, in order, each with its letters: {"q": "T H D", ...}.
 
-    Those named `batch.` hold whole numbers. `shared`: two letters, of which the first is a multiple
-    of the second.
+    Those named `batch.`, or in `whole`, hold whole numbers. `shared`: two letters, of which the
+    first is a multiple of the second.
     """
 
     def __init__(
-        self, primitive: str, letters: Mapping[str, str], shared: tuple[str, str] | None = None
-    ) -> None:
+        self, primitive: str, letters: Mapping[str, str], shared: tuple[str, str] | None = None,
+        whole: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.primitive, self.shared = primitive, shared
+        self.whole = {name for name in letters if name.startswith("batch.")} | set(whole)
         self.leaves = [
-            (name, _dims(text), WHOLE if name.startswith("batch.") else None)
+            (name, _dims(text), WHOLE if name in self.whole else None)
             for name, text in letters.items()
         ]
 
@@ -102,7 +104,7 @@ class Shapes:
             )
 
     def _refuse(self, name: str, dims: _Dims, x: Any, sizes: dict[str, int]) -> NoReturn:
-        whole = "int32 or int64 " if name.startswith("batch.") else ""
+        whole = "int32 or int64 " if name in self.whole else ""
         letters = [letter + (f" {more:+d}".replace("+", "+ ").replace("-", "- ") if more else "")
                    for letter, more in dims]  # fmt: skip
         comma = "," if len(dims) == 1 else ""

@@ -17,6 +17,7 @@ from fngraph.ops.recurrent.convolution import CAUSAL_CONV
 from fngraph.ops.recurrent.delta_rule import GATED_DELTA
 from fngraph.ops.recurrent.state_space import SSD
 from fngraph.ops.triton import backends as triton
+from fngraph.ops.varlen import FLASH, VARLEN
 
 ATTENTION.register(
     gathered.SDPA, flash.VARLEN, gathered.FLEX, flash.FLASH_ATTN, flash.FLASH_ATTN_3,
@@ -26,6 +27,7 @@ MLA.register(*triton.LATENT)
 GATED_DELTA.register(triton.GATED_DELTA)
 SSD.register(triton.SSD)
 CAUSAL_CONV.register(triton.CAUSAL_CONV)
+VARLEN.register(FLASH, triton.VARLEN)
 
 
 class Published(NamedTuple):

@@ -30,6 +30,7 @@ from fngraph.core import (
     Mode,
     PlannedBuffer,
 )
+from fngraph.core.buffers import RAMPS
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import Bytes
 from fngraph.core.program import run_program
@@ -373,5 +374,5 @@ def _padding(planned: PlannedBuffer, sizes: Sizes, stride: int) -> torch.Tensor:
     dtype = getattr(torch, planned.buffer.dtype)
     if pad == "stride":
         return torch.arange(shape[0], dtype=dtype) * stride
-    filled: Any = pad
+    filled: Any = 0 if pad in RAMPS else pad
     return torch.full(shape, filled, dtype=dtype)

@@ -143,8 +143,11 @@ def test_dtypes_are_torch_names():
 
 def test_pad_rules():
     assert refused(buffer, "R + 1", "int32", pad="repeat") == (
-        "pad='repeat': a number, or 'stride' for query_start_loc"
+        "pad='repeat': a number, 'stride' for query_start_loc, or 'last' for other offsets"
     )
+    for dims, dtype in (("R 2", "int32"), ("R + 1", "int16"), ("T", "float32")):
+        message = refused(buffer, dims, dtype, pad="last")
+        assert message.startswith("pad='last' is for offsets, int32 or int64 of one dim such as")
     for dims in ("R", "T + 1", "R + 1 B", "B R + 1", ""):
         message = refused(buffer, dims, "int32", pad="stride")
         assert message == "pad='stride' is for offsets of dims 'R + 1'"

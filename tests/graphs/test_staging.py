@@ -105,6 +105,26 @@ def test_rows_beyond_the_key_are_left_alone():
     assert z.tolist() == [0, 1, 2, 2] + [77] * 3
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("apart", [False, True], ids=["in words", "by bytes"])
+@pytest.mark.parametrize("leaf", [[0, 3, 1 << 20], [0], [0, -5, -7, -9], list(range(11))], ids=len)
+def test_the_last_one_is_repeated(dtype: str, apart: bool, leaf: list[int]):
+    static = buffers(x=("T", "uint8", 0), z=("T + 1", dtype, "last"))
+    scribble(static)
+    given = torch.tensor(leaf, dtype=getattr(torch, dtype))
+    if apart:  # at an address that 4 does not divide
+        held = torch.zeros(given.nbytes + 1, dtype=torch.uint8)[1:]
+        given = held.copy_(given.view(torch.uint8)).view(torch.uint8)
+    T = len(leaf) - 1
+    ring = make_ring(static.buffer_plan, static.tensors[0].device)
+    stage(static, [torch.zeros(T, dtype=torch.uint8), given], key(T, 1), key(12, 4), 0, ring)
+    z = static.tensors[1]
+    assert z[:13].tolist() == leaf + [leaf[-1]] * (12 - T) and (z[13:] == 77).all()
+    ring.put_padding(static.buffer_plan, 0)
+    unpack(static, ring, key(12, 4))
+    assert not z[:13].any() and (z[13:] == 77).all()
+
+
 def test_a_batch_as_large_as_the_key_gets_no_padding():
     static = buffers(x=("T", "int64", -1), z=("R + 1", "int32", "stride"))
     scribble(static)

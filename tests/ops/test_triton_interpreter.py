@@ -28,7 +28,8 @@ FILES: dict[str, tuple[Any, ...]] = {
     "recurrent": (98, "test_triton_recurrent.py", "test_triton_recurrent_levels.py",
                   "test_empty.py"),
     "fused, of few rows, and staging": (141, "test_triton_fused.py", "test_triton_fp8.py",
-                                        "test_triton_skinny.py", "../graphs/test_staging.py"),
+                                        "test_triton_skinny.py", "test_triton_varlen.py",
+                                        "../graphs/test_staging.py"),
 }  # fmt: skip  # how many tests there are at least, and pytest's arguments
 
 

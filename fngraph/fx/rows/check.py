@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 
+from fngraph.core.buffers import RAMPS
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import (
@@ -225,8 +226,9 @@ def vouched_for(gm: fx.GraphModule) -> set[fx.Node]:
 def _leaf(leaf: Leaf) -> Kept:
     if not leaf.padded:
         return Kept(span=ANY)
-    if leaf.buffer is None or leaf.buffer.pad == "stride":
-        return Kept({} if leaf.buffer is None else {0: OFFSETS})
+    if leaf.buffer is None or leaf.buffer.pad in RAMPS:
+        rises = leaf.buffer is not None and leaf.buffer.pad == "stride"
+        return Kept({0: OFFSETS} if rises else {})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
     counts = not (pad.dtype.is_floating_point or pad.dtype.is_complex)
     names_a_row = counts and leaf.buffer.pad_given and float(leaf.buffer.pad) >= 0

@@ -47,8 +47,21 @@ def check_pads(
             state = facts.get(told)
             if told in vouched or not isinstance(state, Kept) or 0 not in moving_dims(told):
                 continue
+            leaf = leaf_of.get(_source(told))
+            if what == OFFSETS and leaf is not None and leaf.buffer and leaf.buffer.pad == "last":
+                continue
             if not _is(state.fills.get(0), what):
                 refuse(_error(node, name, told, leaf_of.get(told), what))
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What was cast, or viewed."""
+    while node.op == "call_function" and node.target in _SAME:
+        node = node.all_input_nodes[0]
+    return node
+
+
+_SAME = {torch.ops.aten._to_copy.default, torch.ops.aten.view.default, torch.ops.aten.alias.default}
 
 
 def _is(fill: Fill | None, what: str) -> bool:

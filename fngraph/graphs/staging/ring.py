@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from fngraph.core import BufferPlan
+from fngraph.core.buffers import RAMPS
 from fngraph.errors import TreeError
 
 SLOTS = 4
@@ -154,7 +155,7 @@ class Ring:
         slot = self.wait()
         words = [0, query_len]
         for planned, buffer in zip(buffer_plan.buffers, self.buffers[slot]):
-            ramp = planned.buffer.pad == "stride"
+            ramp = planned.buffer.pad in RAMPS
             words += [self.zero.data_ptr(), buffer.itemsize if ramp else 0]
         self._write(slot, words)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from fngraph.core import BufferPlan, PlannedBuffer
-from fngraph.core.buffers import ITEMSIZE
+from fngraph.core.buffers import ITEMSIZE, RAMPS
 from fngraph.graphs.staging.buffers import Sizes, StaticBuffers
 from fngraph.graphs.staging.ring import HEADER, Ring
 
@@ -31,9 +31,9 @@ def unpacker(static: StaticBuffers, ring: Ring, key: Sizes) -> Callable[[], None
     rows = []
     for planned, tensor in zip(static.buffer_plan.buffers, static.tensors):
         nbytes = bytes_of(planned, key)
-        ramp = planned.buffer.pad == "stride"
+        ramp = RAMPS.get(planned.buffer.pad, 0)
         pad = 0 if ramp else _word(planned.buffer.pad, tensor.dtype)
-        rows.append([tensor.data_ptr(), nbytes, pad, tensor.itemsize, int(ramp)])
+        rows.append([tensor.data_ptr(), nbytes, pad, tensor.itemsize, ramp])
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(ring.state.device)
     largest = max((row[1] for row in rows), default=0)
     args = (table, ring.words, ring.state, list(static.tensors), largest)
@@ -69,9 +69,15 @@ def _on_cpu(
         source, true = words[HEADER + 2 * i : HEADER + 2 * i + 2]
         ctypes.memmove(address, source, true)
         count = (size - true) // item
-        if ramp:
+        if ramp == RAMPS["stride"]:
             values = [tokens + stride * (k + 1) for k in range(count)]
             padding = b"".join(v.to_bytes(item, "little", signed=True) for v in values)
+        elif ramp:
+            padding = (
+                ctypes.string_at(source + true - item, item) * count
+                if true
+                else bytes(count * item)
+            )
         else:
             padding = (pad & ((1 << 8 * item) - 1)).to_bytes(item, "little") * count
         ctypes.memmove(address + true, padding, len(padding))

@@ -44,8 +44,11 @@ def _unpack(table, state, leaves, STATE: tl.constexpr, BLOCK: tl.constexpr):
             data4 = tl.load(source.to(tl.pointer_type(tl.int32)) + at4, mask=given4, other=0)
             wide = tl.maximum(item // 4, 1)  # of an item, in 4 bytes
             counted4 = tokens + stride * (at4 // wide - true // 4 // wide + 1)
-            word4 = tl.where(ramp != 0, counted4, pad)
+            word4 = tl.where(ramp == 1, counted4, pad)
             word4 = tl.where(at4 % wide == 1, word4 >> 32, word4).to(tl.int32)
+            last4 = source.to(tl.pointer_type(tl.int32)) + (true - item) // 4 + at4 % wide
+            repeats4 = (at4 >= 0) & (ramp == 2) & (true > 0)
+            word4 = tl.where(repeats4, tl.load(last4, mask=repeats4, other=0), word4)
             new4 = (at4 < nbytes // 4) & (~given4 | (source != target))  # it may be there already
             into4 = target.to(tl.pointer_type(tl.int32)) + at4
             tl.store(into4, tl.where(given4, data4, word4), mask=new4)
@@ -54,7 +57,10 @@ def _unpack(table, state, leaves, STATE: tl.constexpr, BLOCK: tl.constexpr):
             given = at < true
             data = tl.load(source.to(tl.pointer_type(tl.uint8)) + at, mask=given, other=0)
             counted = tokens + stride * (at // item - true // item + 1)
-            word = tl.where(ramp != 0, counted, pad) >> (8 * (at % item))
+            word = tl.where(ramp == 1, counted, pad) >> (8 * (at % item))
+            last = source.to(tl.pointer_type(tl.uint8)) + true - item + at % item
+            repeats = (at >= 0) & (ramp == 2) & (true > 0)
+            word = tl.where(repeats, tl.load(last, mask=repeats, other=0).to(tl.int64), word)
             new = (at < nbytes) & (~given | (source != target))
             into = target.to(tl.pointer_type(tl.uint8)) + at
             tl.store(into, tl.where(given, data, (word & 255).to(tl.uint8)), mask=new)

@@ -33,12 +33,12 @@ from fngraph.ops.paged.reference import write_new
 def run_varlen(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`."""
     write_new(args)
-    varlen_attn, config = _varlen_attn(), args.config
+    attend, config = varlen_attn(), args.config
     options: dict[str, Any] = {"scale": config.scale, "window_size": _window(config)}
-    if config.num_heads != config.num_kv_heads and "enable_gqa" in _parameters(varlen_attn):
+    if config.num_heads != config.num_kv_heads and "enable_gqa" in parameters(attend):
         options["enable_gqa"] = True
     keys: tuple[Tensor, ...] = args.kv
-    if _reads_pages(varlen_attn):
+    if _reads_pages(attend):
         options |= {
             "block_table": args.meta.block_tables.int(),
             "seqused_k": args.meta.seq_lens.int(),
@@ -49,7 +49,7 @@ def run_varlen(args: AttentionArgs, host: HostBounds | None) -> None:
         keys = tuple(cache.view(-1, *cache.shape[2:])[where_N] for cache in args.kv)
     starts_q = args.meta.query_start_loc.int()
     lengths = _longest_query(args, host), _longest_key(args)
-    _deliver(varlen_attn(args.q, *keys, starts_q, starts_k, *lengths, **options), args)
+    _deliver(attend(args.q, *keys, starts_q, starts_k, *lengths, **options), args)
 
 
 def run_2(args: AttentionArgs, host: HostBounds | None) -> None:
@@ -120,14 +120,16 @@ def _compact(meta: AttentionMeta, block_size: int) -> tuple[Tensor, Tensor]:
     return pad(ends_R, (1, 0)).int(), block_N * block_size + at_N % block_size
 
 
-def _varlen_attn() -> Any:
+def varlen_attn() -> Any:
+    """torch's own function."""
     from torch.nn.attention.varlen import varlen_attn  # not in every build of torch
 
     return varlen_attn
 
 
 @functools.cache
-def _parameters(fn: Any) -> frozenset[str]:
+def parameters(fn: Any) -> frozenset[str]:
+    """The names of what it takes."""
     return frozenset(inspect.signature(fn).parameters)
 
 
@@ -136,18 +138,19 @@ def _reads_pages(varlen_attn: Any) -> bool:
     from torch.nn import attention
 
     current = getattr(attention, "current_flash_attention_impl", lambda: None)()
-    return current in ("FA3", "FA4") and "block_table" in _parameters(varlen_attn)
+    return current in ("FA3", "FA4") and "block_table" in parameters(varlen_attn)
 
 
 # --- what they need -------------------------------------------------------------------------------
 
 
-def _missing_varlen() -> str | None:
+def missing_varlen() -> str | None:
+    """torch's FlashAttention 2."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than Ampere (sm_80)"
-    absent = {"scale", "window_size"} - _parameters(_varlen_attn())
+    absent = {"scale", "window_size"} - parameters(varlen_attn())
     return f"torch {torch.__version__}'s varlen_attn takes no {sorted(absent)}" if absent else None
 
 
@@ -166,16 +169,21 @@ def missing_3() -> str | None:
     return None if sm[0] == 9 else f"FlashAttention 3 is for sm_90; this GPU is sm_{sm[0]}{sm[1]}"
 
 
+def refusal(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why FlashAttention cannot run these, or None."""
+    if device != "cuda":
+        return f"FlashAttention runs on CUDA, not on {device}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention computes in float16 and bfloat16, not in {dtype}"
+    if head_dim > 256 or head_dim % 8:
+        return f"head_dim {head_dim} is not a multiple of 8 up to 256"
+    return None
+
+
 def _supports(config: AttentionConfig) -> str | None:
-    if config.device != "cuda":
-        return f"FlashAttention runs on CUDA, not on {config.device}"
-    if config.dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashAttention computes in float16 and bfloat16, not in {config.dtype}"
     if config.cache_dtype is not config.dtype:
         return f"the cache is {config.cache_dtype}, and has to be {config.dtype} as q is"
-    if config.head_dim > 256 or config.head_dim % 8:
-        return f"head_dim {config.head_dim} is not a multiple of 8 up to 256"
-    return None
+    return refusal(config.device, config.dtype, config.head_dim)
 
 
 def _supports_varlen(config: AttentionConfig) -> str | None:
@@ -196,7 +204,7 @@ def _supports_3(config: AttentionConfig) -> str | None:
 
 VARLEN = Backend(
     "varlen", run_varlen, lambda config: Support.UNIFORM_BATCH, _supports_varlen,
-    options=("bidirectional",), needs="CUDA, sm_80 or newer", missing=_missing_varlen,
+    options=("bidirectional",), needs="CUDA, sm_80 or newer", missing=missing_varlen,
 )  # fmt: skip
 FLASH_ATTN = Backend(
     "flash_attn", run_2, lambda config: Support.UNIFORM_BATCH, _supports_2,

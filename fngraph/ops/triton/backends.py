@@ -39,6 +39,15 @@ def supports(config: Any) -> str | None:
     return _dtypes(config)
 
 
+def supports_varlen(config: Any) -> str | None:
+    """Why the backend of attention without a cache cannot run a configuration, or None."""
+    if config.head_dim > 256:
+        return f"its tiles hold head dims up to 256, not {config.head_dim}"
+    if config.dtype not in MULTIPLIED:
+        return f"it multiplies float32, float16 and bfloat16, not {config.dtype}"
+    return None
+
+
 def supports_latent(config: Any) -> str | None:
     """Why neither backend of latent attention can run a configuration, or None."""
     if config.rank > 512 or config.rope_dim > 64:
@@ -111,6 +120,7 @@ LATENT = (
     backend("mla", "latent", supports_latent, function="unified", options=("fp8 cache",)),
     backend("mla", "latent", supports_latent, function="decode", options=("fp8 cache",), **_DECODE),
 )
+VARLEN = backend("varlen_attention", "varlen", supports_varlen, preferred=True)
 GATED_DELTA, SSD, CAUSAL_CONV = (
     backend(primitive, module, supports_state, function=function, preferred=True)
     for primitive, module, function in (

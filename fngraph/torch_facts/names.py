@@ -126,6 +126,7 @@ ATTRIBUTES = {
     "_dispatch_cache": "of an OpOverload, to be cleared when `py_kernels` has changed",
     "_cdata": "of a tensor, storage or generator: the address of its C++ object",
     "_is_zerotensor": "of a tensor: a tangent that is zero and has no memory",
-    "_buffers": "of a module: its own, by attribute; and `_parameters`",
+    "_buffers": "of a module: its own, by attribute",
+    "_parameters": "of a module: likewise",
 }
 """Each with its owner. What reads another one is refused by a test."""

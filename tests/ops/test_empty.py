@@ -57,6 +57,7 @@ CALLS: dict[str, tuple[Any, tuple[str, ...], tuple[Any, ...], tuple[int, ...]]] 
     ),
     "causal_conv": (lambda T: conv(T, 4), STATES, (), (9,)),
     "causal_conv of one tap": (lambda T: conv(T, 1), STATES, (), (9,)),
+    "varlen_attention": (lambda T: heads(T)[:3], ("cu_seqlens",), (0.5, False), (H, D)),
 }  # fmt: skip
 BACKENDS = [
     (call, backend.name)
@@ -86,6 +87,7 @@ def run(
     batch = SimpleNamespace(
         slot_mapping=torch.full((T,), -1), state_slots=torch.full((R,), -1), seq_lens=whole(R),
         query_start_loc=whole(R + 1), block_tables=whole(R, columns), prefix_len=whole(1),
+        cu_seqlens=whole(R + 1),
     )  # fmt: skip
     given = [x.to(where) for x in tensors(T)]
     known, out = primitive(call.split()[0]), torch.full((T, *width), NAN, device=where)

@@ -181,9 +181,10 @@ def refusal(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def _supports(config: AttentionConfig) -> str | None:
-    if config.cache_dtype is not config.dtype:
+    reason = refusal(config.device, config.dtype, config.head_dim)
+    if reason is None and config.cache_dtype is not config.dtype:
         return f"the cache is {config.cache_dtype}, and has to be {config.dtype} as q is"
-    return refusal(config.device, config.dtype, config.head_dim)
+    return reason
 
 
 def _supports_varlen(config: AttentionConfig) -> str | None:

@@ -52,7 +52,7 @@ def same(got: Any, want: Any) -> None:
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("modes, outputs", [*((m, "own") for m in MODES), ("FULL", "borrow")])
 @pytest.mark.parametrize("name", NAMES)
 def test_under_each_state_it_equals_bare_forward(name: str, modes: str, outputs: str) -> None:

@@ -308,6 +308,7 @@ def fill_but_not_clear(lens, config, sizes, leaves):
     lens[: len(leaves[0])] = leaves[0]
 
 
+@pytest.mark.sampled(0)
 def test_a_plan_is_filled_before_each_call_and_replay(one_page, add):
     add(run_planned, plan=plan_of(fill))
     assert check("mine").replays

@@ -38,6 +38,7 @@ def bench_of(model: str) -> tuple[Bench, Right]:
 # --- what runs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(0)
 def test_a_tiny_run(tmp_path, capsys):
     path = tmp_path / "decode.json"
     flags = ["--tiny", "--models", "tiny-moe", "--batch", "1", "3", "--repeats", "3"]

@@ -251,7 +251,7 @@ THROUGH_ATTENTION = [closed_over, as_aux, passed_in, by_autograd, in_forward_mod
                      over_samples, of_scales]  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fn", "modes"),
     [(as_aux, modes) for modes in toys.MODES]
@@ -332,6 +332,7 @@ def test_an_inlined_attention_does_not_excuse_padding_elsewhere():
         fast(toys.attention_params(1), toys.attention_cache(1), toys.batch(2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_padding_that_goes_through_an_inlined_attention_is_seen(where: str):
     """In forward from before it, and in its gradient from behind it."""

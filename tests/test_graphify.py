@@ -87,6 +87,7 @@ def test_every_mode_equals_bare_forward(recorder_name, device, toy: Model, modes
     assert ran == {resolved.decode, resolved.mixed}
 
 
+@pytest.mark.sampled(2)
 @every_mode
 def test_a_llama_in_every_mode_equals_bare_forward(recorder_name, device, modes: str):
     config = llama.Config(

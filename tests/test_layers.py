@@ -309,6 +309,7 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_import_is_seen(copy: Path, what: str):
     where, line = PLANTED[what]

@@ -96,7 +96,7 @@ STEPS: list[tuple[list[Any], int | None]] = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [latent, delta, mamba])
 @pytest.mark.parametrize("modes", toys.MODES)
 def test_every_mode_writes_what_bare_forward_writes(model, modes, recorder_name, device):

@@ -158,7 +158,7 @@ def same(got: Any, want: Any) -> None:
     toys.assert_trees(tree_map(plain, got), tree_map(plain, want))
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("what", [*WORK, *OVERLAP])
 def test_held(what: str, modes: str):
@@ -168,7 +168,7 @@ def test_held(what: str, modes: str):
     assert fast.stats.share(modes) == 1
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("what", WORK)
 def test_donated(what: str, modes: str):
@@ -182,7 +182,7 @@ def test_donated(what: str, modes: str):
     assert fast.stats.share(modes) == 1
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("what", [*WORK, *OVERLAP])
 def test_staged(what: str, modes: str):

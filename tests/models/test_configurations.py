@@ -127,6 +127,7 @@ def test_what_would_be_another_model_is_refused(what: str, tmp_path: Path):
         loading.family(folder_of(name, {}, edits, tmp_path)).load(tmp_path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", of.FAMILIES)
 def test_a_sample_of_random_configurations(name: str):
     """Equal to transformers', or refused with a reason: the whole is the command above."""

@@ -271,7 +271,7 @@ LIVES = [
 ]
 
 
-@pytest.mark.sampled("none")
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("name", "level", "recorder"), LIVES)
 def test_guards_sleep_and_weights_that_are_bound(name: str, level: str, recorder: str, cases):
     """Borrowed results, poisoned padding and a nap; then other weights, written where the old ones

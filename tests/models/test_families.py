@@ -100,7 +100,7 @@ BODIES = {  # of a layer: a function, and its runs in a trace, where some layers
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_nothing_is_refused_and_layers_that_are_alike_are_traced_once(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ):

@@ -51,6 +51,7 @@ def test_reference_is_greedy_over_the_dense_model(params):
     assert got == tuple(text[len(prompt) :])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("max_tokens, max_reqs", [(3, 1), (5, 3), (16, 4), (64, 5)])
 def test_served_tokens_are_those_of_the_reference(params, max_tokens, max_reqs):
     texts = texts_of(serve_bare(params, Policy(max_tokens, max_reqs, 6)))

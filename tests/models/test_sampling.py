@@ -73,6 +73,7 @@ def draws(logits_V: Tensor, s: Settings, *, seeds: bool = False) -> Tensor:
     return sample(logits_V.expand(DRAWS, -1), stack(settings), places)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seeds", [False, True], ids=["places", "seeds"])
 @pytest.mark.parametrize("s", FILTERS, ids=str)
 def test_draws_have_the_exact_probabilities(s, seeds):

@@ -25,7 +25,7 @@ MEANING = {  # what decode batches and the others run as
 }  # fmt: skip
 
 
-@pytest.mark.sampled("greedy")
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "modes, more",
     [

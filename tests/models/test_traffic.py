@@ -75,6 +75,7 @@ def test_a_stream_prints_its_figures():
         assert words in shown
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("percent", [0, 1, 7, 50, 90, 99, 100])
 def test_quantiles(percent):
     """As they are defined, whatever `percent / 100 * n` rounds to."""

@@ -146,6 +146,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], Found]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", CASES)
 def test_it_matches_there_and_only_there(case: str):
     body, want = CASES[case]

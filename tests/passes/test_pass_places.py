@@ -472,7 +472,7 @@ def test_draws_are_no_constants():
     assert one.matches == 0
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_a_pass_matches_where_it_should_and_results_are_the_same_bits(name: str):
     body, passes, matches, dtype = CASES[name]
@@ -541,7 +541,7 @@ IN_CALL = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", IN_CALL)
 def test_what_turns_q_and_k_goes_into_the_call(name: str):
     forward, matches = IN_CALL[name]
@@ -691,7 +691,7 @@ PRODUCTS: dict[str, tuple[Body, int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_become_one_where_their_weights_lie_so(name: str):
     body, matches, note = PRODUCTS[name]

@@ -35,7 +35,7 @@ def used(made: steps.Made) -> int:
     return torch.cuda.memory_allocated(made.device)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("what", ERRORS)
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: f"{m[0]}-{m[1]}")
 @pytest.mark.parametrize("fn", [toys.attend, steps.bump])

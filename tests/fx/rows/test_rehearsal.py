@@ -430,7 +430,7 @@ def judged(program: Callable[[Any, Any], Any]) -> tuple[Any, list[Any]]:
     return None, wrong
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_and_without_its_mend_the_checker_finds_it(
     name: str, monkeypatch: pytest.MonkeyPatch

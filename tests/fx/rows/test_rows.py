@@ -37,7 +37,7 @@ def lines(value: Callable[..., Any]) -> range:
     return range(min(found), max(found) + 1)
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", MIXED_ALL)
 def test_what_mixes_rows_is_refused_at_its_line(name: str) -> None:
     """Its file and line, and the output that padding reaches."""
@@ -57,7 +57,7 @@ def test_what_fixes_a_size_or_asks_for_it_is_a_branch(name: str) -> None:
         trace(output(SIZED[name]))
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", KEPT_ALL)
 def test_what_keeps_rows_equals_bare_forward(name: str) -> None:
     """In FULL, PIECEWISE and NONE, with padding of tokens and of requests."""

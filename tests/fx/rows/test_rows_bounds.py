@@ -120,6 +120,7 @@ def told(graph: fx.Graph, *given: Tensor) -> list[Kept]:
     return [states[x] for x in (results if isinstance(results, list | tuple) else [results])]
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", OPS)
 def test_every_number_lies_where_it_is_said_to(name: str) -> None:
     graph_of = functools.cache(functools.partial(traced, name))

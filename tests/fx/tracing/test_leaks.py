@@ -111,7 +111,7 @@ KEPT: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.sampled("[list]", "[queue]", "[generator]", "[context variable]")
+@pytest.mark.sampled("[list]", "[queue]")
 @pytest.mark.parametrize("how", KEPT)
 def test_a_tensor_that_is_kept(how: str):
     keep, where = KEPT[how]

@@ -587,15 +587,16 @@ Look = Callable[[Arguments, Limits, Graph, Mapping[Any, Any]], None]
 
 def _told(node: fx.Node) -> dict[str, tuple[fx.Node, str]]:
     """What a primitive, or its plain form, is told of a batch, and how that must be padded."""
-    if (mark := node.meta.get("custom", {}).get(ASKED)) is not None:
-        name, what = mark
-        return {name: (node.all_input_nodes[0], what)}
-    primitive = PRIMITIVES.get(node.target.name()) if is_op(node) else None  # type: ignore[union-attr]
+    if not is_op(node):
+        return {}
+    called, argument = node.meta.get("custom", {}).get(ASKED, ("", ""))
+    primitive = PRIMITIVES.get(f"fngraph::{called}" if called else node.target.name())  # type: ignore[union-attr]
     if primitive is None:
         return {}
-    given = named(node.target, node.args, node.kwargs)
-    roles = {primitive.null_slots: NOWHERE, primitive.offsets: OFFSETS}
-    return {name: (given[name], what) for name, what in roles.items() if name is not None}
+    args, kwargs = node.args, node.kwargs
+    given = {argument: node.all_input_nodes[0]} if called else named(node.target, args, kwargs)
+    roles = ((primitive.null_slots, NOWHERE), (primitive.offsets, OFFSETS))
+    return {name: (given[name], what) for name, what in roles if name and name in given}
 
 
 def trace_function(

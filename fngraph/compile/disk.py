@@ -208,11 +208,13 @@ class Disk:
         """Why nothing is read or kept there, with what to do; None: it is, or there is no folder
         yet."""
         instead = 'Set FNGRAPH_CACHE to a folder of your own, or to "off"'
-        if self.folder.exists() and not self.folder.is_dir():
-            return f"{self.folder} is a file. {instead}"
-        if not self.folder.exists() or not hasattr(os, "getuid"):  # Windows has other means
+        if not self.folder.exists():
             return None
         status = self.folder.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{self.folder} is a file. {instead}"
+        if not hasattr(os, "getuid"):  # Windows has other means
+            return None
         if status.st_uid in (os.getuid(), 0) and not status.st_mode & stat.S_IWOTH:
             return None
         return (

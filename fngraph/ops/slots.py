@@ -61,8 +61,12 @@ def times_scale(found: Tensor, scale: Tensor | None) -> Tensor:
 
 def some_at_a_time(n: int, block_tables: Tensor, cache: Tensor) -> Iterator[slice]:
     """`n` rows of a batch cut into as many as may gather the blocks of their requests at once."""
-    gathered = block_tables.shape[1] * math.prod(cache.shape[1:])
-    size = max(1, AT_ONCE // max(1, gathered))
+    return parts_of(n, block_tables.shape[1] * math.prod(cache.shape[1:]))
+
+
+def parts_of(n: int, wide: int) -> Iterator[slice]:
+    """`n` rows cut into as many as may make `wide` numbers each at once."""
+    size = max(1, AT_ONCE // max(1, wide))
     return (slice(first, first + size) for first in range(0, n, size))
 
 

@@ -35,12 +35,12 @@ def is_transformed(*args: Any) -> bool:
     return reverse or any(unpack_dual(x).tangent is not None for x in tensors)
 
 
-ASKED = "asked"  # of what is noted on a node: an argument's name, and the padding that it must have
+ASKED = "asked"  # of what is noted on a node: which primitive's argument it is, by their names
 
 
-def asks(name: str, what: str, x: torch.Tensor) -> torch.Tensor:
+def asks(primitive: str, argument: str, x: torch.Tensor) -> torch.Tensor:
     """An argument of a primitive's plain form, with a note for whoever traces it."""
-    with fx.traceback.annotate({ASKED: (name, what)}):
+    with fx.traceback.annotate({ASKED: (primitive, argument)}):
         return x.view_as(x)
 
 

@@ -18,6 +18,7 @@ from fngraph.ops.check_shapes import Shapes
 from fngraph.ops.paged import flash
 from fngraph.ops.paged.config import owners
 from fngraph.ops.primitives import define
+from fngraph.ops.slots import parts_of
 from fngraph.ops.transforms import asks, enter, inlined, is_transformed, leave
 
 
@@ -105,17 +106,12 @@ def run(args: VarlenArgs, host: HostBounds | None) -> None:
     if 0 in args.q.shape or args.cu_seqlens.shape[0] < 2:
         out.zero_()
         return
-    T, wide = args.q.shape[0], config.num_heads * args.k.shape[0]
-    step = max(1, AT_ONCE // wide)
-    for first in range(0, T, step):
-        part = slice(first, min(first + step, T))
+    T = args.q.shape[0]
+    for part in parts_of(T, config.num_heads * T):  # scores of one row
         made = plain(
-            args.q[part], args.k, args.v, args.cu_seqlens, config.scale, config.causal, first
+            args.q[part], args.k, args.v, args.cu_seqlens, config.scale, config.causal, part.start
         )
         out[part].copy_(made)
-
-
-AT_ONCE = 1 << 26  # scores that `reference` makes at a time
 
 
 # --- FlashAttention -------------------------------------------------------------------------------
@@ -124,14 +120,8 @@ AT_ONCE = 1 << 26  # scores that `reference` makes at a time
 def run_varlen(args: VarlenArgs, host: HostBounds | None) -> None:
     """torch's own FlashAttention 2, whose grid is as large as if one sequence had all tokens."""
     T, starts, config = args.q.shape[0], args.cu_seqlens.int(), args.config
-    options: dict[str, Any] = {
-        "scale": config.scale,
-        "window_size": (-1, 0 if config.causal else -1),
-    }
-    attend = flash.varlen_attn()
-    if config.num_heads != config.num_kv_heads and "enable_gqa" in flash.parameters(attend):
-        options["enable_gqa"] = True
-    made = attend(args.q, args.k, args.v, starts, starts, T, T, **options)
+    options = flash.varlen_options(config, (-1, 0 if config.causal else -1))
+    made = flash.varlen_attn()(args.q, args.k, args.v, starts, starts, T, T, **options)
     owned_T = torch.arange(T, device=made.device) < starts[-1]
     args.out.copy_(torch.where(owned_T[:, None, None], made, 0.0))
 
@@ -206,7 +196,7 @@ def varlen_attention(
     SHAPES.number("scale", scale, float)
     if is_transformed(*tensors):
         with inlined("varlen_attention"):
-            starts = asks("cu_seqlens", "offsets", cu_seqlens)
+            starts = asks("varlen_attention", "cu_seqlens", cu_seqlens)
             q, k, v = enter("varlen_attention", q_THD, k_TKD, v_TKD)
             return leave("varlen_attention", plain(q, k, v, starts, scale, causal))
     out_THD = q_THD.new_empty(q_THD.shape)

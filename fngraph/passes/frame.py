@@ -17,8 +17,8 @@ constant, calls the same primitives and draws the same random numbers in the sam
 outputs of the same shapes, dtypes and memory. Each new op is asked the rule of its rows
 (`fngraph.fx.rows`): one that mixes them, or that has no rule, is a `RowsError` that names the pass.
 What a new value stands for is what was in its place, so that all that is known of its padding holds
-on. New nodes need no `meta`: a missing `val` is worked out, a missing line is that of the nearest
-node that has one.
+on. New nodes need no `meta`: their `val` is what the op gives, whatever a pass says, and a missing
+line is that of the nearest node that has one.
 """
 
 from __future__ import annotations

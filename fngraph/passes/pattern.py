@@ -215,9 +215,9 @@ def writes_any(node: fx.Node, memory: set[int]) -> bool:
 def replace(graph: fx.Graph, found: Found, op: Any, args: Sequence[Any], *labels: str) -> bool:
     """Put one call of `op` in the place of a match, and take out what nobody reads any more.
 
-    It stands before the first of the values that it replaces, and takes over their metas: what they
-    are in memory, where they come from. Results of an op that has several are in the order of
-    `labels`.
+    It stands before the first of the values that it replaces, and takes over their metas: where
+    they come from, and what they are in memory, if the op gives such. Results of an op that has
+    several are in the order of `labels`.
 
     Args:
         labels: of the calls that are replaced; left out: the root of the match.

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fngraph as fg
 from fngraph.errors import FieldError, TreeError
-from fngraph.ops import varlen
+from fngraph.ops import slots
 
 NAN = float("nan")
 PACKS = {
@@ -51,7 +51,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **options: A
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"scale": 0.3}], ids=str)
 @pytest.mark.parametrize("behind", [0, 3])
 def test_each_sequence_is_as_alone(name: str, options: dict[str, Any], behind: int, monkeypatch):
-    monkeypatch.setattr(varlen, "AT_ONCE", 900)  # a few rows at a time
+    monkeypatch.setattr(slots, "AT_ONCE", 900)  # a few rows at a time
     lengths = PACKS[name]
     q, k, v = drawn(sum(lengths) + behind)
     want = one_by_one(q, k, v, lengths, **options)

@@ -73,11 +73,8 @@ def _on_cpu(
             values = [tokens + stride * (k + 1) for k in range(count)]
             padding = b"".join(v.to_bytes(item, "little", signed=True) for v in values)
         elif ramp:
-            padding = (
-                ctypes.string_at(source + true - item, item) * count
-                if true
-                else bytes(count * item)
-            )
+            last = ctypes.string_at(source + true - item, item) if true else bytes(item)
+            padding = last * count
         else:
             padding = (pad & ((1 << 8 * item) - 1)).to_bytes(item, "little") * count
         ctypes.memmove(address + true, padding, len(padding))

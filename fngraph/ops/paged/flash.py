@@ -34,9 +34,7 @@ def run_varlen(args: AttentionArgs, host: HostBounds | None) -> None:
     """See `fngraph.ops.attention`."""
     write_new(args)
     attend, config = varlen_attn(), args.config
-    options: dict[str, Any] = {"scale": config.scale, "window_size": _window(config)}
-    if config.num_heads != config.num_kv_heads and "enable_gqa" in parameters(attend):
-        options["enable_gqa"] = True
+    options = varlen_options(config, _window(config))
     keys: tuple[Tensor, ...] = args.kv
     if _reads_pages(attend):
         options |= {
@@ -127,9 +125,16 @@ def varlen_attn() -> Any:
     return varlen_attn
 
 
+def varlen_options(config: Any, window: tuple[int, int]) -> dict[str, Any]:
+    """What it is told of a configuration with `scale`, `num_heads` and `num_kv_heads`."""
+    options: dict[str, Any] = {"scale": config.scale, "window_size": window}
+    if config.num_heads != config.num_kv_heads and "enable_gqa" in _parameters(varlen_attn()):
+        options["enable_gqa"] = True
+    return options
+
+
 @functools.cache
-def parameters(fn: Any) -> frozenset[str]:
-    """The names of what it takes."""
+def _parameters(fn: Any) -> frozenset[str]:
     return frozenset(inspect.signature(fn).parameters)
 
 
@@ -138,7 +143,7 @@ def _reads_pages(varlen_attn: Any) -> bool:
     from torch.nn import attention
 
     current = getattr(attention, "current_flash_attention_impl", lambda: None)()
-    return current in ("FA3", "FA4") and "block_table" in parameters(varlen_attn)
+    return current in ("FA3", "FA4") and "block_table" in _parameters(varlen_attn)
 
 
 # --- what they need -------------------------------------------------------------------------------
@@ -150,7 +155,7 @@ def missing_varlen() -> str | None:
         return "no CUDA device"
     if torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than Ampere (sm_80)"
-    absent = {"scale", "window_size"} - parameters(varlen_attn())
+    absent = {"scale", "window_size"} - _parameters(varlen_attn())
     return f"torch {torch.__version__}'s varlen_attn takes no {sorted(absent)}" if absent else None
 
 

@@ -38,8 +38,8 @@ def inline(
             f"cache in {config.cache_dtype}, whose rounding has no gradient. Use a wider one there"
         )
     *given, slot_mapping, seq_lens, query_start_loc, block_tables = tensors
-    slot_mapping = asks("slot_mapping", "nowhere", slot_mapping)
-    query_start_loc = asks("query_start_loc", "offsets", query_start_loc)
+    slot_mapping = asks("attention", "slot_mapping", slot_mapping)
+    query_start_loc = asks("attention", "query_start_loc", query_start_loc)
     meta = AttentionMeta(slot_mapping, seq_lens, query_start_loc, block_tables)
     _, k_TKD, v_TKD, k_cache, v_cache = given
     for cache, new_TKD, scale in ((k_cache, k_TKD, optional[1]), (v_cache, v_TKD, optional[2])):

@@ -25,27 +25,32 @@ STORED = (*MULTIPLIED, torch.float8_e4m3fn)
 
 
 def _dtypes(config: Any) -> str | None:
+    reason = _multiplies(config)
+    if reason is None and config.cache_dtype not in STORED:
+        return f"its cache holds those, or float8_e4m3fn, not {config.cache_dtype}"
+    return reason
+
+
+def _multiplies(config: Any) -> str | None:
     if config.dtype not in MULTIPLIED:
         return f"it multiplies float32, float16 and bfloat16, not {config.dtype}"
-    if config.cache_dtype not in STORED:
-        return f"its cache holds those, or float8_e4m3fn, not {config.cache_dtype}"
+    return None
+
+
+def _holds(config: Any) -> str | None:
+    if config.head_dim > 256:
+        return f"its tiles hold head dims up to 256, not {config.head_dim}"
     return None
 
 
 def supports(config: Any) -> str | None:
     """Why neither backend of attention can run a configuration, or None."""
-    if config.head_dim > 256:
-        return f"its tiles hold head dims up to 256, not {config.head_dim}"
-    return _dtypes(config)
+    return _holds(config) or _dtypes(config)
 
 
 def supports_varlen(config: Any) -> str | None:
     """Why the backend of attention without a cache cannot run a configuration, or None."""
-    if config.head_dim > 256:
-        return f"its tiles hold head dims up to 256, not {config.head_dim}"
-    if config.dtype not in MULTIPLIED:
-        return f"it multiplies float32, float16 and bfloat16, not {config.dtype}"
-    return None
+    return _holds(config) or _multiplies(config)
 
 
 def supports_latent(config: Any) -> str | None:

@@ -98,7 +98,8 @@ def run(args: VarlenArgs, host: HostBounds | None) -> None:
     T, S = q_THD.shape[0], starts.shape[0] - 1
     if not q_THD.numel():
         return
-    tile = tile_of(config)
+    exact = config.dtype == torch.float32 or config.device == "cpu"
+    tile = tile_of(config, exact)
     launch(
         varlen_kernel,
         (config.num_heads, tiles(T, S, tile.rows)),
@@ -112,16 +113,16 @@ def run(args: VarlenArgs, host: HostBounds | None) -> None:
         D=config.head_dim,
         WIDTH=power_of_two(config.head_dim, at_least=16),
         CAUSAL=config.causal,
-        FLOAT32=config.dtype == torch.float32 or config.device == "cpu",
+        FLOAT32=exact,
         ROWS=tile.rows,
         KEYS=tile.keys,
         REQS=lanes(S),
     )  # fmt: skip
 
 
-def tile_of(config: VarlenConfig) -> Tile:
+def tile_of(config: VarlenConfig, exact: bool) -> Tile:
     """Rows and keys of a tile; float32 goes without tensor cores, in small ones."""
-    if config.dtype.itemsize == 4 or config.device == "cpu":
+    if exact:
         return Tile(16, 32, 4, 1)
     width = power_of_two(config.head_dim, at_least=16)
     return Tile(128, 64, 4 if width <= 64 else 8, 3) if width <= 128 else Tile(64, 32, 4, 2)

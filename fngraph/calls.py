@@ -7,7 +7,7 @@ one of their own; what they plan on the host is settled then, too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.pieces.cuts import Cut, Pieces
-from fngraph.ops.backend import Backend, Planner
+from fngraph.ops.backend import Backend, Bound, Planner
 from fngraph.ops.choice import Choice, Choices, choices_of
 from fngraph.ops.primitives import PRIMITIVES, Primitive
 
@@ -67,10 +67,10 @@ class PrimitiveCall:
                     f"register it: fg.ops.Backend({backend.name!r}, run, support)"
                 )
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
+    def bind(self, tensors: Sequence[torch.Tensor]) -> Bound:
         """The eager call over these tensors, which takes the step's bounds as `host=`."""
         args, plan = self._given(self.backend, tensors, None)
-        return self.primitive.bind(self.backend, args, self.config, **plan)
+        return self.primitive.bind(self.backend, args, self.config, **plan, stay=True)
 
     def __call__(self, sizes: Any, host: HostBounds | None, *tensors: torch.Tensor) -> tuple[()]:
         """Call it once: by the bounds, for a key that is captured in one graph, or eagerly.

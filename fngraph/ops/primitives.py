@@ -23,7 +23,7 @@ from fngraph.core import HostBounds, Support
 from fngraph.core.text import did_you_mean, table
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
-from fngraph.ops.backend import Backend
+from fngraph.ops.backend import Backend, Bound
 from fngraph.ops.transforms import is_transformed
 from fngraph.torch_facts.names import BelowAutograd, parse_schema
 
@@ -59,9 +59,13 @@ class Primitive:
     _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
 
     def bind(
-        self, backend: Backend, args: tuple[Any, ...], config: Any, plan: Any = None
-    ) -> functools.partial[None]:
+        self, backend: Backend, args: tuple[Any, ...], config: Any, plan: Any = None,
+        *, stay: bool = False,
+    ) -> Bound:  # fmt: skip
         """The call of a backend over these arguments of the op, as yet without `host=`.
+
+        Args:
+            stay: whether it will be called again and again, with tensors that stay where they are.
 
         Raises:
             BackendError: it is not shipped.
@@ -73,6 +77,8 @@ class Primitive:
                 f"{self.name.upper()}.register(fg.ops.Backend({backend.name!r}, run, support))"
             )
         given = self.make_args(args, config, plan)
+        if stay and backend.bind is not None:
+            return backend.bind(given)
         if self.around is None:
             return functools.partial(backend.run, given)
         return functools.partial(self.around, backend, given)

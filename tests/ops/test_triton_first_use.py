@@ -23,6 +23,12 @@ WING = [
     importlib.import_module(x.name)
     for x in pkgutil.iter_modules(wing.__path__, wing.__name__ + ".")
 ]
+KERNELS = {
+    f"{module.__name__}.{x.fn.__name__}": x
+    for module in WING
+    for x in vars(module).values()
+    if hasattr(x, "arg_names")
+}
 VARYING = {"T", "R", "UNITS", "EACH", "many", "count"}  # what differs from batch to batch
 REQS = 9
 LIMITS = fg.Limits(48, REQS, B=toys.B)
@@ -45,6 +51,8 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
             made.add((fn.name, key))
 
         monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+        for kernel in KERNELS.values():
+            kernel.device_caches.clear()  # forms that other tests have compiled in this process
         return made
     monkeypatch.setattr(capture, "compiles_kernels", lambda device: True)
     for module in WING:
@@ -103,14 +111,10 @@ def test_steps_find_every_kernel_compiled(modes: str, backend: str, passes: Any,
 
 
 def test_counts_are_of_no_form():
-    kernels = {
-        f"{module.__name__}.{x.fn.__name__}": x
-        for module in WING
-        for x in vars(module).values()
-        if hasattr(x, "arg_names") and x.fn.__name__.endswith("_kernel")
-    }
     counting = 0
-    for name, kernel in kernels.items():
+    for name, kernel in KERNELS.items():
+        if not name.endswith("_kernel"):
+            continue
         given = inspect.signature(kernel.fn).parameters
         plain = {n for n in VARYING if n in given and "constexpr" not in str(given[n].annotation)}
         told = kernel.do_not_specialize if GPU else kernel.kwargs["do_not_specialize"]

@@ -17,8 +17,9 @@ import torch
 
 from fngraph.core import HostBounds, Support
 from fngraph.errors import BackendError
-from fngraph.ops.backend import Backend
+from fngraph.ops.backend import Backend, Bound
 from fngraph.ops.triton.launching import missing
+from fngraph.ops.triton.repeating import Repeated
 
 MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)
 STORED = (*MULTIPLIED, torch.float8_e4m3fn)
@@ -96,20 +97,26 @@ def backend(
     function: str = "run",
     options: tuple[str, ...] = (),
     preferred: bool = False,
+    repeats: bool = False,
 ) -> Backend:
     """One that serves any batch by a function of `module`, which is imported when it first runs.
 
     Args:
         preferred: whether it is taken on CUDA where none is named.
+        repeats: whether the function takes where to keep its launches, `run(args, host, kept)`.
     """
 
     def run(args: Any, host: HostBounds | None) -> None:
         kernels = loaded(primitive, name, module, args.out.device.type)
         getattr(kernels, function)(args, host)
 
+    def bind(args: Any) -> Bound:
+        kernels = loaded(primitive, name, module, args.out.device.type)
+        return Repeated(getattr(kernels, function), args)
+
     return Backend(
         name, run, lambda config: Support.ALWAYS, supports,
-        options=options, needs="Triton, CUDA", missing=missing,
+        options=options, needs="Triton, CUDA", missing=missing, bind=bind if repeats else None,
         preferred=lambda config: preferred and config.device == "cuda",
     )  # fmt: skip
 
@@ -118,8 +125,8 @@ _OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache", "rope",
             "fp8 output")  # fmt: skip
 _DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True}
 ATTENTION = (
-    backend("attention", "unified", supports, options=_OPTIONS),
-    backend("attention", "decode", supports, options=_OPTIONS, **_DECODE),
+    backend("attention", "unified", supports, options=_OPTIONS, repeats=True),
+    backend("attention", "decode", supports, options=_OPTIONS, repeats=True, **_DECODE),
 )
 LATENT = (
     backend("mla", "latent", supports_latent, function="unified", options=("fp8 cache",)),

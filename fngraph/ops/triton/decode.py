@@ -30,25 +30,29 @@ from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold
 from fngraph.ops.triton.overlapping import ask_for_rows, let_next, wait
+from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.turning import turn_and_write
 from fngraph.ops.triton.writing import scale_of
 
 MAX_ROWS = 64  # query rows of one kv head: more is prefill
 
 
-def run(args: AttentionArgs, host: HostBounds | None) -> None:
+def run(args: AttentionArgs, host: HostBounds | None, kept: Launches | None = None) -> None:
     """See `fngraph.ops.attention`. A batch not known to be uniform goes to the unified kernel."""
     T, R = args.q.shape[0], args.meta.seq_lens.shape[0]
     Q = host.max_query_len if host is not None else None
     rows = (Q or 0) * (args.config.num_heads // args.config.num_kv_heads)
     if Q is None or T != R * Q or rows > MAX_ROWS:
-        unified.attend(turn_and_write(args))
+        unified.run(args, host, kept)
         return
     done = args.q.new_empty((R, args.config.num_kv_heads), dtype=torch.int32)
-    attend(turn_and_write(args, done), Q, None, done)
+    attend(turn_and_write(args, done, kept), Q, None, done, kept)
 
 
-def attend(args: AttentionArgs, Q: int, how: How | None = None, done: Tensor | None = None) -> None:
+def attend(
+    args: AttentionArgs, Q: int, how: How | None = None, done: Tensor | None = None,
+    kept: Launches | None = None,
+) -> None:  # fmt: skip
     """Attention of R * Q rows, where no request brings more than Q tokens, into all of them.
 
     Args:
@@ -76,7 +80,7 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None, done: Tensor | N
     by_v, v_step = scale_of(args.v_scale, q_THD)
     launch(
         split_kernel,
-        (R * K * each,),
+        (K, R, each),
         (q_THD, k_cache, v_cache, meta.query_start_loc, meta.seq_lens, meta.block_tables,
          q_THD if sinks is None else sinks, by_k, by_v,
          q_THD if args.out_scale is None else args.out_scale),
@@ -98,6 +102,7 @@ def attend(args: AttentionArgs, Q: int, how: How | None = None, done: Tensor | N
         SINKS=sinks is not None,
         early=early,
         programs=programs,
+        kept=kept,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **constants,
@@ -197,9 +202,9 @@ def split_kernel(
     What is read before the wait are integers of the batch, which no kernel that starts the next
     one early writes; keys and values are asked for by then, and read behind it.
     """
-    head = (tl.program_id(0) % HEADS).to(tl.int64)
-    r = tl.program_id(0) // HEADS % R
-    unit = tl.program_id(0) // HEADS // R  # late ones last: most are past the end
+    head = tl.program_id(0).to(tl.int64)
+    r = tl.program_id(1)
+    unit = tl.program_id(2)  # late ones last: most are past the end
     m = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     length = tl.load(lens + r)

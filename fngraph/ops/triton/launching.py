@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fngraph.ops.primitives import LIBRARY
+from fngraph.ops.triton.repeating import Launches
 
 COUNTS = ("T", "R", "UNITS", "EACH", "many", "count")
 """Numbers that differ from batch to batch, as kernels call them. Triton would compile a form for
@@ -39,11 +40,13 @@ def launch(
     num_stages: int = 3,
     early: bool | None = None,
     programs: int | None = None,
+    kept: Launches | None = None,
     **constants: Any,
 ) -> None:
     """Launch `kernel`, if its grid is not empty, on the current stream of the device it writes to.
 
     Args:
+        kept: where to keep the launch, so that it can be made again.
         early: whether to launch it while the kernel ahead still runs, where that can be: it has
             a constant EARLY, by which it waits before anything else. None: it has none.
         programs: compile it to so few registers that as many run on a multiprocessor at a time.
@@ -55,7 +58,7 @@ def launch(
         with torch.cuda.device(device):  # Triton launches on the current one, whatever it is given
             launch(
                 kernel, grid, reads, writes, numbers, num_warps=num_warps, num_stages=num_stages,
-                early=early, programs=programs, **constants,
+                early=early, programs=programs, kept=kept, **constants,
             )  # fmt: skip
         return
     if early is not None:
@@ -65,7 +68,7 @@ def launch(
         more: dict[str, Any] = {"launch_pdl": True} if early else {}
         if programs is not None:
             more["maxnreg"] = min(255, REGISTERS // (32 * num_warps * programs) // 8 * 8)
-        kernel[tuple(grid)](
+        compiled = kernel[tuple(grid)](
             *reads,
             *writes,
             *numbers,
@@ -74,11 +77,23 @@ def launch(
             **constants,
             **more,
         )
+        if kept is not None:
+            given = (*reads, *writes, *numbers)
+            rest = [constants[name] for name in kernel.arg_names[len(given) :]]
+            kept.add(compiled[(*grid, 1, 1)[:3]], (*given, *rest))
         return
     name, module = kernel.fn.__name__, kernel.fn.__module__
-    torch.ops.fngraph.interpret(
-        module, name, grid, reads, writes, numbers, list(constants), list(constants.values())
-    )
+    names, values = list(constants), list(constants.values())
+
+    def run(*given: Any) -> None:
+        read, written = given[: len(reads)], given[len(reads) : len(reads) + len(writes)]
+        more = given[len(reads) + len(writes) :]
+        torch.ops.fngraph.interpret(module, name, grid, read, written, more, names, values)
+
+    given = (*reads, *writes, *numbers)
+    run(*given)
+    if kept is not None:
+        kept.add(run, given)
 
 
 REGISTERS = 65536  # of a multiprocessor

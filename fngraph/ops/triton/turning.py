@@ -15,6 +15,7 @@ from fngraph.ops.paged.config import AttentionArgs, Turn, dense, turned as turne
 from fngraph.ops.triton.fused import turned
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
+from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.writing import check_dense, forget, scale_of, store, write
 
 
@@ -64,7 +65,9 @@ def turn_kernel(
                 store(v_cache, x, by, at, real, EXACT, V_SCALED)
 
 
-def turn_and_write(args: AttentionArgs, done: Tensor | None = None) -> AttentionArgs:
+def turn_and_write(
+    args: AttentionArgs, done: Tensor | None = None, kept: Launches | None = None
+) -> AttentionArgs:
     """Write k and v, k turned, as `write` does; the same arguments with q turned, too.
 
     Args:
@@ -74,7 +77,7 @@ def turn_and_write(args: AttentionArgs, done: Tensor | None = None) -> Attention
     exact = args.k_cache.dtype == args.k.dtype
     if cos is None or sin is None or not (exact or args.k_cache.is_cuda):
         args = turned_by_ops(args)  # the interpreter rounds wrongly, which `write` knows of
-        write(args, done)
+        write(args, done, kept)
         return args
     k_cache, v_cache = args.kv
     check_dense(k_cache)
@@ -96,6 +99,7 @@ def turn_and_write(args: AttentionArgs, done: Tensor | None = None) -> Attention
          sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], k_step, v_step, eps,
          0 if done is None else done.numel()),
         early=True,
+        kept=kept,
         num_warps=1 if D <= 128 else 4,
         H=H,
         K=K,

@@ -16,6 +16,7 @@ from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton.fp8 import put_rounded
 from fngraph.ops.triton.keys import Tile, attend_keys, compute_dtype, finish, options
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
+from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
 from fngraph.ops.triton.turning import turn_and_write
 from fngraph.ops.triton.writing import scale_of
@@ -85,13 +86,12 @@ def unified_kernel(
         put_rounded(out + at[:, None] + d[None, :], result, out_scale, q, there, ROUNDS)
 
 
-def run(args: AttentionArgs, host: HostBounds | None) -> None:
+def run(args: AttentionArgs, host: HostBounds | None, kept: Launches | None = None) -> None:
     """See `fngraph.ops.attention`; shape letters are listed there."""
-    args = turn_and_write(args)
-    attend(args)
+    attend(turn_and_write(args, None, kept), kept=kept)
 
 
-def attend(args: AttentionArgs, tile: Tile | None = None) -> None:
+def attend(args: AttentionArgs, tile: Tile | None = None, kept: Launches | None = None) -> None:
     """Attention over a cache that holds this step's k and v, into all rows of the output."""
     q_THD, k_cache, v_cache, out_THD = dense(args.q), args.k_cache, args.v_cache, args.out
     meta, config = args.meta, args.config
@@ -116,6 +116,7 @@ def attend(args: AttentionArgs, tile: Tile | None = None) -> None:
         KEYS=tile.keys,
         BQ=BQ,
         REQS=lanes(R),
+        kept=kept,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         SINKS=sinks is not None,

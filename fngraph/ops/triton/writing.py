@@ -11,6 +11,7 @@ from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.slots import rounded
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
+from fngraph.ops.triton.repeating import Launches
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def write_kernel(
         store(v_cache, y, by_v, at, real, EXACT, V_SCALED)
 
 
-def write(args: AttentionArgs, done: Tensor | None = None) -> None:
+def write(args: AttentionArgs, done: Tensor | None = None, kept: Launches | None = None) -> None:
     """cache[slot] = new / scale for each token whose slot is not -1; nothing else changes.
 
     Args:
@@ -85,6 +86,7 @@ def write(args: AttentionArgs, done: Tensor | None = None) -> None:
         (*k_TKD.stride()[:2], *v_TKD.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
          k_step, v_step, 0 if done is None else done.numel()),
         early=True,
+        kept=kept,
         HEADS=K,
         D=D,
         SIZE=k_cache.shape[1],

@@ -367,3 +367,27 @@ def test_what_is_planned_is_what_is_read_after_an_unread_leaf_got_another_shape(
     executable = step.main.executable
     read = {id(p) for fn in executable.fns for p in getattr(fn, "planners", {}).values()}
     assert read == {id(planner) for planner in executable.planners} and len(read) == 1
+
+
+def test_between_graphs_a_backend_may_work_out_once_what_stays(add):
+    def bind(args: Any) -> Any:
+        CALLS["bind", len(args.q)] += 1
+
+        def run(*, host: Any) -> None:
+            CALLS["bound", len(args.q), host.max_query_len] += 1
+            right(args, host)
+
+        return run
+
+    add("binds", fg.Support.ALWAYS, bind=bind)
+    step, params, cache = taken("binds", modes="PIECEWISE")
+    own = toys.clone(cache)
+    CALLS.clear()
+    for i in range(3):
+        batch = toys.decode(3, past=2 + i, seed=i)
+        got, _ = step(cache, batch)
+        want, own = toys.bare(toys.attend, params, own, batch)
+        toys.assert_trees(got, want)
+    toys.assert_trees(cache, own)
+    layers = len(params["layers"])
+    assert CALLS == {("bind", 3): layers, ("bound", 3, 1): 3 * layers}

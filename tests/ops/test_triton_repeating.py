@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import test_other_primitives as others
 import torch
 import toys
 from toys import clone
@@ -14,7 +15,7 @@ from triton_cases import DEVICE, GPU, RECORDER, UNIFORM, WHERE
 import fngraph as fg
 from fngraph.core import HostBounds
 from fngraph.ops import ATTENTION
-from fngraph.ops.triton.repeating import Repeated
+from fngraph.ops.triton.repeating import Launches, Repeated
 from fngraph.testing.cases import NAN, Case, arguments, case
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -127,3 +128,36 @@ def test_steps_between_graphs(backend: str, query_len: int | None):
         want, own = toys.bare(toys.attend, params, own, batch)
         toys.assert_trees(got, want, atol=1e-5, rtol=1e-5)
     toys.assert_trees(cache, own, atol=1e-5, rtol=1e-5)
+
+
+OTHERS = {
+    "mla": (others.latent, {"mla": "triton"}),
+    "mla decode": (others.latent, {"mla": "triton_decode"}),
+    "gated_delta": (others.delta, {"gated_delta": "triton", "causal_conv": "triton"}),
+    "ssd": (others.mamba, {"ssd": "triton", "causal_conv": "triton"}),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("query_len", [1, None])
+def test_other_primitives_between_graphs(
+    name: str, query_len: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    model, backends = OTHERS[name]
+    params, cache = others.setup(model, WHERE)
+    own, made = clone(cache), []
+    again = Launches.again
+    monkeypatch.setattr(Launches, "again", lambda kept: (made.append(len(kept.kept)), again(kept)))
+    fast = fg.graphify(
+        model, modes="PIECEWISE", donate="cache", stage="batch", sizes=toys.SIZES, backends=backends
+    )
+    step = fast.bind(params).capture(cache, toys.LIMITS, recorder=RECORDER, progress=False)
+    for i in range(CALLS):
+        rows: list[Any] = [(1, i), (1, i)] if query_len else [(2, 2 * i), (1, i)]
+        batch = others.batch(WHERE, *rows, query_len=query_len)
+        want, own = toys.bare(model, params, own, batch)
+        got, cache = step(cache, batch)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        toys.assert_trees(cache, own, atol=1e-5, rtol=1e-5)
+    assert len(made) == (CALLS - 2) * len(backends) and all(made)

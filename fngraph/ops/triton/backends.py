@@ -97,13 +97,13 @@ def backend(
     function: str = "run",
     options: tuple[str, ...] = (),
     preferred: bool = False,
-    repeats: bool = False,
 ) -> Backend:
     """One that serves any batch by a function of `module`, which is imported when it first runs.
 
+    The function is `function(args, host, kept=None)`; see `Repeated`.
+
     Args:
         preferred: whether it is taken on CUDA where none is named.
-        repeats: whether the function takes where to keep its launches, `run(args, host, kept)`.
     """
 
     def run(args: Any, host: HostBounds | None) -> None:
@@ -116,7 +116,7 @@ def backend(
 
     return Backend(
         name, run, lambda config: Support.ALWAYS, supports,
-        options=options, needs="Triton, CUDA", missing=missing, bind=bind if repeats else None,
+        options=options, needs="Triton, CUDA", missing=missing, bind=bind,
         preferred=lambda config: preferred and config.device == "cuda",
     )  # fmt: skip
 
@@ -125,8 +125,8 @@ _OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache", "rope",
             "fp8 output")  # fmt: skip
 _DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True}
 ATTENTION = (
-    backend("attention", "unified", supports, options=_OPTIONS, repeats=True),
-    backend("attention", "decode", supports, options=_OPTIONS, repeats=True, **_DECODE),
+    backend("attention", "unified", supports, options=_OPTIONS),
+    backend("attention", "decode", supports, options=_OPTIONS, **_DECODE),
 )
 LATENT = (
     backend("mla", "latent", supports_latent, function="unified", options=("fp8 cache",)),

@@ -14,6 +14,7 @@ from fngraph.ops.paged.config import dense
 from fngraph.ops.recurrent.convolution import CausalConvArgs
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.recurrent import request
+from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.tiling import find, lanes, tiles
 
 TOKENS = 16  # a tile, at most
@@ -70,7 +71,7 @@ def conv_kernel(
                 tl.store(home + tap * tap_step, s_C.to(state.dtype.element_ty), of_channel)
 
 
-def run(args: CausalConvArgs, host: HostBounds | None) -> None:
+def run(args: CausalConvArgs, host: HostBounds | None, kept: Launches | None = None) -> None:
     """See `fngraph.ops.causal_conv`; shape letters are listed there."""
     x_TC, weight_CW = dense(args.x), dense(args.weight)
     state, meta, out_TC = args.state, args.meta, args.out
@@ -83,6 +84,7 @@ def run(args: CausalConvArgs, host: HostBounds | None) -> None:
         (x_TC, weight_CW, meta.state_slots, meta.seq_lens, meta.query_start_loc),
         (state, out_TC),
         (T, R, x_TC.stride(0), weight_CW.stride(0), *state.stride(), out_TC.stride(0)),
+        kept=kept,
         C=C,
         W=W,
         TOKENS=tokens,

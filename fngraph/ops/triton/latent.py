@@ -26,29 +26,30 @@ from fngraph.ops.triton.keys import LOG2E, Tile, compute_dtype, weigh
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.merging import empty, merge
 from fngraph.ops.triton.overlapping import overlap
+from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.tiling import find_with_keys, lanes, tiles
 from fngraph.ops.triton.writing import write_rows
 
 MAX_TOKENS = 8  # of a request: more is prefill
 
 
-def unified(args: MLAArgs, host: HostBounds | None) -> None:
+def unified(args: MLAArgs, host: HostBounds | None, kept: Launches | None = None) -> None:
     """See `fngraph.ops.mla`; shape letters are listed there."""
-    write_rows(args.new, args.cache, args.meta.slot_mapping)
-    attend_unified(args)
+    write_rows(args.new, args.cache, args.meta.slot_mapping, kept)
+    attend_unified(args, kept=kept)
 
 
-def decode(args: MLAArgs, host: HostBounds | None) -> None:
+def decode(args: MLAArgs, host: HostBounds | None, kept: Launches | None = None) -> None:
     """See `fngraph.ops.mla`. A batch not known to be uniform goes to the unified kernel."""
-    write_rows(args.new, args.cache, args.meta.slot_mapping)
+    write_rows(args.new, args.cache, args.meta.slot_mapping, kept)
     Q = host.max_query_len if host is not None else None
     if Q is None or Q > MAX_TOKENS or args.q.shape[0] != args.meta.seq_lens.shape[0] * Q:
-        attend_unified(args)
+        attend_unified(args, kept=kept)
     else:
-        attend_decode(args, Q)
+        attend_decode(args, Q, kept=kept)
 
 
-def attend_unified(args: MLAArgs, tile: Tile | None = None) -> None:
+def attend_unified(args: MLAArgs, tile: Tile | None = None, kept: Launches | None = None) -> None:
     """Latent attention over a cache that holds this step's rows, into all of the output."""
     q_THC, cache, meta, out_THL, config = (
         dense(args.q),
@@ -68,13 +69,16 @@ def attend_unified(args: MLAArgs, tile: Tile | None = None) -> None:
         (T, R, *q_THC.stride()[:2], *cache.stride()[:2], meta.block_tables.stride(0),
          *out_THL.stride()[:2], scale_of(config)),
         REQS=lanes(R),
+        kept=kept,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **known,
     )  # fmt: skip
 
 
-def attend_decode(args: MLAArgs, Q: int, how: How | None = None) -> None:
+def attend_decode(
+    args: MLAArgs, Q: int, how: How | None = None, kept: Launches | None = None
+) -> None:
     """Latent attention of R * Q rows, where no request brings more than Q, into all of them."""
     q_THC, cache, meta, out_THL, config = (
         dense(args.q),
@@ -102,11 +106,12 @@ def attend_decode(args: MLAArgs, Q: int, how: How | None = None) -> None:
         REQS=power_of_two(R, at_least=256),
         early=early,
         programs=programs,
+        kept=kept,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **known,
     )  # fmt: skip
-    merge(sums, meta, out_THL, Q, split, early=early)
+    merge(sums, meta, out_THL, Q, split, early=early, kept=kept)
 
 
 def how_to(config: Any, Q: int, widest: int) -> How:

@@ -36,6 +36,7 @@ from fngraph.ops.recurrent.requests import is_empty
 from fngraph.ops.recurrent.state_space import SSDArgs
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.recurrent import recurrent_kernel, request
+from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.tiling import find, lanes, tiles
 
 SHORT = 8  # tokens that cost no more one by one than a chunk does
@@ -43,18 +44,21 @@ CHUNK, EXACT_CHUNK = 64, 16  # tokens; float32 goes without tensor cores, in sma
 VALUES, EXACT_VALUES = 32, 16  # of a head, a program: its tile of the state has them by all keys
 
 
-def gated_delta(args: GatedDeltaArgs, host: HostBounds | None) -> None:
+def gated_delta(
+    args: GatedDeltaArgs, host: HostBounds | None, kept: Launches | None = None
+) -> None:
     """See `fngraph.ops.gated_delta`; shape letters are listed there."""
     tokens = (args.q, args.k, args.v, args.beta, args.g)
     steps = args.state.stride()  # slots, heads, keys, values
-    _launch_all(args, tokens, steps, args.config.scale, host, delta=True)
+    _launch_all(args, tokens, steps, args.config.scale, host, kept, delta=True)
 
 
-def ssd(args: SSDArgs, host: HostBounds | None) -> None:
+def ssd(args: SSDArgs, host: HostBounds | None, kept: Launches | None = None) -> None:
     """See `fngraph.ops.ssd`; shape letters are listed there."""
     tokens = (args.c, args.b, args.x, args.dt, args.a)
     of_slot, of_head, of_value, of_key = args.state.stride()
-    _launch_all(args, tokens, (of_slot, of_head, of_key, of_value), 1.0, host, delta=False)
+    steps = (of_slot, of_head, of_key, of_value)
+    _launch_all(args, tokens, steps, 1.0, host, kept, delta=False)
 
 
 def _launch_all(
@@ -63,6 +67,7 @@ def _launch_all(
     steps: tuple[int, ...],
     scale: float,
     host: HostBounds | None,
+    kept: Launches | None,
     *,
     delta: bool,
 ) -> None:
@@ -81,7 +86,7 @@ def _launch_all(
     exact, widest = config.dtype == torch.float32, power_of_two(V, at_least=16)
     constants: dict[str, Any] = {
         "DELTA": delta, "GROUP": H // G, "D": D, "DS": power_of_two(D, at_least=16), "V": V,
-        "SHORT": SHORT,
+        "SHORT": SHORT, "kept": kept,
     }  # fmt: skip
     values = min(VALUES, widest)
     launch(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
+from fngraph.ops.triton.repeating import Launches
 
 SPLITS = 8  # of a span, in order
 
@@ -132,8 +133,9 @@ def empty(like: Tensor, R: int, K: int, units: int, rows: int, D: int) -> Sums:
 
 
 def merge(
-    sums: Sums, meta: Any, out_THD: Tensor, Q: int, split: int, *, early: bool = True
-) -> None:
+    sums: Sums, meta: Any, out_THD: Tensor, Q: int, split: int, *, early: bool = True,
+    kept: Launches | None = None,
+) -> None:  # fmt: skip
     """Launch `merge_kernel` into all rows of `out_THD`; `sums` has the splits of each request."""
     R, K, units, rows, D = sums.parts.shape
     launch(
@@ -149,5 +151,6 @@ def merge(
         SPLIT=split,
         SPLITS=SPLITS,
         early=early,
+        kept=kept,
         num_warps=4,
     )

@@ -16,7 +16,8 @@ from torch import Tensor
 from fngraph.core import HostBounds
 from fngraph.torch_facts.names import TorchDispatchMode
 
-ROOM = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default}
+aten = torch.ops.aten
+ROOM = {aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default}
 
 
 class Place(NamedTuple):

@@ -15,6 +15,7 @@ from fngraph.core import HostBounds
 from fngraph.ops.paged.config import dense
 from fngraph.ops.triton.keys import LOG2E, Tile, weigh
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
+from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.tiling import find, lanes, tiles
 from fngraph.ops.varlen import VarlenArgs, VarlenConfig
 
@@ -91,7 +92,7 @@ def attend_tiles(
     return acc, top, total
 
 
-def run(args: VarlenArgs, host: HostBounds | None) -> None:
+def run(args: VarlenArgs, host: HostBounds | None, kept: Launches | None = None) -> None:
     """See `fngraph.ops.varlen_attention`; shape letters are listed there."""
     q_THD, k_TKD, v_TKD, out_THD = dense(args.q), dense(args.k), dense(args.v), args.out
     starts, config = args.cu_seqlens, args.config
@@ -109,6 +110,7 @@ def run(args: VarlenArgs, host: HostBounds | None) -> None:
          *out_THD.stride()[:2], config.scale * LOG2E),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        kept=kept,
         GROUP=config.num_heads // config.num_kv_heads,
         D=config.head_dim,
         WIDTH=power_of_two(config.head_dim, at_least=16),

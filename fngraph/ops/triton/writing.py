@@ -112,7 +112,9 @@ def row_kernel(
         store(cache, x, 1.0, at, c < C, EXACT, False)
 
 
-def write_rows(new_TC: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def write_rows(
+    new_TC: Tensor, cache: Tensor, slot_mapping: Tensor, kept: Launches | None = None
+) -> None:
     """As `write`, for a cache of one row a token, (num_blocks, block_size, C)."""
     check_dense(cache)
     if not cache.is_cuda:  # the interpreter rounds wrongly
@@ -125,6 +127,7 @@ def write_rows(new_TC: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
         (slot_mapping, new_TC),
         (cache,),
         (new_TC.stride(0), *cache.stride()[:2]),
+        kept=kept,
         C=C,
         SIZE=cache.shape[1],
         BLOCK=power_of_two(C),

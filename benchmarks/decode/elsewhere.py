@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks import plain
 from benchmarks.decode.bench import Bench, Made
 from benchmarks.decode.judging import Left
-from fngraph.models.weights.naming import named
+from benchmarks.theirs import its_model
 
 
 def found(name: str) -> Any:
@@ -168,7 +168,8 @@ def mapped(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 def transformers(bench: Bench) -> Callable[[int], Made]:
     """Its model with our weights, and its static cache over the bench's memory."""
     library = found("transformers")
-    model = its_model(library, bench)
+    family, most = bench.model.family, 2 * bench.context
+    model = its_model(library, family, bench.params, most, bench.device)
     run: Any = model
     if bench.device.startswith("cuda"):  # as generate: on a CPU it compiles nothing
         run = model.get_compiled_call(library.CompileConfig())
@@ -202,46 +203,6 @@ def transformers(bench: Bench) -> Callable[[int], Made]:
         return Made(step, lambda: last[0], lambda: views, bench.wait, more=more)
 
     return at
-
-
-def its_model(library: Any, bench: Bench) -> Any:
-    """The model class of the family, its weights our own tensors."""
-    config, family = bench.config, bench.model.family
-    kinds = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-    kind = kinds[family.__name__.rsplit(".", 1)[-1]]
-    sizes = {
-        "vocab_size": config.vocab_size, "hidden_size": config.dim,
-        "intermediate_size": config.mlp_dim, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim, "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied, "max_position_embeddings": 2 * bench.context,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }  # fmt: skip
-    if kind == "Qwen3Moe":
-        sizes |= {
-            "num_experts": config.num_experts, "num_experts_per_tok": config.num_chosen,
-            "moe_intermediate_size": config.expert_dim, "norm_topk_prob": config.normalized,
-        }  # fmt: skip
-    with torch.device("meta"):
-        its = getattr(library, f"{kind}Config")(**sizes, attn_implementation="sdpa")
-        model = getattr(library, f"{kind}ForCausalLM")(its).to(torch.bfloat16).eval()
-    with torch.device(bench.device):
-        model.model.rotary_emb = type(model.model.rotary_emb)(its)  # not among the weights
-    names, given = family.FORMAT.names, {}
-    for path, x in named(bench.params).items():
-        parts = path.split(".")
-        number = parts[1] if parts[0] == "layers" else ""
-        general = ".".join(["layers", "*", *parts[2:]]) if number else path
-        given[names[general].replace("*", number, 1)] = x
-    if kind == "Qwen3Moe":  # it has an expert's gate and up as one
-        for i, layer in enumerate(bench.params.layers):
-            of, place = layer.mlp.experts, f"model.layers.{i}.mlp.experts"
-            given[f"{place}.gate_up_proj"] = torch.cat((of.w_gate, of.w_up), 1)
-            given[f"{place}.down_proj"] = of.w_down
-        given = {name: x for name, x in given.items() if "*" not in name}
-    model.load_state_dict(given, strict=not config.tied, assign=True)
-    model.tie_weights()
-    return model
 
 
 def engine(name: str) -> Callable[[Bench], Callable[[int], Made]]:

@@ -2,7 +2,8 @@
 
 decode     fixed batches, in turns with bare `forward`; see turns.py
 traffic    a stream of benchmarks/traffic.py through models/serving/loop.py: tokens a second, time
-           to first token, time between tokens, what ran as what, padding; see streams.py
+           to first token, time between tokens, what ran as what, padding; see streams.py. With
+           --beside the same through transformers' continuous batching; see beside.py
 
 Both hold what is drawn to bare `forward`; see right.py. --tiny: small enough for the tape, on a
 CPU. Both models and all modes take some minutes on a GPU.
@@ -29,6 +30,7 @@ from benchmarks.harness import (
     some_of,
     write,
 )
+from benchmarks.serve.beside import by_transformers, release
 from benchmarks.serve.right import share_of_texts, wrong
 from benchmarks.serve.streams import served, shares
 from benchmarks.serve.turns import broken, by_batch, decode_batch, in_turns, on_device
@@ -41,6 +43,7 @@ from fngraph.models.serving.steps import Steps, bare_steps, make_steps
 from fngraph.models.serving.tokens import Tokens
 
 PARTS = ("decode", "traffic")
+AHEAD = 1.5  # times transformers' tokens a second
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384, 512)
 TINY = Profile(200, Lengths(9, 0.5, 24), Lengths(6, 0.5, 12), burst=3, systems=(8,))
 
@@ -109,6 +112,10 @@ def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
     least = max(decoding * ("decode" in args.parts), B * ("traffic" in args.parts))
     if num_blocks < least or args.speed <= 0:
         raise Mistake(f"--blocks {num_blocks}, --speed {args.speed}: {least} or more, above 0")
+    if args.beside and (args.sampled or args.adapters):
+        raise Mistake(
+            "--beside: what both draw is held to each other, so neither --sampled nor --adapters"
+        )
     torch.manual_seed(args.seed)
     params = random_params(config, args.device, dtype)
     cache = llama.init_cache(
@@ -154,6 +161,13 @@ def serving(name: str, args: argparse.Namespace) -> dict[str, Any]:
             found["traffic"].append({"modes": mode, **row})
             found["shares"] += [{"modes": mode, **line} for line in shares(tally)]
         _, _, wanted = served(bench.bare(), *held, arrivals)  # last, or its kernels were ready
+        for level in args.beside:
+            way = f"generate_batch, level {level}"
+            print(f"{name} {way}: serving {len(arrivals)} requests", flush=True)
+            room = bench.num_blocks * bench.policy.block_size
+            row, texts[way] = by_transformers(bench.params, arrivals, room, level)
+            found["traffic"].append({"modes": way, **row})
+            release(args.device)
         for row in found["traffic"]:
             text = texts[row["modes"]]
             row["right"] = share_of_texts(text, wanted, arrivals, bench.logits_after)
@@ -181,8 +195,29 @@ def missed(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
         lines += [f"{one['model']}, {line}" for one in found for line in broken(one["decode"])]
         lines += [
             f"{one['model']}, {row['modes']}: {row['kernels compiled']} kernels in traffic"
-            for one in found for row in one["traffic"] if row["kernels compiled"]
+            for one in found for row in one["traffic"] if row.get("kernels compiled")
         ]  # fmt: skip
+        lines += [f"{one['model']}, {line}" for one in found for line in slower(one["traffic"])]
+    return lines
+
+
+def slower(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where the best of our modes is less than AHEAD times as fast as transformers, or the first
+    token comes later."""
+    ours = [row for row in rows if row["modes"] in MODES]
+    theirs = [row for row in rows if row["modes"] not in MODES]
+    if not ours or not theirs:
+        return []
+    best = max(ours, key=lambda row: row["tokens/s"])
+    lines = []
+    for row in theirs:
+        times = best["tokens/s"] / row["tokens/s"]
+        if times < AHEAD:
+            lines.append(f"{best['modes']}: {times:.2f} times {row['modes']}, and {AHEAD} is asked")
+        first, its = best["first token p50 ms"], row["first token p50 ms"]
+        if first > its:
+            late = f"{best['modes']}: first token after {first:.1f} ms"
+            lines.append(f"{late}, {row['modes']}: {its:.1f}")
     return lines
 
 
@@ -198,6 +233,14 @@ FLAGS = {
     "--speed": {"type": float, "default": 1.0, "help": "times the profile's rate"},
     "--sampled": {"action": "store_true", "help": "draw by temperature and top-p"},
     "--adapters": count(0, "LoRA, used by half of the requests", least=0),
+    "--beside": {
+        "type": int,
+        "nargs": "*",
+        "default": [],
+        "choices": range(4),
+        "metavar": "LEVEL",
+        "help": "transformers' generate_batch too, at these levels of its compilation",
+    },
 }
 
 

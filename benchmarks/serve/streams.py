@@ -75,14 +75,21 @@ def served(
         "requests": len(arrivals), "steps": len(took), "new tokens": new,
         "tokens/s": new / wall, "step p50 ms": median(took) * 1e3,
         "the loop's part p50 ms": median(a - b for a, b in zip(took, inside)) * 1e3,
+        **waits(first, gaps), "kernels compiled": len(compiled),
+        "most waiting": longest, "padding": tally.total("padding") / total,
+    }  # fmt: skip
+    return row, tally, gather(events)
+
+
+def waits(first: Sequence[float], gaps: Sequence[float]) -> dict[str, float]:
+    """ms of a row: from when requests were due to their first tokens, and between tokens (s)."""
+    return {
         "between tokens p50 ms": quantile(gaps, 0.5) * 1e3,
         "between tokens p99 ms": quantile(gaps, 0.99) * 1e3,
         "first token p50 ms": quantile(first, 0.5) * 1e3,
         "first token p99 ms": quantile(first, 0.99) * 1e3,
-        "first token max ms": max(first) * 1e3, "kernels compiled": len(compiled),
-        "most waiting": longest, "padding": tally.total("padding") / total,
-    }  # fmt: skip
-    return row, tally, gather(events)
+        "first token max ms": max(first) * 1e3,
+    }
 
 
 class Clock:

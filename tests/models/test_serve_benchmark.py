@@ -73,6 +73,33 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
     assert all(mode in shown for mode in modes) and "tokens/s" in shown
 
 
+def test_the_same_stream_beside_transformers(tmp_path):
+    flags = ["--tiny", "--parts", "traffic", "--modes", "FULL_AND_PIECEWISE", "--beside", "0"]
+    assert harness.main(["serve", *flags, "--json", str(tmp_path / "serve.json")]) == 0
+    (found,) = json.loads((tmp_path / "serve.json").read_text())["figures"]
+    ours, theirs = found["traffic"]
+    assert theirs["modes"] == "generate_batch, level 0"
+    for key in ("requests", "new tokens", "right"):
+        assert theirs[key] == ours[key]
+    assert theirs["right"] == 1 and theirs["tokens/s"] > 0
+    assert 0 < theirs["between tokens p50 ms"] <= theirs["between tokens p99 ms"]
+    assert 0 < theirs["first token p50 ms"] <= theirs["first token max ms"]
+    assert harness.main(["serve", *flags, "--sampled"]) == 2
+
+
+def test_what_is_asked_beside_transformers():
+    rows = [
+        {"modes": "NONE", "tokens/s": 10, "first token p50 ms": 1.0},
+        {"modes": "FULL", "tokens/s": 30, "first token p50 ms": 5.0},
+    ]
+    its = {"modes": "generate_batch, level 0", "tokens/s": 20, "first token p50 ms": 5.0}
+    assert serve.slower(rows) == [] == serve.slower([*rows, its])
+    (line,) = serve.slower([*rows, its | {"tokens/s": 21}])
+    assert line == "FULL: 1.43 times generate_batch, level 0, and 1.5 is asked"
+    (line,) = serve.slower([*rows, its | {"first token p50 ms": 4.0}])
+    assert line == "FULL: first token after 5.0 ms, generate_batch, level 0: 4.0"
+
+
 def test_a_stream_is_served_as_it_comes(monkeypatch: pytest.MonkeyPatch):
     """Each request once, in order, when it is due and not before, with its adapter and its draws;
     and what it waited for its first token is counted from when it was due."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,7 @@ OUTPUT = "has changed the output of forward, which is one node of several values
         (to(aten.tanh), r"tanh there, which is no op .*Write torch\.ops\.aten\.tanh\.default$"),
         (to(aten.mul, 2.0), f"torch.ops.aten.mul there.*{TENSOR}$"),
         (to(torch.mul, 2.0), f"torch.mul there.*{TENSOR}$"),
+        (to(operator.mul, 2.0), f"mul there.*{TENSOR}$"),
         (to(torch.nn.functional.silu), r"silu there.*Write torch\.ops\.aten\.silu\.default$"),
         (to(own), "own there.*Write an op of your own, torch.library.custom_op"),
         (to(TWICE), r"Write torch\.ops\.fn_mistakes\.twice\.default$"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fngraph.core import trees
+import fngraph as fg
 from fngraph.models.families.experts import Mixture
 from fngraph.models.families.rope import frequencies
 
@@ -251,11 +251,11 @@ class Module(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.attend, self.mix = config, attend, mix
-        leaves, treedef = trees.flatten((weights, tuple(cache)))
+        leaves, treedef = fg.core.trees.flatten((weights, tuple(cache)))
         names = [f"_{i}" for i in range(len(leaves))]
         for name, leaf in zip(names, leaves):
             self.register_buffer(name, leaf)
-        self.tree = trees.unflatten(treedef, names)
+        self.tree = fg.core.trees.unflatten(treedef, names)
 
     def _filled(self, tree: Any) -> Any:
         """The tree with buffers in place of their names, in Python: Dynamo goes through it."""

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fngraph as fg
 from benchmarks import plain
 from benchmarks.decode.bench import Bench, Made
 from benchmarks.decode.judging import Left
-from fngraph.core import trees
 from fngraph.models.weights.naming import named
 
 
@@ -138,7 +138,7 @@ def jax(bench: Bench) -> Callable[[int], Made]:
     kinds = {device.platform for device in library.devices()}
     if bench.device.startswith("cuda") and not kinds & {"gpu", "cuda"}:
         raise Left(f"jax is here without a GPU: it has {', '.join(sorted(kinds))}")
-    weights = trees.map_leaves(library.numpy.from_dlpack, plain.weights_of(bench.params))
+    weights = fg.core.trees.map_leaves(library.numpy.from_dlpack, plain.weights_of(bench.params))
 
     def at(num_reqs: int) -> Made:
         step = Donated(bench, weights, num_reqs)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fngraph as fg
 from benchmarks import plain
 from benchmarks.decode.bench import Bench, Made
 from benchmarks.decode.clocks import typical_us
-from fngraph.core import trees
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # ids_R, positions_R -> ids_R, logits_RV
 Open = Callable[[Bench], Callable[[int], Made]]
@@ -135,7 +135,7 @@ def of_function(run: Any, compiled: Any = None, *, static: bool = False) -> Open
         def at(num_reqs: int) -> Made:
             cache, form = bench.contiguous(num_reqs), form_of(bench, num_reqs)
             if static:
-                for leaf in trees.flatten((weights, cache))[0]:
+                for leaf in fg.core.trees.flatten((weights, cache))[0]:
                     torch._dynamo.mark_static_address(leaf)
             fn: Any = plain.step
             if compiled is not None:

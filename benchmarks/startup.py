@@ -14,7 +14,8 @@ warm-up      static buffers, and one key of each kind run for real
 capture      the others recorded
 first token  a batch of one request from the host, its token on the host
 
-Where there is no GPU it is the tape that records.
+Where there is no GPU it is the tape that records. Where torch's modules have no bytecode beside
+them (an installation that nobody can write to), it is kept in a folder too, by the cold process.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +102,21 @@ def started(
 
 def in_new_process(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """`started` in a Python of its own, which keeps all that it compiles in `folder`."""
-    places = ("FNGRAPH_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    places = ["FNGRAPH_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
+    places += ["PYTHONPYCACHEPREFIX"] * (not keeps_bytecode())
     env = {**os.environ, **{name: str(folder / name) for name in places}}
     told = [sys.executable, "-c", FRESH, json.dumps(asked)]
     ran = subprocess.run(told, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
+
+
+def keeps_bytecode() -> bool:
+    """Whether torch's modules lie there compiled, as they do where it was installed by pip. Where
+    they do not, each process would compile them again: the cold one does, and keeps them."""
+    source = find_spec("torch._inductor.lowering")
+    cached = None if source is None else source.cached
+    return cached is not None and Path(cached).exists()
 
 
 def rows_of(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -156,6 +156,44 @@ def load(
         return config, naming.replaced(blank, read)
 
 
+def from_state(
+    format: Format,
+    config: Any,
+    state: Mapping[str, Tensor],
+    *,
+    inside: str = "",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The weights of a config out of tensors by name, as a module's `state_dict()` has them.
+
+    They are the state's own tensors, where these are on that device and of that dtype already.
+
+    Args:
+        inside: what names in files have in front that the state's have not, "model.visual.".
+
+    Raises:
+        CheckpointError: tensors missing, extra or misshapen; all are listed.
+    """
+    given = {inside + n: x for n, x in state.items()}
+    blank = format.blank(config)
+    sources = {n: sources_of(format.names, n, x) for n, x in naming.named(blank).items()}
+    wanted = {n: shape for part in sources.values() for n, shape in part.items()}
+    found = {
+        n: tuple(x.shape)
+        for n, x in given.items()
+        if n in wanted or not matches(n, format.skipped)
+    }
+    if wrong := mismatches(wanted, found):
+        raise CheckpointError("a state that does not fit its config:\n" + "\n".join(wrong))
+
+    def read(name: str, x: Tensor) -> Tensor:
+        parts = [given[n].detach().to(device=device, dtype=dtype) for n in sources[name]]
+        return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
+
+    return naming.replaced(blank, read)
+
+
 def read_config(format: Format, folder: Path) -> Any:
     """The config of a folder.
 

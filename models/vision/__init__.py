@@ -1,0 +1,1 @@
+"""Vision encoders as pure functions: forward(params, batch) -> rows, a row for each output token."""

@@ -1,0 +1,56 @@
+"""Parts of vision towers: rotary positions in two dims, attention over packed pictures, resizing.
+
+Shape letters: P patches of all pictures of a step, S sequences of attention, H heads, D head dim,
+E width of the tower, F mlp hidden; n taps of a learned table.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.models.families.layers import Affine, affine
+from fngraph.models.families.rope import Turn, rotate
+
+
+def turns(positions_P2: Tensor, D: int, *, theta: float = 10_000.0) -> Tensor:
+    """(P, 2, D/4) float32, radians: of rows and of columns, each for a quarter of a head."""
+    pair = torch.arange(0, D // 2, 2, device=positions_P2.device, dtype=torch.float32)
+    return positions_P2[..., None].float() * (1 / theta ** (pair / (D // 2)))
+
+
+def turn_of(angle: Tensor) -> Turn:
+    """Cosines and sines (P, 1, D/2) float32 of angles (P, D/2)."""
+    angle = angle[:, None]
+    return angle.cos(), angle.sin()
+
+
+def turned(x_PHD: Tensor, rope: Turn) -> Tensor:
+    """Rotary embedding of pairs (i, i + D/2), computed in float32."""
+    return rotate(x_PHD.float(), rope).to(x_PHD.dtype)
+
+
+def attend(qkv: Affine, out: Affine, x_PE: Tensor, D: int, rope: Turn, starts: Tensor) -> Tensor:
+    """(P, E): attention of each sequence of patches over itself.
+
+    Args:
+        qkv: (3*E, E), queries, keys and values one below another.
+        out: (E, E).
+        D: of a head.
+        rope: turns of queries and keys.
+        starts: (S + 1,) where sequences begin, in patches.
+    """
+    q, k, v = rearrange(affine(qkv, x_PE), "p (three h d) -> three p h d", three=3, d=D)
+    mixed = fg.ops.varlen_attention(turned(q, rope), turned(k, rope), v, starts)
+    return affine(out, mixed.flatten(1))
+
+
+def looked_up(table_NE: Tensor, index_Pn: Tensor, weight_Pn: Tensor) -> Tensor:
+    """(P, E): the sum of each patch's taps of a learned table, one tap at a time.
+
+    All at once they would take n times the memory of the result.
+    """
+    parts = zip(index_Pn.unbind(1), weight_Pn.to(table_NE.dtype).unbind(1))
+    return sum(table_NE[index_P] * weight_P[:, None] for index_P, weight_P in parts)  # type: ignore[return-value]

@@ -19,7 +19,8 @@ _EXPORTS = {
     "dispatch": "core", "explain": "core", "resolve": "core",
     # the transform and its stages
     "graphify": "graphified",
-    "encode": "encoder", "encoder_limits": "encoder",
+    "encode": "encoder.run", "encoder_limits": "encoder.run",
+    "EncoderModel": "encoder.model", "EncoderPath": "encoder.model", "Measured": "encoder.model",
     "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
     "check": "checking",
@@ -56,7 +57,12 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
         static as static,
         struct as struct,
     )
-    from fngraph.encoder import encode as encode, encoder_limits as encoder_limits
+    from fngraph.encoder.model import (
+        EncoderModel as EncoderModel,
+        EncoderPath as EncoderPath,
+        Measured as Measured,
+    )
+    from fngraph.encoder.run import encode as encode, encoder_limits as encoder_limits
     from fngraph.fx.blocks.stamps import block as block
     from fngraph.fx.modules import from_module as from_module
     from fngraph.fx.rows.check import trust_rows as trust_rows

@@ -9,7 +9,7 @@ import torch
 
 import fngraph as fg
 from fngraph.core import Item, Path, plan_encoder
-from fngraph.encoder import encode, encoder_limits
+from fngraph.encoder.run import encode, encoder_limits
 from fngraph.errors import SpecError
 
 WEIGHT = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))

@@ -100,7 +100,7 @@ class Batch:
 
     patches: Tensor = fg.buffer("T 4 C", "float32")
     positions: Tensor = fg.buffer("T 4 2", "int64")  # row and column
-    taps: Tensor = fg.buffer("T 4 4", "int64", pad=0)  # rows of the learned table
+    taps: Tensor = fg.buffer("T 4 4", "int64")  # rows of the learned table
     weights: Tensor = fg.buffer("T 4 4", "float32")  # of each
     frame_starts: Tensor = fg.buffer("R + 1", "int32", pad="last")  # in patches
     spec: fg.BatchSpec = fg.host()

@@ -234,7 +234,8 @@ def parts(call: OpCall) -> Kept:
         refuse_counts(call)
     state = call.rows(x)
     one = {d: f for d, f in state.fills.items() if isinstance(f, torch.Tensor) and f.numel() == 1}
-    fills = {d: f.reshape(()) for d, f in one.items() if call.name.startswith("split")}
+    gone = call.name == "unbind"
+    fills = {d - (gone and d > dim): f.reshape(()) for d, f in one.items() if d != dim or not gone}
     return Kept(fills, said=state.said, unsaid=state.unsaid)
 
 

@@ -69,6 +69,11 @@ KEPT: Outputs = {
     "two rows a token": lambda x, p, b: x.repeat_interleave(2, 0),
     "vmap over rows": lambda x, p, b: torch.func.vmap(lambda r: r * r.sum())(x),
     "grad of a sum over rows": lambda x, p, b: torch.func.grad(lambda y: (y**3).sum())(x),
+    "looked up by a part of a staged index, along any dim": lambda x, p, b: (
+        p["w"][(b.token_ids[:, None] * torch.ones(3, dtype=torch.int64)).unbind(1)[2]],
+        p["w"][(b.token_ids[:, None, None] + torch.zeros(3, 2, dtype=torch.int64)).unbind(2)[0]],
+        p["w"][(b.token_ids + torch.zeros(3, 1, dtype=torch.int64)).unbind(0)[2]],
+    ),
     "a reduction over weights alone": lambda x, p, b: x - p["w"].mean(0),
     "a reduction over what has no rows": lambda x, p, b: x * torch.arange(5).sum(),
     "made in the shape of what is mixed": lambda x, p, b: (

@@ -1,1 +1,1 @@
-"""Vision encoders as pure functions: forward(params, batch) -> rows, a row for each output token."""
+"""Vision encoders as pure functions: forward(params, batch) -> rows, one an output token."""

@@ -31,12 +31,15 @@ class Picture(NamedTuple):
     modality: str = "image"
 
 
-def check(picture: Picture, merge: int, width: int) -> None:
-    """Raises SpecError where a picture's patches are not those of its grid.
+def measured(picture: Picture, merge: int, width: int) -> fg.Measured:
+    """What a picture brings to the one path of an encoder: a sequence for each frame.
 
     Args:
-        merge: rows and columns come in multiples of it.
+        merge: patches of an output token, along each side.
         width: C, numbers of a patch.
+
+    Raises:
+        SpecError: patches that are not those of the grid.
     """
     t, h, w = picture.grid
     if min(picture.grid) < 1 or h % merge or w % merge:
@@ -49,6 +52,8 @@ def check(picture: Picture, merge: int, width: int) -> None:
             f"a picture of grid {picture.grid} has patches of shape "
             f"{tuple(picture.patches.shape)}. Pass ({t * h * w}, {width}): a row for each patch"
         )
+    tokens, sequences = {"default": t * h * w // merge**2}, {"default": t}
+    return fg.Measured(picture.modality, tokens, sequences, t if picture.modality == "video" else 0)
 
 
 @functools.lru_cache(maxsize=512)

@@ -144,6 +144,31 @@ def merged(merger: Merger, x: Tensor) -> Tensor:
 # --- on the host ----------------------------------------------------------------------------------
 
 
+def encoder(config: Config, *, max_tokens: int = 8192, max_frames: int = 768) -> fg.EncoderModel:
+    """What `fg.graphify_encoder` makes graphs of; its items are `grids.Picture`s.
+
+    Args:
+        max_tokens: output tokens of the largest graph.
+        max_frames: of one video, two of its images being a frame.
+    """
+    return fg.EncoderModel(
+        paths={"default": fg.EncoderPath(forward, min_budget=64)},
+        measure=functools.partial(measure, config),
+        collate=lambda path, pictures: collate(config, pictures),
+        token_range=(min(64, max_tokens), max_tokens), modalities=("image", "video"),
+        max_frames=max_frames, dims={"C": config.patch_dim},
+    )  # fmt: skip
+
+
+def measure(config: Config, picture: Picture) -> fg.Measured:
+    """Output tokens, and a sequence for each frame.
+
+    Raises:
+        SpecError: patches that are not those of the grid.
+    """
+    return grids.measured(picture, MERGE, config.patch_dim)
+
+
 def collate(config: Config, pictures: Sequence[Picture]) -> Batch:
     """The batch of a step's pictures, on the CPU. A picture of t frames is t requests of it."""
     one = [(h, w) for _, h, w in (picture.grid for picture in pictures)]

@@ -180,9 +180,7 @@ def from_state(
     sources = {n: sources_of(format.names, n, x) for n, x in naming.named(blank).items()}
     wanted = {n: shape for part in sources.values() for n, shape in part.items()}
     found = {
-        n: tuple(x.shape)
-        for n, x in given.items()
-        if n in wanted or not matches(n, format.skipped)
+        n: tuple(x.shape) for n, x in given.items() if n in wanted or not matches(n, format.skipped)
     }
     if wrong := mismatches(wanted, found):
         raise CheckpointError("a state that does not fit its config:\n" + "\n".join(wrong))

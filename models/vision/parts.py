@@ -1,7 +1,7 @@
-"""Parts of vision towers: rotary positions in two dims, attention over packed pictures, resizing.
+"""Parts of vision towers: rotary positions in two dims, attention, learned tables of positions.
 
 Shape letters: P patches of all pictures of a step, S sequences of attention, H heads, D head dim,
-E width of the tower, F mlp hidden; n taps of a learned table.
+E width of the tower; n taps of a learned table.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import fngraph as fg
 from fngraph.models.families.layers import Affine, affine
@@ -54,3 +55,34 @@ def looked_up(table_NE: Tensor, index_Pn: Tensor, weight_Pn: Tensor) -> Tensor:
     """
     parts = zip(index_Pn.unbind(1), weight_Pn.to(table_NE.dtype).unbind(1))
     return sum(table_NE[index_P] * weight_P[:, None] for index_P, weight_P in parts)  # type: ignore[return-value]
+
+
+# --- pictures that are all of one size ------------------------------------------------------------
+
+
+def attend_whole(qkv: Affine, out: Affine, x_RSE: Tensor, D: int) -> Tensor:
+    """(R, S, E): attention of each of R pictures over its own S places; see `attend`."""
+    q, k, v = rearrange(affine(qkv, x_RSE), "r s (three h d) -> three r h s d", three=3, d=D)
+    return affine(out, rearrange(scaled_dot_product_attention(q, k, v), "r h s d -> r s (h d)"))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """CLIP's approximation of gelu."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def resized(table_HWE: Tensor, side: int) -> Tensor:
+    """(side, side, E): a learned table of positions for pictures of another size, by cubics."""
+    if table_HWE.shape[0] == side:
+        return table_HWE
+    made = interpolate(
+        table_HWE.permute(2, 0, 1)[None].float(), size=(side, side), mode="bicubic", antialias=True
+    )
+    return made[0].permute(1, 2, 0).to(table_HWE.dtype)
+
+
+def behind_first(table_NE: Tensor, side: int) -> Tensor:
+    """(1 + side*side, E): the same of a table whose first row is for no place of the picture."""
+    known = round((table_NE.shape[0] - 1) ** 0.5)
+    places = resized(table_NE[1:].unflatten(0, (known, known)), side)
+    return torch.cat([table_NE[:1], places.flatten(0, 1)])

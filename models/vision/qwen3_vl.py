@@ -264,5 +264,5 @@ FORMAT = loading.Format(
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
 from_state = functools.partial(
-    loading.from_state, FORMAT, inside=TOWER
+    loading.from_state, blank, FORMAT.names, skipped=FORMAT.skipped, inside=TOWER
 )  # config, state, *, device, dtype -> params

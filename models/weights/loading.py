@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -157,10 +157,12 @@ def load(
 
 
 def from_state(
-    format: Format,
+    blank: Callable[[Any], Any],
+    names: Mapping[str, str],
     config: Any,
     state: Mapping[str, Tensor],
     *,
+    skipped: Iterable[str] = (),
     inside: str = "",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -170,18 +172,17 @@ def from_state(
     They are the state's own tensors, where these are on that device and of that dtype already.
 
     Args:
+        blank, names, skipped: see `Format`.
         inside: what names in files have in front that the state's have not, "model.visual.".
 
     Raises:
         CheckpointError: tensors missing, extra or misshapen; all are listed.
     """
     given = {inside + n: x for n, x in state.items()}
-    blank = format.blank(config)
-    sources = {n: sources_of(format.names, n, x) for n, x in naming.named(blank).items()}
+    tree, skipped = blank(config), tuple(skipped)
+    sources = {n: sources_of(names, n, x) for n, x in naming.named(tree).items()}
     wanted = {n: shape for part in sources.values() for n, shape in part.items()}
-    found = {
-        n: tuple(x.shape) for n, x in given.items() if n in wanted or not matches(n, format.skipped)
-    }
+    found = {n: tuple(x.shape) for n, x in given.items() if n in wanted or not matches(n, skipped)}
     if wrong := mismatches(wanted, found):
         raise CheckpointError("a state that does not fit its config:\n" + "\n".join(wrong))
 
@@ -189,7 +190,7 @@ def from_state(
         parts = [given[n].detach().to(device=device, dtype=dtype) for n in sources[name]]
         return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
 
-    return naming.replaced(blank, read)
+    return naming.replaced(tree, read)
 
 
 def read_config(format: Format, folder: Path) -> Any:

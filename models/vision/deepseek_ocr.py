@@ -23,6 +23,7 @@ import fngraph as fg
 from fngraph.models.families.layers import Affine, affine, affine_names, matrix_of
 from fngraph.models.vision import clip, pages, sam
 from fngraph.models.vision.pages import Crops, Page, Sizes, Views
+from fngraph.models.vision.parts import row_by_row
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
 
@@ -76,7 +77,7 @@ def forward_crops(params: Params, batch: Crops) -> Tensor:
 def places(params: Params, pixels: Tensor) -> Tensor:
     """(R, s, s, G) of pixels (R, 3, ...)."""
     seen = sam.features(params.sam, pixels)
-    side, patches_RSE = seen.shape[2], rearrange(seen, "r e y x -> r (y x) e")
+    side, patches_RSE = seen.shape[2], row_by_row(seen)
     both_RSE = torch.cat([clip.features(params.clip, patches_RSE), patches_RSE], dim=-1)
     return affine(params.out, both_RSE).unflatten(1, (side, side))
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import interpolate, scaled_dot_product_attention
+from torch.nn.functional import interpolate, linear, scaled_dot_product_attention
 
 import fngraph as fg
 from fngraph.models.families.layers import Affine, affine
-from fngraph.models.families.rope import Turn, rotate
+from fngraph.models.families.rope import Turn, rotate, rotate_neighbours
 
 
 def turns(positions_P2: Tensor, D: int, *, theta: float = 10_000.0) -> Tensor:
@@ -28,23 +28,24 @@ def turn_of(angle: Tensor) -> Turn:
     return angle.cos(), angle.sin()
 
 
-def turned(x_PHD: Tensor, rope: Turn) -> Tensor:
-    """Rotary embedding of pairs (i, i + D/2), computed in float32."""
-    return rotate(x_PHD.float(), rope).to(x_PHD.dtype)
-
-
-def attend(qkv: Affine, out: Affine, x_PE: Tensor, D: int, rope: Turn, starts: Tensor) -> Tensor:
+def attend(
+    qkv: Affine, out: Affine, x_PE: Tensor, D: int, rope: Turn, starts: Tensor,
+    *, neighbours: bool = False,
+) -> Tensor:  # fmt: skip
     """(P, E): attention of each sequence of patches over itself.
 
     Args:
         qkv: (3*E, E), queries, keys and values one below another.
         out: (E, E).
         D: of a head.
-        rope: turns of queries and keys.
+        rope: turns of queries and keys, computed in float32.
         starts: (S + 1,) where sequences begin, in patches.
+        neighbours: whether columns (2i, 2i + 1) turn together, else (i, i + D/2).
     """
+    turn = rotate_neighbours if neighbours else rotate
     q, k, v = rearrange(affine(qkv, x_PE), "p (three h d) -> three p h d", three=3, d=D)
-    mixed = fg.ops.varlen_attention(turned(q, rope), turned(k, rope), v, starts)
+    q, k = (turn(x.float(), rope).to(x.dtype) for x in (q, k))
+    mixed = fg.ops.varlen_attention(q, k, v, starts)
     return affine(out, mixed.flatten(1))
 
 
@@ -86,3 +87,20 @@ def behind_first(table_NE: Tensor, side: int) -> Tensor:
     known = round((table_NE.shape[0] - 1) ** 0.5)
     places = resized(table_NE[1:].unflatten(0, (known, known)), side)
     return torch.cat([table_NE[:1], places.flatten(0, 1)])
+
+
+def embedded(weights: Affine, pixels: Tensor) -> Tensor:
+    """(R, y, x, E) of pixels (R, 3, y*size, x*size): a convolution (E, 3, size, size) whose patches
+    do not overlap, as one product."""
+    size = weights.weight.shape[-1]
+    cut = rearrange(pixels, "r c (y p) (x q) -> r y x (c p q)", p=size, q=size)
+    kernel = weights.weight.flatten(1)
+    return linear(cut.to(kernel.dtype), kernel, weights.bias)
+
+
+def row_by_row(x: Tensor) -> Tensor:
+    """(R, y*x, C) of what a convolution gives, (R, C, y, x).
+
+    Always a copy: which order its result lies in is up to the convolution, and to the size.
+    """
+    return x.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format).flatten(1, 2)

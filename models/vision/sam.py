@@ -25,7 +25,7 @@ from fngraph.models.families.layers import (
     norm,
     norm_of,
 )
-from fngraph.models.vision.parts import resized
+from fngraph.models.vision.parts import embedded, resized
 from fngraph.models.weights.naming import shape
 
 EPS = 1e-6
@@ -79,10 +79,7 @@ class Params:
 
 def features(params: Params, pixels: Tensor) -> Tensor:
     """(R, out_dims[1], y, x): of pixels (R, 3, ...), 4 patches along a side to a place."""
-    config, kernel = params.config, params.embed.weight
-    stride = config.patch_size
-    x = conv2d(pixels.to(kernel.dtype), kernel, params.embed.bias, stride=stride)
-    x_RYXE = x.permute(0, 2, 3, 1)
+    config, x_RYXE = params.config, embedded(params.embed, pixels)
     x_RYXE = x_RYXE + resized(params.positions[0], x_RYXE.shape[1])
     for i, layer in enumerate(params.layers):
         x_RYXE = encoder_layer(config, layer, x_RYXE, i in config.whole)

@@ -61,7 +61,7 @@ def test_packed_runs_give_each_item_its_own_rows() -> None:
     assert sorted(padded for padded, _ in ran_as(step)) == sorted(set(planned))
     assert ran_as(step)[100, "NONE"] == 1, "and only that one ran eagerly"
     assert {(ran.budget, ran.why) for ran in encoded.ran if not ran.budget} == {
-        (None, "no budget holds it")
+        (None, "more tokens than the largest budget of default, 64")
     }
     storages = {output["default"].untyped_storage().data_ptr() for output in encoded.outputs}
     assert len(storages) == len(given), "no item keeps its neighbours' memory"
@@ -101,7 +101,7 @@ def test_what_was_planned_is_what_runs() -> None:
     counts = [Item((8,), frames=9)]
     encoded = encode(step, plan, images(8), counts, collate)
     assert ran_as(step) == {(8, "NONE"): 1} and encoded.packed.misses == 1
-    assert "no budget holds it" in step.stats.reasons
+    assert step.stats.reasons == {"more than 2 frames": 1}
     wide = plan._replace(path_budgets={"default": (16, 32, 64)})
     step = step_for(plan)
     for budget in (16, None, 64):

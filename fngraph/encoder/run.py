@@ -27,9 +27,10 @@ from fngraph.core import (
     host_field,
     item_of,
     pack,
+    text,
     trees,
 )
-from fngraph.core.encoder_items import DEFAULT_PATH
+from fngraph.core.encoder_items import ANY, DEFAULT_PATH
 from fngraph.errors import ModesError, SizesError, SpecError, TreeError
 from fngraph.step.step import Step
 
@@ -187,7 +188,8 @@ def execute(
         step = steps[run.path]
         batch = collate(run.path, [items[at] for at in present])
         spec = _spec_of(run.path, batch, sum(tokens), sequences)
-        decision = decide(step, spec, run.budget)
+        why = why_eager(run, counts, plan) if run.budget is None else ""
+        decision = decide(step, spec, run.budget, why)
         made = step(batch, allowed=decision)
         for at, part in zip(present, split_rows(run.path, made, tokens)):
             rows[at][run.path] = part
@@ -196,22 +198,39 @@ def execute(
     return rows, tuple(ran)
 
 
-def decide(step: Step[Any], spec: BatchSpec, budget: int | None) -> Dispatch:
+def why_eager(run: Run, counts: Sequence[Item], plan: EncoderPlan) -> str:
+    """Why a run has no budget: the first limit of graphs that its items are beyond."""
+    place = list(plan.path_budgets).index(run.path)
+    top = plan.path_budgets[run.path][-1]
+    most = plan.max_sequences.get(run.path, ANY)
+    if sum(counts[at].frames for at in run.items) > plan.max_frames:
+        return f"more than {text.count(plan.max_frames, 'frame')}"
+    if sum(counts[at].tokens[place] for at in run.items) > top:
+        return f"more tokens than the largest budget of {run.path}, {top}"
+    if sum(counts[at].sequences[place] for at in run.items) > most:
+        return f"more than {text.count(most, 'sequence')} of {run.path}"
+    return "graphs are not for its modality"
+
+
+def decide(step: Step[Any], spec: BatchSpec, budget: int | None, why: str) -> Dispatch:
     """The plan's decision as one of the step's: the key of that budget, or to run eagerly.
+
+    Args:
+        why: it runs eagerly by the plan, where it does.
 
     Raises:
         ModesError: no key of that budget covers the batch.
     """
     if budget is None:
-        return Dispatch(Mode.NONE, spec.descriptor(), "no budget holds it")
+        return Dispatch(Mode.NONE, spec.descriptor(), why)
     table = step.table
     for mode in (Mode.FULL, Mode.PIECEWISE):
         sized = [key for key in table.keys(mode) if key.num_tokens == budget]
         covering = [key for key in sized if all(f.covers(key, spec) for f in table.fields)]
         if covering:
             chosen = Dispatch(mode, min(covering, key=table.order), "planned")
-            if why := step.failed.get(chosen.key):
-                return Dispatch(Mode.NONE, spec.descriptor(), f"capture failed: {why}")
+            if failure := step.failed.get(chosen.key):
+                return Dispatch(Mode.NONE, spec.descriptor(), f"capture failed: {failure}")
             return chosen
     keys = [key for _, key in table if key.num_tokens == budget]
     raise ModesError(

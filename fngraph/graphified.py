@@ -76,7 +76,7 @@ def graphify(
         cost: what "least" means, of a key; None: its token count.
         resolve: what else `fg.resolve` is told of the model: pooling=, encoder_decoder=,
             layerwise=, state_blocks=, cut=, align=, beyond=, eager=.
-        key_reqs: requests that a FULL key of mixed batches holds; None: as many as `limits` allow.
+        key_reqs: requests that a key of mixed batches holds; None: as many as `limits` allow.
             Batches with more of them run eagerly. For encoders, whose eager batches may be large.
         max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
             used goes first.

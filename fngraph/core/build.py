@@ -42,8 +42,8 @@ def build_table(
         overflow: what a batch with more adapters than any key gets: "eager" or "clamp".
         own_uniform: capture uniform FULL keys in mode FULL too, because uniform batches have a
             backend of their own.
-        key_reqs: requests of a FULL key for mixed batches; a batch with more has no such key. None:
-            as many as may come.
+        key_reqs: requests of a key for mixed batches, PIECEWISE ones too; a batch with more has no
+            such key. None: as many as may come.
 
     Raises:
         SizesError: a ladder beyond the limits; keys of no request.
@@ -62,15 +62,17 @@ def build_table(
             rungs = _uniform(query_len, sizes, limits)
             uniform = ((size, size // query_len, query_len) for size in rungs)
             full += _keys(Mode.FULL, uniform, fields)
+    most = limits.max_reqs if key_reqs is None else min(key_reqs, limits.max_reqs)
+    if most < 1:
+        raise SizesError(f"key_reqs={key_reqs} holds no request. Pass key_reqs=1 or more.")
     if modes.mixed is Mode.FULL:
-        most = limits.max_reqs if key_reqs is None else min(key_reqs, limits.max_reqs)
-        if most < 1:
-            raise SizesError(f"key_reqs={key_reqs} holds no request. Pass key_reqs=1 or more.")
         mixed = ((size, min(size, most), None) for size in ladders.mixed)
         full += _keys(Mode.FULL, mixed, fields)
     piecewise: list[BatchDescriptor] = []
     if modes.mixed is Mode.PIECEWISE:
-        any_shape = ((size, None, None) for size in ladders.mixed)
+        any_shape = (
+            (size, None if key_reqs is None else min(size, most), None) for size in ladders.mixed
+        )
         piecewise = _keys(Mode.PIECEWISE, any_shape, fields)
     return DispatchTable(modes, _ordered(full), _ordered(piecewise), limits, fields, cost)
 

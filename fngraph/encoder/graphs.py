@@ -32,6 +32,7 @@ from fngraph.encoder.statistics import EncoderStats, stats_of
 from fngraph.errors import ModesError, SpecError
 from fngraph.graphified import graphify
 from fngraph.graphs.recorder import Recorder
+from fngraph.options import OptionsDict, check_names
 from fngraph.step.step import Step
 
 LOG = logging.getLogger("fngraph")
@@ -78,8 +79,8 @@ def graphify_encoder(
             passes the same items, runs its part of them, and gets all outputs.
         recorder: as `fg.graphify`'s; or another step's, `step.recorder`, to share its pool.
         log_every: calls from one INFO line with the statistics to the next; 0: none.
-        options: of `fg.graphify`: modes ("FULL" or "PIECEWISE"), backends, compile, passes, guards,
-            memory_budget, on_failure, ...
+        options: of `fg.graphify`: modes ("FULL", or "PIECEWISE" for paths without a `unit`),
+            backends, compile, passes, guards, memory_budget, on_failure, ...
 
     Raises:
         SizesError: a plan that is none. ModesError: other modes.
@@ -87,6 +88,7 @@ def graphify_encoder(
         FnGraphError: as `fg.graphify`, of a path's `forward`.
         SpecError: ranks for an encoder without graphs.
     """
+    check_names("graphify_encoder", options, OptionsDict)
     for name in OURS:
         if name in options:
             raise TypeError(
@@ -131,13 +133,20 @@ def _step(
     given["sizes"] = tuple(budget for budget in plan.path_budgets[name] if budget)
     if path.unit is not None:
         given["query_lens"] = (path.unit,)
-        modes = Mode.FULL_DECODE_ONLY if modes is Mode.FULL else modes
+        modes = Mode.FULL_DECODE_ONLY
     else:
         given["key_reqs"] = plan.max_sequences[name]
     widest = max(given["sizes"][-1], eager_tokens)
     limits = encoder_limits(plan, name, max_tokens=widest, max_reqs=widest, **model.dims)
     fast = graphify(path.forward, stage=1, modes=modes, **given)
-    return fast.bind(params).capture(limits, recorder=recorder, lazy=True, progress=False)
+    step = fast.bind(params).capture(limits, recorder=recorder, lazy=True, progress=False)
+    if not len(step.table) or (path.unit is not None and step.table.piecewise):
+        raise ModesError(
+            f"the path {name!r} has no graphs as it was to have, modes={str(modes)!r}: "
+            f"{'; '.join(step.notes) or step.table!r}. Choose backends that a graph may hold, "
+            "backends={...}, or pass EncoderModel(eager_because=...)"
+        )
+    return step
 
 
 class Encoder:

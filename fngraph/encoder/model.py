@@ -51,9 +51,9 @@ class EncoderPath:
         min_budget: its smallest token budget.
         allow_zero: items may bring it no tokens at all (an image without crops).
         unit: output tokens of each sequence where all sequences are alike, 272 for a global view.
-            Its keys are then uniform, whole sequences of so many tokens, and fields may have R rows,
-            `fg.buffer("R 3 1024 1024", ...)`, which become 272 * R rows; a trace does not know that
-            these are T, so that the two do not mix. None: sequences of any length.
+            Its keys are then uniform, whole sequences of so many tokens, and fields may have R
+            rows, `fg.buffer("R 3 1024 1024", ...)`, which become 272 * R; a trace does not know
+            that these are T, so that the two do not mix. None: sequences of any length.
         max_sequences: the most sequences that one image brings, where it is not one and has no
             `unit`; frames of a video are counted by frames.
     """

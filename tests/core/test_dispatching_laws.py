@@ -52,7 +52,7 @@ COUNT_FAMILY = [
         (7, 64),
     )
     for options in ({}, {"own_uniform": True}, {"key_reqs": 3})
-    if not options or modes == "FULL"
+    if not options or modes == "FULL" or ("key_reqs" in options and "PIECEWISE" in modes)
 ]
 ADAPTERS = (
     {"adapters": (0,)},

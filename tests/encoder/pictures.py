@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import toys
 from torch import Tensor
 
 import fngraph as fg
@@ -22,7 +24,7 @@ def starts_of(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-# --- images and videos, deep features beside rows --------------------------------------------------
+# --- images and videos, deep features beside rows -------------------------------------------------
 
 
 class Picture(NamedTuple):
@@ -60,8 +62,8 @@ def see(params: Any, batch: Patches) -> Any:
 
 def see_params() -> dict[str, Tensor]:
     return {
-        "patch": drawn(4 * C, E) / 4, "position": drawn(64, E, seed=1), "qkv": drawn(E, 3 * E, seed=2),
-        "deep": drawn(E, E, seed=3),
+        "patch": drawn(4 * C, E) / 4, "position": drawn(64, E, seed=1),
+        "qkv": drawn(E, 3 * E, seed=2) / 4, "deep": drawn(E, E, seed=3),
     }  # fmt: skip
 
 
@@ -170,7 +172,7 @@ def measure_page(item: Page) -> fg.Measured:
 def assemble(outputs: Mapping[str, Any], item: Page) -> Tensor:
     """Crops, the view, and a separator of ones."""
     parts = [outputs[path] for path in ("local", "global") if path in outputs]
-    return torch.cat([*parts, torch.ones(1, E)])
+    return torch.cat([*parts, torch.ones_like(parts[0][:1])])
 
 
 def pages(**changed: Any) -> fg.EncoderModel:
@@ -194,10 +196,38 @@ def page(crops: int, seed: int = 0) -> Page:
 
 def alone(model: fg.EncoderModel, params: Any, item: Any) -> Any:
     """An item's output by bare forwards, without graphs, neighbours or padding."""
-    tokens = model.measure(item).tokens
+    device = next(iter(params.values())).device
     rows = {
-        path: model.paths[path].forward(params, model.collate(path, [item]))
-        for path, n in tokens.items()
+        path: model.paths[path].forward(params, toys.on(model.collate(path, [item]), device))
+        for path, n in model.measure(item).tokens.items()
         if n
     }
     return model.postprocess(rows, item)
+
+
+def check(encoder: fg.Encoder, items: Sequence[Any]) -> None:
+    """Each item's output is what it gives alone."""
+    for item, output in zip(items, encoder(items), strict=True):
+        torch.testing.assert_close(output, alone(encoder.model, encoder.params, item), **toys.CLOSE)
+
+
+KINDS = {"pictures": (pictures, see_params), "pages": (pages, page_params)}
+
+
+def make(kind: str, device: Any, recorder: Any, model: Any = None, **options: Any) -> fg.Encoder:
+    """A toy encoder; `model` has what `EncoderModel` takes, the rest is `graphify_encoder`'s."""
+    of_kind, params = KINDS[kind]
+    weights = toys.moved(params(), device)
+    return fg.graphify_encoder(of_kind(**(model or {})), weights, recorder=recorder, **options)
+
+
+def random_items(kind: str, draw: random.Random, most: int = 9) -> list[Any]:
+    """Items of many sizes, some beyond every budget; sometimes none."""
+    if kind == "pages":
+        crops = (0, 0, 1, 2, 3, 5, 13)
+        return [page(draw.choice(crops), draw.randint(0, 99)) for _ in range(draw.randint(0, 4))]
+    frames = (1, 1, 1, 2, 3, 4, 5)
+    return [
+        picture(*(draw.randint(1, draw.choice((4, 12, 30, 80))) for _ in range(n)), seed=n)
+        for n in draw.choices(frames, k=draw.randint(0, most))
+    ]

@@ -104,8 +104,8 @@ def decided(table: DispatchTable, spec: BatchSpec, decision: Dispatch) -> Dispat
         if not item.covers(key, spec):
             raise ModesError(
                 f"{spec!r} was to run as {mode} {key!r}, which does not cover it: {item.name} is "
-                f"{item.captured(key)!r} there and {item.wanted(spec)!r} here. Decide for the batch "
-                "itself: step.dispatch(spec)."
+                f"{item.captured(key)!r} there and {item.wanted(spec)!r} here. Decide for the "
+                "batch itself: step.dispatch(spec)."
             )
     return decision
 

@@ -51,20 +51,28 @@ class EncoderPath:
         min_budget: its smallest token budget.
         allow_zero: items may bring it no tokens at all (an image without crops).
         unit: output tokens of each sequence where all sequences are alike, 272 for a global view.
-            Its keys are then uniform, whole sequences of so many tokens; fields may have R rows,
-            `fg.buffer("R 3 1024 1024", ...)`. None: sequences of any length.
+            Its keys are then uniform, whole sequences of so many tokens, and fields may have R
+            rows, `fg.buffer("R 3 1024 1024", ...)`, which become 272 * R; a trace does not know
+            that these are T, so that the two do not mix. None: sequences of any length.
+        max_sequences: the most sequences that one image brings, where it is not one and has no
+            `unit`; frames of a video are counted by frames.
     """
 
     forward: Callable[[Any, Any], Any]
     min_budget: int
     allow_zero: bool = False
     unit: int | None = None
+    max_sequences: int = 1
 
     def __post_init__(self) -> None:
         if self.min_budget < 1:
             raise SizesError(
                 f"EncoderPath(min_budget={self.min_budget}) holds no token. Pass min_budget=1 or "
                 "more, and allow_zero=True where an item may bring none."
+            )
+        if self.max_sequences < 1:
+            raise SizesError(
+                f"EncoderPath(max_sequences={self.max_sequences}) holds no image. Pass 1 or more."
             )
         if self.unit is not None and self.unit < 1:
             raise SizesError(

@@ -248,7 +248,11 @@ def _cold_batches(keys: Keys) -> list[BatchSpec]:
     is_whole = executable.level == "stock"
     if keys.is_eager_warm or not (is_whole or compiles_kernels(keys.shared.recorder.device)):
         return []
-    return unlike_batches(executable.limits, executable.query_lens, is_whole)
+    within = executable.limits
+    if not is_whole:
+        most = max(executable.table.top, 8 * WARMED)
+        within = Limits(min(within.max_tokens, most), min(within.max_reqs, WARMED))
+    return unlike_batches(within, executable.query_lens, is_whole)
 
 
 def compiles_kernels(device: torch.device) -> bool:
@@ -296,6 +300,7 @@ def unlike_batches(
     return [BatchSpec(tokens, reqs, query_len) for tokens, reqs, query_len in made]
 
 
+WARMED = 1024  # requests; more choose no other kernel, and limits of encoders are far above
 MIXED = 32  # tokens more than requests: more than a kernel for few rows takes
 
 

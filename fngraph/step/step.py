@@ -271,7 +271,7 @@ class Step(Generic[R]):
 
     @property
     def outputs(self) -> str:
-        """Who owns results: "own", the caller; "borrow": they are views, good until the next call."""
+        """Whose results are: "own": the caller's; "borrow": views, good until the next call."""
         return "borrow" if self.shared.borrow else "own"
 
     @property

@@ -88,7 +88,7 @@ def test_a_decision_that_the_step_cannot_keep_is_refused(recorder_name, device):
             step(made.state, two, allowed=decision)
     assert not step.stats.steps
     made = steps.make(recorder_name, device, memory_budget=1000, on_failure="eager")
-    with pytest.raises(ModesError, match="capture failed: .*Decide for step.runs_as"):
+    with pytest.raises(ModesError, match=r"capture failed: .*Decide for step\.runs_as"):
         made.step(made.state, two, allowed=made.step.dispatch(two.spec))
 
 

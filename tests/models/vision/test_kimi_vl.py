@@ -70,7 +70,8 @@ class Published(nn.Module):
 RENAMED = {
     "norm2": "norm1_", "norm1.": "norm0.", "norm1_": "norm1",
     "tower.layers": "tower.encoder.blocks", "mlp.fc1": "mlp.fc0", "mlp.fc2": "mlp.fc1",
-    "attn.proj": "wo", "in_proj": "linear_1", "out_proj": "linear_2", "pos_emb.position_embeddings": "pos_emb.weight",
+    "attn.proj": "wo", "in_proj": "linear_1", "out_proj": "linear_2",
+    "pos_emb.position_embeddings": "pos_emb.weight",
     "tower.final_layernorm": "tower.encoder.final_layernorm",
 }  # fmt: skip
 

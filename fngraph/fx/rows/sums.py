@@ -16,6 +16,7 @@ from fngraph.fx.rows.bounds import size_of
 from fngraph.fx.rows.fills import WIDE, constant, dtype_of, evaluated, is_all
 from fngraph.fx.rows.indices import is_there
 from fngraph.fx.rows.state import (
+    BEYOND,
     FINITE,
     VANISHING,
     Kept,
@@ -128,12 +129,14 @@ def _dims(call: OpCall) -> list[int]:
 
 
 def order(call: OpCall) -> Kept:
-    """sort, topk: right if padding comes last. NaN counts as the greatest of all."""
+    """sort, topk: right if padding comes last, as arange(T) has it. NaN counts as the greatest."""
     x, args = call.args["self"], call.args
     dtype = x.meta["val"].dtype
     down = args.get("descending", args.get("largest"))
     for d in set(moving_dims(x)) & set(_dims(call)):
         fill = call.rows(x).fills.get(d)
+        if not down and isinstance(fill, str) and fill == BEYOND:
+            continue  # above all true ones, and equal to none
         if down or not dtype.is_floating_point:
             last = is_all(fill, _limit(-math.inf if down else math.inf, dtype))
         else:

@@ -74,6 +74,11 @@ KEPT: Outputs = {
         p["w"][(b.token_ids[:, None, None] + torch.zeros(3, 2, dtype=torch.int64)).unbind(2)[0]],
         p["w"][(b.token_ids + torch.zeros(3, 1, dtype=torch.int64)).unbind(0)[2]],
     ),
+    "what counts up to T, in order": lambda x, p, b: (
+        torch.arange(T_of(b)).sort()[0],
+        x[torch.arange(T_of(b)).argsort()],
+        torch.arange(T_of(b))[:, None].expand(-1, 3).sort(0)[1],
+    ),
     "a reduction over weights alone": lambda x, p, b: x - p["w"].mean(0),
     "a reduction over what has no rows": lambda x, p, b: x * torch.arange(5).sum(),
     "made in the shape of what is mixed": lambda x, p, b: (

@@ -62,6 +62,9 @@ MIXED: Outputs = {
     "sort(0)": lambda x, p, b: x.sort(0).values,
     "sort(0, descending)": lambda x, p, b: (-x).sort(0, descending=True).values,
     "argsort(0)": lambda x, p, b: x.argsort(dim=0, stable=True),
+    "argsort of what counts up to T, the other way": lambda x, p, b: torch.arange(
+        x.shape[0]
+    ).argsort(descending=True, stable=True),
     "topk(1, 0)": lambda x, p, b: (-x).topk(1, 0).values,
     "argmax(0)": lambda x, p, b: (-x).argmax(0),
     "argmin(0), gathered": lambda x, p, b: x.gather(0, x.argmin(0, keepdim=True)),

@@ -324,18 +324,6 @@ def is_safe(call: OpCall) -> bool:
     return call.name == "native_layer_norm" and held and eps > 0 and dtype_of(call) in WIDE
 
 
-def convolution(call: OpCall) -> Kept:
-    """Along T only where no row sees one behind the last: padded in front, by F.pad."""
-    x, w = call.args["input"], call.args["weight"]
-    moving = [d for d in moving_dims(x) if d > 0]
-    if moving_dims(w) or (moving and (call.args["transposed"] or any(call.args["padding"]))):
-        raise Mixes(
-            "convolves over T, and its last true row sees padding. Pad in front alone: "
-            "F.pad(x, (kernel - 1, 0)), with padding=0"
-        )
-    return Kept()
-
-
 def scaled_dot_product(call: OpCall) -> Kept:
     """Keys in T or R need a causal mask over the same rows, or -inf in the padding of the mask.
 

@@ -81,6 +81,13 @@ MIXED: Outputs = {
     "centered average pool": lambda x, p, b: F.avg_pool1d(
         x.t()[None], 3, 1, 1, count_include_pad=False
     )[0].t(),
+    "pictures, rows of which are tokens": lambda x, p, b: F.interpolate(
+        x[None, None], scale_factor=(1.0, 2.0), mode="nearest"
+    ),
+    "pooled over pictures that are not in front": lambda x, p, b: F.max_pool2d(
+        x[:, :4].t().unflatten(0, (2, 2)), (2, 1)
+    ),
+    "cut out of what has tokens for rows": lambda x, p, b: F.unfold(x[None, None], 3, padding=1),
     "adaptive pool": lambda x, p, b: F.adaptive_avg_pool1d(x.t()[None], 1)[0],
     "x[-1]": lambda x, p, b: x[-1] * 1,
     "x[-1:]": lambda x, p, b: x[-1:] * 1,

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class Kind(NamedTuple):
 
     batch: type[Patches]
     taps: int = 0
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     told: bool = True
 
 
@@ -133,7 +134,7 @@ def vision_encoder(model: Any, *, max_tokens: int = 8192) -> tuple[fg.EncoderMod
         raise ModelError(
             f"{type(tower).__name__} is in training mode, so dropout may be on. Call model.eval()"
         )
-    kind = PACKED.get(getattr(tower.config, "model_type", ""))
+    kind = PACKED.get(getattr(getattr(tower, "config", None), "model_type", ""))
     if kind is not None:
         return _packed(tower, kind, max_tokens), _weights(tower, "")
     for owner, made in ((inner, _internvl), (model, _llama4)):

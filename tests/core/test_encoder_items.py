@@ -173,6 +173,11 @@ def test_one_path(items, expected):
     assert all(run.path == "default" for run in packed.runs)
 
 
+def test_a_plan_may_not_defer():
+    assert runs(pack([60, 250], ONE)) == [((0,), 64), ((1,), 256)]
+    assert runs(pack([60, 250], ONE._replace(defers=False))) == [((0, 1), 512)]
+
+
 TWO = plan_encoder(
     64, 512, max_items=8, paths={"big": Path(64), "small": Path(32, allow_zero=True)}
 )

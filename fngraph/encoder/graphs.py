@@ -37,6 +37,7 @@ from fngraph.step.step import Step
 
 LOG = logging.getLogger("fngraph")
 
+MANY = 64  # graphs, from which on one is told
 OURS = ("sizes", "query_lens", "limits", "outputs", "key_reqs")  # what the plan decides
 
 
@@ -99,6 +100,8 @@ def graphify_encoder(
         model, budgets=budgets, histogram=histogram, num_budgets=num_budgets, max_items=max_items,
         max_frames=max_frames, max_tokens=max_tokens,
     )  # fmt: skip
+    if plan.num_graphs > MANY:
+        LOG.warning("encoder: %d graphs are many; pass fewer budgets=", plan.num_graphs)
     steps: dict[str, Step[Any]] = {}
     if model.eager_because is None:
         for path in model.paths:

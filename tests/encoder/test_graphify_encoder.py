@@ -132,6 +132,20 @@ def test_nothing_of_its_neighbours_is_in_an_item(make, kind: str, poison: float)
     assert encoder.stats.misses() == 0
 
 
+@pytest.mark.parametrize("path", ["default", "global", "local"])
+def test_padding_of_larger_keys_changes_no_true_row(path: str):
+    """With NaN and infinities in all padding of which the trace claims nothing."""
+    kind = "pictures" if path == "default" else "pages"
+    model, params = (fn() for fn in toy.KINDS[kind])
+    items = (
+        [toy.picture(5), toy.picture(3, 4)] if kind == "pictures" else [toy.page(1), toy.page(2)]
+    )
+    forward, batch = model.paths[path].forward, model.collate(path, items[kind])
+    limits = fg.Limits(1000, 1000, **model.dims)
+    report = fg.check(forward, params, batch, stage="batch", rehearse=True, limits=limits)
+    assert report.ok and len(report.rehearsed) > 2, report
+
+
 def test_outputs_are_the_callers(make):
     encoder, items = make("pictures"), [toy.picture(5), toy.picture(6)]
     first = encoder(items)
@@ -310,16 +324,32 @@ def test_what_is_no_plan_is_refused(kind: str, options: Any, error: Any, says: s
         (("image", {"default": 3}, {"default": 0}), "3 tokens in 0 sequences"),
         (("image", {"default": -1}), "-1 tokens"),
         (("image", {"default": 3}, {}, -1), "-1 frames. Say 0 of an image"),
+        (None, r"items\[1\]: measure returned .*Measured\(modality, tokens=\{'default': "),
         (("image", {"default": 4}), r"made a batch of 3 tokens .* said to bring 4 in 1"),
     ],
 )
 def test_what_measure_cannot_mean_is_refused(measured: Any, says: str):
-    count = iter([fg.Measured("image", {"default": 2}), fg.Measured(*measured)])
+    second = fg.Measured(*measured) if measured else ("image", {"default": 3})
+    count = iter([fg.Measured("image", {"default": 2}), second])
     told = {"measure": lambda item: next(count)}
     encoder = toy.make("pictures", "cpu", "tape", told, max_items=1)
     with pytest.raises(SpecError, match=says):
         encoder([toy.picture(2), toy.picture(3)])
     assert encoder.stats.calls == 0
+
+
+def test_what_is_too_large_to_run_at_all_is_refused():
+    encoder = toy.make("pictures", "cpu", "tape", eager_tokens=80)
+    toy.check(encoder, [toy.picture(80)])
+    with pytest.raises(SpecError, match=r"81 output tokens has no graph \(more .*_tokens=81\)"):
+        encoder([toy.picture(81)])
+
+
+def test_many_graphs_are_told(caplog):
+    toy.make("pictures", "cpu", "tape", budgets=range(1, 65))
+    assert not caplog.messages
+    toy.make("pictures", "cpu", "tape", budgets=range(1, 66))
+    assert caplog.messages == ["encoder: 65 graphs are many; pass fewer budgets="]
 
 
 def test_paths_that_mean_nothing_are_refused():

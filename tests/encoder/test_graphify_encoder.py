@@ -75,6 +75,7 @@ def test_each_path_has_the_least_graph_that_fits(make, crops: list[int], runs: A
     ran = [(served.path, served.budget) for served in encoder.stats.counts]
     assert sorted(ran, key=str) == sorted(runs, key=str)
     assert encoder.stats.hits("local") == sum(n > 0 for n in crops if n < 13)
+    assert len({id(step.recorder) for step in encoder.steps.values()}) == 1, "one pool"
     keys = {key for step in encoder.steps.values() for _, key in step.table}
     assert {(key.query_len, key.num_tokens == key.num_reqs * key.query_len) for key in keys} == {
         (272, True), (100, True)
@@ -136,10 +137,8 @@ def test_nothing_of_its_neighbours_is_in_an_item(make, kind: str, poison: float)
 def test_padding_of_larger_keys_changes_no_true_row(path: str):
     """With NaN and infinities in all padding of which the trace claims nothing."""
     kind = "pictures" if path == "default" else "pages"
+    items = {"pictures": [toy.picture(5), toy.picture(3, 4)], "pages": [toy.page(1), toy.page(2)]}
     model, params = (fn() for fn in toy.KINDS[kind])
-    items = (
-        [toy.picture(5), toy.picture(3, 4)] if kind == "pictures" else [toy.page(1), toy.page(2)]
-    )
     forward, batch = model.paths[path].forward, model.collate(path, items[kind])
     limits = fg.Limits(1000, 1000, **model.dims)
     report = fg.check(forward, params, batch, stage="batch", rehearse=True, limits=limits)

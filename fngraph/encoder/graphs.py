@@ -28,7 +28,7 @@ from fngraph.encoder.run import (
     execute,
     with_query_len,
 )
-from fngraph.encoder.statistics import EncoderStats, stats_of
+from fngraph.encoder.statistics import EncoderStats
 from fngraph.errors import ModesError, SpecError
 from fngraph.graphified import graphify
 from fngraph.graphs.recorder import Recorder
@@ -198,7 +198,7 @@ class Encoder:
         else:
             rows, ran = self._graphs(items, measured)
         outputs = [self.model.postprocess(rows[at], item) for at, item in enumerate(items)]
-        self._stats += stats_of(ran)
+        self._stats.observe(ran)
         if self.log_every and self._stats.calls % self.log_every == 0:
             LOG.info(self._stats.line())
         return outputs
@@ -262,8 +262,8 @@ class Encoder:
 
     @property
     def stats(self) -> EncoderStats:
-        """What the calls so far ran as, on this rank; a value."""
-        return self._stats
+        """What the calls so far ran as, on this rank; later calls do not change it."""
+        return self._stats.copy()
 
     @property
     def recorder(self) -> Recorder | None:

@@ -282,6 +282,8 @@ def split_rows(path: str, rows: Any, tokens: Sequence[int]) -> list[Any]:
                 f"{where} of the path {path!r} has the shape {list(leaf.shape)}, for "
                 f"{sum(tokens)} output tokens. Return one row a token, items end to end"
             )
+    if len(tokens) == 1:
+        return [rows]
     parts = [leaf.split(list(tokens)) for leaf in leaves]
     return [
         trees.unflatten(treedef, [part[i].clone() for part in parts]) for i in range(len(tokens))

@@ -13,7 +13,9 @@ import toys
 
 import fngraph as fg
 from fngraph.encoder.model import rows_of_the_only_path
+from fngraph.encoder.run import EAGER_TOKENS
 from fngraph.errors import ModesError, SizesError, SleepError, SpecError, TreeError
+from fngraph.step import capture
 
 NAN = float("nan")
 
@@ -187,6 +189,18 @@ def test_it_sleeps_and_wakes(make):
     toy.check(encoder, items)
     assert encoder.memory.keys() == {"global", "local"}
     assert all(row.measured for table in encoder.memory.values() for row in table.rows)
+
+
+def test_what_is_run_ahead_is_as_large_as_its_graphs(monkeypatch):
+    """On a GPU, where kernels are compiled by their first launch; limits are 131,072 views."""
+    ran: list[fg.BatchSpec] = []
+    monkeypatch.setattr(capture, "compiles_kernels", lambda device: True)
+    monkeypatch.setattr(capture, "_run_eager", lambda keys, spec: ran.append(spec))
+    for kind, most in (("pages", (1200, 12)), ("pictures", (64, 20))):
+        encoder = toy.make(kind, "cpu", "tape").capture()
+        assert {step.limits.max_reqs for step in encoder.steps.values()} == {EAGER_TOKENS}
+        assert ran and all(spec[0] <= most[0] and spec[1] <= most[1] for spec in ran)
+        ran.clear()
 
 
 # --- without graphs -------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def graphify_encoder(
     max_frames: int | None = None,
     max_tokens: int | None = None,
     eager_tokens: int = EAGER_TOKENS,
+    defer: bool = True,
     ranks: dist.ProcessGroup | None = None,
     recorder: str | Recorder | None = None,
     log_every: int = 100,
@@ -76,6 +77,7 @@ def graphify_encoder(
         max_tokens: what a step of the decoder takes, where that is less than the model's range.
         eager_tokens: output tokens that one run may bring at all; what is beyond the budgets runs
             eagerly up to here. Fewer where `forward` has a table of so many rows.
+        defer: keep an item for a run of its own where two graphs are smaller than one for both.
         ranks: a `torch.distributed` group whose ranks share the items of each call: every rank
             passes the same items, runs its part of them, and gets all outputs.
         recorder: as `fg.graphify`'s; or another step's, `step.recorder`, to share its pool.
@@ -98,7 +100,7 @@ def graphify_encoder(
             )
     plan = plan_model(
         model, budgets=budgets, histogram=histogram, num_budgets=num_budgets, max_items=max_items,
-        max_frames=max_frames, max_tokens=max_tokens,
+        max_frames=max_frames, max_tokens=max_tokens, defer=defer,
     )  # fmt: skip
     if plan.num_graphs > MANY:
         LOG.warning("encoder: %d graphs are many; pass fewer budgets=", plan.num_graphs)

@@ -97,6 +97,14 @@ def test_images_and_videos_share_runs_only_where_they_may(make):
     assert images_alone.stats.hits() == 2
 
 
+def test_an_item_is_deferred_where_two_graphs_are_smaller(make):
+    items = [toy.picture(7), toy.picture(31)]
+    for defer, budgets in ((True, [8, 32]), (False, [64])):
+        encoder = make("pictures", defer=defer)
+        assert [run.budget for run in encoder.pack(items).runs] == budgets
+        toy.check(encoder, items)
+
+
 def test_frames_and_sequences_bound_a_run(make):
     encoder = make("pictures", max_frames=3, max_items=2)
     assert encoder.plan.max_sequences == {"default": 5}

@@ -133,9 +133,7 @@ def test_a_step_of_another_plan_or_that_lends_its_results_is_refused() -> None:
 def test_a_key_of_too_few_sequences_is_refused() -> None:
     plan = plan_encoder(8, 64)
     step = step_for(plan, key_reqs=1)
-    with pytest.raises(
-        ModesError, match=r"budget of 16 tokens, .*Descriptor\(16, 1\).*key_reqs"
-    ):
+    with pytest.raises(ModesError, match=r"budget of 16 tokens, .*Descriptor\(16, 1\).*key_reqs"):
         encode(step, plan, images(8, 8), [8, 8], collate)
     encode(step, plan, images(8), [8], collate)
 
@@ -190,7 +188,5 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
     fast = fg.graphify(fewer, stage="patches", modes="FULL", sizes=plan.budgets, recorder="tape")
     odd = fast.bind(WEIGHT).capture(encoder_limits(plan), progress=False)
-    with pytest.raises(
-        TreeError, match=r"output\['sum'\] of .* has the shape \[\]"
-    ):
+    with pytest.raises(TreeError, match=r"output\['sum'\] of .* has the shape \[\]"):
         encode(odd, plan, images(8), [8], collate)

@@ -173,6 +173,11 @@ def test_one_path(items, expected):
     assert all(run.path == "default" for run in packed.runs)
 
 
+def test_nothing_is_deferred_where_the_plan_says_so():
+    assert runs(pack([60, 250], ONE._replace(defer=False))) == [((0, 1), 512)]
+    assert runs(pack([500, 13], ONE._replace(defer=False))) == [((1,), 64), ((0,), 512)]
+
+
 TWO = plan_encoder(
     64, 512, max_items=8, paths={"big": Path(64), "small": Path(32, allow_zero=True)}
 )

@@ -149,7 +149,7 @@ def budget_sets(tower: Tower, flags: argparse.Namespace) -> list[dict[str, Any]]
         asked = {"in steps of 512": as_asked(tower), "doubled": {}}.get(name, {"histogram": seen})
         encoder = way_of(tower, "none", flags, **asked)
         for defers in (True, False):
-            ran = runs(encoder.plan._replace(defers=defers))
+            ran = runs(encoder.plan._replace(defer=defers))
             seen = seen or [true for _, true in ran]
             held = sum(budget or true for budget, true in ran)
             rows.append({

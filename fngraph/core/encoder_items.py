@@ -69,7 +69,7 @@ class EncoderPlan(NamedTuple):
         max_frames: frames a graph holds, over its items; 0: no video.
         max_sequences: sequences of attention that a graph of a path holds; a path left out: as many
             as its tokens make.
-        defers: whether an item waits for a batch of its own where that takes smaller graphs.
+        defer: whether `pack` keeps an item for a later batch where that is cheaper.
     """
 
     budgets: Budgets
@@ -77,7 +77,7 @@ class EncoderPlan(NamedTuple):
     max_items: int
     max_frames: int
     max_sequences: Mapping[str, int] = MappingProxyType({})
-    defers: bool = True
+    defer: bool = True
 
     @property
     def num_graphs(self) -> int:
@@ -240,8 +240,8 @@ def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> 
 
     A batch is closed before an item that would make it too large (items, frames, or tokens or
     sequences of any path), and before one that is better deferred: where together they need a
-    larger graph than the two budgets in sum, and the item alone needs at least the batch's, unless
-    the plan's `defers` is False.
+    larger graph than the two budgets in sum, and the item alone needs at least the batch's; unless
+    the plan says defer=False.
 
     Args:
         items: output tokens; or tokens by path; or `Item`s.
@@ -267,7 +267,7 @@ def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> 
             and shown <= plan.max_frames
             and all(total <= budgets[-1] for total, budgets in zip(joined, ladder))
             and all(map(le, wider, most))
-            and not (plan.defers and any(map(_defer, sums, item.tokens, ladder)))
+            and not (plan.defer and any(map(_defer, sums, item.tokens, ladder)))
         ):
             batches[-1].append(at)
             sums, spread, frames = joined, wider, shown

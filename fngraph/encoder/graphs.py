@@ -28,7 +28,7 @@ from fngraph.encoder.run import (
     execute,
     with_query_len,
 )
-from fngraph.encoder.statistics import EncoderStats, stats_of
+from fngraph.encoder.statistics import EncoderStats
 from fngraph.errors import ModesError, SpecError
 from fngraph.graphified import graphify
 from fngraph.graphs.recorder import Recorder
@@ -37,6 +37,7 @@ from fngraph.step.step import Step
 
 LOG = logging.getLogger("fngraph")
 
+MANY = 64  # graphs, from which on one is told
 OURS = ("sizes", "query_lens", "limits", "outputs", "key_reqs")  # what the plan decides
 
 
@@ -51,6 +52,7 @@ def graphify_encoder(
     max_frames: int | None = None,
     max_tokens: int | None = None,
     eager_tokens: int = EAGER_TOKENS,
+    defer: bool = True,
     ranks: dist.ProcessGroup | None = None,
     recorder: str | Recorder | None = None,
     log_every: int = 100,
@@ -75,6 +77,7 @@ def graphify_encoder(
         max_tokens: what a step of the decoder takes, where that is less than the model's range.
         eager_tokens: output tokens that one run may bring at all; what is beyond the budgets runs
             eagerly up to here. Fewer where `forward` has a table of so many rows.
+        defer: keep an item for a run of its own where two graphs are smaller than one for both.
         ranks: a `torch.distributed` group whose ranks share the items of each call: every rank
             passes the same items, runs its part of them, and gets all outputs.
         recorder: as `fg.graphify`'s; or another step's, `step.recorder`, to share its pool.
@@ -97,8 +100,10 @@ def graphify_encoder(
             )
     plan = plan_model(
         model, budgets=budgets, histogram=histogram, num_budgets=num_budgets, max_items=max_items,
-        max_frames=max_frames, max_tokens=max_tokens,
+        max_frames=max_frames, max_tokens=max_tokens, defer=defer,
     )  # fmt: skip
+    if plan.num_graphs > MANY:
+        LOG.warning("encoder: %d graphs are many; pass fewer budgets=", plan.num_graphs)
     steps: dict[str, Step[Any]] = {}
     if model.eager_because is None:
         for path in model.paths:
@@ -195,7 +200,7 @@ class Encoder:
         else:
             rows, ran = self._graphs(items, measured)
         outputs = [self.model.postprocess(rows[at], item) for at, item in enumerate(items)]
-        self._stats += stats_of(ran)
+        self._stats.observe(ran)
         if self.log_every and self._stats.calls % self.log_every == 0:
             LOG.info(self._stats.line())
         return outputs
@@ -259,8 +264,8 @@ class Encoder:
 
     @property
     def stats(self) -> EncoderStats:
-        """What the calls so far ran as, on this rank; a value."""
-        return self._stats
+        """What the calls so far ran as, on this rank; later calls do not change it."""
+        return self._stats.copy()
 
     @property
     def recorder(self) -> Recorder | None:

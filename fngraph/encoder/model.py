@@ -154,10 +154,16 @@ class EncoderModel:
         """`measure(item)`, checked, with a count for every path.
 
         Raises:
-            SpecError: counts of unknown paths, negative ones, more sequences than tokens, or tokens
-                that a path's `unit` does not divide.
+            SpecError: no `Measured`; counts of unknown paths, negative ones, more sequences than
+                tokens, or tokens that a path's `unit` does not divide.
         """
-        modality, tokens, sequences, frames = self.measure(item)
+        measured = self.measure(item)
+        if not isinstance(measured, Measured):
+            raise SpecError(
+                f"{where}: measure returned {measured!r}. Return fg.Measured(modality, tokens={{"
+                f"{next(iter(self.paths))!r}: ...}})."
+            )
+        modality, tokens, sequences, frames = measured
         for name in (*tokens, *sequences):
             if name not in self.paths:
                 raise SpecError(

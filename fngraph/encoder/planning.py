@@ -26,6 +26,7 @@ def plan_model(
     max_items: int | None = None,
     max_frames: int | None = None,
     max_tokens: int | None = None,
+    defer: bool = True,
 ) -> EncoderPlan:
     """What to capture for a model; see `graphify_encoder` for the arguments.
 
@@ -57,7 +58,7 @@ def plan_model(
         for name, path in model.paths.items()
         if path.unit is None
     }
-    return plan._replace(max_sequences=most)
+    return plan._replace(max_sequences=most, defer=defer)
 
 
 def _by_path(name: str, given: Any, model: EncoderModel) -> Mapping[str, Any]:

@@ -220,8 +220,15 @@ def decide(step: Step[Any], spec: BatchSpec, budget: int | None, why: str) -> Di
 
     Raises:
         ModesError: no key of that budget covers the batch.
+        SpecError: it is too large to run at all.
     """
     if budget is None:
+        if spec.num_tokens > step.limits.max_tokens:
+            raise SpecError(
+                f"a run of {spec.num_tokens} output tokens has no graph ({why}), and at most "
+                f"{step.limits.max_tokens} may run eagerly. Pass graphify_encoder(..., "
+                f"eager_tokens={spec.num_tokens}), or encoder_limits(..., max_tokens=...)."
+            )
         return Dispatch(Mode.NONE, spec.descriptor(), why)
     table = step.table
     for mode in (Mode.FULL, Mode.PIECEWISE):
@@ -275,6 +282,8 @@ def split_rows(path: str, rows: Any, tokens: Sequence[int]) -> list[Any]:
                 f"{where} of the path {path!r} has the shape {list(leaf.shape)}, for "
                 f"{sum(tokens)} output tokens. Return one row a token, items end to end"
             )
+    if len(tokens) == 1:
+        return [rows]
     parts = [leaf.split(list(tokens)) for leaf in leaves]
     return [
         trees.unflatten(treedef, [part[i].clone() for part in parts]) for i in range(len(tokens))

@@ -1,9 +1,9 @@
-"""`EncoderStats`: what items ran as, counted by path; a value, so that two of them subtract."""
+"""`EncoderStats`: what items ran as, counted by path; two of them add and subtract."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from fngraph.core import text
@@ -31,11 +31,16 @@ class Count(NamedTuple):
     items: int
 
 
-@dataclasses.dataclass(frozen=True)
-class EncoderStats:
-    """What items ran as. `later - earlier` are the calls in between, `a + b` those of two ranks.
+NONE = Count(0, 0)
 
-    An item counts once for each path that it brings tokens: a hit where a graph ran it, or a miss.
+
+@dataclasses.dataclass(repr=False)
+class EncoderStats:
+    """What items ran as.
+
+    `observe` counts in place, since it runs once a call; everything else reads, or makes a new
+    value: `later - earlier` are the calls in between, `a + b` those of two ranks. An item counts
+    once for each path that it brings tokens: a hit where a graph ran it, or a miss.
 
     Attributes:
         calls: calls of the encoder.
@@ -46,8 +51,24 @@ class EncoderStats:
 
     calls: int = 0
     items: int = 0
-    counts: Mapping[Served, Count] = dataclasses.field(default_factory=dict)
-    reasons: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    counts: dict[Served, Count] = dataclasses.field(default_factory=dict)
+    reasons: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def observe(self, ran: Iterable[Ran]) -> None:
+        """Count one call, of these runs."""
+        items: set[int] = set()
+        for run in ran:
+            items.update(run.items)
+            served = Served(run.path, run.budget, sum(run.tokens))
+            before = self.counts.get(served, NONE)
+            self.counts[served] = Count(before.runs + 1, before.items + len(run.items))
+            if run.budget is None:
+                self.reasons[run.why] = self.reasons.get(run.why, 0) + len(run.items)
+        self.calls, self.items = self.calls + 1, self.items + len(items)
+
+    def copy(self) -> EncoderStats:
+        """The counts as they stand."""
+        return EncoderStats(self.calls, self.items, dict(self.counts), dict(self.reasons))
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -128,11 +149,10 @@ class EncoderStats:
         return self._with(earlier, -1)
 
     def _with(self, other: EncoderStats, sign: int) -> EncoderStats:
-        none = Count(0, 0)
         counts = {
             key: Count(*(
                 mine + sign * theirs
-                for mine, theirs in zip(self.counts.get(key, none), other.counts.get(key, none))
+                for mine, theirs in zip(self.counts.get(key, NONE), other.counts.get(key, NONE))
             ))
             for key in {**self.counts, **other.counts}
         }  # fmt: skip
@@ -143,19 +163,9 @@ class EncoderStats:
         return EncoderStats(
             self.calls + sign * other.calls,
             self.items + sign * other.items,
-            {key: count for key, count in counts.items() if count != none},
+            {key: count for key, count in counts.items() if count != NONE},
             {why: count for why, count in reasons.items() if count},
         )
 
     def __repr__(self) -> str:
         return f"EncoderStats({self.line().removeprefix('encoder: ')})"
-
-
-def stats_of(ran: Sequence[Ran]) -> EncoderStats:
-    """One call's."""
-    made = EncoderStats(1, len({at for run in ran for at in run.items}))
-    for run in ran:
-        served = Served(run.path, run.budget, sum(run.tokens))
-        reasons = {run.why: len(run.items)} if run.budget is None else {}
-        made += EncoderStats(0, 0, {served: Count(1, len(run.items))}, reasons)
-    return made

@@ -56,6 +56,19 @@ def test_two_requests_of_three_tokens_go_to_nine_not_to_piecewise_eight():
     )
 
 
+def test_a_decision_is_kept_by_the_definition_too():
+    spec = BatchSpec(37, 5)
+    larger = dispatch(BOTH, BatchSpec(50, 5))
+    for decision in (larger, dispatch(BOTH, spec, "NONE")):
+        assert dispatch(BOTH, spec, decision) == decision
+        assert dispatch_by_definition(BOTH, spec, decision) == decision.key
+    for decide in (dispatch, dispatch_by_definition):
+        with pytest.raises(ModesError, match="num_tokens is 56 there and 57 here"):
+            decide(BOTH, BatchSpec(57, 5), larger)
+        with pytest.raises(SpecError, match="the table knows no user-defined field"):
+            decide(BOTH, spec._replace(extra={"ubatches": 2}), larger)
+
+
 def test_allowed_narrows_and_names_are_enough():
     spec = BatchSpec(37, 37, query_len=1)
     assert dispatch(BOTH, spec, ["PIECEWISE", "NONE"]).mode is Mode.PIECEWISE

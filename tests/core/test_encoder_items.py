@@ -173,9 +173,9 @@ def test_one_path(items, expected):
     assert all(run.path == "default" for run in packed.runs)
 
 
-def test_a_plan_may_not_defer():
-    assert runs(pack([60, 250], ONE)) == [((0,), 64), ((1,), 256)]
-    assert runs(pack([60, 250], ONE._replace(defers=False))) == [((0, 1), 512)]
+def test_nothing_is_deferred_where_the_plan_says_so():
+    assert runs(pack([60, 250], ONE._replace(defer=False))) == [((0, 1), 512)]
+    assert runs(pack([500, 13], ONE._replace(defer=False))) == [((1,), 64), ((0,), 512)]
 
 
 TWO = plan_encoder(

@@ -13,7 +13,9 @@ import toys
 
 import fngraph as fg
 from fngraph.encoder.model import rows_of_the_only_path
+from fngraph.encoder.run import EAGER_TOKENS
 from fngraph.errors import ModesError, SizesError, SleepError, SpecError, TreeError
+from fngraph.step import capture
 
 NAN = float("nan")
 
@@ -75,6 +77,7 @@ def test_each_path_has_the_least_graph_that_fits(make, crops: list[int], runs: A
     ran = [(served.path, served.budget) for served in encoder.stats.counts]
     assert sorted(ran, key=str) == sorted(runs, key=str)
     assert encoder.stats.hits("local") == sum(n > 0 for n in crops if n < 13)
+    assert len({id(step.recorder) for step in encoder.steps.values()}) == 1, "one pool"
     keys = {key for step in encoder.steps.values() for _, key in step.table}
     assert {(key.query_len, key.num_tokens == key.num_reqs * key.query_len) for key in keys} == {
         (272, True), (100, True)
@@ -92,6 +95,14 @@ def test_images_and_videos_share_runs_only_where_they_may(make):
     toy.check(images_alone, items)
     assert images_alone.stats.reasons == {"graphs are not for its modality": 2}
     assert images_alone.stats.hits() == 2
+
+
+def test_an_item_is_deferred_where_two_graphs_are_smaller(make):
+    items = [toy.picture(7), toy.picture(31)]
+    for defer, budgets in ((True, [8, 32]), (False, [64])):
+        encoder = make("pictures", defer=defer)
+        assert [run.budget for run in encoder.pack(items).runs] == budgets
+        toy.check(encoder, items)
 
 
 def test_frames_and_sequences_bound_a_run(make):
@@ -130,6 +141,18 @@ def test_nothing_of_its_neighbours_is_in_an_item(make, kind: str, poison: float)
         torch.testing.assert_close(got[at], want[at], atol=0, rtol=0)
         assert not any(x.isfinite().all() for x in (got[:at] + got[at + 1 :])) or poison == 1e30
     assert encoder.stats.misses() == 0
+
+
+@pytest.mark.parametrize("path", ["default", "global", "local"])
+def test_padding_of_larger_keys_changes_no_true_row(path: str):
+    """With NaN and infinities in all padding of which the trace claims nothing."""
+    kind = "pictures" if path == "default" else "pages"
+    items = {"pictures": [toy.picture(5), toy.picture(3, 4)], "pages": [toy.page(1), toy.page(2)]}
+    model, params = (fn() for fn in toy.KINDS[kind])
+    forward, batch = model.paths[path].forward, model.collate(path, items[kind])
+    limits = fg.Limits(1000, 1000, **model.dims)
+    report = fg.check(forward, params, batch, stage="batch", rehearse=True, limits=limits)
+    assert report.ok and len(report.rehearsed) > 2, report
 
 
 def test_outputs_are_the_callers(make):
@@ -174,6 +197,18 @@ def test_it_sleeps_and_wakes(make):
     toy.check(encoder, items)
     assert encoder.memory.keys() == {"global", "local"}
     assert all(row.measured for table in encoder.memory.values() for row in table.rows)
+
+
+def test_what_is_run_ahead_is_as_large_as_its_graphs(monkeypatch):
+    """On a GPU, where kernels are compiled by their first launch; limits are 131,072 views."""
+    ran: list[fg.BatchSpec] = []
+    monkeypatch.setattr(capture, "compiles_kernels", lambda device: True)
+    monkeypatch.setattr(capture, "_run_eager", lambda keys, spec: ran.append(spec))
+    for kind, most in (("pages", (1200, 12)), ("pictures", (64, 20))):
+        encoder = toy.make(kind, "cpu", "tape").capture()
+        assert {step.limits.max_reqs for step in encoder.steps.values()} == {EAGER_TOKENS}
+        assert ran and all(spec[0] <= most[0] and spec[1] <= most[1] for spec in ran)
+        ran.clear()
 
 
 # --- without graphs -------------------------------------------------------------------------------
@@ -310,16 +345,32 @@ def test_what_is_no_plan_is_refused(kind: str, options: Any, error: Any, says: s
         (("image", {"default": 3}, {"default": 0}), "3 tokens in 0 sequences"),
         (("image", {"default": -1}), "-1 tokens"),
         (("image", {"default": 3}, {}, -1), "-1 frames. Say 0 of an image"),
+        (None, r"items\[1\]: measure returned .*Measured\(modality, tokens=\{'default': "),
         (("image", {"default": 4}), r"made a batch of 3 tokens .* said to bring 4 in 1"),
     ],
 )
 def test_what_measure_cannot_mean_is_refused(measured: Any, says: str):
-    count = iter([fg.Measured("image", {"default": 2}), fg.Measured(*measured)])
+    second = fg.Measured(*measured) if measured else ("image", {"default": 3})
+    count = iter([fg.Measured("image", {"default": 2}), second])
     told = {"measure": lambda item: next(count)}
     encoder = toy.make("pictures", "cpu", "tape", told, max_items=1)
     with pytest.raises(SpecError, match=says):
         encoder([toy.picture(2), toy.picture(3)])
     assert encoder.stats.calls == 0
+
+
+def test_what_is_too_large_to_run_at_all_is_refused():
+    encoder = toy.make("pictures", "cpu", "tape", eager_tokens=80)
+    toy.check(encoder, [toy.picture(80)])
+    with pytest.raises(SpecError, match=r"81 output tokens has no graph \(more .*_tokens=81\)"):
+        encoder([toy.picture(81)])
+
+
+def test_many_graphs_are_told(caplog):
+    toy.make("pictures", "cpu", "tape", budgets=range(1, 65))
+    assert not caplog.messages
+    toy.make("pictures", "cpu", "tape", budgets=range(1, 66))
+    assert caplog.messages == ["encoder: 65 graphs are many; pass fewer budgets="]
 
 
 def test_paths_that_mean_nothing_are_refused():

@@ -284,7 +284,8 @@ def _collate(tower: Any, kind: Kind, items: Sequence[Picture]) -> Any:
         )
     by_token = {name: x.unflatten(0, (-1, 4)) for name, x in by_token.items()}
     if kind.batch is not Windowed:
-        return kind.batch(**by_token, frames=starts, spec=spec)
+        made: Any = kind.batch  # with a spec, as all but their base have one
+        return made(**by_token, frames=starts, spec=spec)
     order, windows = utils.get_vision_window_index(
         grid, 2, tower.config.window_size, tower.config.patch_size
     )
@@ -321,7 +322,7 @@ class Tiled(NamedTuple):
 
 def _internvl(owner: Any) -> Tiled | None:
     """InternVL: features of a layer, four places of which are put into one, and the projector."""
-    config = getattr(owner, "config", None)
+    config: Any = getattr(owner, "config", None)
     if getattr(config, "model_type", "") != "internvl" or not hasattr(owner, "vision_tower"):
         return None
     (size, _), (patch, _) = config.vision_config.image_size, config.vision_config.patch_size

@@ -93,6 +93,21 @@ def test_each_item_is_as_alone(name: str):
         assert step.stats.share("FULL") >= 0.4
 
 
+@pytest.mark.sampled(0)  # a minute each
+@pytest.mark.parametrize("name", CASES)
+def test_two_hundred_calls(name: str):
+    case = CASES[name]()
+    wants = [bare(case, item) for item in case.items]
+    encode = fg.graphify_encoder(
+        case.model, case.params, budgets=case.budgets, eager_tokens=256, recorder="tape"
+    )
+    draw, everyone = random.Random(7), range(len(case.items))
+    for _ in range(200):
+        call = draw.choices(everyone, k=draw.randint(0, 9))
+        for i, got in zip(call, encode([case.items[i] for i in call]), strict=True):
+            close(got, wants[i])
+
+
 def test_an_encoder_whose_tokens_depend_on_the_data_has_no_graphs():
     case = CASES["qwen"]()
     model = dataclasses.replace(case.model, eager_because="tokens are pruned by what they show")

@@ -265,7 +265,9 @@ def test_sequences_close_a_batch():
     )
     packed = pack([Item((10, 9), 0, (9, 3))], two)
     assert runs(packed) == [((0,), 64), ((0,), None)], "the other path has its graph"
-    assert ", 2 sequences of small" in two.as_text()
+    assert two.as_text().startswith("at most 8 items, 8 frames a graph, 2 sequences of small\n\n")
+    one = plan_encoder(64, 512, paths={"small": Path(64)}, max_sequences={"small": 1})
+    assert runs(pack([{"small": 9}, {"small": 8}], one)) == [((1,), 64), ((0,), 64)]
     for bad in ({"small": 0}, {"smal": 1}):
         with pytest.raises(SizesError, match=r"pass 1 or more, of a path that there is"):
             plan_encoder(64, 512, paths={"small": Path(64)}, max_sequences=bad)
@@ -273,6 +275,7 @@ def test_sequences_close_a_batch():
 
 def test_paths_with_budgets_of_whole_sequences_and_of_their_own():
     paths = {"global": Path(272, unit=272), "local": Path(100, True, 100, (150, 250, 1000))}
+    assert Path(64) == (64, False, None, None) and Item((1,)) == ((1,), 0, ())
     plan = plan_encoder(272, 1300, paths=paths)
     assert plan.path_budgets == {"global": (272, 544, 1088), "local": (0, 100, 200, 1000)}
     for path, says in (

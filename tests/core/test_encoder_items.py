@@ -245,7 +245,7 @@ def test_frames_close_a_batch():
         ([Item((1, 1), 0, (1,))], "sequences=(1,)) needs 2 counts of sequences, each with a token"),
         ([Item((1, 1), 0, (2, 1))], "sequences=(2, 1)) needs 2 counts of sequences"),
         ([Item((1, 1), 0, (0, 1))], "sequences=(0, 1)) needs 2 counts of sequences"),
-        ([Item((1, 0), 0, (1, 1))], "Pass sequences=() where an item is one sequence."),
+        ([Item((1, 0), 0, (1, 1))], "or none. Pass sequences=() where an item is one sequence."),
     ],
 )
 def test_bad_items(items, message):
@@ -260,6 +260,8 @@ def test_sequences_close_a_batch():
     assert runs(pack(items, plan)) == [((0, 1), 64), ((2, 3), 64)]
     too_wide = pack([Item((11,), 0, (11,)), 5], plan)
     assert runs(too_wide) == [((1,), 64), ((0,), None)] and too_wide.misses == 1
+    one_each = plan_encoder(64, 512, max_items=4, max_sequences={"default": 4})
+    assert runs(pack([9, 9, 9, 9], one_each)) == [((0, 1, 2, 3), 64)]
     two = plan_encoder(
         64, 512, max_items=8, paths={"big": Path(64), "small": Path(32)}, max_sequences={"small": 2}
     )

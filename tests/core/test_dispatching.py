@@ -62,6 +62,7 @@ def test_a_decision_is_kept_by_the_definition_too():
     for decision in (larger, dispatch(BOTH, spec, "NONE")):
         assert dispatch(BOTH, spec, decision) == decision
         assert dispatch_by_definition(BOTH, spec, decision) == decision.key
+    assert dispatching.modes_of(larger) == {Mode.PIECEWISE} and len(dispatching.modes_of(None)) == 3
     for decide in (dispatch, dispatch_by_definition):
         with pytest.raises(ModesError, match="num_tokens is 56 there and 57 here"):
             decide(BOTH, BatchSpec(57, 5), larger)

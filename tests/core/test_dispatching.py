@@ -62,7 +62,8 @@ def test_a_decision_is_kept_by_the_definition_too():
     for decision in (larger, dispatch(BOTH, spec, "NONE")):
         assert dispatch(BOTH, spec, decision) == decision
         assert dispatch_by_definition(BOTH, spec, decision) == decision.key
-    assert dispatching.modes_of(larger) == {Mode.PIECEWISE} and len(dispatching.modes_of(None)) == 3
+    assert dispatching.modes_of(larger) == {Mode.PIECEWISE}
+    assert dispatching.modes_of(["NONE"]) == {Mode.NONE} and len(dispatching.modes_of(None)) == 3
     foreign = larger._replace(descriptor=BatchDescriptor(57))
     eager = dispatch(BOTH, spec, "NONE")
     for wanted, decision, says in (

@@ -256,28 +256,27 @@ def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> 
     most = tuple(plan.max_sequences.get(path, ANY) for path in plan.path_budgets)
     known = [item_of(item, plan) for item in items]
     batches: list[list[int]] = []
-    sums, spread, frames = (0,) * len(ladder), (0,) * len(ladder), 0
+    sums: list[Item] = []  # of each batch
     for at in sorted(range(len(known)), key=lambda at: sum(known[at].tokens)):
         item = known[at]
-        joined, shown = tuple(map(add, sums, item.tokens)), frames + item.frames
-        wider = tuple(map(add, spread, item.sequences))
+        both = _together(sums[-1], item) if sums else item
         if (
             batches
             and len(batches[-1]) < plan.max_items
-            and shown <= plan.max_frames
-            and all(total <= budgets[-1] for total, budgets in zip(joined, ladder))
-            and all(map(le, wider, most))
-            and not (plan.defer and any(map(_defer, sums, item.tokens, ladder)))
+            and both.frames <= plan.max_frames
+            and all(total <= budgets[-1] for total, budgets in zip(both.tokens, ladder))
+            and all(map(le, both.sequences, most))
+            and not (plan.defer and any(map(_defer, sums[-1].tokens, item.tokens, ladder)))
         ):
             batches[-1].append(at)
-            sums, spread, frames = joined, wider, shown
+            sums[-1] = both
         else:
             batches.append([at])
-            sums, spread, frames = item.tokens, item.sequences, item.frames
+            sums.append(item)
     runs: list[Run] = []
     misses = 0
-    for batch in batches:
-        mine = list(_runs(batch, known, plan))
+    for batch, total in zip(batches, sums):
+        mine = list(_runs(batch, total, plan))
         runs += mine
         misses += len(batch) if mine and all(run.budget is None for run in mine) else 0
     place = {path: i for i, path in enumerate(plan.path_budgets)}
@@ -321,14 +320,20 @@ def _defer(total: int, tokens: int, budgets: Budgets) -> bool:
     return now + alone < both and alone >= now
 
 
-def _runs(batch: Sequence[int], items: Sequence[Item], plan: EncoderPlan) -> Iterable[Run]:
-    held = sum(items[at].frames for at in batch) <= plan.max_frames
+def _together(one: Item, other: Item) -> Item:
+    """What two items bring in sum."""
+    tokens = tuple(map(add, one.tokens, other.tokens))
+    sequences = tuple(map(add, one.sequences, other.sequences))
+    return Item(tokens, one.frames + other.frames, sequences)
+
+
+def _runs(batch: Sequence[int], total: Item, plan: EncoderPlan) -> Iterable[Run]:
+    """A batch's runs, of items that bring `total`."""
     for i, (path, budgets) in enumerate(plan.path_budgets.items()):
-        total = sum(items[at].tokens[i] for at in batch)
-        wide = sum(items[at].sequences[i] for at in batch)
-        if total:
-            fits = held and wide <= plan.max_sequences.get(path, ANY)
-            yield Run(path, tuple(batch), fit(total, budgets) if fits else None)
+        if total.tokens[i]:
+            fits = total.frames <= plan.max_frames
+            fits &= total.sequences[i] <= plan.max_sequences.get(path, ANY)
+            yield Run(path, tuple(batch), fit(total.tokens[i], budgets) if fits else None)
 
 
 class Balance(NamedTuple):

@@ -29,7 +29,7 @@ from fngraph.encoder.run import (
     with_query_len,
 )
 from fngraph.encoder.statistics import EncoderStats
-from fngraph.errors import ModesError, SpecError
+from fngraph.errors import FnGraphError, ModesError, SpecError
 from fngraph.graphified import graphify
 from fngraph.graphs.recorder import Recorder
 from fngraph.options import OptionsDict, check_names
@@ -144,7 +144,14 @@ def _step(
     widest = max(given["sizes"][-1], eager_tokens)
     limits = encoder_limits(plan, name, max_tokens=widest, max_reqs=widest, **model.dims)
     fast = graphify(path.forward, stage=1, modes=modes, **given)
-    step = fast.bind(params).capture(limits, recorder=recorder, lazy=True, progress=False)
+    try:
+        step = fast.bind(params).capture(limits, recorder=recorder, lazy=True, progress=False)
+    except FnGraphError as error:
+        error.add_note(
+            f"in forward of the path {name!r}. graphify_encoder makes its limits, {limits!r}: "
+            "max_tokens is eager_tokens=, further letters are EncoderModel(dims=...)"
+        )
+        raise
     if not len(step.table) or (path.unit is not None and step.table.piecewise):
         raise ModesError(
             f"the path {name!r} has no graphs as it was to have, modes={str(modes)!r}: "

@@ -6,6 +6,8 @@ E width of the tower; n taps of a learned table.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -50,12 +52,13 @@ def attend(
 
 
 def looked_up(table_NE: Tensor, index_Pn: Tensor, weight_Pn: Tensor) -> Tensor:
-    """(P, E): the sum of each patch's taps of a learned table, one tap at a time.
+    """(P, E): the sum of each patch's taps of a learned table, in float32, one tap at a time.
 
     All at once they would take n times the memory of the result.
     """
-    parts = zip(index_Pn.unbind(1), weight_Pn.to(table_NE.dtype).unbind(1))
-    return sum(table_NE[index_P] * weight_P[:, None] for index_P, weight_P in parts)  # type: ignore[return-value]
+    parts = zip(index_Pn.unbind(1), weight_Pn.unbind(1))
+    found: Any = sum(table_NE[index_P] * weight_P[:, None] for index_P, weight_P in parts)
+    return found.to(table_NE.dtype)  # type: ignore[no-any-return]
 
 
 # --- pictures that are all of one size ------------------------------------------------------------

@@ -152,7 +152,7 @@ def encoder(config: Config, *, max_tokens: int = 8192, max_frames: int = 768) ->
         max_frames: of one video, two of its images being a frame.
     """
     return fg.EncoderModel(
-        paths={"default": fg.EncoderPath(forward, min_budget=64)},
+        paths={"default": fg.EncoderPath(forward, min_budget=min(64, max_tokens))},
         measure=functools.partial(measure, config),
         collate=lambda path, pictures: collate(config, pictures),
         token_range=(min(64, max_tokens), max_tokens), modalities=("image", "video"),
@@ -222,14 +222,16 @@ def read_config(raw: loading.Raw) -> Config:
     with part_of(raw, "vision_config", {"hidden_act": "gelu_pytorch_tanh"}) as said:
         if said["spatial_merge_size"] != MERGE:
             raise ValueError(f"spatial_merge_size is {said['spatial_merge_size']}, not {MERGE}")
+        deepstack = tuple(said["deepstack_visual_indexes"])
+        if not all(0 <= i < said["depth"] for i in deepstack):
+            raise ValueError(f"deepstack_visual_indexes is {deepstack}, of {said['depth']} layers")
         table, rope = said["num_position_embeddings"], said.get("rope_parameters") or {}
         return Config(
             num_layers=said["depth"], num_heads=said["num_heads"], dim=said["hidden_size"],
             mlp_dim=said["intermediate_size"], out_dim=said["out_hidden_size"],
             patch_size=said["patch_size"], frames=said["temporal_patch_size"],
             channels=said["in_channels"], side=int(table**0.5),
-            deepstack=tuple(said["deepstack_visual_indexes"]),
-            rope_theta=rope.get("rope_theta", 10_000.0),
+            deepstack=deepstack, rope_theta=rope.get("rope_theta", 10_000.0),
         )  # fmt: skip
 
 

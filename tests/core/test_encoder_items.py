@@ -245,7 +245,7 @@ def test_frames_close_a_batch():
         ([Item((1, 1), 0, (1,))], "sequences=(1,)) needs 2 counts of sequences, each with a token"),
         ([Item((1, 1), 0, (2, 1))], "sequences=(2, 1)) needs 2 counts of sequences"),
         ([Item((1, 1), 0, (0, 1))], "sequences=(0, 1)) needs 2 counts of sequences"),
-        ([Item((1, 0), 0, (1, 1))], "Pass sequences=() where an item is one sequence."),
+        ([Item((1, 0), 0, (1, 1))], "or none. Pass sequences=() where an item is one sequence."),
     ],
 )
 def test_bad_items(items, message):
@@ -260,12 +260,16 @@ def test_sequences_close_a_batch():
     assert runs(pack(items, plan)) == [((0, 1), 64), ((2, 3), 64)]
     too_wide = pack([Item((11,), 0, (11,)), 5], plan)
     assert runs(too_wide) == [((1,), 64), ((0,), None)] and too_wide.misses == 1
+    one_each = plan_encoder(64, 512, max_items=4, max_sequences={"default": 4})
+    assert runs(pack([9, 9, 9, 9], one_each)) == [((0, 1, 2, 3), 64)]
     two = plan_encoder(
         64, 512, max_items=8, paths={"big": Path(64), "small": Path(32)}, max_sequences={"small": 2}
     )
     packed = pack([Item((10, 9), 0, (9, 3))], two)
     assert runs(packed) == [((0,), 64), ((0,), None)], "the other path has its graph"
-    assert ", 2 sequences of small" in two.as_text()
+    assert two.as_text().startswith("at most 8 items, 8 frames a graph, 2 sequences of small\n\n")
+    one = plan_encoder(64, 512, paths={"small": Path(64)}, max_sequences={"small": 1})
+    assert runs(pack([{"small": 9}, {"small": 8}], one)) == [((1,), 64), ((0,), 64)]
     for bad in ({"small": 0}, {"smal": 1}):
         with pytest.raises(SizesError, match=r"pass 1 or more, of a path that there is"):
             plan_encoder(64, 512, paths={"small": Path(64)}, max_sequences=bad)
@@ -273,6 +277,7 @@ def test_sequences_close_a_batch():
 
 def test_paths_with_budgets_of_whole_sequences_and_of_their_own():
     paths = {"global": Path(272, unit=272), "local": Path(100, True, 100, (150, 250, 1000))}
+    assert Path(64) == (64, False, None, None) and Item((1,)) == ((1,), 0, ())
     plan = plan_encoder(272, 1300, paths=paths)
     assert plan.path_budgets == {"global": (272, 544, 1088), "local": (0, 100, 200, 1000)}
     for path, says in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from typing import Any
@@ -14,7 +15,7 @@ import toys
 import fngraph as fg
 from fngraph.encoder.model import rows_of_the_only_path
 from fngraph.encoder.run import EAGER_TOKENS
-from fngraph.errors import ModesError, SizesError, SleepError, SpecError, TreeError
+from fngraph.errors import BranchError, ModesError, SizesError, SleepError, SpecError, TreeError
 from fngraph.step import capture
 
 NAN = float("nan")
@@ -364,6 +365,39 @@ def test_what_is_too_large_to_run_at_all_is_refused():
     toy.check(encoder, [toy.picture(80)])
     with pytest.raises(SpecError, match=r"81 output tokens has no graph \(more .*_tokens=81\)"):
         encoder([toy.picture(81)])
+
+
+def first_rows(params: Any, batch: toy.Patches) -> torch.Tensor:
+    """Positions by their number in the run, of which the table has 64."""
+    T = batch.positions.shape[0]
+    return batch.patches.flatten(1) @ params["patch"] + params["position"][:T]
+
+
+def test_an_error_of_a_forward_says_whose_it_is_and_how_it_is_told_so():
+    model = {"paths": {"default": fg.EncoderPath(first_rows, 8)}, "mixes": True}
+    with pytest.raises(BranchError, match="the way where T <= 64") as caught:
+        toy.make("pictures", "cpu", "tape", model)
+    (note,) = caught.value.__notes__
+    assert (
+        "path 'default'" in note and "Limits(max_tokens=131072" in note and "eager_tokens=" in note
+    )
+    toy.make("pictures", "cpu", "tape", model, eager_tokens=64)
+
+
+def configured(width: int, params: Any, batch: toy.Patches) -> Any:
+    """See `toy.see`."""
+    assert width == toy.E
+    return toy.see(params, batch)
+
+
+def test_a_forward_may_be_a_partial_or_an_object():
+    class Tower:
+        def __call__(self, params: Any, batch: toy.Patches) -> Any:
+            return toy.see(params, batch)
+
+    for forward in (functools.partial(configured, toy.E), Tower(), Tower().__call__):
+        model = {"paths": {"default": fg.EncoderPath(forward, 8)}}
+        toy.check(toy.make("pictures", "cpu", "tape", model), [toy.picture(3), toy.picture(2, 2)])
 
 
 def test_many_graphs_are_told(caplog):

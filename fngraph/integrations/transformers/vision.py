@@ -6,9 +6,9 @@
 Towers over packed patches (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V) take what depends on
 the sizes of pictures as arguments: it is worked out on the host by transformers' own functions, and
 staged. Their attention reaches `fg.ops.varlen_attention` by a name with "flash" in it, which is how
-they know that sequences lie end to end. Towers over tiles of one size (InternVL, Llama 4) take
-tiles. Shape letters: T output tokens, R frames or tiles, C numbers of a patch, S pixels along a
-tile, E width of the output.
+they know that sequences lie end to end. Towers over tiles of one size (InternVL, Llama 4) are in
+`tiles`. Shape letters: T output tokens, P = 4*T patches, R frames, C numbers of a patch, N rows of
+a learned table that a position is made of, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.func import functional_call
 
 import fngraph as fg
 from fngraph.errors import ModelError, SpecError
+from fngraph.integrations.transformers.tiles import over_tiles, tiled
 from fngraph.ops import varlen_attention
 
 NAME = "fngraph_flash"  # of the attention of packed towers
@@ -79,14 +80,6 @@ class Windowed(Patches):
     spec: fg.BatchSpec = fg.host()
 
 
-@fg.struct
-class Tiles:
-    """One step's tiles."""
-
-    pixels: Tensor = fg.buffer("R 3 S S", "float32")
-    spec: fg.BatchSpec = fg.host()
-
-
 class Kind(NamedTuple):
     """What a tower over packed patches is given beside its patches.
 
@@ -137,9 +130,9 @@ def vision_encoder(model: Any, *, max_tokens: int = 8192) -> tuple[fg.EncoderMod
     kind = PACKED.get(getattr(getattr(tower, "config", None), "model_type", ""))
     if kind is not None:
         return _packed(tower, kind, max_tokens), _weights(tower, "")
-    for owner, made in ((inner, _internvl), (model, _llama4)):
-        if (found := made(owner)) is not None:
-            return _tiled(owner, *found, max_tokens), _weights(owner, "vision_", "multi_modal_")
+    for owner in (inner, model):
+        if (found := tiled(owner)) is not None:
+            return over_tiles(owner, found, max_tokens), _weights(owner, "vision_", "multi_modal_")
     raise ModelError(
         f"{type(model).__name__} has no vision tower that is known here: those of "
         f"{', '.join(sorted(PACKED))}, InternVL and Llama 4. Write an fg.EncoderModel"
@@ -301,88 +294,3 @@ def _table(tower: Any) -> Tensor:
     owner = tower.embeddings.position_embedding if hasattr(tower, "embeddings") else tower.pos_embed
     weight: Tensor = owner.weight
     return weight
-
-
-# --- towers over tiles ----------------------------------------------------------------------------
-
-
-class Tiled(NamedTuple):
-    """What a tower over tiles is like.
-
-    Attributes:
-        size: pixels along a tile, S.
-        tokens: output tokens of one.
-        run: the owner and pixels (R, 3, S, S) -> (R, tokens, E).
-    """
-
-    size: int
-    tokens: int
-    run: Callable[[Any, Tensor], Tensor]
-
-
-def _internvl(owner: Any) -> Tiled | None:
-    """InternVL: features of a layer, four places of which are put into one, and the projector."""
-    config: Any = getattr(owner, "config", None)
-    if getattr(config, "model_type", "") != "internvl" or not hasattr(owner, "vision_tower"):
-        return None
-    (size, _), (patch, _) = config.vision_config.image_size, config.vision_config.patch_size
-    return Tiled(
-        size, int(size // patch * config.downsample_ratio) ** 2,
-        lambda owner, pixels: owner.get_image_features(pixels, return_dict=True).pooler_output,
-    )  # fmt: skip
-
-
-def _llama4(owner: Any) -> Tiled | None:
-    """Llama 4: its vision model, which puts places together itself, and the projector."""
-    if not hasattr(owner, "vision_model") or not hasattr(owner, "multi_modal_projector"):
-        return None
-    config = owner.vision_model.config
-    if config.model_type != "llama4_vision_model":
-        return None
-    side = int(config.image_size // config.patch_size * config.pixel_shuffle_ratio)
-    return Tiled(
-        config.image_size, side**2,
-        lambda owner, pixels: owner.multi_modal_projector(
-            owner.vision_model(pixels, return_dict=True).last_hidden_state
-        ),
-    )  # fmt: skip
-
-
-class _Running(torch.nn.Module):
-    """A model of which a part is called, with weights by name."""
-
-    def __init__(self, owner: Any, run: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.owner, self.run = owner, run
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.run(self.owner, pixels)
-
-
-def _tiled(owner: Any, size: int, tokens: int, run: Any, max_tokens: int) -> fg.EncoderModel:
-    running = _Running(owner, run)
-
-    def forward(params: Params, batch: Tiles) -> Tensor:
-        held = {f"owner.{name}": x for name, x in params.items()}
-        dtype = next(iter(params.values())).dtype
-        return functional_call(running, held, (batch.pixels.to(dtype),)).flatten(0, 1)
-
-    forward.__annotations__["batch"] = Tiles
-
-    def measure(item: Tensor) -> fg.Measured:
-        if item.shape[1:] != (3, size, size):
-            raise SpecError(
-                f"tiles of shape {tuple(item.shape)}. Pass ({len(item)}, 3, {size}, {size}), as "
-                "the model's processor cuts them"
-            )
-        return fg.Measured("image", {"default": len(item) * tokens})
-
-    def collate(path: str, items: Sequence[Tensor]) -> Tiles:
-        pixels = torch.cat(list(items))
-        spec = fg.BatchSpec(len(pixels) * tokens, len(pixels), query_len=tokens)
-        return Tiles(pixels=pixels, spec=spec)
-
-    return fg.EncoderModel(
-        paths={"default": fg.EncoderPath(forward, tokens, unit=tokens)}, measure=measure,
-        collate=collate, token_range=(min(tokens, max_tokens), max_tokens), dims={"S": size},
-    )  # fmt: skip

@@ -11,7 +11,9 @@ import test_deepseek_ocr
 import test_kimi_vl
 import test_qwen3_vl
 import test_step3_vl
+import torch
 from packs import close
+from torch.utils._pytree import tree_leaves
 
 import fngraph as fg
 from fngraph.models import naming
@@ -91,6 +93,23 @@ def test_each_item_is_as_alone(name: str):
     assert len(eager) == case.beyond and len(packed.runs) > len(eager)
     for step in encode.steps.values():
         assert step.stats.share("FULL") >= 0.4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_bfloat16(name: str):
+    """Rows are of the weights' dtype, and within its rounding of those in float32."""
+    case = CASES[name]()
+    low = naming.replaced(case.params, lambda name, x: x.bfloat16())
+    for path in case.model.paths:
+        items = [x for x in case.items if case.model.measured(x).tokens[path]][:3]
+        batch = case.model.collate(path, items)
+        wants, gots = (
+            tree_leaves(case.model.paths[path].forward(params, batch))
+            for params in (case.params, low)
+        )
+        for got, want in zip(gots, wants, strict=True):
+            assert got.dtype is torch.bfloat16
+            assert (got.float() - want).norm() < 0.1 * want.norm()
 
 
 @pytest.mark.sampled(0)  # a minute each

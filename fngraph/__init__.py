@@ -19,7 +19,10 @@ _EXPORTS = {
     "dispatch": "core", "explain": "core", "resolve": "core",
     # the transform and its stages
     "graphify": "graphified",
-    "encode": "encoder", "encoder_limits": "encoder",
+    "encode": "encoder.run", "encoder_limits": "encoder.run",
+    "EncoderModel": "encoder.model", "EncoderPath": "encoder.model", "Measured": "encoder.model",
+    "graphify_encoder": "encoder.graphs", "Encoder": "encoder.graphs",
+    "EncoderStats": "encoder.statistics",
     "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
     "check": "checking",
@@ -56,7 +59,14 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
         static as static,
         struct as struct,
     )
-    from fngraph.encoder import encode as encode, encoder_limits as encoder_limits
+    from fngraph.encoder.graphs import Encoder as Encoder, graphify_encoder as graphify_encoder
+    from fngraph.encoder.model import (
+        EncoderModel as EncoderModel,
+        EncoderPath as EncoderPath,
+        Measured as Measured,
+    )
+    from fngraph.encoder.run import encode as encode, encoder_limits as encoder_limits
+    from fngraph.encoder.statistics import EncoderStats as EncoderStats
     from fngraph.fx.blocks.stamps import block as block
     from fngraph.fx.modules import from_module as from_module
     from fngraph.fx.rows.check import trust_rows as trust_rows

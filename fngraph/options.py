@@ -49,6 +49,7 @@ class OptionsDict(ResolveDict, total=False):
     backends: Mapping[str, Choices] | None
     recorder: str | None
     outputs: str
+    key_reqs: int | None
     max_keys: int
     adapters: int | Iterable[int]
     fields: Iterable[Field]
@@ -125,6 +126,7 @@ class Options:
     backends: Mapping[str, Choices] = dataclasses.field(default_factory=dict)
     recorder: str | None = None
     outputs: str = "own"
+    key_reqs: int | None = None
     max_keys: int = 4
     adapters: tuple[int, ...] = (0,)
     fields: tuple[Field, ...] = ()
@@ -236,6 +238,7 @@ def _is_flag(x: Any) -> bool:
 
 _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_keys": (_is_count, "a number of exact shapes"),
+    "key_reqs": (lambda x: x is None or _is_count(x), "a number of requests, or None"),
     "compile_sizes": (_is_count, "numbers of tokens, compile_sizes=(1, 8)"),
     "limits": (lambda x: isinstance(x, Limits | None), "fg.Limits(max_tokens=..., ...)"),
     "query_lens": (_is_count, "numbers of tokens, query_lens=(1, 4)"),

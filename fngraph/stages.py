@@ -407,8 +407,10 @@ class Split:
         dispatch_table = build_table(
             resolution.modes, resolution.sizes, limits, options.adapters, options.fields,
             options.cost, own_uniform=any(call.uniform is not None for call in calls),
+            key_reqs=options.key_reqs,
         )  # fmt: skip
         top = key_sizes(dispatch_table.top, None, limits.max_reqs, limits.dims)
+        top["R"] = max((sizes_of(key, limits)["R"] for _, key in dispatch_table), default=0)
         plan = plan_buffers(traced.args.fields, top)
         most = {**limits.dims, "T": limits.max_tokens, "R": limits.max_reqs}
         most |= {name: max(most[name], top[name]) for name in ("T", "R")}

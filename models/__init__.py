@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 _MODULES = {  # name -> wing
     "bert": "families", "deepseek_v2": "families", "llama": "families", "mamba2": "families",
     "qwen3": "families", "qwen3_moe": "families", "qwen3_next": "families", "lora": "families",
+    "deepseek_ocr": "vision", "kimi_vl": "vision", "qwen3_vl": "vision", "step3_vl": "vision",
     "sampling": "serving",
     "loading": "weights", "naming": "weights",
     "demo": "", "generate": "", "text": "", "train": "", "train_bytes": "",
@@ -71,6 +72,12 @@ if TYPE_CHECKING:
     )
     from fngraph.models.serving.tally import Tally as Tally
     from fngraph.models.text import BYTE_TEXT as BYTE_TEXT, read_text as read_text
+    from fngraph.models.vision import (
+        deepseek_ocr as deepseek_ocr,
+        kimi_vl as kimi_vl,
+        qwen3_vl as qwen3_vl,
+        step3_vl as step3_vl,
+    )
     from fngraph.models.weights import loading as loading, naming as naming
     from fngraph.models.weights.adapters import load_adapter as load_adapter
     from fngraph.models.weights.checkpoint import (

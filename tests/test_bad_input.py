@@ -393,7 +393,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[type, type], list[str]]] = {
     "query lengths twice": ({"query_lens": (1, 1)}, SIZES, ["(1, 1)"]),
 }  # fmt: skip
 VALUES = [
-    ("max_keys", None, None, "a number of"), ("max_keys", True, True, "a number of"),
+    ("key_reqs", "x", "'x'", "or None"), ("max_keys", None, None, "a number of"),
+    ("max_keys", True, True, "a number of"),
     ("limits", 5, 5, "fg.Limits("), ("sizes", 4, 4, "sizes=(...)"),
     ("query_lens", 4, 4, "query_lens=(...)"), ("query_lens", ("a",), "'a'", "query_lens=(1, 4)"),
     ("fields", (3,), 3, "(field,)"), ("cost", 3, 3, "lambda key"),

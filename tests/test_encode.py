@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fngraph as fg
-from fngraph.core import Item, Path, plan_encoder
-from fngraph.encoder import encode, encoder_limits
-from fngraph.errors import SpecError
+from fngraph.core import Item, Path, Run, plan_encoder
+from fngraph.encoder.run import EAGER_TOKENS, encode, encoder_limits, execute
+from fngraph.errors import ModesError, SizesError, SpecError, TreeError
 
 WEIGHT = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -30,11 +30,16 @@ def collate(path: str, images: Any) -> Patches:
     return Patches(pixels=pixels, spec=fg.BatchSpec(len(pixels), len(images)))
 
 
-def step_for(plan: Any, path: str = "default") -> Any:
+def step_for(plan: Any, path: str = "default", **options: Any) -> Any:
     budgets = [b for b in plan.path_budgets[path] if b]
-    fast = fg.graphify(forward, stage="patches", modes="FULL", sizes=budgets, recorder="tape")
-    limits = encoder_limits(plan, path, max_tokens=512)
-    return fast.bind(WEIGHT).capture(limits, progress=False)
+    chosen = {"modes": "FULL", "sizes": budgets, "recorder": "tape"} | options
+    fast = fg.graphify(forward, stage="patches", **chosen)
+    return fast.bind(WEIGHT).capture(encoder_limits(plan, path), progress=False)
+
+
+def ran_as(step: Any) -> dict[tuple[int, str], int]:
+    """Steps by padded size and mode."""
+    return {(padded, str(mode)): n for (_, padded, mode), n in step.stats.counts.items()}
 
 
 def images(*tokens: int) -> list[torch.Tensor]:
@@ -47,14 +52,19 @@ def test_packed_runs_give_each_item_its_own_rows() -> None:
     step = step_for(plan)
     given = images(30, 8, 100, 17, 9)  # 100 is beyond every budget
     encoded = encode(step, plan, given, [len(x) for x in given], collate)
+    assert step.limits.max_tokens == EAGER_TOKENS, "none were asked for"
     assert encoded.indices == (0, 1, 2, 3, 4)
     for image, output in zip(given, encoded.outputs):
         torch.testing.assert_close(output["default"], torch.relu(image @ WEIGHT))
     assert (encoded.packed.hits, encoded.packed.misses) == (4, 1)
-    ran = {(padded, mode): n for (_, padded, mode), n in step.stats.counts.items()}
     planned = [run.budget or 100 for run in encoded.packed.runs]
-    assert sorted(padded for padded, _ in ran) == sorted(set(planned))
-    assert ran[100, fg.Mode.NONE] == 1, "and only that one ran eagerly"
+    assert sorted(padded for padded, _ in ran_as(step)) == sorted(set(planned))
+    assert ran_as(step)[100, "NONE"] == 1, "and only that one ran eagerly"
+    assert {(ran.budget, ran.why) for ran in encoded.ran if not ran.budget} == {
+        (None, "more tokens than the largest budget of default, 64")
+    }
+    storages = {output["default"].untyped_storage().data_ptr() for output in encoded.outputs}
+    assert len(storages) == len(given), "no item keeps its neighbours' memory"
 
 
 def test_several_paths_one_of_which_may_have_nothing_to_run() -> None:
@@ -84,6 +94,58 @@ def test_frames_are_a_limit_too() -> None:
     assert [run.items for run in encoded.packed.runs] == [(0,), (1,)]
 
 
+def test_what_was_planned_is_what_runs() -> None:
+    """A step would have taken the least key that covers the batch, and the plan knows better."""
+    plan = plan_encoder(8, 64, max_items=4, max_frames=2)
+    step = step_for(plan)
+    counts = [Item((8,), frames=9)]
+    encoded = encode(step, plan, images(8), counts, collate)
+    assert ran_as(step) == {(8, "NONE"): 1} and encoded.packed.misses == 1
+    assert step.stats.reasons == {"more than 2 frames": 1}
+    wide = plan._replace(path_budgets={"default": (16, 32, 64)})
+    step = step_for(plan)
+    for budget in (16, None, 64):
+        runs = [Run("default", (0,), budget)]
+        execute({"default": step}, wide, runs, images(8), [Item((8,), 0, (1,))], collate)
+    assert ran_as(step) == {(16, "FULL"): 1, (8, "NONE"): 1, (64, "FULL"): 1}
+
+
+def test_a_step_of_another_plan_or_that_lends_its_results_is_refused() -> None:
+    plan = plan_encoder(8, 64)
+    for options, error, says in (
+        (
+            {"sizes": (16,)},
+            SizesError,
+            r"keys of \[16\] tokens, the plan budgets of \[8, 16, 3",
+        ),
+        ({"sizes": (8, 16, 32, 64, 128)}, SizesError, r"fg.graphify\(..., sizes=\(8, 16, 32, 64\)"),
+        ({"modes": "NONE"}, SizesError, r"keys of \[\] tokens"),
+        ({"outputs": "borrow"}, TreeError, 'lends its results .*Capture it with outputs="own"'),
+    ):
+        step = step_for(plan, **options)
+        with pytest.raises(error, match=says):
+            encode(step, plan, images(8, 8), [8, 8], collate)
+        assert not step.stats.steps
+    with pytest.raises(TreeError, match="is a function, which takes no plan"):
+        encode(forward, plan, images(8), [8], collate)
+
+
+def test_a_key_of_too_few_sequences_is_refused() -> None:
+    plan = plan_encoder(8, 64)
+    step = step_for(plan, key_reqs=1)
+    with pytest.raises(ModesError, match=r"budget of 16 tokens, .*Descriptor\(16, 1\).*key_reqs"):
+        encode(step, plan, images(8, 8), [8, 8], collate)
+    encode(step, plan, images(8), [8], collate)
+
+
+def test_a_key_that_cannot_be_captured_runs_eagerly_where_that_is_no_error() -> None:
+    plan = plan_encoder(8, 64)
+    step = step_for(plan, on_failure="eager", memory_budget=1)
+    encoded = encode(step, plan, images(8), [8], collate)
+    assert encoded.packed.hits == 1 and encoded.ran[0].budget is None
+    assert encoded.ran[0].why.startswith("capture failed: memory_budget=1 bytes")
+
+
 def test_ranks_share_the_items() -> None:
     plan = plan_encoder(8, 64)
     step = step_for(plan)
@@ -100,7 +162,31 @@ def test_ranks_share_the_items() -> None:
 
 def test_what_does_not_fit_together_is_refused() -> None:
     plan = plan_encoder(8, 64)
-    with pytest.raises(SpecError, match="2 items, but token counts of 1"):
-        encode(lambda batch: batch, plan, images(8, 8), [8], collate)
-    with pytest.raises(SpecError, match=r"steps for the paths \['crops'\]"):
-        encode({"crops": lambda batch: batch}, plan, images(8), [8], collate)
+    step = step_for(plan)
+
+    def bare(path: str, images: Any) -> Any:
+        return torch.cat(images)
+
+    for error, says, given in (
+        (SpecError, "2 items, but token counts of 1", (step, images(8, 8), [8], collate)),
+        (SpecError, r"steps for the paths \['crops'\]", ({"crops": step}, images(8), [8], collate)),
+        (SpecError, "8 tokens in 1 sequences; .* bring 9 in 1", (step, images(8), [9], collate)),
+        (
+            SpecError, "8 tokens in 1 sequences; .* bring 8 in 2",
+            (step, images(8), [Item((8,), 0, (2,))], collate),
+        ),
+        (TreeError, "a Tensor without a spec", (step, images(8), [8], bare)),
+    ):  # fmt: skip
+        steps, items, counts, make = given
+        with pytest.raises(error, match=says):
+            encode(steps, plan, items, counts, make)
+    with pytest.raises(SpecError, match=r"rank=2 is none of ranks=2. Pass 0 to 1"):
+        encode(step, plan, images(8), [8], collate, rank=2, ranks=2)
+
+    def fewer(weight: Any, patches: Patches) -> Any:
+        return {"rows": patches.pixels @ weight, "sum": weight.sum()}
+
+    fast = fg.graphify(fewer, stage="patches", modes="FULL", sizes=plan.budgets, recorder="tape")
+    odd = fast.bind(WEIGHT).capture(encoder_limits(plan), progress=False)
+    with pytest.raises(TreeError, match=r"output\['sum'\] of .* has the shape \[\]"):
+        encode(odd, plan, images(8), [8], collate)

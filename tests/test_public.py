@@ -51,7 +51,9 @@ def public_members(cls: type) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", [*STAGES, "Limits", "Mode"])
+@pytest.mark.parametrize(
+    "name", [*STAGES, "Limits", "Mode", "Encoder", "EncoderModel", "EncoderStats"]
+)
 def test_a_class_has_docstrings_on_all_that_is_public(name: str):
     cls = getattr(fngraph, name)
     members = public_members(cls)

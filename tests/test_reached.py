@@ -19,7 +19,7 @@ import torch
 
 import fngraph as fg
 from fngraph import core
-from fngraph.encoder import encode
+from fngraph.encoder.run import encode
 
 CASES = Path(__file__).parent / "core" / "field_cases.py"
 

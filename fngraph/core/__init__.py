@@ -47,7 +47,7 @@ from fngraph.core.agreement import Decision, Proposal, agree, propose, settle
 
 # encoder_items.py: encoder graphs, and items packed into them
 from fngraph.core.encoder_items import Balance, EncoderPlan, Item, Packed, Path, Run, balance, fit
-from fngraph.core.encoder_items import pack, plan_encoder, token_budgets
+from fngraph.core.encoder_items import item_of, pack, plan_encoder, token_budgets
 
 # planner.py: sizes from measured traffic
 from fngraph.core.planner import plan_sizes, planned_cost
@@ -129,6 +129,7 @@ __all__ = [
     "fit",
     "host",
     "host_field",
+    "item_of",
     "key_sizes",
     "ladders",
     "pack",

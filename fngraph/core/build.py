@@ -28,6 +28,7 @@ def build_table(
     *,
     overflow: str = "eager",
     own_uniform: bool = False,
+    key_reqs: int | None = None,
 ) -> DispatchTable:
     """Every key that `modes` captures on these ladders.
 
@@ -41,9 +42,12 @@ def build_table(
         overflow: what a batch with more adapters than any key gets: "eager" or "clamp".
         own_uniform: capture uniform FULL keys in mode FULL too, because uniform batches have a
             backend of their own.
+        key_reqs: requests of a key for mixed batches, PIECEWISE ones too; a batch with more has no
+            such key. None: as many as may come.
 
     Raises:
-        SizesError: a ladder beyond the limits. SpecError: bad adapters or fields.
+        SizesError: a ladder beyond the limits; keys of no request.
+        SpecError: bad adapters or fields.
 
     Source: the kinds of keys are vLLM 0.33's (uniform FULL, mixed FULL, PIECEWISE).
     """
@@ -58,12 +62,17 @@ def build_table(
             rungs = _uniform(query_len, sizes, limits)
             uniform = ((size, size // query_len, query_len) for size in rungs)
             full += _keys(Mode.FULL, uniform, fields)
+    most = limits.max_reqs if key_reqs is None else min(key_reqs, limits.max_reqs)
+    if most < 1:
+        raise SizesError(f"key_reqs={key_reqs} holds no request. Pass key_reqs=1 or more.")
     if modes.mixed is Mode.FULL:
-        mixed = ((size, min(size, limits.max_reqs), None) for size in ladders.mixed)
+        mixed = ((size, min(size, most), None) for size in ladders.mixed)
         full += _keys(Mode.FULL, mixed, fields)
     piecewise: list[BatchDescriptor] = []
     if modes.mixed is Mode.PIECEWISE:
-        any_shape = ((size, None, None) for size in ladders.mixed)
+        any_shape = (
+            (size, None if key_reqs is None else min(size, most), None) for size in ladders.mixed
+        )
         piecewise = _keys(Mode.PIECEWISE, any_shape, fields)
     return DispatchTable(modes, _ordered(full), _ordered(piecewise), limits, fields, cost)
 

@@ -11,7 +11,14 @@ from fngraph.core.spec import CLASS, BatchSpec, Key
 from fngraph.core.table import DispatchTable
 from fngraph.errors import ModesError, SpecError
 
-Allowed = Iterable[Mode | str] | None
+Allowed = Iterable[Mode | str] | Dispatch | None
+"""The modes that a batch may run as, None: all; or what was decided beforehand, and nothing else: a
+`Dispatch`, as `dispatch`, `settle` and the plan of an encoder give it."""
+
+
+def modes_of(allowed: Allowed) -> frozenset[Mode]:
+    """The runtime modes that are allowed. Raises ModesError as `runtime_modes`."""
+    return frozenset((allowed.mode,)) if isinstance(allowed, Dispatch) else runtime_modes(allowed)
 
 
 def dispatch_by_definition(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> Key:
@@ -25,6 +32,8 @@ def dispatch_by_definition(table: DispatchTable, spec: BatchSpec, allowed: Allow
         SpecError: `spec` has a field that the table does not know.
     """
     check_fields(table, spec)
+    if isinstance(allowed, Dispatch):
+        return decided(table, spec, allowed).key
     modes = runtime_modes(allowed)
     for mode in (Mode.FULL, Mode.PIECEWISE):
         if mode in modes:
@@ -41,14 +50,18 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
     """What `spec` runs as: (mode, descriptor, reason). Pure, total and deterministic.
 
     Args:
-        allowed: the runtime modes that this batch may run as, by name or value; None: all.
+        allowed: the runtime modes that this batch may run as, by name or value; None: all. Or a
+            `Dispatch`: what was decided already, which is checked, and is the answer.
 
     Raises:
-        ModesError: no key covers the batch, and NONE is not allowed.
+        ModesError: no key covers the batch, and NONE is not allowed; or what was decided is no key
+            of the table, or one that does not cover the batch.
         SpecError: `spec` has a field that the table does not know.
 
     The same as `dispatch_by_definition` for every spec, from a lookup made ahead.
     """
+    if isinstance(allowed, Dispatch):
+        return decided(table, spec, allowed)
     lookup = table.lookup
     batch: Class = spec[CLASS]  # type: ignore[assignment]
     entries = lookup.classes.get(batch)
@@ -63,6 +76,38 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
         if spec[1] <= most:
             return answer
     return Dispatch(Mode.NONE, spec.descriptor(), CROWDED if entry else lookup.reasons[batch])
+
+
+def decided(table: DispatchTable, spec: BatchSpec, decision: Dispatch) -> Dispatch:
+    """A decision that was made beforehand, if this table can keep it for this batch.
+
+    Raises:
+        ModesError: it cannot: there is no such key, or it does not cover the batch; or NONE was
+            decided for other counts.
+        SpecError: `spec` has a field that the table does not know.
+    """
+    check_fields(table, spec)
+    mode, key, _ = decision
+    if mode is Mode.NONE:
+        if key != spec.descriptor():
+            raise ModesError(
+                f"{spec!r} was to run eagerly by a decision for other counts, {key!r}. Decide for "
+                "the batch itself: step.dispatch(spec)."
+            )
+        return decision
+    if key not in table.keys(mode):
+        raise ModesError(
+            f"{spec!r} was to run as {mode} {key!r}, which is no key of {table!r}. Capture it, "
+            "or decide by this table: step.dispatch(spec)."
+        )
+    for item in table.fields:
+        if not item.covers(key, spec):
+            raise ModesError(
+                f"{spec!r} was to run as {mode} {key!r}, which does not cover it: {item.name} is "
+                f"{item.captured(key)!r} there and {item.wanted(spec)!r} here. Decide for the "
+                "batch itself: step.dispatch(spec)."
+            )
+    return decision
 
 
 def _choose(

@@ -1,14 +1,18 @@
 """Encoder graphs: which token budgets are captured, and how a step's items are packed into them.
 
-An item (an image, a video) brings output tokens, to each path (tower) of the encoder its own. A
-graph holds so many tokens, so many items and so many frames; `plan_encoder` says which graphs there
-are, `pack` runs items in as few of them as it can, and `balance` spreads items over ranks.
+An item (an image, a video) brings output tokens, to each path (tower) of the encoder its own, in
+one sequence of attention or several. A graph holds so many tokens, sequences, items and frames;
+`plan_encoder` says which graphs there are, `pack` runs items in as few of them as it can, and
+`balance` spreads items over ranks.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from operator import add, le
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fngraph.core import text
@@ -17,6 +21,7 @@ from fngraph.errors import SizesError, SpecError
 Budgets = tuple[int, ...]
 
 DEFAULT_PATH = "default"
+ANY = sys.maxsize  # of sequences: as many as there are tokens
 
 
 class Path(NamedTuple):
@@ -25,10 +30,33 @@ class Path(NamedTuple):
     Attributes:
         min_budget: its smallest budget, in output tokens.
         allow_zero: items may bring it no tokens at all (an image without local crops).
+        unit: tokens of each sequence where all are alike; budgets are then whole sequences. None:
+            sequences of any length.
+        budgets: its own, ascending; None: `min_budget` doubled up to the plan's largest.
     """
 
     min_budget: int
     allow_zero: bool = False
+    unit: int | None = None
+    budgets: Budgets | None = None
+
+    def ladder(self, largest: int) -> Budgets:
+        """Its budgets, where the plan's largest is this.
+
+        Raises:
+            SizesError: budgets that are not ascending, or none that holds a whole sequence.
+        """
+        if self.budgets is not None:
+            _check_budgets(self.budgets)
+        found = self.budgets or token_budgets(self.min_budget, largest)
+        if self.unit is not None:
+            found = tuple(sorted({n - n % self.unit for n in found} - {0}))
+        if not found:
+            raise SizesError(
+                f"No budget up to {largest} holds a sequence of unit={self.unit} tokens. Pass a "
+                f"range or budgets that reach {self.unit}."
+            )
+        return ((0,) if self.allow_zero else ()) + found
 
 
 class EncoderPlan(NamedTuple):
@@ -39,12 +67,17 @@ class EncoderPlan(NamedTuple):
         path_budgets: the budgets of each path; 0 stands for "nothing to run", without a graph.
         max_items: items (images, videos) a graph holds.
         max_frames: frames a graph holds, over its items; 0: no video.
+        max_sequences: sequences of attention that a graph of a path holds; a path left out: as many
+            as its tokens make.
+        defer: whether `pack` keeps an item for a later batch where that is cheaper.
     """
 
     budgets: Budgets
     path_budgets: Mapping[str, Budgets]
     max_items: int
     max_frames: int
+    max_sequences: Mapping[str, int] = MappingProxyType({})
+    defer: bool = True
 
     @property
     def num_graphs(self) -> int:
@@ -58,6 +91,8 @@ class EncoderPlan(NamedTuple):
             for path, budgets in self.path_budgets.items()
         ]
         head = f"at most {text.count(self.max_items, 'item')}, {self.max_frames} frames a graph"
+        for path, most in self.max_sequences.items():
+            head += f", {text.count(most, 'sequence')} of {path}"
         return f"{head}\n\n{text.table(('path', 'graphs', 'token budgets'), rows)}"
 
 
@@ -90,6 +125,7 @@ def plan_encoder(
     paths: Mapping[str, Path] | None = None,
     max_frames: int | None = None,
     frames_per_item: int = 1,
+    max_sequences: Mapping[str, int] | None = None,
 ) -> EncoderPlan:
     """What to capture for an encoder whose items bring `low` to `high` output tokens.
 
@@ -104,13 +140,16 @@ def plan_encoder(
 
     Args:
         low: tokens of the smallest item. high: the most that a step brings.
-        paths: several towers; each has budgets from its own minimum to the plan's largest.
+        paths: several towers; each has budgets from its own minimum to the plan's largest, or
+            its own.
         max_frames: video frames a graph; None: `frames_per_item` for each item.
         frames_per_item: the most frames of one item; 0 where there is no video.
+        max_sequences: sequences that a graph of a path holds; a path left out: any number.
 
     Raises:
         SizesError: the range is empty and something must be derived from it; budgets that are
-            not ascending; more items than the smallest budget has tokens; negative frames.
+            not ascending; more items than the smallest budget has tokens; negative frames; no
+            sequence.
 
     Source: vLLM 0.33, `EncoderCudaGraphManager`.
     """
@@ -134,14 +173,18 @@ def plan_encoder(
     if paths is None:
         path_budgets = {DEFAULT_PATH: chosen}
     else:
-        path_budgets = {
-            name: ((0,) if path.allow_zero else ()) + token_budgets(path.min_budget, chosen[-1])
-            for name, path in paths.items()
-        }
+        path_budgets = {name: path.ladder(chosen[-1]) for name, path in paths.items()}
     frames = items * frames_per_item if max_frames is None else max_frames
     if frames < 0:
         raise SizesError(f"{frames} frames a graph. Pass max_frames=0 where there is no video.")
-    return EncoderPlan(chosen, path_budgets, items, frames)
+    most = dict(max_sequences or {})
+    for name, count in most.items():
+        if name not in path_budgets or count < 1:
+            raise SizesError(
+                f"max_sequences={{{name!r}: {count}}}: pass 1 or more, of a path that there is: "
+                f"{sorted(path_budgets)}."
+            )
+    return EncoderPlan(chosen, path_budgets, items, frames, MappingProxyType(most))
 
 
 def _check_budgets(budgets: Budgets) -> None:
@@ -156,10 +199,12 @@ class Item(NamedTuple):
     Attributes:
         tokens: output tokens of each path, in the plan's order of paths.
         frames: frames of a video; 0 for an image, which no frame limit counts.
+        sequences: sequences of attention of each path; (): one where there are tokens.
     """
 
     tokens: tuple[int, ...]
     frames: int = 0
+    sequences: tuple[int, ...] = ()
 
 
 class Run(NamedTuple):
@@ -167,7 +212,7 @@ class Run(NamedTuple):
 
     Attributes:
         path: the path.
-        items: indices into what was packed.
+        items: indices into what was packed: the batch's, whether they bring the path tokens or not.
         budget: the graph's token budget; None: no budget holds them, so they run eagerly.
     """
 
@@ -181,7 +226,7 @@ class Packed(NamedTuple):
 
     Attributes:
         runs: each batch's runs, a path each; a path without tokens does not run.
-        hits: items replayed, counted once for each path.
+        hits: items replayed, counted once for each path that they bring tokens.
         misses: items of batches that no graph served.
     """
 
@@ -193,9 +238,10 @@ class Packed(NamedTuple):
 def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> Packed:
     """Packs items, fewest tokens first, into batches that one graph a path serves.
 
-    A batch is closed before an item that would make it too large (items, frames, or tokens of any
-    path), and before one that is better deferred: where together they need a larger graph than
-    the two budgets in sum, and the item alone needs at least the batch's.
+    A batch is closed before an item that would make it too large (items, frames, or tokens or
+    sequences of any path), and before one that is better deferred: where together they need a
+    larger graph than the two budgets in sum, and the item alone needs at least the batch's; unless
+    the plan says defer=False.
 
     Args:
         items: output tokens; or tokens by path; or `Item`s.
@@ -203,38 +249,48 @@ def pack(items: Iterable[int | Mapping[str, int] | Item], plan: EncoderPlan) -> 
     Raises:
         SpecError: negative tokens, or paths other than the plan's.
 
-    Source: vLLM 0.33, `EncoderCudaGraphManager`, which does not limit frames while packing.
+    Source: vLLM 0.33, `EncoderCudaGraphManager`, which limits neither frames nor sequences while
+    packing, and takes an item without tokens of a path for one of its hits.
     """
     ladder = tuple(plan.path_budgets.values())
-    known = [_item(item, plan) for item in items]
+    most = tuple(plan.max_sequences.get(path, ANY) for path in plan.path_budgets)
+    known = [item_of(item, plan) for item in items]
     batches: list[list[int]] = []
-    sums, frames = (0,) * len(ladder), 0
+    sums: list[Item] = []  # of each batch
     for at in sorted(range(len(known)), key=lambda at: sum(known[at].tokens)):
         item = known[at]
-        joined, shown = tuple(map(sum, zip(sums, item.tokens))), frames + item.frames
+        both = _together(sums[-1], item) if sums else item
         if (
             batches
             and len(batches[-1]) < plan.max_items
-            and shown <= plan.max_frames
-            and all(total <= budgets[-1] for total, budgets in zip(joined, ladder))
-            and not any(map(_defer, sums, item.tokens, ladder))
+            and both.frames <= plan.max_frames
+            and all(total <= budgets[-1] for total, budgets in zip(both.tokens, ladder))
+            and all(map(le, both.sequences, most))
+            and not (plan.defer and any(map(_defer, sums[-1].tokens, item.tokens, ladder)))
         ):
             batches[-1].append(at)
-            sums, frames = joined, shown
+            sums[-1] = both
         else:
             batches.append([at])
-            sums, frames = item.tokens, item.frames
+            sums.append(item)
     runs: list[Run] = []
     misses = 0
-    for batch in batches:
-        mine = list(_runs(batch, known, plan))
+    for batch, total in zip(batches, sums):
+        mine = list(_runs(batch, total, plan))
         runs += mine
         misses += len(batch) if mine and all(run.budget is None for run in mine) else 0
-    hits = sum(len(run.items) for run in runs if run.budget is not None)
+    place = {path: i for i, path in enumerate(plan.path_budgets)}
+    served = [(run, place[run.path]) for run in runs if run.budget is not None]
+    hits = sum(known[at].tokens[i] > 0 for run, i in served for at in run.items)
     return Packed(tuple(runs), hits, misses)
 
 
-def _item(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
+def item_of(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
+    """An item with a count of tokens and sequences for each path of `plan`, in its order.
+
+    Raises:
+        SpecError: negative counts, more sequences than tokens, or paths other than the plan's.
+    """
     paths = tuple(plan.path_budgets)
     if isinstance(item, int):
         item = {DEFAULT_PATH: item}
@@ -247,7 +303,15 @@ def _item(item: int | Mapping[str, int] | Item, plan: EncoderPlan) -> Item:
         item = Item(tuple(item[path] for path in paths))
     if len(item.tokens) != len(paths) or min(item.tokens) < 0 or item.frames < 0:
         raise SpecError(f"{item} needs {len(paths)} token counts, none negative.")
-    return item
+    sequences = item.sequences or tuple(min(n, 1) for n in item.tokens)
+    if len(sequences) != len(paths) or any(
+        not min(n, 1) <= count <= n for n, count in zip(item.tokens, sequences)
+    ):
+        raise SpecError(
+            f"{item} needs {len(paths)} counts of sequences, each with a token at least, or none. "
+            "Pass sequences=() where an item is one sequence."
+        )
+    return item._replace(sequences=sequences)
 
 
 def _defer(total: int, tokens: int, budgets: Budgets) -> bool:
@@ -256,12 +320,20 @@ def _defer(total: int, tokens: int, budgets: Budgets) -> bool:
     return now + alone < both and alone >= now
 
 
-def _runs(batch: Sequence[int], items: Sequence[Item], plan: EncoderPlan) -> Iterable[Run]:
-    held = sum(items[at].frames for at in batch) <= plan.max_frames
+def _together(one: Item, other: Item) -> Item:
+    """What two items bring in sum."""
+    tokens = tuple(map(add, one.tokens, other.tokens))
+    sequences = tuple(map(add, one.sequences, other.sequences))
+    return Item(tokens, one.frames + other.frames, sequences)
+
+
+def _runs(batch: Sequence[int], total: Item, plan: EncoderPlan) -> Iterable[Run]:
+    """A batch's runs, of items that bring `total`."""
     for i, (path, budgets) in enumerate(plan.path_budgets.items()):
-        total = sum(items[at].tokens[i] for at in batch)
-        if total:
-            yield Run(path, tuple(batch), fit(total, budgets) if held else None)
+        if total.tokens[i]:
+            fits = total.frames <= plan.max_frames
+            fits &= total.sequences[i] <= plan.max_sequences.get(path, ANY)
+            yield Run(path, tuple(batch), fit(total.tokens[i], budgets) if fits else None)
 
 
 class Balance(NamedTuple):

@@ -63,7 +63,7 @@ def explain(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> E
     Raises: as `dispatch`.
     """
     chosen = dispatch(table, spec, allowed)
-    modes = runtime_modes(allowed)
+    modes = None if isinstance(allowed, Dispatch) else runtime_modes(allowed)
     others = [
         _why_not(table, spec, mode, descriptor, chosen, modes)
         for mode in (Mode.FULL, Mode.PIECEWISE)
@@ -79,8 +79,13 @@ def _why_not(
     mode: Mode,
     descriptor: BatchDescriptor,
     chosen: Dispatch,
-    modes: frozenset[Mode],
+    modes: frozenset[Mode] | None,
 ) -> Candidate:
+    """What ruled a key out.
+
+    Args:
+        modes: those that are allowed; None: the choice was made beforehand.
+    """
     for item in table.fields:
         if not item.covers(descriptor, spec):
             captured, wanted = item.captured(descriptor), item.wanted(spec)
@@ -92,7 +97,9 @@ def _why_not(
             else:
                 why = f"{item.name}: {captured} is not {wanted}"
             return Candidate(mode, descriptor, item.name, why)
-    if mode not in modes:
+    if modes is None:
+        why = f"covers it, but {chosen.mode} {chosen.descriptor!r} was decided beforehand"
+    elif mode not in modes:
         why = f"covers it, but {mode} is not allowed"
     elif mode is not chosen.mode:
         why = f"covers it, but {chosen.mode} is stronger"

@@ -152,7 +152,7 @@ class BatchDescriptor(_DescriptorTuple):
     |-----------|-----------------------|-----------|--------------------------|
     | FULL      | set                   | set       | False                    |
     | FULL      | min(tokens, max_reqs) | None      | False                    |
-    | PIECEWISE | None                  | None      | None                     |
+    | PIECEWISE | None, or bounded      | None      | None                     |
 
     `cascade` and `encoder_outputs` left out are therefore False where `num_reqs` is set, else None.
 

@@ -7,6 +7,7 @@ memory, made from tensors, from specs (`fg.like`), or, of the batch, from its cl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -235,12 +236,20 @@ def _leaf(path: str, role: Role, value: Any) -> Leaf:
     return Leaf(path, role, spec.device, spec)
 
 
+def _annotated(fn: Any) -> Any:
+    """The function that a callable's annotations stand at: of a partial, or of an object."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn)
+    return fn if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__call__
+
+
 def _batch_type(sig: Signature, name: str, example: Any) -> type | None:
     if example is not None:
         cls = type(example)
     else:
         try:
-            cls = typing.get_type_hints(inspect.unwrap(sig.fn)).get(name, type(None))
+            cls = typing.get_type_hints(_annotated(sig.fn)).get(name, type(None))
         except NameError as error:  # a class that is local to some function
             raise TreeError(
                 f"the annotation of {name!r} cannot be looked up ({error}). Pass an example: "

@@ -9,7 +9,17 @@ from fngraph.report.dispatch_grid import (
     uniform_strip as uniform_strip,
 )
 
+# packed_runs.py: what an encoder packs into its graphs, as a picture
+from fngraph.report.packed_runs import (
+    Bar as Bar,
+    bars_of as bars_of,
+    draw_runs as draw_runs,
+)
+
 # progress.py: a bar over what is captured
 from fngraph.report.progress import track as track
 
-__all__ = ["Cell", "draw_table", "explanation_table", "mixed_grid", "track", "uniform_strip"]
+__all__ = [
+    "Bar", "Cell", "bars_of", "draw_runs", "draw_table", "explanation_table", "mixed_grid", "track",
+    "uniform_strip",
+]  # fmt: skip

@@ -248,7 +248,10 @@ def _cold_batches(keys: Keys) -> list[BatchSpec]:
     is_whole = executable.level == "stock"
     if keys.is_eager_warm or not (is_whole or compiles_kernels(keys.shared.recorder.device)):
         return []
-    return unlike_batches(executable.limits, executable.query_lens, is_whole)
+    within, keys_hold = executable.limits, executable.plan.sizes
+    if within.max_reqs > MANY_REQS:
+        within = Limits(max(keys_hold["T"], 1), max(keys_hold["R"], 1))
+    return unlike_batches(within, executable.query_lens, is_whole)
 
 
 def compiles_kernels(device: torch.device) -> bool:
@@ -296,6 +299,7 @@ def unlike_batches(
     return [BatchSpec(tokens, reqs, query_len) for tokens, reqs, query_len in made]
 
 
+MANY_REQS = 1024  # an encoder's limits are above, for what may come at all: keys hold what does
 MIXED = 32  # tokens more than requests: more than a kernel for few rows takes
 
 

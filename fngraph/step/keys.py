@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode, Stats, dispatch, runtime_modes
-from fngraph.core.dispatching import Allowed
+from fngraph.core import BatchDescriptor, BatchSpec, Dispatch, Mode, Stats, dispatch
+from fngraph.core.dispatching import Allowed, modes_of
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.spec import COUNTS, Key
 from fngraph.errors import CaptureError, ModesError, SleepError
@@ -161,16 +161,17 @@ class Keys:
         """All that the counts of a batch decide, kept for the next one that has the same.
 
         Args:
-            allowed: the modes that it may run as; None: all.
+            allowed: the modes that it may run as, None: all; or what was decided.
 
         Raises:
             SpecError: a batch beyond the limits. SleepError: while the step sleeps.
-            ModesError: no key covers the batch, and NONE is not allowed.
+            ModesError: no key covers the batch, and NONE is not allowed; or there is no such key
+                as was decided, or it does not cover the batch.
         """
         self.check_awake()  # nothing is found prepared while it sleeps
         counts: Any = spec[COUNTS]
         if allowed is not None:
-            counts = (*counts, runtime_modes(allowed))
+            counts = (*counts, allowed if isinstance(allowed, Dispatch) else modes_of(allowed))
             if counts in self.prepared:
                 return self.prepared[counts]
         executable = self.executable
@@ -210,10 +211,12 @@ class Keys:
         Raises:
             ModesError: NONE is not allowed.
         """
-        if Mode.NONE not in runtime_modes(allowed):
+        if Mode.NONE not in modes_of(allowed):
+            decided = isinstance(allowed, Dispatch)
+            fix = "Decide for step.runs_as(spec)" if decided else 'Add "NONE" to allowed='
             raise ModesError(
-                f'{spec!r} cannot run as {key[0]}: capture failed: {self.failed[key]}. Add "NONE" '
-                "to allowed=, or mend what failed and call step.recapture()"
+                f"{spec!r} cannot run as {key[0]}: capture failed: {self.failed[key]}. {fix}, or "
+                "mend what failed and call step.recapture()"
             )
         return Dispatch(Mode.NONE, spec.descriptor(), f"capture failed: {self.failed[key]}")
 

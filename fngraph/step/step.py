@@ -110,12 +110,13 @@ class Step(Generic[R]):
 
         Args:
             allowed: the modes that this batch may run as, by name or value, ("FULL", "NONE");
-                None: all.
+                None: all. Or a `Dispatch` that was made beforehand, such as `fg.core.settle`'s over
+                ranks: the step runs as just that.
 
         Raises:
             SpecError: a batch beyond the limits.
             ModesError: no key of an allowed mode covers it, or it has failed, and NONE is not
-                allowed.
+                allowed; or there is no such key as was decided, or it does not cover the batch.
             TreeError: arguments that are not what was traced; with paths.
             AddressError: bound leaves that moved, or other donated ones.
             AmbientError: autocast, default dtype, ... have changed, and that is to be an error.
@@ -267,6 +268,11 @@ class Step(Generic[R]):
     def donation(self) -> DonationTable:
         """How each donated leaf gets its new value."""
         return self.main.executable.donation
+
+    @property
+    def outputs(self) -> str:
+        """Whose results are: "own": the caller's; "borrow": views, good until the next call."""
+        return "borrow" if self.shared.borrow else "own"
 
     @property
     def guards(self) -> bool:

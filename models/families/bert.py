@@ -16,11 +16,20 @@ from pathlib import Path
 import torch
 from einops import einsum
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, normalize
+from torch.nn.functional import gelu, normalize
 
 import fngraph as fg
 from fngraph.models.families import layers
-from fngraph.models.families.layers import Room, heads
+from fngraph.models.families.layers import (
+    Affine,
+    Room,
+    affine,
+    affine_names,
+    heads,
+    matrix_of,
+    norm,
+    norm_of,
+)
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.configs import Said, unknown
 from fngraph.models.weights.naming import shape
@@ -40,14 +49,6 @@ class Config:
     max_len: int  # P
     num_types: int
     norm_eps: float
-
-
-@fg.struct
-class Affine:
-    """A matrix (out, in) or the gain of a norm (E,), and what is added."""
-
-    weight: Tensor
-    bias: Tensor
 
 
 @fg.struct
@@ -95,7 +96,7 @@ def forward(params: Params, cache: KV, batch: Batch) -> tuple[Tensor, KV]:
     embedded_TE = (
         params.embed[batch.token_ids] + params.types[0] + params.positions[batch.positions]
     )
-    x_TE = norm(embedded_TE, params.norm, config)
+    x_TE = norm(embedded_TE, params.norm, config.norm_eps)
     for layer in params.layers:
         x_TE, cache = encoder_layer(config, layer, x_TE, cache, batch)
     return normalize(mean(x_TE, batch), dim=-1), cache
@@ -111,19 +112,9 @@ def encoder_layer(
         for w in (layer.q, layer.k, layer.v)
     )
     out_THD, kv = fg.ops.attention(q_THD, k_THD, v_THD, kv, batch, causal=False)
-    x_TE = norm(x_TE + apply(layer.out, out_THD.flatten(1)), layer.attn_norm, config)
-    hidden_TF = gelu(apply(layer.up, x_TE))
-    return norm(x_TE + apply(layer.down, hidden_TF), layer.mlp_norm, config), kv
-
-
-def apply(affine: Affine, x: Tensor) -> Tensor:
-    """The matrix times x, plus the bias."""
-    return linear(x, affine.weight, affine.bias)
-
-
-def norm(x_TE: Tensor, affine: Affine, config: Config) -> Tensor:
-    """Layer norm."""
-    return layer_norm(x_TE, (config.dim,), affine.weight, affine.bias, config.norm_eps)
+    x_TE = norm(x_TE + affine(layer.out, out_THD.flatten(1)), layer.attn_norm, config.norm_eps)
+    hidden_TF = gelu(affine(layer.up, x_TE))
+    return norm(x_TE + affine(layer.down, hidden_TF), layer.mlp_norm, config.norm_eps), kv
 
 
 def mean(x_TE: Tensor, batch: Batch) -> Tensor:
@@ -145,8 +136,7 @@ def mean(x_TE: Tensor, batch: Batch) -> Tensor:
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
     E, F = config.dim, config.mlp_dim
-    square, gain = Affine(shape(E, E), shape(E)), Affine(shape(E), shape(E))
-    up, down = Affine(shape(F, E), shape(F)), Affine(shape(E, F), shape(E))
+    square, gain, up, down = matrix_of(E, E), norm_of(E), matrix_of(F, E), matrix_of(E, F)
     layer = Layer(square, square, square, square, gain, up, down, gain)
     embed, positions, types = (
         shape(n, E) for n in (config.vocab_size, config.max_len, config.num_types)
@@ -176,10 +166,6 @@ def read_config(raw: loading.Raw) -> Config:
     )  # fmt: skip
 
 
-def _affine(ours: str, theirs: str) -> dict[str, str]:
-    return {f"{ours}.{part}": f"{theirs}.{part}" for part in ("weight", "bias")}
-
-
 FORMAT = loading.Format(
     read_config,
     blank,
@@ -187,15 +173,15 @@ FORMAT = loading.Format(
         "embed": "embeddings.word_embeddings.weight",
         "positions": "embeddings.position_embeddings.weight",
         "types": "embeddings.token_type_embeddings.weight",
-        **_affine("norm", "embeddings.LayerNorm"),
-        **_affine("layers.*.q", "encoder.layer.*.attention.self.query"),
-        **_affine("layers.*.k", "encoder.layer.*.attention.self.key"),
-        **_affine("layers.*.v", "encoder.layer.*.attention.self.value"),
-        **_affine("layers.*.out", "encoder.layer.*.attention.output.dense"),
-        **_affine("layers.*.attn_norm", "encoder.layer.*.attention.output.LayerNorm"),
-        **_affine("layers.*.up", "encoder.layer.*.intermediate.dense"),
-        **_affine("layers.*.down", "encoder.layer.*.output.dense"),
-        **_affine("layers.*.mlp_norm", "encoder.layer.*.output.LayerNorm"),
+        **affine_names("norm", "embeddings.LayerNorm"),
+        **affine_names("layers.*.q", "encoder.layer.*.attention.self.query"),
+        **affine_names("layers.*.k", "encoder.layer.*.attention.self.key"),
+        **affine_names("layers.*.v", "encoder.layer.*.attention.self.value"),
+        **affine_names("layers.*.out", "encoder.layer.*.attention.output.dense"),
+        **affine_names("layers.*.attn_norm", "encoder.layer.*.attention.output.LayerNorm"),
+        **affine_names("layers.*.up", "encoder.layer.*.intermediate.dense"),
+        **affine_names("layers.*.down", "encoder.layer.*.output.dense"),
+        **affine_names("layers.*.mlp_norm", "encoder.layer.*.output.LayerNorm"),
     },
     only={"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False},
     skipped=("pooler.*", "embeddings.position_ids"),

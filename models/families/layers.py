@@ -1,4 +1,4 @@
-"""Parts of layers: norms, heads, attention, gated mlps; and the cache that layers keep.
+"""Parts of layers: norms, heads, attention, mlps, plain and gated; and the cache that layers keep.
 
 Shape letters as in `fngraph.models.families.llama`.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import layer_norm, linear, silu
 
 import fngraph as fg
 from fngraph.models.weights.naming import shape
@@ -50,6 +50,39 @@ def heads(x_TE: Tensor, weight: Tensor, head_dim: int, bias: Tensor | None = Non
 def join(x_THD: Tensor, weight: Tensor) -> Tensor:
     """(T, E): all heads projected back; `weight` is (E, H*D)."""
     return linear(rearrange(x_THD, "t h d -> t (h d)"), weight)
+
+
+@fg.struct
+class Affine:
+    """A matrix (out, in) or the gain of a norm (E,), and what is added."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+def affine(weights: Affine, x: Tensor) -> Tensor:
+    """The matrix times x, plus the bias."""
+    return linear(x, weights.weight, weights.bias)
+
+
+def norm(x_TE: Tensor, weights: Affine, eps: float) -> Tensor:
+    """Layer norm over the last dim."""
+    return layer_norm(x_TE, x_TE.shape[-1:], weights.weight, weights.bias, eps)
+
+
+def matrix_of(out: int, into: int) -> Affine:
+    """Shapes of a matrix and its bias."""
+    return Affine(shape(out, into), shape(out))
+
+
+def norm_of(dim: int) -> Affine:
+    """Shapes of a layer norm."""
+    return Affine(shape(dim), shape(dim))
+
+
+def affine_names(ours: str, theirs: str) -> dict[str, str]:
+    """What Hugging Face calls the two, for `loading.Format.names`."""
+    return {f"{ours}.{part}": f"{theirs}.{part}" for part in ("weight", "bias")}
 
 
 @fg.struct

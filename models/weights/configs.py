@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -60,6 +61,30 @@ class Said(Mapping[str, Any]):
             if key not in self._asked and value not in (None, False, 0, "", [], {})
             if not matches(key, patterns)
         }
+
+
+@contextmanager
+def part_of(raw: Raw, key: str, only: Raw, harmless: Iterable[str] = ()) -> Iterator[Said]:
+    """The config inside of another one, as a `vision_config` is, held to the same rules.
+
+    Args:
+        only: what can be run no other way, by key.
+        harmless: patterns of keys that change nothing, beside `HARMLESS`.
+
+    Raises:
+        ValueError: another value than that of `only`, or a key that nobody has asked for.
+    """
+    said = Said(raw[key])
+    wrong = [
+        f"  {name} is {said[name]!r}, only {value!r} can be run"
+        for name, value in only.items()
+        if name in said and said[name] != value
+    ]
+    if not wrong:
+        yield said
+        wrong = unknown(said.leftovers((*HARMLESS, *harmless)))
+    if wrong:
+        raise ValueError(f"in its {key}:\n" + "\n".join(wrong))
 
 
 def unknown(leftovers: Raw) -> list[str]:

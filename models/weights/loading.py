@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -154,6 +154,43 @@ def load(
             return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
 
         return config, naming.replaced(blank, read)
+
+
+def from_state(
+    blank: Callable[[Any], Any],
+    names: Mapping[str, str],
+    config: Any,
+    state: Mapping[str, Tensor],
+    *,
+    skipped: Iterable[str] = (),
+    inside: str = "",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The weights of a config out of tensors by name, as a module's `state_dict()` has them.
+
+    They are the state's own tensors, where these are on that device and of that dtype already.
+
+    Args:
+        blank, names, skipped: see `Format`.
+        inside: what names in files have in front that the state's have not, "model.visual.".
+
+    Raises:
+        CheckpointError: tensors missing, extra or misshapen; all are listed.
+    """
+    given = {inside + n: x for n, x in state.items()}
+    tree, skipped = blank(config), tuple(skipped)
+    sources = {n: sources_of(names, n, x) for n, x in naming.named(tree).items()}
+    wanted = {n: shape for part in sources.values() for n, shape in part.items()}
+    found = {n: tuple(x.shape) for n, x in given.items() if n in wanted or not matches(n, skipped)}
+    if wrong := mismatches(wanted, found):
+        raise CheckpointError("a state that does not fit its config:\n" + "\n".join(wrong))
+
+    def read(name: str, x: Tensor) -> Tensor:
+        parts = [given[n].detach().to(device=device, dtype=dtype) for n in sources[name]]
+        return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
+
+    return naming.replaced(tree, read)
 
 
 def read_config(format: Format, folder: Path) -> Any:

@@ -207,7 +207,8 @@ def encoder_init(config):
 def encoder_pack(given):
     packed = core.pack(given["items"], _encoder(given["cfg"]))
     runs = [{"path": r.path, "items": list(r.items), "budget": r.budget} for r in packed.runs]
-    return {"runs": runs, "hits": packed.hits, "misses": packed.misses}
+    hits = sum(len(r.items) for r in packed.runs if r.budget)  # those without tokens were some too
+    return {"runs": runs, "hits": hits, "misses": packed.misses}
 
 
 SECTIONS = {

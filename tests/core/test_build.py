@@ -54,6 +54,20 @@ def test_kinds_of_keys(modes, own_uniform, full, piecewise):
     assert table.top == max([0, *(key.num_tokens for _, key in table)])
 
 
+def test_keys_of_mixed_batches_may_hold_fewer_requests_than_come():
+    for modes, kept in (("FULL", [(8, 3, None), (4, 3, None), (1, 1, None)]), ("PIECEWISE", None)):
+        table = build_table(modes, STEPS, LIMITS, key_reqs=3)
+        assert counts(table.keys(modes)) == (kept or [(8, 3, None), (4, 3, None), (1, 1, None)])
+        assert dispatch(table, BatchSpec(6, 3)).mode is Mode.parse(modes)
+        assert dispatch(table, BatchSpec(6, 4)).mode is Mode.NONE
+        assert all(key[3:] == table.keys(modes)[0][3:] for _, key in table)
+    table = build_table("FULL_AND_PIECEWISE", STEPS, LIMITS, key_reqs=99)
+    assert counts(table.full) == UNIFORM and counts(table.piecewise)[0] == (8, 6, None)
+    assert dispatch(table, BatchSpec(6, 6, cascade=True)).mode is Mode.PIECEWISE
+    with pytest.raises(SizesError, match=r"key_reqs=0 holds no request\. Pass key_reqs=1"):
+        build_table("FULL", STEPS, LIMITS, key_reqs=0)
+
+
 def test_capture_order_is_tokens_then_adapters_falling():
     table = build_table("FULL_AND_PIECEWISE", STEPS, LIMITS, adapters=(0, 2, 3))
     for keys in (table.full, table.piecewise):

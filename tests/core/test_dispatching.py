@@ -56,6 +56,40 @@ def test_two_requests_of_three_tokens_go_to_nine_not_to_piecewise_eight():
     )
 
 
+def test_a_decision_is_kept_by_the_definition_too():
+    spec = BatchSpec(37, 5)
+    larger = dispatch(BOTH, BatchSpec(50, 5))
+    for decision in (larger, dispatch(BOTH, spec, "NONE")):
+        assert dispatch(BOTH, spec, decision) == decision
+        assert dispatch_by_definition(BOTH, spec, decision) == decision.key
+    assert dispatching.modes_of(larger) == {Mode.PIECEWISE}
+    assert dispatching.modes_of(["NONE"]) == {Mode.NONE} and len(dispatching.modes_of(None)) == 3
+    foreign = larger._replace(descriptor=BatchDescriptor(57))
+    eager = dispatch(BOTH, spec, "NONE")
+    for wanted, decision, says in (
+        (BatchSpec(57, 5), larger, (
+            "BatchSpec(num_tokens=57, num_reqs=5) was to run as PIECEWISE BatchDescriptor(56), "
+            "which does not cover it: num_tokens is 56 there and 57 here. Decide for the batch "
+            "itself: step.dispatch(spec)."
+        )),
+        (spec, foreign, (
+            "BatchSpec(num_tokens=37, num_reqs=5) was to run as PIECEWISE BatchDescriptor(57), "
+            f"which is no key of {BOTH!r}. Capture it, or decide by this table: "
+            "step.dispatch(spec)."
+        )),
+        (BatchSpec(36, 5), eager, (
+            "BatchSpec(num_tokens=36, num_reqs=5) was to run eagerly by a decision for other "
+            "counts, BatchDescriptor(37, 5). Decide for the batch itself: step.dispatch(spec)."
+        )),
+    ):  # fmt: skip
+        with pytest.raises(ModesError) as info:
+            dispatch(BOTH, wanted, decision)
+        assert str(info.value) == says
+    for decide in (dispatch, dispatch_by_definition):
+        with pytest.raises(SpecError, match="the table knows no user-defined field"):
+            decide(BOTH, spec._replace(extra={"ubatches": 2}), larger)
+
+
 def test_allowed_narrows_and_names_are_enough():
     spec = BatchSpec(37, 37, query_len=1)
     assert dispatch(BOTH, spec, ["PIECEWISE", "NONE"]).mode is Mode.PIECEWISE

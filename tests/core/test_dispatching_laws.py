@@ -51,8 +51,8 @@ COUNT_FAMILY = [
         (((1,), "uniform"), ((1, 3), "uniform"), ((1, 3), "all"), ((4, 5), "uniform")),
         (7, 64),
     )
-    for options in ({}, {"own_uniform": True})
-    if not options or modes == "FULL"
+    for options in ({}, {"own_uniform": True}, {"key_reqs": 3})
+    if not options or modes == "FULL" or ("key_reqs" in options and "PIECEWISE" in modes)
 ]
 ADAPTERS = (
     {"adapters": (0,)},

@@ -173,6 +173,11 @@ def test_one_path(items, expected):
     assert all(run.path == "default" for run in packed.runs)
 
 
+def test_nothing_is_deferred_where_the_plan_says_so():
+    assert runs(pack([60, 250], ONE._replace(defer=False))) == [((0, 1), 512)]
+    assert runs(pack([500, 13], ONE._replace(defer=False))) == [((1,), 64), ((0,), 512)]
+
+
 TWO = plan_encoder(
     64, 512, max_items=8, paths={"big": Path(64), "small": Path(32, allow_zero=True)}
 )
@@ -199,7 +204,7 @@ TWO = plan_encoder(
                 Run("big", (2,), 64),
                 Run("small", (2,), 256),
             ],
-            6,
+            5,  # the first brings nothing to the small path, where it is no hit
             0,
         ),
         ([(0, 0)], [], 0, 0),
@@ -234,9 +239,13 @@ def test_frames_close_a_batch():
             ),
         ),
         ([5], "An item with tokens for ['default'] does not suit"),
-        ([Item((1,))], "Item(tokens=(1,), frames=0) needs 2 token counts, none negative."),
-        ([Item((1, -1))], "Item(tokens=(1, -1), frames=0) needs 2 token counts, none negative."),
-        ([Item((1, 1), -1)], "frames=-1) needs 2 token counts"),
+        ([Item((1,))], "Item(tokens=(1,), frames=0, sequences=()) needs 2 token counts, none neg"),
+        ([Item((1, -1))], "tokens=(1, -1), frames=0, sequences=()) needs 2 token counts, none neg"),
+        ([Item((1, 1), -1)], "frames=-1, sequences=()) needs 2 token counts"),
+        ([Item((1, 1), 0, (1,))], "sequences=(1,)) needs 2 counts of sequences, each with a token"),
+        ([Item((1, 1), 0, (2, 1))], "sequences=(2, 1)) needs 2 counts of sequences"),
+        ([Item((1, 1), 0, (0, 1))], "sequences=(0, 1)) needs 2 counts of sequences"),
+        ([Item((1, 0), 0, (1, 1))], "or none. Pass sequences=() where an item is one sequence."),
     ],
 )
 def test_bad_items(items, message):
@@ -245,16 +254,58 @@ def test_bad_items(items, message):
     assert message in str(info.value)
 
 
+def test_sequences_close_a_batch():
+    plan = plan_encoder(64, 512, max_items=4, max_sequences={"default": 10})
+    items = [Item((10,), 0, (6,)), Item((10,), 0, (4,)), Item((10,), 0, (1,)), 10]
+    assert runs(pack(items, plan)) == [((0, 1), 64), ((2, 3), 64)]
+    too_wide = pack([Item((11,), 0, (11,)), 5], plan)
+    assert runs(too_wide) == [((1,), 64), ((0,), None)] and too_wide.misses == 1
+    one_each = plan_encoder(64, 512, max_items=4, max_sequences={"default": 4})
+    assert runs(pack([9, 9, 9, 9], one_each)) == [((0, 1, 2, 3), 64)]
+    two = plan_encoder(
+        64, 512, max_items=8, paths={"big": Path(64), "small": Path(32)}, max_sequences={"small": 2}
+    )
+    packed = pack([Item((10, 9), 0, (9, 3))], two)
+    assert runs(packed) == [((0,), 64), ((0,), None)], "the other path has its graph"
+    assert two.as_text().startswith("at most 8 items, 8 frames a graph, 2 sequences of small\n\n")
+    one = plan_encoder(64, 512, paths={"small": Path(64)}, max_sequences={"small": 1})
+    assert runs(pack([{"small": 9}, {"small": 8}], one)) == [((1,), 64), ((0,), 64)]
+    for bad in ({"small": 0}, {"smal": 1}):
+        with pytest.raises(SizesError, match=r"pass 1 or more, of a path that there is"):
+            plan_encoder(64, 512, paths={"small": Path(64)}, max_sequences=bad)
+
+
+def test_paths_with_budgets_of_whole_sequences_and_of_their_own():
+    paths = {"global": Path(272, unit=272), "local": Path(100, True, 100, (150, 250, 1000))}
+    assert Path(64) == (64, False, None, None) and Item((1,)) == ((1,), 0, ())
+    plan = plan_encoder(272, 1300, paths=paths)
+    assert plan.path_budgets == {"global": (272, 544, 1088), "local": (0, 100, 200, 1000)}
+    for path, says in (
+        (Path(64, unit=2000), "No budget up to 1300 holds a sequence of unit=2000 tokens"),
+        (Path(64, budgets=(9, 3)), r"budgets=\(9, 3\) must ascend"),
+    ):
+        with pytest.raises(SizesError, match=says):
+            plan_encoder(64, 1300, paths={"one": path})
+
+
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700), st.integers(0, 3)), max_size=30),
+    st.lists(
+        st.tuples(*[st.integers(0, 700)] * 2, st.integers(0, 3), st.integers(1, 9)), max_size=30
+    ),
     st.integers(1, 9),
     st.integers(0, 20),
 )
 def test_packing_keeps_every_limit(items, max_items, frames):
     paths = {"big": Path(64), "small": Path(32, allow_zero=True)}
-    plan = plan_encoder(64, 512, max_items=max_items, paths=paths, max_frames=frames)
-    known = [Item((big, small), count) for big, small, count in items]
+    wide = {"small": 7}
+    plan = plan_encoder(
+        64, 512, max_items=max_items, paths=paths, max_frames=frames, max_sequences=wide
+    )
+    known = [
+        Item((big, small), count, (min(big, 1), min(small, many)))
+        for big, small, count, many in items
+    ]
     packed = pack(known, plan)
     for i, path in enumerate(paths):
         mine = [run for run in packed.runs if run.path == path]
@@ -266,6 +317,7 @@ def test_packing_keeps_every_limit(items, max_items, frames):
             total = sum(known[at].tokens[i] for at in run.items)
             assert len(run.items) <= max_items
             fits = sum(known[at].frames for at in run.items) <= frames
+            fits &= sum(known[at].sequences[i] for at in run.items) <= wide.get(path, 999)
             assert run.budget == (fit(total, plan.path_budgets[path]) if fits else None)
             if run.budget is None:
                 assert len(run.items) == 1, "only an item that fits nowhere runs eagerly"

@@ -113,6 +113,12 @@ def test_what_is_not_allowed():
     assert len(eager.others) == 4
     with pytest.raises(ModesError):
         explain(table(), BatchSpec(9, 9), allowed=["FULL"])
+    larger = dispatch(table(), BatchSpec(4, 4, 1))
+    decided = explain(table(), BatchSpec(2, 2, 1), allowed=larger)
+    assert decided.chosen == larger
+    assert reasons(decided)["PIECEWISE", 4, None] == reasons(decided)["FULL", 2, 2] == (
+        None, "covers it, but FULL BatchDescriptor(4, 4, query_len=1) was decided beforehand"
+    )  # fmt: skip
 
 
 def test_text():

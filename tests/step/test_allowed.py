@@ -10,6 +10,7 @@ import torch
 import toys
 
 import fngraph as fg
+from fngraph import core
 from fngraph.errors import CaptureError, ModesError, SleepError, TreeError
 
 MIXED, UNIFORM = toys.batch(3, 2, seed=1), toys.decode(2, 3, seed=2)
@@ -49,6 +50,46 @@ def test_a_key_that_failed_is_not_run_eagerly_where_that_is_not_allowed(recorder
         made.step.runs_as(MIXED.spec, "PIECEWISE")
     made.check(MIXED)
     assert made.step.stats.share("NONE") == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_batch_runs_as_what_was_decided(recorder_name, device, in_place: bool):
+    """Though a lesser key, or a graph at all, covers it as well: ranks must run alike."""
+    made = steps.make(recorder_name, device)
+    step, like = made.step, toys.on(UNIFORM, device)
+    larger = step.dispatch(fg.BatchSpec(4, 4, query_len=1))
+    assert larger.descriptor != step.dispatch(like.spec).descriptor
+    joint = core.settle(
+        step.table, like.spec, core.agree([core.propose(step.table, s) for s in (
+            like.spec, fg.BatchSpec(4, 4, query_len=1))])[0],
+    )  # fmt: skip
+    eager = step.dispatch(like.spec, "NONE")
+    for decision in (larger, joint, eager, larger):
+        want, _ = toys.bare(made.fn, made.params, toys.clone(made.state), like)
+        batch = toys.fill(step.host_batch(like.spec), like) if in_place else like
+        got, _ = step(made.state, batch, allowed=decision)
+        torch.testing.assert_close(got, want, **toys.CLOSE)
+        assert step.dispatch(like.spec, decision) == step.runs_as(like.spec, decision) == decision
+    ran = {(padded, str(mode)): n for (_, padded, mode), n in step.stats.counts.items()}
+    assert ran == {(4, "FULL"): 3, (2, "NONE"): 1}
+    assert "was decided beforehand" in step.explain(like.spec, larger).as_text()
+
+
+def test_a_decision_that_the_step_cannot_keep_is_refused(recorder_name, device):
+    made = steps.make(recorder_name, device)
+    step, two = made.step, toys.on(UNIFORM, device)
+    foreign = step.dispatch(two.spec)._replace(descriptor=fg.BatchDescriptor(3, 3, query_len=1))
+    for decision, says in (
+        (foreign, r"as FULL BatchDescriptor\(3, 3, query_len=1\), which is no key of Dispatch"),
+        (step.dispatch(fg.BatchSpec(1, 1, query_len=1)), "num_tokens is 1 there and 2 here"),
+        (step.dispatch(MIXED.spec, "NONE"), "eagerly by a decision for other counts"),
+    ):
+        with pytest.raises(ModesError, match=f"{says}.*step.dispatch\\(spec\\)"):
+            step(made.state, two, allowed=decision)
+    assert not step.stats.steps
+    made = steps.make(recorder_name, device, memory_budget=1000, on_failure="eager")
+    with pytest.raises(ModesError, match=r"capture failed: .*Decide for step\.runs_as"):
+        made.step(made.state, two, allowed=made.step.dispatch(two.spec))
 
 
 def test_an_argument_of_forwards_own_may_have_that_name():

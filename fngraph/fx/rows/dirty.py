@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from fngraph.fx.nodes import flat, written_by
-from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, shapes, sums, writes
+from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, pictures, shapes, sums, writes
 from fngraph.fx.rows.boxes import WHOLE, Box, Boxes, Layout, joined
 from fngraph.fx.rows.rules import is_primitive, rule_of
 from fngraph.fx.rows.state import WRITTEN, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
@@ -119,7 +119,7 @@ _RULES: dict[Any, Callable[[OpCall], Iterable[Box]]] = {
     sums.lower: dirty_uses.along,
     sums.product: dirty_uses.product,
     sums.norm: dirty_uses.normed,
-    sums.convolution: dirty_uses.convolved,
+    pictures.convolution: dirty_uses.convolved,
     indices.read: dirty_uses.read,
     writes.write: dirty_uses.written,
     writes.window: dirty_uses.window,

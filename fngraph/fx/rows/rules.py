@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from fngraph.fx.nodes import flat, operands
-from fngraph.fx.rows import indices, shapes, sums, writes
+from fngraph.fx.rows import indices, pictures, shapes, sums, writes
 from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
 from fngraph.fx.rows.state import VOUCHED, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.fx.schemas import is_pointwise
@@ -90,7 +90,7 @@ _MOVED = frozenset(
     softmax""".split()
 )
 """Rules and ops that give elements of their operands, or none above 1: as finite as these."""
-_SUMMED = {sums.product, sums.convolution, shapes.pad}
+_SUMMED = {sums.product, pictures.convolution, shapes.pad}
 _ADDED = frozenset(
     """sum mean cumsum _log_softmax logsumexp zeros_like ones_like full_like new_zeros new_ones
     new_full zero fill""".split()
@@ -130,7 +130,8 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
         sums.norm: """native_layer_norm _fused_rms_norm native_group_norm native_batch_norm
             _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
             _native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update""",
-        sums.convolution: "convolution",
+        pictures.convolution: "convolution",
+        pictures.apart: " ".join(pictures.APART),
         sums.scaled_dot_product: """_scaled_dot_product_flash_attention
             _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
             _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable""",

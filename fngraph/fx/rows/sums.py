@@ -16,6 +16,7 @@ from fngraph.fx.rows.bounds import size_of
 from fngraph.fx.rows.fills import WIDE, constant, dtype_of, evaluated, is_all
 from fngraph.fx.rows.indices import is_there
 from fngraph.fx.rows.state import (
+    BEYOND,
     FINITE,
     VANISHING,
     Kept,
@@ -128,12 +129,14 @@ def _dims(call: OpCall) -> list[int]:
 
 
 def order(call: OpCall) -> Kept:
-    """sort, topk: right if padding comes last. NaN counts as the greatest of all."""
+    """sort, topk: right if padding comes last, as arange(T) has it. NaN counts as the greatest."""
     x, args = call.args["self"], call.args
     dtype = x.meta["val"].dtype
     down = args.get("descending", args.get("largest"))
     for d in set(moving_dims(x)) & set(_dims(call)):
         fill = call.rows(x).fills.get(d)
+        if not down and isinstance(fill, str) and fill == BEYOND:
+            continue  # above all true ones, and equal to none
         if down or not dtype.is_floating_point:
             last = is_all(fill, _limit(-math.inf if down else math.inf, dtype))
         else:
@@ -319,18 +322,6 @@ def is_safe(call: OpCall) -> bool:
     held = all(_all_finite(call, x) for x in scales if is_tensor(x))
     eps = call.args.get("eps", 0)
     return call.name == "native_layer_norm" and held and eps > 0 and dtype_of(call) in WIDE
-
-
-def convolution(call: OpCall) -> Kept:
-    """Along T only where no row sees one behind the last: padded in front, by F.pad."""
-    x, w = call.args["input"], call.args["weight"]
-    moving = [d for d in moving_dims(x) if d > 0]
-    if moving_dims(w) or (moving and (call.args["transposed"] or any(call.args["padding"]))):
-        raise Mixes(
-            "convolves over T, and its last true row sees padding. Pad in front alone: "
-            "F.pad(x, (kernel - 1, 0)), with padding=0"
-        )
-    return Kept()
 
 
 def scaled_dot_product(call: OpCall) -> Kept:

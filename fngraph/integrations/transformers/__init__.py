@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs as they are: attention over a paged cache, graphs around it."""
+"""Hugging Face models as they are, causal LMs and vision towers, with graphs around them."""
 
 from fngraph.integrations.transformers.model import (
     GraphifiedModel as GraphifiedModel,
@@ -6,4 +6,8 @@ from fngraph.integrations.transformers.model import (
     ModelSupport as ModelSupport,
     Served as Served,
     graphify_model as graphify_model,
+)
+from fngraph.integrations.transformers.vision import (
+    pictures as pictures,
+    vision_encoder as vision_encoder,
 )

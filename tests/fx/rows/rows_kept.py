@@ -15,6 +15,12 @@ import fngraph as fg
 
 Outputs = dict[str, Any]
 
+
+def picture(x: Any) -> Any:
+    """(T, 2, 2, 2): each row as a picture of two channels."""
+    return x.unflatten(1, (2, 2, 2))
+
+
 KEPT: Outputs = {
     "rowwise": lambda x, p, b: F.silu(x) * x,
     "in place, of ops that have the tag": lambda x, p, b: (x * 1).mul_(2).clamp_(max=1),
@@ -69,6 +75,27 @@ KEPT: Outputs = {
     "two rows a token": lambda x, p, b: x.repeat_interleave(2, 0),
     "vmap over rows": lambda x, p, b: torch.func.vmap(lambda r: r * r.sum())(x),
     "grad of a sum over rows": lambda x, p, b: torch.func.grad(lambda y: (y**3).sum())(x),
+    "looked up by a part of a staged index, along any dim": lambda x, p, b: (
+        p["w"][(b.token_ids[:, None] * torch.ones(3, dtype=torch.int64)).unbind(1)[2]],
+        p["w"][(b.token_ids[:, None, None] + torch.zeros(3, 2, dtype=torch.int64)).unbind(2)[0]],
+        p["w"][(b.token_ids + torch.zeros(3, 1, dtype=torch.int64)).unbind(0)[2]],
+    ),
+    "what counts up to T, in order": lambda x, p, b: (
+        torch.arange(T_of(b)).sort()[0],
+        x[torch.arange(T_of(b)).argsort()],
+        torch.arange(T_of(b))[:, None].expand(-1, 3).sort(0)[1],
+    ),
+    "pictures, each by itself": lambda x, p, b: (
+        F.unfold(picture(x), 2, padding=1, stride=2),
+        F.fold(picture(x).flatten(2).repeat(1, 4, 1), 2, 2, padding=1, stride=2),
+        F.interpolate(picture(x), size=(3, 5), mode="bicubic", antialias=True),
+        F.interpolate(picture(x).flatten(2), size=3, mode="linear"),
+        F.max_pool2d(picture(x), 2, 1) + F.avg_pool2d(picture(x), 2, 1),
+        F.adaptive_avg_pool2d(picture(x), (1, 2)),
+        F.pixel_unshuffle(picture(x), 2),
+        F.pad(picture(x), (1, 1, 1, 1), mode="reflect"),
+        F.grid_sample(picture(x), picture(x).movedim(1, -1), align_corners=False),
+    ),
     "a reduction over weights alone": lambda x, p, b: x - p["w"].mean(0),
     "a reduction over what has no rows": lambda x, p, b: x * torch.arange(5).sum(),
     "made in the shape of what is mixed": lambda x, p, b: (

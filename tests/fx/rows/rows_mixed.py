@@ -62,6 +62,9 @@ MIXED: Outputs = {
     "sort(0)": lambda x, p, b: x.sort(0).values,
     "sort(0, descending)": lambda x, p, b: (-x).sort(0, descending=True).values,
     "argsort(0)": lambda x, p, b: x.argsort(dim=0, stable=True),
+    "argsort of what counts up to T, the other way": lambda x, p, b: torch.arange(
+        x.shape[0]
+    ).argsort(descending=True, stable=True),
     "topk(1, 0)": lambda x, p, b: (-x).topk(1, 0).values,
     "argmax(0)": lambda x, p, b: (-x).argmax(0),
     "argmin(0), gathered": lambda x, p, b: x.gather(0, x.argmin(0, keepdim=True)),
@@ -78,6 +81,13 @@ MIXED: Outputs = {
     "centered average pool": lambda x, p, b: F.avg_pool1d(
         x.t()[None], 3, 1, 1, count_include_pad=False
     )[0].t(),
+    "pictures, rows of which are tokens": lambda x, p, b: F.interpolate(
+        x[None, None], scale_factor=(1.0, 2.0), mode="nearest"
+    ),
+    "pooled over pictures that are not in front": lambda x, p, b: F.max_pool2d(
+        x[:, :4].t().unflatten(0, (2, 2)), (2, 1)
+    ),
+    "cut out of what has tokens for rows": lambda x, p, b: F.unfold(x[None, None], 3, padding=1),
     "adaptive pool": lambda x, p, b: F.adaptive_avg_pool1d(x.t()[None], 1)[0],
     "x[-1]": lambda x, p, b: x[-1] * 1,
     "x[-1:]": lambda x, p, b: x[-1:] * 1,

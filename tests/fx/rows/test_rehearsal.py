@@ -26,6 +26,7 @@ from fngraph.fx.rows import (
     dirty_uses,
     fills,
     indices,
+    pictures,
     rules,
     shapes,
     sums,
@@ -244,10 +245,19 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: b.x[(p["i"] * 0 + 255).to(torch.uint8).repeat(2).view(torch.int64)] * 1,
     ),
     "pairs of ones as one complex number": (
-        shapes, "if call.name not in _PAIRS and fill.numel()", "if fill.numel()",
+        shapes, "if call.name not in _PAIRS and (number := _number(fill)) is not None",
+        "if (number := _number(fill)) is not None",
         lambda p, b: torch.view_as_real(
             torch.view_as_complex(b.y[:, None].expand(-1, 2).contiguous()).prod(0)
         ),
+    ),
+    "what counts up to T, from its end": (
+        sums, "if not down and isinstance(fill, str)", "if isinstance(fill, str)",
+        lambda p, b: torch.arange(b.x.shape[0]).sort(descending=True)[0],
+    ),
+    "pooled over T": (
+        pictures, "if d > 0 or ndim(x) != APART[call.name]", "if False",
+        lambda p, b: F.avg_pool2d(b.y[None, None, :, None], (3, 1), 1, (1, 0)),
     ),
     "zeros times a sum that may be NaN": (
         sums, "return state.held if state.value is None else is_finite(state.value)",

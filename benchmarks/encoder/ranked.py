@@ -1,0 +1,94 @@
+"""Requests of squares over ranks, a process each (`benchmarks encoder --ranks 2`).
+
+Both ways share a request's images as `balance` does and gather all rows on every rank: by graphs,
+and by bare `forward`. Times are those of rank 0, from one barrier to the last row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.encoder.requests import Request, squares
+from benchmarks.encoder.ways import as_asked, make_tower, way_of
+from benchmarks.harness import Mistake
+from fngraph.encoder.planning import item_counts
+from fngraph.encoder.ranks import gather, shares_of
+
+
+def in_ranks(flags: argparse.Namespace) -> tuple[Mapping[str, list[float]], list[Request]]:
+    """Seconds of each request by each way, and the requests that count.
+
+    Raises:
+        Mistake: fewer GPUs than ranks.
+    """
+    if flags.device.startswith("cuda") and torch.cuda.device_count() < flags.ranks:
+        raise Mistake(f"--ranks {flags.ranks}: there are {torch.cuda.device_count()} GPUs")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder) / "seconds.json"
+        mp.spawn(_rank, (flags, port, str(into)), nprocs=flags.ranks)
+        seconds = json.loads(into.read_text())
+    tower = make_tower(flags, (32,))
+    return seconds, squares(tower, len(seconds["bare"]), flags.seed)
+
+
+def _rank(rank: int, flags: argparse.Namespace, port: int, into: str) -> None:
+    is_cuda = flags.device.startswith("cuda")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    flags.device = f"cuda:{rank}" if is_cuda else flags.device
+    if is_cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if is_cuda else "gloo", rank=rank, world_size=flags.ranks)
+    try:
+        with torch.no_grad():
+            seconds = _measured(flags, dist.group.WORLD)
+        if rank == 0:
+            Path(into).write_text(json.dumps(seconds))
+    finally:
+        dist.destroy_process_group()
+
+
+def _measured(flags: argparse.Namespace, group: Any) -> dict[str, list[float]]:
+    from benchmarks.encoder import BUDGETS
+
+    tower = make_tower(flags, BUDGETS)
+    many = max(3, flags.requests // 10)
+    warmup = min(flags.warmup, many // 4)
+    encoder = way_of(tower, flags.levels[-1], flags, ranks=group, **as_asked(tower))
+    plan, me = encoder.plan, dist.get_rank(group)
+
+    def bare(items: Sequence[Any]) -> Any:
+        counts = [item_counts(tower.model.measured(item), plan) for item in items]
+        shares = shares_of(counts, dist.get_world_size(group))
+        mine = shares[me]
+        rows = tower.bare([items[i] for i in mine]) if mine else []
+        by_item = {i: {"default": made} for i, made in zip(mine, rows)}
+        return gather(by_item, counts, shares, plan, encoder.steps, group)
+
+    ways = {"bare": bare, f"FULL-{flags.levels[-1]}": encoder}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for at, request in enumerate(squares(tower, many, flags.seed)):
+        items = request.items()
+        for name, way in ways.items():
+            dist.barrier(group)
+            began = time.perf_counter()
+            way(items)
+            if tower.memory.is_cuda:
+                torch.cuda.synchronize()
+            if at >= warmup:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds

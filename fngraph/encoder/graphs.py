@@ -1,0 +1,311 @@
+"""`graphify_encoder`: an encoder whose items run as CUDA graphs, one a path and token budget.
+
+model --plan--> EncoderPlan --a step a path--> Encoder
+items --measure, pack--> runs --collate, replay--> rows --gather--> --postprocess--> outputs
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from fngraph.core import EncoderPlan, Mode, Packed, trees
+from fngraph.core.memory import MemoryTable
+from fngraph.encoder.model import EncoderModel, Measured
+from fngraph.encoder.planning import Budgets, Histograms, item_counts, pack_measured, plan_model
+from fngraph.encoder.ranks import Rows, gather, shares_of
+from fngraph.encoder.run import (
+    EAGER_TOKENS,
+    Ran,
+    Steps,
+    check_steps,
+    encoder_limits,
+    execute,
+    with_query_len,
+)
+from fngraph.encoder.statistics import EncoderStats
+from fngraph.errors import FnGraphError, ModesError, SpecError
+from fngraph.graphified import graphify
+from fngraph.graphs.recorder import Recorder
+from fngraph.options import OptionsDict, check_names
+from fngraph.step.step import Step
+
+LOG = logging.getLogger("fngraph")
+
+MANY = 64  # graphs, from which on one is told
+OURS = ("sizes", "query_lens", "limits", "outputs", "key_reqs")  # what the plan decides
+
+
+def graphify_encoder(
+    model: EncoderModel,
+    params: Any,
+    *,
+    budgets: Budgets | None = None,
+    histogram: Histograms | None = None,
+    num_budgets: int = 8,
+    max_items: int | None = None,
+    max_frames: int | None = None,
+    max_tokens: int | None = None,
+    eager_tokens: int = EAGER_TOKENS,
+    defer: bool = True,
+    ranks: dist.ProcessGroup | None = None,
+    recorder: str | Recorder | None = None,
+    log_every: int = 100,
+    **options: Any,
+) -> Encoder:
+    """An encoder that runs items as CUDA graphs, packed into token budgets.
+
+    Every path is traced now, and its graphs are captured when they are first needed, or ahead of
+    that by `encoder.capture()`. All of them share one pool of memory.
+
+    Args:
+        model: the encoder as pure functions.
+        params: what each path's `forward` takes first. It is bound: see `fg.graphify`.
+        budgets: output tokens of the graphs, ascending; by path where there are several. None: each
+            path's `min_budget` doubled up to the model's range.
+        histogram: what budgets are planned from instead: tokens of a run -> how often it came, or
+            the runs' tokens themselves; by path where there are several. What an encoder has seen
+            is in `encoder.stats.histogram(path)`.
+        num_budgets: how many a histogram may ask for, a path.
+        max_items: items of a run; None: as many of the smallest as the largest budget holds.
+        max_frames: frames of a run; None: the model's `max_frames` for each of its items.
+        max_tokens: what a step of the decoder takes, where that is less than the model's range.
+        eager_tokens: output tokens that one run may bring at all; what is beyond the budgets runs
+            eagerly up to here. Fewer where `forward` has a table of so many rows.
+        defer: keep an item for a run of its own where two graphs are smaller than one for both.
+        ranks: a `torch.distributed` group whose ranks share the items of each call: every rank
+            passes the same items, runs its part of them, and gets all outputs.
+        recorder: as `fg.graphify`'s; or another step's, `step.recorder`, to share its pool.
+        log_every: calls from one INFO line with the statistics to the next; 0: none.
+        options: of `fg.graphify`: modes ("FULL", or "PIECEWISE" for paths without a `unit`),
+            backends, compile, passes, guards, memory_budget, on_failure, ...
+
+    Raises:
+        SizesError: a plan that is none. ModesError: other modes.
+        TypeError: an option that the plan decides, or that there is not.
+        FnGraphError: as `fg.graphify`, of a path's `forward`.
+        SpecError: ranks for an encoder without graphs.
+    """
+    check_names("graphify_encoder", options, OptionsDict)
+    for name in OURS:
+        if name in options:
+            raise TypeError(
+                f"graphify_encoder() takes no option {name!r}: the plan decides it. Pass budgets=, "
+                "max_items=, max_frames= or max_tokens="
+            )
+    plan = plan_model(
+        model, budgets=budgets, histogram=histogram, num_budgets=num_budgets, max_items=max_items,
+        max_frames=max_frames, max_tokens=max_tokens, defer=defer,
+    )  # fmt: skip
+    if plan.num_graphs > MANY:
+        LOG.warning("encoder: %d graphs are many; pass fewer budgets=", plan.num_graphs)
+    steps: dict[str, Step[Any]] = {}
+    if model.eager_because is None:
+        for path in model.paths:
+            steps[path] = _step(model, path, params, plan, recorder, eager_tokens, options)
+            recorder = steps[path].recorder
+        check_steps(steps, plan)
+    elif ranks is not None:
+        raise SpecError(
+            f"ranks= shares items by their tokens, and this encoder runs item by item: "
+            f"{model.eager_because}. Leave ranks= out, and pass each rank its own items."
+        )
+    return Encoder(model, params, plan, steps, ranks, log_every)
+
+
+def _step(
+    model: EncoderModel,
+    name: str,
+    params: Any,
+    plan: EncoderPlan,
+    recorder: str | Recorder | None,
+    eager_tokens: int,
+    options: Mapping[str, Any],
+) -> Step[Any]:
+    """A path's step, of whose keys none is captured yet: uniform ones where its sequences are."""
+    path, given = model.paths[name], dict(options)
+    modes = Mode.parse(given.pop("modes", None) or Mode.FULL)
+    if modes not in (Mode.FULL, Mode.PIECEWISE):
+        raise ModesError(
+            f'modes="{modes}": runs of an encoder are graphs or pieces of one kind. Pass '
+            'modes="FULL" or modes="PIECEWISE"; without graphs, EncoderModel(eager_because=...)'
+        )
+    given["sizes"] = tuple(budget for budget in plan.path_budgets[name] if budget)
+    if path.unit is not None:
+        given["query_lens"] = (path.unit,)
+        modes = Mode.FULL_DECODE_ONLY
+    else:
+        given["key_reqs"] = plan.max_sequences[name]
+    widest = max(given["sizes"][-1], eager_tokens)
+    limits = encoder_limits(plan, name, max_tokens=widest, max_reqs=widest, **model.dims)
+    fast = graphify(path.forward, stage=1, modes=modes, **given)
+    try:
+        step = fast.bind(params).capture(limits, recorder=recorder, lazy=True, progress=False)
+    except FnGraphError as error:
+        error.add_note(
+            f"in forward of the path {name!r}. graphify_encoder makes its limits, {limits!r}: "
+            "max_tokens is eager_tokens=, further letters are EncoderModel(dims=...)"
+        )
+        raise
+    if not len(step.table) or (path.unit is not None and step.table.piecewise):
+        raise ModesError(
+            f"the path {name!r} has no graphs as it was to have, modes={str(modes)!r}: "
+            f"{'; '.join(step.notes) or step.table!r}. Choose backends that a graph may hold, "
+            "backends={...}, or pass EncoderModel(eager_because=...)"
+        )
+    return step
+
+
+class Encoder:
+    """A graphified encoder: `encoder(items)` gives an output for each item.
+
+    What it holds of its own is what its steps do, memory and graphs, and its counts.
+
+    Attributes:
+        model: what it runs.
+        params: what its paths were bound to.
+        plan: its budgets, and what a graph holds.
+        steps: the captured step of each path; empty where the model has no graphs.
+        ranks: those that share each call's items, if any do.
+    """
+
+    def __init__(
+        self,
+        model: EncoderModel,
+        params: Any,
+        plan: EncoderPlan,
+        steps: Steps,
+        ranks: dist.ProcessGroup | None = None,
+        log_every: int = 100,
+    ) -> None:
+        self.model, self.params, self.plan, self.ranks = model, params, plan, ranks
+        self.steps, self.log_every = MappingProxyType(dict(steps)), log_every
+        self._stats = EncoderStats()
+
+    def __call__(self, items: Iterable[Any]) -> list[Any]:
+        """An output for each item, in the order of the items, in memory of its own.
+
+        Args:
+            items: what the model's functions take, images and videos mixed. Those that no graph
+                holds run eagerly. With ranks: the same on every rank.
+
+        Raises:
+            SpecError: `measure` and `collate` count what cannot be, or differently; or an item is
+                beyond `eager_tokens`.
+            TreeError: rows that are not one a token.
+            FnGraphError: as a step.
+        """
+        items = list(items)
+        measured = self._measured(items)
+        if self.model.eager_because is not None:
+            rows, ran = self._bare(items, measured)
+        else:
+            rows, ran = self._graphs(items, measured)
+        outputs = [self.model.postprocess(rows[at], item) for at, item in enumerate(items)]
+        self._stats.observe(ran)
+        if self.log_every and self._stats.calls % self.log_every == 0:
+            LOG.info(self._stats.line())
+        return outputs
+
+    def pack(self, items: Iterable[Any]) -> Packed:
+        """How these items would run on one rank, without running them."""
+        measured = self._measured(list(items))
+        return pack_measured(self.model, self.plan, measured, range(len(measured)))
+
+    def _measured(self, items: Sequence[Any]) -> list[Measured]:
+        return [self.model.measured(item, f"items[{at}]") for at, item in enumerate(items)]
+
+    def _graphs(
+        self, items: Sequence[Any], measured: Sequence[Measured]
+    ) -> tuple[Rows, Sequence[Ran]]:
+        """Rows by item and path, and how this rank's runs went."""
+        model, plan = self.model, self.plan
+        counts = [item_counts(one, plan) for one in measured]
+        rank = 0 if self.ranks is None else dist.get_rank(self.ranks)
+        shares = shares_of(counts, 1 if self.ranks is None else dist.get_world_size(self.ranks))
+        packed = pack_measured(model, plan, measured, shares[rank])
+
+        def collate(path: str, some: Sequence[Any]) -> Any:
+            return with_query_len(model.collate(path, some), model.paths[path].unit)
+
+        rows, ran = execute(self.steps, plan, packed.runs, items, counts, collate)
+        if self.ranks is None:
+            return rows, ran
+        return gather(rows, counts, shares, plan, self.steps, self.ranks), ran
+
+    @torch.no_grad()
+    def _bare(
+        self, items: Sequence[Any], measured: Sequence[Measured]
+    ) -> tuple[Rows, Sequence[Ran]]:
+        """Item by item, without a trace: what a model is that has no graphs."""
+        model, why = self.model, str(self.model.eager_because)
+        leaves, _ = trees.flatten(self.params)
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
+        rows: dict[int, dict[str, Any]] = {}
+        ran = []
+        for at, item in enumerate(items):
+            rows[at] = {}
+            for path, tokens in measured[at].tokens.items():
+                if tokens:
+                    batch = model.collate(path, [item])
+                    if device is not None:
+                        batch = trees.map_leaves(lambda x: x.to(device), batch)
+                    rows[at][path] = model.paths[path].forward(self.params, batch)
+                    ran.append(Ran(path, (at,), (tokens,), None, why))
+        return rows, ran
+
+    def capture(self, progress: bool | str = False) -> Self:
+        """Capture every graph now, largest first; returns the encoder.
+
+        Raises:
+            CaptureError, SleepError, AddressError: as `Step.capture_all`.
+        """
+        for path, step in self.steps.items():
+            step.capture_all(f"capturing {path}" if progress is True else progress)
+        return self
+
+    @property
+    def stats(self) -> EncoderStats:
+        """What the calls so far ran as, on this rank; later calls do not change it."""
+        return self._stats.copy()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Whose pool the graphs are in, to share: `graphify(...).capture(recorder=...)`."""
+        return next((step.recorder for step in self.steps.values()), None)
+
+    @property
+    def memory(self) -> Mapping[str, MemoryTable]:
+        """Memory of each path's graphs: estimated, measured, last used."""
+        return {path: step.memory for path, step in self.steps.items()}
+
+    def sleep(self) -> None:
+        """Give back the memory of graphs and buffers. A call is then an error; see `Step.sleep`."""
+        for step in self.steps.values():
+            step.sleep()
+
+    def wake(self) -> None:
+        """Take the memory again, and capture what was captured; see `Step.wake`."""
+        for step in self.steps.values():
+            step.wake()
+
+    def as_text(self) -> str:
+        """The plan, why anything is not as it was asked for, and the statistics."""
+        parts = [self.plan.as_text()]
+        if self.model.eager_because is not None:
+            parts = [f"no graphs: {self.model.eager_because}"]
+        parts += [f"{path}: {note}" for path, step in self.steps.items() for note in step.notes]
+        return "\n\n".join([*parts, self.stats.as_text()])
+
+    def __repr__(self) -> str:
+        if self.model.eager_because is not None:
+            return f"Encoder(no graphs: {self.model.eager_because}; {self.stats!r})"
+        done = ", ".join(
+            f"{path}: {len(step)} of {len(step.table)} graphs" for path, step in self.steps.items()
+        )
+        return f"Encoder({done}; {self.stats!r})"

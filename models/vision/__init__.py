@@ -1,0 +1,1 @@
+"""Vision encoders as pure functions: forward(params, batch) -> rows, one an output token."""

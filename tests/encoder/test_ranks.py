@@ -1,0 +1,70 @@
+"""Items over ranks: two processes give what one gives, in the same order, and share the work."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pictures as toy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import toys
+
+RANKS = 2
+
+
+def calls(kind: str) -> list[list[Any]]:
+    """Items of some calls: many, one, which leaves a rank without any, and none."""
+    draw = random.Random(kind)
+    one = [toy.page(2)] if kind == "pages" else [toy.picture(3, 4)]
+    crop = [toy.page(0), toy.page(0, 1), toy.page(1)] if kind == "pages" else []
+    return [*(toy.random_items(kind, draw) for _ in range(4)), one, crop, []]
+
+
+def rank_of(rank: int, folder: str) -> None:
+    """What each process runs: every call's outputs, and what was its own, into a file."""
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", timedelta(minutes=5), rank=rank, world_size=RANKS
+    )
+    try:
+        for kind in toy.KINDS:
+            encoder = toy.make(kind, "cpu", "tape", ranks=dist.group.WORLD)
+            outputs = [encoder(items) for items in calls(kind)]
+            ran = {path: step.stats.tokens for path, step in encoder.steps.items()}
+            torch.save((outputs, encoder.stats.items, ran), f"{folder}/{kind}{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+    """What the processes have left; this one is the first of them."""
+    made = tmp_path_factory.mktemp("ranks")
+    other = mp.get_context("spawn").Process(target=rank_of, args=(1, str(made)))
+    other.start()
+    rank_of(0, str(made))
+    other.join()
+    assert other.exitcode == 0
+    return made
+
+
+@pytest.mark.parametrize("kind", toy.KINDS)
+def test_two_processes_equal_one(folder: Path, kind: str):
+    encoder = toy.make(kind, "cpu", "tape")
+    given = calls(kind)
+    want = [encoder(items) for items in given]
+    found = [torch.load(folder / f"{kind}{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    for outputs, *_ in found:
+        toys.assert_trees(outputs, want, **toys.CLOSE)
+    items = [own for _, own, _ in found]
+    assert sum(items) == encoder.stats.items and min(items) > 0.25 * sum(items)
+    tokens = {path: [ran[path] for *_, ran in found] for path in encoder.steps}
+    assert {path: sum(n) for path, n in tokens.items()} == {
+        path: step.stats.tokens for path, step in encoder.steps.items()
+    }
+    both = [sum(ran.values()) for *_, ran in found]
+    assert max(both) < 0.75 * sum(both), "the work is shared"

@@ -32,8 +32,6 @@ from benchmarks.encoder.towers import towers
 from benchmarks.encoder.ways import SIZES, Tower, as_asked, make_tower, way_of
 from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of
 from benchmarks.traffic import quantile
-from fngraph.core import EncoderPlan
-from fngraph.encoder.planning import pack_measured
 
 PARTS = ("images", "video", "squares", "budgets", "towers")
 LEVELS = ("none", "fused", "pieces")
@@ -133,32 +131,32 @@ def megabytes(encoder: Any) -> float:
 
 def budget_sets(tower: Tower, flags: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each set of budgets and rule: what the chat's runs pad, and what graphs take."""
-    requests = chat(tower, flags.requests, flags.seed)
-    measured = [[tower.model.measured(x) for x in one.items()] for one in requests]
+    requests = [one.items() for one in chat(tower, flags.requests, flags.seed)]
 
-    def runs(plan: EncoderPlan) -> list[tuple[int | None, int]]:
+    def ran(encoder: Any) -> list[tuple[int | None, int]]:
         """The budget of each run, and its true tokens."""
         found = []
-        for one in measured:
-            for run in pack_measured(tower.model, plan, one, range(len(one))).runs:
-                found.append((run.budget, sum(one[i].tokens["default"] for i in run.items)))
+        for items in requests:
+            tokens = [tower.model.measure(item).tokens["default"] for item in items]
+            for run in encoder.pack(items).runs:
+                found.append((run.budget, sum(tokens[i] for i in run.items)))
         return found
 
     rows, seen = [], list[int]()
     for name in ("in steps of 512", "doubled", "planned from the stream"):
         asked = {"in steps of 512": as_asked(tower), "doubled": {}}.get(name, {"histogram": seen})
-        encoder = way_of(tower, "none", flags, **asked)
-        for defers in (True, False):
-            ran = runs(encoder.plan._replace(defer=defers))
-            seen = seen or [true for _, true in ran]
-            held = sum(budget or true for budget, true in ran)
+        for defer in (True, False):
+            encoder = way_of(tower, "none", flags, defer=defer, **asked)
+            runs = ran(encoder)
+            seen = seen or [true for _, true in runs]
+            held = sum(budget or true for budget, true in runs)
             rows.append({
-                "budgets": name, "defers": defers, "graphs": encoder.plan.num_graphs,
-                "runs": len(ran), "eager": sum(budget is None for budget, _ in ran),
-                "padding": 1 - sum(true for _, true in ran) / max(held, 1),
+                "budgets": name, "defers": defer, "graphs": encoder.plan.num_graphs,
+                "runs": len(runs), "eager": sum(budget is None for budget, _ in runs),
+                "padding": 1 - sum(true for _, true in runs) / max(held, 1),
                 "graphs MB": megabytes(encoder),
             })  # fmt: skip
-        encoder.sleep()
+            encoder.sleep()
     return rows
 
 

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import fngraph as fg
 from benchmarks.encoder.requests import Request, squares
-from benchmarks.encoder.ways import as_asked, make_tower, way_of
+from benchmarks.encoder.ways import Tower, as_asked, make_tower, way_of
 from benchmarks.harness import Mistake
-from fngraph.encoder.planning import item_counts
-from fngraph.encoder.ranks import gather, shares_of
 
 
 def in_ranks(flags: argparse.Namespace) -> tuple[Mapping[str, list[float]], list[Request]]:
@@ -69,15 +68,9 @@ def _measured(flags: argparse.Namespace, group: Any) -> dict[str, list[float]]:
     many = max(3, flags.requests // 10)
     warmup = min(flags.warmup, many // 4)
     encoder = way_of(tower, flags.levels[-1], flags, ranks=group, **as_asked(tower))
-    plan, me = encoder.plan, dist.get_rank(group)
 
-    def bare(items: Sequence[Any]) -> Any:
-        counts = [item_counts(tower.model.measured(item), plan) for item in items]
-        shares = shares_of(counts, dist.get_world_size(group))
-        mine = shares[me]
-        rows = tower.bare([items[i] for i in mine]) if mine else []
-        by_item = {i: {"default": made} for i, made in zip(mine, rows)}
-        return gather(by_item, counts, shares, plan, encoder.steps, group)
+    def bare(items: Sequence[Any]) -> list[Any]:
+        return shared(tower, items, group)
 
     ways = {"bare": bare, f"FULL-{flags.levels[-1]}": encoder}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -92,3 +85,23 @@ def _measured(flags: argparse.Namespace, group: Any) -> dict[str, list[float]]:
             if at >= warmup:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
+
+
+def shared(tower: Tower, items: Sequence[Any], group: Any) -> list[Any]:
+    """Leaves of all items' rows, on every rank, of which each has run its part by bare `forward`;
+    in the order of the ranks."""
+    tokens = [tower.model.measure(item).tokens["default"] for item in items]
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    spread = fg.core.balance(tokens, ranks)
+    begin = sum(spread.counts[:me])
+    mine = [items[i] for i in spread.order[begin : begin + spread.counts[me]]]
+    parts = [fg.core.trees.flatten(rows)[0] for rows in tower.bare(mine)]
+    made = []
+    for leaves in zip(*parts):
+        own = torch.cat(leaves)
+        padded = own.new_zeros((max(spread.loads), *own.shape[1:]))
+        padded[: len(own)] = own
+        every = [torch.empty_like(padded) for _ in range(ranks)]
+        dist.all_gather(every, padded, group=group)
+        made.append(torch.cat([x[:n] for x, n in zip(every, spread.loads)]))
+    return made

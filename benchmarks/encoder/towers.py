@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import fngraph as fg
-from fngraph.core import trees
 from fngraph.models.vision import clip, deepseek_ocr, sam
 from fngraph.models.vision.pages import Page
 
@@ -58,7 +57,7 @@ def towers(
             rows = {}
             for path in model.paths:
                 batch = model.collate(path, [item])
-                batch = trees.map_leaves(lambda x: x.to(flags.device), batch)
+                batch = fg.core.trees.map_leaves(lambda x: x.to(flags.device), batch)
                 rows[path] = model.paths[path].forward(params, batch)
             made.append(model.postprocess(rows, item))
         return made

@@ -14,7 +14,6 @@ from torch import Tensor
 import fngraph as fg
 from benchmarks.encoder.requests import MOST_IMAGES, PIXELS
 from benchmarks.harness import Mistake
-from fngraph.core import trees
 from fngraph.models.vision import qwen3_vl
 
 SIZES = {
@@ -60,12 +59,14 @@ class Tower:
 
     def _bare(self, params: Any, items: Sequence[Any]) -> list[Any]:
         batch = self.model.collate("default", items)
-        batch = trees.map_leaves(lambda x: x.to(self.memory.device, non_blocking=True), batch)
+        batch = fg.core.trees.map_leaves(
+            lambda x: x.to(self.memory.device, non_blocking=True), batch
+        )
         made = self.model.paths["default"].forward(params, batch)
         counts = [self.model.measure(item).tokens["default"] for item in items]
-        leaves, treedef = trees.flatten(made)
+        leaves, treedef = fg.core.trees.flatten(made)
         parts = zip(*[leaf.split(counts) for leaf in leaves])
-        return [trees.unflatten(treedef, part) for part in parts]
+        return [fg.core.trees.unflatten(treedef, part) for part in parts]
 
     def check(self, ways: Mapping[str, Callable[..., Any]], items: Sequence[Any]) -> None:
         """See that every way is as close to float32 as bare `forward` is.
@@ -73,7 +74,7 @@ class Tower:
         Raises:
             Mistake: one is not.
         """
-        wide = trees.map_leaves(lambda x: x.float(), self.params)
+        wide = fg.core.trees.map_leaves(lambda x: x.float(), self.params)
         want = self._bare(wide, items)
         own = off(self.bare(items), want)
         for name, way in ways.items():
@@ -84,7 +85,7 @@ class Tower:
 
 def off(got: Any, want: Any) -> float:
     """The largest relative error of a leaf, in the norm."""
-    pairs = zip(trees.flatten(got)[0], trees.flatten(want)[0], strict=True)
+    pairs = zip(fg.core.trees.flatten(got)[0], fg.core.trees.flatten(want)[0], strict=True)
     return max(float((a.double() - b).norm() / b.double().norm()) for a, b in pairs)
 
 

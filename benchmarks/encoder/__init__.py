@@ -28,14 +28,13 @@ import torch
 
 from benchmarks.encoder.ranked import in_ranks
 from benchmarks.encoder.requests import Request, chat, squares, videos
-from benchmarks.encoder.towers import towers
+from benchmarks.encoder.towers import two_towers
 from benchmarks.encoder.ways import SIZES, Tower, as_asked, make_tower, way_of
 from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of
 from benchmarks.traffic import quantile
 
 PARTS = ("images", "video", "squares", "budgets", "towers")
 LEVELS = ("none", "fused", "pieces")
-BUDGETS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864)
 SMALL = 1024  # patches
 GOALS = {  # of bare: the most that each may be
     "images": {"mean": 0.75, "p99": 0.80, "small": 1 / 1.9, "worst kind": 1.03},
@@ -193,12 +192,12 @@ def missed(found: dict[str, Any], flags: argparse.Namespace) -> list[str]:
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
     """Each part's rows."""
     found: dict[str, Any] = {}
-    tower = make_tower(flags, BUDGETS)
+    tower = make_tower(flags)
     for part in flags.parts:
         if part == "budgets":
             found[part] = budget_sets(tower, flags)
         elif part == "towers":
-            found[part] = towers(flags, timed)
+            found[part] = two_towers(flags, timed)
         else:
             found[part] = stream_part(part, tower, flags)
         show(found[part], part)

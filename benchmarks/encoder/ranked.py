@@ -41,7 +41,7 @@ def in_ranks(flags: argparse.Namespace) -> tuple[Mapping[str, list[float]], list
         into = Path(folder) / "seconds.json"
         mp.spawn(_rank, (flags, port, str(into)), nprocs=flags.ranks)
         seconds = json.loads(into.read_text())
-    tower = make_tower(flags, (32,))
+    tower = make_tower(flags)
     return seconds, squares(tower, len(seconds["bare"]), flags.seed)
 
 
@@ -62,9 +62,7 @@ def _rank(rank: int, flags: argparse.Namespace, port: int, into: str) -> None:
 
 
 def _measured(flags: argparse.Namespace, group: Any) -> dict[str, list[float]]:
-    from benchmarks.encoder import BUDGETS
-
-    tower = make_tower(flags, BUDGETS)
+    tower = make_tower(flags)
     many = max(3, flags.requests // 10)
     warmup = min(flags.warmup, many // 4)
     encoder = way_of(tower, flags.levels[-1], flags, ranks=group, **as_asked(tower))

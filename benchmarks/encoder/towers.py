@@ -31,7 +31,7 @@ class Pages:
         return list(self.pages)
 
 
-def towers(
+def two_towers(
     flags: argparse.Namespace, timed: Callable[..., Mapping[str, Sequence[float]]]
 ) -> list[dict[str, Any]]:
     """A row for each way: the graph of views with crops run eagerly, and both run eagerly."""

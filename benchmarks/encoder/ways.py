@@ -26,6 +26,7 @@ SIZES = {
         channels=3, side=7, deepstack=(0,),
     ),
 }  # fmt: skip
+BUDGETS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864)
 TINY_BUDGETS, TINY_PIXELS = (8, 16, 32), 600.0
 MOST_ITEMS = 8  # of a graph
 OFF = 1.5  # times bare `forward`'s own error, and no more
@@ -89,10 +90,10 @@ def off(got: Any, want: Any) -> float:
     return max(float((a.double() - b).norm() / b.double().norm()) for a, b in pairs)
 
 
-def make_tower(flags: argparse.Namespace, budgets: tuple[int, ...]) -> Tower:
+def make_tower(flags: argparse.Namespace) -> Tower:
     """Random weights on the device."""
     config, is_tiny = SIZES[flags.model], flags.model == "tiny"
-    budgets = TINY_BUDGETS if is_tiny else budgets
+    budgets = TINY_BUDGETS if is_tiny else BUDGETS
     dtype = torch.bfloat16 if flags.device.startswith("cuda") else torch.float32
     torch.manual_seed(flags.seed)
     params = qwen3_vl.init_params(config, seed=flags.seed, device=flags.device, dtype=dtype)

@@ -18,7 +18,7 @@ FLAGS = argparse.Namespace(model="tiny", device="cpu", seed=0, backend=None)
 
 @pytest.fixture(scope="module")
 def tower() -> Any:
-    return make_tower(FLAGS, encoder.BUDGETS)
+    return make_tower(FLAGS)
 
 
 def test_a_tiny_run(tmp_path, capsys):

@@ -599,3 +599,92 @@ def test_modes_that_the_backend_cannot_serve(support: str, asked: str, want: str
             lowered = split.lower()
             assert str(lowered.resolution.modes) == want
             assert "toy_double 0 (weak)" in lowered.notes[0]
+
+
+# --- the first mistakes of a first hour -----------------------------------------------------------
+
+x43, w44 = torch.rand(3, 4).add_(4), torch.rand(4, 4)
+
+
+def exact(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """One call of a function of exact shapes."""
+    return fg.graphify(forward, **{"stage": "x"} | options)(*args)
+
+
+MISTAKES: dict[str, Callable[[Any, Any], Any]] = {
+    "an attribute": lambda w, x: (x @ w).reshpe(-1),
+    "an attribute of a view": lambda w, x: w.t().bogus,
+    "an operand": lambda w, x: x + [1, 2],
+    "an operand on the left": lambda w, x: [1, 2] + x,
+    "a comparison": lambda w, x: x < "a",
+    "a call": lambda w, x: x(3),
+    "an argument": lambda w, x: torch.cat(x, w),
+    "a size": lambda w, x: torch.zeros(x),
+    "bytes": lambda w, x: memoryview(x),
+    "a function of torch": lambda w, x: torch.softmx(x @ w),
+    "a key": lambda w, x: {"w": w}["W"],
+    "a keyword": lambda w, x: torch.relu(x, bad=3),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_that_eager_would_name_is_named_the_same_way(what: str):
+    """A typo is an AttributeError, not a rule of ours; fakes are not spoken of."""
+    forward = MISTAKES[what]
+    with pytest.raises((AttributeError, TypeError, LookupError)) as eager:
+        forward(w44, x43)
+    with pytest.raises(type(eager.value)) as caught:
+        exact(forward, w44, x43)
+    assert type(caught.value) is type(eager.value) and str(caught.value) == str(eager.value)
+    assert HERE in caught.value.__notes__[0]
+    report = fg.check(forward, w44, x43, stage="x")
+    assert str(eager.value).split("\n")[0] in report.as_text() and HERE in report.as_text()
+
+
+@pytest.mark.parametrize("given", ["cache", "params"])
+def test_a_batch_in_the_place_of_another_argument(given: str):
+    fast, params, cache = attend()
+    batch = toys.batch(2)
+    args = (params, batch, cache) if given == "cache" else (batch, cache, params)
+    for call in (lambda: fast(*args), lambda: fast.trace(*args[:2])):
+        words = [f"{given} is", "Batch", "The batch is 'batch'", "(params, cache, batch)"]
+        with refused(*TREE, words):
+            call()
+    fast(params, cache, batch)
+    with refused(*TREE, [f"{given} is", "The batch is 'batch'"]):
+        fast(*args)
+
+
+@pytest.mark.parametrize(
+    ("forward", "new", "donate"),
+    [(lambda w, t, x: x @ w * t, torch.ones(1), False),
+     (lambda w, t, x: x @ w * t["a"], {"a": torch.ones(4)}, False),
+     (lambda w, t, x: (x @ w * t).float(), torch.ones(3, 4).double(), False),
+     (lambda w, t, x: (x @ w, t + 1), torch.ones(2), True),
+     (lambda w, t, x: (x @ w, {"n": t["n"] + 1}), {"n": torch.ones(2)}, True),
+     (lambda w, t, x: (x @ w, {"n": t["n"] + 1.5}), {"n": torch.ones(2).long()}, False),
+     (lambda w, t, x: t + 1, torch.ones(2), True)],
+    ids=["a number", "a dict", "a dtype", "state", "a dict of state", "another dtype", "all"],
+)  # fmt: skip
+def test_an_argument_that_is_new_at_each_call(forward: Any, new: Any, donate: bool):
+    """To stage it is what is said; to donate it where forward returns one like it."""
+    fast = fg.graphify(forward, stage="x")
+    fast(w44, new, x43)
+    with pytest.raises(errors.AddressError, match="stage=\\('x', 't'\\)") as caught:
+        fast(w44, toys.clone(new), x43)
+    assert ("donate='t'" in str(caught.value)) is donate
+
+
+def test_a_new_argument_beside_a_batch_with_a_spec():
+    fast = fg.graphify(lambda p, t, s, b: toys.tally(p, s, b), donate="s", stage="b")
+    params, state = toys.tally_params(), toys.tally_state()
+    fast(params, torch.ones(1), state, toys.batch(2))
+    with pytest.raises(errors.AddressError, match=r"'t' is new.*field of Batch, fg\.buffer"):
+        fast(params, torch.ones(1), state, toys.batch(2))
+
+
+def test_state_that_comes_back_as_it_was():
+    with refused(errors.OutputError, RuntimeError, ["s['n']", 'donate="s"', "x.clone()"]):
+        exact(lambda w, s, x: (x @ w, s), w44, {"n": torch.zeros(2)}, x43)
+    with refused(errors.OutputError, RuntimeError, ["returns x itself", "x.clone()"]):
+        exact(lambda w, x: x, w44, x43)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fngraph.core import Buffer, Dim, buffers_of, check_declared, host_field, trees
 from fngraph.core.structs import hide_host_field
@@ -205,6 +206,7 @@ def abstract_arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
             example = [x for x in trees.flatten(given.get(name))[0] if hasattr(x, "device")]
             batch_device = example[0].device if example else batch_device
         else:
+            _check_no_batch(sig, name, role, given[name])
             flat, treedef = trees.flatten(given[name])
             found = [_leaf(p, role, x) for p, x in zip(trees.paths(treedef, name), flat)]
             devices.update({leaf.device: leaf.path for leaf in found})
@@ -225,14 +227,37 @@ def abstract_arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
 
 def _leaf(path: str, role: Role, value: Any) -> Leaf:
     if not isinstance(value, torch.Tensor | TensorSpec):
-        raise TreeError(
-            f"{path} is {type(value).__name__}, not a tensor. Numbers that configure the model "
-            "belong in a static field (x: int = fg.static()), others in a tensor"
-        )
+        raise TreeError(f"{path} is {_no_tensor(value)}")
     if isinstance(value, torch.Tensor):
         check_kind(path, value)
     spec = TensorSpec.of(value)
     return Leaf(path, role, spec.device, spec)
+
+
+def _no_tensor(value: Any) -> str:
+    """What a leaf is that is no tensor, and what to do with it."""
+    kind = type(value).__name__
+    if isinstance(value, nn.Module):
+        return (
+            f"a module ({kind}), and a graph reads tensors. Take them out: forward, params, "
+            "buffers = fg.from_module(module.eval())"
+        )
+    return (
+        f"{kind}, not a tensor. Numbers that configure the model belong in a static field "
+        "(x: int = fg.static()), or are bound, functools.partial(forward, x=2); those that change "
+        "belong in a tensor"
+    )
+
+
+def _check_no_batch(sig: Signature, name: str, role: Role, value: Any) -> None:
+    """Raise `TreeError` where a batch is passed for another parameter than the staged one."""
+    if buffers_of(type(value)) and host_field(type(value)) is not None:
+        staged = sig.names[sig.roles.index(Role.STAGED)]
+        raise TreeError(
+            f"{name} is {role.value}, and was given a {type(value).__name__}, which is a batch: it "
+            f"has fg.buffer fields and a spec. The batch is {staged!r}. Swap the arguments, "
+            f"forward({', '.join(sig.names)}), or say which is the batch: stage={name!r}"
+        )
 
 
 def _batch_type(sig: Signature, name: str, example: Any) -> type | None:

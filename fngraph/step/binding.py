@@ -103,7 +103,7 @@ def bind(executable: Executable, values: Sequence[Any]) -> Binding:
         TreeError: a number, structure, shape, dtype or device that differs from the trace.
         AliasError: a donated leaf shares memory with another leaf, or memory with itself.
     """
-    args, out_tree = executable.args, executable.out_tree
+    args = executable.args
     keeps_order = functools.cache(executable.maker.keeps_order)  # which traces
     positions = args.signature.positions(Role.HELD, Role.DONATED)
     names = [args.signature.names[i] for i in positions]
@@ -125,7 +125,7 @@ def bind(executable: Executable, values: Sequence[Any]) -> Binding:
     check_aliases([args.leaves[i] for i in indices], leaves)
     donated = [x for i, x in zip(indices, leaves) if args.leaves[i].role is Role.DONATED]
     inference = any(x.is_inference() for x in donated)
-    fixes = {position: _fix(args, position, out_tree) for position in positions}
+    fixes = {position: _fix(executable, position) for position in positions}
     containers = dict(zip(positions, values))
     return Binding(
         args, leaves, indices, paths, places(leaves), inference, spans, fixes, containers,
@@ -133,18 +133,43 @@ def bind(executable: Executable, values: Sequence[Any]) -> Binding:
     )  # fmt: skip
 
 
-def _fix(args: Arguments, position: int, out_tree: Any) -> str:
+def _fix(executable: Executable, position: int) -> str:
     """What a person should do who passes another argument than the one that was bound."""
+    args = executable.args
     name = args.signature.names[position]
     if args.signature.roles[position] is Role.DONATED:
         return f"Go on with the {name!r} that was passed first and came back, or capture again"
-    if args.treedefs[position] in (out_tree, *trees.children(out_tree)):
+    write = f"{WRITE[0].lower()}{WRITE[1:]}"
+    if args.batch_type is None:
+        how = f"stage it, fg.graphify(..., stage=({args.batch_name!r}, {name!r}))"
+    else:
+        how = f"make it a field of {args.batch_type.__name__}, fg.buffer(...)"
+    new = f"If {name!r} is new at each call, {how}. Else {write}"
+    if _is_returned(executable, position):
         return (
             f"{name!r} looks like what forward returns: if it is state, donate it, "
-            f"fg.graphify(..., donate={name!r}), and it is updated where it is. Else "
-            f"{WRITE[0].lower()}{WRITE[1:]}"
+            f"fg.graphify(..., donate={name!r}), and it is updated where it is. {new}"
         )
-    return WRITE
+    return new
+
+
+def _is_returned(executable: Executable, position: int) -> bool:
+    """Whether a part of the output has the structure, shapes and dtypes of an argument."""
+    args, out_tree = executable.args, executable.out_tree
+    specs = [leaf.spec for leaf in args.leaves[args.span(position)]]
+    want = [(tuple(map(str, spec.shape)), spec.dtype) for spec in specs if spec is not None]
+    own = iter(zip(executable.output_dims, executable.output_dtypes))  # all but the donated ones
+    updated = set(executable.returns.values())
+    have = [
+        None if i in updated else next((tuple(map(str, dims)), dtype) for dims, dtype in own)
+        for i in range(out_tree.num_leaves)
+    ]
+    start = 0
+    for tree in (out_tree, *trees.children(out_tree)):
+        if tree == args.treedefs[position] and have[start : start + tree.num_leaves] == want:
+            return True
+        start += 0 if tree is out_tree else tree.num_leaves
+    return False
 
 
 def flatten_as(

@@ -243,7 +243,7 @@ def write_errors(
             continue
         fix = "Write into a copy, x.clone()"
         if leaf.role is Role.HELD:
-            donate = _with(leaf, owners)
+            donate = donated_with(leaf, owners)
             fix += f", or donate the argument: fg.graphify(..., donate={donate})"
         yield MutationError(
             f"{line}: forward writes into {leaf.path} ({func}), which is {leaf.role.value}, not "
@@ -251,7 +251,7 @@ def write_errors(
         )
 
 
-def _with(leaf: Leaf, owners: Mapping[int, Leaf]) -> str:
+def donated_with(leaf: Leaf, owners: Mapping[int, Leaf]) -> str:
     """What `donate=` would be with the argument of `leaf` in it too."""
     donated = [x for x in owners.values() if x.role is Role.DONATED]
     roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))

@@ -36,7 +36,7 @@ from fngraph.fx.tracing.api import CallsMode, rebound
 from fngraph.fx.tracing.assumptions import Assumption, implied, lettered
 from fngraph.fx.tracing.constants import hoist
 from fngraph.fx.tracing.outside import Made
-from fngraph.fx.tracing.purity import PurityMode
+from fngraph.fx.tracing.purity import PurityMode, donated_with
 from fngraph.fx.tracing.refusals import Refusals, explained
 from fngraph.fx.tracing.streams import Streams
 from fngraph.fx.tracing.symbols import Symbols, symbolic_zeros
@@ -236,13 +236,18 @@ def _check_owned(
     for node, path in zip(results, paths):
         leaf = owners.get(storage_key(node.meta["val"]))
         if leaf is not None and leaf.role is not Role.DONATED:
-            why = "the next step rewrites its memory" if leaf.role is Role.STAGED else (
-                "writing to the result would write to it"
-            )  # fmt: skip
+            if leaf.role is Role.STAGED:
+                why = "the next step rewrites its memory. Return a copy: x.clone()"
+            else:
+                why = (
+                    "writing to the result would write to it. If it is state, donate it: "
+                    f"fg.graphify(..., donate={donated_with(leaf, owners)}); else return a copy: "
+                    "x.clone()"
+                )
             refuse(
                 OutputError(
                     f"forward returns {leaf.path} itself or a view of it as {path}. It is "
-                    f"{leaf.role.value}: {why}. Return a copy: x.clone()"
+                    f"{leaf.role.value}: {why}"
                 )
             )
 

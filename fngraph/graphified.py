@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
 from fngraph.errors import TreeError
 from fngraph.fx.ambient import check_no_transform
-from fngraph.fx.arguments import Names, abstract_arguments, signature
+from fngraph.fx.arguments import abstract_arguments
 from fngraph.fx.leaves import Role
+from fngraph.fx.signatures import Names, as_static, signature
 from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.options import (
@@ -57,10 +58,13 @@ def graphify(
     What it calls under `torch.compile` is traced as the function that was compiled.
 
     Args:
-        fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator.
+        fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator. Arguments
+            that a call leaves to their defaults, and text, flags, dtypes and None, are static: part
+            of the function, which is traced and captured for each of their values.
         donate: names or positions of arguments that are updated in place and returned.
         stage: the batch's name or position: an `fg.struct` with `fg.buffer` fields and a spec, or
-            any tree of tensors, whose exact shapes are the key then, as in `jax.jit`.
+            any tree of tensors, whose exact shapes are the key then, as in `jax.jit`; several
+            parameters are such a tree too: ("x", "t").
         modes: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE (the default).
         limits: bounds of every step; None: 8192 tokens, 256 requests, the rest as the first batch.
         sizes: capture sizes in tokens; None: the default ladder.
@@ -140,12 +144,17 @@ class Graphified(Generic[P, R]):
             step = self._step_for(values, held)
         return step(*[v for i, v in enumerate(values) if i not in held])
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a function is that stands in a class: a method, whose `self` is the first argument."""
+        return self if instance is None else types.MethodType(self, instance)
+
     def _step_for(self, values: list[Any], held: list[int]) -> Step[R]:
         (staged,) = self.signature.positions(Role.STAGED)
-        key = _exact_shapes(values[staged])
+        fixed = tuple([values[i] for i in held if type(values[i]) is trees.Static])
+        key = fixed, _exact_shapes(values[staged])
         step = self._steps.get(key)
         if step is None and trees.register_dataclasses(values):
-            key = _exact_shapes(values[staged])
+            key = fixed, _exact_shapes(values[staged])
         if step is None:
             step = self._first_call(values, staged)
         else:
@@ -176,14 +185,15 @@ class Graphified(Generic[P, R]):
         Raises:
             PurityError: see its subclasses. DonationError, TreeError.
         """
-        names = [self.signature.names[i] for i in self.signature.positions(Role.HELD, Role.DONATED)]
-        if len(bound) != len(names):
-            raise TreeError(f"trace takes {len(names)} arguments {names}, got {len(bound)}")
-        trees.register_dataclasses((bound, batch))
-        given = dict(zip(names, bound))
-        (staged,) = self.signature.positions(Role.STAGED)
+        sig = self.signature
+        names = [sig.names[i] for i in sig.positions(Role.HELD, Role.DONATED)]
+        values = self._bound("trace", bound, Role.HELD, Role.DONATED)
+        trees.register_dataclasses((values, batch))
+        given = dict(zip(names, values))
+        (staged,) = sig.positions(Role.STAGED)
         if batch is not None:
-            given[self.signature.names[staged]] = batch
+            parts = sig.together is not None and not isinstance(batch, sig.together)
+            given[sig.names[staged]] = sig.together(*batch) if parts else batch
         return self._trace(given, limits or self.options.limits or Limits(), Refusals())
 
     def trace_call(self, args: Sequence[Any], refuse: Refusals, look: Look | None = None) -> Traced:
@@ -213,13 +223,19 @@ class Graphified(Generic[P, R]):
         It is the tensors that are bound. One that moves is noticed at the next call; a new tensor
         put into the container that was passed here is not seen any more.
         """
-        names = [self.signature.names[i] for i in self.signature.positions(Role.HELD)]
-        if len(held) != len(names):
+        return Bound(self, tuple(self._bound("bind", held, Role.HELD)))
+
+    def _bound(self, verb: str, given: Sequence[Any], *roles: Role) -> list[Any]:
+        """Arguments of some roles, in order; defaults are left out or not."""
+        try:
+            return self.signature.values(given, {}, *roles)
+        except TreeError:
+            names = [self.signature.names[i] for i in self.signature.positions(*roles)]
             raise TreeError(
-                f"bind takes {len(names)} held arguments, {names}, got {len(held)}. Say which of "
-                "them come with each call: fg.graphify(..., donate=..., stage=...)"
-            )
-        return Bound(self, held)
+                f"{verb} takes {len(names)} arguments, {names}, which are "
+                f"{' or '.join(role.value for role in roles)}; got {len(given)}. Say which of them "
+                "come with each call: fg.graphify(..., donate=..., stage=...)"
+            ) from None
 
     @property
     def stats(self) -> Stats:
@@ -248,16 +264,10 @@ class Graphified(Generic[P, R]):
         return self.steps[-1]
 
     def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        if not kwargs and len(args) == len(self.signature.names):
-            return list(args)
-        defaults = {
-            name: p.default
-            for name, p in inspect.signature(self.signature.fn).parameters.items()
-            if p.default is not p.empty and name not in kwargs
-        }
-        for name in self.signature.names[: len(args)]:
-            defaults.pop(name, None)
-        return self.signature.values(args, defaults | dict(kwargs), *Role)
+        sig = self.signature
+        if kwargs or len(args) != len(sig.names) or sig.together is not None:
+            return sig.values(args, kwargs, *Role)
+        return [as_static(x) if role is Role.HELD else x for x, role in zip(args, sig.roles)]
 
     def __repr__(self) -> str:
         return f"graphify({self.signature!r}, modes={self.options.modes or 'default'})"

@@ -46,7 +46,7 @@ from fngraph.core.text import count, did_you_mean, table
 from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
 from fngraph.executable import Executable, sizes_of
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
-from fngraph.fx.arguments import Arguments, Signature
+from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
@@ -59,6 +59,7 @@ from fngraph.fx.rows.check import as_vouched, check_rows, facts_of
 from fngraph.fx.rows.pads import NOWHERE, check_pads
 from fngraph.fx.rows.state import OFFSETS
 from fngraph.fx.schemas import named
+from fngraph.fx.signatures import Signature
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace

@@ -12,7 +12,7 @@ import torch
 from fngraph.core import trees
 from fngraph.errors import TreeError
 from fngraph.executable import Executable
-from fngraph.fx.arguments import Arguments
+from fngraph.fx.arguments import Arguments, no_tensor
 from fngraph.fx.leaves import Role, TensorSpec, check_aliases, check_memory
 from fngraph.graphs.addresses import WRITE, Places, Watch, check_places, part, places
 from fngraph.torch_facts.memory import Bytes, joined, storage_bytes
@@ -107,8 +107,10 @@ def bind(executable: Executable, values: Sequence[Any]) -> Binding:
     keeps_order = functools.cache(executable.maker.keeps_order)  # which traces
     positions = args.signature.positions(Role.HELD, Role.DONATED)
     names = [args.signature.names[i] for i in positions]
-    if len(values) != len(positions):
-        raise TreeError(f"pass {len(names)} arguments {names}, got {len(values)}")
+    try:
+        values = args.signature.values(values, {}, Role.HELD, Role.DONATED)
+    except TreeError:
+        raise TreeError(f"pass {len(names)} arguments {names}, got {len(values)}") from None
     leaves: list[torch.Tensor] = []
     spans = {}
     for position, value in zip(positions, values):
@@ -189,12 +191,19 @@ def flatten_as(
     flat, treedef = trees.flatten(value)
     if treedef != args.treedefs[position] or not all(isinstance(x, torch.Tensor) for x in flat):
         name = args.signature.names[position]
-        ordered = trees.ordered_as(value, args.treedefs[position])
+        traced = args.treedefs[position]
+        if trees.Static in (traced.type, treedef.type):
+            was = trees.unflatten(traced, traced.num_leaves * ["a tensor"])
+            raise TreeError(
+                f"{name} is {value!r}, and was traced as {was!r}: it is a part of the function. "
+                "Trace with this one; or call the graphified function, which keeps both"
+            )
+        ordered = trees.ordered_as(value, traced)
         if ordered is not value and keeps_order(position, treedef):
             return flatten_as(args, position, ordered)
-        for path, leaf in zip(trees.paths(treedef, name), flat):
+        for path, leaf in zip(args.signature.paths(treedef, position), flat):
             if not isinstance(leaf, torch.Tensor):
-                raise TreeError(f"{path} is {type(leaf).__name__}, not a tensor")
+                raise TreeError(f"{path} is {no_tensor(path, leaf)}")
         lines = "\n".join(trees.differences(args.treedefs[position], treedef, name))
         raise TreeError(f"{name} differs in structure from what was traced:\n{lines}")
     return flat

@@ -390,6 +390,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[type, type], list[str]]] = {
     "sizes twice": ({"sizes": (4, 4)}, SIZES, ["4"]),
     "sizes beyond the limits": ({"sizes": (4, 32)}, SIZES, ["32", "max_tokens=16"]),
     "no sizes": ({"sizes": ()}, SIZES, ["empty"]),
+    "a cut": ({"cut": 3}, MODES, ["cut=3", '"declined"']),
+    "a rounding": ({"align": "x"}, SIZES, ["align='x'", '"uniform"']),
+    "sizes beyond": ({"beyond": None}, SIZES, ["beyond=None", '"drop"']),
     "query lengths twice": ({"query_lens": (1, 1)}, SIZES, ["(1, 1)"]),
 }  # fmt: skip
 VALUES = [
@@ -421,7 +424,8 @@ def test_an_option_that_names_nothing(what: str):
     fast(*held, toys.batch(2))
 
 
-@pytest.mark.parametrize("what", ["a mode", "a backend", "a primitive", "outputs", "a recorder"])
+@pytest.mark.parametrize("what", ["a mode", "a backend", "a primitive", "outputs", "a recorder",
+                                  "a cut", "a rounding", "sizes beyond"])  # fmt: skip
 def test_a_wrong_name_fails_where_it_is_written(what: str):
     """Not at the first call, which may be far away."""
     options, (kind, _), _ = OPTIONS[what]
@@ -614,8 +618,8 @@ def exact(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
 MISTAKES: dict[str, Callable[[Any, Any], Any]] = {
     "an attribute": lambda w, x: (x @ w).reshpe(-1),
     "an attribute of a view": lambda w, x: w.t().bogus,
-    "an operand": lambda w, x: x + [1, 2],
-    "an operand on the left": lambda w, x: [1, 2] + x,
+    "an operand": lambda w, x: x + [1, 2],  # noqa: RUF005
+    "an operand on the left": lambda w, x: [1, 2] + x,  # noqa: RUF005
     "a comparison": lambda w, x: x < "a",
     "a call": lambda w, x: x(3),
     "an argument": lambda w, x: torch.cat(x, w),

@@ -66,7 +66,9 @@ def graphify(
             any tree of tensors, whose exact shapes are the key then, as in `jax.jit`; several
             parameters are such a tree too: ("x", "t").
         modes: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE (the default).
-        limits: bounds of every step; None: 8192 tokens, 256 requests, the rest as the first batch.
+        limits: bounds of every step in tokens and requests, and the sizes of other letters,
+            `fg.Limits(8192, 256, B=512)`: each batch's leaves are exactly so wide. None: 8192
+            tokens, 256 requests, other letters as the first batch has them.
         sizes: capture sizes in tokens; None: the default ladder.
         query_lens: query lengths whose uniform batches get FULL keys of their own.
         backends: primitive name to backend name, {"attention": "reference"}; to an `fg.ops.Hybrid`;
@@ -313,7 +315,7 @@ class Bound(Generic[R]):
 
 
 def _with_dims(limits: Limits, batch: Any) -> Limits:
-    """Limits that also bound the letters (B, ...) that only the first batch tells."""
+    """Limits that also say the letters (B, ...) that only the first batch tells."""
     leaves, _ = trees.flatten(batch)
     dims = dict(limits.dims)
     for leaf, buffer in zip(leaves, buffers_of(type(batch)).values()):

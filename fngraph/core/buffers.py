@@ -4,7 +4,8 @@
 
 says that a leaf has one more row than the batch has requests, and how rows beyond them are filled.
 Dims are sums and products of ints and letters: T query tokens, R requests, and the further letters
-of `Limits` (B blocks per request, ...). A space separates dims; operators bind their neighbors.
+of `Limits` (B blocks per request, ...), which are one size for all batches. A space separates dims;
+operators bind their neighbors.
 """
 
 from __future__ import annotations

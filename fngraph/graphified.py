@@ -6,10 +6,12 @@ and captures each key when it is first needed; `bind(...).capture(...)` does all
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import threading
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
@@ -83,7 +85,7 @@ def graphify(
         resolve: what else `fg.resolve` is told of the model: pooling=, encoder_decoder=,
             layerwise=, state_blocks=, cut=, align=, beyond=, eager=.
         max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
-            used goes first.
+            used goes first. `stats` counts each, and the second that goes is a warning.
         allow_copies: whether a donated leaf may be copied where its new value cannot be made in its
             buffer: True, False, or up to how many bytes; None: 64 MiB. See `Traced.donation`.
         on_ambient: of a call under other autocast, default dtype, grad or inference mode, matmul
@@ -127,6 +129,7 @@ class Graphified(Generic[P, R]):
         self.options, self.signature = options, signature(fn, donate, stage)
         self._steps: dict[Any, Step[R]] = {}  # by exact shapes; one under None for a spec
         self._evicted = Stats()
+        self._evictions: collections.Counter[Any] = collections.Counter()  # by structure
         self._lock = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -165,10 +168,27 @@ class Graphified(Generic[P, R]):
             del self._steps[key]
         self._steps[key] = step  # the most recently used is last
         if len(self._steps) > self.options.max_keys:
-            evicted = self._steps.pop(next(iter(self._steps)))
+            oldest = next(iter(self._steps))
+            evicted = self._steps.pop(oldest)
             evicted.release()  # waits for the device, which may still run a graph of it
-            self._evicted = self._evicted + evicted.stats
+            self._evicted = self._evicted + _with_shape(oldest, evicted.stats)
+            self._note_eviction(oldest, key)
         return step
+
+    def _note_eviction(self, oldest: Any, key: Any) -> None:
+        """Warn at the second one of a structure: shapes that come back are captured each time."""
+        kind = oldest[1] and oldest[1][0]
+        self._evictions[kind] += 1
+        if self._evictions[kind] == 2:
+            name = getattr(self.signature.fn, "__name__", "forward")
+            warnings.warn(
+                f"{name} keeps max_keys={self.options.max_keys} exact shapes of its batch, and lets "
+                f"the second one go: {_shape_text(oldest)} for {_shape_text(key)}. What has gone "
+                "is traced and captured again when it comes back. Keep more, "
+                f" fg.graphify(..., max_keys={4 * self.options.max_keys}); or pad batches to "
+                "fewer shapes, which a batch with a spec does by itself (@fg.struct, fg.buffer)",
+                stacklevel=4,
+            )
 
     def _first_call(self, values: list[Any], staged: int) -> Step[R]:
         limits = _with_dims(self.options.limits or Limits(), values[staged])
@@ -242,7 +262,8 @@ class Graphified(Generic[P, R]):
     @property
     def stats(self) -> Stats:
         """What the calls so far ran as."""
-        return sum((step.stats for step in self.steps), self._evicted)
+        ran = (_with_shape(key, step.stats) for key, step in self._steps.items())
+        return sum(ran, self._evicted)
 
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as; after the first call."""
@@ -331,3 +352,16 @@ def _exact_shapes(batch: Any) -> Any:
         return None
     leaves, treedef = trees.flatten(batch)
     return treedef, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
+
+
+def _shape_text(key: Any) -> str:
+    """Exact shapes and static arguments, "float32[64, 4], 'relu'"."""
+    fixed, exact = key
+    shapes = () if exact is None else exact[1]
+    leaves = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shapes]
+    return ", ".join([*leaves, *map(repr, fixed)])
+
+
+def _with_shape(key: Any, stats: Stats) -> Stats:
+    """What ran at a key of `Graphified`, which counts by shape where there is no spec."""
+    return stats if key[1] is None else stats.of_shape(_shape_text(key))

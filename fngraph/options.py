@@ -126,7 +126,7 @@ class Options:
     backends: Mapping[str, Choices] = dataclasses.field(default_factory=dict)
     recorder: str | None = None
     outputs: str = "own"
-    max_keys: int = 4
+    max_keys: int = 16
     adapters: tuple[int, ...] = (0,)
     fields: tuple[Field, ...] = ()
     cost: Callable[[BatchDescriptor], float] | None = None

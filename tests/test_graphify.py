@@ -709,10 +709,26 @@ def test_at_most_max_keys_shapes_are_kept():
     step = lambda w, x: (traced.append(tuple(x.shape)), x @ w)[1]  # noqa: E731
     w = torch.rand(3, 2)
     fast = fg.graphify(step, stage="x", max_keys=2)
-    for n in (1, 2, 1, 3, 1, 2):  # 2 goes when 3 comes, since 1 was used after it
+    for n in (1, 2, 1, 3, 1):  # 2 goes when 3 comes, since 1 was used after it
         x = torch.rand(n, 3)
         torch.testing.assert_close(fast(w, x), x @ w)
-    assert [shape[0] for shape in traced] == [1, 2, 3, 2]
+    words = r"max_keys=2 .*second one go: float32\[3, 3\] for float32\[2, 3\].*max_keys=8"
+    with pytest.warns(UserWarning, match=words) as warned:  # the second that goes, and once
+        for n in (2, 3, 1):
+            fast(w, torch.rand(n, 3))
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert [shape[0] for shape in traced] == [1, 2, 3, 2, 3, 1]
+    ran = {1: (4, 2), 2: (2, 2), 3: (2, 2)}
+    assert fast.stats.shapes == {f"float32[{n}, 3]": both for n, both in ran.items()}
+    assert "| float32[1, 3] |     4 |        2 |" in fast.stats.as_text()
+    assert (fast.stats - fast.stats).shapes == {} and fast.stats.steps == 8
+
+
+def test_sixteen_shapes_are_kept_in_silence():
+    w, fast = torch.rand(3, 2), fg.graphify(lambda w, x: x @ w, stage="x")
+    for n in (*range(1, 18), 17):
+        fast(w, torch.rand(n, 3))
+    assert len(fast.steps) == 16 and len(fast.stats.shapes) == 17
 
 
 def test_the_container_that_was_bound_is_known_by_identity(recorder_name, device):

@@ -182,10 +182,10 @@ class Graphified(Generic[P, R]):
         if self._evictions[kind] == 2:
             name = getattr(self.signature.fn, "__name__", "forward")
             warnings.warn(
-                f"{name} keeps max_keys={self.options.max_keys} exact shapes of its batch, and lets "
-                f"the second one go: {_shape_text(oldest)} for {_shape_text(key)}. What has gone "
-                "is traced and captured again when it comes back. Keep more, "
-                f" fg.graphify(..., max_keys={4 * self.options.max_keys}); or pad batches to "
+                f"{name} keeps max_keys={self.options.max_keys} exact shapes of its batch, and "
+                f"lets the second one go: {_shape_text(oldest)} for {_shape_text(key)}. What has "
+                "gone is traced and captured again when it comes back. Keep more, "
+                f"fg.graphify(..., max_keys={4 * self.options.max_keys}); or pad batches to "
                 "fewer shapes, which a batch with a spec does by itself (@fg.struct, fg.buffer)",
                 stacklevel=4,
             )

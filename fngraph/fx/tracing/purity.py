@@ -208,9 +208,14 @@ def _resized(line: str, func: Any, old: list[str], new: list[str]) -> OperatorEr
 
 def is_tracing() -> bool:
     """Whether a function is being traced right now."""
-    return bool(count_dispatch_modes()) and any(
-        isinstance(mode, PurityMode) for mode in dispatch_modes()
-    )
+    return tracing_mode() is not None
+
+
+def tracing_mode() -> PurityMode | None:
+    """The mode of the trace that is going on, if one is."""
+    if not count_dispatch_modes():
+        return None
+    return next((mode for mode in dispatch_modes() if isinstance(mode, PurityMode)), None)
 
 
 def _unregistered(line: str, func: Any) -> RandomError:

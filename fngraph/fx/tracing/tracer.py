@@ -156,18 +156,19 @@ def trace(
                 refuse(rebound("forward", ".data =, set_, resize_", leaf.path))
         return _check_values(outputs, paths(found["tree"], "output"), refuse)
 
-    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
-        with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
-            # the dispatcher, because F.pad with a symbolic size crashes without
-            try:
-                gm = make_fx(traced)(*fakes)
-            except Exception as error:
-                refuse.raise_first()
-                raise explained(error, refuse) from None
-    refuse.raise_first()
-    symbols.check_fixed("forward")
-    del fakes
-    made.check(refuse)
+    with contextlib.closing(made):
+        with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
+            with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
+                # the dispatcher, because F.pad with a symbolic size crashes without
+                try:
+                    gm = make_fx(traced)(*fakes)
+                except Exception as error:
+                    refuse.raise_first()
+                    raise explained(error, refuse) from None
+        refuse.raise_first()
+        symbols.check_fixed("forward")
+        del fakes
+        made.check(refuse)
     silent = dict.fromkeys(implied(gm, symbols.letters))
     for assumption in silent:
         with refuse.catching():

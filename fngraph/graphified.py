@@ -32,6 +32,7 @@ from fngraph.options import (
 )
 from fngraph.stages import Look, Traced, trace_function
 from fngraph.step.step import Step
+from fngraph.torch_facts.tracing import run_by_python
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,6 +133,7 @@ class Graphified(Generic[P, R]):
         self._evictions: collections.Counter[Any] = collections.Counter()  # by structure
         self._lock = threading.RLock()
 
+    @run_by_python
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """`forward`'s own signature and meaning; donated arguments are updated in place.
 
@@ -197,6 +199,7 @@ class Graphified(Generic[P, R]):
         recorder = self.steps[-1].recorder if self.steps else None  # exact shapes share one pool
         return compiled.capture(*bound, recorder=recorder, lazy=True)
 
+    @run_by_python
     def trace(self, *bound: Any, batch: Any = None, limits: Limits | None = None) -> Traced:
         """Trace over held and donated arguments (tensors or `fg.like` specs), in order.
 
@@ -302,6 +305,7 @@ class Bound(Generic[R]):
     def __init__(self, graphified: Graphified[..., R], held: tuple[Any, ...]) -> None:
         self.graphified, self.held = graphified, held
 
+    @run_by_python
     def capture(self, *donated: Any, batch: Any = None, **options: Unpack[CaptureDict]) -> Step[R]:
         """Trace, lower, compile and capture every key: `capture(cache, limits)`.
 

@@ -778,3 +778,31 @@ def test_first_calls_from_several_threads(recorder_name, device, functions: int)
     assert not failed, failed
     assert all(one.eq(threads // functions).all() for one in s)
     assert [len(one.steps) for one in fast] == [1] * functions and traced == functions
+
+
+# --- called by what is under torch.compile --------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", ["called before", "first called there", "a step"])
+def test_torch_compile_breaks_at_a_graphified_function(known: str):
+    """What is around it is compiled; it runs as it would; Dynamo does not follow it inside."""
+    w, x, traced, compiled = torch.rand(4, 4), torch.rand(3, 4), [], []
+    fast = fg.graphify(lambda w, x: (traced.append(1), x @ w)[1], stage="x")
+    step = fast.bind(w).capture(batch=x, progress=False) if known == "a step" else None
+    if known == "called before":
+        fast(w, x)
+
+    def noting(gm: Any, example: Any) -> Any:
+        compiled.extend(n.target.__name__ for n in gm.graph.nodes if n.op.startswith("call"))
+        return gm.forward
+
+    def around(x: torch.Tensor) -> Any:
+        return (step(x * 2) if step else fast(w, x * 2)) + 1
+
+    torch._dynamo.reset()
+    for _ in range(2):
+        torch.testing.assert_close(torch.compile(around, backend=noting)(x), x * 2 @ w + 1)
+    assert compiled == ["mul", "add"] and len(traced) == 1
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="a graphified function replays graphs of its own"):
+        torch.compile(around, backend=noting, fullgraph=True)(x)

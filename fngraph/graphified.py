@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
+from fngraph.core.where import users_part
 from fngraph.errors import TreeError
 from fngraph.fx.ambient import check_no_transform
 from fngraph.fx.arguments import abstract_arguments
@@ -148,7 +149,10 @@ class Graphified(Generic[P, R]):
         values = self._values(args, kwargs)
         held = self.signature.positions(Role.HELD)
         with self._lock:  # or the first calls of several threads would each make a step
-            step = self._step_for(values, held)
+            try:
+                step = self._step_for(values, held)
+            except Exception as error:
+                raise users_part(error)  # noqa: B904 - the same error
         return step(*[v for i, v in enumerate(values) if i not in held])
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -219,7 +223,10 @@ class Graphified(Generic[P, R]):
         if batch is not None:
             parts = sig.together is not None and not isinstance(batch, sig.together)
             given[sig.names[staged]] = sig.together(*batch) if parts else batch
-        return self._trace(given, limits or self.options.limits or Limits(), Refusals())
+        try:
+            return self._trace(given, limits or self.options.limits or Limits(), Refusals())
+        except Exception as error:
+            raise users_part(error)  # noqa: B904 - the same error
 
     def trace_call(self, args: Sequence[Any], refuse: Refusals, look: Look | None = None) -> Traced:
         """Trace over all arguments of a call; what is refused goes to `refuse`."""
@@ -317,6 +324,12 @@ class Bound(Generic[R]):
         Raises:
             FnGraphError: see the classes in `fngraph.errors`.
         """
+        try:
+            return self._capture(donated, batch, options)
+        except Exception as error:
+            raise users_part(error)  # noqa: B904 - the same error
+
+    def _capture(self, donated: tuple[Any, ...], batch: Any, options: CaptureDict) -> Step[R]:
         fn = self.graphified
         limits, given = fn.options.limits, donated
         if donated and isinstance(donated[-1], Limits):

@@ -821,3 +821,37 @@ def test_a_graphified_method():
     assert Model.apply.trace(model, batch=x43).signature.names == ("self", "x")
     with refused(*TREE, ["self is Other", "@fg.struct"]):
         other.apply(x43)
+
+
+def helper(x: Any) -> Any:
+    raise ValueError("mine")
+
+
+def fails(w: Any, x: Any) -> Any:
+    """Fails in a function that it calls."""
+    return helper(x @ w)
+
+
+FIRST_CALLS: dict[str, Callable[[Any], Any]] = {
+    "a call": lambda fast: fast(w44, x43),
+    "a trace": lambda fast: fast.trace(w44, batch=x43),
+    "a capture": lambda fast: fast.bind(w44).capture(batch=x43, progress=False),
+}
+
+
+@pytest.mark.parametrize("how", FIRST_CALLS)
+def test_a_mistake_comes_with_the_callers_own_frames(how: str, monkeypatch: pytest.MonkeyPatch):
+    """Its traceback has forward's frames, after the call that led to it; all of them on request."""
+    fast = fg.graphify(fails, stage="x")
+
+    def names() -> tuple[list[str], Any]:
+        with pytest.raises(ValueError, match="mine") as caught:
+            FIRST_CALLS[how](fast)
+        return [entry.name for entry in caught.traceback], caught.value.__notes__
+
+    found, notes = names()
+    assert found[-2:] == ["fails", "helper"] and len(found) <= 6, found
+    assert notes[-1].endswith("FNGRAPH_TRACEBACK=all shows them") and len(set(notes)) == len(notes)
+    monkeypatch.setenv("FNGRAPH_TRACEBACK", "all")
+    found, notes = names()
+    assert found[-2:] == ["fails", "helper"] and len(found) > 15 and len(notes) == 1

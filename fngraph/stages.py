@@ -9,6 +9,7 @@ one above it; how a function is traced stands at the end.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -219,21 +220,21 @@ class Lowered:
         options, calls = self.split.traced.options, iter(self.calls)
         of_piece: dict[int, InstructionFn] = {}
         compiled, before = [], {one.key: one for one in known}
-        distinct: Iterable[Piece] = self.split.distinct
-        if progress and self._plans:
-            from fngraph.report.progress import track
+        with contextlib.ExitStack() as bar:
+            distinct: Iterable[Piece] = self.split.distinct
+            if progress and self._plans:
+                from fngraph.report.progress import track
 
-            distinct = track(
-                self.split.distinct, progress if isinstance(progress, str) else "compiling"
-            )
-        for i, piece in enumerate(distinct):
-            plan = self._plans.get(f"piece {i}")
-            if isinstance(plan, Plan):
-                made = before.get(piece.key) or self._compiled(f"piece {i}", piece, plan)
-                of_piece[id(piece)] = made
-                compiled.append(made)
-            else:
-                of_piece[id(piece)] = _piece_fn(piece, options.generators)
+                label = progress if isinstance(progress, str) else "compiling"
+                distinct = bar.enter_context(contextlib.closing(track(self.split.distinct, label)))
+            for i, piece in enumerate(distinct):
+                plan = self._plans.get(f"piece {i}")
+                if isinstance(plan, Plan):
+                    made = before.get(piece.key) or self._compiled(f"piece {i}", piece, plan)
+                    of_piece[id(piece)] = made
+                    compiled.append(made)
+                else:
+                    of_piece[id(piece)] = _piece_fn(piece, options.generators)
         fns: list[InstructionFn] = []
         for part in self.split.pieces.parts:
             if isinstance(part, Cut):

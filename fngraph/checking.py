@@ -15,8 +15,8 @@ import torch
 
 from fngraph.core import Limits
 from fngraph.errors import FnGraphError, PurityError
-from fngraph.fx.arguments import Names
 from fngraph.fx.leaves import Role
+from fngraph.fx.signatures import Names
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphified import graphify
 from fngraph.passes.shipped import PassList
@@ -103,7 +103,8 @@ def check(
     rehearsed: list[tuple[int, int]] = []
     look = None
     if rehearse is not False:
-        look = rehearsal(args, args[staged], rehearse, refuse, rehearsed)
+        values = made.signature.values(args, {}, *Role)
+        look = rehearsal(values, values[staged], rehearse, refuse, rehearsed)
     try:
         with refuse.catching():
             made.trace_call(args, refuse, look).split()

@@ -6,18 +6,22 @@ and captures each key when it is first needed; `bind(...).capture(...)` does all
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import inspect
 import threading
+import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
+from fngraph.core.where import users_part
 from fngraph.errors import TreeError
 from fngraph.fx.ambient import check_no_transform
-from fngraph.fx.arguments import Names, abstract_arguments, signature
+from fngraph.fx.arguments import abstract_arguments
 from fngraph.fx.leaves import Role
+from fngraph.fx.signatures import Names, as_static, signature
 from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.options import (
@@ -29,6 +33,7 @@ from fngraph.options import (
 )
 from fngraph.stages import Look, Traced, trace_function
 from fngraph.step.step import Step
+from fngraph.torch_facts.tracing import run_by_python
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,12 +62,17 @@ def graphify(
     What it calls under `torch.compile` is traced as the function that was compiled.
 
     Args:
-        fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator.
+        fn: `forward(params, cache, batch) -> (outputs, cache)`; left out: a decorator. Arguments
+            that a call leaves to their defaults, and text, flags, dtypes and None, are static: part
+            of the function, which is traced and captured for each of their values.
         donate: names or positions of arguments that are updated in place and returned.
         stage: the batch's name or position: an `fg.struct` with `fg.buffer` fields and a spec, or
-            any tree of tensors, whose exact shapes are the key then, as in `jax.jit`.
+            any tree of tensors, whose exact shapes are the key then, as in `jax.jit`; several
+            parameters are such a tree too: ("x", "t").
         modes: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE (the default).
-        limits: bounds of every step; None: 8192 tokens, 256 requests, the rest as the first batch.
+        limits: bounds of every step in tokens and requests, and the sizes of other letters,
+            `fg.Limits(8192, 256, B=512)`: each batch's leaves are exactly so wide. None: 8192
+            tokens, 256 requests, other letters as the first batch has them.
         sizes: capture sizes in tokens; None: the default ladder.
         query_lens: query lengths whose uniform batches get FULL keys of their own.
         backends: primitive name to backend name, {"attention": "reference"}; to an `fg.ops.Hybrid`;
@@ -79,7 +89,7 @@ def graphify(
         key_reqs: requests that a key of mixed batches holds; None: as many as `limits` allow.
             Batches with more of them run eagerly. For encoders, whose eager batches may be large.
         max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
-            used goes first.
+            used goes first. `stats` counts each, and the second that goes is a warning.
         allow_copies: whether a donated leaf may be copied where its new value cannot be made in its
             buffer: True, False, or up to how many bytes; None: 64 MiB. See `Traced.donation`.
         on_ambient: of a call under other autocast, default dtype, grad or inference mode, matmul
@@ -123,8 +133,10 @@ class Graphified(Generic[P, R]):
         self.options, self.signature = options, signature(fn, donate, stage)
         self._steps: dict[Any, Step[R]] = {}  # by exact shapes; one under None for a spec
         self._evicted = Stats()
+        self._evictions: collections.Counter[Any] = collections.Counter()  # by structure
         self._lock = threading.RLock()
 
+    @run_by_python
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """`forward`'s own signature and meaning; donated arguments are updated in place.
 
@@ -139,15 +151,23 @@ class Graphified(Generic[P, R]):
         values = self._values(args, kwargs)
         held = self.signature.positions(Role.HELD)
         with self._lock:  # or the first calls of several threads would each make a step
-            step = self._step_for(values, held)
+            try:
+                step = self._step_for(values, held)
+            except Exception as error:
+                raise users_part(error)  # noqa: B904 - the same error
         return step(*[v for i, v in enumerate(values) if i not in held])
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a function is that stands in a class: a method, whose `self` is the first argument."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def _step_for(self, values: list[Any], held: list[int]) -> Step[R]:
         (staged,) = self.signature.positions(Role.STAGED)
-        key = _exact_shapes(values[staged])
+        fixed = tuple([values[i] for i in held if type(values[i]) is trees.Static])
+        key = fixed, _exact_shapes(values[staged])
         step = self._steps.get(key)
         if step is None and trees.register_dataclasses(values):
-            key = _exact_shapes(values[staged])
+            key = fixed, _exact_shapes(values[staged])
         if step is None:
             step = self._first_call(values, staged)
         else:
@@ -156,10 +176,27 @@ class Graphified(Generic[P, R]):
             del self._steps[key]
         self._steps[key] = step  # the most recently used is last
         if len(self._steps) > self.options.max_keys:
-            evicted = self._steps.pop(next(iter(self._steps)))
+            oldest = next(iter(self._steps))
+            evicted = self._steps.pop(oldest)
             evicted.release()  # waits for the device, which may still run a graph of it
-            self._evicted = self._evicted + evicted.stats
+            self._evicted = self._evicted + _with_shape(oldest, evicted.stats)
+            self._note_eviction(oldest, key)
         return step
+
+    def _note_eviction(self, oldest: Any, key: Any) -> None:
+        """Warn at the second one of a structure: shapes that come back are captured each time."""
+        kind = oldest[1] and oldest[1][0]
+        self._evictions[kind] += 1
+        if self._evictions[kind] == 2:
+            name = getattr(self.signature.fn, "__name__", "forward")
+            warnings.warn(
+                f"{name} keeps max_keys={self.options.max_keys} exact shapes of its batch, and "
+                f"lets the second one go: {_shape_text(oldest)} for {_shape_text(key)}. What has "
+                "gone is traced and captured again when it comes back. Keep more, "
+                f"fg.graphify(..., max_keys={4 * self.options.max_keys}); or pad batches to "
+                "fewer shapes, which a batch with a spec does by itself (@fg.struct, fg.buffer)",
+                stacklevel=4,
+            )
 
     def _first_call(self, values: list[Any], staged: int) -> Step[R]:
         limits = _with_dims(self.options.limits or Limits(), values[staged])
@@ -168,6 +205,7 @@ class Graphified(Generic[P, R]):
         recorder = self.steps[-1].recorder if self.steps else None  # exact shapes share one pool
         return compiled.capture(*bound, recorder=recorder, lazy=True)
 
+    @run_by_python
     def trace(self, *bound: Any, batch: Any = None, limits: Limits | None = None) -> Traced:
         """Trace over held and donated arguments (tensors or `fg.like` specs), in order.
 
@@ -178,15 +216,19 @@ class Graphified(Generic[P, R]):
         Raises:
             PurityError: see its subclasses. DonationError, TreeError.
         """
-        names = [self.signature.names[i] for i in self.signature.positions(Role.HELD, Role.DONATED)]
-        if len(bound) != len(names):
-            raise TreeError(f"trace takes {len(names)} arguments {names}, got {len(bound)}")
-        trees.register_dataclasses((bound, batch))
-        given = dict(zip(names, bound))
-        (staged,) = self.signature.positions(Role.STAGED)
+        sig = self.signature
+        names = [sig.names[i] for i in sig.positions(Role.HELD, Role.DONATED)]
+        values = self._bound("trace", bound, Role.HELD, Role.DONATED)
+        trees.register_dataclasses((values, batch))
+        given = dict(zip(names, values))
+        (staged,) = sig.positions(Role.STAGED)
         if batch is not None:
-            given[self.signature.names[staged]] = batch
-        return self._trace(given, limits or self.options.limits or Limits(), Refusals())
+            parts = sig.together is not None and not isinstance(batch, sig.together)
+            given[sig.names[staged]] = sig.together(*batch) if parts else batch
+        try:
+            return self._trace(given, limits or self.options.limits or Limits(), Refusals())
+        except Exception as error:
+            raise users_part(error)  # noqa: B904 - the same error
 
     def trace_call(self, args: Sequence[Any], refuse: Refusals, look: Look | None = None) -> Traced:
         """Trace over all arguments of a call; what is refused goes to `refuse`."""
@@ -215,18 +257,25 @@ class Graphified(Generic[P, R]):
         It is the tensors that are bound. One that moves is noticed at the next call; a new tensor
         put into the container that was passed here is not seen any more.
         """
-        names = [self.signature.names[i] for i in self.signature.positions(Role.HELD)]
-        if len(held) != len(names):
+        return Bound(self, tuple(self._bound("bind", held, Role.HELD)))
+
+    def _bound(self, verb: str, given: Sequence[Any], *roles: Role) -> list[Any]:
+        """Arguments of some roles, in order; defaults are left out or not."""
+        try:
+            return self.signature.values(given, {}, *roles)
+        except TreeError:
+            names = [self.signature.names[i] for i in self.signature.positions(*roles)]
             raise TreeError(
-                f"bind takes {len(names)} held arguments, {names}, got {len(held)}. Say which of "
-                "them come with each call: fg.graphify(..., donate=..., stage=...)"
-            )
-        return Bound(self, held)
+                f"{verb} takes {len(names)} arguments, {names}, which are "
+                f"{' or '.join(role.value for role in roles)}; got {len(given)}. Say which of them "
+                "come with each call: fg.graphify(..., donate=..., stage=...)"
+            ) from None
 
     @property
     def stats(self) -> Stats:
         """What the calls so far ran as."""
-        return sum((step.stats for step in self.steps), self._evicted)
+        ran = (_with_shape(key, step.stats) for key, step in self._steps.items())
+        return sum(ran, self._evicted)
 
     def dispatch(self, spec: BatchSpec) -> Dispatch:
         """What `spec` runs as; after the first call."""
@@ -250,16 +299,10 @@ class Graphified(Generic[P, R]):
         return self.steps[-1]
 
     def _values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        if not kwargs and len(args) == len(self.signature.names):
-            return list(args)
-        defaults = {
-            name: p.default
-            for name, p in inspect.signature(self.signature.fn).parameters.items()
-            if p.default is not p.empty and name not in kwargs
-        }
-        for name in self.signature.names[: len(args)]:
-            defaults.pop(name, None)
-        return self.signature.values(args, defaults | dict(kwargs), *Role)
+        sig = self.signature
+        if kwargs or len(args) != len(sig.names) or sig.together is not None:
+            return sig.values(args, kwargs, *Role)
+        return [as_static(x) if role is Role.HELD else x for x, role in zip(args, sig.roles)]
 
     def __repr__(self) -> str:
         return f"graphify({self.signature!r}, modes={self.options.modes or 'default'})"
@@ -271,6 +314,7 @@ class Bound(Generic[R]):
     def __init__(self, graphified: Graphified[..., R], held: tuple[Any, ...]) -> None:
         self.graphified, self.held = graphified, held
 
+    @run_by_python
     def capture(self, *donated: Any, batch: Any = None, **options: Unpack[CaptureDict]) -> Step[R]:
         """Trace, lower, compile and capture every key: `capture(cache, limits)`.
 
@@ -282,6 +326,12 @@ class Bound(Generic[R]):
         Raises:
             FnGraphError: see the classes in `fngraph.errors`.
         """
+        try:
+            return self._capture(donated, batch, options)
+        except Exception as error:
+            raise users_part(error)  # noqa: B904 - the same error
+
+    def _capture(self, donated: tuple[Any, ...], batch: Any, options: CaptureDict) -> Step[R]:
         fn = self.graphified
         limits, given = fn.options.limits, donated
         if donated and isinstance(donated[-1], Limits):
@@ -305,7 +355,7 @@ class Bound(Generic[R]):
 
 
 def _with_dims(limits: Limits, batch: Any) -> Limits:
-    """Limits that also bound the letters (B, ...) that only the first batch tells."""
+    """Limits that also say the letters (B, ...) that only the first batch tells."""
     leaves, _ = trees.flatten(batch)
     dims = dict(limits.dims)
     for leaf, buffer in zip(leaves, buffers_of(type(batch)).values()):
@@ -321,3 +371,16 @@ def _exact_shapes(batch: Any) -> Any:
         return None
     leaves, treedef = trees.flatten(batch)
     return treedef, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
+
+
+def _shape_text(key: Any) -> str:
+    """Exact shapes and static arguments, "float32[64, 4], 'relu'"."""
+    fixed, exact = key
+    shapes = () if exact is None else exact[1]
+    leaves = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in shapes]
+    return ", ".join([*leaves, *map(repr, fixed)])
+
+
+def _with_shape(key: Any, stats: Stats) -> Stats:
+    """What ran at a key of `Graphified`, which counts by shape where there is no spec."""
+    return stats if key[1] is None else stats.of_shape(_shape_text(key))

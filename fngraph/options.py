@@ -15,7 +15,8 @@ import torch
 
 from fngraph.core import BatchDescriptor, Field, Limits, Mode, adapter_counts
 from fngraph.core.compiling import LEVELS
-from fngraph.core.resolution import OLD_FLAGS
+from fngraph.core.resolution import OLD_FLAGS, check_cut
+from fngraph.core.sizes import check_rounding
 from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError, CaptureError, DonationError, TreeError
 from fngraph.fx.donation.table import COPY_LIMIT
@@ -127,7 +128,7 @@ class Options:
     recorder: str | None = None
     outputs: str = "own"
     key_reqs: int | None = None
-    max_keys: int = 4
+    max_keys: int = 16
     adapters: tuple[int, ...] = (0,)
     fields: tuple[Field, ...] = ()
     cost: Callable[[BatchDescriptor], float] | None = None
@@ -160,6 +161,8 @@ class Options:
                     raise TypeError(f"{name}={one!r}: expected {said}")
         if self.max_keys < 1:
             raise TypeError(f"max_keys={self.max_keys}: at least 1")
+        check_cut(self.resolve.get("cut", "yes"))
+        check_rounding(self.resolve.get("align", "uniform"), self.resolve.get("beyond", "cut"))
         check_level(self.compile, self.compile_sizes)
         check_outputs(self.outputs)
         check_name(self.recorder)

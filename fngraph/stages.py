@@ -9,6 +9,7 @@ one above it; how a function is traced stands at the end.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -46,7 +47,7 @@ from fngraph.core.text import count, did_you_mean, table
 from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
 from fngraph.executable import Executable, sizes_of
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
-from fngraph.fx.arguments import Arguments, Signature
+from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
@@ -59,6 +60,7 @@ from fngraph.fx.rows.check import as_vouched, check_rows, facts_of
 from fngraph.fx.rows.pads import NOWHERE, check_pads
 from fngraph.fx.rows.state import OFFSETS
 from fngraph.fx.schemas import named
+from fngraph.fx.signatures import Signature
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
@@ -219,21 +221,21 @@ class Lowered:
         options, calls = self.split.traced.options, iter(self.calls)
         of_piece: dict[int, InstructionFn] = {}
         compiled, before = [], {one.key: one for one in known}
-        distinct: Iterable[Piece] = self.split.distinct
-        if progress and self._plans:
-            from fngraph.report.progress import track
+        with contextlib.ExitStack() as bar:
+            distinct: Iterable[Piece] = self.split.distinct
+            if progress and self._plans:
+                from fngraph.report.progress import track
 
-            distinct = track(
-                self.split.distinct, progress if isinstance(progress, str) else "compiling"
-            )
-        for i, piece in enumerate(distinct):
-            plan = self._plans.get(f"piece {i}")
-            if isinstance(plan, Plan):
-                made = before.get(piece.key) or self._compiled(f"piece {i}", piece, plan)
-                of_piece[id(piece)] = made
-                compiled.append(made)
-            else:
-                of_piece[id(piece)] = _piece_fn(piece, options.generators)
+                label = progress if isinstance(progress, str) else "compiling"
+                distinct = bar.enter_context(contextlib.closing(track(self.split.distinct, label)))
+            for i, piece in enumerate(distinct):
+                plan = self._plans.get(f"piece {i}")
+                if isinstance(plan, Plan):
+                    made = before.get(piece.key) or self._compiled(f"piece {i}", piece, plan)
+                    of_piece[id(piece)] = made
+                    compiled.append(made)
+                else:
+                    of_piece[id(piece)] = _piece_fn(piece, options.generators)
         fns: list[InstructionFn] = []
         for part in self.split.pieces.parts:
             if isinstance(part, Cut):

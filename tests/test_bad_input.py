@@ -218,8 +218,11 @@ BAD_BATCHES: dict[str, tuple[Callable[[], Any], tuple[type, type], list[str]]] =
     "length over R": (changed("seq_lens", lambda x: x[:1]), TREE, ["batch.seq_lens", "R=2", "[1]"]),
     "length over R + 1": (changed("query_start_loc", lambda x: x[1:]), TREE,
                           ["batch.query_start_loc", "[3]", "R=2", "[2]"]),
-    "another B": (changed("block_tables", lambda x: torch.cat([x, x], 1)), TREE,
-                  ["batch.block_tables", "B=3", "[2, 6]", "Limits"]),
+    "a wider B": (changed("block_tables", lambda x: torch.cat([x, x], 1)), TREE,
+                  ["batch.block_tables", "B=3", "[2, 6]", "no bound",
+                   "Pass limits=fg.Limits(..., B=...)"]),
+    "a narrower B": (changed("block_tables", lambda x: x[:, :1]), TREE,
+                     ["batch.block_tables", "B is 3 in every batch", "pad(x, (0, 2))"]),
     "a list": (changed("token_ids", lambda x: x.tolist()), TREE, ["batch"]),
     "None": (changed("token_ids", lambda x: None), TREE, ["batch.token_ids"]),
     "another class": (lambda: Other(torch.zeros(3).long(), fg.BatchSpec(3, 2)), TREE, ["batch"]),
@@ -390,6 +393,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[type, type], list[str]]] = {
     "sizes twice": ({"sizes": (4, 4)}, SIZES, ["4"]),
     "sizes beyond the limits": ({"sizes": (4, 32)}, SIZES, ["32", "max_tokens=16"]),
     "no sizes": ({"sizes": ()}, SIZES, ["empty"]),
+    "a cut": ({"cut": 3}, MODES, ["cut=3", '"declined"']),
+    "a rounding": ({"align": "x"}, SIZES, ["align='x'", '"uniform"']),
+    "sizes beyond": ({"beyond": None}, SIZES, ["beyond=None", '"drop"']),
     "query lengths twice": ({"query_lens": (1, 1)}, SIZES, ["(1, 1)"]),
 }  # fmt: skip
 VALUES = [
@@ -422,7 +428,8 @@ def test_an_option_that_names_nothing(what: str):
     fast(*held, toys.batch(2))
 
 
-@pytest.mark.parametrize("what", ["a mode", "a backend", "a primitive", "outputs", "a recorder"])
+@pytest.mark.parametrize("what", ["a mode", "a backend", "a primitive", "outputs", "a recorder",
+                                  "a cut", "a rounding", "sizes beyond"])  # fmt: skip
 def test_a_wrong_name_fails_where_it_is_written(what: str):
     """Not at the first call, which may be far away."""
     options, (kind, _), _ = OPTIONS[what]
@@ -600,3 +607,252 @@ def test_modes_that_the_backend_cannot_serve(support: str, asked: str, want: str
             lowered = split.lower()
             assert str(lowered.resolution.modes) == want
             assert "toy_double 0 (weak)" in lowered.notes[0]
+
+
+# --- the first mistakes of a first hour -----------------------------------------------------------
+
+x43, w44 = torch.rand(3, 4).add_(4), torch.rand(4, 4)
+
+
+def exact(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """One call of a function of exact shapes."""
+    return fg.graphify(forward, **{"stage": "x"} | options)(*args)
+
+
+MISTAKES: dict[str, Callable[[Any, Any], Any]] = {
+    "an attribute": lambda w, x: (x @ w).reshpe(-1),
+    "an attribute of a view": lambda w, x: w.t().bogus,
+    "an operand": lambda w, x: x + [1, 2],  # noqa: RUF005
+    "an operand on the left": lambda w, x: [1, 2] + x,  # noqa: RUF005
+    "a comparison": lambda w, x: x < "a",
+    "a call": lambda w, x: x(3),
+    "an argument": lambda w, x: torch.cat(x, w),
+    "a size": lambda w, x: torch.zeros(x),
+    "bytes": lambda w, x: memoryview(x),
+    "a function of torch": lambda w, x: torch.softmx(x @ w),
+    "a key": lambda w, x: {"w": w}["W"],
+    "a keyword": lambda w, x: torch.relu(x, bad=3),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_that_eager_would_name_is_named_the_same_way(what: str):
+    """A typo is an AttributeError, not a rule of ours; fakes are not spoken of."""
+    forward = MISTAKES[what]
+    with pytest.raises((AttributeError, TypeError, LookupError)) as eager:
+        forward(w44, x43)
+    with pytest.raises(type(eager.value)) as caught:
+        exact(forward, w44, x43)
+    assert type(caught.value) is type(eager.value) and str(caught.value) == str(eager.value)
+    assert HERE in caught.value.__notes__[0]
+    report = fg.check(forward, w44, x43, stage="x")
+    assert str(eager.value).split("\n")[0] in report.as_text() and HERE in report.as_text()
+
+
+@pytest.mark.parametrize("given", ["cache", "params"])
+def test_a_batch_in_the_place_of_another_argument(given: str):
+    fast, params, cache = attend()
+    batch = toys.batch(2)
+    args = (params, batch, cache) if given == "cache" else (batch, cache, params)
+    for call in (lambda: fast(*args), lambda: fast.trace(*args[:2])):
+        words = [f"{given} is", "Batch", "The batch is 'batch'", "(params, cache, batch)"]
+        with refused(*TREE, words):
+            call()
+    fast(params, cache, batch)
+    with refused(*TREE, [f"{given} is", "The batch is 'batch'"]):
+        fast(*args)
+
+
+@pytest.mark.parametrize(
+    ("forward", "new", "donate"),
+    [(lambda w, t, x: x @ w * t, torch.ones(1), False),
+     (lambda w, t, x: x @ w * t["a"], {"a": torch.ones(4)}, False),
+     (lambda w, t, x: (x @ w * t).float(), torch.ones(3, 4).double(), False),
+     (lambda w, t, x: (x @ w, t + 1), torch.ones(2), True),
+     (lambda w, t, x: (x @ w, {"n": t["n"] + 1}), {"n": torch.ones(2)}, True),
+     (lambda w, t, x: (x @ w, {"n": t["n"] + 1.5}), {"n": torch.ones(2).long()}, False),
+     (lambda w, t, x: t + 1, torch.ones(2), True)],
+    ids=["a number", "a dict", "a dtype", "state", "a dict of state", "another dtype", "all"],
+)  # fmt: skip
+def test_an_argument_that_is_new_at_each_call(forward: Any, new: Any, donate: bool):
+    """To stage it is what is said; to donate it where forward returns one like it."""
+    fast = fg.graphify(forward, stage="x")
+    fast(w44, new, x43)
+    with pytest.raises(errors.AddressError, match="stage=\\('x', 't'\\)") as caught:
+        fast(w44, toys.clone(new), x43)
+    assert ("donate='t'" in str(caught.value)) is donate
+
+
+def test_a_new_argument_beside_a_batch_with_a_spec():
+    fast = fg.graphify(lambda p, t, s, b: toys.tally(p, s, b), donate="s", stage="b")
+    params, state = toys.tally_params(), toys.tally_state()
+    fast(params, torch.ones(1), state, toys.batch(2))
+    with pytest.raises(errors.AddressError, match=r"'t' is new.*field of Batch, fg\.buffer"):
+        fast(params, torch.ones(1), state, toys.batch(2))
+
+
+def test_state_that_comes_back_as_it_was():
+    with refused(errors.OutputError, RuntimeError, ["s['n']", 'donate="s"', "x.clone()"]):
+        exact(lambda w, s, x: (x @ w, s), w44, {"n": torch.zeros(2)}, x43)
+    with refused(errors.OutputError, RuntimeError, ["returns x itself", "x.clone()"]):
+        exact(lambda w, x: x, w44, x43)
+
+
+# --- arguments that are no data, and those that stand for several ---------------------------------
+
+
+def kinds(w: Any, x: Any, train: bool = False, mode: str = "relu", eps: Any = 0.5) -> Any:
+    """Takes a flag, a name and a number."""
+    y = getattr(torch, mode)(x @ w) + (eps if eps is not None else 7)
+    return y * 2 if train else y
+
+
+STATIC: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "defaults": ((), {}), "a flag": ((True,), {}), "a flag by name": ({}, {"train": True}),
+    "text": ((False, "sigmoid"), {}), "text by name": ((), {"mode": "tanh"}),
+    "None": ((), {"eps": None}), "a tensor": ((), {"eps": torch.tensor(3.0)}),
+}  # fmt: skip
+
+
+def test_what_is_no_data_is_part_of_the_function():
+    """Each value has a program of its own, and comes back to it."""
+    fast = fg.graphify(kinds, stage="x", max_keys=16)
+    for _ in range(2):
+        for args, kwargs in STATIC.values():
+            want = kinds(w44, x43, *args, **kwargs)
+            assert torch.equal(fast(w44, x43, *args, **kwargs), want)
+    assert len(fast.steps) == 6  # two of them are the same
+    with refused(*TREE, ["eps is float", "functools.partial"]):  # it may be another at each call
+        fast(w44, x43, eps=0.25)
+    bound = functools.partial(kinds, train=True, eps=0.25)
+    assert torch.equal(exact(bound, w44, x43), bound(w44, x43))
+    fast = fg.graphify(bound, stage="x")
+    assert torch.equal(fast(w44, x43, train=False), bound(w44, x43, train=False))
+    assert torch.equal(fast(w44, x43), bound(w44, x43))
+
+
+def test_what_is_no_data_ahead_of_calls():
+    fast = fg.graphify(kinds, stage="x")
+    for more in ((), (True, "tanh")):
+        step = fast.bind(w44, *more).capture(batch=x43, progress=False)
+        assert torch.equal(step(x43), kinds(w44, x43, *more))
+        compiled = fast.trace(w44, *more, batch=x43).split().lower().compile()
+        assert torch.equal(compiled.capture(w44, *more)(x43), kinds(w44, x43, *more))
+    with refused(*TREE, ["train is False", "traced as True"]):
+        compiled.capture(w44)
+    assert fg.check(kinds, w44, x43, stage="x", rehearse=True)
+
+
+def test_what_is_no_data_beside_a_batch_with_a_spec():
+    def scaled(p: Any, s: Any, b: Any, by: Any = 3, back: bool = True) -> Any:
+        y, s = toys.tally(p, s, b)
+        return (-y if back else y) * by, s
+
+    fast = fg.graphify(scaled, donate="s", stage="b", limits=toys.LIMITS, sizes=toys.SIZES)
+    params, state = toys.tally_params(), toys.tally_state()
+    for batch in (toys.batch(2), toys.batch(3, 1)):
+        for more in ({}, {"back": False}):
+            bare = functools.partial(scaled, **more)
+            want, after = toys.bare(bare, params, state, batch)
+            toys.assert_trees(fast(params, state, batch, **more), (want, after), **toys.CLOSE)
+    assert len(fast.steps) == 2
+
+
+def forward_of_two(x: Any, w: Any, s: Any, t: Any) -> Any:
+    return x @ w * t["a"], s + x.sum()
+
+
+def test_several_staged_arguments_are_one_batch(recorder_name, device):
+    options = {"stage": ("x", "t"), "donate": "s", "recorder": recorder_name}
+    fast = fg.graphify(forward_of_two, **options)
+    w, s, state = w44.to(device), torch.zeros(1, device=device), torch.zeros(1)
+    for n in (3, 2, 3):
+        x, t = torch.rand(n, 4), {"a": torch.rand(1)}
+        want, state = forward_of_two(x, w44, state, t)
+        y, back = fast(x.to(device), w, s, t={"a": t["a"].to(device)})
+        torch.testing.assert_close(y.cpu(), want)
+        assert back is s
+        torch.testing.assert_close(s.cpu(), state)
+    assert len(fast.steps) == 2
+    step = fast.bind(w).capture(s, batch=(x.to(device), t), progress=False)
+    for args, kwargs in (((x, s, t), {}), ((), {"t": t, "s": s, "x": x})):
+        want, state = forward_of_two(x, w44, state, t)
+        torch.testing.assert_close(step(*args, **kwargs)[0].cpu(), want)
+    for bad, path in ((x.double(), "x"), (x[:1], "x")):
+        with refused(*TREE, [f"{path}: "]):
+            step(bad, s, t)
+    with refused(*TREE, ["t['a']: expected a tensor"]):
+        step(x, s, {"b": t["a"]})
+    with refused(*TREE, ["expected the arguments ['x', 's', 't']"]):
+        step(x, s, t, t)
+    assert fg.check(forward_of_two, x, w44, torch.zeros(1), t, stage=("x", "t"), donate="s")
+
+
+def test_what_is_staged_beside_a_batch_with_a_spec_is_a_field_of_it():
+    fast = fg.graphify(lambda p, s, b, t: toys.tally(p, s, b), donate="s", stage=("b", "t"))
+    with refused(*TREE, ["b is a Batch", "Make t a field of it"]):
+        fast(toys.tally_params(), toys.tally_state(), toys.batch(2), torch.ones(1))
+
+
+def test_modules_are_pointed_to_from_module():
+    net = torch.nn.Linear(4, 4)
+    for call in (
+        lambda: fg.graphify(net, stage="x"), lambda: exact(lambda m, x: m(x), net, x43),
+        lambda: exact(lambda m, x: m["net"](x), {"net": net}, x43),
+    ):  # fmt: skip
+        with refused(*TREE, ["module", "Linear", "fg.from_module("]):
+            call()
+
+
+@fg.struct
+class Model:
+    """A tree with a method."""
+
+    w: torch.Tensor
+
+    @fg.graphify(stage="x")
+    def apply(self, x: Any) -> Any:
+        return x @ self.w
+
+
+def test_a_graphified_method():
+    """`self` is the first argument, a tree; of another class it is said how to make it one."""
+    model, other = Model(w44), type("Other", (), {"apply": Model.apply})()
+    assert torch.equal(model.apply(x43), x43 @ w44)
+    assert Model.apply.trace(model, batch=x43).signature.names == ("self", "x")
+    with refused(*TREE, ["self is Other", "@fg.struct"]):
+        other.apply(x43)
+
+
+def helper(x: Any) -> Any:
+    raise ValueError("mine")
+
+
+def fails(w: Any, x: Any) -> Any:
+    """Fails in a function that it calls."""
+    return helper(x @ w)
+
+
+FIRST_CALLS: dict[str, Callable[[Any], Any]] = {
+    "a call": lambda fast: fast(w44, x43),
+    "a trace": lambda fast: fast.trace(w44, batch=x43),
+    "a capture": lambda fast: fast.bind(w44).capture(batch=x43, progress=False),
+}
+
+
+@pytest.mark.parametrize("how", FIRST_CALLS)
+def test_a_mistake_comes_with_the_callers_own_frames(how: str, monkeypatch: pytest.MonkeyPatch):
+    """Its traceback has forward's frames, after the call that led to it; all of them on request."""
+    fast = fg.graphify(fails, stage="x")
+
+    def names() -> tuple[list[str], Any]:
+        with pytest.raises(ValueError, match="mine") as caught:
+            FIRST_CALLS[how](fast)
+        return [entry.name for entry in caught.traceback], caught.value.__notes__
+
+    found, notes = names()
+    assert found[-2:] == ["fails", "helper"] and len(found) <= 6, found
+    assert notes[-1].endswith("FNGRAPH_TRACEBACK=all shows them") and len(set(notes)) == len(notes)
+    monkeypatch.setenv("FNGRAPH_TRACEBACK", "all")
+    found, notes = names()
+    assert found[-2:] == ["fails", "helper"] and len(found) > 15 and len(notes) == 1

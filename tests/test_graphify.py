@@ -709,10 +709,26 @@ def test_at_most_max_keys_shapes_are_kept():
     step = lambda w, x: (traced.append(tuple(x.shape)), x @ w)[1]  # noqa: E731
     w = torch.rand(3, 2)
     fast = fg.graphify(step, stage="x", max_keys=2)
-    for n in (1, 2, 1, 3, 1, 2):  # 2 goes when 3 comes, since 1 was used after it
+    for n in (1, 2, 1, 3, 1):  # 2 goes when 3 comes, since 1 was used after it
         x = torch.rand(n, 3)
         torch.testing.assert_close(fast(w, x), x @ w)
-    assert [shape[0] for shape in traced] == [1, 2, 3, 2]
+    words = r"max_keys=2 .*second one go: float32\[3, 3\] for float32\[2, 3\].*max_keys=8"
+    with pytest.warns(UserWarning, match=words) as warned:  # the second that goes, and once
+        for n in (2, 3, 1):
+            fast(w, torch.rand(n, 3))
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert [shape[0] for shape in traced] == [1, 2, 3, 2, 3, 1]
+    ran = {1: (4, 2), 2: (2, 2), 3: (2, 2)}
+    assert fast.stats.shapes == {f"float32[{n}, 3]": both for n, both in ran.items()}
+    assert "| float32[1, 3] |     4 |        2 |" in fast.stats.as_text()
+    assert (fast.stats - fast.stats).shapes == {} and fast.stats.steps == 8
+
+
+def test_sixteen_shapes_are_kept_in_silence():
+    w, fast = torch.rand(3, 2), fg.graphify(lambda w, x: x @ w, stage="x")
+    for n in (*range(1, 18), 17):
+        fast(w, torch.rand(n, 3))
+    assert len(fast.steps) == 16 and len(fast.stats.shapes) == 17
 
 
 def test_the_container_that_was_bound_is_known_by_identity(recorder_name, device):
@@ -762,3 +778,31 @@ def test_first_calls_from_several_threads(recorder_name, device, functions: int)
     assert not failed, failed
     assert all(one.eq(threads // functions).all() for one in s)
     assert [len(one.steps) for one in fast] == [1] * functions and traced == functions
+
+
+# --- called by what is under torch.compile --------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", ["called before", "first called there", "a step"])
+def test_torch_compile_breaks_at_a_graphified_function(known: str):
+    """What is around it is compiled; it runs as it would; Dynamo does not follow it inside."""
+    w, x, traced, compiled = torch.rand(4, 4), torch.rand(3, 4), [], []
+    fast = fg.graphify(lambda w, x: (traced.append(1), x @ w)[1], stage="x")
+    step = fast.bind(w).capture(batch=x, progress=False) if known == "a step" else None
+    if known == "called before":
+        fast(w, x)
+
+    def noting(gm: Any, example: Any) -> Any:
+        compiled.extend(n.target.__name__ for n in gm.graph.nodes if n.op.startswith("call"))
+        return gm.forward
+
+    def around(x: torch.Tensor) -> Any:
+        return (step(x * 2) if step else fast(w, x * 2)) + 1
+
+    torch._dynamo.reset()
+    for _ in range(2):
+        torch.testing.assert_close(torch.compile(around, backend=noting)(x), x * 2 @ w + 1)
+    assert compiled == ["mul", "add"] and len(traced) == 1
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="a graphified function replays graphs of its own"):
+        torch.compile(around, backend=noting, fullgraph=True)(x)

@@ -36,6 +36,7 @@ torch.testing.assert_close(cache[:3], params["embed"][[1, 2, 3]])
 assert not cache[3:].any()
 """,
     "load_checkpoint()  # a small Llama": "assert len(step) == len(list(step.table))",
+    "fg.dispatch(table, decode)": "assert fg.dispatch(table, decode).descriptor.num_reqs == 4",
     "def train_step(weights, xy):": "assert loss < 1e-3",
     "fg.from_module(net.eval())": "torch.testing.assert_close(y, net(x).detach())",
     "adapters = lora.slots(": "assert adapters[0]['attn.wq'].a[3].any() and len(adapted) == 2",
@@ -95,7 +96,7 @@ def test_what_the_docs_show_runs_from_it(wheel: Path, tmp_path: Path):
     with zipfile.ZipFile(wheel) as unzipped:
         unzipped.extractall(unpacked)
     blocks = python_of("README.md")
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     blocks += [code for code in python_of("docs/serving.md") if "fngraph.models" in code]
     checked = [[check for line, check in CHECKS.items() if line in code] for code in blocks]
     assert [len(checks) for checks in checked] == [1] * len(CHECKS)

@@ -4,7 +4,8 @@
 
 says that a leaf has one more row than the batch has requests, and how rows beyond them are filled.
 Dims are sums and products of ints and letters: T query tokens, R requests, and the further letters
-of `Limits` (B blocks per request, ...). A space separates dims; operators bind their neighbors.
+of `Limits` (B blocks per request, ...), which are one size for all batches. A space separates dims;
+operators bind their neighbors.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def plan_buffers(fields: Mapping[str, Buffer], top: Sizes) -> BufferPlan:
 
 def buffer(
     dims: str,
-    dtype: str,
+    dtype: Any,
     *,
     pad: int | float | bool | str | None = None,
     rows: str = "all",
@@ -212,7 +213,7 @@ def buffer(
 
     Args:
         dims: e.g. "T", "R + 1", "R B"; see the module's first lines.
-        dtype: torch's name, e.g. "int32".
+        dtype: torch's, or its name: torch.int32 or "int32".
         pad: see `Buffer`; left out: 0.
         rows: "all", or "changed" for tables with a row for each request, such as block tables: a
             step may be told just those that changed since the step before, by `fg.ChangedRows`.
@@ -225,8 +226,9 @@ def buffer(
     """
     if rows not in ("all", "changed"):
         raise FieldError(f'rows={rows!r}: "all" or "changed"')
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     declared = Buffer(
-        parse_dims(dims), dtype, 0 if pad is None else pad, pad is not None, rows == "changed", min
+        parse_dims(dims), name, 0 if pad is None else pad, pad is not None, rows == "changed", min
     )
     return dataclasses.field(metadata={"fngraph": declared})
 

@@ -12,6 +12,7 @@ from itertools import product
 from fngraph.core.covering import BUILT_IN, Field, built_in_fields, user_defined
 from fngraph.core.limits import Limits
 from fngraph.core.modes import Mode
+from fngraph.core.resolution import Resolution
 from fngraph.core.sizes import Ladders, check_sizes
 from fngraph.core.spec import BatchDescriptor, sorted_extra
 from fngraph.core.table import Cost, DispatchTable
@@ -19,9 +20,9 @@ from fngraph.errors import SizesError, SpecError
 
 
 def build_table(
-    modes: Mode | str,
-    ladders: Ladders,
-    limits: Limits,
+    modes: Mode | str | Resolution,
+    ladders: Ladders | Limits | None = None,
+    limits: Limits | None = None,
     adapters: int | Iterable[int] = (0,),
     fields: Iterable[Field] = (),
     cost: Cost | None = None,
@@ -30,7 +31,8 @@ def build_table(
     own_uniform: bool = False,
     key_reqs: int | None = None,
 ) -> DispatchTable:
-    """Every key that `modes` captures on these ladders.
+    """Every key that `modes` captures on these ladders: `build_table(modes, ladders, limits)`; or
+    of what `resolve` says, which has both: `build_table(resolution, limits)`.
 
     Args:
         adapters: adapter counts that get keys, ascending; without 0, batches without adapters
@@ -46,11 +48,21 @@ def build_table(
             such key. None: as many as may come.
 
     Raises:
-        SizesError: a ladder beyond the limits; keys of no request.
+        SizesError: a ladder beyond the limits, or none; keys of no request.
         SpecError: bad adapters or fields.
 
     Source: the kinds of keys are vLLM 0.33's (uniform FULL, mixed FULL, PIECEWISE).
     """
+    if isinstance(modes, Resolution):
+        resolved = modes
+        given = limits if limits is not None else ladders
+        modes, ladders, limits = resolved.modes, resolved.sizes, given  # type: ignore[assignment]
+    if not isinstance(ladders, Ladders) or not isinstance(limits, Limits):
+        raise SizesError(
+            f"build_table got {type(ladders).__name__} as ladders and {type(limits).__name__} as "
+            "limits. Pass build_table(resolution, limits), or build_table(modes, ladders(...), "
+            "limits)."
+        )
     modes = Mode.parse(modes)
     counts = adapter_counts(adapters, powers=True) if isinstance(adapters, int) else adapters
     fields = _all_fields(tuple(counts), tuple(fields), overflow)

@@ -15,7 +15,8 @@ class Limits:
     Attributes:
         max_tokens: query tokens a step (T).
         max_reqs: requests a step (R).
-        dims: bounds of the further shape letters, `Limits(8192, 256, B=512)`.
+        dims: sizes of the further shape letters, `Limits(8192, 256, B=512)`: unlike T and R they
+            are the same in every batch, whose leaves are padded to them by the caller.
 
     Raises:
         SpecError: a bound that is not a positive integer, or a letter bounded twice.

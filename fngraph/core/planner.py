@@ -6,11 +6,12 @@ costs, and how many steps each would hold.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from fngraph.errors import SizesError
 
@@ -65,6 +66,7 @@ def plan_sizes(
             "plan_sizes needs either k= or memory_budget= with bytes_per_size=. "
             "Pass plan_sizes(histogram, k=8)."
         )
+    _check_whole("k is", k)
     if k < 1:
         raise SizesError(f"{what} holds not even one size. Pass more, or capture nothing.")
     return _cheapest_within_count(problem, k)
@@ -88,12 +90,20 @@ def _counts(histogram: Histogram) -> dict[int, float]:
         for size in histogram:
             counts[size] = counts.get(size, 0) + 1
     for size, count in counts.items():
-        if size < 1 or count < 0:
+        _check_whole("The histogram has steps of", size)
+        if size < 1 or not isinstance(count, int | float) or not 0 <= count < math.inf:
             raise SizesError(
                 f"The histogram has {count} steps of {size} tokens. Sizes are positive, and "
                 "counts are not negative."
             )
     return {size: count for size, count in counts.items() if count}
+
+
+def _check_whole(what: str, number: object) -> None:
+    if not isinstance(number, SupportsIndex) or isinstance(number, bool):
+        raise SizesError(
+            f"{what} {number!r}, which is no whole number. Round it up: math.ceil(size)."
+        )
 
 
 class Problem(NamedTuple):
@@ -114,7 +124,10 @@ def _problem(
         raise SizesError("The histogram is empty. Record at least one step before planning.")
     seen = sorted(counts)
     below = [0, *accumulate(counts[size] for size in seen)]
-    sizes = sorted(set(seen if candidates is None else candidates))
+    sizes = list(seen if candidates is None else candidates)
+    for size in sizes:
+        _check_whole("candidates= has", size)
+    sizes = sorted(set(sizes))
     if not sizes or sizes[-1] < seen[-1]:
         raise SizesError(
             f"No candidate holds the largest step, {seen[-1]} tokens. Add {seen[-1]} to them."

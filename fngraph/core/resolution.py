@@ -97,8 +97,7 @@ def resolve(
     there, PIECEWISE is never lost where a cut is available, and one query length that cannot be
     captured does not take the others with it.
     """
-    if cut not in ("yes", "declined", "no"):
-        raise ModesError(f'cut={cut!r} is unknown. Pass cut="yes", "declined" or "no".')
+    check_cut(cut)
     check_query_lens(query_lens)
     requested = DEFAULT_MODES if modes is None else Mode.parse(modes)
     now, reasons = _by_model(
@@ -119,6 +118,12 @@ def resolve(
         sizes = default_sizes(limits, query_lens) if sizes is None else sizes
         chosen = ladders(sizes, kept, limits.max_reqs, align, beyond=beyond)
     return Resolution(now, requested, kept, chosen, tuple(reasons))
+
+
+def check_cut(cut: str) -> None:
+    """Raise `ModesError` for a word that does not say whether graphs can be cut."""
+    if cut not in ("yes", "declined", "no"):
+        raise ModesError(f'cut={cut!r} is unknown. Pass cut="yes", "declined" or "no".')
 
 
 def _by_model(

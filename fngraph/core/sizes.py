@@ -111,6 +111,14 @@ class Ladders:
         return dict(self.by_query_len)
 
 
+def check_rounding(align: str, beyond: str) -> None:
+    """Raise `SizesError` for words of `ladders` that mean nothing."""
+    if align not in ("uniform", "all"):
+        raise SizesError(f'align={align!r} is unknown. Pass align="uniform" or align="all".')
+    if beyond not in ("cut", "drop"):
+        raise SizesError(f'beyond={beyond!r} is unknown. Pass beyond="cut" or beyond="drop".')
+
+
 def ladders(
     sizes: Iterable[int],
     query_lens: Sequence[int] = (1,),
@@ -138,10 +146,7 @@ def ladders(
     query lengths, the shared ladder holds every rounding of every size.
     """
     sizes = check_sizes(sizes)
-    if align not in ("uniform", "all"):
-        raise SizesError(f'align={align!r} is unknown. Pass align="uniform" or align="all".')
-    if beyond not in ("cut", "drop"):
-        raise SizesError(f'beyond={beyond!r} is unknown. Pass beyond="cut" or beyond="drop".')
+    check_rounding(align, beyond)
     if query_lens:
         check_query_lens(query_lens)
     cut, shared = beyond == "cut", align == "all" and len(query_lens) > 0

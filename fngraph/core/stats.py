@@ -39,6 +39,14 @@ CaptureKey = tuple[Mode, BatchDescriptor, bool]
 """Mode and descriptor of a key, and whether it was captured in a step, which had to wait for it."""
 
 
+class OfShape(NamedTuple):
+    """What ran at one exact shape of a batch without a spec: steps, and captures; more than one
+    of these where it was let go for others and came back."""
+
+    steps: int
+    captures: int
+
+
 class CompileKey(NamedTuple):
     """What was made of a piece.
 
@@ -67,9 +75,10 @@ class Stats:
         captures: (mode, descriptor, whether in a step) -> how often and how long it was captured.
         compiles: what was made of a piece -> likewise, for code that Inductor has made.
         passes: a pass that matched, by name -> how often, in all programs that were traced.
+        shapes: exact shapes of batches without a spec, "float32[64, 4]" -> what ran at them.
     """
 
-    __slots__ = ("captures", "compiles", "counts", "passes", "reasons")
+    __slots__ = ("captures", "compiles", "counts", "passes", "reasons", "shapes")
 
     def __init__(
         self,
@@ -78,12 +87,14 @@ class Stats:
         captures: Mapping[CaptureKey, Took] | None = None,
         compiles: Mapping[CompileKey, Took] | None = None,
         passes: Mapping[str, int] | None = None,
+        shapes: Mapping[str, OfShape] | None = None,
     ) -> None:
         self.counts = dict(counts or {})
         self.reasons = dict(reasons or {})
         self.captures = dict(captures or {})
         self.compiles = dict(compiles or {})
         self.passes = dict(passes or {})
+        self.shapes = dict(shapes or {})
 
     def observe(self, num_tokens: int, ran: Dispatch) -> None:
         """Counts one step of `num_tokens` true tokens that ran as `ran`."""
@@ -111,6 +122,12 @@ class Stats:
         for name, count in matches.items():
             if count:
                 self.passes[name] = self.passes.get(name, 0) + count
+
+    def of_shape(self, shape: str) -> Self:
+        """The same, all of which ran at one exact shape."""
+        made = self.copy()
+        made.shapes[shape] = OfShape(self.steps, sum(took.times for took in self.captures.values()))
+        return made
 
     @property
     def compiled(self) -> int:
@@ -173,6 +190,9 @@ class Stats:
                 for key, took in self.compiles.items()
             ]  # fmt: skip
             parts.append(text.table(("piece", "sizes", "was", "kernels", "times", "ms"), made))
+        if self.shapes:
+            ran = [(shape, *both) for shape, both in self.shapes.items()]
+            parts.append(text.table(("exact shapes", "steps", "captures"), ran))
         if self.passes:
             parts.append(text.table(("pass", "matches"), list(self.passes.items())))
         return "\n\n".join(parts)
@@ -180,8 +200,8 @@ class Stats:
     def copy(self) -> Self:
         """The counts as they stand, to subtract later."""
         return type(self)(
-            self.counts, self.reasons, self.captures, self.compiles, self.passes
-        )  # fmt: skip
+            self.counts, self.reasons, self.captures, self.compiles, self.passes, self.shapes
+        )
 
     def __add__(self, other: Stats) -> Stats:
         return self._with(other, 1)
@@ -196,6 +216,7 @@ class Stats:
             _sum_took(self.captures, other.captures, sign),
             _sum_took(self.compiles, other.compiles, sign),
             _sum(self.passes, other.passes, sign),
+            _sum_of_shapes(self.shapes, other.shapes, sign),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -210,7 +231,7 @@ class Stats:
         return f"Stats({text.count(self.steps, 'step')}: {', '.join(shares)})"
 
 
-_NONE = Took(0, 0)
+_NONE, _NOTHING = Took(0, 0), OfShape(0, 0)
 
 
 def _sum(one: Mapping, other: Mapping, sign: int) -> dict:
@@ -225,3 +246,12 @@ def _sum_took(one: Mapping, other: Mapping, sign: int) -> dict:
         for key, (mine, theirs) in pairs.items()
     }
     return {key: both for key, both in took.items() if both.times}
+
+
+def _sum_of_shapes(one: Mapping, other: Mapping, sign: int) -> dict:
+    pairs = {key: (one.get(key, _NOTHING), other.get(key, _NOTHING)) for key in {**one, **other}}
+    ran = {
+        key: OfShape(*(mine + sign * theirs for mine, theirs in zip(*both)))
+        for key, both in pairs.items()
+    }
+    return {key: both for key, both in ran.items() if any(both)}

@@ -24,7 +24,27 @@ def _optree() -> Any:
     order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
     order.__enter__()
     atexit.register(order.__exit__, None, None, None)  # it lasts while it is held
+    register: Any = optree.register_pytree_node
+    register(Static, lambda x: ((), x.key), lambda key, _: Static(key.values), namespace=NAMESPACE)
     return optree
+
+
+class Static:
+    """An argument without leaves, whose value is structure: another one, another tree."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.key = value, Exactly(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 def flatten(tree: Any, is_leaf: Any = None) -> tuple[list[Any], Any]:

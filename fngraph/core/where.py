@@ -24,6 +24,29 @@ def user_line(traceback: TracebackType | None = None) -> str:
     return "<no user frame>"
 
 
+def users_part(error: Exception) -> Exception:
+    """An error whose traceback has the frames of the user's code alone, as `jax` has it.
+
+    Where he has none in it, or the environment's FNGRAPH_TRACEBACK is "all", it is as it was.
+    """
+    frames: list[TracebackType] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames += [traceback] if is_user(traceback.tb_frame) else []
+        traceback = traceback.tb_next
+    if not frames or os.environ.get("FNGRAPH_TRACEBACK") == "all":
+        return error
+    kept = None
+    for one in reversed(frames):
+        kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    if HIDDEN not in getattr(error, "__notes__", ()):
+        error.add_note(HIDDEN)
+    return error.with_traceback(kept)
+
+
+HIDDEN = "frames of torch and fngraph are left out; FNGRAPH_TRACEBACK=all shows them"
+
+
 def is_user(frame: FrameType) -> bool:
     """Whether a frame runs code that is not ours, torch's, Python's or generated."""
     return _is_users(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))

@@ -1,7 +1,6 @@
-"""A user's function, the role of each of its parameters, and its arguments as a trace needs them.
+"""A function's arguments as a trace needs them: a structure, and leaves without memory.
 
-A parameter is held, donated or staged. Its abstract argument is a structure and leaves without
-memory, made from tensors, from specs (`fg.like`), or, of the batch, from its class alone.
+They are made from tensors, from specs (`fg.like`), or, of the batch, from its class alone.
 """
 
 from __future__ import annotations
@@ -10,88 +9,17 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fngraph.core import Buffer, Dim, buffers_of, check_declared, host_field, trees
 from fngraph.core.structs import hide_host_field
 from fngraph.errors import MutationError, TreeError
 from fngraph.fx.leaves import Leaf, Role, TensorSpec, check_aliases, check_kind, neighbours
-
-Names = str | int | Iterable[str | int] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """A function and the role of each of its parameters."""
-
-    fn: Callable[..., Any]
-    names: tuple[str, ...]
-    roles: tuple[Role, ...]
-
-    def positions(self, *roles: Role) -> list[int]:
-        """Indices of the parameters that have one of `roles`."""
-        return [i for i, role in enumerate(self.roles) if role in roles]
-
-    def call(self, values: Sequence[Any]) -> Any:
-        """`fn` on one value a parameter, by keyword where it takes no other way."""
-        parameters = inspect.signature(self.fn).parameters.values()
-        only = [p.kind is p.KEYWORD_ONLY for p in parameters]
-        named = {n: v for n, v, keyword in zip(self.names, values, only) if keyword}
-        return self.fn(*[v for v, keyword in zip(values, only) if not keyword], **named)
-
-    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any], *roles: Role) -> list[Any]:
-        """A call's arguments in the order of the parameters that have one of `roles`.
-
-        Raises:
-            TreeError: too few, too many, or an unknown name.
-        """
-        names = [self.names[i] for i in self.positions(*roles)]
-        given = dict(zip(names, args)) | dict(kwargs)
-        if len(args) + len(kwargs) != len(names) or set(given) != set(names):
-            passed = [*names[: len(args)], *["one more"] * (len(args) - len(names)), *kwargs]
-            raise TreeError(f"expected the arguments {names}, got {passed}")
-        return [given[name] for name in names]
-
-    def __repr__(self) -> str:
-        params = ", ".join(f"{n}: {r.value}" for n, r in zip(self.names, self.roles))
-        return f"{getattr(self.fn, '__name__', 'forward')}({params})"
-
-
-def signature(fn: Callable[..., Any], donate: Names, stage: Names) -> Signature:
-    """Roles by name or position; a parameter that is in neither is held.
-
-    Raises:
-        TreeError: a name that is no parameter, or one in both.
-    """
-    parameters = list(inspect.signature(fn).parameters.values())
-    variadic = [p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if variadic:
-        raise TreeError(f"forward takes *{variadic[0]}; name its parameters, each has one role")
-    names = tuple(p.name for p in parameters)
-
-    def resolve(what: str, given: Names) -> set[str]:
-        many = [given] if isinstance(given, str | int) else list(given or ())
-        found = {names[x] if isinstance(x, int) and x < len(names) else x for x in many}
-        unknown = found - set(names)
-        if unknown:
-            raise TreeError(f"{what}={unknown.pop()!r} is no parameter of forward{names}")
-        return typing.cast(set[str], found)
-
-    donated, staged = resolve("donate", donate), resolve("stage", stage)
-    if len(staged) != 1:
-        raise TreeError(
-            f"stage={stage!r} names {len(staged)} parameters of forward{names}. Name the one that "
-            'is the batch, which may be a tree of tensors: stage="batch"'
-        )
-    if donated & staged:
-        raise TreeError(f"{(donated & staged).pop()!r} cannot be both donated and staged")
-    roles = tuple(
-        Role.DONATED if n in donated else Role.STAGED if n in staged else Role.HELD for n in names
-    )
-    return Signature(fn, names, roles)
+from fngraph.fx.signatures import Signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +102,7 @@ class Arguments:
             after, treedef = trees.flatten(values[i])
             differs = [k for k, (a, b) in enumerate(zip(before, after)) if a is not b]
             if differs or treedef != structure:
-                path = trees.paths(treedef, name)[differs[0]] if differs else name
+                path = self.signature.paths(treedef, i)[differs[0]] if differs else name
                 raise MutationError(
                     f"forward puts another tensor into {path}, which is "
                     f"{self.signature.roles[i].value}; the caller's own {name} would not change. "
@@ -199,13 +127,14 @@ def abstract_arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
     devices: dict[torch.device, str] = {}
     batch_device = torch.device("cpu")
     real: list[tuple[Leaf, torch.Tensor]] = []
-    for name, role in zip(sig.names, sig.roles):
+    for i, (name, role) in enumerate(zip(sig.names, sig.roles)):
         if role is Role.STAGED:
             batch_type = _batch_type(sig, name, given.get(name))
-            found, treedef = _staged(name, batch_type, given.get(name))
+            found, treedef = _staged(sig, i, batch_type, given.get(name))
             example = [x for x in trees.flatten(given.get(name))[0] if hasattr(x, "device")]
             batch_device = example[0].device if example else batch_device
         else:
+            _check_no_batch(sig, name, role, given[name])
             flat, treedef = trees.flatten(given[name])
             found = [_leaf(p, role, x) for p, x in zip(trees.paths(treedef, name), flat)]
             devices.update({leaf.device: leaf.path for leaf in found})
@@ -226,14 +155,31 @@ def abstract_arguments(sig: Signature, given: Mapping[str, Any]) -> Arguments:
 
 def _leaf(path: str, role: Role, value: Any) -> Leaf:
     if not isinstance(value, torch.Tensor | TensorSpec):
-        raise TreeError(
-            f"{path} is {type(value).__name__}, not a tensor. Numbers that configure the model "
-            "belong in a static field (x: int = fg.static()), others in a tensor"
-        )
+        raise TreeError(f"{path} is {no_tensor(path, value)}")
     if isinstance(value, torch.Tensor):
         check_kind(path, value)
     spec = TensorSpec.of(value)
     return Leaf(path, role, spec.device, spec)
+
+
+def no_tensor(path: str, value: Any) -> str:
+    """What a leaf is that is no tensor, and what to do with it."""
+    kind = type(value).__name__
+    if isinstance(value, nn.Module):
+        return (
+            f"{kind}, not a tensor. Take a module's tensors out: forward, params, buffers = "
+            "fg.from_module(module.eval())"
+        )
+    if path == "self":
+        return (
+            f"{kind}, not a tensor or a tree of them. Make its class one, @fg.struct above it; "
+            "or graphify a function of its tensors"
+        )
+    return (
+        f"{kind}, not a tensor. Numbers that configure the model belong in a static field "
+        "(x: int = fg.static()), or are bound, functools.partial(forward, x=2); those that change "
+        "belong in a tensor"
+    )
 
 
 def _annotated(fn: Any) -> Any:
@@ -242,6 +188,29 @@ def _annotated(fn: Any) -> Any:
         fn = fn.func
     fn = inspect.unwrap(fn)
     return fn if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__call__
+
+
+def _check_no_batch(sig: Signature, name: str, role: Role, value: Any) -> None:
+    """Raise `TreeError` where a batch is passed for another parameter than the staged one."""
+    if buffers_of(type(value)) and host_field(type(value)) is not None:
+        staged = sig.names[sig.roles.index(Role.STAGED)]
+        raise TreeError(
+            f"{name} is {role.value}, and was given a {type(value).__name__}, which is a batch: it "
+            f"has fg.buffer fields and a spec. The batch is {staged!r}. Swap the arguments, "
+            f"forward({', '.join(sig.names)}), or say which is the batch: stage={name!r}"
+        )
+
+
+def _check_no_spec(names: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise `TreeError` where one of several staged arguments is a batch with a spec."""
+    for name, value in zip(names, values):
+        if host_field(type(value)) is not None:
+            others = ", ".join(other for other in names if other != name)
+            raise TreeError(
+                f"{name} is a {type(value).__name__}, whose spec says how all that is staged is "
+                f"padded, and {others} is staged beside it. Make {others} a field of it: "
+                'fg.buffer("T", "float32"), or fg.buffer("", "float32") for a number'
+            )
 
 
 def _batch_type(sig: Signature, name: str, example: Any) -> type | None:
@@ -263,6 +232,8 @@ def _batch_type(sig: Signature, name: str, example: Any) -> type | None:
             )
         return cls
     if example is not None:
+        if sig.together is not None:
+            _check_no_spec(name.split(", "), example)
         return None  # exact shapes
     said = f"is annotated {cls.__name__}" if cls is not type(None) else "has no annotation"
     raise TreeError(
@@ -272,7 +243,9 @@ def _batch_type(sig: Signature, name: str, example: Any) -> type | None:
     )
 
 
-def _staged(name: str, batch_type: type | None, example: Any) -> tuple[list[Leaf], Any]:
+def _staged(
+    sig: Signature, position: int, batch_type: type | None, example: Any
+) -> tuple[list[Leaf], Any]:
     """Staged leaves, declared by the fields of a struct or by an example's exact shapes."""
     cpu = torch.device("cpu")  # until the function's device is known
     if batch_type is not None:
@@ -282,11 +255,12 @@ def _staged(name: str, batch_type: type | None, example: Any) -> tuple[list[Leaf
         buffers = [fields[n] for n in names]
     else:
         tensors, treedef = trees.flatten(example)
-        specs = [_leaf(p, Role.STAGED, x).spec for p, x in zip(trees.paths(treedef, name), tensors)]
+        where = sig.paths(treedef, position)
+        specs = [_leaf(p, Role.STAGED, x).spec for p, x in zip(where, tensors)]
         buffers = [
             Buffer(tuple(Dim(str(n)) for n in s.shape), str(s.dtype).removeprefix("torch."))
             for s in specs
             if s is not None
         ]
-    where = trees.paths(treedef, name)
+    where = sig.paths(treedef, position)
     return [Leaf(p, Role.STAGED, cpu, buffer=b) for p, b in zip(where, buffers)], treedef

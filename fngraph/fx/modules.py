@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fngraph.errors import TreeError
+from fngraph.fx.tracing.purity import tracing_mode
 
 Tensors = dict[str, Tensor]
+Contents = dict[str, tuple[Any, Any]]  # an attribute's value, and a copy of a container
 _OWN = ("params", "buffers")
 
 
@@ -71,7 +76,8 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
         given = {**params, **buffers}
         tensors = {attribute: given[name] for attribute, name in attributes if name in given}
         tensors |= {name: x for name, x in given.items() if name not in known}
-        return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
+        with _as_it_was(module):
+            return torch.func.functional_call(module, tensors, args, kwargs, tie_weights=False)
 
     first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in _OWN]
     if own and own[0].kind is inspect.Parameter.POSITIONAL_ONLY:
@@ -79,6 +85,62 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
     forward.__signature__ = inspect.Signature([*first, *own])  # type: ignore[attr-defined]
     forward.__name__ = type(module).__name__
     return forward, _detached(parameters), _detached(buffers)
+
+
+@contextlib.contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Put back what a call leaves in a module beside its parameters and buffers.
+
+    What torch's own code keeps there is made anew by each call: the list of weights of an RNN,
+    `weight` of weight_norm, spectral_norm and pruning. What the module's own forward keeps is the
+    caller's; of a trace it is put back at its end, which refuses it.
+    """
+    before = [(part, _contents(vars(part))) for part in module.modules()]
+    own = [{n: x for n, x in found.items() if _is_torchs(part, n)} for part, found in before]
+    tracing = tracing_mode()
+    if tracing is not None:
+        tracing.made.at_end(functools.partial(_put_all_back, before))
+    try:
+        yield
+    finally:
+        for (part, _), found in zip(before, own):
+            _put_back(part, found)
+
+
+def _contents(namespace: dict[str, Any]) -> Contents:
+    """Each attribute, and a copy where it is a container that may be changed where it is."""
+    return {
+        name: (value, copy.copy(value) if type(value) in (list, dict, set) else None)
+        for name, value in namespace.items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    }
+
+
+def _is_torchs(part: nn.Module, name: str) -> bool:
+    """Whether torch's own code sets an attribute at each call."""
+    if isinstance(part, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs"):
+        return True
+    hooks = part._forward_pre_hooks.values()
+    named = [getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks
+             if type(hook).__module__.startswith("torch.nn.utils.")]  # fmt: skip
+    return name in named
+
+
+def _put_all_back(before: Sequence[tuple[nn.Module, Contents]]) -> None:
+    for part, found in before:
+        for name in set(_contents(vars(part))) - set(found):
+            del vars(part)[name]
+        _put_back(part, found)
+
+
+def _put_back(part: nn.Module, found: Contents) -> None:
+    for name, (value, copied) in found.items():
+        if isinstance(value, list):
+            value[:] = value if copied is None else copied
+        elif copied is not None:
+            value.clear()
+            value.update(copied)
+        vars(part)[name] = value
 
 
 def _attributes(module: nn.Module, named: Tensors) -> list[tuple[str, str]]:

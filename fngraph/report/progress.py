@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def track(items: Sequence[T], description: str) -> Iterable[T]:
-    """Iterate with a progress bar; without rich (the `report` extra), silently."""
+def track(items: Sequence[T], description: str) -> Generator[T]:
+    """Iterate with a progress bar; without rich (the `report` extra), silently.
+
+    Where the loop may raise, close it (`contextlib.closing`), or the bar stays on the screen.
+    """
     try:
         import rich.progress
     except ModuleNotFoundError:
-        return iter(items)
-    return rich.progress.track(items, description, transient=False)
+        yield from items
+    else:
+        yield from rich.progress.track(items, description, transient=False)

@@ -12,7 +12,7 @@ import torch
 from fngraph.core import trees
 from fngraph.errors import TreeError
 from fngraph.executable import Executable
-from fngraph.fx.arguments import Arguments
+from fngraph.fx.arguments import Arguments, no_tensor
 from fngraph.fx.leaves import Role, TensorSpec, check_aliases, check_memory
 from fngraph.graphs.addresses import WRITE, Places, Watch, check_places, part, places
 from fngraph.torch_facts.memory import Bytes, joined, storage_bytes
@@ -103,12 +103,14 @@ def bind(executable: Executable, values: Sequence[Any]) -> Binding:
         TreeError: a number, structure, shape, dtype or device that differs from the trace.
         AliasError: a donated leaf shares memory with another leaf, or memory with itself.
     """
-    args, out_tree = executable.args, executable.out_tree
+    args = executable.args
     keeps_order = functools.cache(executable.maker.keeps_order)  # which traces
     positions = args.signature.positions(Role.HELD, Role.DONATED)
     names = [args.signature.names[i] for i in positions]
-    if len(values) != len(positions):
-        raise TreeError(f"pass {len(names)} arguments {names}, got {len(values)}")
+    try:
+        values = args.signature.values(values, {}, Role.HELD, Role.DONATED)
+    except TreeError:
+        raise TreeError(f"pass {len(names)} arguments {names}, got {len(values)}") from None
     leaves: list[torch.Tensor] = []
     spans = {}
     for position, value in zip(positions, values):
@@ -125,7 +127,7 @@ def bind(executable: Executable, values: Sequence[Any]) -> Binding:
     check_aliases([args.leaves[i] for i in indices], leaves)
     donated = [x for i, x in zip(indices, leaves) if args.leaves[i].role is Role.DONATED]
     inference = any(x.is_inference() for x in donated)
-    fixes = {position: _fix(args, position, out_tree) for position in positions}
+    fixes = {position: _fix(executable, position) for position in positions}
     containers = dict(zip(positions, values))
     return Binding(
         args, leaves, indices, paths, places(leaves), inference, spans, fixes, containers,
@@ -133,18 +135,43 @@ def bind(executable: Executable, values: Sequence[Any]) -> Binding:
     )  # fmt: skip
 
 
-def _fix(args: Arguments, position: int, out_tree: Any) -> str:
+def _fix(executable: Executable, position: int) -> str:
     """What a person should do who passes another argument than the one that was bound."""
+    args = executable.args
     name = args.signature.names[position]
     if args.signature.roles[position] is Role.DONATED:
         return f"Go on with the {name!r} that was passed first and came back, or capture again"
-    if args.treedefs[position] in (out_tree, *trees.children(out_tree)):
+    write = f"{WRITE[0].lower()}{WRITE[1:]}"
+    if args.batch_type is None:
+        how = f"stage it, fg.graphify(..., stage=({args.batch_name!r}, {name!r}))"
+    else:
+        how = f"make it a field of {args.batch_type.__name__}, fg.buffer(...)"
+    new = f"If {name!r} is new at each call, {how}. Else {write}"
+    if _is_returned(executable, position):
         return (
             f"{name!r} looks like what forward returns: if it is state, donate it, "
-            f"fg.graphify(..., donate={name!r}), and it is updated where it is. Else "
-            f"{WRITE[0].lower()}{WRITE[1:]}"
+            f"fg.graphify(..., donate={name!r}), and it is updated where it is. {new}"
         )
-    return WRITE
+    return new
+
+
+def _is_returned(executable: Executable, position: int) -> bool:
+    """Whether a part of the output has the structure, shapes and dtypes of an argument."""
+    args, out_tree = executable.args, executable.out_tree
+    specs = [leaf.spec for leaf in args.leaves[args.span(position)]]
+    want = [(tuple(map(str, spec.shape)), spec.dtype) for spec in specs if spec is not None]
+    own = iter(zip(executable.output_dims, executable.output_dtypes))  # all but the donated ones
+    updated = set(executable.returns.values())
+    have = [
+        None if i in updated else next((tuple(map(str, dims)), dtype) for dims, dtype in own)
+        for i in range(out_tree.num_leaves)
+    ]
+    start = 0
+    for tree in (out_tree, *trees.children(out_tree)):
+        if tree == args.treedefs[position] and have[start : start + tree.num_leaves] == want:
+            return True
+        start += 0 if tree is out_tree else tree.num_leaves
+    return False
 
 
 def flatten_as(
@@ -164,12 +191,19 @@ def flatten_as(
     flat, treedef = trees.flatten(value)
     if treedef != args.treedefs[position] or not all(isinstance(x, torch.Tensor) for x in flat):
         name = args.signature.names[position]
-        ordered = trees.ordered_as(value, args.treedefs[position])
+        traced = args.treedefs[position]
+        if trees.Static in (traced.type, treedef.type):
+            was = trees.unflatten(traced, traced.num_leaves * ["a tensor"])
+            raise TreeError(
+                f"{name} is {value!r}, and was traced as {was!r}: it is a part of the function. "
+                "Trace with this one; or call the graphified function, which keeps both"
+            )
+        ordered = trees.ordered_as(value, traced)
         if ordered is not value and keeps_order(position, treedef):
             return flatten_as(args, position, ordered)
-        for path, leaf in zip(trees.paths(treedef, name), flat):
+        for path, leaf in zip(args.signature.paths(treedef, position), flat):
             if not isinstance(leaf, torch.Tensor):
-                raise TreeError(f"{path} is {type(leaf).__name__}, not a tensor")
+                raise TreeError(f"{path} is {no_tensor(path, leaf)}")
         lines = "\n".join(trees.differences(args.treedefs[position], treedef, name))
         raise TreeError(f"{name} differs in structure from what was traced:\n{lines}")
     return flat

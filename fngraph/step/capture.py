@@ -208,15 +208,16 @@ def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = Fals
     keys.check_ready()
     recorder = keys.shared.recorder
     _warm_ahead(keys, [key for key in wanted if keys.fits(key)])
-    shown: Iterable[Key] = wanted
-    if progress:
-        from fngraph.report.progress import track
+    with contextlib.ExitStack() as bar:
+        shown: Iterable[Key] = wanted
+        if progress:
+            from fngraph.report.progress import track
 
-        label = progress if isinstance(progress, str) else f"capturing on {recorder.name}"
-        shown = track(list(wanted), label)
-    with recorder.recording():
-        for key in shown:
-            obtain(keys, key)
+            label = progress if isinstance(progress, str) else f"capturing on {recorder.name}"
+            shown = bar.enter_context(contextlib.closing(track(list(wanted), label)))
+        with recorder.recording():
+            for key in shown:
+                obtain(keys, key)
 
 
 def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:

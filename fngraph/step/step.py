@@ -60,6 +60,7 @@ from fngraph.step.prepared import make_entry
 from fngraph.step.rebind import changes_of
 from fngraph.step.sleep import give_back, take_again
 from fngraph.step.times import Times, measure
+from fngraph.torch_facts.tracing import run_by_python
 
 R = TypeVar("R")  # what `forward` returns
 
@@ -105,6 +106,7 @@ class Step(Generic[R]):
         self.by_ambient: dict[Ambient, Keys] = {ambient: self.main}
         self.last = LastCall(plain_state(self.recorder.device.type), self.main)
 
+    @run_by_python
     def __call__(self, /, *args: Any, allowed: Allowed = None, **kwargs: Any) -> R:
         """One step: `forward` without its held arguments.
 

@@ -132,5 +132,6 @@ ATTRIBUTES = {
     "_is_zerotensor": "of a tensor: a tangent that is zero and has no memory",
     "_buffers": "of a module: its own, by attribute",
     "_parameters": "of a module: likewise",
+    "_forward_pre_hooks": "of a module: what is called before its forward, by a number",
 }
 """Each with its owner. What reads another one is refused by a test."""

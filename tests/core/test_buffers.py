@@ -135,6 +135,13 @@ def test_shape_and_rows_under_sizes():
     assert scalar.shape(sizes) == () and scalar.rows(sizes) is None
 
 
+def test_dtypes_are_torchs_own_too():
+    torch = pytest.importorskip("torch")
+    for name in ("int32", "float8_e4m3fn", "bool"):
+        assert declared("T", getattr(torch, name)) == declared("T", name)
+    assert refused(buffer, "T", torch.quint8).startswith("dtype 'quint8' is none of bool")
+
+
 def test_dtypes_are_torch_names():
     for dtype in ("long", "torch.int32"):
         message = f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}"

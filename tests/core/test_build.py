@@ -13,6 +13,7 @@ from fngraph.core import (
     build_table,
     dispatch,
     ladders,
+    resolve,
 )
 from fngraph.errors import SizesError, SpecError
 
@@ -148,6 +149,24 @@ def test_nothing_captured_needs_no_ladder():
 def test_adapter_counts(most, powers, without, counts):
     assert adapter_counts(most, powers=powers, without=without) == counts
     RoundedTo(counts)
+
+
+@pytest.mark.parametrize("modes", Mode)
+def test_a_table_of_what_was_resolved(modes):
+    resolution = resolve(modes, limits=LIMITS, query_lens=(1, 3))
+    want = build_table(resolution.modes, resolution.sizes, LIMITS)
+    for table in (build_table(resolution, LIMITS), build_table(resolution, limits=LIMITS)):
+        assert list(table) == list(want) and table.limits == LIMITS and table.modes is modes
+    options = {"adapters": (0, 2)}
+    assert list(build_table(resolution, LIMITS, **options)) == list(
+        build_table(resolution.modes, resolution.sizes, LIMITS, **options)
+    )
+
+
+@pytest.mark.parametrize("args", [("FULL", LIMITS), ("FULL", STEPS), (resolve("FULL"),)])
+def test_a_table_of_what_is_no_ladder(args):
+    with pytest.raises(SizesError, match=r"build_table\(resolution, limits\)"):
+        build_table(*args)
 
 
 def test_adapter_counts_by_default():

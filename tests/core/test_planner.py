@@ -183,6 +183,17 @@ def test_planned_cost_counts_steps_beyond_the_ladder_at_their_own_size():
             "No candidate holds the largest step, 9 tokens. Add 9 to them.",
         ),
         (dict(histogram={9: 1}, k=1, candidates=()), "No candidate holds the largest step"),
+        (
+            dict(histogram={1.5: 3, 2: 4}, k=2),
+            "The histogram has steps of 1.5, which is no whole number. Round it up: math.ceil",
+        ),
+        (dict(histogram=[2, 1.5], k=1), "The histogram has steps of 1.5, which"),
+        (dict(histogram={"8": 1}, k=1), "The histogram has steps of '8', which"),
+        (dict(histogram={True: 1}, k=1), "The histogram has steps of True, which"),
+        (dict(histogram={1: "x"}, k=1), "The histogram has x steps of 1 tokens."),
+        (dict(histogram={1: float("nan")}, k=1), "The histogram has nan steps of 1 tokens."),
+        (dict(histogram={1: 1, 3: 1}, k=1.5), "k is 1.5, which"),
+        (dict(histogram={1: 1}, k=1, candidates=(1.5,)), "candidates= has 1.5, which"),
     ],
 )
 def test_bad_input(arguments, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 import toys
 from torch import Tensor, nn
 from torch.func import grad_and_value
+from torch.nn.utils import prune
 
 import fngraph as fg
-from fngraph.errors import ClosureError, MutationError, RandomError, TreeError
+from fngraph.errors import ClosureError, LeakError, MutationError, RandomError, TreeError
 
 MODES = ["NONE", "PIECEWISE", "FULL"]
 
@@ -155,6 +157,85 @@ def test_a_batchnorm_that_evaluates(modes: str):
     net = mlp(nn.BatchNorm1d(5))
     net(torch.randn(16, toys.E))  # running statistics that are not the first ones
     check(net.eval(), modes)
+
+
+# --- modules that keep tensors beside their parameters --------------------------------------------
+
+
+def _old_weight_norm(part: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and still in many a checkpoint
+        return nn.utils.weight_norm(part)
+
+
+def _pruned(part: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(part, "weight", 0.5)
+
+
+KEEPERS: dict[str, Any] = {
+    "GRU": lambda: nn.GRU(4, 6, num_layers=2, batch_first=True),
+    "LSTM both ways": lambda: nn.LSTM(4, 6, bidirectional=True),
+    "RNN": lambda: nn.RNN(4, 6, nonlinearity="relu"),
+    "an old weight_norm": lambda: _old_weight_norm(nn.Linear(4, 6)),
+    "an old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 6)),
+    "pruned": lambda: _pruned(nn.Linear(4, 6)),
+    "several of them": lambda: nn.Sequential(_pruned(nn.Linear(4, 4)), nn.GRU(4, 6)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)),
+}
+
+
+def namespaces(net: nn.Module) -> list[Any]:
+    """All that a module and its parts hold, by identity; lists by what is in them."""
+    return [
+        (name, id(value), [id(x) for x in value] if isinstance(value, list | dict) else None)
+        for part in net.modules()
+        for name, value in vars(part).items()
+    ]
+
+
+@pytest.mark.parametrize("what", KEEPERS)
+def test_what_torch_keeps_in_a_module_is_put_back(what: str):
+    """An RNN's list of weights; what hooks compute before each call."""
+    net = KEEPERS[what]().eval()
+    x = torch.randn(3, 5, 4)
+    net(x)
+    before = namespaces(net)
+    forward, params, buffers = fg.from_module(net)
+    fast = fg.graphify(forward, stage=2)
+    with torch.no_grad():
+        want = net(x)
+        before = namespaces(net)
+        for call in (fast, forward, fast):
+            toys.assert_trees(call(params, buffers, x), want, **toys.CLOSE)
+            assert namespaces(net) == before
+        toys.assert_trees(net(x), want)
+
+
+class Keeping(nn.Module):
+    """Keeps what it must not, and may then fail."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.gru, self.seen, self.fails = nn.GRU(4, 6), [], fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.gru(x)[0]
+        self.seen.append(self.last)
+        if self.fails:
+            raise ValueError("mine")
+        return self.last
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_refused_trace_leaves_in_a_module_is_put_back(fails: bool):
+    net = Keeping(fails)
+    before = namespaces(net)
+    forward, params, buffers = fg.from_module(net)
+    kind, words = (ValueError, "mine") if fails else (LeakError, r"Keeping\.last|a list")
+    for _ in range(2):
+        with pytest.raises(kind, match=words):
+            fg.graphify(forward, stage=2)(params, buffers, torch.randn(3, 5, 4))
+        assert namespaces(net) == before
 
 
 NORMS = {

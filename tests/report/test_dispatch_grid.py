@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fngraph as fg
 from fngraph.core import BatchSpec, Limits, Mode, build_table, explain, ladders
@@ -75,6 +76,29 @@ def test_report_has_its_names_and_is_light_until_one_is_used():
 def test_without_rich_progress_is_silent(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     assert list(track([3, 1], "capturing")) == [3, 1]
+
+
+def test_progress_ends_where_a_capture_fails(monkeypatch):
+    """The bar is let go of before the error is shown, whoever holds its traceback."""
+    progress = pytest.importorskip("rich.progress")
+    live = []
+    for name, change in (("start", live.append), ("stop", live.remove)):
+        old = getattr(progress.Progress, name)
+        told = lambda self, old=old, change=change: (change(1), old(self))  # noqa: E731
+        monkeypatch.setattr(progress.Progress, name, told)
+    run = fg.graphify(lambda w, x: x @ w, stage="x").bind(torch.ones(2, 2))
+
+    def fails(*args):
+        assert live == [1]
+        raise ValueError("mine")
+
+    monkeypatch.setattr("fngraph.step.capture.obtain", fails)
+    with pytest.raises(ValueError, match="mine"):
+        try:
+            run.capture(batch=torch.ones(2, 2))
+        except ValueError:  # whose traceback still holds the loop
+            assert live == []
+            raise
 
 
 def test_progress_says_what_goes_on(capsys):

@@ -149,6 +149,16 @@ class Made:
         pairs = zip(fakes, leaves)
         self._leaves = {id(fake) for fake in fakes}
         self._seen = {id(fake): (weakref.ref(fake), leaf.path) for fake, leaf in pairs}
+        self._undo: list[Callable[[], object]] = []
+
+    def at_end(self, undo: Callable[[], object]) -> None:
+        """Have `undo` called once the trace is over, whatever came of it; the last one first."""
+        self._undo.append(undo)
+
+    def close(self) -> None:
+        """The trace is over."""
+        while self._undo:
+            self._undo.pop()()
 
     def note(self, result: Any, what: str) -> None:
         """Remember the tensors of `result`, made at the line `what`."""

@@ -208,9 +208,14 @@ def _resized(line: str, func: Any, old: list[str], new: list[str]) -> OperatorEr
 
 def is_tracing() -> bool:
     """Whether a function is being traced right now."""
-    return bool(count_dispatch_modes()) and any(
-        isinstance(mode, PurityMode) for mode in dispatch_modes()
-    )
+    return tracing_mode() is not None
+
+
+def tracing_mode() -> PurityMode | None:
+    """The mode of the trace that is going on, if one is."""
+    if not count_dispatch_modes():
+        return None
+    return next((mode for mode in dispatch_modes() if isinstance(mode, PurityMode)), None)
 
 
 def _unregistered(line: str, func: Any) -> RandomError:
@@ -243,7 +248,7 @@ def write_errors(
             continue
         fix = "Write into a copy, x.clone()"
         if leaf.role is Role.HELD:
-            donate = _with(leaf, owners)
+            donate = donated_with(leaf, owners)
             fix += f", or donate the argument: fg.graphify(..., donate={donate})"
         yield MutationError(
             f"{line}: forward writes into {leaf.path} ({func}), which is {leaf.role.value}, not "
@@ -251,7 +256,7 @@ def write_errors(
         )
 
 
-def _with(leaf: Leaf, owners: Mapping[int, Leaf]) -> str:
+def donated_with(leaf: Leaf, owners: Mapping[int, Leaf]) -> str:
     """What `donate=` would be with the argument of `leaf` in it too."""
     donated = [x for x in owners.values() if x.role is Role.DONATED]
     roots = dict.fromkeys(x.path.partition(".")[0].partition("[")[0] for x in (*donated, leaf))

@@ -109,6 +109,8 @@ def explained(error: Exception, refuse: Refusals) -> Exception:
     line = user_line(error.__traceback__)
     if isinstance(error, FnGraphError):
         return error.with_traceback(None)
+    if _is_mistake(error):
+        _speak_of_tensors(error)
     said = str(error).strip().splitlines()[:1]
     text = refuse.symbols.spell(": ".join([type(error).__name__, *said]))
     if (known := _known(error, text)) is not None:
@@ -126,6 +128,20 @@ def explained(error: Exception, refuse: Refusals) -> Exception:
     names = ", ".join(f"{symbol} is {letter}" for symbol, letter in refuse.symbols.letters.items())
     error.add_note(f"while fngraph traced forward, at {line}; {names}")
     return error
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether Python, or how torch reads arguments, would complain of a tensor with memory too."""
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, torch.Tensor) and not hasattr(torch.Tensor, str(error.name))
+    return isinstance(error, TypeError) and "__torch_" not in str(error)
+
+
+def _speak_of_tensors(error: Exception) -> None:
+    """Name tensors as the caller knows them: he has none that is fake."""
+    error.args = tuple(
+        x.replace("FakeTensor", "Tensor") if isinstance(x, str) else x for x in error.args
+    )
 
 
 def _known(error: Exception, text: str) -> tuple[type[PurityError], str] | None:

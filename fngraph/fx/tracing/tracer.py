@@ -36,7 +36,7 @@ from fngraph.fx.tracing.api import CallsMode, rebound
 from fngraph.fx.tracing.assumptions import Assumption, implied, lettered
 from fngraph.fx.tracing.constants import hoist
 from fngraph.fx.tracing.outside import Made
-from fngraph.fx.tracing.purity import PurityMode
+from fngraph.fx.tracing.purity import PurityMode, donated_with
 from fngraph.fx.tracing.refusals import Refusals, explained
 from fngraph.fx.tracing.streams import Streams
 from fngraph.fx.tracing.symbols import Symbols, symbolic_zeros
@@ -156,18 +156,19 @@ def trace(
                 refuse(rebound("forward", ".data =, set_, resize_", leaf.path))
         return _check_values(outputs, paths(found["tree"], "output"), refuse)
 
-    with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
-        with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
-            # the dispatcher, because F.pad with a symbolic size crashes without
-            try:
-                gm = make_fx(traced)(*fakes)
-            except Exception as error:
-                refuse.raise_first()
-                raise explained(error, refuse) from None
-    refuse.raise_first()
-    symbols.check_fixed("forward")
-    del fakes
-    made.check(refuse)
+    with contextlib.closing(made):
+        with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
+            with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
+                # the dispatcher, because F.pad with a symbolic size crashes without
+                try:
+                    gm = make_fx(traced)(*fakes)
+                except Exception as error:
+                    refuse.raise_first()
+                    raise explained(error, refuse) from None
+        refuse.raise_first()
+        symbols.check_fixed("forward")
+        del fakes
+        made.check(refuse)
     silent = dict.fromkeys(implied(gm, symbols.letters))
     for assumption in silent:
         with refuse.catching():
@@ -236,13 +237,18 @@ def _check_owned(
     for node, path in zip(results, paths):
         leaf = owners.get(storage_key(node.meta["val"]))
         if leaf is not None and leaf.role is not Role.DONATED:
-            why = "the next step rewrites its memory" if leaf.role is Role.STAGED else (
-                "writing to the result would write to it"
-            )  # fmt: skip
+            if leaf.role is Role.STAGED:
+                why = "the next step rewrites its memory. Return a copy: x.clone()"
+            else:
+                why = (
+                    "writing to the result would write to it. If it is state, donate it: "
+                    f"fg.graphify(..., donate={donated_with(leaf, owners)}); else return a copy: "
+                    "x.clone()"
+                )
             refuse(
                 OutputError(
                     f"forward returns {leaf.path} itself or a view of it as {path}. It is "
-                    f"{leaf.role.value}: {why}. Return a copy: x.clone()"
+                    f"{leaf.role.value}: {why}"
                 )
             )
 

@@ -68,9 +68,29 @@ def check_leaves(buffer_plan: BufferPlan, leaves: Sequence[object], true: Sizes)
                 )
             raise TreeError(
                 f"{planned.path}: expected {planned.buffer} = {list(shape)} for {sizes}, got "
-                f"{list(leaf.shape)}. T and R come from the batch's spec, other letters from "
-                "fg.Limits; make leaf and spec agree"
+                f"{list(leaf.shape)}. {_how_to_fit(planned, tuple(leaf.shape), true)}"
             )
+
+
+def _how_to_fit(planned: PlannedBuffer, got: tuple[int, ...], true: Sizes) -> str:
+    """What to do with a leaf of another shape than its field says."""
+    dims, want = planned.buffer.dims, planned.buffer.shape(true)
+    other = [i for i, (a, b) in enumerate(zip(got, want)) if a != b]
+    fixed = [i for i in other if not dims[i].letters & {"T", "R"} and dims[i].letters]
+    if len(got) != len(want) or not fixed:
+        return "T and R come from the batch's spec, other letters from fg.Limits; make them agree"
+    i = fixed[0]
+    letter = min(dims[i].letters)
+    said = f"limits=fg.Limits(..., {letter}={true[letter]})"
+    exact = (
+        f"{letter} is {true[letter]} in every batch, no bound: {said} says so, or the first batch"
+    )
+    if got[i] > want[i]:
+        return (
+            f"{exact}. Pass limits=fg.Limits(..., {letter}=...) of the widest, and pad the others"
+        )
+    pads = ", ".join(["0, 0"] * (len(got) - 1 - i) + [f"0, {want[i] - got[i]}"])
+    return f"{exact}. Pad the leaf: torch.nn.functional.pad(x, ({pads}))"
 
 
 def _dtype(planned: PlannedBuffer) -> torch.dtype:

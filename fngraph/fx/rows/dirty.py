@@ -65,7 +65,7 @@ def part_of(node: fx.Node, boxes: Boxes, states: Any, text: Any) -> Boxes:
         return boxes
     x, value = call.args["self"], node.meta["val"]
     dim = (call.args.get("dim") or 0) % ndim(x)
-    if call.name == "unbind":
+    if call.name.startswith("unbind"):
         return joined(dirty_moves.selected(boxes, dim, number), value.shape)
     start = 0
     for part in source.meta["val"][:number]:

@@ -234,7 +234,7 @@ def parts(call: OpCall) -> Kept:
         refuse_counts(call)
     state = call.rows(x)
     one = {d: f for d, f in state.fills.items() if isinstance(f, torch.Tensor) and f.numel() == 1}
-    fills = {d: f.reshape(()) for d, f in one.items() if call.name.startswith("split")}
+    fills = {d: f.reshape(()) for d, f in one.items() if "split" in call.name}
     return Kept(fills, said=state.said, unsaid=state.unsaid)
 
 
@@ -309,7 +309,7 @@ def drawn(call: OpCall) -> Kept:
         call.name, ()
     ):
         x: Any = call.args.get(name)
-        if is_tensor(x) and moving_dims(x) and not _can_draw(call, x):
+        if is_tensor(x) and moving_dims(x) and not is_chance(call, x):
             raise Mixes(
                 f"draws by chances of which padding may hold what is none ({call.name}): an error "
                 "for rows of padding alone. Let them be 1 there: torch.where((batch.slot >= 0)"
@@ -319,7 +319,8 @@ def drawn(call: OpCall) -> Kept:
     return Kept()
 
 
-def _can_draw(call: OpCall, x: Any) -> bool:
+def is_chance(call: OpCall, x: Any) -> bool:
+    """Whether padding has numbers from 0 to 1; for multinomial, some above 0 in each row."""
     fills = [call.rows(x).fills.get(d) for d in moving_dims(x)]
     if getattr(x.target, "_opname", "") in ("_softmax", "sigmoid") and all(map(is_finite, fills)):
         return True  # chances, of whatever numbers
@@ -348,7 +349,8 @@ def filled(call: OpCall) -> Kept:
         )
     moving = moving_dims(call.node)
     if not moving:
-        return Kept(value=None if operands(call.node) else constant(call))
+        unwritten = "empty" in name  # whatever was in memory
+        return Kept(value=None if unwritten or operands(call.node) else constant(call))
     if name == "arange":
         counts = args.get("start") in (None, 0) and args.get("step") in (None, 1)
         return Kept({0: BEYOND} if counts else {})

@@ -248,7 +248,10 @@ def product(call: OpCall) -> Kept:
         of_b = i == rank_a - 1 and rank_b > 1
         sides = [(b, rank_b - 1, a)] if of_b else [(a, i, b)]
         sides += [(b, i, a)] if i < rank_a - 2 else []
-        if any(
+        both = not of_b and i < rank_a - 2 and all(
+            is_all(call.rows(x).fills.get(i), 0) for x in (a, b)
+        )  # fmt: skip
+        if both or any(
             is_all(call.rows(x).fills.get(at), 0) and _all_finite(call, y) for x, at, y in sides
         ):
             fills[i] = call.zero
@@ -302,7 +305,7 @@ def norm(call: OpCall) -> Kept:
         over = list(range(1, rank))
     else:
         training = call.args.get("training", "no_training" not in call.name)
-        over = [d for d in range(rank) if d != 1] if training else [1]
+        over = [d for d in range(rank) if d != 1] if training else []
     for d in set(moving_dims(x)) & set(over):
         raise Mixes(
             f"normalizes over {call.dim(x, d)}, and a key has rows of padding there. Normalize "

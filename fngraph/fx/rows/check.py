@@ -33,9 +33,9 @@ from fngraph.fx.nodes import (
     operands,
     written_by,
 )
+from fngraph.fx.rows import folds
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
 from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
-from fngraph.fx.rows import folds
 from fngraph.fx.rows.dirty import part_of, seen_through, unreturnable, with_dirty
 from fngraph.fx.rows.rules import keeps_finite, rule
 from fngraph.fx.rows.state import (
@@ -371,6 +371,8 @@ def _rewrite(
             elif isinstance(known := states[node], Kept):
                 dirty = seen_through(target, state.dirty, node, known.dirty)
                 states[node] = Kept(window=known.window, dirty=dirty)
+            elif isinstance(known, folds.Folded):  # of which dirty rows are not followed
+                states[node] = folds.plain(known)
     states[target] = state
 
 

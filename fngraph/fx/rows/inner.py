@@ -10,6 +10,7 @@ where they find what they cannot take, in padding as well: those ask what it hol
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -23,35 +24,43 @@ from fngraph.fx.rows.shapes import is_chance
 from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim, op_name
 from fngraph.fx.rows.sums import finite_padding
 
-_LAST: dict[str, dict[str, int]] = {
-    name: over
-    for names, over in (
-        ("avg_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d diag_embed"
-         " upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d", {"self": 1}),
-        ("avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d_with_indices"
-         " reflection_pad2d replication_pad2d col2im upsample_nearest2d _upsample_nearest_exact2d"
-         " upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
-         {"self": 2}),
-        ("avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d max_pool3d_with_indices"
-         " reflection_pad3d replication_pad3d im2col pixel_shuffle pixel_unshuffle channel_shuffle"
-         " native_channel_shuffle upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
-         {"self": 3}),
-        ("grid_sampler_2d", {"input": 3, "grid": 3}),
-        ("grid_sampler_3d", {"input": 4, "grid": 4}),
-        ("_linalg_det _linalg_slogdet linalg_inv_ex linalg_lu_factor_ex linalg_lu linalg_qr"
-         " _linalg_svd _linalg_eigh", {"A": 2}),
-        ("linalg_cholesky_ex linalg_ldl_factor_ex linalg_eig linalg_matrix_exp", {"self": 2}),
-        ("linalg_pinv", {"self": 2, "atol": 0, "rtol": 0}),
-        ("cholesky_solve", {"self": 2, "input2": 2}),
-        ("linalg_solve_triangular", {"self": 2, "B": 2}),
-        ("linalg_householder_product", {"input": 2, "tau": 1}),
-        ("_linalg_solve_ex", {"A": 2, "B": 2}),
-        ("linalg_lu_solve", {"LU": 2, "pivots": 1, "B": 2}),
-        ("linalg_ldl_solve", {"LD": 2, "pivots": 1, "B": 2}),
-        ("lu_unpack", {"LU_data": 2, "LU_pivots": 1}),
-    )
-    for name in names.split()
-}  # fmt: skip
+_OVER_LAST: list[tuple[str, dict[str, int]]] = [
+    (
+        """avg_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d diag_embed
+        upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d""",
+        {"self": 1},
+    ),
+    (
+        """avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d_with_indices col2im
+        reflection_pad2d replication_pad2d upsample_nearest2d _upsample_nearest_exact2d
+        upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa""",
+        {"self": 2},
+    ),
+    (
+        """avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d max_pool3d_with_indices im2col
+        reflection_pad3d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d
+        upsample_trilinear3d pixel_shuffle pixel_unshuffle channel_shuffle
+        native_channel_shuffle""",
+        {"self": 3},
+    ),
+    ("grid_sampler_2d", {"input": 3, "grid": 3}),
+    ("grid_sampler_3d", {"input": 4, "grid": 4}),
+    (
+        """_linalg_det _linalg_slogdet linalg_inv_ex linalg_lu_factor_ex linalg_lu linalg_qr
+        _linalg_svd _linalg_eigh""",
+        {"A": 2},
+    ),
+    ("linalg_cholesky_ex linalg_ldl_factor_ex linalg_eig linalg_matrix_exp", {"self": 2}),
+    ("linalg_pinv", {"self": 2, "atol": 0, "rtol": 0}),
+    ("cholesky_solve", {"self": 2, "input2": 2}),
+    ("linalg_solve_triangular", {"self": 2, "B": 2}),
+    ("linalg_householder_product", {"input": 2, "tau": 1}),
+    ("_linalg_solve_ex", {"A": 2, "B": 2}),
+    ("linalg_lu_solve", {"LU": 2, "pivots": 1, "B": 2}),
+    ("linalg_ldl_solve", {"LD": 2, "pivots": 1, "B": 2}),
+    ("lu_unpack", {"LU_data": 2, "LU_pivots": 1}),
+]
+_LAST = {name: over for names, over in _OVER_LAST for name in names.split()}
 """By op and argument, over how many of its last dims the op computes."""
 _ALONG = {"glu": "dim", "linalg_cross": "dim", "aminmax": "dim", "rot90": "dims",
           "_fft_c2c": "dim", "_fft_r2c": "dim", "_fft_c2r": "dim"}  # fmt: skip
@@ -111,8 +120,11 @@ def _refuse_dims(call: OpCall, x: Any, over: Collection[int]) -> None:
 
 
 def _refuse_vectors(call: OpCall) -> None:
-    for y in call.node.users if any(map(moving_dims, operands(call.node))) else ():
-        if not is_op(y) and y.args[1] in _VECTORS.get(call.name, ()) and y.users:
+    vectors = _VECTORS.get(call.name, ())
+    if not vectors or not any(map(moving_dims, operands(call.node))):
+        return
+    for y in call.node.users:
+        if y.target is operator.getitem and y.args[1] in vectors and y.users:
             raise Mixes(
                 f"takes vectors of {call.node.target}, which may as well have the other sign: "
                 "which one, the number of matrices may decide. Take the values alone; or if what "
@@ -153,12 +165,12 @@ def raising(call: OpCall) -> Kept:
 
 
 def distances(call: OpCall) -> Kept:
-    """_cdist_forward: of each row of one to each of the other."""
+    """cdist: of each row of one to each of the other."""
     rows = False
     for x in (call.args["x1"], call.args["x2"]):
         _refuse_dims(call, x, [ndim(x) - 1])
         rows |= ndim(x) - 2 in moving_dims(x)
-    if rows and call.args["p"] == 2 and not call.args.get("compute_mode"):
+    if rows and call.args.get("p") == 2 and not call.args.get("compute_mode"):
         raise Mixes(
             "takes cdist of T or R rows, and from 26 rows on, padding included, torch computes it "
             "by a product, which rounds much more and makes NaN of what is infinite. Say which "
@@ -280,10 +292,10 @@ def losses(call: OpCall) -> Kept:
     return pointwise(call)
 
 
-def by_element(call: OpCall) -> Kept:
-    """Of each element alone, and of operands that are the same for all rows."""
+def among(call: OpCall) -> Kept:
+    """isin: whether each element is one of some, of which none may be padding."""
     for name, x in call.args.items():
-        if is_tensor(x) and name not in ("self", "elements"):
+        if is_tensor(x) and name.startswith("test_element"):
             _refuse_dims(call, x, range(ndim(x)))
     return Kept()
 

@@ -141,16 +141,14 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
         indices.search: "searchsorted bucketize",
         inner.inner: " ".join(inner.INNER),
         inner.raising: "_linalg_check_errors",
-        inner.distances: "_cdist_forward",
+        inner.distances: "_cdist_forward _euclidean_dist",
         inner.trilinear: "_trilinear",
         inner.bags: "_embedding_bag_forward_only _embedding_bag",
         inner.unpooled: "max_unpool2d max_unpool3d",
         inner.taken_in_order: "masked_scatter",
         inner.losses: """mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy
             binary_cross_entropy_with_logits""",
-        inner.by_element: """isin fake_quantize_per_tensor_affine_cachemask
-            fake_quantize_per_channel_affine_cachemask
-            _fake_quantize_per_tensor_affine_cachemask_tensor_qparams""",
+        inner.among: "isin",
         inner.noisy: "rrelu_with_noise",
         inner.grid: "affine_grid_generator",
         inner.scaled_product: "_scaled_mm",

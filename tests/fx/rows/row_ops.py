@@ -3,7 +3,7 @@
 A line is code; `make | arguments` is a module, made once, and what it is called with (x, if nothing
 is said). T rows of tokens come first, and features behind. `y` is another tensor of x's shape; of T
 rows are `ids` (integers from 1 to 10), `row` (floats) and `real` (false in padding), `w` are (8, 8)
-weights. `row_scan.py` runs them.
+weights, `one` is (); `f8` a dtype. `row_scan.py` runs them.
 """
 
 from __future__ import annotations
@@ -493,7 +493,7 @@ torch.chain_matmul(x, w, w)
 torch.cdist(x, w)
 torch.cdist(x, w, compute_mode="donot_use_mm_for_euclid_dist")
 torch._int_mm(x.to(torch.int8), w.to(torch.int8))
-torch._scaled_mm(x.repeat(1, 2).to(torch.float8_e4m3fn), w.repeat(2, 2).to(torch.float8_e4m3fn).t(), row.new_ones(()), row.new_ones(()), out_dtype=torch.float32)
+torch._scaled_mm(x.repeat(1, 2).to(f8), w.repeat(2, 2).to(f8).t(), one, one, out_dtype=torch.half)
 torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)
 torch.fake_quantize_per_channel_affine(x, w[0].abs(), w[0].int() * 0, 1, -128, 127)
 torch.fft.fft(x)

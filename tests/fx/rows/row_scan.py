@@ -25,8 +25,7 @@ sys.path += [str(TESTS.parent), str(TESTS), str(TESTS / "fx" / "rows")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-import toys  # noqa: E402
-from row_ops import ALONG, GROUPS  # noqa: E402
+from row_ops import GROUPS  # noqa: E402
 from rows_tried import differences, unlike  # noqa: E402
 from rows_whole import LIMITS, batch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -76,14 +75,14 @@ def values(shape: tuple[int, ...], b: Any, w: Tensor) -> dict[str, Any]:
     times = math.prod(shape) // 8
     x = (b.x[:, :, None] * torch.arange(1.0, times + 1, device=w.device)).reshape(-1, *shape)
     given = {"x": x, "y": x.flip(-1) + 0.5, "ids": b.ids, "row": b.y, "real": b.slot >= 0, "w": w}
-    return given
+    return given | {"one": w.new_ones(())}
 
 
 def forward_of(case: Case) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
     """`forward(params, batch)` of a line, and its params."""
     make, _, takes = case.code.partition(" | ")
     held: dict[str, Any] = {"w": weights()}
-    modules = {"torch": torch, "F": F, "nn": nn}
+    modules = {"torch": torch, "F": F, "nn": nn, "f8": torch.float8_e4m3fn}
     module = None
     if make.startswith("nn."):
         torch.manual_seed(0)
@@ -91,7 +90,7 @@ def forward_of(case: Case) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
         module.train("train" in make)
         call, held["params"], held["buffers"] = fg.from_module(module)
     code = make if module is None else f"call({takes or 'x'})"
-    line = eval(f"lambda x, y, ids, row, real, w, call: {code}", modules)
+    line = eval(f"lambda x, y, ids, row, real, w, one, call: {code}", modules)
 
     def forward(p: Any, b: Any) -> Any:
         bound = None if module is None else functools.partial(call, p["params"], p["buffers"])
@@ -159,15 +158,17 @@ def row(case: Case, said: str) -> str:
 
 HEAD = """# Operations over rows
 
-What people's modules call, with T rows of tokens in front and features behind, padded to a key. "same": the
-true rows are those of the bare call. Else the error that says why, and what to write instead.
-`python tests/fx/rows/row_scan.py` writes this page: it traces each line, checks what is claimed of each of its
-values, NaN and infinities in padding and elsewhere, runs it on the tape in keys of 8 and 16 tokens, and compares.
-`tests/fx/rows/test_row_ops.py` holds each line of it.
+What people's modules call, with T rows of tokens in front and features behind, padded to a key.
+"same": the true rows are those of the bare call. Else the error; its whole text says why, and what
+to write instead. Where no rule can know and you do, `fg.trust_rows` around the result says so.
 
-`x` has the shape that the heading says and `y` is another of that shape; `ids`, `row` and `real` are (T,) of
-integers, floats and bools (false in padding), `w` (8, 8) weights. Behind a colon is what a module is called with,
-if not `x` alone.
+`python tests/fx/rows/row_scan.py` writes this page: it traces each line, checks what is claimed of
+each value in it, with NaN and infinities in padding and elsewhere, runs it on the tape in keys of 8
+and 16 tokens, and compares. `tests/fx/rows/test_row_ops.py` holds each line to it.
+
+`x` has the shape that the heading says and `y` is another of that shape; `ids`, `row` and `real`
+are (T,) of integers, floats and bools (false in padding), `w` (8, 8) weights, `one` a scale, `f8` a
+dtype. Behind a colon is what a module is called with, if not `x` alone.
 """
 
 

@@ -72,7 +72,7 @@ _VECTORS = {"_linalg_svd": (0, 2), "_linalg_eigh": (1,), "linalg_eig": (1,)}
 INNER = (*_LAST, *_ALONG, "renorm")
 
 
-def inner(call: OpCall) -> Kept:
+def over_dims(call: OpCall) -> Kept:
     """An op that computes over dims in which there must be no padding, and keeps the others."""
     for name, x in call.args.items():
         if is_tensor(x):

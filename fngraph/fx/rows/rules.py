@@ -139,7 +139,7 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
             _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable""",
         indices.read: "index _unsafe_index index_select gather embedding",
         indices.search: "searchsorted bucketize",
-        inner.inner: " ".join(inner.INNER),
+        inner.over_dims: " ".join(inner.INNER),
         inner.raising: "_linalg_check_errors",
         inner.distances: "_cdist_forward _euclidean_dist",
         inner.trilinear: "_trilinear",

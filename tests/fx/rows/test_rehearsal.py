@@ -358,7 +358,8 @@ WRONG |= {
                                       + torch.where(spread(b)[..., None], torch.eye(2), 0))),
     "what is not finite, decomposed": (
         inner, "if len(moving) > 1 or not all(finite_padding", "if not all(True or finite_padding",
-        lambda p, b: torch.linalg.svdvals((b.ids / b.ids)[:, None].expand(-1, 8).reshape(-1, 2, 4))),
+        lambda p, b: torch.linalg.svdvals(
+            (b.ids / b.ids)[:, None].expand(-1, 8).reshape(-1, 2, 4))),
     "bags that end elsewhere": (
         inner, "each * _size(offsets) == _size(index)", "True",
         lambda p, b: F.embedding_bag(b.ids, p["w"], torch.arange(0, 12, 4), mode="sum")),

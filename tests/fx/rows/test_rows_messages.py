@@ -15,6 +15,13 @@ from fngraph.errors import RowsError
 
 VALID = "valid = batch.slot >= 0, of a leaf padded with -1; torch.where(valid[:, None], x, "
 DIVIDED = "torch.where(valid[:, None], x, 0).sum(0) / valid.sum()"
+
+
+def places(b: Any) -> Any:
+    """(T, 1, 2, 4) from 0 to 7; in padding from -1 on."""
+    return b.slot_mapping.clamp(max=0)[:, None, None, None] + torch.arange(8).view(2, 4)
+
+
 CASES: dict[str, tuple[Any, str, Any]] = {
     "sum": (
         lambda x, p, b: x.sum(0),
@@ -145,16 +152,9 @@ CASES: dict[str, tuple[Any, str, Any]] = {
         lambda x, p, b: x.masked_scatter((x > 99) & real(b)[:, None], p["w"]),
     ),
     "unpooled": (
-        lambda x, p, b: F.max_unpool2d(
-            x.view(-1, 1, 2, 4), (x > 0).long().view(-1, 1, 2, 4) * 9, 2
-        ),
+        lambda x, p, b: F.max_unpool2d(x.view(-1, 1, 2, 4), places(b), 2),
         "Let it be: index.clamp(0, 31)",
-        lambda x, p, b: (
-            F.max_unpool2d(
-                x.view(-1, 1, 2, 4), ((x > 0).long().view(-1, 1, 2, 4) * 0).clamp(0, 31), 2
-            ).sum((1, 2, 3))
-            * 0
-        ),
+        lambda x, p, b: F.max_unpool2d(x.view(-1, 1, 2, 4), places(b).clamp(0, 31), 2),
     ),
     "shorter in a key": (
         lambda x, p, b: torch.ones(16 - T_of(b)),

@@ -261,7 +261,7 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: torch.repeat_interleave(((b.slot == 1) | (b.slot < 0)).long(), output_size=1),
     ),
     "chances of padding": (
-        shapes, "if is_tensor(x) and moving_dims(x) and not _can_draw(call, x)", "if False",
+        shapes, "if is_tensor(x) and moving_dims(x) and not is_chance(call, x)", "if False",
         lambda p, b: torch.bernoulli((b.y.nan_to_num(0.5, 0.5, 0.5).clamp(0, 1) + b.slot * 0) / 0.5
                                      * 0.5 - 2 * (b.slot < 0).float()),
     ),

@@ -29,13 +29,16 @@ _ALONG = set(
     """alias clone contiguous detach expand index index_select gather permute transpose t slice
     select narrow squeeze unsqueeze view _unsafe_view reshape _reshape_alias repeat flip sort amax
     amin max min cummax cummin split split_with_sizes unbind topk embedding roll
-    repeat_interleave lift_fresh lift_fresh_copy unfold diagonal _unsafe_index""".split()
+    repeat_interleave lift_fresh lift_fresh_copy unfold diagonal _unsafe_index unsafe_split
+    unsafe_split_with_sizes split_copy split_with_sizes_copy unbind_copy""".split()
 )  # the elements of their first tensor
 _CHOICES = {"where": ("self", "other"), "masked_fill": ("self", "value"), "cat": ("tensors",),
             "stack": ("tensors",), "copy": ("src",), "fill": ("value",),
             "constant_pad_nd": ("self", "value")}  # fmt: skip
 _ARGS = {"argmax", "argmin", "argsort"}  # of numbers along a dim
 _SECOND = {"sort", "topk", "max", "min", "cummax", "cummin"}  # likewise, as their second result
+_IMAGES = {"max_pool2d_with_indices": 2, "max_pool3d_with_indices": 3, "adaptive_max_pool2d": 2,
+           "adaptive_max_pool3d": 3}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -253,6 +256,10 @@ def _count(name: str, number: int, args: Mapping[str, Any]) -> Span | None:
         else:
             size = size_of(x.shape[dim]) if x.dim() else 1
         return Span(0, size - 1)
+    if number == 1 and name in _IMAGES:  # of each within its image
+        return Span(
+            0, math.prod(map(size_of, args["self"].meta["val"].shape[-_IMAGES[name] :])) - 1
+        )
     if name in ("searchsorted", "bucketize"):
         edges = args.get("sorted_sequence", args.get("boundaries"))
         return Span(0, size_of(edges.meta["val"].shape[-1]))

@@ -33,6 +33,7 @@ from fngraph.fx.nodes import (
     operands,
     written_by,
 )
+from fngraph.fx.rows import folds
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
 from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
 from fngraph.fx.rows.dirty import part_of, seen_through, unreturnable, with_dirty
@@ -241,7 +242,8 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
     read = [] if reads_nothing(node.target) else map(states.get, node.all_input_nodes)
     mixed = next((s for s in read if isinstance(s, Mixed)), None)
     if mixed is not None and not is_trusted(node):
-        return dataclasses.replace(mixed, fails=_failure(node, states, text))
+        found = folds.through(node, states, text) if isinstance(mixed, folds.Folded) else None
+        return found or folds.plain(mixed, _failure(node, states, text))
     if node.target is operator.getitem:  # one of several results
         state = states[node.args[0]]  # type: ignore[index]
         call = OpCall(node, {}, states, text)
@@ -269,7 +271,11 @@ def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | M
     except Mixes as error:
         fails = str(error) if error.fails else ""
         return (
-            Kept() if node.meta.get("custom", {}).get(REFUSED) else Mixed(node, str(error), fails)
+            Kept()
+            if node.meta.get("custom", {}).get(REFUSED)
+            else Mixed(node, str(error), fails)
+            if fails
+            else folds.fold(call, str(error))
         )
 
 
@@ -309,7 +315,7 @@ def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:
         if at_end and source.op == "call_function" and not _is_inlined(source):
             pending += source.all_input_nodes
         elif isinstance(states[source], Mixed):
-            return states[source]  # type: ignore[no-any-return]
+            return folds.plain(states[source])
     left = {x: getattr(states[x], "dirty", ()) for x in written_by(node)}
     return Kept({dim: torch.tensor(0) for dim in moving_dims(node)}, left=left)
 
@@ -365,6 +371,8 @@ def _rewrite(
             elif isinstance(known := states[node], Kept):
                 dirty = seen_through(target, state.dirty, node, known.dirty)
                 states[node] = Kept(window=known.window, dirty=dirty)
+            elif isinstance(known, folds.Folded):  # of which dirty rows are not followed
+                states[node] = folds.plain(known)
     states[target] = state
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from fngraph.fx.nodes import flat, written_by
-from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, pictures, shapes, sums, writes
+from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, shapes, sums, writes
 from fngraph.fx.rows.boxes import WHOLE, Box, Boxes, Layout, joined
 from fngraph.fx.rows.rules import is_primitive, rule_of
 from fngraph.fx.rows.state import WRITTEN, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
@@ -65,7 +65,7 @@ def part_of(node: fx.Node, boxes: Boxes, states: Any, text: Any) -> Boxes:
         return boxes
     x, value = call.args["self"], node.meta["val"]
     dim = (call.args.get("dim") or 0) % ndim(x)
-    if call.name == "unbind":
+    if call.name.startswith("unbind"):
         return joined(dirty_moves.selected(boxes, dim, number), value.shape)
     start = 0
     for part in source.meta["val"][:number]:
@@ -119,7 +119,7 @@ _RULES: dict[Any, Callable[[OpCall], Iterable[Box]]] = {
     sums.lower: dirty_uses.along,
     sums.product: dirty_uses.product,
     sums.norm: dirty_uses.normed,
-    pictures.convolution: dirty_uses.convolved,
+    sums.convolution: dirty_uses.convolved,
     indices.read: dirty_uses.read,
     writes.write: dirty_uses.written,
     writes.window: dirty_uses.window,

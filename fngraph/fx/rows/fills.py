@@ -227,6 +227,9 @@ def _may_be_infinite(x: Any) -> bool:
 
 def _stays_finite(call: OpCall, known: Mapping[Any, Fill | None]) -> bool:
     """Whether an op of finite numbers gives some, as far as its dtype goes."""
+    if call.name == "nan_to_num":
+        numbers = (call.args[name] for name in ("nan", "posinf", "neginf"))
+        return call.value.dtype in WIDE and all(n is None or math.isfinite(n) for n in numbers)
     if call.value.dtype not in WIDE:
         return False
     finite = all(is_finite(f) or not _may_be_infinite(x) for x, f in known.items())

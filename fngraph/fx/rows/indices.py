@@ -52,7 +52,8 @@ def check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> N
         f"looks up what the padding of an index names ({call.name}), which may not be among the "
         f"{call.dim(x, dim)} that are there: an error, or the end of a process, for rows of "
         "padding alone. Let it be 0: torch.where(batch.slot >= 0, index, 0), of a leaf padded "
-        f"with -1{_clamped(call, index, size)}",
+        f"with -1{_clamped(call, index, size)}; or say of a "
+        "call around it that it looks up nothing else: fg.trust_rows(result)",
         fails=True,
     )
 

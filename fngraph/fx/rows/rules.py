@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from fngraph.fx.nodes import flat, operands
-from fngraph.fx.rows import indices, pictures, shapes, sums, writes
+from fngraph.fx.rows import indices, inner, shapes, sums, writes
 from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
 from fngraph.fx.rows.state import VOUCHED, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.fx.schemas import is_pointwise
@@ -31,7 +31,8 @@ def rule(call: OpCall) -> Kept:
         return Kept()
     raise Mixes(
         f"calls {call.node.target}, of which it is not known whether it keeps rows apart. If row i "
-        f"of its result depends on row i alone, say so: {VOUCHED}"
+        "of its result depends on row i alone, say so, of it or of a call around it: "
+        f"{VOUCHED}"
     )
 
 
@@ -75,7 +76,8 @@ def _counts(call: OpCall) -> bool:
 
 
 _COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,
-             shapes.repeat, shapes.drawn, shapes.embedded, writes.window, sums.norm}  # fmt: skip
+             shapes.repeat, shapes.drawn, shapes.embedded, writes.window, sums.norm,
+             inner.grid}  # fmt: skip
 """Rules that look at numbers of T and R themselves."""
 _OVER_FEATURES = frozenset(
     """rms_norm add_rms_norm rms_norm_fp8 rms_norm_fp8_rows add_rms_norm_fp8 add_rms_norm_fp8_rows
@@ -90,7 +92,7 @@ _MOVED = frozenset(
     softmax""".split()
 )
 """Rules and ops that give elements of their operands, or none above 1: as finite as these."""
-_SUMMED = {sums.product, pictures.convolution, shapes.pad}
+_SUMMED = {sums.product, sums.convolution, shapes.pad}
 _ADDED = frozenset(
     """sum mean cumsum _log_softmax logsumexp zeros_like ones_like full_like new_zeros new_ones
     new_full zero fill""".split()
@@ -102,14 +104,15 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
     name: fn
     for fn, names in {
         pointwise: """_to_copy copy fill zero floor_divide polar complex scalar_tensor
-            masked_fill clone where""",
+            masked_fill clone where hardswish log_sigmoid_forward _prelu_kernel""",
         shapes.in_order: """unsqueeze squeeze expand alias detach lift_fresh lift_fresh_copy
             contiguous view_as_real view_as_complex real imag _conj _neg_view resolve_conj
             resolve_neg""",
         shapes.permute: "permute t transpose numpy_T",
         shapes.reshape: "view _unsafe_view reshape _reshape_alias",
         shapes.cut: "slice select narrow",
-        shapes.parts: "split split_with_sizes unbind chunk",
+        shapes.parts: """split split_with_sizes unbind chunk unsafe_split unsafe_split_with_sizes
+            unsafe_chunk split_copy split_with_sizes_copy unbind_copy""",
         shapes.join: "cat stack",
         shapes.embedded: "slice_backward select_backward",
         shapes.diagonal: "diagonal",
@@ -125,18 +128,30 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
             unfold""",
         sums.running: "cumsum cumprod cummax cummin logcumsumexp triu repeat_interleave",
         sums.lower: "tril",
-        sums.cross_entropy: "nll_loss_forward",
-        sums.product: "mm bmm addmm baddbmm mv addmv dot matmul linear",
+        sums.cross_entropy: "nll_loss_forward nll_loss2d_forward",
+        sums.product: "mm bmm addmm baddbmm mv addmv dot matmul linear _int_mm",
         sums.norm: """native_layer_norm _fused_rms_norm native_group_norm native_batch_norm
             _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
             _native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update""",
-        pictures.convolution: "convolution",
-        pictures.apart: " ".join(pictures.APART),
+        sums.convolution: "convolution",
         sums.scaled_dot_product: """_scaled_dot_product_flash_attention
             _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
             _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable""",
         indices.read: "index _unsafe_index index_select gather embedding",
         indices.search: "searchsorted bucketize",
+        inner.over_dims: " ".join(inner.INNER),
+        inner.raising: "_linalg_check_errors",
+        inner.distances: "_cdist_forward _euclidean_dist",
+        inner.trilinear: "_trilinear",
+        inner.bags: "_embedding_bag_forward_only _embedding_bag",
+        inner.unpooled: "max_unpool2d max_unpool3d",
+        inner.taken_in_order: "masked_scatter",
+        inner.losses: """mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy
+            binary_cross_entropy_with_logits""",
+        inner.among: "isin",
+        inner.noisy: "rrelu_with_noise",
+        inner.grid: "affine_grid_generator",
+        inner.scaled_product: "_scaled_mm",
         writes.write: " ".join(writes.WRITES),
         writes.window: "slice_scatter select_scatter",
     }.items()

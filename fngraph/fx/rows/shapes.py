@@ -318,7 +318,7 @@ def drawn(call: OpCall) -> Kept:
         call.name, ()
     ):
         x: Any = call.args.get(name)
-        if is_tensor(x) and moving_dims(x) and not _can_draw(call, x):
+        if is_tensor(x) and moving_dims(x) and not is_chance(call, x):
             raise Mixes(
                 f"draws by chances of which padding may hold what is none ({call.name}): an error "
                 "for rows of padding alone. Let them be 1 there: torch.where((batch.slot >= 0)"
@@ -328,7 +328,8 @@ def drawn(call: OpCall) -> Kept:
     return Kept()
 
 
-def _can_draw(call: OpCall, x: Any) -> bool:
+def is_chance(call: OpCall, x: Any) -> bool:
+    """Whether padding has numbers from 0 to 1; for multinomial, some above 0 in each row."""
     fills = [call.rows(x).fills.get(d) for d in moving_dims(x)]
     if getattr(x.target, "_opname", "") in ("_softmax", "sigmoid") and all(map(is_finite, fills)):
         return True  # chances, of whatever numbers
@@ -357,7 +358,8 @@ def filled(call: OpCall) -> Kept:
         )
     moving = moving_dims(call.node)
     if not moving:
-        return Kept(value=None if operands(call.node) else constant(call))
+        unwritten = "empty" in name  # whatever was in memory
+        return Kept(value=None if unwritten or operands(call.node) else constant(call))
     if name == "arange":
         counts = args.get("start") in (None, 0) and args.get("step") in (None, 1)
         return Kept({0: BEYOND} if counts else {})

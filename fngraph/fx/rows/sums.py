@@ -251,7 +251,10 @@ def product(call: OpCall) -> Kept:
         of_b = i == rank_a - 1 and rank_b > 1
         sides = [(b, rank_b - 1, a)] if of_b else [(a, i, b)]
         sides += [(b, i, a)] if i < rank_a - 2 else []
-        if any(
+        both = not of_b and i < rank_a - 2 and all(
+            is_all(call.rows(x).fills.get(i), 0) for x in (a, b)
+        )  # fmt: skip
+        if both or any(
             is_all(call.rows(x).fills.get(at), 0) and _all_finite(call, y) for x, at, y in sides
         ):
             fills[i] = call.zero
@@ -305,7 +308,7 @@ def norm(call: OpCall) -> Kept:
         over = list(range(1, rank))
     else:
         training = call.args.get("training", "no_training" not in call.name)
-        over = [d for d in range(rank) if d != 1] if training else [1]
+        over = [d for d in range(rank) if d != 1] if training else []
     for d in set(moving_dims(x)) & set(over):
         raise Mixes(
             f"normalizes over {call.dim(x, d)}, and a key has rows of padding there. Normalize "
@@ -322,6 +325,18 @@ def is_safe(call: OpCall) -> bool:
     held = all(_all_finite(call, x) for x in scales if is_tensor(x))
     eps = call.args.get("eps", 0)
     return call.name == "native_layer_norm" and held and eps > 0 and dtype_of(call) in WIDE
+
+
+def convolution(call: OpCall) -> Kept:
+    """Along T only where no row sees one behind the last: padded in front, by F.pad."""
+    x, w = call.args["input"], call.args["weight"]
+    moving = [d for d in moving_dims(x) if d > 0]
+    if moving_dims(w) or (moving and (call.args["transposed"] or any(call.args["padding"]))):
+        raise Mixes(
+            "convolves over T, and its last true row sees padding. Pad in front alone: "
+            "F.pad(x, (kernel - 1, 0)), with padding=0"
+        )
+    return Kept()
 
 
 def scaled_dot_product(call: OpCall) -> Kept:

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "cdist": (
         lambda x, p, b: torch.cdist(x, x + 1),
         lambda x, p, b: fg.trust_rows(torch.cdist(x, x + 1)),
-        "it is not known whether it keeps rows apart",
+        "takes cdist of T or R rows",
     ),
     "sorted by expert and back": (
         lambda x, p, b: (lambda o: (x[o] * 2)[o.argsort()])(x.argmax(1).argsort(stable=True)),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from rows_chains import Stage, chain, changed, counted, literal, same
 from rows_idioms import LAST, like, zeroed
+from rows_inner import INNER_CHAINS
 from rows_numbers import NUMBERS
 from rows_pairs import PAIRS
 from rows_programs import INF
@@ -274,6 +275,7 @@ USED: Stage = (
 _OF_WEIGHTS = "w w16 zero neg odds ids real x x16"
 ODD = [
     *NUMBERS,
+    *INNER_CHAINS,
     *PAIRS * 2,
     chain("x w ids real", MARKED, OVERWRITTEN, SUMMED),
     *[chain(_OF_WEIGHTS, LOOKED_UP, MADE_OF_IT, LEFT_OUT)] * 2,

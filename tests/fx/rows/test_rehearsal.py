@@ -25,8 +25,9 @@ from fngraph.fx.rows import (
     dirty_moves,
     dirty_uses,
     fills,
+    folds,
     indices,
-    pictures,
+    inner,
     rules,
     shapes,
     sums,
@@ -255,10 +256,6 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         sums, "if not down and isinstance(fill, str)", "if isinstance(fill, str)",
         lambda p, b: torch.arange(b.x.shape[0]).sort(descending=True)[0],
     ),
-    "pooled over T": (
-        pictures, "if d > 0 or ndim(x) != APART[call.name]", "if False",
-        lambda p, b: F.avg_pool2d(b.y[None, None, :, None], (3, 1), 1, (1, 0)),
-    ),
     "zeros times a sum that may be NaN": (
         sums, "return state.held if state.value is None else is_finite(state.value)",
         "return not moving_dims(x)",
@@ -269,7 +266,7 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: torch.repeat_interleave(((b.slot == 1) | (b.slot < 0)).long(), output_size=1),
     ),
     "chances of padding": (
-        shapes, "if is_tensor(x) and moving_dims(x) and not _can_draw(call, x)", "if False",
+        shapes, "if is_tensor(x) and moving_dims(x) and not is_chance(call, x)", "if False",
         lambda p, b: torch.bernoulli((b.y.nan_to_num(0.5, 0.5, 0.5).clamp(0, 1) + b.slot * 0) / 0.5
                                      * 0.5 - 2 * (b.slot < 0).float()),
     ),
@@ -347,6 +344,71 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         bounds, 'return _whole(x.meta["val"].dtype) if known == ANY else known', "return known",
         lambda p, b: p["w"][fg.trust_rows(torch.where(b.slot >= 0, 0, 11)) + 5] * 1,
     ),
+}  # fmt: skip
+# Likewise, of ops that compute over some dims.
+WRONG |= {
+    "a transform over tokens": (
+        inner, "        if d in over:\n", "        if d in over and d > 9:\n",
+        lambda p, b: torch.fft.fft(torch.complex(b.x + 1, b.x), dim=0)),
+    "norms over tokens": (
+        inner, "        if d in over:\n", "        if d in over and d > 9:\n",
+        lambda p, b: (b.x + 1).renorm(2, 1, 1.0)),
+    "distances of 26 rows": (
+        inner, 'if rows and call.args.get("p") == 2', 'if False and call.args.get("p") == 2',
+        lambda p, b: torch.ops.aten._cdist_forward(b.x.view(-1, 2), p["w"][:, :2] + 0, 2.0, None)),
+    "a singular matrix of padding": (
+        inner, "    if any(map(moving_dims, operands(call.node))):\n        name",
+        "    if False:\n        name",
+        lambda p, b: torch.linalg.inv(zeroed(b)[:, :4].view(-1, 2, 2) * 0
+                                      + torch.where(spread(b)[..., None], torch.eye(2), 0))),
+    "what is not finite, decomposed": (
+        inner, "if len(moving) > 1 or not all(finite_padding", "if not all(True or finite_padding",
+        lambda p, b: torch.linalg.svdvals(
+            (b.ids / b.ids)[:, None].expand(-1, 8).reshape(-1, 2, 4))),
+    "bags that end elsewhere": (
+        inner, "each * _size(offsets) == _size(index)", "True",
+        lambda p, b: F.embedding_bag(b.ids, p["w"], torch.arange(0, 12, 4), mode="sum")),
+    "bags of what is not there": (
+        inner, "    check_index(call, weight, 0, index, from_end=False)\n", "",
+        lambda p, b: F.embedding_bag(
+            torch.where(b.slot >= 0, 1, -1)[:, None].expand(-1, 2), p["w"], mode="sum")),
+    "unpooled to where padding says": (
+        inner, "if moving_dims(index) and not is_there(", "if False and not is_there(",
+        lambda p, b: F.max_unpool2d(
+            b.x.view(-1, 2, 2, 2), (b.slot.clamp(max=0) * 9)[:, None, None, None] + (b.x > 99)
+            .long().view(-1, 2, 2, 2), 1)),
+    "elements behind those of padding": (
+        inner, "for d in moving_dims(x) if d]", "for d in moving_dims(x) if False]",
+        lambda p, b: b.x.t().masked_scatter(b.x.t() == b.x.t(), b.x.t() + 1)),
+    "more elements than there are": (
+        inner, "if not spared and not at_most(", "if False and not at_most(",
+        lambda p, b: b.x.masked_scatter(
+            (b.slot <= 0)[:, None], torch.arange(8.0))),
+    "among padding": (
+        inner, 'if is_tensor(x) and name.startswith("test_element"):', "if False:",
+        lambda p, b: torch.isin(torch.tensor([0, 99]), b.ids)),
+    "a mean of losses": (
+        inner, 'if moving and call.args["reduction"] != 0:', "if False:",
+        lambda p, b: F.mse_loss(b.x, b.y[:, None].expand(-1, 8)) * 1),
+    "chances that are none": (
+        inner, "if any(moving_dims(y) and not is_chance(call, y) for y in both):", "if False:",
+        lambda p, b: F.binary_cross_entropy(
+            torch.where(spread(b), 0.5, 2), torch.where(spread(b), 0.5, 0), reduction="none")),
+    "products summed over tokens": (
+        inner, "enumerate(dims) if e in", "enumerate(dims) if e < 0 and e in",
+        lambda p, b: torch.ops.aten._trilinear(
+            b.x + 1, p["w"][:8] + 0, b.x + 1, [2], [0], [2], [0, 1])),
+    "stretches of another length": (
+        folds, "if after == folded.stretches:", "if after > 1:",
+        lambda p, b: torch.stack([b.x, b.x + 1]).reshape(-1, 4).reshape(4, -1, 4) * 1),
+    "stretches beside rows": (
+        folds, "return kept and not moving_dims(x)", "return kept",
+        lambda p, b: (torch.stack([b.x, b.x + 1]).reshape(-1, 8) + b.x.view(-1, 4).repeat(1, 2))
+        .reshape(2, -1, 8)),
+    "stretches of two kinds": (
+        folds, "s.stretches, call.dim(x, s.dim)) for", "folded[0][1].stretches, 0) for",
+        lambda p, b: (torch.stack([b.x] * 2).reshape(-1, 4)
+                      + torch.stack([b.x[:, :4]] * 4).reshape(-1, 4)).reshape(2, -1, 4)),
 }  # fmt: skip
 # Likewise, of rows that are kept for padding and read.
 WRONG |= {

@@ -62,6 +62,11 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "transpose": lambda a, b: a[:, None].transpose(1, 2), "diagonal": lambda a, b: (
         a[:, None].diagonal(0, 1, 2)),
     "parts": lambda a, b: (*a.split(2, 1), *a.split([1, 2], 1), *a.unbind(1), a.repeat(1, 2)),
+    "copied parts": lambda a, b: (
+        *torch.unsafe_split(a, 2, 1), *torch.unsafe_split_with_sizes(a, [1, 2], 1),
+        *torch.split_copy(b, 2, 1), *torch.split_with_sizes_copy(b, [1, 2], 1),
+        *torch.unbind_copy(a, 1),
+    ),
     "cut": lambda a, b: (a.narrow(1, 1, 2), a.select(1, 2), a[:, 1:]),
     "looked up": lambda a, b: (a[:, torch.tensor([2, 0])], a.index_select(1, torch.tensor([1, 1])),
         aten._unsafe_index(a, [None, torch.tensor([0, 2])])),

@@ -15,6 +15,13 @@ from fngraph.errors import RowsError
 
 VALID = "valid = batch.slot >= 0, of a leaf padded with -1; torch.where(valid[:, None], x, "
 DIVIDED = "torch.where(valid[:, None], x, 0).sum(0) / valid.sum()"
+
+
+def places(b: Any) -> Any:
+    """(T, 1, 2, 4) from 0 to 7; in padding from -1 on."""
+    return b.slot_mapping.clamp(max=0)[:, None, None, None] + torch.arange(8).view(2, 4)
+
+
 CASES: dict[str, tuple[Any, str, Any]] = {
     "sum": (
         lambda x, p, b: x.sum(0),
@@ -92,12 +99,62 @@ CASES: dict[str, tuple[Any, str, Any]] = {
         lambda x, p, b: torch.searchsorted(b.query_start_loc, torch.arange(T_of(b)), right=True),
     ),
     "unknown": (
-        lambda x, p, b: torch.cdist(x, x),
+        lambda x, p, b: torch.take(x, torch.arange(8)),
         (
             "of which it is not known whether it keeps rows apart. If row i of its result depends "
-            "on row i alone, say so: fg.trust_rows(result)"
+            "on row i alone, say so, of it or of a call around it: fg.trust_rows(result)"
         ),
-        lambda x, p, b: fg.trust_rows(torch.cdist(x, x)),
+        lambda x, p, b: fg.trust_rows(torch.take(x, torch.arange(8))),
+    ),
+    "within a call": (
+        lambda x, p, b: x.quantile(0.5, 1),
+        "say of a call around it that it looks up nothing else: fg.trust_rows(result)",
+        lambda x, p, b: fg.trust_rows(x.quantile(0.5, 1)),
+    ),
+    "distances": (
+        lambda x, p, b: torch.cdist(x, p["w"]),
+        'torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")',
+        lambda x, p, b: torch.cdist(x, p["w"], compute_mode="donot_use_mm_for_euclid_dist"),
+    ),
+    "matrices that cannot be inverted": (
+        lambda x, p, b: torch.linalg.inv(x.view(-1, 2, 4) @ x.view(-1, 4, 2)),
+        "Use the form that raises none: torch.linalg.inv_ex, solve_ex, cholesky_ex",
+        lambda x, p, b: torch.linalg.inv_ex(x.view(-1, 2, 4) @ x.view(-1, 4, 2))[1],
+    ),
+    "numbers that are not finite": (
+        lambda x, p, b: torch.linalg.svdvals((1 / x).view(-1, 2, 4)),
+        "Let it not be: x.nan_to_num(), or torch.where(valid[:, None, None], x, 0)",
+        lambda x, p, b: torch.linalg.svdvals((1 / x).nan_to_num().view(-1, 2, 4)),
+    ),
+    "pooled over tokens": (
+        lambda x, p, b: F.max_pool2d(x.t().reshape(2, 4, -1), 1),
+        "Let T and R be other dims, in front: x.movedim(-1, 0)",
+        lambda x, p, b: F.max_pool2d(x.view(-1, 2, 4), 1),
+    ),
+    "chances": (
+        lambda x, p, b: F.binary_cross_entropy(x, x, reduction="none"),
+        "Use F.binary_cross_entropy_with_logits, or let both be some there",
+        lambda x, p, b: F.binary_cross_entropy(
+            *[torch.where(real(b)[:, None], x.sigmoid(), 0.5)] * 2, reduction="none"
+        ),
+    ),
+    "a loss of all": (
+        lambda x, p, b: F.mse_loss(x, x + 1),
+        "torch.where(valid[:, None], loss, 0).sum() / (valid.sum() * n)",
+        lambda x, p, b: (
+            torch.where(real(b)[:, None], F.mse_loss(x, x + 1, reduction="none"), 0).sum()
+            / (real(b).sum() * 8)
+        ),
+    ),
+    "elements in their order": (
+        lambda x, p, b: x.masked_scatter(x > 0, p["w"]),
+        "Let the mask be false there: mask & (batch.slot >= 0)[:, None]",
+        lambda x, p, b: x.masked_scatter((x > 99) & real(b)[:, None], p["w"]),
+    ),
+    "unpooled": (
+        lambda x, p, b: F.max_unpool2d(x.view(-1, 1, 2, 4), places(b), 2),
+        "Let it be: index.clamp(0, 31)",
+        lambda x, p, b: F.max_unpool2d(x.view(-1, 1, 2, 4), places(b).clamp(0, 31), 2),
     ),
     "shorter in a key": (
         lambda x, p, b: torch.ones(16 - T_of(b)),

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch._C import DispatchKey as DispatchKey  # ZeroTensor, of which tangents are
 from torch._C._dynamo.eval_frame import (
-    _FrameAction as FrameAction,
-    _FrameExecStrategy as FrameExecStrategy,
+    _FrameAction,
+    _FrameExecStrategy,
     set_code_exec_strategy,
 )
 from torch._dispatch.python import (
@@ -92,7 +92,7 @@ def run_by_python(fn: F) -> F:
     As `torch.compiler.disable` has it, without its wrapper, which takes 1 us at each call.
     """
     code: Any = fn.__code__  # type: ignore[attr-defined]
-    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     fn._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "a graphified function replays graphs of its own, which torch.compile cannot look into. "

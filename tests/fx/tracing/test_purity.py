@@ -110,12 +110,12 @@ def test_a_tensor_that_was_not_passed(what: str):
     refused(forward, ClosureError, *words)
 
 
-def test_a_default_argument():
+def test_a_default_tensor_is_held_like_any_other():
     def forward(p: Any, s: Any, b: Any, *, gain: Any = torch.ones(toys.E)) -> Any:  # noqa: B008
-        return p["w"][b.token_ids] * gain, s  # here
+        return p["w"][b.token_ids] * gain, s
 
-    with pytest.raises(fg.errors.FnGraphError, match="gain"):
-        trace(forward)
+    held = {leaf.path: leaf.role.value for leaf in trace(forward).args.leaves}
+    assert held["gain"] == "held"
 
 
 def test_a_default_tensor_of_an_inner_function():

@@ -35,8 +35,8 @@ from fngraph.ops.triton.launching import missing
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPS = torch.ops.fngraph
 WIDEST = 4096
-"""The widest row that is normed and rounded in the products' launch. Each program does so for itself;
-at 8192 that takes as long as reading the weights, and a launch before it takes some 4 us."""
+"""The widest row that is normed and rounded in the products' launch. Each program does so for
+itself; at 8192 that takes as long as reading weights does, and a launch before it some 4 us."""
 WHOLE = 16384
 """The widest row of which a launch makes a gate."""
 

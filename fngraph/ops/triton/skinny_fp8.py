@@ -150,7 +150,7 @@ def run(
     how = ROUNDED if x.dtype == FP8 else OWN if x_scale is None else KNOWN
     tile = tile or tile_of_one(K, how == ROUNDED, gated)
     left = 3 - len(weights)
-    three, by = (*weights, *weights[:1] * left), (*scales, *scales[:1] * left)
+    three, by = (*weights, *[weights[0]] * left), (*scales, *[scales[0]] * left)
     sizes = [*(w.shape[0] for w in weights), *[0] * left]
     blocks = sum(-(-n // tile.columns) for n in (sizes[:1] if gated else sizes))
     given = lambda y: by[0] if y is None else y  # noqa: E731

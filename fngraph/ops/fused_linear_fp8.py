@@ -77,7 +77,7 @@ def _run(
     from fngraph.ops.triton import skinny_fp8  # loads Triton
 
     out, by = _fake(*given, dtype, held, together), _one(x_scales)
-    if not _in_one_launch(x, norm):
+    if not rounds_inside(x, norm):
         (x, by), norm = _rounded(x, norm, by, eps, centred), None
     skinny_fp8.run(
         x.contiguous(), weights, weight_scales, out, dtype, norm=norm, x_scale=by, more=more,
@@ -99,7 +99,7 @@ def has_kernel(
     return T == 1 and 0 < K and (K <= WHOLE or not gated) and plain and alike and added
 
 
-def _in_one_launch(x: Tensor, norm: Tensor | None) -> bool:
+def rounds_inside(x: Tensor, norm: Tensor | None) -> bool:
     """Whether the norm and the rounding of a row are of the products' launch."""
     if x.dtype == FP8:
         return True

@@ -134,7 +134,7 @@ def _fuse(
 
 
 def notes_of(apart: Sequence[str]) -> tuple[str, ...]:
-    """What to say of values that are rounded by several known scales, each a line and its scales."""
+    """What to say of values that several known scales round, each a line and its scales."""
     if not apart:
         return ()
     more = f", and {count(len(apart) - 1, 'other place')}" if len(apart) > 1 else ""

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.fp8 import FP8
+
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.overlapping import ask_for, let_next, wait
-from fngraph.ops.triton.rounding import as_fp8, row_as_fp8, scale_of_row
+from fngraph.ops.triton.rounding import FP8, as_fp8, row_as_fp8, scale_of_row
 from fngraph.ops.triton.skinny import around, part_of
 
 WHOLE = 16384

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.overlapping import ask_for, let_next, wait
 from fngraph.ops.triton.rounding import FP8, as_fp8, row_as_fp8, scale_of_row

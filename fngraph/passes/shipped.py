@@ -21,7 +21,8 @@ from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
 from fngraph.passes.attention import attention_fp8, rope_in_attention
 from fngraph.passes.constants import fold_constants
-from fngraph.passes.fp8 import (
+from fngraph.passes.fp8.linears import fuse_linears_fp8
+from fngraph.passes.fp8.rounding import (
     fuse_add_rms_norm_fp8,
     fuse_rms_norm_fp8,
     fuse_silu_mul_fp8,
@@ -30,7 +31,6 @@ from fngraph.passes.fp8 import (
 )
 from fngraph.passes.frame import Pass
 from fngraph.passes.linears import fuse_linears
-from fngraph.passes.linears_fp8 import fuse_linears_fp8
 from fngraph.passes.no_ops import drop_no_ops
 from fngraph.passes.norms import fuse_add_rms_norm, fuse_rms_norm
 from fngraph.passes.rope import fuse_norm_rope, fuse_rope

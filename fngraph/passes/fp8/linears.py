@@ -21,7 +21,7 @@ from torch import fx
 
 from fngraph.fx.nodes import is_tensor
 from fngraph.ops.fused_linear import MOST_WEIGHTS
-from fngraph.passes.fp8 import (
+from fngraph.passes.fp8.rounding import (
     BY_ROW,
     KNOWN,
     are_one,

@@ -128,7 +128,7 @@ def _normed(v, norm, live, K: tl.constexpr, eps, kind: tl.constexpr, CENTRED: tl
     root = tl.rsqrt(tl.sum(v * v, 0) / K + eps)
     by = tl.load(norm, mask=live, other=0.0).to(tl.float32)
     v = v * root * (1.0 + by) if CENTRED else (v * root).to(kind).to(tl.float32) * by
-    return tl.where(live, v.to(kind).to(tl.float32), 0.0)  # of an infinite row the rest is NaN
+    return v.to(kind).to(tl.float32)
 
 
 def run(

@@ -262,14 +262,16 @@ def test_scales_of_one_input_that_differ_are_named():
     assert "params['one'], params['other']" in note and "lay_side_by_side(params)" in note
 
 
-FAMILIES: dict[str, dict[bool, dict[Layer, int]]] = {  # by whether scales of inputs are known
-    name: {
-        False: {Layer(3, 0, True): 2, Layer(2, 0, True, True): 2, Layer(1, 0, adds=True): 4},
-        True: {Layer(3, 1, True): 2, Layer(2, 1, True, True, rounds=1): 2,
-               Layer(1, None, adds=True): 4},
-    }
-    for name in ("llama", "qwen3")
+QKV, GATE, SUM = Layer(3, 0, True), Layer(2, 0, True, True), Layer(1, 0, adds=True)
+BY_KNOWN = {  # q, k and v have one scale, and so have gate and up; what sums read is rounded before
+    QKV: QKV._replace(scales=1), GATE: GATE._replace(scales=1, rounds=1),
+    SUM: SUM._replace(scales=None),
 }  # fmt: skip
+FAMILIES: dict[str, tuple[dict[Layer, int], int]] = {  # by own scales; and how many are not in fp8
+    "llama": ({QKV: 2, GATE: 2, SUM: 4}, 1),
+    "qwen3": ({QKV: 2, GATE: 2, SUM: 4}, 1),
+    "qwen3_moe": ({QKV: 3, GATE: 1, SUM: 4}, 3),  # two routers, and what experts are
+}
 
 
 @pytest.mark.sampled(1)
@@ -303,16 +305,13 @@ def test_a_family_has_so_many_and_computes_the_same(
 
     _, bare = run((), "none")
     traced, fused = run("all" if level == "none" else None, level)
-    found = Counter(found_in(traced))
-    want = FAMILIES[name][known]
-    if known:  # q, k and v have one scale; so have gate and up
-        found = Counter(
-            {layer._replace(scales=layer.scales and 1): n for layer, n in found.items()}
-        )
-    assert found == want, traced.as_text()
+    layers, others = FAMILIES[name]
+    want = {BY_KNOWN[layer] if known else layer: n for layer, n in layers.items()}
+    found = [x._replace(scales=min(x.scales, 1)) if x.scales else x for x in found_in(traced)]
+    assert Counter(found) == want, traced.as_text()
     matches = {one.one.name: one.matches for one in traced.passes}
     assert matches["linears_fp8"] == 8 and matches["held_fp8"] == matches["quantize_once"] == 0
-    assert matches["linears"] == 1  # the head, which is not in fp8
+    assert matches["linears"] == others
     for a, b in zip(fused.values(), bare.values(), strict=True):
         if level == "none":
             assert torch.equal(a, b)

@@ -150,8 +150,11 @@ def show(rows: Rows, title: str = "") -> None:
 
 
 def as_text(rows: Rows) -> str:
-    """As Markdown; numbers short, what is not there a dash."""
-    names = [name for name in dict.fromkeys(n for row in rows for n in row) if not _failed(name)]
+    """As Markdown; numbers short, what is not there a dash. A column that no row has is left out:
+    a limit, where nothing is asked of any."""
+    there = dict.fromkeys(n for row in rows for n in row if row[n] is not None)
+    names = [name for name in dict.fromkeys(n for row in rows for n in row)
+             if name in there and not _failed(name)]  # fmt: skip
     return fg.core.text.table(names, [[_cell(row.get(name)) for name in names] for row in rows])
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fngraph as fg
 from fngraph.models.families.experts import Mixture
 from fngraph.models.families.rope import frequencies
 
@@ -250,19 +251,14 @@ class Module(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.attend, self.mix = config, attend, mix
-        self.tree = self._registered("", (weights, tuple(cache)))
-
-    def _registered(self, path: str, tree: Any) -> Any:
-        """The tree with the name of a buffer for each tensor."""
-        if isinstance(tree, Tensor):
-            self.register_buffer(path, tree)
-            return path
-        if tree is None:
-            return None
-        parts = [self._registered(f"{path}_{i}", x) for i, x in enumerate(tree)]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+        leaves, treedef = fg.core.trees.flatten((weights, tuple(cache)))
+        names = [f"_{i}" for i in range(len(leaves))]
+        for name, leaf in zip(names, leaves):
+            self.register_buffer(name, leaf)
+        self.tree = fg.core.trees.unflatten(treedef, names)
 
     def _filled(self, tree: Any) -> Any:
+        """The tree with buffers in place of their names, in Python: Dynamo goes through it."""
         if tree is None or isinstance(tree, str):
             return None if tree is None else getattr(self, tree)
         parts = [self._filled(x) for x in tree]

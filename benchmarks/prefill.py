@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +22,20 @@ import torch
 from torch import Tensor
 
 from benchmarks import plain
-from benchmarks.decode import clocks, ours, peers
+from benchmarks.decode import ours, peers
 from benchmarks.decode.bench import Bench, Made, Right, make_bench
-from benchmarks.decode.judging import broken, made_ready
+from benchmarks.decode.judging import broken
+from benchmarks.decode.measuring import (
+    ENDS,
+    Point,
+    all_rows,
+    ends_of,
+    in_turns,
+    release,
+    start_anew,
+)
 from benchmarks.decode.models import MODELS
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of, write
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, some_of
 from benchmarks.workload import BLOCK_SIZE
 
 PEAK = 790  # TFLOP/s of large bfloat16 products on an H200, as measured
@@ -114,22 +121,18 @@ def rows_of(
     flags: argparse.Namespace, model: str, bench: Bench, ends: float
 ) -> Iterator[dict[str, Any]]:
     """A row a way, of one chunk."""
-    torch.compiler.reset()
-    gc.collect()
+    start_anew()
     ids = bench.ids(1, torch.Generator().manual_seed(0))
     right, _ = bench.reference(ids, torch.float32, repeated_heads)
     needed = operations(bench.config, plain.weights_of(bench.params), bench.new)
     make = lambda way: WAYS[way](bench, right)  # noqa: E731
-    ready, judged = made_ready(flags.ways, make, bench, right, ends)
-    timed = clocks.in_turns(ready, right.ids, flags.repeats) if ready else {}
-    for way in dict.fromkeys([*flags.ways, *timed]):
-        name = way.removesuffix(", again")
-        row = {"model": model, "way": way, "chunk": bench.new, **timed.get(way, {})}
-        if way in timed:
-            rate = needed / row["device ms"] / 1e9
-            row |= {"TFLOP/s": rate, "share": rate / flags.peak}
-            row |= {**clocks.kernels(ready[name], right.ids), **ready[name].more}
-        yield row | judged[name]
+
+    def rates(row: dict[str, Any]) -> dict[str, Any]:
+        rate = needed / row["device ms"] / 1e9
+        return {"TFLOP/s": rate, "share": rate / flags.peak}
+
+    for row in in_turns(flags, make, bench, right, ends, rates):
+        yield {"model": model, "way": row["way"], "chunk": bench.new, **row}
 
 
 def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
@@ -165,7 +168,7 @@ DENSE = [name for name, model in MODELS.items() if not hasattr(model.config, "nu
         "--chunk": count([512, 1024, 2048, 4096, 8192], "tokens", multiple_of=BLOCK_SIZE),
         "--ways": some_of(list(WAYS)), "--repeats": count(40, "steps of each clock"),
         "--peak": count(PEAK, "TFLOP/s of large products"),
-        "--seconds": count(0, "after which no way is begun; 0: no limit", least=0),
+        **ENDS,
     },
     quick={
         "models": ["tiny"], "chunk": [32], "repeats": 2,
@@ -176,19 +179,16 @@ DENSE = [name for name, model in MODELS.items() if not hasattr(model.config, "nu
 @torch.no_grad()
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a model, chunk and way, kept as they come."""
-    rows: list[dict[str, Any]] = []
-    ends = time.monotonic() + flags.seconds if flags.seconds else float("inf")
+    return all_rows(flags, points(flags))
+
+
+def points(flags: argparse.Namespace) -> Iterator[Point]:
+    """Each model and chunk, with its rows."""
+    ends = ends_of(flags)
     for model in flags.models:
         whole = make_bench(model, max(flags.chunk), [1], flags.device, flags.backend)
         for chunk in flags.chunk:
-            print(f"{model}, chunk of {chunk}", flush=True)
             bench = dataclasses.replace(whole, context=chunk, new=chunk)
-            new = list(rows_of(flags, model, bench, ends))
-            show(new)
-            rows += new
-            write(flags, rows)
+            yield f"{model}, chunk of {chunk}", rows_of(flags, model, bench, ends)
         del whole, bench
-        gc.collect()
-        if flags.device.startswith("cuda"):
-            torch.cuda.empty_cache()  # for weights of another model
-    return rows
+        release(flags.device)

@@ -19,6 +19,7 @@ from fngraph.fx.arguments import Names
 from fngraph.fx.leaves import Role
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphified import graphify
+from fngraph.passes.shipped import PassList
 from fngraph.rehearsing import Keys, rehearsal
 
 
@@ -67,9 +68,13 @@ def check(
     limits: Limits | None = None,
     allow_copies: bool | int | None = None,
     generators: Iterable[torch.Generator] = (),
+    compile: str = "none",
+    passes: PassList = None,
     rehearse: Keys = False,
 ) -> Report:
     """Trace `forward` and report all that `graphify` would refuse, running nothing.
+
+    Passes run where there is no error before them. What a pass raises ends the report.
 
     A later error may come of an earlier one's stand-in value (1, 1.0, True, a fresh tensor). Where
     `forward` cannot go on with one, the last entry says at which line the report ends.
@@ -77,6 +82,7 @@ def check(
     Args:
         args: all of forward's arguments, as in a call; tensors or `fg.like` specs.
         donate, stage, limits, allow_copies, generators: as for `graphify`.
+        compile, passes: likewise; nothing is compiled.
         rehearse: True: then run the traced ops, on copies of what is donated, for the batch as it
             is and as keys of some more tokens and requests have it, and name the first value whose
             true rows differ, with its line. That tries what no trace can see: `fg.trust_rows`, rows
@@ -86,10 +92,11 @@ def check(
     Raises:
         TreeError: `donate` or `stage` names no parameter of `forward`; no tensors to rehearse with.
         SpecError: a key to rehearse that cannot hold the batch, or is none.
+        PassError: `passes` has what is no pass.
     """
     made = graphify(
         forward, donate=donate, stage=stage, limits=limits, allow_copies=allow_copies,
-        generators=generators,
+        generators=generators, compile=compile, passes=passes,
     )  # fmt: skip
     refuse = Refusals(go_on=True)
     (staged,) = made.signature.positions(Role.STAGED)
@@ -100,9 +107,10 @@ def check(
     try:
         with refuse.catching():
             made.trace_call(args, refuse, look).split()
-    except Exception as error:  # of a stand-in that no check was ready for
-        text = f"{type(error).__name__}: {error}"
-        refuse(PurityError(f"forward: the report ends here, because of what is above ({text})"))
+    except Exception as error:  # of a stand-in that no check was ready for, or of a pass
+        text = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        why = "because of what is above " if refuse.errors else ""
+        refuse(PurityError(f"forward: the report ends here, {why}({text})"))
     return Report(tuple(_distinct(refuse.errors)), tuple(rehearsed))
 
 

@@ -86,9 +86,9 @@ def graphify(
         memory_budget, on_failure: of every step; see `Compiled.capture`.
         generators: what `forward` may draw from, `torch.rand(n, generator=g)`. A call advances them
             as eager does at the padded size; seed them between calls.
-        passes: rewrites of the traced graph, in order: names of `fg.passes.PASSES`, "all", or
-            functions of an `fx.Graph`; None: those of the level, none at compile="none". `Traced`
-            prints how often each matched.
+        passes: rewrites of the traced graph, in order: names of `fg.passes.PASSES`, functions of an
+            `fx.Graph`, `...` for those of the level, "all" for all; None: those of the level, none
+            at compile="none". `Traced` prints how often each matched.
         compile: "none": pieces run op by op, as they were traced. "pieces": Inductor compiles each
             distinct piece once, its sizes symbols. "once": the whole function at once, for all
             sizes; only without primitives. "stock": it is under `torch.compile`, with its guards;

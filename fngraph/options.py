@@ -22,8 +22,8 @@ from fngraph.fx.donation.table import COPY_LIMIT
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import check_name
 from fngraph.ops.choice import Choices, check_choices
-from fngraph.passes.frame import Pass
-from fngraph.passes.shipped import Wanted, passes_of
+from fngraph.passes.running.frame import Pass
+from fngraph.passes.shipped import PassList, passes_of
 
 
 class ResolveDict(TypedDict, total=False):
@@ -62,7 +62,7 @@ class OptionsDict(ResolveDict, total=False):
     compile: str
     compile_sizes: Iterable[int]
     cache: bool
-    passes: str | Iterable[Wanted] | None
+    passes: PassList
 
 
 class CaptureDict(TypedDict, total=False):
@@ -185,7 +185,9 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     options = dict(given)
     resolve: Any = {n: options.pop(n) for n in ResolveDict.__annotations__ if n in options}
     asked = options.pop("passes", None)
-    passes = None if asked is None else passes_of(asked, "none")
+    level = options.get("compile", "none")
+    check_level(level, ())
+    passes = None if asked is None else passes_of(asked, level)
     modes, backends = options.pop("modes", None), options.pop("backends", None)
     adapters = options.pop("adapters", 0)
     if not isinstance(backends, Mapping | None):

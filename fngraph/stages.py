@@ -66,7 +66,8 @@ from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.ops.transforms import ASKED
 from fngraph.options import CaptureDict, Options, check_names, check_outputs
-from fngraph.passes.frame import Applied, as_text, run_passes
+from fngraph.passes.running.frame import Applied, Pass, as_text, run_passes
+from fngraph.passes.shipped import name_of
 from fngraph.step.step import Step, make_step
 
 
@@ -476,18 +477,23 @@ class Traced:
         ]
         return tuple(notes)
 
-    def diff(self, name: str) -> str:
+    def diff(self, one: str | Pass | Callable[[Any], Any]) -> str:
         """What a pass changed, as a unified diff of the graph's code; "" where it did not match.
+
+        Args:
+            one: its name, or what was in the list of passes.
 
         Raises:
             PassError: no pass of that name has run.
         """
+        name = name_of(one)
         ran = {one.one.name: one for one in self.passes}
         if name not in ran:
             known = ", ".join(ran) or "none"
+            given = repr(one) if isinstance(one, str) else name
             raise PassError(
                 f"no pass {name!r} has run; there were {known}.{did_you_mean(name, ran)} Pass "
-                f"fg.graphify(..., passes=({name!r}, ...))"
+                f"fg.graphify(..., passes=(..., {given}))"
             )
         return ran[name].diff()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -111,8 +112,27 @@ def test_what_is_above_its_limit_is_missed():
     assert line.startswith("3.000, and at most 2 is asked")
 
 
+def test_the_docs_say_what_needs_a_gpu_and_all_else_is_small_under_tiny():
+    text = " ".join((RESULTS.parents[1] / "docs/performance.md").read_text().split())
+    (told,) = re.findall(r"kernels alone has nothing to measure there: (.*?) need a GPU", text)
+    declared = {n: importlib.import_module(f"benchmarks.{n}").measure for n in harness.NAMES}
+    needs = {name for name, one in declared.items() if one.needs_cuda}
+    assert set(re.findall(r"`(\w+)`", told)) == needs
+    assert all(one.quick for name, one in declared.items() if name not in needs)
+    used = {n: (RESULTS.parent / n).with_suffix(".py") for n in needs}
+    sources = {n: p if p.exists() else RESULTS.parent / n / "__init__.py" for n, p in used.items()}
+    small = {n for n, p in sources.items() if declared[n].quick or "flags.quick" in p.read_text()}
+    assert small == needs
+    table = re.findall(r"\| `python -m benchmarks .*?\|", text)
+    assert set(re.findall(r"(\w+)`", " ".join(table))) == set(harness.NAMES)
+
+
 def test_a_table_has_every_column_and_what_failed_below(capsys):
-    harness.show([{"a": 1, "b": 2.34567}, {"a": 12, "c": 123.456, "c failed": "why"}], "title")
+    rows = [
+        {"a": 1, "b": 2.34567, "d": None},
+        {"a": 12, "c": 123.456, "d": None, "c failed": "why"},
+    ]
+    harness.show(rows, "title")
     title, head, _, first, second, failed = capsys.readouterr().out.strip().splitlines()
     assert (title, failed) == ("title", "  12, 123.456: c failed: why")
     assert [cell.strip() for cell in head.split("|")[1:-1]] == ["a", "b", "c"]

@@ -14,9 +14,7 @@ jax, transformers where they are installed; vllm, sglang, nano-vllm
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +23,19 @@ import torch
 from benchmarks import plain
 from benchmarks.decode import clocks, elsewhere, ours, peers
 from benchmarks.decode.bench import Bench, Made, make_bench
-from benchmarks.decode.judging import Left, broken, made_ready, told
+from benchmarks.decode.judging import Left, broken, told
+from benchmarks.decode.measuring import (
+    ENDS,
+    Point,
+    all_rows,
+    ends_of,
+    in_turns,
+    release,
+    start_anew,
+)
 from benchmarks.decode.models import MODELS, bytes_read
 from benchmarks.decode.picture import draw
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of, write
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, some_of
 from benchmarks.workload import BLOCK_SIZE
 
 OURS, PEERS = {**ours.WAYS}, {**peers.WAYS, **elsewhere.WAYS}
@@ -61,20 +68,15 @@ def point(
     ends: float, copy: float,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row a way, at one batch."""
-    torch.compiler.reset()  # what was compiled for another batch, and limits on how often
-    gc.collect()
+    start_anew()
     right = bench.right(num_reqs)
     read = bytes_read(bench.config, plain.weights_of(bench.params), num_reqs, bench.context)
     make = lambda way: prepared(bench, opened, way, num_reqs)  # noqa: E731
-    ready, judged = made_ready(flags.ways, make, bench, right, ends)
-    timed = clocks.in_turns(ready, right.ids, flags.repeats) if ready else {}
-    for way in dict.fromkeys([*flags.ways, *timed]):
-        name = way.removesuffix(", again")
-        row = {"way": way, **timed.get(way, {}), "GB": read / 1e9}
-        if way in timed:
-            row["share"] = read / row["device ms"] / 1e9 / copy
-            row |= {**clocks.kernels(ready[name], right.ids), **ready[name].more}
-        yield row | judged[name]
+    rates = lambda row: {"share": read / row["device ms"] / 1e9 / copy}  # noqa: E731
+    here = {"batch": num_reqs, "context": bench.context}
+    note = {"shape": bench.model.note} if bench.model.note else {}
+    for row in in_turns(flags, make, bench, right, ends, rates):
+        yield {"way": row["way"], **here, **row, "GB": read / 1e9, **note, "copy TB/s": copy}
 
 
 def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
@@ -122,7 +124,7 @@ def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
         "--batch": count([1, 2, 4, 8, 16, 32, 64]),
         "--context": count([512, 4096], "tokens of each request", multiple_of=BLOCK_SIZE),
         "--ways": some_of(list(WAYS)), "--repeats": count(200, "steps of each clock"),
-        "--seconds": count(0, "after which no way is begun; 0: no limit", least=0),
+        **ENDS,
     },
     quick={
         "models": ["tiny"], "batch": [1, 2], "context": [32], "repeats": 2,
@@ -133,28 +135,20 @@ def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
 @torch.no_grad()
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a model, context, batch and way, kept as they come."""
-    began, rows = time.monotonic(), []
-    ends = began + flags.seconds if flags.seconds else float("inf")
-    copy = clocks.copy_tbs(flags.device)
+    rows = all_rows(flags, points(flags))
+    draw(rows, OURS, flags.json)
+    return rows
+
+
+def points(flags: argparse.Namespace) -> Iterator[Point]:
+    """Each model, context and batch, with its rows."""
+    ends, copy = ends_of(flags), clocks.copy_tbs(flags.device)
     for model, context in itertools.product(flags.models, flags.context):
         bench = make_bench(model, context, flags.batch, flags.device, flags.backend)
         opened: dict[str, At | str] = {}
         for num_reqs in flags.batch:
+            rows = point(flags, bench, opened, num_reqs, ends, copy)
             where = f"{model}, batch {num_reqs}, context {context}"
-            print(where, flush=True)
-            here = {"batch": num_reqs, "context": context}
-            note = {"shape": bench.model.note} if bench.model.note else {}
-            found = point(flags, bench, opened, num_reqs, ends, copy)
-            new = [
-                {"model": model, "way": row["way"], **here, **row, **note, "copy TB/s": copy}
-                for row in found
-            ]
-            show(new, where)
-            rows += new
-            write(flags, rows)
-        del bench, opened, found
-        gc.collect()
-        if flags.device.startswith("cuda"):
-            torch.cuda.empty_cache()  # for weights of another model
-    draw(rows, OURS, flags.json)
-    return rows
+            yield where, ({"model": model, **row} for row in rows)
+        del bench, opened, rows
+        release(flags.device)

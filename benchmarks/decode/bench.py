@@ -157,9 +157,8 @@ class Bench:
         turn, new = plain.turn_of(config, positions, dtype), []
         for layer, pair in zip(weights.layers, self.drawn(R)):
             k, v = (x.to(dtype).transpose(1, 2).contiguous() for x in pair)
-            x = plain.layer_step(
-                config, widened(layer, dtype), x, turn, (k, v), positions, seen, attend, mix
-            )
+            wide = fg.core.trees.map_leaves(lambda x: x.to(dtype), layer)
+            x = plain.layer_step(config, wide, x, turn, (k, v), positions, seen, attend, mix)
             new.append((k[:, :, -1].clone(), v[:, :, -1].clone()))
         normed = plain.last_norm(config, weights._replace(norm=weights.norm.to(dtype)), x[:, -1])
         return Right(ids, F.linear(normed, weights.head.to(dtype)), new), mix.margin
@@ -230,14 +229,6 @@ class Looped:
             share_T1 = (share_TC * (expert_TC == i)).sum(-1, keepdim=True)
             out_TE += F.linear(F.silu(gate) * up, weights.w_down[i]) * share_T1
         return out_TE
-
-
-def widened(tree: Any, dtype: torch.dtype) -> Any:
-    """Tuples of tensors in another dtype."""
-    if tree is None or isinstance(tree, Tensor):
-        return None if tree is None else tree.to(dtype)
-    parts = [widened(x, dtype) for x in tree]
-    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
 def make_bench(

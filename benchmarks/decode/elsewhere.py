@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fngraph as fg
 from benchmarks import plain
 from benchmarks.decode.bench import Bench, Made
 from benchmarks.decode.judging import Left
@@ -137,7 +138,7 @@ def jax(bench: Bench) -> Callable[[int], Made]:
     kinds = {device.platform for device in library.devices()}
     if bench.device.startswith("cuda") and not kinds & {"gpu", "cuda"}:
         raise Left(f"jax is here without a GPU: it has {', '.join(sorted(kinds))}")
-    weights = mapped(library.numpy.from_dlpack, plain.weights_of(bench.params))
+    weights = fg.core.trees.map_leaves(library.numpy.from_dlpack, plain.weights_of(bench.params))
 
     def at(num_reqs: int) -> Made:
         step = Donated(bench, weights, num_reqs)
@@ -152,14 +153,6 @@ def jax(bench: Bench) -> Callable[[int], Made]:
         return Made(step, logits, step.views, wait, on_stream=False, more=more)
 
     return at
-
-
-def mapped(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The same tuples of what `fn` makes of each tensor."""
-    if tree is None or isinstance(tree, Tensor):
-        return None if tree is None else fn(tree)
-    parts = [mapped(fn, x) for x in tree]
-    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
 # --- transformers ---------------------------------------------------------------------------------

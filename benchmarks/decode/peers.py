@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fngraph as fg
 from benchmarks import plain
 from benchmarks.decode.bench import Bench, Made
 from benchmarks.decode.clocks import typical_us
@@ -134,7 +135,7 @@ def of_function(run: Any, compiled: Any = None, *, static: bool = False) -> Open
         def at(num_reqs: int) -> Made:
             cache, form = bench.contiguous(num_reqs), form_of(bench, num_reqs)
             if static:
-                for leaf in leaves_of((weights, cache)):
+                for leaf in fg.core.trees.flatten((weights, cache))[0]:
                     torch._dynamo.mark_static_address(leaf)
             fn: Any = plain.step
             if compiled is not None:
@@ -151,13 +152,6 @@ def of_function(run: Any, compiled: Any = None, *, static: bool = False) -> Open
         return at
 
     return open_
-
-
-def leaves_of(tree: Any) -> list[Tensor]:
-    """The tensors of tuples in tuples."""
-    if tree is None or isinstance(tree, Tensor):
-        return [] if tree is None else [tree]
-    return [leaf for part in tree for leaf in leaves_of(part)]
 
 
 def gpt_fast(bench: Bench) -> Callable[[int], Made]:

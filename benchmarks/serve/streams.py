@@ -105,7 +105,8 @@ def shares(tally: Tally) -> list[dict[str, Any]]:
     return [
         {
             "kind": line.kind, "mode": str(line.mode), "key": str(line.key or ""),
-            "steps": line.steps / tally.total(), "tokens": line.tokens / tally.total("tokens"),
+            "of steps": line.steps / tally.total(),
+            "of tokens": line.tokens / tally.total("tokens"),
             "padding": line.padding / (line.tokens + line.padding),
         }
         for line in tally.lines

@@ -16,7 +16,7 @@ from fngraph.compile.disk import Disk, Kept
 from fngraph.compile.few_rows import taken_apart
 from fngraph.compile.key import Pass, can_be_told, digest_of, facts_of
 from fngraph.compile.results import Plan, with_numbers
-from fngraph.core.compiling import Range, trimmed
+from fngraph.core.compiling import Range, examples, trimmed
 from fngraph.errors import CompileError
 from fngraph.torch_facts.inductor import (
     Assumed,
@@ -32,7 +32,6 @@ from fngraph.torch_facts.portable import dumped, loaded
 
 LOG = logging.getLogger("fngraph")
 _ONE_AT_A_TIME = threading.RLock()  # Inductor has state of its own
-_EXAMPLES = {"T": 1031, "R": 509}  # both above one, neither a power of two nor near a dim
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,7 +161,7 @@ def _keep(disk: Disk, digest: str, artefact: Artefact, facts: Mapping[str, str])
 
 def _compiled(source: Source, part: Range, tag: str) -> Artefact:
     plan, spans = source.plan, {"T": part.tokens, "R": part.reqs}
-    sizes = Sizes({n: _EXAMPLES[n] for n, span in spans.items() if not span.exact})
+    sizes = Sizes({n: x for n, x in examples(part).items() if not spans[n].exact})
     given: dict[str, Any] = {n: span.low for n, span in spans.items() if span.exact}
     given |= sizes.symbols
     at = {symbol: given[letter] for symbol, letter in source.letters.items()}

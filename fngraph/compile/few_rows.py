@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.core.compiling import Range, Span
+from fngraph.core.compiling import Range, Span, of_batches
 from fngraph.ops.fused_linear import MOST_ROWS, for_many_rows, most_rows
 from fngraph.ops.triton.launching import missing
 from fngraph.torch_facts.tracing import make_fx
@@ -26,7 +26,8 @@ def few(gm: fx.GraphModule, within: Range, sizes: Iterable[tuple[int, int]]) -> 
     """What is compiled apart: up to MOST_ROWS tokens; None: no such op, or no such sizes."""
     if not any(_has_kernel(node) for node in gm.graph.nodes):
         return None
-    part = Range(Span(within.tokens.low, min(MOST_ROWS, within.tokens.high)), within.reqs)
+    rows = Span(within.tokens.low, min(MOST_ROWS, within.tokens.high))
+    part = of_batches(rows, within.reqs)
     above_one = any(part.covers(*size) and size[0] > 1 for size in sizes)  # one is apart anyhow
     return part if part != within and above_one else None
 

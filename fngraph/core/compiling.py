@@ -51,17 +51,23 @@ class Range(NamedTuple):
         return self.tokens.covers(num_tokens) and self.reqs.covers(num_reqs)
 
     def at(self, num_tokens: int | None = None, num_reqs: int | None = None) -> Range:
-        """The part of it with these numbers; None: all that it has."""
+        """The part of it with these numbers; None: all that it has, of what a batch can have."""
         tokens = self.tokens if num_tokens is None else Span(num_tokens, num_tokens)
-        return Range(tokens, self.reqs if num_reqs is None else Span(num_reqs, num_reqs))
+        return of_batches(tokens, self.reqs if num_reqs is None else Span(num_reqs, num_reqs))
 
     def __str__(self) -> str:
         return f"T {self.tokens}, R {self.reqs}"
 
 
+def of_batches(tokens: Span, reqs: Span) -> Range:
+    """The sizes among these that a batch can have: each request brings at least one token."""
+    low, high = reqs.low, min(reqs.high, tokens.high)
+    return Range(Span(max(tokens.low, low), tokens.high), Span(low, max(low, high)))
+
+
 def whole(limits: Limits) -> Range:
     """All sizes within limits."""
-    return Range(Span(1, limits.max_tokens), Span(1, limits.max_reqs))
+    return of_batches(Span(1, limits.max_tokens), Span(1, limits.max_reqs))
 
 
 def narrowest(ranges: Iterable[Range], num_tokens: int, num_reqs: int) -> Range | None:
@@ -73,11 +79,23 @@ def narrowest(ranges: Iterable[Range], num_tokens: int, num_reqs: int) -> Range 
 def trimmed(part: Range, holds: Callable[[int, int], bool]) -> Range:
     """`part` without its least sizes, where what it is for holds of no batch that has them."""
     tokens, reqs = part
-    if not tokens.exact and not any(holds(tokens.low, r) for r in reqs):
+    if not tokens.exact and not any(holds(tokens.low, r) for r in part.at(tokens.low).reqs):
         tokens = Span(tokens.low + 1, tokens.high)
-    if not reqs.exact and not any(holds(t, reqs.low) for t in tokens):
+    if not reqs.exact and not any(holds(t, reqs.low) for t in part.at(None, reqs.low).tokens):
         reqs = Span(reqs.low + 1, reqs.high)
-    return Range(tokens, reqs)
+    return of_batches(tokens, reqs)
+
+
+def examples(part: Range) -> dict[str, int]:
+    """Sizes to compile for, where they stay symbols: what a batch can have, if T is one number.
+
+    Both are above one, neither is a power of two nor near a dim, as far as that goes.
+    """
+    tokens, reqs = 1031, 509
+    return {
+        "T": tokens,
+        "R": min(reqs, max(part.tokens.high - 1, 2)) if part.tokens.exact else reqs,
+    }
 
 
 def to_try(within: Range, num_tokens: int, num_reqs: int) -> tuple[Range, ...]:

@@ -1,10 +1,6 @@
 """Passes: pure functions over traced graphs, in a list that is printed. See docs/compile.md."""
 
-from fngraph.passes.frame import (
-    Applied as Applied,
-    Pass as Pass,
-    Rewritten as Rewritten,
-)
+from fngraph.passes.nearest import why_not as why_not
 from fngraph.passes.pattern import (
     Found as Found,
     call as call,
@@ -20,4 +16,6 @@ from fngraph.passes.pattern import (
     sizes as sizes,
     strides as strides,
 )
+from fngraph.passes.running.checks import Rewritten as Rewritten
+from fngraph.passes.running.frame import Applied as Applied, Pass as Pass
 from fngraph.passes.shipped import DEFAULTS as DEFAULTS, PASSES as PASSES

@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from fngraph.fx.nodes import is_op, written_by
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import (
     dtype_of,
     insert,
@@ -29,6 +28,7 @@ from fngraph.passes.pattern import (
     sizes,
     writes_any,
 )
+from fngraph.passes.running.checks import Rewritten
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from torch import fx
 from fngraph.core.text import count
 from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
 from fngraph.fx.schemas import is_functional
-from fngraph.passes.frame import Rewritten
+from fngraph.passes.running.checks import Rewritten
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import DisableTorchFunction
 from fngraph.torch_facts.schemas import is_view

@@ -19,7 +19,6 @@ from torch import fx
 
 from fngraph.fx.nodes import is_tensor
 from fngraph.ops.fused_linear import MOST_WEIGHTS
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.norms import is_norm, norm_of
 from fngraph.passes.pattern import (
     Found,
@@ -33,6 +32,7 @@ from fngraph.passes.pattern import (
     sizes,
     writes_any,
 )
+from fngraph.passes.running.checks import Rewritten
 from fngraph.passes.side_by_side import follows, given_of, put_for, why_not_one
 from fngraph.torch_facts.memory import storage_key
 

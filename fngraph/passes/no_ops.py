@@ -21,8 +21,8 @@ from torch import fx
 
 from fngraph.fx.nodes import is_op, is_tensor, mutates, written_by
 from fngraph.fx.schemas import COPIES
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import is_dense, sizes, strides
+from fngraph.passes.running.checks import Rewritten
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.schemas import is_view
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import (
     Found,
     call,
@@ -29,6 +28,7 @@ from fngraph.passes.pattern import (
     replace,
     sizes,
 )
+from fngraph.passes.running.checks import Rewritten
 
 aten = torch.ops.aten
 

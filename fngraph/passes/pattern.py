@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_tensor, mutates, written_by
+from fngraph.core.text import did_you_mean
+from fngraph.errors import PassError
+from fngraph.fx.nodes import is_tensor, line_of, mutates, written_by
+from fngraph.passes.overloads import check_arguments, meant, named, overload_of
 from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import OpOverload
 
 aten = torch.ops.aten
-_EITHER_WAY = (aten.add.Tensor, aten.mul.Tensor)
-_OVERLOADS = {  # of an op that is named without one: what traces have of it
-    "add": "Tensor", "sub": "Tensor", "mul": "Tensor", "div": "Tensor", "pow": "Tensor_Scalar",
-    "mean": "dim", "slice": "Tensor", "transpose": "int", "split": "Tensor", "select": "int",
-}  # fmt: skip
+EITHER_WAY = (aten.add.Tensor, aten.mul.Tensor)
 
 
 class Name(NamedTuple):
@@ -77,9 +77,13 @@ def name(text: str) -> Name:
 
 
 def call(op: Any, *args: Any, label: str = "", **kwargs: Any) -> Call:
-    """A call of `op`, with arguments that are patterns or equal."""
-    if not hasattr(op, "_schema"):
-        op = getattr(op, _OVERLOADS.get(op.__name__.rpartition(".")[2], "default"))
+    """A call of `op`, with arguments that are patterns or equal.
+
+    Raises:
+        PassError: no op, or one of several overloads; arguments that no call of it has.
+    """
+    op = overload_of(op)
+    check_arguments(op, args, kwargs)
     return Call(op, args, kwargs, label)
 
 
@@ -106,7 +110,17 @@ class Found:
     inside: tuple[fx.Node, ...]
 
     def __getitem__(self, key: str) -> Any:
-        """What a name or a label stands for."""
+        """What a name or a label stands for.
+
+        Raises:
+            PassError: the pattern has none such.
+        """
+        if key not in self.values:
+            known = [x for x in self.values if not x.startswith(_CALL)]
+            raise PassError(
+                f"the pattern has no name or label {key!r}; it has {', '.join(known) or 'none'}."
+                f"{did_you_mean(key, known)}"
+            )
         return self.values[key]
 
 
@@ -116,18 +130,31 @@ def match(pattern: Any, node: fx.Node, keeps: Sequence[str] = ()) -> Found | Non
     Args:
         keeps: labels of calls whose value is replaced too, and so may be read by others.
     """
-    for values, nodes in _tries(pattern, node, {}, ()):
-        inside = tuple(sorted(dict.fromkeys(nodes)))
-        kept = {node, *(values[label] for label in keeps)}
-        if any("custom" in x.meta and x.meta["custom"] for x in inside):
-            continue  # inside of a primitive that was inlined, which takes care of padding itself
-        if any(user not in inside for x in inside if x not in kept for user in x.users):
-            continue
-        if not is_written_between(inside):
-            return Found(values, inside)
+    for found in tries(pattern, node):
+        if not in_the_way(found, [found[label] for label in keeps]):
+            return found
     return None
 
 
+def tries(pattern: Any, node: fx.Node) -> Iterator[Found]:
+    """Every way in which a node is the pattern, whoever else reads what is inside."""
+    for values, nodes in _tries(pattern, node, {}, ()):
+        yield Found(values, tuple(sorted(dict.fromkeys(nodes))))
+
+
+def in_the_way(found: Found, keeps: Sequence[fx.Node] = ()) -> str:
+    """Why what looks like a pattern may not be replaced; "": it may."""
+    inside, kept = found.inside, {found.inside[-1], *keeps}
+    if any(x.meta.get("custom") for x in inside):
+        return "it is inside of a primitive that was inlined, which takes care of padding itself"
+    for x in inside:
+        for user in x.users if x not in kept else ():
+            if user not in inside:
+                return f"{x.name} is read by {user.name} ({line_of(user)}) as well"
+    return "what it reads or makes is written in between" if is_written_between(inside) else ""
+
+
+_CALL = "call "  # and the id of a pattern: the node that it stands for
 State = tuple[dict[str, Any], tuple[fx.Node, ...]]
 
 
@@ -148,15 +175,15 @@ def _tries(
             if x.args[1] == pattern.number:
                 yield from _tries(pattern.of, x.args[0], known, (*inside, x))
     elif isinstance(pattern, Call):
-        key = f"call {id(pattern)}"
+        key = f"{_CALL}{id(pattern)}"
         if key in known:
             if known[key] is x:
                 yield known, inside
         elif isinstance(x, fx.Node) and x.target is pattern.op:
-            if len(x.args) == len(pattern.args) and _kwargs(x) == dict(pattern.kwargs):
+            if len(x.args) == len(pattern.args) and keywords(x) == dict(pattern.kwargs):
                 known = known | {key: x} | ({pattern.label: x} if pattern.label else {})
                 orders = [x.args]
-                if pattern.op in _EITHER_WAY:
+                if pattern.op in EITHER_WAY:
                     orders.append(x.args[::-1])
                 for args in orders:
                     yield from _all(pattern.args, args, known, (*inside, x))
@@ -167,7 +194,7 @@ def _tries(
         yield known, inside
 
 
-def _kwargs(node: fx.Node) -> dict[str, Any]:
+def keywords(node: fx.Node) -> dict[str, Any]:
     """Those of a call, without what `x.type_as(y)` says of a device and a layout that x has."""
     given = dict(node.kwargs)
     if node.target is aten._to_copy.default and is_tensor(node.args[0]):
@@ -224,7 +251,11 @@ def replace(graph: fx.Graph, found: Found, op: Any, args: Sequence[Any], *labels
 
     Returns:
         whether it could: no argument comes only after the first of those values.
+
+    Raises:
+        PassError: no op, arguments that are not several, labels that the pattern does not have.
     """
+    _check_call(op, args)
     old = [found[label] for label in labels] or [found.inside[-1]]
     first = min(old)
     needed: list[fx.Node] = []
@@ -248,10 +279,18 @@ def replace(graph: fx.Graph, found: Found, op: Any, args: Sequence[Any], *labels
 
 def insert(graph: fx.Graph, before: fx.Node, op: Any, args: Sequence[Any]) -> fx.Node:
     """A call of `op` before a node, with its metas but for the value, which is worked out later."""
+    _check_call(op, args)
     with graph.inserting_before(before):
         new = graph.call_function(op, tuple(args))
     new.meta = {key: value for key, value in before.meta.items() if key != "val"}
     return new
+
+
+def _check_call(op: Any, args: Any) -> None:
+    if not isinstance(op, OpOverload) and op is not operator.getitem:
+        raise PassError(f"{named(op)} is no op with its overload. Write {meant(op)}")
+    if not isinstance(args, list | tuple):
+        raise PassError(f"the arguments of {named(op)} are {args!r}: pass several, (found['x'],)")
 
 
 def put(graph: fx.Graph, found: Found, value: fx.Node) -> None:

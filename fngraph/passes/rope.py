@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.norms import is_norm, norm_of
 from fngraph.passes.pattern import (
     Found,
@@ -28,6 +27,7 @@ from fngraph.passes.pattern import (
     sizes,
     strides,
 )
+from fngraph.passes.running.checks import Rewritten
 
 aten = torch.ops.aten
 _END = (1 << 63) - 1  # of a slice that has none

@@ -14,7 +14,9 @@ to fp8 is an op that it cannot look into, so a norm or a gate with it is one ker
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from types import EllipsisType
 from typing import Any
 
 from fngraph.core.text import did_you_mean
@@ -29,11 +31,11 @@ from fngraph.passes.fp8.rounding import (
     hold_weights,
     quantize_once,
 )
-from fngraph.passes.frame import Pass
 from fngraph.passes.linears import fuse_linears
 from fngraph.passes.no_ops import drop_no_ops
 from fngraph.passes.norms import fuse_add_rms_norm, fuse_rms_norm
 from fngraph.passes.rope import fuse_norm_rope, fuse_rope
+from fngraph.passes.running.frame import Pass
 from fngraph.passes.side_by_side import merge_side_by_side
 from fngraph.passes.silu_mul import fuse_silu_mul
 
@@ -73,40 +75,65 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "stock": tuple(name for name in _COMPILED if "linears" not in name),  # one code for any rows
 }
 
-Wanted = str | Pass | Callable[[Any], Any]
-"""A pass by name, one of one's own, or a function over graphs, which is called by its name."""
+Wanted = str | Pass | Callable[[Any], Any] | EllipsisType
+"""A pass by name, one of one's own, or a function over graphs, which is called by its name; `...`
+for those that the level has, "all" for all that are shipped."""
 
 
-def passes_of(wanted: str | Iterable[Wanted] | None, level: str) -> tuple[Pass, ...]:
-    """The passes that are asked for, in the order given; None: the level's own; "all": all.
+PassList = str | Iterable[Wanted] | EllipsisType | None
+"""What `passes=` may be: "all", or several in order; None or `...`: those of the level."""
+
+
+def passes_of(wanted: PassList, level: str) -> tuple[Pass, ...]:
+    """The passes that are asked for, in the order given; None or `...`: the level's own.
 
     Raises:
         PassError: a name that there is none of, or that comes twice; what is no pass.
     """
-    known = {one.name: one for one in PASSES}
-    if wanted is None:
-        return tuple(known[name] for name in DEFAULTS[level])
+    if wanted is None or wanted is ...:
+        wanted = (...,)
     if isinstance(wanted, str):
-        if wanted == "all":
-            return PASSES
-        advice = f'passes=("{wanted}",)' if wanted in known else 'passes="all", or several names'
-        raise PassError(f"passes={wanted!r}: expected several, or all of them. Pass {advice}")
+        if wanted != "all":
+            advice = 'passes="all", or several, passes=(..., my_pass).'
+            advice += did_you_mean(wanted, ("all", *_BY_NAME))
+            advice = f'passes=("{wanted}",)' if wanted in _BY_NAME else advice
+            raise PassError(f"passes={wanted!r}: expected several, or all of them. Pass {advice}")
+        wanted = (wanted,)
     if not isinstance(wanted, Iterable):
-        raise PassError(f'passes={wanted!r}: expected several, passes=("no_ops", my_pass)')
-    return _distinct([_pass(one, known) for one in wanted])
+        one = getattr(wanted, "__name__", "my_pass")
+        raise PassError(f"passes={wanted!r}: expected several, passes=({one},), or none, ()")
+    return _distinct([one for asked in wanted for one in _passes(asked, level)])
 
 
-def _pass(one: Any, known: dict[str, Pass]) -> Pass:
+def name_of(one: Any) -> str:
+    """By which name a pass is known: a text, a `Pass`, or a function."""
+    if isinstance(one, str | Pass):
+        return one if isinstance(one, str) else one.name
+    plain = one.func if isinstance(one, functools.partial) else one
+    if not callable(one):
+        return repr(one)
+    return getattr(plain, "__name__", type(plain).__name__)
+
+
+_BY_NAME = {one.name: one for one in PASSES}
+
+
+def _passes(one: Any, level: str) -> Sequence[Pass]:
+    if one is ...:
+        return [_BY_NAME[name] for name in DEFAULTS[level]]
     if isinstance(one, Pass):
-        return one
+        return [one]
     if isinstance(one, str):
-        if one not in known:
+        if one != "all" and one not in _BY_NAME:
             raise PassError(
-                f"there is no pass {one!r}; there are {', '.join(known)}.{did_you_mean(one, known)}"
+                f"there is no pass {one!r}; there are {', '.join(_BY_NAME)}."
+                f"{did_you_mean(one, _BY_NAME)}"
             )
-        return known[one]
+        return PASSES if one == "all" else [_BY_NAME[one]]
     if callable(one):
-        return Pass(getattr(one, "__name__", type(one).__name__), one)
+        return [Pass(name_of(one), one)]
+    if isinstance(one, list | tuple):
+        raise PassError("passes has several in one place. Unpack them: passes=(*PASSES, my_pass)")
     raise PassError(
         f"{one!r} is no pass. Pass a name, a function of an fx.Graph, or fg.passes.Pass(name, fn)"
     )
@@ -117,6 +144,7 @@ def _distinct(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     for name in names:
         if names.count(name) > 1:
             raise PassError(
-                f"passes has {name!r} twice. Give one another name: fg.passes.Pass(name, fn)"
+                f"passes has {name!r} twice. Leave one out; or give one another name: "
+                'fg.passes.Pass("again", fn)'
             )
     return tuple(passes)

@@ -21,8 +21,8 @@ from torch import fx
 from fngraph.core.text import count
 from fngraph.fx.leaves import Role
 from fngraph.fx.nodes import is_tensor
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import insert, sizes, writes_any
+from fngraph.passes.running.checks import Rewritten
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.pattern import Found, call, dtype_of, is_dense, match, name, replace, sizes
+from fngraph.passes.running.checks import Rewritten
 
 aten = torch.ops.aten
 _PATTERN = call(aten.mul, call(aten.silu, name("gate")), name("up"))

@@ -112,6 +112,7 @@ def _runs_ops_of_python(tree: ast.Module) -> bool:
 # --- loading it -----------------------------------------------------------------------------------
 
 _LOWERING = "torch._inductor.graph"
+_DEBUG = "torch._inductor.debug"
 
 
 class _NotLoaded(types.ModuleType):
@@ -148,3 +149,24 @@ def without_compiler() -> Iterator[None]:
     finally:
         if sys.modules.get(_LOWERING) is stands:
             del sys.modules[_LOWERING]
+
+
+class _NothingRecorded(types.ModuleType):
+    """Stands for what Inductor debugs with, as an attribute of its package: each call of its code
+    asks there whether calls are recorded, which they are only once that module is loaded. Any other
+    question loads it, and whoever imports it puts it in this one's place."""
+
+    RECORD_GRAPH_EXECUTION = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(_DEBUG), name)
+
+
+def without_debugger() -> None:
+    """From now on compiled code runs without what debugs it (scheduler, `aot_autograd`, networkx: a
+    third of what a warm start would load), unless that is loaded."""
+    package = importlib.import_module("torch._inductor")
+    if not hasattr(package, "debug"):
+        package.debug = _NothingRecorded(_DEBUG)  # type: ignore[attr-defined]

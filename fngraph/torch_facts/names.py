@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload as OpOverload  # `aten.add.Tensor`: one overload of an op
+from torch._ops import (
+    OpOverload as OpOverload,  # `aten.add.Tensor`: one overload of an op
+    OpOverloadPacket as OpOverloadPacket,  # `aten.add`: all of them
+)
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext as DeviceContext  # torch.set_default_device's mode
 from torch.utils._python_dispatch import (
@@ -122,6 +125,7 @@ ATTRIBUTES = {
     "_schema": "of an OpOverload: arguments and results, what it writes, what is a view of what",
     "_overloadname": "of an OpOverload, `out` of `aten.add.out`",
     "_op": "of an OpOverload: what calling it calls",
+    "_opoverload": "of a function under torch.library.custom_op: its OpOverload",
     "_can_decompose": "of an OpOverload: whether it is composite; with it goes `decompose`",
     "_dispatch_cache": "of an OpOverload, to be cleared when `py_kernels` has changed",
     "_cdata": "of a tensor, storage or generator: the address of its C++ object",

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fngraph.torch_facts.lean import lightened, without_compiler
+from fngraph.torch_facts.lean import lightened, without_compiler, without_debugger
 
 
 def dumped(call: Any) -> bytes | str:
@@ -34,9 +34,9 @@ def dumped(call: Any) -> bytes | str:
 def loaded(data: bytes) -> Callable[..., Any]:
     """The function again. Its kernels are in the bytes; those of the CPU Inductor keeps itself, and
     compiles where its own folder has lost them."""
-    import torch._inductor.debug  # noqa: F401 - read at each call, and loaded by the compiler alone
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
+    without_debugger()
     with without_compiler():
         return AOTCompiledArtifact.deserialize(data)
 

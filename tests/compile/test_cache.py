@@ -56,6 +56,12 @@ def was(toy: Model, **options: Any) -> list[str]:
     return ["loaded" if one.loaded else "compiled" for one in piece.made]
 
 
+NOT_LOADED = (
+    "torch._inductor.lowering", "torch._inductor.select_algorithm", "torch._inductor.decomposition",
+    "torch._inductor.graph", "torch._inductor.codegen.wrapper", "torch._inductor.scheduler",
+    "torch._inductor.ir", "torch._inductor.debug", "torch._inductor.compile_fx",
+    "torch._functorch.aot_autograd", "torch._functorch.partitioners", "networkx",
+)  # fmt: skip
 FRESH = """
 import sys
 sys.path.insert(0, "tests")
@@ -76,9 +82,8 @@ step = captured(toy, "tape", modes=sys.argv[1], sizes=(4,))
 for batch in (toys.batch(3), toys.batch(1), toys.decode(4)):
     check(toy, step, batch)
 assert not counters["aot_autograd"] and "fxgraph_cache_miss" not in counters["inductor"]
-compiler = ("lowering", "select_algorithm", "decomposition", "graph", "codegen.wrapper")
-loaded = [name for name in compiler if f"torch._inductor.{name}" in sys.modules]
-assert not loaded, f"a process that compiles nothing has loaded Inductor's {loaded}"
+loaded = [name for name in sys.argv[2:] if name in sys.modules]
+assert not loaded, f"a process that compiles nothing has loaded {loaded}"
 print(step.stats.compiled, sum(took.times for took in step.stats.compiles.values()))
 """
 
@@ -86,8 +91,9 @@ print(step.stats.compiled, sum(took.times for took in step.stats.compiles.values
 @pytest.mark.sampled(0)
 def test_a_second_process_compiles_nothing(disk: Disk):
     ran = subprocess.run(
-        [sys.executable, "-c", FRESH, "FULL"], cwd=ROOT, capture_output=True, text=True
-    )
+        [sys.executable, "-c", FRESH, "FULL", *NOT_LOADED],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["0", "2"]
 
@@ -135,13 +141,12 @@ def test_what_is_compiled_anew_says_in_what_its_key_differs(
     differs = "differs in flag TRITON_F32_DEFAULT (ieee; there nothing)"
     assert [re.sub(r"\b[0-9a-f]{12}\b", "...", line) for line in lines] == [
         f"piece 0 for {sizes} is not on disk: ..., of the same piece, {differs}"
-        for sizes in ("T 1..16, R 1..4", "T 1, R 1..4")
+        for sizes in ("T 1..16, R 1..4", "T 1, R 1")
     ]
     assert main(["cache", "ls"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        len(re.findall(r"piece 0 for T 1(?:\.\.16)?, R 1\.\.4, differ in flag TRITON", shown)) == 2
-    )
+    sizes = r"piece 0 for (?:T 1\.\.16, R 1\.\.4|T 1, R 1), differ in flag TRITON"
+    assert len(re.findall(sizes, shown)) == 2
     caplog.clear()
     for path in disk.folder.iterdir():  # what is damaged is no help, and no harm
         path.write_bytes(path.read_bytes()[:70])
@@ -154,7 +159,7 @@ def test_what_is_kept_is_loaded_for_every_level_and_mode(disk: Disk, caplog):
         assert was(rows_model()) == ["loaded", "loaded"]
     lines = [r.getMessage() for r in caplog.records if "piece 0" in r.getMessage()]
     assert [line.split(":")[0] for line in lines] == [
-        "loaded piece 0 for T 2..16, R 1..4", "loaded piece 0 for T 1, R 1..4"
+        "loaded piece 0 for T 2..16, R 1..4", "loaded piece 0 for T 1, R 1"
     ]  # fmt: skip
     assert was(rows_model(), compile="once") == ["loaded", "loaded"]
 

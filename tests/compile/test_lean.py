@@ -103,5 +103,45 @@ def test_whoever_else_asks_for_the_compiler_meanwhile_gets_it():
             from torch._inductor.graph import GraphLowering
             assert GraphLowering is real
         """)
+    run(told)
+
+
+@pytest.mark.sampled(0)
+def test_what_debugs_compiled_code_is_there_once_somebody_asks_for_it():
+    told = textwrap.dedent("""
+        import sys
+        import torch._inductor as inductor
+        from fngraph.torch_facts.lean import without_debugger
+
+        NAME = "torch._inductor.debug"
+        without_debugger()
+        assert inductor.debug.RECORD_GRAPH_EXECUTION is False and NAME not in sys.modules
+        assert inductor.debug.GRAPH_EXECUTION_ORDER is None
+        real = sys.modules[NAME]
+        assert inductor.debug is real and real.RECORD_GRAPH_EXECUTION is False
+        without_debugger()
+        assert inductor.debug is real
+        """)
+    run(told)
+
+
+@pytest.mark.sampled(0)
+def test_importing_fngraph_loads_itself_alone():
+    """What else a process needs comes in with the first name that needs it."""
+    told = textwrap.dedent("""
+        import sys
+        import torch
+        before = set(sys.modules)
+        import fngraph
+        assert set(sys.modules) - before == {"fngraph"}, set(sys.modules) - before
+        fngraph.Limits, fngraph.BatchSpec, fngraph.struct
+        more = {name.partition(".")[0] for name in set(sys.modules) - before}
+        assert more <= {"fngraph", *sys.stdlib_module_names}, more
+        """)
+    run(told)
+
+
+def run(told: str) -> None:
+    """In a new process."""
     ran = subprocess.run([sys.executable, "-c", told], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from fngraph.core import Limits, Range, Span
 from fngraph.core.compiling import (
     LEVELS,
     check_compile_sizes,
+    examples,
     narrowest,
     resolve_level,
     to_try,
@@ -20,6 +19,7 @@ from fngraph.errors import CompileError
 
 LIMITS = Limits(max_tokens=16, max_reqs=4)
 ALL = whole(LIMITS)
+BATCHES = [(t, r) for t in range(1, 17) for r in range(1, min(t, 4) + 1)]
 
 
 def part(low: int, high: int, *reqs: int) -> Range:
@@ -52,7 +52,7 @@ def test_ranges_print():
     [
         (lambda t, r: True, "T 1..16, R 1..4"),
         (lambda t, r: t > 1, "T 2..16, R 1..4"),
-        (lambda t, r: r > 1, "T 1..16, R 2..4"),
+        (lambda t, r: r > 1, "T 2..16, R 2..4"),
         (lambda t, r: t > 1 and r > 1, "T 2..16, R 2..4"),
         (lambda t, r: t > 2, "T 2..16, R 1..4"),  # what is not a matter of 1 is asked of each size
     ],
@@ -65,13 +65,35 @@ def test_a_range_says_that_it_has_no_one(holds, want: str):
 def test_what_is_missing_is_tried_with_few_numbers_first():
     tried = {sizes: [str(one) for one in to_try(ALL, *sizes)] for sizes in ((1, 1), (7, 1), (7, 3))}
     assert tried == {
-        (1, 1): ["T 1, R 1..4", "T 1, R 1"],
+        (1, 1): ["T 1, R 1"],
         (7, 1): ["T 1..16, R 1", "T 7, R 1"],
         (7, 3): ["T 7, R 3"],
     }
-    for sizes in itertools.product(range(1, 17), range(1, 5)):
+    for sizes in BATCHES:
         found = to_try(ALL, *sizes)
         assert found[-1] == ALL.at(*sizes) and all(one.covers(*sizes) for one in found)
+
+
+@pytest.mark.parametrize("least", [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (3, 3)])
+def test_no_range_has_sizes_that_no_batch_has(least: tuple[int, int]):
+    """A request brings a token: T 1, R 2..4 is nobody's. And none loses sizes that a batch has."""
+    made = {ALL, *(one for sizes in BATCHES for one in to_try(ALL, *sizes))}
+    made |= {ALL.at(t) for t in range(1, 17)} | {ALL.at(None, r) for r in range(1, 5)}
+    for wanted in made:
+        for one in (wanted, trimmed(wanted, lambda t, r: t >= least[0] and r >= least[1])):
+            assert one.tokens.low >= one.reqs.low and one.reqs.high <= one.tokens.high
+            assert one.tokens.low <= one.tokens.high and one.reqs.low <= one.reqs.high
+        kept = [x for x in BATCHES if wanted.covers(*x) and all(n >= m for n, m in zip(x, least))]
+        assert all(one.covers(*x) for x in kept)
+    few = Limits(max_tokens=3, max_reqs=64)
+    assert str(whole(few)) == "T 1..3, R 1..3" and str(whole(few).at(2)) == "T 2, R 1..2"
+
+
+def test_examples_are_of_batches():
+    for tokens in range(2, 17):
+        at = examples(ALL.at(tokens))
+        assert 1 < at["R"] <= tokens
+    assert examples(ALL) == examples(part(2, 16)) and examples(ALL)["R"] < examples(ALL)["T"]
 
 
 @pytest.mark.parametrize("level", LEVELS)

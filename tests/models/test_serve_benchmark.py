@@ -62,7 +62,7 @@ def test_a_tiny_run(modes, more, tmp_path, capsys):
         assert (row["padding"] > 0) == (row["modes"] not in ("NONE", "FULL_DECODE_ONLY"))
     for mode in modes:
         lines = [line for line in found["shares"] if line["modes"] == mode]
-        for count in ("steps", "tokens"):
+        for count in ("of steps", "of tokens"):
             assert sum(line[count] for line in lines) == pytest.approx(1)
         ran = {(line["kind"].split()[0], line["mode"]) for line in lines}
         decode, other = MEANING[mode]

@@ -249,7 +249,7 @@ def _returns(graph: fx.Graph, new: dict[fx.Node, Any]) -> fx.Graph:
 @pytest.mark.parametrize(
     ("one", "error", "words"),
     [
-        (returns_none, PassError, "'returns_none' returned NoneType. Return the graph"),
+        (returns_none, PassError, "'returns_none' returned None. Return the graph"),
         (breaks, PassError, "'breaks' returned a graph that does not hold together"),
         (instead(aten.unsqueeze.default, 0), PassError, r"output 0 .* float32 \(T, 8\)"),
         (instead(aten._to_copy.default, dtype=torch.float64), PassError, r"float64 \(T, 8\)"),

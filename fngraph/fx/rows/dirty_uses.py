@@ -14,7 +14,7 @@ from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.boxes import WHOLE, Box
 from fngraph.fx.rows.dirty_moves import moved
 from fngraph.fx.rows.indices import is_mask
-from fngraph.fx.rows.state import WRITTEN, Mixes, OpCall, moving_dims, ndim
+from fngraph.fx.rows.state import VOUCHED, WRITTEN, Mixes, OpCall, moving_dims, ndim
 
 
 def _rows(rows: Iterable[int]) -> str:
@@ -53,7 +53,7 @@ def refuse_unknown(call: OpCall, x: Any) -> NoReturn:
     raise Mixes(
         f"calls {call.node.target} on a tensor of which {rows} kept for padding: {WRITTEN}. "
         "Where that goes is not known. Leave it out first, x[1:] of row 0; or if nothing true "
-        "depends on it, say so: fg.trust_rows(result)"
+        f"depends on it, say so: {VOUCHED}"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fngraph.fx.nodes import flat, operands
 from fngraph.fx.rows import indices, shapes, sums, writes
 from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
-from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim
+from fngraph.fx.rows.state import VOUCHED, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.fx.schemas import is_pointwise
 
 
@@ -31,7 +31,7 @@ def rule(call: OpCall) -> Kept:
         return Kept()
     raise Mixes(
         f"calls {call.node.target}, of which it is not known whether it keeps rows apart. If row i "
-        "of its result depends on row i alone, say so: fg.trust_rows(result)"
+        f"of its result depends on row i alone, say so: {VOUCHED}"
     )
 
 

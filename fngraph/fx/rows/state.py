@@ -77,6 +77,10 @@ class Mixed:
     fails: str = ""
 
 
+VOUCHED = "fg.trust_rows(result)"
+"""How forward says that rows are kept where that is not known; a pass says it otherwise."""
+
+
 class Mixes(Exception):
     """Raised by a rule: padding would get into true rows, or fail there. The text goes on after
     'forward'."""

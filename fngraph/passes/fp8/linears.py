@@ -32,7 +32,6 @@ from fngraph.passes.fp8.rounding import (
     notes_of,
     unlike,
 )
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.linears import drop, lie_together, norm_before
 from fngraph.passes.pattern import (
     Found,
@@ -46,6 +45,7 @@ from fngraph.passes.pattern import (
     put,
     sizes,
 )
+from fngraph.passes.running.frame import Rewritten
 from fngraph.passes.side_by_side import lies_at, put_for, why_not_one
 
 aten = torch.ops.aten

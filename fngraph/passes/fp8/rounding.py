@@ -24,9 +24,9 @@ from torch import fx
 from fngraph.core.text import count
 from fngraph.fx.leaves import Role
 from fngraph.fx.nodes import is_op, line_of
-from fngraph.passes.frame import Rewritten
 from fngraph.passes.norms import norm_at, roots, sum_and_norm_at
 from fngraph.passes.pattern import Found, insert, is_written_between, replace, writes_any
+from fngraph.passes.running.checks import Rewritten
 from fngraph.passes.silu_mul import gate_at
 from fngraph.torch_facts.memory import storage_key
 

@@ -25,45 +25,44 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import logging
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from fngraph.core.text import count, table
-from fngraph.errors import PassError, RowsError
-from fngraph.fx.generators import drawn
-from fngraph.fx.leaves import Leaf, same_place
-from fngraph.fx.nodes import is_tensor, line_of, written_by
+from fngraph.core.where import user_line
+from fngraph.errors import FnGraphError, PassError, RowsError
+from fngraph.fx.donation.table import drop_dead
+from fngraph.fx.leaves import Leaf
+from fngraph.fx.nodes import line_of, operands
 from fngraph.fx.rows.check import facts_of
-from fngraph.fx.rows.state import Kept, Mixed
+from fngraph.fx.rows.state import VOUCHED, Kept, Mixed
 from fngraph.fx.tracing.tracer import Graph
-from fngraph.passes.copies import Copy
+from fngraph.passes.overloads import meant, named
 from fngraph.passes.pattern import sizes
-from fngraph.passes.values import Known, complete
-from fngraph.torch_facts.memory import storage_key
+from fngraph.passes.running.checks import (
+    Rewritten,
+    check_constants,
+    check_same,
+    check_whole,
+    constants_of,
+    outside_of,
+    result_of,
+    without_graph,
+)
+from fngraph.passes.running.copies import Copy
+from fngraph.passes.running.values import Known, complete
+from fngraph.torch_facts.names import OpOverload
 from fngraph.torch_facts.portable import text_of
 from fngraph.torch_facts.tracing import LazyGraphModule
 
 LOG = logging.getLogger("fngraph")
-
-
-class Rewritten(NamedTuple):
-    """What a pass may return in place of a graph alone.
-
-    Attributes:
-        matches: how often its pattern was replaced.
-        notes: why it was not, where somebody might expect it, a line each.
-    """
-
-    graph: fx.Graph
-    matches: int
-    notes: tuple[str, ...] = ()
 
 
 PassFn = Callable[[fx.Graph], fx.Graph | Rewritten]
@@ -86,6 +85,31 @@ class Pass:
     version: str = ""
     about: str = ""
     keeps_rows: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not callable(self.fn):
+            raise PassError(
+                f"Pass({named(self.name)}, {named(self.fn)}): expected a name and a function of an "
+                'fx.Graph, fg.passes.Pass("mine", mine)'
+            )
+        if isinstance(self.fn, type):
+            raise PassError(
+                f"{self.fn.__qualname__} is a class. Pass an object of it, or a function, that "
+                "takes an fx.Graph"
+            )
+        if not isinstance(self.version, str):
+            raise PassError(f"version={self.version!r} of the pass {self.name!r}: expected a text")
+        if not isinstance(self.keeps_rows, list | tuple):
+            raise PassError(
+                f"keeps_rows={self.keeps_rows!r} of the pass {self.name!r}: expected several ops, "
+                "keeps_rows=(torch.ops.mine.op.default,)"
+            )
+        for op in self.keeps_rows:
+            if not isinstance(op, OpOverload):
+                raise PassError(
+                    f"keeps_rows of the pass {self.name!r} has {named(op)}, which is no op with "
+                    f"its overload. Write {meant(op)}"
+                )
 
     @property
     def key(self) -> tuple[str, str]:
@@ -159,50 +183,66 @@ def run_passes(
     copy: Copy | None = None
     for node, leaf in zip((n for n in gm.graph.nodes if n.op == "placeholder"), leaves):
         node.meta["leaf"] = leaf
-    for node in _constants_of(gm.graph):
+    for node in constants_of(gm.graph):
         node.meta["value"] = graph.constants[node.name]
-    outside = _outside(gm.graph)
+    outside = outside_of(gm.graph)
     for one in passes:
         began = time.perf_counter()
         copy = copy or Copy.of(gm.graph)
         try:
             made = one.fn(copy.graph)
         except Exception as error:
-            error.add_note(f"in the pass {one.name!r}")
+            _note(error, one.name)
             raise
-        result = _result_of(one, made)
-        if not copy.differs(result.graph):
+        result = result_of(one.name, made)
+        differs = copy.differs(result.graph)
+        if differs:
+            check_whole(one.name, gm.graph, result.graph, copy)
+            drop_dead(result.graph)  # what it has replaced and not erased would still be computed
+            differs = copy.differs(result.graph)
+        if not differs:
             applied.append(_said(Applied(one, 0, result.notes), began))
             copy = copy if copy.has_its_metas() else None  # the next one's
             continue
-        _check_whole(one, result.graph)
         stays = {x: copy.twins[x] for x in result.graph.nodes if x in copy.twins}
         touched = copy.touched(stays)
         complete(one.name, result.graph, stays, copy.edited(touched), known)
         copy, before = None, outside
-        outside = _outside(result.graph)
-        _check_same(one, gm.graph, result.graph, before, outside)
-        _check_constants(one, result.graph, stays)
+        outside = outside_of(result.graph)
+        check_same(one.name, gm.graph, result.graph, before, outside, stays)
+        check_constants(one.name, result.graph, stays)
         after = _module(result.graph)
         claims = _claims(facts, stays, touched)
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
         fewer = len(gm.graph.nodes) - len(result.graph.nodes)
-        matches = result.matches if result.matches >= 0 else len(claims) or max(fewer, 1)
+        matches = result.matches if result.matches > 0 else len(claims) or max(fewer, 1)
         applied.append(_said(Applied(one, matches, result.notes, gm, after), began))
         gm = after
     if gm is not graph.gm:  # what `diff` shows stays as it is while donation goes on
         gm = _module((copy or Copy.of(gm.graph)).graph)
-    constants = {node.name: node.meta["value"] for node in _constants_of(gm.graph)}
+    constants = {node.name: node.meta["value"] for node in constants_of(gm.graph)}
     return dataclasses.replace(graph, gm=gm, constants=constants), tuple(applied)
-
-
-def _constants_of(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "get_attr"]
 
 
 def _module(graph: fx.Graph) -> fx.GraphModule:
     """A graph as a module that has its constants."""
-    return LazyGraphModule({str(n.target): n.meta["value"] for n in _constants_of(graph)}, graph)
+    return LazyGraphModule({str(n.target): n.meta["value"] for n in constants_of(graph)}, graph)
+
+
+def _note(error: Exception, name: str) -> None:
+    """Say in which pass something was raised, without the graph that fx puts into its errors."""
+    if isinstance(error, FnGraphError):  # of a pattern, or of what is replaced
+        error.args = (f"{user_line(error.__traceback__)}: the pass {name!r}: {error}",)
+        return
+    if error.args and isinstance(error.args[0], str):
+        error.args = (without_graph(error.args[0]), *error.args[1:])
+    error.add_note(f"in the pass {name!r}")
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(frame.filename).parent == Path(fx.__file__).parent:
+        error.add_note(
+            "what a graph calls is an op with its overload, torch.ops.aten.tanh.default; what is "
+            "read by others is erased after them: docs/compile.md, a pass of one's own"
+        )
 
 
 def _said(applied: Applied, began: float) -> Applied:
@@ -212,132 +252,7 @@ def _said(applied: Applied, began: float) -> Applied:
     return applied
 
 
-def _result_of(one: Pass, made: Any) -> Rewritten:
-    result = made if isinstance(made, Rewritten) else Rewritten(made, -1)
-    if not isinstance(result.graph, fx.Graph):
-        raise PassError(
-            f"the pass {one.name!r} returned {type(made).__name__}. Return the graph that it was "
-            "given, edited, or another fx.Graph; or fg.passes.Rewritten(graph, matches)"
-        )
-    return result
-
-
-def _check_whole(one: Pass, graph: fx.Graph) -> None:
-    """Raise `PassError` for nodes that read what is not there, or comes after them."""
-    try:
-        graph.lint()
-    except Exception as error:  # fx raises RuntimeError and others
-        raise PassError(
-            f"the pass {one.name!r} returned a graph that does not hold together: {error}"
-        ) from error
-
-
-# --- what is checked ------------------------------------------------------------------------------
-
-
-def _outside(graph: fx.Graph) -> dict[str, list[str]]:
-    """What a pass must leave, by what people call it."""
-
-    def named(op: str) -> list[str]:
-        return [str(n.target) for n in graph.nodes if n.op == op]
-
-    opaque = [n for n in graph.nodes if _may_be_opaque(n.target) and _is_opaque(n)]
-    return {
-        "arguments": named("placeholder"),
-        "calls of primitives and random ops": [str(n.target) for n in opaque],
-    }
-
-
-def _check_same(
-    one: Pass, old: fx.Graph, new: fx.Graph, before: dict[str, list[str]],
-    after: dict[str, list[str]],
-) -> None:  # fmt: skip
-    """Raise `PassError` where the outside of a function has changed.
-
-    Args:
-        before, after: what `_outside` says of both.
-    """
-    for what in before:
-        if before[what] != after[what]:
-            raise PassError(
-                f"the pass {one.name!r} has changed the {what} of forward: {before[what]} before, "
-                f"{after[what]} after. A pass changes what lies between them"
-            )
-    pairs = list(zip(_results(old), _results(new)))
-    if len(_results(old)) != len(_results(new)):
-        raise PassError(
-            f"the pass {one.name!r} returns {count(len(_results(new)), 'output')}, and forward "
-            f"{len(_results(old))}"
-        )
-    owned = {storage_key(n.meta["val"]) for n in old.nodes if n.op in ("placeholder", "get_attr")}
-    made: set[int] = set()
-    for i, (was, now) in enumerate(pairs):
-        a, b = was.meta["val"], now.meta.get("val")
-        if not is_tensor(now) or (sizes(was), a.dtype, a.device) != (sizes(now), b.dtype, b.device):
-            raise PassError(
-                f"the pass {one.name!r} makes output {i} ({line_of(was)}) another tensor: "
-                f"{_brief(a)} before, {_brief(b)} after. Give it the shape, dtype and device that "
-                "it had"
-            )
-        was_given, is_given = storage_key(a) in owned, storage_key(b) in owned
-        if was_given != is_given or (was_given and not same_place(a, b)):
-            raise PassError(
-                f"the pass {one.name!r} makes output {i} ({line_of(was)}) other memory of an "
-                "argument than it was. Leave in-place updates, and copies that are returned"
-            )
-        made.add(storage_key(b))
-    if len(made) < len({storage_key(was.meta["val"]) for was, _ in pairs}):
-        raise PassError(
-            f"the pass {one.name!r} makes two outputs one memory, which were two. Leave the copy"
-        )
-
-
-def _check_constants(one: Pass, new: fx.Graph, stays: Mapping[fx.Node, fx.Node]) -> None:
-    """Raise `PassError` for a constant without a value, or with another one than it had."""
-    for node in _constants_of(new):
-        value, val = node.meta.get("value"), node.meta.get("val")
-        if node in stays and value is not stays[node].meta["value"]:
-            raise PassError(
-                f"the pass {one.name!r} has changed the constants of forward: {node.target} has "
-                "another value. Insert a get_attr of a new name"
-            )
-        if not isinstance(value, torch.Tensor) or not isinstance(val, torch.Tensor):
-            raise PassError(
-                f"the pass {one.name!r} has changed the constants of forward: it reads "
-                f'{node.target}, of which it gives no value. Put the tensor into meta["value"], '
-                'and a fake of it into meta["val"]'
-            )
-        if (value.dtype, value.shape, value.stride()) != (val.dtype, val.shape, val.stride()):
-            raise PassError(
-                f"the pass {one.name!r} gives the constant {node.target} a value of "
-                f"{value.dtype} {tuple(value.shape)}, and its fake is of {val.dtype} "
-                f"{tuple(val.shape)}"
-            )
-
-
-def _results(graph: fx.Graph) -> Sequence[Any]:
-    (output,) = (n for n in graph.nodes if n.op == "output")
-    return output.args[0]  # type: ignore[return-value]
-
-
-def _brief(x: Any) -> str:
-    if not isinstance(x, torch.Tensor):
-        return f"{type(x).__name__}"
-    shape = ", ".join(str(n if isinstance(n, int) else n.node.expr) for n in x.shape)
-    return f"{str(x.dtype).removeprefix('torch.')} ({shape}) on {x.device}"
-
-
-@functools.cache
-def _may_be_opaque(target: Any) -> bool:
-    """Whether calls of an op may draw, or write what they are given and return nothing, as
-    primitives do."""
-    schema = getattr(target, "_schema", None)
-    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    return draws or (schema is not None and schema.is_mutable and not schema.returns)
-
-
-def _is_opaque(node: fx.Node) -> bool:
-    return drawn(node) is not None or bool(written_by(node))
+# --- what is known of rows ------------------------------------------------------------------------
 
 
 def _claims(
@@ -352,7 +267,7 @@ def _claims(
     for node in touched:
         if node not in stays:  # it is another op
             continue
-        for x, y in zip(_tensors(node), _tensors(stays[node])):
+        for x, y in zip(operands(node), operands(stays[node])):
             if x not in stays and sizes(x) == sizes(y) and y in facts:
                 claims.setdefault(x, facts[y])
     return claims
@@ -376,7 +291,7 @@ def _facts_after(
     known = {x: facts[old] for x, old in stays.items() if old in facts and x.op != "output"}
     trusted = [x for x in after.graph.nodes if x not in stays and x.target in one.keeps_rows]
     known |= {x: claims.get(x, Kept()) for x in trusted}
-    constants = {node.name: node.meta["value"] for node in _constants_of(after.graph)}
+    constants = {node.name: node.meta["value"] for node in constants_of(after.graph)}
     found = facts_of(after, leaves, constants, graph.text, {}, known, claims)
     told = set()
     for node, state in found.items():
@@ -384,15 +299,7 @@ def _facts_after(
             continue
         if state.node.graph is after.graph and state.node not in known:  # the op is the pass's
             told.add(state.node)
-            refuse(
-                RowsError(
-                    f"{line_of(state.node)}: forward, after the pass {one.name!r}, {state.why}"
-                )
-            )
+            vouched = f"fg.passes.Pass(..., keeps_rows=(torch.ops.{state.node.target},))"
+            why = state.why.replace(VOUCHED, vouched)
+            refuse(RowsError(f"{line_of(state.node)}: forward, after the pass {one.name!r}, {why}"))
     return found
-
-
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return [x for x in found if is_tensor(x)]

@@ -7,7 +7,7 @@ result made again in its own memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import fx
 from fngraph.errors import PassError
 from fngraph.fx.fakes import fakes_like
 from fngraph.fx.nodes import line_of
+from fngraph.passes.running.checks import first_other
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
 from fngraph.torch_facts.tracing import FakeTensor
@@ -49,13 +50,29 @@ def complete(
         reads_other = bool(again) and not again.isdisjoint(node.all_input_nodes)
         if node in stays and node not in edited and not reads_other:
             continue
-        gave = _gave(name, node, known)
+        try:
+            gave = _gave(node, known)
+        except Exception as error:  # whatever an op raises for arguments that it cannot take
+            why = _why(name, node, stays, error)
+            raise PassError(f"{line_of(node)}: {why}") from error
         before = node.meta.get("val")
         if before is None or not _alike(before, gave):
             node.meta["val"] = gave.value if gave.is_own else fakes_like(gave.value, gave.memory)
             again.add(node)
     for node in edited:
         del stays[node]
+
+
+def _why(name: str, node: fx.Node, stays: Mapping[fx.Node, fx.Node], error: Exception) -> str:
+    """Why a call cannot be: of its own, or of what it reads now."""
+    text = str(error)
+    if type(error).__name__ == "UnsupportedOperatorException":
+        text = "it has no form for fakes. Give it one: torch.library.register_fake"
+    if node in stays and any(x not in stays for x in node.all_input_nodes):
+        where = first_other(stays)
+        said = f"{node.target} cannot read what the pass {name!r} has put before it: {text}"
+        return f"{said}. {where}".strip()
+    return f"the pass {name!r} has put {node.target} there, which cannot be: {text}"
 
 
 def _constants(node: fx.Node) -> str:
@@ -75,7 +92,7 @@ class Gave(NamedTuple):
     is_own: bool
 
 
-def _gave(name: str, node: fx.Node, known: Known) -> Gave:
+def _gave(node: fx.Node, known: Known) -> Gave:
     read: list[Any] = []
 
     def value_of(x: fx.Node) -> Any:
@@ -89,13 +106,7 @@ def _gave(name: str, node: fx.Node, known: Known) -> Gave:
     if key in known:
         then, value = known[key]
         return Gave(value, dict(zip(map(storage_key, then), given)), False)
-    try:
-        value = node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception as error:  # whatever an op raises for arguments that it cannot take
-        raise PassError(
-            f"{line_of(node)}: the pass {name!r} has put {node.target} there, which cannot be: "
-            f"{error}"
-        ) from error
+    value = node.target(*args, **kwargs)  # type: ignore[operator]
     if key is not None:
         known[key] = given, value
     return Gave(value, {storage_key(x): x for x in given}, True)

@@ -1,0 +1,1 @@
+"""How a list of passes runs: each on a copy of the graph, checked afterwards."""

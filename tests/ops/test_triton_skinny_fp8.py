@@ -68,9 +68,9 @@ def test_a_row_wider_than_a_program_takes_is_read_in_turns(kind: str):
 
 @kinds
 @inputs
-@pytest.mark.parametrize("rows", [2, 8, *[17] * GPU])
-def test_more_rows_go_through_other_kernels(kind: str, given: str, rows: int):
-    K = 528  # split in two
+@pytest.mark.parametrize(("rows", "K"), [(2, 1040), (8, 528), *[(17, 528)] * GPU])
+def test_more_rows_go_through_other_kernels(kind: str, given: str, rows: int, K: int):
+    """The wider is split in two."""
     args = moved(layer(kind, given, rows, K, F32), WHERE)
     check(fused_linear_fp8.by_parts(*args), args, kind)
     names = ["a", "b", "c"][: len(args[1])]

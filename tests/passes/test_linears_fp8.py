@@ -88,6 +88,11 @@ def three(p: Any, x: Tensor, *by: str) -> tuple[Tensor, ...]:
     return tuple(lin(p, x, f"w{i + 1}", scale) + 1 for i, scale in enumerate(scales))
 
 
+def four(p: Any, x: Tensor, *by: str) -> tuple[Tensor, ...]:
+    scales = [p[name] for name in by] or [None]
+    return tuple(lin(p, x, f"w{i + 1}", scales[i % len(scales)]) + 1 for i in range(4))
+
+
 def gate(p: Any, x: Tensor, by: Tensor | None = None, other: Tensor | None = None) -> Tensor:
     return silu(lin(p, x, "w1", by)) * lin(p, x, "w2", by if other is None else other)
 
@@ -126,6 +131,8 @@ CASES: dict[str, Case] = {
     "three by one scale in two leaves": (
         lambda p, x: three(p, x, "one", "same", "one"), [Layer(3, 2)],
     ),
+    "four of one input": (lambda p, x: four(p, x), [Layer(3, None)]),
+    "four by one scale in two leaves": (lambda p, x: four(p, x, "one", "same"), []),
     "three by two scales": (
         lambda p, x: three(p, norm(p, x), "one", "other", "one"), [Layer(2, 1), KNOWN],
     ),
@@ -163,6 +170,11 @@ CASES: dict[str, Case] = {
     ),
     "a gate that is written before it is rounded": (
         lambda p, x: lin(p, changed(gate(p, x), lambda y: y.mul_(2)), "down", p["one"]).sin(),
+        [Layer(2, 0, gated=True), KNOWN],
+    ),
+    "a gate that a scale rounds which is written before": (
+        lambda p, x: (lambda s, y: lin(p, y, "down", changed(s, lambda z: z.mul_(2))).sin())(
+            p["one"] * 1, gate(p, x)),
         [Layer(2, 0, gated=True), KNOWN],
     ),
     "a gate whose one side is read elsewhere": (

@@ -57,10 +57,16 @@ INPUTS = ("rounded", "known", "own", "norm known", "norm own", "centred known", 
 
 
 def layer(
-    kind: str, given: str, T: int, K: int, dtype: torch.dtype, by_column: bool = True
+    kind: str,
+    given: str,
+    T: int,
+    K: int,
+    dtype: torch.dtype,
+    by_column: bool = True,
+    times: int = 1,
 ) -> list[Any]:
-    """Arguments of `fused_linear_fp8`, rows with a gap between them."""
-    sizes, behind = LAYERS[kind]
+    """Arguments of `fused_linear_fp8`, rows with a gap between them; `times` as many columns."""
+    sizes, behind = [n * times for n in LAYERS[kind][0]], LAYERS[kind][1]
     by = lambda n, i: draw(n, 1, seed=i).exp() / 64 if by_column else torch.tensor(0.03)  # noqa: E731
     weights = [(draw(n, K, seed=i) / 0.03).to(torch.float8_e4m3fn) for i, n in enumerate(sizes)]
     scales = [by(n, i) / K**0.5 for i, n in enumerate(sizes)]
@@ -78,7 +84,9 @@ def layer(
 
 
 def moved(args: list[Any], device: Any) -> list[Any]:
-    move = lambda y: y.to(device) if isinstance(y, Tensor) else y  # noqa: E731
+    """What is one memory stays so."""
+    there: dict[int, Tensor] = {}
+    move = lambda y: there.setdefault(id(y), y.to(device)) if isinstance(y, Tensor) else y  # noqa: E731
     return [[move(y) for y in x] if isinstance(x, list) else move(x) for x in args]
 
 

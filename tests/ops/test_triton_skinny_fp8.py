@@ -68,7 +68,7 @@ def test_a_row_wider_than_a_program_takes_is_read_in_turns(kind: str):
 
 @kinds
 @inputs
-@pytest.mark.parametrize(("rows", "K"), [(2, 1040), (8, 528), *[(17, 528)] * GPU])
+@pytest.mark.parametrize(("rows", "K"), [(2, 1040), (8, 528)])
 def test_more_rows_go_through_other_kernels(kind: str, given: str, rows: int, K: int):
     """The wider is split in two."""
     args = moved(layer(kind, given, rows, K, F32), WHERE)
@@ -103,10 +103,7 @@ def test_what_is_no_number_is_in_all_of_the_result(given: str):
 @pytest.mark.parametrize("dtype", ALL)
 def test_on_cuda_the_op_is_near_its_plain_form(kind: str, given: str, dtype: torch.dtype):
     for rows, K in ((1, 4096), (1, 5120), (2, 512), (16, 512), (17, 512)):
-        sizes = LAYERS[kind][0]
-        if any(n % 16 for n in sizes):
-            continue
-        args = moved(layer(kind, given, rows, K, dtype), "cuda")
+        args = moved(layer(kind, given, rows, K, dtype, times=16), "cuda")
         got, want = torch.ops.fngraph.fused_linear_fp8(*args), fused_linear_fp8.plain(*args)
         assert (got.float() - want.float()).norm() <= 2**-6 * want.float().norm()
 

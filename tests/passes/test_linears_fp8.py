@@ -173,8 +173,8 @@ CASES: dict[str, Case] = {
         [Layer(2, 0, gated=True), KNOWN],
     ),
     "a gate that a scale rounds which is written before": (
-        lambda p, x: (lambda s, y: lin(p, y, "down", changed(s, lambda z: z.view(1).mul_(2))).sin())(
-            p["one"] * 1, gate(p, x)),
+        lambda p, x: (lambda s, y: lin(
+            p, y, "down", changed(s, lambda z: z.view(1).mul_(2))).sin())(p["one"] * 1, gate(p, x)),
         [Layer(2, 0, gated=True), KNOWN],
     ),
     "a gate whose one side is read elsewhere": (

@@ -7,9 +7,10 @@ itself is not here: padding would have a say in it, and a row's bits would depen
 it.
 
 Each op has a plain form in torch: on the CPU that is what runs. On CUDA quantisation is a kernel of
-Triton's in one launch (`triton/fp8.py`), with the bits of the plain form; the product is a kernel
-of Triton's for few rows, and `torch._scaled_mm` for more, by the number of rows alone. Both add up
-in another order. There is no gradient, and no rule for `torch.func`. Results are contiguous.
+Triton's in one launch (`triton/rounding.py`), with the bits of the plain form; the product is a
+kernel of Triton's for few rows (`triton/fp8.py`; for one, `triton/skinny_fp8.py`), and
+`torch._scaled_mm` for more, by the number of rows alone. Both add up in another order. There is no
+gradient, and no rule for `torch.func`. Results are contiguous.
 """
 
 from __future__ import annotations
@@ -135,22 +136,22 @@ def plain_linear(
 def _run_quantize(x: Tensor, scale: Tensor) -> Tensor:
     _check_quantize(x, scale)
     if x.is_cuda:
-        _check_device("quantize_fp8", x.device)
+        check_device("quantize_fp8", x.device)
         if missing("cuda") is None:
-            from fngraph.ops.triton import fp8  # loads Triton
+            from fngraph.ops.triton import rounding  # loads Triton
 
-            return fp8.quantize(x, scale)
+            return rounding.quantize(x, scale)
     return plain_quantize(x, scale).contiguous()
 
 
 def _run_quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     _check_rows(x)
     if x.is_cuda:
-        _check_device("quantize_fp8_rows", x.device)
+        check_device("quantize_fp8_rows", x.device)
         if missing("cuda") is None:
-            from fngraph.ops.triton import fp8  # loads Triton
+            from fngraph.ops.triton import rounding  # loads Triton
 
-            return fp8.quantize_rows(x)
+            return rounding.quantize_rows(x)
     values, scale = plain_quantize_rows(x)
     return values.contiguous(), scale.contiguous()
 
@@ -162,12 +163,28 @@ def _run_linear(
     _check_linear(x, x_scale, weight, weight_scale, dtype)
     if not x.is_cuda:
         return plain_linear(x, x_scale, weight, weight_scale, dtype)
-    _check_device("scaled_linear", x.device)
+    check_device("scaled_linear", x.device)
+    return product(x, x_scale, weight, weight_scale, dtype, held)
+
+
+def product(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype,
+    held: bool = False, more: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`scaled_linear` on CUDA, by what is fastest for so many rows.
+
+    Args:
+        more: (T, N) of `dtype`, added to the rounded product.
+        out: (T, N) of `dtype` to write to, as columns of a larger one. None: a new one.
+    """
     if x.shape[0] <= FEW and missing("cuda") is None:
         from fngraph.ops.triton import fp8  # loads Triton
 
-        return fp8.linear(x, x_scale, weight, weight_scale, dtype, held=held)
-    return tensor_cores(x, x_scale, weight, weight_scale, dtype)
+        given = (x, x_scale, weight, weight_scale, dtype)
+        return fp8.linear(*given, held=held, more=more, out=out)
+    made = tensor_cores(x, x_scale, weight, weight_scale, dtype)
+    made = made if more is None else made.add_(more)
+    return made if out is None else out.copy_(made)
 
 
 def tensor_cores(
@@ -247,7 +264,11 @@ def _check_dtype(name: str, what: str, x: Tensor, dtype: torch.dtype) -> None:
         raise TreeError(f"{user_line()}: fg.ops.{name}: {what} is of {x.dtype}, expected {dtype}")
 
 
-def _check_device(name: str, device: torch.device) -> None:
+def check_device(name: str, device: torch.device) -> None:
+    """
+    Raises:
+        BackendError: a device that is too old for fp8.
+    """
     found = torch.cuda.get_device_capability(device)
     if found < CAPABILITY:
         raise BackendError(

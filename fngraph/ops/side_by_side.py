@@ -126,7 +126,8 @@ def the_scale(scales: Sequence[Tensor]) -> Tensor:
         raise AddressError(
             f"{len(scales)} scales by which one input is rounded to fp8 were one tensor when they "
             "were traced, and are not any more. Bind one for all, fg.ops.lay_side_by_side(params), "
-            "or graphify without the passes add_rms_norm_fp8, rms_norm_fp8 and silu_mul_fp8"
+            "or graphify without the passes linears_fp8, add_rms_norm_fp8, rms_norm_fp8 and "
+            "silu_mul_fp8"
         )
     return first
 
@@ -182,7 +183,14 @@ def _fake_scaled(
     return x.new_empty((x.shape[0], sum(w.shape[0] for w in weights)), dtype=dtype)
 
 
-def _define(name: str, schema: str, run: Any, fake: Any, instead: str) -> None:
+def define_merged(name: str, schema: str, run: Any, fake: Any, instead: str) -> None:
+    """An op of products that a pass makes, which has no gradient.
+
+    Args:
+        run, fake: see `define_op`.
+        instead: what to write for it.
+    """
+
     def refuse(*args: Any) -> NoReturn:
         raise TransformError(
             f"{name} is what a pass makes of a traced product, and has no gradient. Write {instead}"
@@ -191,11 +199,11 @@ def _define(name: str, schema: str, run: Any, fake: Any, instead: str) -> None:
     define_op(name, schema, run, fake, refuse)
 
 
-_define(
+define_merged(
     "linear_side_by_side", "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
     _linear, _fake_linear, "torch.nn.functional.linear",
 )  # fmt: skip
-_define(
+define_merged(
     "scaled_linear_side_by_side",
     "(Tensor x, Tensor[] x_scales, Tensor[] weights, Tensor[] scales, ScalarType dtype, "
     "bool held=False) -> Tensor",

@@ -70,7 +70,7 @@ def _gates(graph: fx.Graph) -> Iterator[fx.Node]:
             yield _put(
                 graph,
                 found,
-                (found["x"], weights, None, None, 0.0, False, True, True, _lie_together(weights)),
+                (found["x"], weights, None, None, 0.0, False, True, True, lie_together(weights)),
             )
 
 
@@ -113,7 +113,7 @@ def _parallel(graph: fx.Graph) -> Iterator[fx.Node]:
 def _merged(graph: fx.Graph, run: Sequence[fx.Node]) -> fx.Node:
     first = min(run)
     weights: list[Any] = [_weight(node) for node in run]
-    args = (first.args[0], weights, None, None, 0.0, False, False, True, _lie_together(weights))
+    args = (first.args[0], weights, None, None, 0.0, False, False, True, lie_together(weights))
     new = insert(graph, first, _OP, args)
     if len(run) == 1:
         new.meta["val"] = first.meta["val"]
@@ -127,7 +127,8 @@ def _weight(product: fx.Node) -> fx.Node | None:
     return given.weight if given is not None and product.target is aten.mm.default else None
 
 
-def _lie_together(weights: Sequence[fx.Node]) -> bool:
+def lie_together(weights: Sequence[fx.Node]) -> bool:
+    """Whether there are several, each right behind the one before."""
     leaves = [x.meta["leaf"] for x in weights]
     return len(leaves) > 1 and all(map(follows, leaves, leaves[1:]))
 
@@ -145,23 +146,37 @@ def _is_ours(*products: fx.Node) -> bool:
 
 def _take_norm(graph: fx.Graph, node: fx.Node) -> None:
     """Let the op compute the norm that its input is, if nobody else reads that."""
-    normed: Any = node.args[0]
-    if len(normed.users) > 1 or not is_tensor(normed):
+    found = norm_before(node)
+    if found is None:
         return
-    found = match(_NORM, normed)
-    if found is None or not is_norm(found, found["x"], normed):
-        return
-    read = {storage_key(found[key].meta["val"]) for key in ("x", "weight")}
-    between = normed.next
-    while between is not node:
-        if writes_any(between, read):
-            return
-        between = between.next
     _, weights, _, more, _, _, gated, *rest = node.args
     node.args = (
         found["x"], weights, found["weight"], more, found["eps"], "centred" in found.values, gated,
         *rest,
     )  # fmt: skip
+    drop(graph, found)
+
+
+def norm_before(node: fx.Node) -> Found | None:
+    """The norm that an op's first argument is, if nobody else reads that, and what the norm reads
+    is the same where the op is."""
+    normed: Any = node.args[0]
+    if len(normed.users) > 1 or not is_tensor(normed):
+        return None
+    found = match(_NORM, normed)
+    if found is None or not is_norm(found, found["x"], normed):
+        return None
+    read = {storage_key(found[key].meta["val"]) for key in ("x", "weight")}
+    between = normed.next
+    while between is not node:
+        if writes_any(between, read):
+            return None
+        between = between.next
+    return found
+
+
+def drop(graph: fx.Graph, found: Found) -> None:
+    """Take out what nobody reads any more."""
     for inside in reversed(found.inside):
         if not inside.users:
             graph.erase_node(inside)

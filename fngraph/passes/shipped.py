@@ -4,7 +4,7 @@
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
 | "pieces", "once" | no_ops, fold_constants, of rope, attention, fp8, linears, side_by_side |
-| "stock" | the same without linears |
+| "stock" | the same without linears, and without those in fp8 |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
 their own would stop it there. So those are for level "none", where one asks for them, since they
@@ -23,7 +23,8 @@ from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
 from fngraph.passes.attention import attention_fp8, rope_in_attention
 from fngraph.passes.constants import fold_constants
-from fngraph.passes.fp8 import (
+from fngraph.passes.fp8.linears import fuse_linears_fp8
+from fngraph.passes.fp8.rounding import (
     fuse_add_rms_norm_fp8,
     fuse_rms_norm_fp8,
     fuse_silu_mul_fp8,
@@ -45,6 +46,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rope", fuse_rope, "1", "rotary embedding"),
     Pass("rope_in_attention", rope_in_attention, "1", "what turns q and k, in attention's call"),
     Pass("attention_fp8", attention_fp8, "1", "attention, rounded to fp8 by a known scale"),
+    Pass("linears_fp8", fuse_linears_fp8, "1", "linear layers in fp8 with what is around them"),
     Pass("add_rms_norm_fp8", fuse_add_rms_norm_fp8, "1", "a sum and its RMSNorm, rounded to fp8"),
     Pass("rms_norm_fp8", fuse_rms_norm_fp8, "1", "RMSNorm, rounded to fp8"),
     Pass("silu_mul_fp8", fuse_silu_mul_fp8, "1", "silu(gate) * up, rounded to fp8"),
@@ -63,14 +65,14 @@ PASSES: tuple[Pass, ...] = (
 )
 _COMPILED = (
     "no_ops", "fold_constants", "norm_rope", "rope", "rope_in_attention", "attention_fp8",
-    "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears", "side_by_side",
-    "held_fp8",
+    "linears_fp8", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears",
+    "side_by_side", "held_fp8",
 )  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "pieces": _COMPILED,
     "once": _COMPILED,
-    "stock": tuple(name for name in _COMPILED if name != "linears"),  # one code for any rows
+    "stock": tuple(name for name in _COMPILED if "linears" not in name),  # one code for any rows
 }
 
 Wanted = str | Pass | Callable[[Any], Any] | EllipsisType

@@ -91,7 +91,7 @@ def given_of(node: fx.Node) -> Given | None:
         given = x, turned, (bias,), "addmm"
     elif node.target is _OPS.scaled_linear.default:
         x, x_scale, weight, scale, dtype = node.args[:5]
-        kind = ("fp8", _lies(x_scale) or x_scale, dtype)
+        kind = ("fp8", lies_at(x_scale) or x_scale, dtype)
         return Given(x, weight, (scale,), kind) if _are_held((weight, scale), 2) else None  # type: ignore[arg-type]
     else:
         return None
@@ -102,7 +102,7 @@ def given_of(node: fx.Node) -> Given | None:
     return Given(x, turned.args[0], beside, kind) if held else None  # type: ignore[arg-type]
 
 
-def _lies(x: Any) -> Any:
+def lies_at(x: Any) -> Any:
     """Where a held leaf lies; None: it is another value, or was traced without memory."""
     leaf = x.meta.get("leaf")
     return None if leaf is None or leaf.role is not Role.HELD else leaf.lies

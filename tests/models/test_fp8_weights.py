@@ -308,7 +308,8 @@ MERGED: dict[str, tuple[Any, int, int]] = {  # params, products that were merged
 def test_products_are_one_where_weights_and_scales_lie_side_by_side(name: str):
     make, merged, left = MERGED[name]
     params = make(wide(llama))
-    fast = fg.graphify(llama.forward, donate="cache", stage="batch", passes="all")
+    passes = [one.name for one in fg.passes.PASSES if one.name != "linears_fp8"]
+    fast = fg.graphify(llama.forward, donate="cache", stage="batch", passes=passes)
     traced = fast.trace(params, new_cache(llama, params, 4), limits=fg.Limits(16, 2, B=4))
     ran = Counter(str(node.target) for node in traced.graph.gm.graph.nodes)
     (matches,) = (one.matches for one in traced.passes if one.one.name == "side_by_side")

@@ -1,39 +1,57 @@
-"""The kernels of fp8 compile for an H100, without one, at models' sizes: the interpreter checks no
-types."""
+"""The kernels of fp8 compile for an H100, without one, at models' sizes, and keep all they have in
+registers: the interpreter checks no types."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_triton_compiles import SHARED, compile_for_h100, needs_triton, run_alone
+from test_triton_compiles import SHARED, compiled_for_h100, needs_triton, run_alone, spilled
 
 from fngraph.ops.triton import launching
 
+EIGHT = torch.float8_e4m3fn
 
-def kernels(dtype: torch.dtype) -> list[str]:
+
+def kernels(dtype: torch.dtype, folder: Path) -> list[str]:
     """What models' shapes launch, compiled; their names."""
-    from fngraph.ops.triton import fp8
+    from fngraph.ops.triton import fp8, rounding, skinny_fp8
 
     names = []
 
     def launch(kernel: Any, grid: Any, reads: Any, writes: Any, numbers: Any, **options: Any):
         early = options.pop("early")
         given = (reads, writes, numbers)
-        assert compile_for_h100(kernel, *given, EARLY=early, **options) <= SHARED
+        options |= {"HELD": True} if "HELD" in options else {}
+        made = compiled_for_h100(kernel, *given, EARLY=early, **options)
+        assert made.metadata.shared <= SHARED
+        assert not spilled(made, folder), (kernel.fn.__name__, options)
         names.append(kernel.fn.__name__)
 
-    fp8.launch, fp8.processors = launch, lambda device: 132  # type: ignore[attr-defined]
+    for module in (rounding, skinny_fp8, fp8):
+        module.launch = launch  # type: ignore[attr-defined]
+    fp8.processors = lambda device: 132  # type: ignore[attr-defined]
     x, one = torch.zeros(16, 14336, dtype=dtype), torch.ones(())
-    values, scales = fp8.quantize_rows(x)
-    fp8.quantize(x, one)
+    values, scales = rounding.quantize_rows(x)
+    rounding.quantize(x, one)
     for N, K in ((28672, 4096), (4096, 14336), (80, 528)):
-        weight, by = torch.zeros(N, K, dtype=torch.float8_e4m3fn), torch.ones(N, 1)
+        weight, by = torch.zeros(N, K, dtype=EIGHT), torch.ones(N, 1)
         for rows in (1, 16):
             few = values[:rows, :K].contiguous()
             fp8.linear(few, scales[:rows], weight, by, dtype)
-            fp8.linear(few, one, weight, one, dtype)
+            fp8.linear(few, one, weight, one, dtype, more=x[:rows, :1].expand(rows, N))
+    for K, known in ((4096, one), (4096, None), (2048, one)):  # an 8B's and a 1B's layers
+        row, norm = x[:1, :K], x[0, :K]
+        q, kv, wide = (torch.zeros(n, K, dtype=EIGHT) for n in (K, 1024, 14336))
+        given: dict[str, Any] = {"norm": norm, "x_scale": known, "eps": 1e-5, "held": True}
+        by = [torch.ones(n, 1) for n in (K, 1024, 1024)]
+        skinny_fp8.run(row, [q, kv, kv], by, x[:1], dtype, **given)
+        given |= {"gated": True, "out_scale": known}
+        skinny_fp8.run(row, [wide, wide], [one, one], values if known is one else x, dtype, **given)
+        skinny_fp8.run(row, [q], [one], x[:1], dtype, x_scale=known, more=row, held=True)
     return names
 
 
@@ -42,10 +60,12 @@ def kernels(dtype: torch.dtype) -> list[str]:
 def test_every_kernel_compiles_and_fits(tmp_path):
     one, few, split = ["one_kernel"] * 2, ["few_kernel"] * 2, ["few_kernel", "add_kernel"] * 2
     want = ["quantize_rows_kernel", "quantize_kernel", *one, *few, *one, *split, *one, *few]
+    want += ["one_kernel"] * 9
     assert run_alone(__file__, tmp_path).splitlines() == [" ".join(want)] * 3
 
 
 if __name__ == "__main__":
     assert not launching.interpreted()
-    for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        print(*kernels(dtype))
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            print(*kernels(dtype, Path(folder)))

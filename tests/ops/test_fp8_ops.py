@@ -126,9 +126,9 @@ def test_what_a_gpu_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
     with pytest.raises(BackendError, match=r"an A100 has capability 8.0; .* begin at 8.9"):
-        fp8._check_device("scaled_linear", torch.device("cuda"))
+        fp8.check_device("scaled_linear", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    fp8._check_device("scaled_linear", torch.device("cuda"))
+    fp8.check_device("scaled_linear", torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

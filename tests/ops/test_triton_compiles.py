@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,23 @@ def run_alone(file: str, cache: Path) -> str:
 
 def compile_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **options: Any) -> int:
     """As a launch would; the bytes of shared memory."""
+    made: int = compiled_for_h100(kernel, reads, writes, numbers, **options).metadata.shared
+    return made
+
+
+def spilled(made: Any, folder: Path) -> int:
+    """Bytes of memory that each thread of a compiled kernel keeps registers in."""
+    from triton import knobs
+
+    file = folder / "kernel.cubin"
+    file.write_bytes(made.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", told))
+
+
+def compiled_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **options: Any) -> Any:
+    """As a launch would."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -56,7 +74,7 @@ def compile_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **optio
         if isinstance(x, Tensor) or (isinstance(x, int) and x % 16 == 0 and not any_number):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, hints)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tuning).metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tuning)
 
 
 def kernels(dtype: torch.dtype, query_len: int) -> list[str]:

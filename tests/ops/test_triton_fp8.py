@@ -16,7 +16,7 @@ from torch import Tensor
 from triton_cases import GPU, WHERE
 
 from fngraph.ops import fp8
-from fngraph.ops.triton import fp8 as kernels
+from fngraph.ops.triton import fp8 as kernels, rounding
 from fngraph.ops.triton.fp8 import How
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -46,14 +46,14 @@ def bits(x: Tensor) -> Tensor:
 def test_quantising_has_the_bits_of_the_plain_form(dtype: torch.dtype, width: int):
     x, scale = odd(9, width, dtype), torch.tensor(0.3, device=WHERE)
     for given in (x, x.t().contiguous().t(), x.unflatten(0, (3, 3))):
-        values, scales = kernels.quantize_rows(given)
+        values, scales = rounding.quantize_rows(given)
         want, want_scales = fp8.plain_quantize_rows(given)
         assert values.is_contiguous() and values.shape == given.shape
         assert torch.equal(bits(values), bits(want))
         torch.testing.assert_close(scales, want_scales, atol=0, rtol=0, equal_nan=True)
-        values = kernels.quantize(given, scale)
+        values = rounding.quantize(given, scale)
         assert torch.equal(bits(values), bits(fp8.plain_quantize(given, scale)))
-    assert kernels.quantize_rows(x[:0])[0].shape == (0, width)
+    assert rounding.quantize_rows(x[:0])[0].shape == (0, width)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -118,7 +118,7 @@ def test_on_cuda_ops_run_their_kernels_and_refuse_uneven_weights():
 
     x = odd(9, 512, torch.bfloat16)
     values, scales = torch.ops.fngraph.quantize_fp8_rows(x.cuda())
-    want, want_scales = kernels.quantize_rows(x.cuda())
+    want, want_scales = rounding.quantize_rows(x.cuda())
     assert torch.equal(bits(values), bits(want))
     torch.testing.assert_close(scales, want_scales, atol=0, rtol=0, equal_nan=True)
     few = tuple(y.cuda() for y in product(9, 64, 512))

@@ -20,15 +20,16 @@ SAMPLE = "strided or nothing_but_padding or mixed or quantising or no_number or 
 FILES: dict[str, tuple[Any, ...]] = {
     "a few of each": (40, "-k", SAMPLE, "test_triton_attention.py", "test_triton_latent.py",
                       "test_triton_recurrent.py", "test_triton_fused.py", "test_triton_fp8.py",
-                      "test_triton_skinny.py"),
+                      "test_triton_skinny.py", "test_triton_skinny_fp8.py"),
     "attention": (85, "test_triton_first_use.py", "test_triton_attention.py",
                   "test_triton_levels.py", "test_triton_splits.py",
                   "test_triton_split_edges.py"),
     "latent": (50, "test_triton_latent.py", "test_triton_latent_levels.py"),
     "recurrent": (98, "test_triton_recurrent.py", "test_triton_recurrent_levels.py",
                   "test_empty.py"),
-    "fused, of few rows, and staging": (141, "test_triton_fused.py", "test_triton_fp8.py",
-                                        "test_triton_skinny.py", "test_triton_varlen.py",
+    "fused, of few rows, and staging": (320, "test_triton_fused.py", "test_triton_fp8.py",
+                                        "test_triton_skinny.py", "test_triton_skinny_fp8.py",
+                                        "test_triton_varlen.py",
                                         "../graphs/test_staging.py"),
 }  # fmt: skip  # how many tests there are at least, and pytest's arguments
 

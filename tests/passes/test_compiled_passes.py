@@ -38,7 +38,7 @@ def compiled(toy: Model, passes: Any) -> Any:
 
 def test_compiled_pieces_call_fused_ops_and_equal_forward(recorder_name, device):
     toy = toy_on(device)
-    made = compiled(toy, [one.name for one in fg.passes.PASSES if one.name != "linears"])
+    made = compiled(toy, [one.name for one in fg.passes.PASSES if "linears" not in one.name])
     (piece,) = made.executable.compiled
     traced = made.executable.maker.traced
     matches = {one.one.name: one.matches for one in traced.passes if one.matches}

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.side_by_side import the_scale
-from fngraph.ops.triton.fp8 import FP8, as_fp8, scale_of_row
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
+from fngraph.ops.triton.rounding import FP8, as_fp8, scale_of_row
 
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own
 

@@ -39,7 +39,7 @@ def vector_kernel(
     if M <= 2:
         T = M  # as it is by `power_of_two`: masks fall away, 0.5 us of 10 at one row
     let_next(EARLY)
-    weight, row, size, first = _part(a, b, c, A, B, C, ROWS, WEIGHTS, GATED)
+    weight, row, size, first = part_of(a, b, c, A, B, C, ROWS, WEIGHTS, GATED)
     m = tl.arange(0, M)
     n = row + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK)[None, None, :]
@@ -99,7 +99,7 @@ def rows_kernel(
     Each of PARTS parts of the columns has sums of its own, so that warps share K.
     """
     let_next(EARLY)
-    weight, row, size, first = _part(a, b, c, A, B, C, ROWS, WEIGHTS, False)
+    weight, row, size, first = part_of(a, b, c, A, B, C, ROWS, WEIGHTS, False)
     n = row + tl.arange(0, ROWS)
     m = tl.arange(0, M)
     part = tl.arange(0, PARTS)[:, None, None] * BLOCK
@@ -133,20 +133,27 @@ def _finish(
     """Sums (M, ROWS), gated and added to as is asked, into the result; rounded where the ops one by
     one round."""
     kind = out.dtype.element_ty
-    if GATED:
-        gate = y.to(kind).to(tl.float32)
-        silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
-        y = silu * up.to(kind).to(tl.float32)
     there = (m < T)[:, None] & real[None, :]
     row = m.to(tl.int64)[:, None]
-    if ADDS:
-        by = tl.load(more + row * more_row + column[None, :], mask=there, other=0.0)
-        y = y.to(kind).to(tl.float32) + by.to(tl.float32)
+    y = around(y, up, more + row * more_row + column[None, :], there, kind, GATED, ADDS)
     tl.store(out + row * out_row + column[None, :], y.to(kind), mask=there)
 
 
 @triton.jit
-def _part(
+def around(y, up, more, there, kind: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr):
+    """Sums in float32, gated and added to as is asked; what comes is still to be rounded."""
+    if GATED:
+        gate = y.to(kind).to(tl.float32)
+        silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
+        y = silu * up.to(kind).to(tl.float32)
+    if ADDS:
+        by = tl.load(more, mask=there, other=0.0)
+        y = y.to(kind).to(tl.float32) + by.to(tl.float32)
+    return y
+
+
+@triton.jit
+def part_of(
     a, b, c, A, B, C, ROWS: tl.constexpr, WEIGHTS: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
     """Of this program: its weight, the first row there, the weight's rows, and its first column."""

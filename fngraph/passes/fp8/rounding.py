@@ -31,7 +31,7 @@ from fngraph.passes.silu_mul import gate_at
 from fngraph.torch_facts.memory import storage_key
 
 _PRODUCTS = ("fngraph::scaled_linear", "fngraph::scaled_linear_side_by_side")
-_KNOWN, _BY_ROW = "fngraph::quantize_fp8", "fngraph::quantize_fp8_rows"
+KNOWN, BY_ROW = "fngraph::quantize_fp8", "fngraph::quantize_fp8_rows"
 
 
 def fuse_add_rms_norm_fp8(graph: fx.Graph) -> Rewritten:
@@ -53,12 +53,12 @@ def quantize_once(graph: fx.Graph) -> Rewritten:
     """What is rounded in one way several times."""
     ways: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
-        if _kind(node) in (_KNOWN, _BY_ROW):
+        if kind_of(node) in (KNOWN, BY_ROW):
             ways.setdefault((node.target, *node.args), []).append(node)
     matches = 0
     for readers in ways.values():
-        if len(readers) > 1 and _may_be_one(graph, readers):
-            _make_one(graph, readers)
+        if len(readers) > 1 and may_be_one(graph, readers):
+            make_one(graph, readers)
             matches += 1
     return Rewritten(graph, matches)
 
@@ -68,7 +68,7 @@ def hold_weights(graph: fx.Graph) -> Rewritten:
     matches = 0
     for node in graph.nodes:
         given = node.args[:5]
-        if _kind(node) in _PRODUCTS and all(map(_is_held, _nodes(given[2:4]))):
+        if kind_of(node) in _PRODUCTS and all(map(is_held, _nodes(given[2:4]))):
             node.args = (*given, True)
             matches += 1
     return Rewritten(graph, matches)
@@ -78,12 +78,14 @@ def _nodes(given: Sequence[Any]) -> list[fx.Node]:
     return [x for one in given for x in (one if isinstance(one, Sequence) else (one,))]
 
 
-def _is_held(node: fx.Node) -> bool:
+def is_held(node: Any) -> bool:
+    """Whether a node is a held leaf, which nothing writes."""
     leaf = node.meta.get("leaf")
     return leaf is not None and leaf.role is Role.HELD
 
 
-def _kind(node: fx.Node) -> str:
+def kind_of(node: fx.Node) -> str:
+    """The name of a node's op: `KNOWN` and `BY_ROW` round; "": it has none."""
     return node.target._schema.name if is_op(node) else ""  # type: ignore[union-attr]
 
 
@@ -103,23 +105,23 @@ def _fuse(
     apart: list[str] = []
     for made in nodes:
         readers = sorted(made.users)
-        kinds = set(map(_kind, readers))
-        by_row = kinds == {_BY_ROW}
-        if not by_row and kinds != {_KNOWN}:
+        kinds = set(map(kind_of, readers))
+        by_row = kinds == {BY_ROW}
+        if not by_row and kinds != {KNOWN}:
             continue
         one = find(made)
         if one is None or any(reader.args[0] is not made for reader in readers):
             continue
         found, args = one
         scales: list[Any] = [] if by_row else list(dict.fromkeys(r.args[1] for r in readers))
-        if not _are_one(scales):
-            apart.append(f"{line_of(made)}: {', '.join(map(_path, scales))}")
+        if not are_one(scales):
+            apart.append(unlike(made, scales))
             continue
         first = found[labels[0]] if labels else readers[0]
         ahead = all(x < first for x in (*args, *scales) if isinstance(x, fx.Node))
         inside = tuple(sorted({*found.inside, *readers}))
-        if ahead and not is_written_between(inside) and _may_be_one(graph, readers):
-            ends = dict(zip(("values", "scales"), _make_one(graph, readers)))
+        if ahead and not is_written_between(inside) and may_be_one(graph, readers):
+            ends = dict(zip(("values", "scales"), make_one(graph, readers)))
             rounded = dataclasses.replace(
                 found,
                 values={**found.values, **ends},
@@ -128,10 +130,11 @@ def _fuse(
             op = getattr(torch.ops.fngraph, f"{name}_rows" if by_row else name).default
             given = args if by_row else (*args, scales)
             matches += replace(graph, rounded, op, given, *labels, *ends)
-    return Rewritten(graph, matches, _notes(apart))
+    return Rewritten(graph, matches, notes_of(apart))
 
 
-def _notes(apart: Sequence[str]) -> tuple[str, ...]:
+def notes_of(apart: Sequence[str]) -> tuple[str, ...]:
+    """What to say of values that several known scales round, each a line and its scales."""
     if not apart:
         return ()
     more = f", and {count(len(apart) - 1, 'other place')}" if len(apart) > 1 else ""
@@ -140,20 +143,25 @@ def _notes(apart: Sequence[str]) -> tuple[str, ...]:
     return (note + advice,)
 
 
+def unlike(made: fx.Node, scales: Sequence[Any]) -> str:
+    """The line of a value, and the scales by which it is rounded."""
+    return f"{line_of(made)}: {', '.join(map(_path, scales))}"
+
+
 def _path(scale: Any) -> str:
     leaf = scale.meta.get("leaf")
     return str(scale) if leaf is None else leaf.path
 
 
-def _are_one(scales: Sequence[Any]) -> bool:
+def are_one(scales: Sequence[Any]) -> bool:
     """Whether these are one value, or held leaves of one memory."""
     if len(scales) < 2:
         return True
-    lies = {scale.meta["leaf"].lies if _is_held(scale) else None for scale in scales}
+    lies = {scale.meta["leaf"].lies if is_held(scale) else None for scale in scales}
     return len(lies) == 1 and None not in lies
 
 
-def _may_be_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> bool:
+def may_be_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> bool:
     """Whether one may stand for all: what they read is the same at each, and nobody can tell that
     their results are the same memory."""
     if len(readers) == 1:
@@ -169,13 +177,13 @@ def _may_be_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> bool:
 
 def _values(reader: fx.Node) -> Sequence[torch.Tensor]:
     value = reader.meta["val"]
-    return value if _kind(reader) == _BY_ROW else (value,)
+    return value if kind_of(reader) == BY_ROW else (value,)
 
 
-def _make_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> list[fx.Node]:
+def make_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> list[fx.Node]:
     """Let all that reads one of these read the first; its results."""
     first, *others = readers
-    if _kind(first) == _KNOWN:
+    if kind_of(first) == KNOWN:
         for other in others:
             other.replace_all_uses_with(first)
             graph.erase_node(other)

@@ -80,10 +80,12 @@ def describe(
         stop: tokens that end the text; the one that does is its last.
 
     Raises:
-        SpecError: tokens that are not those of the pictures, or a text beyond `max_len`.
+        SpecError: tokens that are not those of the pictures, none, or a text beyond `max_len`.
         FnGraphError: as an encoder and a step.
     """
     c, marks = graphs.config, prompts.Marks(graphs.config.image_token, graphs.config.video_token)
+    if not prompt:
+        raise fg.errors.SpecError("the prompt is empty. Pass at least one token")
     if len(prompt) + max_new > graphs.max_len:
         raise fg.errors.SpecError(
             f"the prompt has {len(prompt)} tokens, and max_new={max_new} more are beyond "

@@ -5,7 +5,7 @@ made (`fngraph.models.vision.qwen3_vl`): the first of each in place of its embed
 its deepstack, added after the first layers. There are two kinds of batches, so that a decode's
 graph copies no rows: `forward` takes batches without them, and `forward_pictures` those with.
 
-Shape letters as in `fngraph.models.families.llama`; N rows of a token, 1 and those of its deepstack.
+Shape letters as in `fngraph.models.families.llama`; N rows of a token, 1 and its deepstack's.
 
 Source: Qwen3-VL, 2025, as transformers has it.
 """
@@ -146,5 +146,5 @@ FORMAT = loading.Format(
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
 from_state = functools.partial(
-    loading.from_state, blank, FORMAT.names, skipped=FORMAT.skipped
+    loading.from_state, blank, FORMAT.names, skipped=FORMAT.skipped, copies=FORMAT.copies
 )  # config, state, *, device, dtype -> params

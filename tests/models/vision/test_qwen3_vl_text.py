@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import SpecError
-from fngraph.models import CheckpointError, describe, generate, naming
+from fngraph.models import CheckpointError, generate, naming, pictures
 from fngraph.models.families import qwen3_vl
 from fngraph.models.vision import grids, prompts, qwen3_vl as vision
 
@@ -101,8 +101,8 @@ def test_positions_are_theirs(theirs):
 
 def everywhere(params: Any, prompt: list[int], outputs: list[Any]) -> Any:
     """The batch of the whole prompt, with logits of all of its tokens, and a cache for it."""
-    c, blocks = params.config, describe.blocks_for(len(prompt) + NEW, generate.BLOCK_SIZE)
-    takes, rows = describe.prompt_rows(outputs, prompt, MARKS, c, "cpu")
+    c, blocks = params.config, pictures.blocks_for(len(prompt) + NEW, generate.BLOCK_SIZE)
+    takes, rows = pictures.prompt_rows(outputs, prompt, MARKS, c, "cpu")
     batch = generate.alone(
         prompt, 0, blocks, "cpu", qwen3_vl.PictureBatch, takes=takes, rows=rows,
         positions=prompts.positions(prompt, PICTURES, MARKS),
@@ -163,11 +163,11 @@ def test_greedy_tokens_of_bare_forward(theirs, params, wanted):
 def graphs(folder, params) -> Any:
     """Graphs on the tape, over a cache in which reading what was never written shows."""
     _, tower = vision.load(folder)
-    blocks = describe.blocks_for(len(PROMPT) + NEW, generate.BLOCK_SIZE)
+    blocks = pictures.blocks_for(len(PROMPT) + NEW, generate.BLOCK_SIZE)
     cache = qwen3_vl.init_cache(params.config, blocks, block_size=generate.BLOCK_SIZE)
     for x in naming.named(cache).values():
         x.fill_(torch.nan)
-    made = describe.make_graphs(
+    made = pictures.make_graphs(
         tower, params, cache, max_len=len(PROMPT) + NEW, chunk=16, max_tokens=8, recorder="tape",
         guards=True,
     )  # fmt: skip
@@ -177,7 +177,7 @@ def graphs(folder, params) -> Any:
 @pytest.mark.sampled(1)
 def test_one_call_describes_pictures(graphs, wanted):
     made, cache = graphs
-    assert describe.describe(made, cache, PROMPT, PICTURES, NEW) == wanted
+    assert pictures.describe(made, cache, PROMPT, PICTURES, NEW) == wanted
     assert made.encoder.recorder is made.prefill.recorder is made.decode.recorder
     assert made.encoder.stats.hits() == len(PICTURES)
     assert made.prefill.stats.share("PIECEWISE") == made.decode.stats.share("FULL") == 1
@@ -191,14 +191,14 @@ def test_other_pictures_and_none_are_other_texts(graphs, theirs, wanted):
     for at in range(len(PICTURES)):
         others = [x._replace(patches=x.patches.flip(0)) if i == at else x
                   for i, x in enumerate(PICTURES)]  # fmt: skip
-        assert describe.describe(made, cache, PROMPT, others, NEW) != wanted
+        assert pictures.describe(made, cache, PROMPT, others, NEW) != wanted
     text = [token for token in PROMPT if token not in MARKS]
-    assert describe.describe(made, cache, text, [], NEW) == greedy(
+    assert pictures.describe(made, cache, text, [], NEW) == greedy(
         theirs, input_ids=torch.tensor([text])
     )
-    assert describe.describe(made, cache, PROMPT, PICTURES, NEW) == wanted
+    assert pictures.describe(made, cache, PROMPT, PICTURES, NEW) == wanted
     at = wanted.index(23)  # comes twice
-    assert describe.describe(made, cache, PROMPT, PICTURES, NEW, stop=[23]) == wanted[: at + 1]
+    assert pictures.describe(made, cache, PROMPT, PICTURES, NEW, stop=[23]) == wanted[: at + 1]
 
 
 def test_nothing_is_refused_and_padding_changes_nothing(theirs, params):
@@ -216,7 +216,7 @@ def test_nothing_is_refused_and_padding_changes_nothing(theirs, params):
 def test_prompts_that_are_not_those_of_the_pictures_are_refused(graphs):
     made, cache = graphs
     image, video, _ = PICTURES
-    for prompt, pictures, told in (
+    for prompt, some, told in (
         ([3, IMAGE, IMAGE], [], r"tokens\[1\] is 90, a picture's, after all tokens of the 0 that"),
         (
             [3, *[IMAGE] * 5],
@@ -239,7 +239,7 @@ def test_prompts_that_are_not_those_of_the_pictures_are_refused(graphs):
         ([], [], "the prompt is empty"),
     ):
         with pytest.raises(SpecError, match=told):
-            describe.describe(made, cache, prompt, pictures, NEW)
+            pictures.describe(made, cache, prompt, some, NEW)
 
 
 def test_frames_that_touch_are_apart():

@@ -47,9 +47,11 @@ def make_graphs(
         options: of all three, as `fg.graphify` takes them: guards, backends, compile, ...
 
     Raises:
+        SpecError: a tower of another model, or a cache that is too small.
         FnGraphError: as `fg.graphify_encoder` and `fg.graphify`.
     """
     c = params.config
+    check_parts(tower.config, c, cache, max_len)
     model = vision.encoder(tower.config, max_tokens=max_tokens)
     encoder = fg.graphify_encoder(model, tower, recorder=recorder, **options).capture()
 
@@ -65,6 +67,26 @@ def make_graphs(
     prefill = captured(qwen3_vl.forward_pictures, "PIECEWISE", ladder(chunk), **rows)
     decode = captured(qwen3_vl.forward, "FULL_DECODE_ONLY", (1,))
     return Graphs(encoder, prefill, decode, c, max_len, chunk)
+
+
+def check_parts(tower: vision.Config, config: qwen3_vl.Config, cache: Any, max_len: int) -> None:
+    """Refuse a tower and a cache that are not for this model, or not for so many tokens.
+
+    Raises:
+        SpecError: either.
+    """
+    made, taken = (tower.out_dim, len(tower.deepstack)), (config.dim, config.deepstack)
+    if made != taken:
+        raise fg.errors.SpecError(
+            f"the tower makes rows of {made[0]} numbers and {made[1]} of deepstack, and the "
+            f"language model takes {taken[0]} and {taken[1]}. Load both from one folder"
+        )
+    (num_blocks, size), needed = cache[0][0].shape[:2], blocks_for(max_len, BLOCK_SIZE)
+    if num_blocks < needed or size != BLOCK_SIZE:
+        raise fg.errors.SpecError(
+            f"the cache has {num_blocks} blocks of {size} tokens, and max_len={max_len} takes "
+            f"{needed} of {BLOCK_SIZE}. Pass init_cache(config, {needed}, block_size={BLOCK_SIZE})"
+        )
 
 
 def describe(

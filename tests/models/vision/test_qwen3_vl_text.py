@@ -248,6 +248,21 @@ def test_frames_that_touch_are_apart():
     assert got.tolist() == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3], [4, 4, 4], [4, 5, 4]]
 
 
+def test_parts_that_do_not_fit_are_refused(folder, params):
+    c, tower = params.config, vision.load(folder)[1]
+    narrow = dataclasses.replace(tower, config=dataclasses.replace(tower.config, out_dim=16))
+    flat = dataclasses.replace(tower, config=dataclasses.replace(tower.config, deepstack=(1,)))
+    for one, blocks, size, told in (
+        (narrow, 3, 16, "rows of 16 numbers and 2 of deepstack, and the language model takes 32"),
+        (flat, 3, 16, "and 1 of deepstack, and the language model takes 32 and 2"),
+        (tower, 2, 16, r"2 blocks of 16 tokens, and max_len=39 takes 3 of 16\. Pass init_cache"),
+        (tower, 6, 8, "6 blocks of 8 tokens"),
+    ):
+        cache = qwen3_vl.init_cache(c, blocks, block_size=size)
+        with pytest.raises(SpecError, match=told):
+            pictures.make_graphs(one, params, cache, max_len=39)
+
+
 def test_rows_for_other_layers_are_refused(theirs, params):
     cache, batch = everywhere(params, PROMPT, seen(theirs))
     with pytest.raises(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 import fngraph as fg
 from fngraph.models.families import llama
@@ -53,9 +54,13 @@ def reference(
 
 def alone(
     tokens: Sequence[int], computed: int, num_blocks: int, device: torch.device | str,
-    Batch: Any = llama.Batch,
+    Batch: Any = llama.Batch, **own: Tensor,
 ) -> Any:  # fmt: skip
-    """The batch of one request whose token i lives in slot i, from token `computed` on."""
+    """The batch of one request whose token i lives in slot i, from token `computed` on.
+
+    Args:
+        own: leaves of the family's, in place of these or beside them.
+    """
     new = torch.arange(computed, len(tokens))
     leaves = {
         "token_ids": torch.tensor(tokens[computed:]),
@@ -66,6 +71,7 @@ def alone(
         "block_tables": torch.arange(num_blocks, dtype=torch.int32)[None],
         "state_slots": torch.tensor([0]),
         "logits_indices": torch.tensor([len(new) - 1]),
+        **own,
     }
     query_len = 1 if computed and len(new) == 1 else None
     return select(Batch, leaves, fg.BatchSpec(len(new), 1, query_len=query_len), device)

@@ -11,7 +11,7 @@ Shape letters as in `fngraph.models.families.llama`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -70,11 +70,28 @@ def transformer(
     other tokens of its T. Of `batch` the layers read `token_ids` and `positions`, and mixtures
     `slot_mapping`; the rest is for `attention`.
     """
-    config, kept = params.config, []
+    config = params.config
     x_TE = params.embed[batch.token_ids]
     rope = rotation(batch.positions, rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling)
-    for layer, own in zip(params.layers, cache, strict=True):
-        x_TE, own = decoder_layer(config, layer, x_TE, rope, own, batch, attention, mixture, norm)
+    return all_layers(params, x_TE, rope, cache, batch, attention, mixture, norm=norm)
+
+
+def all_layers(
+    params: Params, x_TE: Tensor, rope: Turn, cache: tuple[Any, ...], batch: Any,
+    attention: AttentionFn, mixture: MixtureFn | None = None, *, norm: NormFn = rms_norm,
+    added: Sequence[Tensor] = (),
+) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    """As `transformer`, of embeddings and angles that are there already.
+
+    Args:
+        added: (T, E) each, to what comes out of the first layers, one a layer.
+    """
+    kept = []
+    for i, (layer, own) in enumerate(zip(params.layers, cache, strict=True)):
+        x_TE, own = decoder_layer(
+            params.config, layer, x_TE, rope, own, batch, attention, mixture, norm
+        )
+        x_TE = x_TE + added[i] if i < len(added) else x_TE
         kept.append(own)
     return x_TE, tuple(kept)
 

@@ -56,6 +56,7 @@ class Yarn(NamedTuple):
 
 
 Scaling = Llama3 | Yarn
+Sections = tuple[int, int, int]  # pairs that turn by time, row and column
 
 
 def frequencies(
@@ -88,15 +89,34 @@ def _ends(D: int, theta: float, yarn: Yarn) -> tuple[float, float]:
 
 
 def rotation(
-    positions_T: Tensor, D: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None
-) -> Turn:
-    """Cosines and sines (T, 1, D/2) for all layers; in float32, as positions run to thousands."""
-    frequency = frequencies(D, theta, scaling, positions_T.device)
-    angle = rearrange(positions_T.float(), "t -> t 1 1") * frequency
+    positions: Tensor, D: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None,
+    sections: Sections | None = None,
+) -> Turn:  # fmt: skip
+    """Cosines and sines (T, 1, D/2) for all layers; in float32, as positions run to thousands.
+
+    Args:
+        positions: (T,), or with sections (T, 3): of time, row and column.
+    """
+    frequency = frequencies(D, theta, scaling, positions.device)
+    if sections is not None:
+        positions = positions[:, _axes(D, sections, positions.device)]  # (T, D/2)
+        angle = rearrange(positions.float() * frequency, "t d -> t 1 d")
+    else:
+        angle = rearrange(positions.float(), "t -> t 1 1") * frequency
     cos, sin = angle.cos(), angle.sin()
     if isinstance(scaling, Yarn) and scaling.amplitude != 1:
         cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
     return cos.to(dtype), sin.to(dtype)
+
+
+def _axes(D: int, sections: Sections, device: torch.device) -> Tensor:
+    """(D/2,): which of three positions turns each pair: 0 1 2 0 1 2 ... as long as there are any.
+
+    Source: Qwen3-VL's interleaved mRoPE. Rows and columns have what `sections` says, time the rest.
+    """
+    pair = torch.arange(D // 2, device=device)
+    axis = pair % 3
+    return axis * ((axis == 1) & (pair < 3 * sections[1]) | (axis == 2) & (pair < 3 * sections[2]))
 
 
 def rotate(x_THD: Tensor, rope: Turn) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -137,13 +137,8 @@ def load(
         ]
         if static is not None and not places:
             wrong.append("  config.json has a quantization_config, and no matrix is stored in fp8")
-        wrong += [
-            f"  {n}: is another one than {of}, to which config.json ties it. Say there "
-            "tie_word_embeddings: false, or take the tensor out"
-            for n, of in copies.items()
-            if of in files and not torch.equal(files[n].get_tensor(n), files[of].get_tensor(of))
-        ]
         get = lambda n: files[n].get_tensor(n)  # noqa: E731
+        wrong += untied(copies, files, get)
         if wrong := wrong or fp8_folders.wrong_in(places, get):
             raise CheckpointError(f"{folder} does not fit its config:\n" + "\n".join(wrong))
 
@@ -164,6 +159,7 @@ def from_state(
     *,
     skipped: Iterable[str] = (),
     inside: str = "",
+    copies: Mapping[str, str] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
@@ -172,18 +168,21 @@ def from_state(
     They are the state's own tensors, where these are on that device and of that dtype already.
 
     Args:
-        blank, names, skipped: see `Format`.
+        blank, names, skipped, copies: see `Format`.
         inside: what names in files have in front that the state's have not, "model.visual.".
 
     Raises:
-        CheckpointError: tensors missing, extra or misshapen; all are listed.
+        CheckpointError: tensors missing, extra or misshapen, or a tied head that is another one;
+            all are listed.
     """
     given = {inside + n: x for n, x in state.items()}
-    tree, skipped = blank(config), tuple(skipped)
+    tree = blank(config)
     sources = {n: sources_of(names, n, x) for n, x in naming.named(tree).items()}
     wanted = {n: shape for part in sources.values() for n, shape in part.items()}
+    tied = {n: of for n, of in (copies or {}).items() if n in given and n not in wanted}
+    skipped = (*skipped, *tied)
     found = {n: tuple(x.shape) for n, x in given.items() if n in wanted or not matches(n, skipped)}
-    if wrong := mismatches(wanted, found):
+    if wrong := [*mismatches(wanted, found), *untied(tied, given, given.__getitem__)]:
         raise CheckpointError("a state that does not fit its config:\n" + "\n".join(wrong))
 
     def read(name: str, x: Tensor) -> Tensor:
@@ -274,6 +273,18 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
             raise CheckpointError(f"{folder / name}: {error}") from None
         found |= dict.fromkeys(file.keys(), file)
     return found
+
+
+def untied(
+    copies: Mapping[str, str], there: Collection[str], get: Callable[[str], Tensor]
+) -> list[str]:
+    """A line for each tensor that is not what it is a copy of; see `Format.copies`."""
+    return [
+        f"  {n}: is another one than {of}, to which config.json ties it. Say there "
+        "tie_word_embeddings: false, or take the tensor out"
+        for n, of in copies.items()
+        if of in there and not torch.equal(get(n), get(of))
+    ]
 
 
 def mismatches(wanted: Shapes, found: Shapes) -> list[str]:

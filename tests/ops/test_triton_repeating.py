@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from triton_cases import DEVICE, GPU, RECORDER, UNIFORM, WHERE
 import fngraph as fg
 from fngraph.core import HostBounds
 from fngraph.ops import ATTENTION
-from fngraph.ops.triton.repeating import Launches, Repeated
+from fngraph.ops.triton.repeating import Launch, Launches, Repeated
 from fngraph.testing.cases import NAN, Case, arguments, case
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -106,6 +108,26 @@ def test_what_does_more_than_launch_is_run_each_time(backend: str):
         want = torch.full_like(now.q, NAN)
         ATTENTION.call(by, arguments(now, want), config, host)
         assert torch.equal(out, want)
+
+
+def test_launches_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch):
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        current[0], before = index, current[0]
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launches = Launches()
+    launches._device = 1
+    launches.kept.append(Launch(lambda: seen.append(current[0]), [], ()))
+    launches.again()
+    current[0] = 1
+    launches.again()
+    assert seen == [1, 1] and current == [1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

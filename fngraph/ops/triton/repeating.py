@@ -65,6 +65,7 @@ class Launches(TorchDispatchMode):
         self.whole = True
         self._given: dict[int, tuple[int, Tensor]] = {}  # by address; held, or it is given twice
         self._holds: list[Tensor] = []
+        self._device: int | None = None  # of what is launched on a GPU
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = op(*args, **(kwargs or {}))
@@ -89,6 +90,7 @@ class Launches(TorchDispatchMode):
                 kept[i] = None  # or its memory would be held
             elif x.is_cuda:
                 self._holds.append(x)
+                self._device = x.device.index
                 kept[i] = x.data_ptr()
         self.kept.append(Launch(run, kept, tuple(places)))
 
@@ -97,7 +99,10 @@ class Launches(TorchDispatchMode):
         self._given.clear()
 
     def again(self) -> None:
-        """Make them once more."""
+        """Make them once more, whatever the current device is."""
+        if self._device is not None and self._device != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self.again()
         rooms = [torch.empty(n, dtype=torch.uint8, device=device) for n, device in self.rooms]
         for run, arguments, places in self.kept:
             for place in places:

@@ -26,6 +26,7 @@ def make(recorder_name, device):
     return lambda kind, **options: toy.make(kind, device, recorder_name, **options)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", toy.KINDS)
 @pytest.mark.parametrize(
     "options", [{}, {"modes": "PIECEWISE"}, {"guards": True}, {"max_items": 2}], ids=str

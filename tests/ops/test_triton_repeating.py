@@ -46,7 +46,7 @@ def other(c: Case, seed: int) -> Case:
     return case(*rows, seed=seed, B=c.meta.block_tables.shape[1], device=DEVICE)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("asked", ["plain", "rope", "scales"])
@@ -130,6 +130,7 @@ def test_launches_are_made_on_their_own_device(monkeypatch: pytest.MonkeyPatch):
     assert seen == [1, 1] and current == [1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("query_len", [1, None])
 def test_steps_between_graphs(backend: str, query_len: int | None):
@@ -160,7 +161,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("query_len", [1, None])
 def test_other_primitives_between_graphs(

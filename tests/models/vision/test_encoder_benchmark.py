@@ -21,6 +21,7 @@ def tower() -> Any:
     return make_tower(FLAGS)
 
 
+@pytest.mark.sampled(0)
 def test_a_tiny_run(tmp_path, capsys):
     path = tmp_path / "encoder.json"
     flags = ["--tiny", "--parts", "images", "budgets", "--json", str(path)]

@@ -73,6 +73,7 @@ def bare(case: Case, item: Any) -> Any:
     return model.postprocess(rows, item)
 
 
+@pytest.mark.sampled("qwen")
 @pytest.mark.parametrize("name", CASES)
 def test_each_item_is_as_alone(name: str):
     case = CASES[name]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -108,3 +109,16 @@ def error_of(got: Tensor, want: Tensor, what: str) -> float:
     if not error < 1e-2:
         raise SystemExit(f"{what} is wrong: {error}")
     return error
+
+
+def wait(device: str) -> None:
+    """Until the device has done all."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def release(device: str) -> None:
+    """Give memory back, for weights of another model."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()

@@ -31,10 +31,10 @@ from benchmarks.decode.measuring import (
     all_rows,
     ends_of,
     in_turns,
-    release,
     start_anew,
 )
 from benchmarks.decode.models import MODELS
+from benchmarks.device import release
 from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, some_of
 from benchmarks.workload import BLOCK_SIZE
 

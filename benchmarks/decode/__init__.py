@@ -30,11 +30,11 @@ from benchmarks.decode.measuring import (
     all_rows,
     ends_of,
     in_turns,
-    release,
     start_anew,
 )
 from benchmarks.decode.models import MODELS, bytes_read
 from benchmarks.decode.picture import draw
+from benchmarks.device import release
 from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, some_of
 from benchmarks.workload import BLOCK_SIZE
 

@@ -68,10 +68,3 @@ def start_anew() -> None:
     """Forget what was compiled for another point, and the limits on how often; let go of memory."""
     torch.compiler.reset()
     gc.collect()
-
-
-def release(device: str) -> None:
-    """Give memory back, for weights of another model."""
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()

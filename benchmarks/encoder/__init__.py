@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.device import wait
 from benchmarks.encoder.ranked import in_ranks
 from benchmarks.encoder.requests import Request, chat, squares, videos
 from benchmarks.encoder.towers import two_towers
@@ -58,12 +59,6 @@ def timed(ways: Ways, requests: Sequence[Request], device: str, warmup: int) -> 
             if at >= warmup:
                 seconds[way].append(time.perf_counter() - began)
     return seconds
-
-
-def wait(device: str) -> None:
-    """Until the device has done all."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
 
 
 def rows_of(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fngraph as fg
+from benchmarks.device import wait
 from benchmarks.encoder.requests import Request, squares
 from benchmarks.encoder.ways import Tower, as_asked, make_tower, way_of
 from benchmarks.harness import Mistake
@@ -78,8 +79,7 @@ def _measured(flags: argparse.Namespace, group: Any) -> dict[str, list[float]]:
             dist.barrier(group)
             began = time.perf_counter()
             way(items)
-            if tower.memory.is_cuda:
-                torch.cuda.synchronize()
+            wait(flags.device)
             if at >= warmup:
                 seconds[name].append(time.perf_counter() - began)
     return seconds

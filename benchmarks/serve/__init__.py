@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.device import release
 from benchmarks.harness import (
     BACKEND,
     DEVICE,
@@ -30,7 +31,7 @@ from benchmarks.harness import (
     some_of,
     write,
 )
-from benchmarks.serve.beside import by_transformers, release
+from benchmarks.serve.beside import by_transformers
 from benchmarks.serve.right import share_of_texts, wrong
 from benchmarks.serve.streams import served, shares
 from benchmarks.serve.turns import broken, by_batch, decode_batch, in_turns, on_device

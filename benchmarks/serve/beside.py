@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from benchmarks.serve.streams import Clock, waits
 from benchmarks.theirs import its_model
 from benchmarks.traffic import Arrival
@@ -79,12 +77,3 @@ def by_transformers(
     new = sum(len(one.generated_tokens) for one in done.values())
     row = {"requests": len(arrivals), "new tokens": new, "tokens/s": new / wall}
     return row | waits(firsts, gaps), {i: tuple(one.generated_tokens) for i, one in done.items()}
-
-
-def release(device: str) -> None:
-    """Give back what a manager's cache took."""
-    import gc
-
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()

@@ -17,11 +17,10 @@ from fngraph.models.families.layers import (
     Affine,
     affine,
     affine_names,
-    matrix_of,
     norm,
     norm_of,
 )
-from fngraph.models.vision.parts import attend_whole, behind_first, quick_gelu
+from fngraph.models.vision.parts import Layer, attend_whole, behind_first, layer_of, quick_gelu
 from fngraph.models.weights.naming import shape
 
 
@@ -35,18 +34,6 @@ class Config:
     mlp_dim: int = 4096
     side: int = 16  # positions of the learned table, along each side
     norm_eps: float = 1e-5
-
-
-@fg.struct
-class Layer:
-    """Weights of one layer."""
-
-    attn_norm: Affine
-    qkv: Affine  # (3*E, E)
-    out: Affine
-    mlp_norm: Affine
-    up: Affine  # (F, E)
-    down: Affine  # (E, F)
 
 
 @fg.struct
@@ -83,9 +70,7 @@ def encoder_layer(config: Config, layer: Layer, x_RSE: Tensor) -> Tensor:
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
     E, F, gain = config.dim, config.mlp_dim, norm_of(config.dim)
-    layer = Layer(
-        gain, matrix_of(3 * E, E), matrix_of(E, E), gain, matrix_of(F, E), matrix_of(E, F)
-    )
+    layer = layer_of(E, F)
     positions = shape(1 + config.side**2, E)
     return Params(shape(E), positions, gain, (layer,) * config.num_layers, config)
 

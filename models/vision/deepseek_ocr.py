@@ -97,20 +97,8 @@ def encoder(config: Config, params: Params, *, max_tokens: int = 13_824) -> fg.E
         params: whose newline and separator join the rows of a page.
         max_tokens: output tokens of the largest graph of each path.
     """
-    sizes = config.sizes
-    return fg.EncoderModel(
-        paths={
-            "global": fg.EncoderPath(forward_views, sizes.view_tokens, unit=sizes.view_tokens),
-            "local": fg.EncoderPath(
-                forward_crops, sizes.crop_tokens, allow_zero=True, unit=sizes.crop_tokens
-            ),
-        },
-        measure=functools.partial(pages.measure, sizes),
-        collate=functools.partial(pages.collate, sizes),
-        token_range=(min(sizes.view_tokens, sizes.crop_tokens), max_tokens),
-        postprocess=functools.partial(assemble, params),
-        dims={"V": config.view, "C": config.crop},
-    )
+    join = functools.partial(assemble, params)
+    return pages.encoder(config.sizes, forward_views, forward_crops, join, max_tokens)
 
 
 def assemble(params: Params, outputs: Mapping[str, Tensor], page: Page) -> Tensor:

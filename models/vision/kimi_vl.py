@@ -30,7 +30,7 @@ from fngraph.models.families.layers import (
 from fngraph.models.families.rope import Turn
 from fngraph.models.vision import grids
 from fngraph.models.vision.grids import Picture
-from fngraph.models.vision.parts import attend, looked_up, turn_of, turns
+from fngraph.models.vision.parts import Layer, attend, layer_of, looked_up, turn_of, turns
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.configs import part_of
 from fngraph.models.weights.naming import shape
@@ -55,18 +55,6 @@ class Config:
     def patch_dim(self) -> int:
         """C."""
         return 3 * self.patch_size**2
-
-
-@fg.struct
-class Layer:
-    """Weights of one layer."""
-
-    attn_norm: Affine
-    qkv: Affine  # (3*E, E)
-    out: Affine
-    mlp_norm: Affine
-    up: Affine  # (F, E)
-    down: Affine  # (E, F)
 
 
 @fg.struct
@@ -187,9 +175,7 @@ def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
     E, F, wide, size = config.dim, config.mlp_dim, MERGE**2 * config.dim, config.patch_size
     gain = norm_of(E)
-    layer = Layer(
-        gain, matrix_of(3 * E, E), matrix_of(E, E), gain, matrix_of(F, E), matrix_of(E, F)
-    )
+    layer = layer_of(E, F)
     return Params(
         Affine(shape(E, 3, size, size), shape(E)), shape(config.side, config.side, E),
         (layer,) * config.num_layers, gain, gain, matrix_of(wide, wide),

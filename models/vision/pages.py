@@ -6,6 +6,7 @@ crops, V pixels along a view, C along a crop.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -89,3 +90,27 @@ def collate(sizes: Sizes, path: str, pages: Sequence[Page]) -> Any:
     R = len(pixels)
     spec = fg.BatchSpec(R * tokens, R, query_len=tokens)
     return Views(pixels, spec) if path == "global" else Crops(pixels, spec)
+
+
+def encoder(
+    sizes: Sizes, see_views: Any, see_crops: Any, assemble: Any, max_tokens: int
+) -> fg.EncoderModel:
+    """An encoder of pages, with the paths "global" and "local".
+
+    Args:
+        see_views, see_crops: the `forward` of each path.
+        assemble: (rows by path, page) -> a page's rows.
+        max_tokens: output tokens of the largest graph of each path.
+    """
+    views, crops = sizes.view_tokens, sizes.crop_tokens
+    return fg.EncoderModel(
+        paths={
+            "global": fg.EncoderPath(see_views, views, unit=views),
+            "local": fg.EncoderPath(see_crops, crops, allow_zero=True, unit=crops),
+        },
+        measure=functools.partial(measure, sizes),
+        collate=functools.partial(collate, sizes),
+        token_range=(min(views, crops), max_tokens),
+        postprocess=assemble,
+        dims={"V": sizes.view, "C": sizes.crop},
+    )

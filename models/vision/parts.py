@@ -1,7 +1,7 @@
 """Parts of vision towers: rotary positions in two dims, attention, learned tables of positions.
 
 Shape letters: P patches of all pictures of a step, S sequences of attention, H heads, D head dim,
-E width of the tower; n taps of a learned table.
+E width of the tower, F of an mlp; n taps of a learned table.
 """
 
 from __future__ import annotations
@@ -14,8 +14,26 @@ from torch import Tensor
 from torch.nn.functional import interpolate, linear, scaled_dot_product_attention
 
 import fngraph as fg
-from fngraph.models.families.layers import Affine, affine
+from fngraph.models.families.layers import Affine, affine, matrix_of, norm_of
 from fngraph.models.families.rope import Turn, rotate, rotate_neighbours
+
+
+@fg.struct
+class Layer:
+    """Weights of one layer."""
+
+    attn_norm: Affine
+    qkv: Affine  # (3*E, E)
+    out: Affine
+    mlp_norm: Affine
+    up: Affine  # (F, E)
+    down: Affine  # (E, F)
+
+
+def layer_of(E: int, F: int) -> Layer:
+    """A layer of meta tensors, of a tower's width and an mlp's."""
+    gain = norm_of(E)
+    return Layer(gain, matrix_of(3 * E, E), matrix_of(E, E), gain, matrix_of(F, E), matrix_of(E, F))
 
 
 def turns(positions_P2: Tensor, D: int, *, theta: float = 10_000.0) -> Tensor:

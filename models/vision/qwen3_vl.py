@@ -30,7 +30,7 @@ from fngraph.models.families.layers import (
 from fngraph.models.families.rope import Turn
 from fngraph.models.vision import grids
 from fngraph.models.vision.grids import Picture
-from fngraph.models.vision.parts import attend, looked_up, turn_of, turns
+from fngraph.models.vision.parts import Layer, attend, layer_of, looked_up, turn_of, turns
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.configs import part_of
 from fngraph.models.weights.naming import shape
@@ -59,18 +59,6 @@ class Config:
     def patch_dim(self) -> int:
         """C."""
         return self.channels * self.frames * self.patch_size**2
-
-
-@fg.struct
-class Layer:
-    """Weights of one layer."""
-
-    attn_norm: Affine
-    qkv: Affine  # (3*E, E)
-    out: Affine
-    mlp_norm: Affine
-    up: Affine  # (F, E)
-    down: Affine  # (E, F)
 
 
 @fg.struct
@@ -197,9 +185,7 @@ def blank(config: Config) -> Params:
     E, F, wide, size = config.dim, config.mlp_dim, MERGE**2 * config.dim, config.patch_size
     kernel = shape(E, config.channels, config.frames, size, size)
     gain, square = norm_of(E), matrix_of(wide, wide)
-    layer = Layer(
-        gain, matrix_of(3 * E, E), matrix_of(E, E), gain, matrix_of(F, E), matrix_of(E, F)
-    )
+    layer = layer_of(E, F)
     down = matrix_of(config.out_dim, wide)
     return Params(
         Affine(kernel, shape(E)), shape(config.side**2, E), (layer,) * config.num_layers,

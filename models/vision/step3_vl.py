@@ -129,20 +129,7 @@ def encoder(config: Config, *, max_tokens: int = 8192) -> fg.EncoderModel:
     Args:
         max_tokens: output tokens of the largest graph of each path.
     """
-    sizes = config.sizes
-    return fg.EncoderModel(
-        paths={
-            "global": fg.EncoderPath(forward_views, sizes.view_tokens, unit=sizes.view_tokens),
-            "local": fg.EncoderPath(
-                forward_crops, sizes.crop_tokens, allow_zero=True, unit=sizes.crop_tokens
-            ),
-        },
-        measure=functools.partial(pages.measure, sizes),
-        collate=functools.partial(pages.collate, sizes),
-        token_range=(min(sizes.view_tokens, sizes.crop_tokens), max_tokens),
-        postprocess=assemble,
-        dims={"V": config.view, "C": config.crop},
-    )
+    return pages.encoder(config.sizes, forward_views, forward_crops, assemble, max_tokens)
 
 
 def assemble(outputs: Mapping[str, Tensor], page: Page) -> Tensor:

@@ -125,6 +125,34 @@ def test_the_last_one_is_repeated(dtype: str, apart: bool, leaf: list[int]):
     assert not z[:13].any() and (z[13:] == 77).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+def test_large_leaves_are_unpacked_whole(dtype: str):
+    wide = 100_003  # elements of a row
+    static = buffers(x=(f"T {wide}", dtype, 3), y=("T", "int64", -1))
+    scribble(static)
+    rows = (torch.arange(14 * wide) % 251).view(14, wide).to(getattr(torch, dtype))
+    stage(static, [rows, torch.arange(14)], key(14, 1), key(15, 4), 0)
+    x, y = static.tensors
+    assert torch.equal(x[:14], rows) and (x[14] == 3).all() and (x[15] == 77).all()
+    assert y.tolist() == [*range(14), -1, 77]
+
+
+@fg.struct
+class Wide:
+    """Rows of 4 MB."""
+
+    x: torch.Tensor = fg.buffer("T 1000000", "float32")
+    spec: fg.BatchSpec = fg.host()
+
+
+@pytest.mark.gpu
+def test_a_leaf_may_be_of_any_size(device: str = "cuda"):
+    fast = fg.graphify(lambda batch: batch.x.amax(-1), modes="FULL", stage="batch", sizes=(24,))
+    batch = Wide(torch.rand(23, 1_000_000, device=device), fg.BatchSpec(23, 23))
+    assert torch.equal(fast(batch), batch.x.amax(-1))  # 96 MB of the key
+    assert fast.stats.share("FULL") == 1
+
+
 def test_a_batch_as_large_as_the_key_gets_no_padding():
     static = buffers(x=("T", "int64", -1), z=("R + 1", "int32", "stride"))
     scribble(static)

@@ -14,7 +14,8 @@ import triton.language as tl
 
 from fngraph.graphs.staging.ring import STATE
 
-BLOCK = 1024  # bytes of a program
+BLOCK = 1024  # bytes of a program; of large leaves 16 times as many
+LARGE = 1 << 20  # bytes; a decode batch's leaves have far fewer
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def _read_slot(ring, state, slots, words, STATE: tl.constexpr, WORDS: tl.constex
 @triton.jit
 def _unpack(table, state, leaves, STATE: tl.constexpr, BLOCK: tl.constexpr):
     """A program takes a block of one leaf: by 4 bytes where that is aligned, else byte by byte."""
-    leaf, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, leaf = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, words = table + leaf * 5, state + STATE
     nbytes = tl.load(row + 1)
     if block * BLOCK < nbytes:
@@ -65,7 +66,7 @@ def _unpack(table, state, leaves, STATE: tl.constexpr, BLOCK: tl.constexpr):
             into = target.to(tl.pointer_type(tl.uint8)) + at
             tl.store(into, tl.where(given, data, (word & 255).to(tl.uint8)), mask=new)
     tl.debug_barrier()
-    if tl.atomic_add(state + 1, 1) == leaves * tl.num_programs(1) - 1:
+    if tl.atomic_add(state + 1, 1) == leaves * tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
         step = tl.load(state) + 1
         tl.store(state, step)
@@ -77,5 +78,6 @@ def launch(table: torch.Tensor, ring: torch.Tensor, state: torch.Tensor, nbytes:
     slots, words = ring.shape
     padded = triton.next_power_of_2(words)
     _read_slot[(1,)](ring, state, slots, words, STATE=STATE, WORDS=padded, num_warps=1)
-    grid = (len(table), triton.cdiv(nbytes, BLOCK))
-    _unpack[grid](table, state, len(table), STATE=STATE, BLOCK=BLOCK)
+    block, warps = (BLOCK, 4) if nbytes <= LARGE else (16 * BLOCK, 8)
+    grid = (triton.cdiv(nbytes, block), len(table))  # of its second number CUDA takes 65,535
+    _unpack[grid](table, state, len(table), STATE=STATE, BLOCK=block, num_warps=warps)

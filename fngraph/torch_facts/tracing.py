@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager as in_kernel_invocation_manager,  # a fake is its meta tensor
 )
 from torch.autograd import forward_ad
+from torch.backends import opt_einsum
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode as get_proxy_mode,  # of the trace that is going on
@@ -83,6 +84,12 @@ def in_forward_mode() -> bool:
 def under_compile() -> AbstractContextManager[Any]:
     """Meanwhile what is under `torch.compile` is traced as the function that it was made from."""
     return config.patch(error_on_nested_fx_trace=False)
+
+
+def in_given_order() -> AbstractContextManager[Any]:
+    """Meanwhile `torch.einsum` multiplies three tensors and more from left to right: opt_einsum,
+    where that is installed, chooses an order by sizes, which symbols are not."""
+    return opt_einsum.flags(enabled=False)
 
 
 def run_by_python(fn: F) -> F:

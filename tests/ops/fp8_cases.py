@@ -20,12 +20,12 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 def nearest(x: Tensor) -> Tensor:
     """The nearest number of float8_e4m3fn in float64; of two, the one whose last bit is 0."""
-    x = x.to(F64)
-    high = torch.searchsorted(FINITE, x.clamp(-448, 448).contiguous()).clamp(max=len(FINITE) - 1)
+    x, finite = x.to(F64), FINITE.to(x.device)
+    high = torch.searchsorted(finite, x.clamp(-448, 448).contiguous()).clamp(max=len(finite) - 1)
     low = (high - 1).clamp(min=0)
-    up, down = FINITE[high] - x, x - FINITE[low]
-    even = FINITE[low].to(torch.float8_e4m3fn).view(torch.uint8) % 2 == 0
-    found = torch.where((down < up) | ((down == up) & even), FINITE[low], FINITE[high])
+    up, down = finite[high] - x, x - finite[low]
+    even = finite[low].to(torch.float8_e4m3fn).view(torch.uint8) % 2 == 0
+    found = torch.where((down < up) | ((down == up) & even), finite[low], finite[high])
     return torch.where(x.isnan(), x, found)
 
 

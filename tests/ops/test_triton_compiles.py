@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,24 @@ def compiled_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **opti
         if isinstance(x, Tensor) or (isinstance(x, int) and x % 16 == 0 and not any_number):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, hints)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tuning)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tuning)
+    assert not made_up(made), (kernel.fn.__name__, options)
+    return made
+
+
+def made_up(made: Any) -> list[str]:
+    """Instructions that read numbers in fp8 out of none of a kernel's arguments.
+
+    ptxas 12.8 takes the upper half of a word that is known to be 0, `mov.b32 {_, %rs}, 0`, for
+    another number. A load whose mask is known to be false gives such words, and so wrong results.
+    """
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"F2FP\.F16\.E4M3\.UNPACK_B R\d+, [-+0-9.].*", told)
 
 
 def kernels(dtype: torch.dtype, query_len: int) -> list[str]:

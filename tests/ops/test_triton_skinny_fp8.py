@@ -104,8 +104,13 @@ def test_what_is_no_number_is_in_all_of_the_result(given: str):
 def test_on_cuda_the_op_is_near_its_plain_form(kind: str, given: str, dtype: torch.dtype):
     for rows, K in ((1, 4096), (1, 5120), (2, 512), (16, 512), (17, 512)):
         args = moved(layer(kind, given, rows, K, dtype, times=16), "cuda")
-        got, want = torch.ops.fngraph.fused_linear_fp8(*args), fused_linear_fp8.plain(*args)
-        assert (got.float() - want.float()).norm() <= 2**-6 * want.float().norm()
+        got = torch.ops.fngraph.fused_linear_fp8(*args).float()
+        want = fused_linear_fp8.plain(*args).float()
+        off = (got - want).abs()
+        if args[6]:  # now and then the next number of fp8
+            assert (off <= want.abs() / 8 + 2**-9).all() and (off > 0).float().mean() <= 0.05
+        else:
+            assert off.norm() <= 2**-7 * want.norm()
 
 
 @pytest.mark.gpu

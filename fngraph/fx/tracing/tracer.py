@@ -47,6 +47,7 @@ from fngraph.torch_facts.tracing import (
     enable_python_dispatcher,
     get_proxy_mode,
     has_proxy_slot,
+    in_given_order,
     make_fx,
     under_compile,
 )
@@ -158,7 +159,10 @@ def trace(
 
     with contextlib.closing(made):
         with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
-            with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
+            with (
+                enable_python_dispatcher(), symbolic_zeros(), in_given_order(),
+                _no_python_random(refuse),
+            ):  # fmt: skip
                 # the dispatcher, because F.pad with a symbolic size crashes without
                 try:
                     gm = make_fx(traced)(*fakes)

@@ -45,28 +45,34 @@ class Tile(NamedTuple):
 def tile_of_one(K: int, rounded: bool, gated: bool = False) -> Tile:
     """By static shapes, and whether the row is in fp8 already.
 
-    Then it is two columns: on an H200 3.1 to 4.1 TB/s of weights. To norm and round a row takes
-    some 27 instructions an element, as much as ten rows of a weight; so eight of these share it.
-    They have up to 168 registers, which is three programs on a multiprocessor.
+    Then it is two columns, of a gate one of both: on an H200 3.2 to 4.1 TB/s of weights. To norm
+    and round a row takes some 27 instructions an element, as much as ten rows of a weight; so eight
+    of these share it.
     """
     wide = min(power_of_two(K), WHOLE)
-    warps = 4 if wide <= (8192 if rounded else 4096) else 8
     if rounded:
-        return Tile(2, wide, warps)
+        warps = 2 if wide <= 4096 and not gated else 4 if wide <= 8192 else 8
+        return Tile(1 if gated and wide <= 4096 else 2, wide, warps)
     rows = 8 if wide <= 4096 else 4 if wide <= 8192 else 2
+    warps = 2 if wide <= 2048 else 4 if wide <= 4096 else 8
     return Tile(max(1, rows // 2) if gated else rows, wide, warps)
 
 
 @triton.jit
 def one_kernel(
-    x, norm, x_scale, a, b, c, a_scale, b_scale, c_scale, more, out_scale, out, A, B, C, eps,
+    x, norm, x_scale, a, b, c, a_scale, b_scale, c_scale, more, out_scale, out, A, B, C, width, eps,
     K: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, WEIGHTS: tl.constexpr,
     BY_ROW: tl.constexpr, INPUT: tl.constexpr, NORMS: tl.constexpr, CENTRED: tl.constexpr,
     GATED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr, HELD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of one row, by one weight, with GATED by both; what is HELD is read before
-    the wait. Products are rounded to the dtype of `more`."""
+    the wait. Products are rounded to the dtype of `more`.
+
+    K stands in the masks as a number of the launch, `width`: where a whole part of WIDE is known to
+    lie behind K, ptxas 12.8 makes other numbers than 0 of what was not read: the upper half of a
+    word, in `mov.b32 {_, %rs}`.
+    """
     let_next(EARLY)
     wait(EARLY and not HELD)
     weight, row, size, first = part_of(a, b, c, A, B, C, COLUMNS, WEIGHTS, GATED)
@@ -76,7 +82,7 @@ def one_kernel(
     n = row + tl.arange(0, COLUMNS)
     k = tl.arange(0, WIDE)
     real = n < size
-    live = k < K
+    live = k < width
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     there = real[:, None] & live[None, :]
     tile = tl.load(weight + at, mask=there, other=0.0)
@@ -159,7 +165,7 @@ def run(
         (blocks,),
         (x, given(norm), given(x_scale), *three, *by, added, given(out_scale)),
         (out,),
-        (*sizes, eps),
+        (*sizes, K, eps),
         num_warps=tile.warps,
         early=True,
         K=K,

@@ -99,6 +99,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     "einsum of heads": lambda x, w, b: torch.einsum(
         "thd,hde->te", x.unflatten(1, (2, -1)), w.view(2, 4, -1)
     ),
+    "einsum of three": lambda x, w, b: torch.einsum("te,fe,f->tf", x, w, w[:, 0]),
     "rearrange": lambda x, w, b: rearrange(
         rearrange(x, "t (h d) -> h t d", h=2) * 2, "h t d -> t (d h)"
     ),

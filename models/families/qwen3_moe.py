@@ -15,7 +15,7 @@ from fngraph.models.families import llama, qwen3
 from fngraph.models.families.decoder import Params as Params, decode, layer_of, params_of
 from fngraph.models.families.experts import EXPERT_NAMES, Mixture, chosen_of, experts_of, mix, route
 from fngraph.models.families.layers import mlp_of
-from fngraph.models.families.llama import KV, Batch as Batch, init_cache as init_cache
+from fngraph.models.families.llama import KV, UNBIASED, Batch as Batch, init_cache as init_cache
 from fngraph.models.families.qwen3 import attention, attention_of
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
@@ -54,7 +54,9 @@ def blank(config: Config) -> Params:
     return params_of(config, [layer_of(config, attn, kind) for kind in kinds])
 
 
-init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
+init_params = functools.partial(
+    naming.init_params, blank, vectors=UNBIASED
+)  # config, *, seed, device, dtype
 
 
 def read_config(raw: loading.Raw) -> Config:
@@ -86,6 +88,10 @@ def read_experts(raw: loading.Raw) -> dict[str, Any]:
 
 
 FORMAT = qwen3.FORMAT._replace(
-    read=read_config, blank=blank, names={**qwen3.FORMAT.names, **EXPERT_NAMES}
+    read=read_config,
+    blank=blank,
+    names={**qwen3.FORMAT.names, **EXPERT_NAMES},
+    only={"hidden_act": "silu", "use_sliding_window": False},
+    layers=("full_attention",),
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

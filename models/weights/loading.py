@@ -34,8 +34,11 @@ from fngraph.models.weights.configs import (
 FAMILIES = {
     "bert": "fngraph.models.families.bert",
     "deepseek_v2": "fngraph.models.families.deepseek_v2",
+    "gemma3_text": "fngraph.models.families.gemma3",
     "llama": "fngraph.models.families.llama",
     "mamba2": "fngraph.models.families.mamba2",
+    "mistral": "fngraph.models.families.mistral",
+    "qwen2": "fngraph.models.families.qwen2",
     "qwen3": "fngraph.models.families.qwen3",
     "qwen3_moe": "fngraph.models.families.qwen3_moe",
     "qwen3_next": "fngraph.models.families.qwen3_next",

@@ -10,7 +10,15 @@ import torch
 from fngraph.core import trees
 from fngraph.models import llama, load_checkpoint, naming, save_checkpoint
 from fngraph.models.families import decoder
-from fngraph.models.families.rope import Llama3, Yarn, rotate, rotation
+from fngraph.models.families.rope import (
+    Dynamic,
+    Linear,
+    Llama3,
+    LongRope,
+    Yarn,
+    rotate,
+    rotation,
+)
 from fngraph.models.weights.checkpoint import BYTES, CheckpointError
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
@@ -145,17 +153,22 @@ def test_init_is_the_same_each_time_and_of_the_listed_shapes(config):
     assert not torch.equal(once["embed"], llama.init_params(config, seed=6).embed)
 
 
-@pytest.mark.parametrize(
-    "scaling", [None, Llama3(8.0, 1.0, 4.0, 64), Yarn(4.0, 32, 1, 64)], ids=["", "llama3", "yarn"]
-)
+SCALINGS = (
+    Llama3(8.0, 1.0, 4.0, 64), Yarn(4.0, 32, 1, 64), Linear(2.0), Dynamic(2.0, 64),
+    LongRope((1.0, 1.5), (2.0, 8.0), 64, 1.1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [None, *SCALINGS], ids=lambda x: type(x).__name__)
 def test_a_checkpoint_comes_back(config, params, scaling, tmp_path):
-    config = dataclasses.replace(config, rope_scaling=scaling)
+    config = dataclasses.replace(config, rope_scaling=scaling, window=7, window_layers=(1,))
     path = tmp_path / "a" / "model.safetensors"
     save_checkpoint(path, config, naming.named(params))
     loaded_config, loaded = load_checkpoint(path)
     assert loaded_config == config
     named = naming.named(loaded)
     assert all(torch.equal(named[n], w) for n, w in naming.named(params).items())
+    assert [layer.attn.window for layer in loaded.layers] == [None, 7]
 
 
 def test_a_bad_checkpoint_lists_all_that_is_wrong(config, params, tmp_path):

@@ -73,16 +73,16 @@ def test_all_that_does_not_fit_is_one_error(folder: Path):
 
 
 def test_a_config_that_cannot_be_run_is_refused(folder: Path):
-    change(folder, hidden_act="gelu", attention_bias=True)
+    change(folder, hidden_act="gelu", layer_types=["chunked_attention"] * 2)
     with pytest.raises(CheckpointError) as error:
         weights(folder)
-    for line in ("hidden_act is 'gelu', only 'silu'", "attention_bias is True, only False"):
+    for line in ("hidden_act is 'gelu', only 'silu'", "layer_types has 'chunked_attention', only"):
         assert line in str(error.value)
 
 
 def test_what_else_may_be_wrong_with_a_config(folder: Path):
     change(folder, rope_parameters={"rope_type": "spiral", "rope_theta": 1.0})
-    with pytest.raises(CheckpointError, match="'spiral'; there are default, llama3 and yarn"):
+    with pytest.raises(CheckpointError, match="'spiral'; there are default, llama3, yarn, linear"):
         weights(folder)
     raw = json.loads((folder / "config.json").read_text())
     del raw["rms_norm_eps"]
@@ -90,7 +90,7 @@ def test_what_else_may_be_wrong_with_a_config(folder: Path):
     with pytest.raises(CheckpointError, match="lacks 'rms_norm_eps'"):
         weights(folder)
     change(folder, model_type="gpt9")
-    with pytest.raises(CheckpointError, match="'gpt9' is none of bert, deepseek_v2, llama"):
+    with pytest.raises(CheckpointError, match="'gpt9' is none of bert, deepseek_v2, gemma3"):
         weights(folder)
     with pytest.raises(CheckpointError, match="save_pretrained"):
         loading.family(folder / "nowhere")
@@ -135,7 +135,7 @@ def test_a_config_that_is_none_is_refused(folder: Path, content: bytes, says: st
         ),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            r"layer_types has 'sliding_attention', only \('full_attention',\)",
+            "sliding_window is None, not how many tokens one sees, but layer 1 has a window",
         ),
         ({"layer_types": 1}, "not iterable"),
         ({"quantization_config": {"bits": 4}}, "cannot be run:\n  quant_method is None"),
@@ -234,9 +234,14 @@ def test_a_config_of_transformers_4_reads_the_same(name: str, tmp_path: Path):
     now = family.load(tmp_path)[0]
     raw = json.loads((tmp_path / "config.json").read_text())
     rope = raw.pop("rope_parameters")
-    raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    rope["type"] = rope.pop("rope_type")
-    if rope["type"] == "default":
+    if "sliding_attention" in rope:
+        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    else:
+        raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+        rope["type"] = rope.pop("rope_type")
+    if rope.get("type") == "default":
         raw["rope_scaling"] = None
     if "num_local_experts" in raw:
         raw["num_experts"] = raw.pop("num_local_experts")

@@ -30,10 +30,13 @@ CLOSE = {  # of one product in place of three; in bfloat16, of matrices that are
     (torch.bfloat16, "cpu"): {"atol": 0.2, "rtol": 0.1},
 }
 DENSE = ("llama", "qwen3")
-# Layers: llama, qwen3 and mamba2 have 2, qwen3_moe and deepseek_v2 3, qwen3_next 4. A first norm
+# Layers: qwen3_moe, deepseek_v2 and gemma3_text have 3, qwen3_next 4, the others 2. A first norm
 # follows no addition, nor does the last, which is of chosen rows.
 FAMILIES: dict[str, tuple[int, ...]] = {  # by ORDER
     "llama": (0, 1, 4, 0, 4, 3, 2, 2, 2),
+    "mistral": (0, 1, 4, 0, 4, 3, 2, 2, 2),
+    "qwen2": (0, 1, 4, 0, 4, 3, 2, 2, 2),
+    "gemma3_text": (0, 3, 6, 6, 0, 5, 8, 0, 3),  # norms behind each part too; its gate is gelu
     "qwen3": (0, 1, 4, 4, 0, 3, 2, 2, 2),
     "qwen3_moe": (26, 3, 4, 6, 0, 5, 2, 3, 3),  # two layers of experts, and one mlp
     "mamba2": (0, 0, 0, 0, 0, 1, 4, 2, 0),

@@ -12,8 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {  # name -> wing
-    "bert": "families", "deepseek_v2": "families", "gemma3": "families", "llama": "families",
-    "mamba2": "families", "mistral": "families", "qwen2": "families", "qwen3": "families",
+    "bert": "families", "deepseek_v2": "families", "deepseek_v3": "families",
+    "gemma3": "families", "llama": "families", "mamba2": "families", "mistral": "families",
+    "qwen2": "families", "qwen3": "families",
     "qwen3_moe": "families", "qwen3_next": "families", "lora": "families",
     "deepseek_ocr": "vision", "kimi_vl": "vision", "qwen3_vl": "vision", "step3_vl": "vision",
     "sampling": "serving",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from fngraph.models.families import (
         bert as bert,
         deepseek_v2 as deepseek_v2,
+        deepseek_v3 as deepseek_v3,
         gemma3 as gemma3,
         llama as llama,
         lora as lora,

@@ -34,6 +34,7 @@ from fngraph.models.weights.configs import (
 FAMILIES = {
     "bert": "fngraph.models.families.bert",
     "deepseek_v2": "fngraph.models.families.deepseek_v2",
+    "deepseek_v3": "fngraph.models.families.deepseek_v3",
     "gemma3_text": "fngraph.models.families.gemma3",
     "llama": "fngraph.models.families.llama",
     "mamba2": "fngraph.models.families.mamba2",

@@ -30,7 +30,6 @@ from tests.models.rows import llama_batch
 VOCAB, LENGTH = 96, 40
 Edits = dict[str, Any]
 GONE = object()  # in place of a value: without the key
-ROUTED = ("qwen3_moe", "qwen3_next", "deepseek_v2")
 
 
 KINDS = ("default", "default", "llama3", "yarn", "linear", "dynamic", "longrope")
@@ -215,13 +214,28 @@ def deepseek_v2(rng: random.Random) -> Edits:
     made, count = decoder(rng) | mixture(rng), rng.choice([1, 2, 4])
     made |= {"n_routed_experts": made.pop("num_experts"), "num_attention_heads": count}
     return made | {
-        "num_key_value_heads": count, "q_lora_rank": rng.choice([None] * 9 + [8]),
+        "num_key_value_heads": count, "q_lora_rank": rng.choice([None, 8, 12]),
         "kv_lora_rank": rng.choice([8, 16]), "qk_nope_head_dim": rng.choice([8, 12]),
         "qk_rope_head_dim": rng.choice([4, 8]), "v_head_dim": rng.choice([6, 10]),
         "n_shared_experts": rng.choice([1, 2]), "norm_topk_prob": rng.random() < 0.1,
         "first_k_dense_replace": rng.randint(0, made["num_hidden_layers"]),
         "routed_scaling_factor": rng.choice([1.0, 1.5]), "mlp_bias": rng.random() < 0.1,
+        **groups(rng, made["n_routed_experts"]),
     }  # fmt: skip
+
+
+def groups(rng: random.Random, count: int) -> Edits:
+    """Groups that experts are chosen from."""
+    parts = rng.choice([n for n in (1, 2, 3) if count % n == 0])
+    method = rng.choice(["greedy", "group_limited_greedy", "group_limited_greedy"])
+    return {"n_group": parts, "topk_group": rng.randint(1, parts), "topk_method": method}
+
+
+def deepseek_v3(rng: random.Random) -> Edits:
+    made = deepseek_v2(rng) | {"norm_topk_prob": rng.random() < 0.7}
+    for key in ("topk_method", "mlp_bias"):
+        made.pop(key)
+    return made | {"rope_interleave": rng.random() < 0.9}
 
 
 def mamba2(rng: random.Random) -> Edits:
@@ -255,7 +269,7 @@ def bert_(rng: random.Random) -> Edits:
 FAMILIES = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "gemma3_text": gemma3,
     "qwen3": qwen3, "qwen3_moe": qwen3_moe, "qwen3_next": qwen3_next,
-    "deepseek_v2": deepseek_v2, "mamba2": mamba2, "bert": bert_,
+    "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "mamba2": mamba2, "bert": bert_,
 }  # fmt: skip
 LEFT_OUT = (
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "layer_types", "decoder_sparse_step",
@@ -301,6 +315,9 @@ def write(name: str, made: Edits, folder: Path, seed: int = 0) -> None:
             weight.uniform_(-3, 0)
         else:
             weight.add_(torch.rand_like(weight) - 0.5)
+    for path, bias in model.named_buffers():
+        if path.endswith("correction_bias"):
+            bias.normal_(0, 0.3)
     model.save_pretrained(folder)
 
 

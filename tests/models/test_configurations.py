@@ -46,10 +46,12 @@ LONG = {
 }  # fmt: skip
 GEMMA = {**PLAIN, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 USED = {"use_sliding_window": True, "sliding_window": 8}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+V3 = {**DEEPSEEK, "q_lora_rank": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 MADE = {
     "mistral": PLAIN, "qwen2": PLAIN | {"hidden_size": 48}, "gemma3_text": GEMMA,
     "llama": PLAIN, "qwen3": PLAIN, "qwen3_moe": MOE, "qwen3_next": NEXT, "mamba2": MAMBA,
-    "deepseek_v2": DEEPSEEK, "bert": {**SIZES, "num_attention_heads": 4},
+    "deepseek_v2": DEEPSEEK, "deepseek_v3": V3, "bert": {**SIZES, "num_attention_heads": 4},
 }  # fmt: skip
 # family, what it is made with beside MADE, what config.json says after that
 EQUAL: dict[str, tuple[str, of.Edits, of.Edits]] = {
@@ -97,8 +99,15 @@ EQUAL: dict[str, tuple[str, of.Edits, of.Edits]] = {
     ),
     **{
         f"attention with biases, {name}": (name, {"attention_bias": True}, {})
-        for name in ("llama", "qwen3", "qwen3_moe", "qwen3_next", "gemma3_text")
+        for name in (
+            "llama", "qwen3", "qwen3_moe", "qwen3_next", "gemma3_text", "deepseek_v2", "deepseek_v3"
+        )
     },
+    "queries compressed": ("deepseek_v2", {"q_lora_rank": 8}, {}),
+    "experts in groups": ("deepseek_v2", GROUPS, {}),
+    "experts in groups that are not limited": ("deepseek_v2", {**GROUPS, "topk_group": 2}, {}),
+    "experts chosen by a bias": ("deepseek_v3", {}, {}),
+    "shares that do not add up": ("deepseek_v3", {"norm_topk_prob": False}, {}),
     "no window in Mistral": ("mistral", {"sliding_window": 8}, {"sliding_window": None}),
     "the window that Mistral has": ("mistral", {"sliding_window": 8}, {"sliding_window": of.GONE}),
     "windows from a layer on": (
@@ -147,7 +156,14 @@ REFUSED: dict[str, tuple[str, of.Edits, str]] = {
     "a layer of another width": ("mamba2", {"expand": 3}, r"hidden_size \* expand 48"),
     "experts counted twice": ("qwen3_moe", {"num_experts": 7}, "but num_experts 7"),
     "values not shared out": ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_value_heads"),
-    "queries compressed": ("deepseek_v2", {"q_lora_rank": of.GONE}, "lacks 'q_lora_rank'"),
+    "queries compressed": ("deepseek_v2", {"q_lora_rank": of.GONE}, "q_a_proj.weight: missing"),
+    "groups of other sizes": ("deepseek_v2", {**GROUPS, "n_group": 3}, "n_group is 3 and topk_"),
+    "groups with too few experts": (
+        "deepseek_v2", {**GROUPS, "num_experts_per_tok": 3}, "is 3, but 1 groups have 2 experts",
+    ),
+    "groups without two experts": ("deepseek_v3", {"n_group": 4}, "of one size, 2 at least"),
+    "another way to choose": ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc', not greedy"),
+    "a rope of halves": ("deepseek_v3", {"rope_interleave": False}, "only True can be run"),
     "factors of other pairs": (
         "llama", {"rope_scaling": {**LONG, "long_factor": [1.0]}}, "have 6 and 1 numbers, not one",
     ),

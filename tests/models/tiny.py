@@ -107,6 +107,18 @@ def deepseek_v2() -> Any:
     )  # fmt: skip
 
 
+def deepseek_v3() -> Any:
+    """Compressed queries; experts out of two of three groups."""
+    return transformers.DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=16,
+        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=6,
+        n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=16, n_group=3,
+        topk_group=2, first_k_dense_replace=1, routed_scaling_factor=1.5,
+        max_position_embeddings=96, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
 def qwen3_next() -> Any:
     return transformers.Qwen3NextConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
@@ -141,6 +153,7 @@ GENERATIVE: dict[str, tuple[Make, int, float]] = {
     "qwen3_moe": (qwen3_moe, 0, 0.4),
     "mamba2": (mamba2, 1, 0.35),
     "deepseek_v2": (deepseek_v2, 7, 0.25),
+    "deepseek_v3": (deepseek_v3, 1, 0.3),
     "qwen3_next": (qwen3_next, 1, 0.2),
 }
 """Config, seed, and how wide matrices are drawn: found by looking for texts that keep changing."""
@@ -162,6 +175,9 @@ def model(name: str) -> Any:
             weight.uniform_(-3, 0)
         else:
             weight.add_(torch.rand_like(weight) - 0.5)
+    for buffer_name, buffer in made.named_buffers():
+        if buffer_name.endswith("correction_bias"):
+            buffer.uniform_(-0.3, 0.3)
     return made
 
 

@@ -103,6 +103,11 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], Found]] = {
                           x.sin()),
         [ONE, ONE],
     ),
+    "a norm of one of two products, before another": (
+        lambda p, x: (lambda y: linear(norm(p, linear(y, p["square"])), p["w1"]).sin()
+                      + linear(y, p["w1"]).sin())(x.sin()),
+        [(2, False, False, False), (1, True, False, False)],
+    ),
     "a residual": (lambda p, x: linear(x.sin(), p["square"]) + x, [(1, False, False, True)]),
     "a residual in front": (
         lambda p, x: x + linear(x.sin(), p["square"]), [(1, False, False, True)],
@@ -173,6 +178,7 @@ FAMILIES: dict[str, dict[tuple[int, bool, bool, bool], int]] = {
     "qwen3_moe": {QKV: 3, GATE: 1, SUM: 4, HEAD: 1, ALONE: 2},  # two routers
     "mamba2": {HEAD: 3, (1, True, False, True): 2},  # a norm before the last product of a layer
     "deepseek_v2": {PAIR: 3, GATE: 1, PLAIN_GATE: 2, SUM: 6, HEAD: 1, ALONE: 2},
+    "deepseek_v3": {PAIR: 3, GATE: 1, PLAIN_GATE: 2, SUM: 6, HEAD: 4, ALONE: 2},
     "qwen3_next": {
         QKV: 1, PAIR: 3, GATE: 1, PLAIN_GATE: 3, SUM: 5, HEAD: 1, ALONE: 3,
         (2, False, False, False): 3,
@@ -183,6 +189,7 @@ OTHER_BITS = ("gemma3_text",)  # torch's gelu of a part of rows is another one t
 IN_BFLOAT16 = {  # what is added is in float32 there; so is what a router multiplies
     "mamba2": {HEAD: 3, (1, True, False, False): 3, ALONE: 2},
     "deepseek_v2": {PAIR: 3, GATE: 1, PLAIN_GATE: 2, SUM: 6, HEAD: 1},
+    "deepseek_v3": {PAIR: 3, GATE: 1, PLAIN_GATE: 2, SUM: 6, HEAD: 4},
 }
 
 

@@ -137,3 +137,5 @@ DECODER_NAMES = {
     "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
 }
 """What Hugging Face calls these weights, for `loading.Format.names`."""
+WITHOUT_HEAD = ((r"^(?=(embed_tokens|layers|norm)\.)", "model."),)
+"""What a model saved without its head leaves out of these, for `loading.Format.renamed`."""

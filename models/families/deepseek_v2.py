@@ -27,6 +27,7 @@ import fngraph as fg
 from fngraph.models.families import experts, layers
 from fngraph.models.families.decoder import (
     DECODER_NAMES,
+    WITHOUT_HEAD,
     Params as Params,
     decode,
     layer_of,
@@ -316,6 +317,9 @@ FORMAT = loading.Format(
         "scoring_func": "softmax", "moe_layer_freq": 1,
     },
     skipped=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    renamed=WITHOUT_HEAD,
     harmless=("head_dim", "qk_head_dim", "n_group", "topk_group", "ep_size"),
+    wide=("router",),
+    kept=("choice_bias",),
 )  # fmt: skip
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

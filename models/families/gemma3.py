@@ -21,6 +21,7 @@ from torch.nn.functional import gelu, linear
 import fngraph as fg
 from fngraph.models.families import llama, qwen3
 from fngraph.models.families.decoder import (
+    WITHOUT_HEAD,
     Params as Params,
     all_layers,
     layer_of,
@@ -193,7 +194,9 @@ FORMAT = loading.Format(
         "use_bidirectional_attention": False,
     },
     skipped=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    renamed=WITHOUT_HEAD,
     layers=("full_attention", "sliding_attention"),
+    wide=tuple(CENTRED),
     harmless=("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern"),
 )  # fmt: skip
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

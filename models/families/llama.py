@@ -17,6 +17,7 @@ import fngraph as fg
 from fngraph.models.families import layers
 from fngraph.models.families.decoder import (
     DECODER_NAMES,
+    WITHOUT_HEAD,
     AttendFn,
     Params as Params,
     decode,
@@ -251,5 +252,6 @@ FORMAT = loading.Format(
     names={**DECODER_NAMES, **ATTENTION_NAMES, **mlp_names("mlp", "mlp")},
     only={"hidden_act": "silu", "mlp_bias": False},
     skipped=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    renamed=WITHOUT_HEAD,
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

@@ -12,7 +12,13 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.models.families import llama, qwen2
-from fngraph.models.families.decoder import Params as Params, decode, layer_of, params_of
+from fngraph.models.families.decoder import (
+    WITHOUT_HEAD,
+    Params as Params,
+    decode,
+    layer_of,
+    params_of,
+)
 from fngraph.models.families.layers import attend, join, mlp_of, rms_norm
 from fngraph.models.families.llama import (
     KV,
@@ -84,6 +90,7 @@ FORMAT = loading.Format(
         "layers.*.attn.k_norm": "model.layers.*.self_attn.k_norm.weight",
     },
     only={"hidden_act": "silu"},
+    renamed=WITHOUT_HEAD,
     layers=("full_attention", "sliding_attention"),
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

@@ -253,5 +253,6 @@ FORMAT = qwen3_moe.FORMAT._replace(
     },
     skipped=("mtp.*",),
     layers=("full_attention", "linear_attention"),
+    wide=("dt_bias", "a_log", "gate_norm", *CENTRED),
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

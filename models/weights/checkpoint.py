@@ -41,7 +41,9 @@ def load_checkpoint(
     Raises:
         CheckpointError: no such file, no config in it, or tensors missing, extra or misshapen;
             all of them are listed.
+        TypeError: a dtype that weights cannot have.
     """
+    naming.check_dtype(dtype)
     try:
         with safe_open(path, framework="pt") as file:
             described = (file.metadata() or {}).get("config")

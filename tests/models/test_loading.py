@@ -11,7 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models as kinds, pre_tokenizers
 
-from fngraph.models import CheckpointError, generate, llama, loading, naming, read_text
+from fngraph.models import (
+    CheckpointError,
+    generate,
+    llama,
+    load_checkpoint,
+    loading,
+    naming,
+    read_text,
+)
 from tests.models import tiny
 
 FILE = "model.safetensors"
@@ -90,7 +98,7 @@ def test_what_else_may_be_wrong_with_a_config(folder: Path):
     with pytest.raises(CheckpointError, match="lacks 'rms_norm_eps'"):
         weights(folder)
     change(folder, model_type="gpt9")
-    with pytest.raises(CheckpointError, match="'gpt9' is none of bert, deepseek_v2, gemma3"):
+    with pytest.raises(CheckpointError, match="'gpt9' is none of bert, deepseek_v2, deepseek_v3"):
         weights(folder)
     with pytest.raises(CheckpointError, match="save_pretrained"):
         loading.family(folder / "nowhere")
@@ -196,6 +204,76 @@ def test_dtypes_are_kept_or_cast(folder: Path):
     assert {w.dtype for w in weights(folder).values()} == {torch.bfloat16}
     _, params = loading.family(folder).load(folder, dtype=torch.float32)
     assert {w.dtype for w in naming.named(params).values()} == {torch.float32}
+
+
+def test_several_dtypes_are_said_at_load(folder: Path):
+    named = load_file(folder / FILE)
+    norms = {n: w for n, w in named.items() if "norm" in n}
+    save_file({n: w.bfloat16() for n, w in named.items()} | norms, folder / FILE)
+    with pytest.raises(CheckpointError, match=r"(?s)several dtypes.*dtype=torch\.bfloat16.*F32: 9"):
+        weights(folder)
+    _, params = loading.family(folder).load(folder, dtype=torch.bfloat16)
+    assert {w.dtype for w in naming.named(params).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "name, parts, cast",
+    [
+        ("mamba2", ("A_log", "dt_bias", ".D"), True),
+        ("qwen3_next", ("norm.weight", "A_log"), True),
+        ("deepseek_v3", ("correction_bias",), False), ("gemma3_text", ("norm.weight",), True),
+    ],
+)  # fmt: skip
+def test_what_is_computed_in_float32_may_be_stored_so(name, parts, cast, tmp_path: Path):
+    """And runs; the bias by which DeepSeek-V3 chooses is not cast, as by transformers."""
+    tiny.save(name, tmp_path)
+    stored = load_file(tmp_path / FILE)
+    of = lambda n: torch.float32 if n.endswith(parts) else torch.bfloat16  # noqa: E731
+    save_file({n: w.to(of(n)) for n, w in stored.items()}, tmp_path / FILE)
+    family = loading.family(tmp_path)
+    config, params = family.load(tmp_path)
+    assert {w.dtype for w in naming.named(params).values()} == {torch.bfloat16, torch.float32}
+    cache = family.init_cache(config, 2, num_slots=1, dtype=torch.bfloat16)
+    batch = generate.alone(tiny.PROMPT, 0, 2, "cpu", family.Batch)
+    assert family.forward(params, cache, batch)[0].isfinite().all()
+    dtypes = {w.dtype for w in naming.named(family.load(tmp_path, dtype=torch.float16)[1]).values()}
+    assert dtypes == ({torch.float16} if cast else {torch.float16, torch.float32})
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.float8_e4m3fn, torch.bool, "bfloat16"], ids=str
+)
+def test_a_dtype_that_weights_cannot_have_is_refused(folder: Path, dtype: Any):
+    config, _ = loading.family(folder).load(folder)
+    calls = (
+        lambda: loading.family(folder).load(folder, dtype=dtype),
+        lambda: loading.from_state(llama.blank, {}, config, {}, dtype=dtype),
+        lambda: llama.init_params(config, dtype=dtype),
+        lambda: load_checkpoint(dtype=dtype),
+    )
+    for call in calls:
+        with pytest.raises(
+            TypeError, match=r"would be cut off.*torch\.float32|pass one of torch's"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_model_saved_without_its_head(name: str, tmp_path: Path):
+    """Its names lack "model."; a head that is not tied is missing, and nothing else."""
+    model = tiny.save(name, tmp_path)
+    family = loading.family(tmp_path)
+    config, whole = family.load(tmp_path)
+    model.model.save_pretrained(tmp_path)
+    if not config.tied:
+        with pytest.raises(CheckpointError) as error:
+            family.load(tmp_path)
+        assert str(error.value).splitlines()[1:] == [
+            f"  lm_head.weight: missing, expected {tuple(whole.head.shape)}"
+        ]
+        return
+    named, again = (naming.named(x) for x in (whole, family.load(tmp_path)[1]))
+    assert all(torch.equal(again[n], w) for n, w in named.items())
 
 
 def test_a_tied_head_is_not_read(tmp_path: Path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ pytest.importorskip("transformers")
 
 from fngraph.integrations.transformers import GraphifiedModel, graphify_model
 from fngraph.integrations.transformers.attention import Attending, Mask, attend, window_of
+from fngraph.integrations.transformers.suitable import NATIVE
+from fngraph.models import generate, loading
 from tests.integrations.architectures import EVERY_MODE, FURTHER, VOCAB, WINDOW, make
 from tests.models.conftest import DEVICES
 from tests.traced_once import Kept, traced_once
@@ -405,7 +408,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a recurrent model": ("Mamba", {}, r"is recurrent: .*fg\.from_module.*use_cache=False"),
     "one that is a family": (
         "Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-        r"is recurrent: .* fngraph\.models\.families\.mamba2 runs it",
+        r"is recurrent: .* fngraph\.models\.mamba2 runs it: .* mamba2\.load",
     ),
     "Mamba beside attention": ("FalconH1", {}, "layers of another kind .*hybrid"),
     "chunked attention": ("Llama4Text", {}, "layers of another kind .*chunked_attention"),
@@ -564,6 +567,14 @@ def test_something_that_is_no_causal_lm_is_told_where_to_go(what: str):
     one = make_one()
     with pytest.raises(ModelError, match=says):
         graphify_model(one.eval() if isinstance(one, torch.nn.Module) else one, LIMITS)
+
+
+def test_recurrent_families_are_those_that_are_named():
+    named = {
+        name: generate.family_states(importlib.import_module(loading.FAMILIES[name]))
+        for name in loading.FAMILIES
+    }
+    assert {name for name, states in named.items() if states} == set(NATIVE)
 
 
 class Letters:

@@ -12,12 +12,13 @@ from torch import nn
 
 from fngraph.core import Limits
 from fngraph.errors import ModelError
-from fngraph.models.weights.loading import FAMILIES, POOLING
 
 WHOLE = (
     "fg.from_module(model) makes a function of it that runs whole inputs, without a cache: see "
     "docs/transformers.md"
 )
+NATIVE = ("mamba2", "qwen3_next")
+"""Of `model_type`: those with states that are modules of `fngraph.models`."""
 TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
 """Last names of embeddings of positions."""
 OFFSET = 2
@@ -86,8 +87,8 @@ def _other_kind(model: Any) -> str:
 def _instead(model: Any) -> str:
     """Where a model goes that keeps states."""
     kind = getattr(model.config, "model_type", "")
-    if kind in FAMILIES and kind not in POOLING:
-        return f"{FAMILIES[kind]} runs it: fngraph.models.loading.family(folder)"
+    if kind in NATIVE:
+        return f"fngraph.models.{kind} runs it: config, params = {kind}.load(folder)"
     return f"{WHOLE}, use_cache=False"
 
 

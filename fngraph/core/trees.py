@@ -79,7 +79,7 @@ def _register(cls: type) -> None:
     Raises:
         TreeError: when it is flattened: a dict with items that are no fields of it.
     """
-    base = next((b for b in cls.__mro__ if b in (collections.OrderedDict, dict)), object)
+    base: Any = next((b for b in cls.__mro__ if b in (collections.OrderedDict, dict)), object)
     fields = tuple(field.name for field in dataclasses.fields(cls))
     made_again = {
         n for n in dir(cls) if isinstance(getattr(cls, n, None), functools.cached_property)
@@ -104,7 +104,7 @@ def _register(cls: type) -> None:
         for name, value in (*zip(names, leaves, strict=True), *rest.values.items()):
             object.__setattr__(new, name, value)  # frozen ones too
         for key in keys:
-            base.__setitem__(new, key, getattr(new, key))  # type: ignore[attr-defined]
+            base.__setitem__(new, key, getattr(new, key))
         return new
 
     _optree().register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)

@@ -298,7 +298,7 @@ def _longrope(rope: Mapping[str, Any], factor: float, trained: int) -> LongRope:
     amplitude = rope.get("attention_factor")
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
-    return LongRope(*both, trained, amplitude)
+    return LongRope(both[0], both[1], trained, amplitude)
 
 
 def longest(raw: Mapping[str, Any], scaling: Scaling | None) -> int:

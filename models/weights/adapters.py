@@ -61,7 +61,8 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
             f"adapter_config.json: init_lora_weights={init!r} fits base weights that it changed; "
             "save it with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
-    alpha, rslora = config.get("lora_alpha"), config.get("use_rslora")
+    alpha: Any = config.get("lora_alpha")
+    rslora = config.get("use_rslora")
     alphas = config.get("alpha_pattern") or {}
     wrong_alpha = wrong_alphas(alpha, alphas)
     wrong += wrong_alpha

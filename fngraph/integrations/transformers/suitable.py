@@ -31,10 +31,10 @@ def refuse_unsuitable(model: Any) -> None:
     Raises:
         ModelError: says what it is, and what to do.
     """
-    name = type(model).__name__
-    if not isinstance(model, nn.Module) or not hasattr(model, "set_attn_implementation"):
+    name, is_module = type(model).__name__, isinstance(model, nn.Module)
+    if not is_module or not hasattr(model, "set_attn_implementation"):
         told = "Load one: AutoModelForCausalLM.from_pretrained(...)"
-        if isinstance(model, nn.Module):
+        if is_module:
             told += f". Of another module {WHOLE}"
         raise ModelError(f"{name} is no causal LM of transformers. {told}")
     if what := _other_kind(model):

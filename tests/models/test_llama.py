@@ -116,6 +116,20 @@ def test_rope_turns_by_position_alone(config):
     torch.testing.assert_close(turned.norm(dim=-1), x_THD.norm(dim=-1))
 
 
+@pytest.mark.parametrize("scaling", [Dynamic(4.0, 16), LongRope((1.0, 2.0), (3.0, 4.0), 16, 1.2)])
+def test_a_rope_that_goes_by_the_text_is_the_same_in_any_chunks(scaling):
+    """A token goes by the text up to itself: what else is in the call has no say."""
+    whole = rotation(torch.arange(40), 4, 100.0, torch.float32, scaling)
+    for at in (0, 15, 16, 39):
+        alone = rotation(torch.tensor([at]), 4, 100.0, torch.float32, scaling)
+        assert all(torch.equal(x[at], y[0]) for x, y in zip(whole, alone))
+    plain = rotation(torch.arange(40), 4, 100.0, torch.float32, Linear(1.0))
+    same = [
+        torch.allclose(whole[0][i] / getattr(scaling, "amplitude", 1), plain[0][i]) for i in (1, 39)
+    ]
+    assert same == [isinstance(scaling, Dynamic), False]
+
+
 def test_rope_scores_depend_on_the_distance(config):
     q, k = torch.randn(2, 1, 1, config.head_dim)
 

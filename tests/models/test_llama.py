@@ -86,6 +86,22 @@ def test_variants(config, change):
     assert_dense(params, [(0, 0, 11), (1, 0, 5)], [(0, 11, 20), (2, 0, 20)])
 
 
+def test_a_layer_with_a_window_does_not_see_a_shared_prefix_whole(config):
+    """A batch whose requests share a prefix is read by cascades, but for such layers."""
+    params = wide_params(dataclasses.replace(config, window=5, window_layers=(1,)))
+    texts = [(*range(8), 40, 41, 42), (*range(8), 90)]
+    spans = [(text, (2, 4, 6 + i), 0, len(text)) for i, text in enumerate(texts)]
+    batch = llama_batch(spans, B, BLOCK_SIZE)
+    fresh = lambda: llama.init_cache(params.config, 18, block_size=BLOCK_SIZE)  # noqa: E731
+    want_RV, _ = llama.forward(params, fresh(), batch)
+    object.__setattr__(batch, "prefix_len", torch.tensor([8], dtype=torch.int32))
+    got_RV, _ = llama.forward(params, fresh(), batch)
+    torch.testing.assert_close(got_RV, want_RV, atol=1e-5, rtol=0)
+    every = dataclasses.replace(params.config, window_layers=())
+    other = naming.filled(llama.blank(every), naming.named(params))
+    assert (llama.forward(other, fresh(), batch)[0] - want_RV).abs().max() > 0.1
+
+
 def test_the_head_runs_on_the_asked_rows_only(params, monkeypatch):
     seen = []
     head = decoder.logits

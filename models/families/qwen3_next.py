@@ -251,6 +251,7 @@ FORMAT = qwen3_moe.FORMAT._replace(
         **mlp_names("mlp.shared", "mlp.shared_expert"),
         "layers.*.mlp.shared_gate": "model.layers.*.mlp.shared_expert_gate.weight",
     },
+    only={"hidden_act": "silu", "use_sliding_window": False},
     skipped=("mtp.*",),
     layers=("full_attention", "linear_attention"),
     wide=("dt_bias", "a_log", "gate_norm", *CENTRED),

@@ -116,6 +116,7 @@ EQUAL: dict[str, tuple[str, of.Edits, of.Edits]] = {
     "windows by layer": (
         "qwen3", {**USED, "layer_types": ["sliding_attention", "full_attention"]}, {},
     ),
+    "windows in all layers of experts": ("qwen3_moe", USED, {}),
     "windows that are not used": ("qwen2", {**USED, "use_sliding_window": False}, {}),
     "two ropes": (
         "gemma3_text",
@@ -169,6 +170,9 @@ REFUSED: dict[str, tuple[str, of.Edits, str]] = {
     ),
     "factors that are none": (
         "llama", {"rope_scaling": {**LONG, "long_factor": ["a"]}}, "long_factor is .* not a list",
+    ),
+    "windows said twice": (
+        "qwen3_moe", {**USED, "layer_types": ["full_attention"] * 2}, "for all layers here",
     ),
     "a window of no size": ("mistral", {"sliding_window": 0}, "sliding_window is 0, not how many"),
     "a window by no size": (

@@ -12,8 +12,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {  # name -> wing
-    "bert": "families", "deepseek_v2": "families", "llama": "families", "mamba2": "families",
-    "qwen3": "families", "qwen3_moe": "families", "qwen3_next": "families", "lora": "families",
+    "bert": "families", "deepseek_v2": "families", "deepseek_v3": "families",
+    "gemma3": "families", "llama": "families", "mamba2": "families", "mistral": "families",
+    "qwen2": "families", "qwen3": "families",
+    "qwen3_moe": "families", "qwen3_next": "families", "lora": "families",
     "deepseek_ocr": "vision", "kimi_vl": "vision", "qwen3_vl": "vision", "step3_vl": "vision",
     "sampling": "serving",
     "loading": "weights", "naming": "weights",
@@ -40,9 +42,13 @@ if TYPE_CHECKING:
     from fngraph.models.families import (
         bert as bert,
         deepseek_v2 as deepseek_v2,
+        deepseek_v3 as deepseek_v3,
+        gemma3 as gemma3,
         llama as llama,
         lora as lora,
         mamba2 as mamba2,
+        mistral as mistral,
+        qwen2 as qwen2,
         qwen3 as qwen3,
         qwen3_moe as qwen3_moe,
         qwen3_next as qwen3_next,

@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
             share=not states,
             num_slots=flags.max_reqs if states else 0,
         )
-        check_length(flags.model, state)
+        check_length(config, state)
     except (loading.CheckpointError, ValueError) as error:
         parser().error(str(error))
     cache = family.init_cache(
@@ -167,13 +167,13 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\n\n{tally.as_text()}")
 
 
-def check_length(folder: Path | None, state: State) -> None:
-    """Refuse texts that would be longer than a folder's model has positions.
+def check_length(config: Any, state: State) -> None:
+    """Refuse texts that would be longer than a model has positions.
 
     Raises:
         ValueError: one that could be.
     """
-    most = folder and loading.read_json(folder).get("max_position_embeddings")
+    most = getattr(config, "max_len", 0)
     requests = [job.request for job in state.waiting]
     longest = max(requests, key=lambda request: len(request.prompt) + request.max_new)
     if most and len(longest.prompt) + longest.max_new > most:

@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 from fngraph.core.structs import NAMESPACE, Exactly
+from fngraph.errors import TreeError
 
 
 @functools.cache
@@ -73,7 +74,12 @@ def _is_plain_dataclass(x: Any) -> bool:
 def _register(cls: type) -> None:
     """Its fields are children, and so are other attributes with tensors (`__post_init__` may set
     some); the rest of what it has is structure. It is made again as it was, by no code of its own.
+    One that is a dict as well (results of transformers) has its fields as items again.
+
+    Raises:
+        TreeError: when it is flattened: a dict with items that are no fields of it.
     """
+    base: Any = next((b for b in cls.__mro__ if b in (collections.OrderedDict, dict)), object)
     fields = tuple(field.name for field in dataclasses.fields(cls))
     made_again = {
         n for n in dir(cls) if isinstance(getattr(cls, n, None), functools.cached_property)
@@ -84,13 +90,21 @@ def _register(cls: type) -> None:
         more = {n: own[n] for n in own if n not in fields and n not in made_again} if own else {}
         names = (*fields, *(name for name, value in more.items() if _has_arrays(value)))
         rest = {name: value for name, value in more.items() if name not in names}
-        return tuple(getattr(tree, name) for name in names), (names, Exactly(rest)), names
+        keys = tuple(tree) if base is not object else ()
+        if strange := [key for key in keys if key not in fields]:
+            raise TreeError(
+                f"a {cls.__name__} is a dataclass and a dict, and {strange[0]!r} is an item and no "
+                "field of it. Pass or return one of the two"
+            )
+        return tuple(getattr(tree, name) for name in names), (names, Exactly(rest), keys), names
 
     def unflatten(meta: Any, leaves: Any) -> Any:
-        names, rest = meta
-        new: Any = object.__new__(cls)
+        names, rest, keys = meta
+        new: Any = base.__new__(cls)
         for name, value in (*zip(names, leaves, strict=True), *rest.values.items()):
             object.__setattr__(new, name, value)  # frozen ones too
+        for key in keys:
+            base.__setitem__(new, key, getattr(new, key))
         return new
 
     _optree().register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)

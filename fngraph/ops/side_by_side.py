@@ -21,9 +21,10 @@ from fngraph.ops.fp8 import scaled_linear
 from fngraph.ops.opaque import define_op
 from fngraph.torch_facts.memory import storage_key
 
-ROWS = (("wq", "wk", "wv"), ("w_gate", "w_up"), ("q_proj", "k_proj", "v_proj"),
-        ("gate_proj", "up_proj"))  # fmt: skip
-"""Names of weights that have one input, in the families here and in those of transformers."""
+ROWS = (("wq", "wk", "wv"), ("bq", "bk", "bv"), ("w_gate", "w_up"),
+        ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # fmt: skip
+"""Names of weights and biases that have one input, in the families here and in those of
+transformers."""
 
 
 def lay_side_by_side(params: Any, groups: Sequence[Sequence[str]] = ROWS) -> Any:

@@ -115,8 +115,6 @@ def _merged(graph: fx.Graph, run: Sequence[fx.Node]) -> fx.Node:
     weights: list[Any] = [_weight(node) for node in run]
     args = (first.args[0], weights, None, None, 0.0, False, False, True, lie_together(weights))
     new = insert(graph, first, _OP, args)
-    if len(run) == 1:
-        new.meta["val"] = first.meta["val"]
     put_for(graph, new, run)
     return new
 

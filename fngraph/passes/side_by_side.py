@@ -252,6 +252,7 @@ def put_for(graph: fx.Graph, whole: fx.Node, run: Sequence[fx.Node]) -> None:
         if len(run) > 1:
             part = insert(graph, first, aten.slice.Tensor, (whole, 1, *span))
         part.meta["stack_trace"] = node.meta.get("stack_trace", "forward")
+        part.meta["val"] = node.meta["val"]  # for who looks before values are worked out anew
         node.replace_all_uses_with(part)
     for node in run:
         turned: Any = node.args[-1]  # of a product in fp8 a dtype

@@ -184,7 +184,12 @@ FORMAT = loading.Format(
         **affine_names("layers.*.mlp_norm", "encoder.layer.*.output.LayerNorm"),
     },
     only={"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False},
-    skipped=("pooler.*", "embeddings.position_ids"),
+    skipped=("pooler.*", "embeddings.position_ids", "cls.*", "classifier.*", "qa_outputs.*"),
+    renamed=(  # of a model with a head, and of its early days
+        (r"^bert\.", ""),
+        (r"LayerNorm\.gamma$", "LayerNorm.weight"),
+        (r"LayerNorm\.beta$", "LayerNorm.bias"),
+    ),
     harmless=("pooler_*", "directionality", "tie_word_embeddings"),
     copies={},
 )

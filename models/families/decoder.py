@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from fngraph.models.families.layers import Mlp, mlp, rms_norm
-from fngraph.models.families.rope import Turn, rotation
+from fngraph.models.families.rope import rotation
 from fngraph.models.weights.naming import shape
 
 NormFn = Callable[[Tensor, Tensor, float], Tensor]
@@ -77,13 +77,14 @@ def transformer(
 
 
 def all_layers(
-    params: Params, x_TE: Tensor, rope: Turn, cache: tuple[Any, ...], batch: Any,
+    params: Params, x_TE: Tensor, rope: Any, cache: tuple[Any, ...], batch: Any,
     attention: AttentionFn, mixture: MixtureFn | None = None, *, norm: NormFn = rms_norm,
     added: Sequence[Tensor] = (),
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
     """As `transformer`, of embeddings and angles that are there already.
 
     Args:
+        rope: what `attention` takes it for, a `Turn` or one for each kind of layer.
         added: (T, E) each, to what comes out of the first layers, one a layer.
     """
     kept = []
@@ -98,7 +99,7 @@ def all_layers(
 
 @fg.block
 def decoder_layer(
-    config: Any, layer: Layer, x_TE: Tensor, rope: Turn, kept: Any, batch: Any,
+    config: Any, layer: Layer, x_TE: Tensor, rope: Any, kept: Any, batch: Any,
     attention: AttentionFn, mixture: MixtureFn | None, norm: NormFn,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """x + attention(norm(x)), plus the mlp or the experts of its norm; and what is kept."""
@@ -136,3 +137,5 @@ DECODER_NAMES = {
     "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
 }
 """What Hugging Face calls these weights, for `loading.Format.names`."""
+WITHOUT_HEAD = ((r"^(?=(embed_tokens|layers|norm)\.)", "model."),)
+"""What a model saved without its head leaves out of these, for `loading.Format.renamed`."""

@@ -36,10 +36,15 @@ def swiglu(x_TE: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor
     return linear(silu(linear(x_TE, w_gate)) * linear(x_TE, w_up), w_down)
 
 
-def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: Any, batch: Any) -> tuple[Tensor, Any]:
-    """Causal attention; a batch with a `prefix_len` has its shared prefix read once for all."""
-    attention = fg.ops.cascade if hasattr(batch, "prefix_len") else fg.ops.attention
-    return attention(q_THD, k_TKD, v_TKD, kv, batch)
+def attend(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv: Any, batch: Any, *,
+    scale: float | None = None, window: int | None = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Causal attention; a batch with a `prefix_len` has its shared prefix read once for all, but
+    for layers with a window, which do not see all of it."""
+    if hasattr(batch, "prefix_len") and window is None:
+        return fg.ops.cascade(q_THD, k_TKD, v_TKD, kv, batch, scale=scale)
+    return fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch, scale=scale, window=window)
 
 
 def heads(x_TE: Tensor, weight: Tensor, head_dim: int, bias: Tensor | None = None) -> Tensor:
@@ -47,9 +52,9 @@ def heads(x_TE: Tensor, weight: Tensor, head_dim: int, bias: Tensor | None = Non
     return rearrange(linear(x_TE, weight, bias), "t (h d) -> t h d", d=head_dim)
 
 
-def join(x_THD: Tensor, weight: Tensor) -> Tensor:
-    """(T, E): all heads projected back; `weight` is (E, H*D)."""
-    return linear(rearrange(x_THD, "t h d -> t (h d)"), weight)
+def join(x_THD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(T, E): all heads projected back; `weight` is (E, H*D), `bias` (E,)."""
+    return linear(rearrange(x_THD, "t h d -> t (h d)"), weight, bias)
 
 
 @fg.struct

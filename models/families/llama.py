@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ import fngraph as fg
 from fngraph.models.families import layers
 from fngraph.models.families.decoder import (
     DECODER_NAMES,
+    WITHOUT_HEAD,
     AttendFn,
     Params as Params,
     decode,
@@ -23,7 +25,15 @@ from fngraph.models.families.decoder import (
     params_of,
 )
 from fngraph.models.families.layers import Room, attend, heads, join, mlp_names, mlp_of
-from fngraph.models.families.rope import Scaling, Turn, read_rope, rotate
+from fngraph.models.families.rope import (
+    Rope,
+    Scaling,
+    Turn,
+    check_pairs,
+    longest,
+    read_rope,
+    rotate,
+)
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
 
@@ -46,6 +56,10 @@ class Config:
     tied: bool = False  # the head is the embedding
     rope_scaling: Scaling | None = None
     max_len: int = 0  # positions that it was made for; 0: not known
+    qkv_bias: bool = False  # queries, keys and values have one
+    out_bias: bool = False  # and what comes out of attention
+    window: int = 0  # tokens that one sees in `window_layers`, itself included
+    window_layers: tuple[int, ...] = ()  # in the others it sees all before it
 
 
 @fg.struct
@@ -56,6 +70,11 @@ class Attention:
     wk: Tensor  # (K*D, E)
     wv: Tensor  # (K*D, E)
     wo: Tensor  # (E, H*D)
+    bq: Tensor | None  # (H*D,)
+    bk: Tensor | None  # (K*D,)
+    bv: Tensor | None  # (K*D,)
+    bo: Tensor | None  # (E,)
+    window: int | None = fg.static()  # tokens that one sees, itself included; None: all before it
 
 
 @fg.struct
@@ -84,24 +103,38 @@ def attention(
     attend: AttendFn = attend,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Attention by `attend`, over a paged cache if nothing else is said; and what that keeps."""
-    q_THD, k_TKD, v_TKD = (
-        heads(x_TE, weight, config.head_dim) for weight in (weights.wq, weights.wk, weights.wv)
-    )
-    out_THD, kv = attend(rotate(q_THD, rope), rotate(k_TKD, rope), v_TKD, kv, batch)
-    return join(out_THD, weights.wo), kv
+    q_THD, k_TKD, v_TKD = project(config, weights, x_TE)
+    windowed = {} if weights.window is None else {"window": weights.window}
+    out_THD, kv = attend(rotate(q_THD, rope), rotate(k_TKD, rope), v_TKD, kv, batch, **windowed)
+    return join(out_THD, weights.wo, weights.bo), kv
+
+
+def project(config: Any, weights: Attention, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (T, H, D), keys and values (T, K, D), biases included."""
+    D = config.head_dim
+    q_THD = heads(x_TE, weights.wq, D, weights.bq)
+    return q_THD, heads(x_TE, weights.wk, D, weights.bk), heads(x_TE, weights.wv, D, weights.bv)
 
 
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
-    layer = layer_of(config, attention_of(config), mlp_of(config.dim, config.mlp_dim))
-    return params_of(config, [layer] * config.num_layers)
+    attns = (attention_of(config, window_of(config, i)) for i in range(config.num_layers))
+    mlp = mlp_of(config.dim, config.mlp_dim)
+    return params_of(config, [layer_of(config, attn, mlp) for attn in attns])
 
 
-def attention_of(config: Any) -> Attention:
+def attention_of(config: Any, window: int | None = None) -> Attention:
     """Shapes of one attention."""
     E, D = config.dim, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
-    return Attention(shape(q, E), shape(kv, E), shape(kv, E), shape(E, q))
+    bq, bkv = (shape(q), shape(kv)) if config.qkv_bias else (None, None)
+    bo = shape(E) if config.out_bias else None
+    return Attention(shape(q, E), shape(kv, E), shape(kv, E), shape(E, q), bq, bkv, bkv, bo, window)
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Tokens that one sees in a layer; None: all before it."""
+    return config.window if layer in config.window_layers else None
 
 
 def empty(config: Any, room: Room) -> tuple[KV, ...]:
@@ -115,7 +148,10 @@ def pair(config: Any, room: Room) -> KV:
     return room.pages(K, D), room.pages(K, D)
 
 
-init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
+UNBIASED = dict.fromkeys(("bq", "bk", "bv", "bo"), 0.0)
+init_params = functools.partial(
+    naming.init_params, blank, vectors=UNBIASED
+)  # config, *, seed, device, dtype
 init_cache = functools.partial(layers.init_cache, empty)  # config, num_blocks, *, block_size, ...
 
 
@@ -126,7 +162,7 @@ def read_config(raw: loading.Raw) -> Config:
 
 def read_fields(
     raw: loading.Raw, *, head_dim: int | None = None, num_kv_heads: int | None = None,
-    share: float | None = None,
+    share: float | None = None, tied: bool = False, rope: Rope | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What Llama's relatives say in the same words.
 
@@ -135,12 +171,14 @@ def read_fields(
             for each head, as many heads as there are.
         share: of a head's columns that turn, likewise; what comes of it is `rope_dim`. None: all
             of them must.
+        tied: whether the head is the embedding, likewise.
+        rope: where the family has read it; None: `read_rope` does.
 
     Raises:
         ValueError: heads that cannot be shared out, or columns that turn and are no pairs; null
             where the family has a number of its own.
     """
-    theta, scaling, part = read_rope(raw, 1.0 if share is None else share)
+    theta, scaling, part = rope or read_rope(raw, 1.0 if share is None else share)
     num_heads = raw["num_attention_heads"]
     found = {
         "num_key_value_heads": raw.get("num_key_value_heads", num_kv_heads),
@@ -162,6 +200,8 @@ def read_fields(
         raise ValueError(
             f"head_dim is {head_dim} and partial_rotary_factor {part}; only {which} can turn"
         )
+    check_pairs(scaling, rope_dim)
+    biased = raw.get("attention_bias", False)
     return {
         **({} if share is None else {"rope_dim": rope_dim}),
         "vocab_size": raw["vocab_size"],
@@ -173,10 +213,27 @@ def read_fields(
         "mlp_dim": raw["intermediate_size"],
         "rope_theta": theta,
         "norm_eps": raw["rms_norm_eps"],
-        "tied": raw.get("tie_word_embeddings", False),
+        "tied": raw.get("tie_word_embeddings", tied),
         "rope_scaling": scaling,
-        "max_len": raw.get("max_position_embeddings", 0),
+        "max_len": longest(raw, scaling),
+        "qkv_bias": biased,
+        "out_bias": biased,
     }
+
+
+def read_windows(kinds: Iterable[str], window: Any) -> dict[str, Any]:
+    """The windows of layers of these kinds, as `layer_types` of a config.json names them.
+
+    Raises:
+        ValueError: a layer with a window, and no size of one.
+    """
+    sliding = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    if sliding and not (isinstance(window, int) and window > 0):
+        raise ValueError(
+            f"sliding_window is {window!r}, not how many tokens one sees, but layer {sliding[0]} "
+            "has a window"
+        )
+    return {"window": window if sliding else 0, "window_layers": sliding}
 
 
 ATTENTION_NAMES = {
@@ -184,12 +241,17 @@ ATTENTION_NAMES = {
     "layers.*.attn.wk": "model.layers.*.self_attn.k_proj.weight",
     "layers.*.attn.wv": "model.layers.*.self_attn.v_proj.weight",
     "layers.*.attn.wo": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.attn.bq": "model.layers.*.self_attn.q_proj.bias",
+    "layers.*.attn.bk": "model.layers.*.self_attn.k_proj.bias",
+    "layers.*.attn.bv": "model.layers.*.self_attn.v_proj.bias",
+    "layers.*.attn.bo": "model.layers.*.self_attn.o_proj.bias",
 }
 FORMAT = loading.Format(
     read_config,
     blank,
     names={**DECODER_NAMES, **ATTENTION_NAMES, **mlp_names("mlp", "mlp")},
-    only={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    only={"hidden_act": "silu", "mlp_bias": False},
     skipped=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    renamed=WITHOUT_HEAD,
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

@@ -173,7 +173,10 @@ def filled_slot(
             wrong.append(f"layers.{i}.{name}: no slots; lora.slots(params, names=(..., {last!r}))")
         elif not _fits(place, a, b):
             want = f"rank {len(place.a)} at most, {place.a.shape[1]} to {place.b.shape[1]}"
-            wrong.append(f"layers.{i}.{name}: {want}; given a {list(a.shape)}, b {list(b.shape)}")
+            more = a.dim() == b.dim() == 2 and len(a) == len(b) > len(place.a)
+            fix = f". Pass lora.slots(params, rank={len(a)}, ...)" if more else ""
+            got = f"a {list(a.shape)}, b {list(b.shape)}"
+            wrong.append(f"layers.{i}.{name}: {want}; given {got}{fix}")
         else:
             place.a[: len(a)], place.b[: len(b)] = a, b
     return tuple(layers), wrong

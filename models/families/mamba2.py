@@ -200,5 +200,6 @@ FORMAT = loading.Format(
         "time_step_*",
     ),
     copies={"lm_head.weight": "backbone.embeddings.weight"},
+    wide=("dt_bias", "a_log", "skip", "gate_norm"),
 )  # fmt: skip
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

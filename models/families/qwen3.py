@@ -11,14 +11,23 @@ from typing import Any
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.families import llama
-from fngraph.models.families.decoder import Params as Params, decode, layer_of, params_of
-from fngraph.models.families.layers import attend, heads, join, mlp_of, rms_norm
+from fngraph.models.families import llama, qwen2
+from fngraph.models.families.decoder import (
+    WITHOUT_HEAD,
+    Params as Params,
+    decode,
+    layer_of,
+    params_of,
+)
+from fngraph.models.families.layers import attend, join, mlp_of, rms_norm
 from fngraph.models.families.llama import (
     KV,
+    UNBIASED,
     Batch as Batch,
     Config as Config,
     init_cache as init_cache,
+    project,
+    window_of,
 )
 from fngraph.models.families.rope import Turn, rotate
 from fngraph.models.weights import loading, naming
@@ -42,33 +51,34 @@ def attention(
     config: Any, weights: Attention, x_TE: Tensor, rope: Turn, kv: KV, batch: Any
 ) -> tuple[Tensor, KV]:
     """Attention with normalized queries and keys."""
-    q_THD, k_TKD, v_TKD = (
-        heads(x_TE, weight, config.head_dim) for weight in (weights.wq, weights.wk, weights.wv)
-    )
+    q_THD, k_TKD, v_TKD = project(config, weights, x_TE)
     q_THD = rotate(rms_norm(q_THD, weights.q_norm, config.norm_eps), rope)
     k_TKD = rotate(rms_norm(k_TKD, weights.k_norm, config.norm_eps), rope)
-    out_THD, kv = attend(q_THD, k_TKD, v_TKD, kv, batch)
-    return join(out_THD, weights.wo), kv
+    out_THD, kv = attend(q_THD, k_TKD, v_TKD, kv, batch, window=weights.window)
+    return join(out_THD, weights.wo, weights.bo), kv
 
 
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
-    layer = layer_of(config, attention_of(config), mlp_of(config.dim, config.mlp_dim))
-    return params_of(config, [layer] * config.num_layers)
+    attns = (attention_of(config, window_of(config, i)) for i in range(config.num_layers))
+    mlp = mlp_of(config.dim, config.mlp_dim)
+    return params_of(config, [layer_of(config, attn, mlp) for attn in attns])
 
 
-def attention_of(config: Any) -> Attention:
+def attention_of(config: Any, window: int | None = None) -> Attention:
     """Shapes of one attention."""
     norm = shape(config.head_dim)
-    return Attention(**vars(llama.attention_of(config)), q_norm=norm, k_norm=norm)
+    return Attention(**vars(llama.attention_of(config, window)), q_norm=norm, k_norm=norm)
 
 
-init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
+init_params = functools.partial(
+    naming.init_params, blank, vectors=UNBIASED
+)  # config, *, seed, device, dtype
 
 
 def read_config(raw: loading.Raw) -> Config:
     """The config of a config.json."""
-    return Config(**llama.read_fields(raw, head_dim=128, num_kv_heads=32))
+    return Config(**llama.read_fields(raw, head_dim=128, num_kv_heads=32), **qwen2.windows_of(raw))
 
 
 FORMAT = loading.Format(
@@ -79,6 +89,8 @@ FORMAT = loading.Format(
         "layers.*.attn.q_norm": "model.layers.*.self_attn.q_norm.weight",
         "layers.*.attn.k_norm": "model.layers.*.self_attn.k_norm.weight",
     },
-    only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    only={"hidden_act": "silu"},
+    renamed=WITHOUT_HEAD,
+    layers=("full_attention", "sliding_attention"),
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

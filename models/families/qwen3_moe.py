@@ -15,7 +15,13 @@ from fngraph.models.families import llama, qwen3
 from fngraph.models.families.decoder import Params as Params, decode, layer_of, params_of
 from fngraph.models.families.experts import EXPERT_NAMES, Mixture, chosen_of, experts_of, mix, route
 from fngraph.models.families.layers import mlp_of
-from fngraph.models.families.llama import KV, Batch as Batch, init_cache as init_cache
+from fngraph.models.families.llama import (
+    KV,
+    UNBIASED,
+    Batch as Batch,
+    init_cache as init_cache,
+    window_of,
+)
 from fngraph.models.families.qwen3 import attention, attention_of
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
@@ -48,18 +54,31 @@ def mixture(config: Config, weights: Mixture, x_TE: Tensor, real_T: Tensor) -> T
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
     E, X = config.dim, config.num_experts
-    attn, dense = attention_of(config), mlp_of(E, config.mlp_dim)
+    dense = mlp_of(E, config.mlp_dim)
     sparse = Mixture(shape(X, E), experts_of(X, E, config.expert_dim))
     kinds = [dense if i in config.dense_layers else sparse for i in range(config.num_layers)]
-    return params_of(config, [layer_of(config, attn, kind) for kind in kinds])
+    attns = (attention_of(config, window_of(config, i)) for i in range(config.num_layers))
+    return params_of(config, [layer_of(config, *parts) for parts in zip(attns, kinds)])
 
 
-init_params = functools.partial(naming.init_params, blank)  # config, *, seed, device, dtype
+init_params = functools.partial(
+    naming.init_params, blank, vectors=UNBIASED
+)  # config, *, seed, device, dtype
 
 
 def read_config(raw: loading.Raw) -> Config:
-    """The config of a config.json."""
-    return Config(**llama.read_fields(raw, num_kv_heads=4), **read_experts(raw))
+    """The config of a config.json, whose windows are in all layers or in none.
+
+    Raises:
+        ValueError: numbers that cannot be.
+    """
+    fields = llama.read_fields(raw, num_kv_heads=4)
+    used = raw.get("use_sliding_window", False) and raw.get("sliding_window", 4096) is not None
+    if used and raw.get("layer_types"):
+        raise ValueError("layer_types beside use_sliding_window, which goes for all layers here")
+    kinds = ["sliding_attention"] * fields["num_layers"] if used else []
+    windows = llama.read_windows(kinds, raw.get("sliding_window", 4096))
+    return Config(**fields, **windows, **read_experts(raw))
 
 
 def read_experts(raw: loading.Raw) -> dict[str, Any]:
@@ -86,6 +105,10 @@ def read_experts(raw: loading.Raw) -> dict[str, Any]:
 
 
 FORMAT = qwen3.FORMAT._replace(
-    read=read_config, blank=blank, names={**qwen3.FORMAT.names, **EXPERT_NAMES}
+    read=read_config,
+    blank=blank,
+    names={**qwen3.FORMAT.names, **EXPERT_NAMES},
+    only={"hidden_act": "silu"},
+    layers=("full_attention",),
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

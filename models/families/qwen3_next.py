@@ -119,12 +119,12 @@ def attention(
 ) -> tuple[Tensor, Kept]:
     """Attention with a gate on what comes out."""
     D = config.head_dim
-    q_THD, gate_THD = heads(x_TE, weights.wq, 2 * D).chunk(2, dim=-1)
-    k_TKD, v_TKD = heads(x_TE, weights.wk, D), heads(x_TE, weights.wv, D)
+    q_THD, gate_THD = heads(x_TE, weights.wq, 2 * D, weights.bq).chunk(2, dim=-1)
+    k_TKD, v_TKD = heads(x_TE, weights.wk, D, weights.bk), heads(x_TE, weights.wv, D, weights.bv)
     q_THD = rotate(centred_norm(q_THD, weights.q_norm, config.norm_eps), rope)
     k_TKD = rotate(centred_norm(k_TKD, weights.k_norm, config.norm_eps), rope)
     out_THD, kv = fg.ops.attention(q_THD, k_TKD, v_TKD, kv, batch)
-    return join(out_THD * gate_THD.sigmoid(), weights.wo), kv
+    return join(out_THD * gate_THD.sigmoid(), weights.wo, weights.bo), kv
 
 
 def delta(
@@ -165,8 +165,10 @@ def mixture(config: Config, weights: Mixture, x_TE: Tensor, real_T: Tensor) -> T
 def blank(config: Config) -> Params:
     """`Params` of meta tensors: the one list of weights that init and files go by."""
     E, X = config.dim, config.num_experts
-    attn = Attention(**vars(qwen3.attention_of(config)))
-    attn = dataclasses.replace(attn, wq=shape(2 * config.num_heads * config.head_dim, E))
+    attn, q = Attention(**vars(qwen3.attention_of(config))), config.num_heads * config.head_dim
+    attn = dataclasses.replace(
+        attn, wq=shape(2 * q, E), bq=shape(2 * q) if config.qkv_bias else None
+    )
     gated = delta_of(config)
     shared = mlp_of(E, config.shared_dim)
     sparse = Mixture(shape(X, E), experts_of(X, E, config.expert_dim), shared, shape(1, E))
@@ -204,7 +206,7 @@ def new_states(config: Config, room: Room) -> States:
 
 CENTRED = dict.fromkeys(("attn_norm", "mlp_norm", "norm", "q_norm", "k_norm"), 0.0)
 init_params = functools.partial(
-    naming.init_params, blank, vectors=CENTRED
+    naming.init_params, blank, vectors=CENTRED | llama.UNBIASED
 )  # config, *, seed, device, dtype
 init_cache = functools.partial(layers.init_cache, empty)  # config, num_blocks, *, block_size, ...
 
@@ -249,7 +251,9 @@ FORMAT = qwen3_moe.FORMAT._replace(
         **mlp_names("mlp.shared", "mlp.shared_expert"),
         "layers.*.mlp.shared_gate": "model.layers.*.mlp.shared_expert_gate.weight",
     },
+    only={"hidden_act": "silu", "use_sliding_window": False},
     skipped=("mtp.*",),
     layers=("full_attention", "linear_attention"),
+    wide=("dt_bias", "a_log", "gate_norm", *CENTRED),
 )
 load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params

@@ -24,7 +24,7 @@ from fngraph.models.families import llama, qwen3
 from fngraph.models.families.decoder import Params as Params, all_layers, logits
 from fngraph.models.families.llama import KV, init_cache as init_cache
 from fngraph.models.families.qwen3 import attention, blank as blank
-from fngraph.models.families.rope import Sections, rotation
+from fngraph.models.families.rope import Sections, rotation, unscaled
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.configs import part_of
 
@@ -120,6 +120,11 @@ def read_config(raw: loading.Raw) -> Config:
     with part_of({"text_config": text | {"rope_parameters": rope}}, "text_config", only) as said:
         fields = llama.read_fields(said, head_dim=128, num_kv_heads=32)
         said.get("tie_word_embeddings")  # of the two, transformers goes by the outer one
+    if unscaled(fields["rope_scaling"]) is not None:
+        raise ValueError(
+            f"rope of type {rope.get('rope_type', rope.get('type'))!r} goes by the length of a "
+            "text, and a token of a picture has three positions"
+        )
     if len(sections) != 3 or 2 * sum(sections) != fields["head_dim"]:
         raise ValueError(
             f"mrope_section is {list(sections)}, not three counts of pairs that make up head_dim, "

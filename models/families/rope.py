@@ -1,4 +1,11 @@
-"""Rotary embedding: angles by position, and the two ways of stretching them to long contexts.
+"""Rotary embedding: angles by position, and the ways of stretching them to long contexts.
+
+Two of these, `Dynamic` and `LongRope`, go by how long a text is. Here a token goes by the text up
+to itself, which is its position, so that its key in the cache stays right whatever comes after it,
+in whatever chunks it came. transformers goes by the longest text of a call, for all of its tokens.
+The two are equal up to `unscaled(scaling)` tokens, and from there on where a prompt has no more
+than that and what follows comes token by token over a cache; a longer prompt is refused by the loop
+of `fngraph.models.serving`.
 
 Shape letters: T tokens, H heads, D rotated columns of a head, a pair of which turns together.
 """
@@ -55,18 +62,58 @@ class Yarn(NamedTuple):
     whole: bool = True
 
 
-Scaling = Llama3 | Yarn
+class Linear(NamedTuple):
+    """Every pair turns `factor` times slower.
+
+    Source: Chen et al., "Extending Context Window of Large Language Models via Positional
+    Interpolation", 2023.
+    """
+
+    factor: float
+
+
+class Dynamic(NamedTuple):
+    """Theta grows with the text, from `trained` tokens on, so that slow pairs turn slower still.
+
+    Source: transformers' `rope_type: dynamic`, NTK-aware scaling.
+    """
+
+    factor: float
+    trained: int
+
+
+class LongRope(NamedTuple):
+    """Each pair turns slower by a factor of its own: `short` up to `trained` tokens, then `long`.
+
+    Attributes:
+        short, long: of each of D/2 pairs.
+        amplitude: of cosines and sines.
+
+    Source: Ding et al., "LongRoPE", 2024, as transformers has it.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    trained: int
+    amplitude: float
+
+
+Scaling = Llama3 | Yarn | Linear | Dynamic | LongRope
 Sections = tuple[int, int, int]  # pairs that turn by time, row and column
 
 
 def frequencies(
     D: int, theta: float, scaling: Scaling | None, device: torch.device | None = None
 ) -> Tensor:
-    """(D/2,) float32, radians a token."""
+    """(D/2,) float32, radians a token; of one that goes by the text, up to `unscaled` tokens."""
     pair = torch.arange(0, D, 2, device=device, dtype=torch.float32)
     frequency = 1 / theta ** (pair / D)
-    if scaling is None:
+    if scaling is None or isinstance(scaling, Dynamic):
         return frequency
+    if isinstance(scaling, Linear):
+        return frequency / scaling.factor
+    if isinstance(scaling, LongRope):
+        return frequency / torch.tensor(scaling.short, device=device)
     if isinstance(scaling, Llama3):
         turns = scaling.trained / (2 * math.pi / frequency)
         kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
@@ -88,6 +135,27 @@ def _ends(D: int, theta: float, yarn: Yarn) -> tuple[float, float]:
     return first, last + 0.001 if first == last else last
 
 
+def unscaled(scaling: Scaling | None) -> int | None:
+    """Tokens up to which a text turns as a short one; None: its length changes nothing."""
+    return scaling.trained if isinstance(scaling, Dynamic | LongRope) else None
+
+
+def frequencies_at(positions: Tensor, D: int, theta: float, scaling: Dynamic | LongRope) -> Tensor:
+    """(T, 1, D/2) float32: of each token, by the text up to it.
+
+    Args:
+        positions: (T,).
+    """
+    pair = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32)
+    at_T11 = rearrange(positions, "t -> t 1 1")
+    if isinstance(scaling, Dynamic):
+        share_T11 = (at_T11 + 1).clamp(min=scaling.trained).float() / scaling.trained
+        wider_T11 = scaling.factor * share_T11 - (scaling.factor - 1)
+        return 1 / (theta * wider_T11 ** (D / (D - 2))) ** (pair / D)
+    short, long = (torch.tensor(x, device=pair.device) for x in (scaling.short, scaling.long))
+    return 1 / (torch.where(at_T11 >= scaling.trained, long, short) * theta ** (pair / D))
+
+
 def rotation(
     positions: Tensor, D: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None,
     sections: Sections | None = None,
@@ -97,14 +165,17 @@ def rotation(
     Args:
         positions: (T,), or with sections (T, 3): of time, row and column.
     """
-    frequency = frequencies(D, theta, scaling, positions.device)
+    if isinstance(scaling, Dynamic | LongRope) and sections is None:
+        frequency = frequencies_at(positions, D, theta, scaling)
+    else:
+        frequency = frequencies(D, theta, scaling, positions.device)
     if sections is not None:
         positions = positions[:, _axes(D, sections, positions.device)]  # (T, D/2)
         angle = rearrange(positions.float() * frequency, "t d -> t 1 d")
     else:
         angle = rearrange(positions.float(), "t -> t 1 1") * frequency
     cos, sin = angle.cos(), angle.sin()
-    if isinstance(scaling, Yarn) and scaling.amplitude != 1:
+    if isinstance(scaling, Yarn | LongRope) and scaling.amplitude != 1:
         cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
     return cos.to(dtype), sin.to(dtype)
 
@@ -145,10 +216,19 @@ KINDS: dict[str, tuple[str, ...]] = {  # rope_type -> what else it may say
         "factor", "beta_fast", "beta_slow", "original_max_position_embeddings",
         "attention_factor", "mscale", "mscale_all_dim", "truncate",
     ),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": (
+        "factor", "short_factor", "long_factor", "attention_factor",
+        "original_max_position_embeddings",
+    ),
 }  # fmt: skip
 
 
-def read_rope(raw: Mapping[str, Any], share: float = 1.0) -> tuple[float, Scaling | None, float]:
+Rope = tuple[float, Scaling | None, float]  # theta, scaling, share of a head's columns that turn
+
+
+def read_rope(raw: Mapping[str, Any], share: float = 1.0) -> Rope:
     """Theta, scaling and the share of a head's columns that turn, from a config.json.
 
     Of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`). Where both are there, the first
@@ -170,7 +250,7 @@ def read_rope(raw: Mapping[str, Any], share: float = 1.0) -> tuple[float, Scalin
     }
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in KINDS:
-        raise ValueError(f"rope of type {kind!r}; there are default, llama3 and yarn")
+        raise ValueError(f"rope of type {kind!r}; there are {', '.join(KINDS)}")
     asked = {key for key, value in rope.items() if value is not None}
     known = {"rope_theta", "partial_rotary_factor", "rope_type", "type", *KINDS[kind]}
     if kind == "default":  # left over from a scaling that was taken out: it says nothing here
@@ -181,6 +261,10 @@ def read_rope(raw: Mapping[str, Any], share: float = 1.0) -> tuple[float, Scalin
     outside = raw.get("original_max_position_embeddings")
     if kind == "default":
         return theta, None, share
+    if kind == "linear":
+        return theta, Linear(rope["factor"]), share
+    if kind == "dynamic":
+        return theta, Dynamic(rope["factor"], raw["max_position_embeddings"]), share
     trained = outside or rope.get("original_max_position_embeddings")
     trained = trained or raw["max_position_embeddings"]
     if kind == "llama3":
@@ -188,9 +272,11 @@ def read_rope(raw: Mapping[str, Any], share: float = 1.0) -> tuple[float, Scalin
         if not low < high:
             raise ValueError(f"low_freq_factor is {low}, not below high_freq_factor, {high}")
         return theta, Llama3(rope["factor"], low, high, trained), share
-    factor = rope["factor"]
+    factor = rope.get("factor") if kind == "longrope" else rope["factor"]
     if factor is None:
         factor = raw["max_position_embeddings"] / trained
+    if kind == "longrope":
+        return theta, _longrope(rope, factor, trained), share
     mscale, every = rope.get("mscale"), rope.get("mscale_all_dim")
     amplitude = rope.get("attention_factor")
     if amplitude is None:
@@ -201,6 +287,46 @@ def read_rope(raw: Mapping[str, Any], share: float = 1.0) -> tuple[float, Scalin
         factor, rope.get("beta_fast") or 32, rope.get("beta_slow") or 1, trained, amplitude,
         _mscale(factor, every) ** 2 if every else 1.0, rope.get("truncate", True),
     ), share  # fmt: skip
+
+
+def _longrope(rope: Mapping[str, Any], factor: float, trained: int) -> LongRope:
+    both = []
+    for key in ("short_factor", "long_factor"):
+        if not all(isinstance(x, int | float) for x in rope[key]):
+            raise ValueError(f"{key} is {rope[key]!r}, not a list of numbers")
+        both.append(tuple(float(x) for x in rope[key]))
+    amplitude = rope.get("attention_factor")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return LongRope(both[0], both[1], trained, amplitude)
+
+
+def longest(raw: Mapping[str, Any], scaling: Scaling | None) -> int:
+    """Positions that a model was made for, from a config.json; 0: not known.
+
+    Of `Dynamic`, `factor` times those that it was trained on, after which it is named.
+    """
+    if isinstance(scaling, Dynamic):
+        return int(scaling.factor * scaling.trained)
+    most: int = raw.get("max_position_embeddings", 0)
+    return most
+
+
+def check_pairs(scaling: Scaling | None, D: int) -> None:
+    """Refuse a scaling that does not fit so many columns.
+
+    Raises:
+        ValueError: it has factors for more or fewer pairs, or no exponent.
+    """
+    if isinstance(scaling, LongRope):
+        counts = len(scaling.short), len(scaling.long)
+        if set(counts) != {D // 2}:
+            raise ValueError(
+                f"short_factor and long_factor have {counts[0]} and {counts[1]} numbers, not one "
+                f"for each of {D // 2} pairs of columns that turn"
+            )
+    if isinstance(scaling, Dynamic) and D == 2:
+        raise ValueError("rope of type 'dynamic' with one pair of columns has no exponent")
 
 
 def _mscale(factor: float, mscale: float) -> float:

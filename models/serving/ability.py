@@ -27,6 +27,8 @@ class Ability(NamedTuple):
         num_blocks: of the cache; None: not known.
         vocab_size: tokens that the model has; None: not known.
         max_len: positions that it was made for; None: not known.
+        max_prompt: tokens of a prompt, beyond which its rope would go by all of it, and not by the
+            text up to each token; None: any. See `fngraph.models.families.rope`.
     """
 
     policy: Policy
@@ -35,6 +37,7 @@ class Ability(NamedTuple):
     num_blocks: int | None = None
     vocab_size: int | None = None
     max_len: int | None = None
+    max_prompt: int | None = None
 
     def __str__(self) -> str:
         drawn = "sampling" if "sampling" in self.more else "greedy"
@@ -80,6 +83,12 @@ class Ability(NamedTuple):
             return (
                 f"{len(asked.prompt)} prompt tokens and {asked.max_new} new ones go beyond the "
                 f"model's {self.max_len} positions"
+            )
+        if self.max_prompt is not None and len(asked.prompt) > self.max_prompt:
+            return (
+                f"a prompt of {len(asked.prompt)} tokens, but the model's rope is rescaled for "
+                f"prompts of more than {self.max_prompt}: shorten it, or use a model whose "
+                "rope_type is linear, llama3 or yarn"
             )
         if self.vocab_size is not None and (top := int(job.tokens.view().max())) >= self.vocab_size:
             at = asked.prompt.index(top)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.models.families import lora
+from fngraph.models.families.rope import unscaled
 from fngraph.models.serving.ability import Ability, check_names, check_unused, count_blocks
 from fngraph.models.serving.batches import batch_type, empty_batch
 from fngraph.models.serving.policy import Policy
@@ -217,7 +218,8 @@ def ability(
         vocab_size = getattr(config, "vocab_size", None)
     if max_len is None:
         max_len = getattr(config, "max_len", None) or None
-    return Ability(policy, more, count_slots(adapters), num_blocks, vocab_size, max_len)
+    most = unscaled(getattr(config, "rope_scaling", None))
+    return Ability(policy, more, count_slots(adapters), num_blocks, vocab_size, max_len, most)
 
 
 def count_slots(adapters: Any) -> int:

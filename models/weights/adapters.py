@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fngraph.models.families.lora import Adapters, filled_slot
-from fngraph.models.weights.configs import Said, read_json
+from fngraph.models.weights.configs import CheckpointError, Said, read_json
 
 ONLY: dict[str, tuple[Any, ...]] = {  # what the update above is right for
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,),
@@ -29,6 +30,7 @@ HARMLESS = (  # where it comes from, how it began and was trained; ranks are tho
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config",
     "corda_config", "loftq_config", "lora_ga_config", "runtime_config",
 )  # fmt: skip
+SAVED = "a folder as PEFT's save_pretrained writes it"
 CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # inits that change base weights
 TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
@@ -40,11 +42,14 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
         names: of the family's `FORMAT`, what the files call each weight, by our name of it.
 
     Raises:
-        ValueError: all that is wrong, a line each: options that are not computed or not known
-            here, tensors that are missing, unknown, or do not fit the slots.
+        CheckpointError: no such files, or none that can be read; or all that is wrong in them, a
+            line each: options that are not computed or not known here, tensors that are missing,
+            unknown, or do not fit the slots.
+        TypeError: `adapters` or `names` are something else.
     """
-    config = Said(read_json(Path(folder), "adapter_config.json"))
-    tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    check_arguments(adapters, names)
+    config = Said(read_json(Path(folder), "adapter_config.json", SAVED))
+    tensors = read_tensors(Path(folder))
     wrong = [
         f"adapter_config.json: {key}={config[key]!r} is not supported"
         for key, allowed in ONLY.items()
@@ -56,26 +61,89 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
             f"adapter_config.json: init_lora_weights={init!r} fits base weights that it changed; "
             "save it with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
-    alpha, rslora = config["lora_alpha"], config.get("use_rslora")
+    alpha: Any = config.get("lora_alpha")
+    rslora = config.get("use_rslora")
     alphas = config.get("alpha_pattern") or {}
+    wrong_alpha = wrong_alphas(alpha, alphas)
+    wrong += wrong_alpha
     wrong += [
         f"adapter_config.json: {key}={value!r} is not supported"
         for key, value in config.leftovers(HARMLESS).items()
     ]
     halves, modules, unknown = places(tensors, names)
     wrong += [f"{name}: unknown" for name in unknown]
+    if unknown:
+        known = {theirs.split(".")[-2] for n, theirs in names.items() if n.startswith("layers.")}
+        wrong.append(f"known are lora_A and lora_B of {', '.join(sorted(known))}")
     pairs: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     for (layer, name), found in halves.items():
         if found.keys() != {"A", "B"}:
             wrong.append(f"layers.{layer}.{name}: lora_{'BA'['B' in found]} is missing")
-            continue
-        rank = len(found["A"]) ** (0.5 if rslora else 1)
-        scale = alpha_of(modules[layer, name], alphas, alpha) / rank
-        pairs[layer, name] = found["A"], found["B"].T * scale
+        elif found["A"].dim() != 2 or found["B"].dim() != 2 or not len(found["A"]):
+            got = f"{list(found['A'].shape)} and {list(found['B'].shape)}"
+            wrong.append(f"layers.{layer}.{name}: A and B are {got}, not (r, in) and (out, r)")
+        elif not wrong_alpha:
+            rank = len(found["A"]) ** (0.5 if rslora else 1)
+            scale = alpha_of(modules[layer, name], alphas, alpha) / rank
+            pairs[layer, name] = found["A"], found["B"].T * scale
     slot, misfits = filled_slot(adapters, pairs)
     if wrong := wrong + misfits:
-        raise ValueError(f"{folder} cannot be loaded:\n" + "\n".join(wrong))
+        raise CheckpointError(f"{folder} cannot be loaded:\n" + "\n".join(wrong))
     return slot
+
+
+def check_arguments(adapters: Any, names: Any) -> None:
+    """Refuse what are no slots, or no names.
+
+    Raises:
+        TypeError: with what to pass.
+    """
+    if not isinstance(names, Mapping) or "embed" not in names:
+        raise TypeError(
+            f"names is a {type(names).__name__}: pass what the family's files call each weight, "
+            "llama.FORMAT.names"
+        )
+    if not isinstance(adapters, tuple) or not all(isinstance(own, Mapping) for own in adapters):
+        raise TypeError(
+            f"adapters is a {type(adapters).__name__}: pass the slots that the step has, "
+            "lora.slots(params, count=8, rank=16)"
+        )
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter.
+
+    Raises:
+        CheckpointError: no safetensors, or some that cannot be read.
+    """
+    path = folder / "adapter_model.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        fix = f"Pass {SAVED}"
+        if (folder / "adapter_model.bin").exists():
+            fix = (
+                "There is adapter_model.bin, a pickle: load it with PEFT and save it again, "
+                "model.save_pretrained(folder)"
+            )
+        raise CheckpointError(f"{path}: {error}. {fix}") from None
+
+
+def wrong_alphas(alpha: Any, alphas: Any) -> list[str]:
+    """A line for each alpha that is none."""
+    number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)  # noqa: E731
+    where = "adapter_config.json: "
+    wrong = [] if number(alpha) else [f"{where}lora_alpha is {alpha!r}, not a number"]
+    if not isinstance(alphas, Mapping):
+        return [*wrong, f"{where}alpha_pattern is {alphas!r}, not alphas by module"]
+    for key, value in alphas.items():
+        try:
+            re.compile(key)
+        except re.error as error:
+            wrong.append(f"{where}alpha_pattern has {key!r}, no regular expression: {error}")
+        if not number(value):
+            wrong.append(f"{where}alpha_pattern of {key!r} is {value!r}, not a number")
+    return wrong
 
 
 def alpha_of(module: str, alphas: Mapping[str, float], other: float) -> float:

@@ -6,14 +6,14 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fngraph.models.families import llama
-from fngraph.models.families.rope import Llama3, Yarn
+from fngraph.models.families import llama, rope
 from fngraph.models.weights import naming
 from fngraph.models.weights.loading import CheckpointError, mismatches
 
@@ -23,7 +23,10 @@ BYTES = Path(__file__).parent.parent / "checkpoints" / "bytes.safetensors"
 def save_checkpoint(path: Path, config: llama.Config, named: Mapping[str, Tensor]) -> None:
     """Write weights by name, in the dtype that they have, with `config`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"config": json.dumps(dataclasses.asdict(config))}
+    said, scaling = dataclasses.asdict(config), config.rope_scaling
+    if scaling is not None:
+        said["rope_scaling"] = {"kind": type(scaling).__name__, **scaling._asdict()}
+    metadata = {"config": json.dumps(said)}
     save_file({n: w.detach().cpu().contiguous() for n, w in named.items()}, path, metadata)
 
 
@@ -38,7 +41,9 @@ def load_checkpoint(
     Raises:
         CheckpointError: no such file, no config in it, or tensors missing, extra or misshapen;
             all of them are listed.
+        TypeError: a dtype that weights cannot have.
     """
+    naming.check_dtype(dtype)
     try:
         with safe_open(path, framework="pt") as file:
             described = (file.metadata() or {}).get("config")
@@ -51,11 +56,21 @@ def load_checkpoint(
         raise CheckpointError(
             f"{path} has no config in its metadata, so it was not written by save_checkpoint"
         )
-    raw = json.loads(described)
-    if scaling := raw.get("rope_scaling"):
-        raw["rope_scaling"] = (Llama3 if len(scaling) == len(Llama3._fields) else Yarn)(*scaling)
-    config = llama.Config(**raw)
+    config = _config_of(json.loads(described))
     blank, found = llama.blank(config), {n: tuple(w.shape) for n, w in named.items()}
     if wrong := mismatches(naming.shapes(blank), found):
         raise CheckpointError(f"{path} does not fit its config:\n" + "\n".join(wrong))
     return config, naming.replaced(blank, lambda n, _: named[n].to(device=device, dtype=dtype))
+
+
+def _config_of(raw: Mapping[str, Any]) -> llama.Config:
+    fields = _tuples(raw)
+    if scaling := fields.get("rope_scaling"):
+        kinds = {kind.__name__: kind for kind in get_args(rope.Scaling)}
+        fields["rope_scaling"] = kinds[scaling.pop("kind")](**_tuples(scaling))
+    return llama.Config(**fields)
+
+
+def _tuples(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples."""
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in raw.items()}

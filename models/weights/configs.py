@@ -117,8 +117,14 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+def read_json(
+    folder: Path, name: str = "config.json",
+    saved: str = "a folder as transformers' save_pretrained writes it",
+) -> dict[str, Any]:  # fmt: skip
     """A JSON file of a folder.
+
+    Args:
+        saved: what folder to pass, where it cannot be read.
 
     Raises:
         CheckpointError: it is not there, or no JSON object in UTF-8.
@@ -128,7 +134,5 @@ def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
         if not isinstance(raw, dict):
             raise ValueError(f"a {type(raw).__name__} where an object should be")
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / name}: {error}. Pass a folder as transformers' save_pretrained writes it"
-        ) from None
+        raise CheckpointError(f"{folder / name}: {error}. Pass {saved}") from None
     return raw

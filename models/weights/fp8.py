@@ -20,7 +20,21 @@ from torch.nn.functional import linear
 import fngraph as fg
 from fngraph.models.weights import naming
 
-LINEAR = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "w_latent", "w_qkvz", "w_in", "w_out")
+LINEAR = (
+    "wq",
+    "wk",
+    "wv",
+    "wo",
+    "w_gate",
+    "w_up",
+    "w_down",
+    "w_latent",
+    "w_q_latent",
+    "w_q_up",
+    "w_qkvz",
+    "w_in",
+    "w_out",
+)
 """Last names of the weights that families multiply by `linear` and by nothing else. Routers, gates
 of one column and the decays of states are not among them: they are small, their errors large."""
 STEP = 16

@@ -34,8 +34,12 @@ from fngraph.models.weights.configs import (
 FAMILIES = {
     "bert": "fngraph.models.families.bert",
     "deepseek_v2": "fngraph.models.families.deepseek_v2",
+    "deepseek_v3": "fngraph.models.families.deepseek_v3",
+    "gemma3_text": "fngraph.models.families.gemma3",
     "llama": "fngraph.models.families.llama",
     "mamba2": "fngraph.models.families.mamba2",
+    "mistral": "fngraph.models.families.mistral",
+    "qwen2": "fngraph.models.families.qwen2",
     "qwen3": "fngraph.models.families.qwen3",
     "qwen3_moe": "fngraph.models.families.qwen3_moe",
     "qwen3_next": "fngraph.models.families.qwen3_next",
@@ -61,6 +65,10 @@ class Format(NamedTuple):
         harmless: patterns of keys of config.json that change nothing, beside `configs.HARMLESS`.
         copies: their name of a tensor -> that of another, which it has to equal where `names`
             does not ask for it, as a head does that is tied.
+        wide: last names of weights that are computed with in float32, so that they may be stored
+            in another dtype than the others.
+        kept: those of them that stay as they are stored, whatever `dtype=` is.
+        renamed: patterns of names in the files, and what stands there in the names above.
     """
 
     read: Callable[[Raw], Any]
@@ -71,6 +79,9 @@ class Format(NamedTuple):
     layers: tuple[str, ...] = ("full_attention",)
     harmless: tuple[str, ...] = ()
     copies: Mapping[str, str] = {"lm_head.weight": "model.embed_tokens.weight"}
+    wide: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def family(folder: str | Path, *, generative: bool = False) -> ModuleType:
@@ -106,20 +117,20 @@ def load(
 
     Raises:
         CheckpointError: no such files; a config that the family cannot run; tensors missing,
-            extra, misshapen or quantized in another way, or a tied head that is another one. All
-            of one kind are listed.
-        TypeError: a dtype that is none.
+            extra, misshapen or quantized in another way, or a tied head that is another one; or of
+            several dtypes, and no `dtype`. All of one kind are listed.
+        TypeError: a dtype that weights cannot have.
     """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype={dtype!r}: pass one of torch's, dtype=torch.bfloat16")
+    if dtype is not None:
+        naming.check_dtype(dtype)
     folder = Path(folder)
     config, static = read_config(format, folder), read_scheme(folder)
     blank = format.blank(config)
     sources = {n: sources_of(format.names, n, x) for n, x in naming.named(blank).items()}
     wanted = {n: shape for part in sources.values() for n, shape in part.items()}
     with ExitStack() as stack:
-        files = open_tensors(folder, stack)
-        slices = {n: file.get_slice(n) for n, file in files.items()}
+        files = renamed(open_tensors(folder, stack), format.renamed)
+        slices = {n: at.file.get_slice(at.name) for n, at in files.items()}
         shapes = {n: tuple(part.get_shape()) for n, part in slices.items()}
         kinds = {n: part.get_dtype() for n, part in slices.items()}
         places = fp8_folders.places_of(sources, kinds, shapes, static)
@@ -137,15 +148,20 @@ def load(
         ]
         if static is not None and not places:
             wrong.append("  config.json has a quantization_config, and no matrix is stored in fp8")
-        get = lambda n: files[n].get_tensor(n)  # noqa: E731
+        get = lambda n: files[n].file.get_tensor(files[n].name)  # noqa: E731
         wrong += untied(copies, files, get)
+        if dtype is None:
+            free = {*format.wide, *format.kept}
+            one = [n for n in sources if n not in places and n.rsplit(".", 1)[-1] not in free]
+            wrong = wrong or several_dtypes({n: kinds[n] for name in one for n in sources[name]})
         if wrong := wrong or fp8_folders.wrong_in(places, get):
             raise CheckpointError(f"{folder} does not fit its config:\n" + "\n".join(wrong))
 
         def read(name: str, x: Tensor) -> Any:
             if name in places:
                 return fp8_folders.read_weight(places[name], get, device)
-            parts = [get(n).to(device=device, dtype=dtype) for n in sources[name]]
+            to = None if name.rsplit(".", 1)[-1] in format.kept else dtype
+            parts = [get(n).to(device=device, dtype=to) for n in sources[name]]
             return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
 
         return config, naming.replaced(blank, read)
@@ -174,8 +190,11 @@ def from_state(
     Raises:
         CheckpointError: tensors missing, extra or misshapen, or a tied head that is another one;
             all are listed.
+        TypeError: a dtype that weights cannot have.
     """
     given = {inside + n: x for n, x in state.items()}
+    if dtype is not None:
+        naming.check_dtype(dtype)
     tree = blank(config)
     sources = {n: sources_of(names, n, x) for n, x in naming.named(tree).items()}
     wanted = {n: shape for part in sources.values() for n, shape in part.items()}
@@ -249,6 +268,39 @@ def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tupl
     if "*" not in theirs:
         return {theirs: tuple(x.shape)}
     return {theirs.replace("*", str(i)): tuple(x.shape[1:]) for i in range(x.shape[0])}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file that is open, and its name there."""
+
+    file: Any
+    name: str
+
+
+def renamed(files: Mapping[str, Any], patterns: Iterable[tuple[str, str]]) -> dict[str, Stored]:
+    """Where each tensor is, by the name that a `Format` knows it by; see `Format.renamed`."""
+    found = {n: Stored(file, n) for n, file in files.items()}
+    for n in files:
+        new = n
+        for pattern, instead in patterns:
+            new = re.sub(pattern, instead, new)
+        if new not in found:
+            found[new] = found.pop(n)
+    return found
+
+
+def several_dtypes(kinds: Mapping[str, str]) -> list[str]:
+    """A line for each dtype that tensors are stored in, if there are several."""
+    by: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        by.setdefault(kind, []).append(name)
+    if len(by) < 2:
+        return []
+    told = (
+        "  tensors are stored in several dtypes, and a step computes in one. Pass it, which casts "
+        "the others: load(folder, dtype=torch.bfloat16)"
+    )
+    return [told, *(f"  {kind}: {len(names)}, as {names[0]}" for kind, names in by.items())]
 
 
 def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -62,6 +62,25 @@ def replaced(
     return kind(**{name: replaced(x, new, whole, f"{dot}{name}") for name, x in parts.items()})
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse what weights cannot be cast to.
+
+    Raises:
+        TypeError: it is no dtype, or one of integers or of 8 bits, which would cut numbers off.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: pass one of torch's, dtype=torch.bfloat16")
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"dtype={dtype}: weights would be cut off, without scales. Pass "
+            f"{', '.join(map(str, DTYPES))}; weights in fp8 are "
+            "quantize_fp8(params) of those in torch.bfloat16"
+        )
+
+
 def init_params(
     blank: Callable[[Any], Any],
     config: Any,
@@ -75,7 +94,11 @@ def init_params(
 
     Matrices are normal, 0.02 wide, less where layers add up (`wo`, `w_down`). A vector is 1, or
     what `vectors` says of its last name.
+
+    Raises:
+        TypeError: a dtype that weights cannot have.
     """
+    check_dtype(dtype)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, x: Tensor) -> Tensor:

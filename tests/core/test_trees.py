@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fngraph.core import buffer, host, static, struct, trees
+from fngraph.errors import TreeError
 
 Pair = namedtuple("Pair", "first second")
 
@@ -259,3 +260,30 @@ class Frozen:
 )  # fmt: skip
 def test_whether_a_leaf_could_be_replaced(tree: Any, frozen: bool):
     assert trees.is_frozen(tree) is frozen
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):  # type: ignore[type-arg]
+    """As results of transformers: a dict whose items are its fields."""
+
+    logits: Any = None
+    states: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+
+def test_a_dataclass_that_is_a_dict_as_well_has_its_items_again():
+    trees.register_dataclasses(Output(1.0))
+    leaves, treedef = trees.flatten({"a": Output(logits=1.0)})
+    assert leaves == [1.0] and trees.paths(treedef, "x") == ["x['a'].logits"]
+    again = trees.unflatten(treedef, [2.0])["a"]
+    assert type(again) is Output and again == {"logits": 2.0} and again.states is None
+    odd = Output(1.0)
+    odd["more"] = 2.0
+    with pytest.raises(
+        TreeError, match="a Output is a dataclass and a dict, and 'more' is an item"
+    ):
+        trees.flatten(odd)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +33,8 @@ pytest.importorskip("transformers")
 
 from fngraph.integrations.transformers import GraphifiedModel, graphify_model
 from fngraph.integrations.transformers.attention import Attending, Mask, attend, window_of
+from fngraph.integrations.transformers.suitable import NATIVE
+from fngraph.models import generate, loading
 from tests.integrations.architectures import EVERY_MODE, FURTHER, VOCAB, WINDOW, make
 from tests.models.conftest import DEVICES
 from tests.traced_once import Kept, traced_once
@@ -401,15 +405,28 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent layers": ("Jamba", {}, "layers of another kind .*linear_attention"),
     "linear attention": ("Qwen3Next", {}, "layers of another kind .*linear_attention"),
-    "a recurrent model": ("Mamba", {}, "no causal LM .* that takes position_ids"),
+    "a recurrent model": ("Mamba", {}, r"is recurrent: .*fg\.from_module.*use_cache=False"),
+    "one that is a family": (
+        "Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+        r"is recurrent: .* fngraph\.models\.mamba2 runs it: .* mamba2\.load",
+    ),
     "Mamba beside attention": ("FalconH1", {}, "layers of another kind .*hybrid"),
     "chunked attention": ("Llama4Text", {}, "layers of another kind .*chunked_attention"),
-    "alibi": ("Bloom", {}, "no causal LM"),
+    "alibi": ("Bloom", {}, r"takes no position_ids.* ALiBi.*fg\.from_module"),
     "attention of its own": ("GPTJ", {}, "does not go through .*AttentionInterface"),
     "keyword arguments dropped": ("StableLm", {}, "not given the keyword arguments"),
     "attention sinks": ("GptOss", {}, "attention with s_aux"),
     "both directions": ("Gemma3Text", {"use_bidirectional_attention": True}, "both directions"),
-    "a mask used as a tensor": ("Doge", {}, "cannot be traced: 'Mask' object"),
+    "a mask used as a tensor": ("Doge", {}, r"of the attention mask: it reads its \.dtype.*Doge"),
+    "values wider than queries": (
+        "DeepseekV3", {"v_head_dim": 32}, "have 32 columns a head, its queries and keys 24",
+    ),
+    "a table of positions": (
+        "GPT2", {"max_position_embeddings": 40}, r"\.wpe is a table of 40 positions.* 96 .*B=3\)",
+    ),
+    "a table that is a little longer": (
+        "OPT", {"max_position_embeddings": 40}, r"embed_positions is a table of 40 .*B=3\)",
+    ),
     "dynamic RoPE": (
         "Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
         r"rotary_emb rescales \(rope_type='dynamic'\).* more than 64 tokens.* allow 96 tokens",
@@ -495,9 +512,94 @@ def test_a_model_in_training_mode_is_refused():
         graphify(make("Llama").train())
 
 
-def test_something_that_is_no_causal_lm_is_refused():
-    with pytest.raises(ModelError, match="Linear is no causal LM of transformers"):
-        graphify_model(torch.nn.Linear(2, 2), LIMITS)
+def t5() -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+def bert() -> Any:
+    import transformers
+
+    sizes = {
+        "intermediate_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes))
+
+
+def paligemma() -> Any:
+    import transformers
+
+    text = {
+        "model_type": "gemma", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 4, "patch_size": 2,
+    }  # fmt: skip
+    config = transformers.PaliGemmaConfig(vision_config=vision, text_config=text, projection_dim=8)
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
+NO_LM: dict[str, tuple[Callable[[], Any], str]] = {
+    "another module": (
+        lambda: torch.nn.Linear(2, 2),
+        r"Linear is no causal LM of transformers\. Load one: .*fg\.from_module",
+    ),
+    "a name": (lambda: "gpt2", r"str is no causal LM .* Load one: AutoModel\w+\.from_pretrained"),
+    "with an encoder": (t5, r"T5\w+ is an encoder and a decoder.*from_module.*use_cache=False"),
+    "an encoder": (bert, r"BertModel is no causal LM, .* no head .* encoder, fg\.from_module"),
+    "without its head": (
+        lambda: make("Llama").model, r"LlamaModel is no causal LM, .* no head .*AutoModelForCausal",
+    ),
+    "pictures in both directions": (paligemma, r"of the attention mask: it .*PaliGemma"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NO_LM)
+def test_something_that_is_no_causal_lm_is_told_where_to_go(what: str):
+    make_one, says = NO_LM[what]
+    one = make_one()
+    with pytest.raises(ModelError, match=says):
+        graphify_model(one.eval() if isinstance(one, torch.nn.Module) else one, LIMITS)
+
+
+def test_recurrent_families_are_those_that_are_named():
+    named = {
+        name: generate.family_states(importlib.import_module(loading.FAMILIES[name]))
+        for name in loading.FAMILIES
+    }
+    assert {name for name, states in named.items() if states} == set(NATIVE)
+
+
+class Letters:
+    """A tokenizer of letters, as transformers calls one."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(map(chr, tokens))
+
+
+def test_prompts_that_are_strings(fast):
+    texts = ["Hello", "a"]
+    with pytest.raises(SpecError, match=r"prompt 0 is a string, .* tokenizer=AutoTokenizer"):
+        fast.generate(texts, 3)
+    with pytest.raises(SpecError, match=r"prompts is a string\. Pass a list of them, \['Hello'\]"):
+        fast.generate("Hello", 3)
+    told = dataclasses.replace(fast, tokenizer=Letters())
+    with pytest.raises(SpecError, match="prompt 1 is a string, and others are lists"):
+        told.generate([[1], "a"], 3)
+    tokens = fast.generate([list(map(ord, text)) for text in texts], 3)
+    assert told.generate(texts, 3) == ["".join(map(chr, text)) for text in tokens]
+    assert told.generate([[1, 2]], 3) == fast.generate([[1, 2]], 3)
 
 
 class Mixing(torch.nn.Module):

@@ -24,21 +24,25 @@ import transformers
 from torch import Tensor
 
 from fngraph.models import CheckpointError, bert, generate, loading
+from fngraph.models.families.rope import unscaled
 from tests.models.rows import llama_batch
 
 VOCAB, LENGTH = 96, 40
 Edits = dict[str, Any]
 GONE = object()  # in place of a value: without the key
-ROUTED = ("qwen3_moe", "qwen3_next", "deepseek_v2")
 
 
-def rope(rng: random.Random, kinds: tuple[str, ...] = ("default", "llama3", "yarn")) -> Edits:
+KINDS = ("default", "default", "llama3", "yarn", "linear", "dynamic", "longrope")
+
+
+def rope(rng: random.Random, kinds: tuple[str, ...] = KINDS) -> Edits:
     """Rope parameters of a kind."""
     kind = rng.choice(kinds)
     said: Edits = {"rope_type": kind, "rope_theta": rng.choice([50.0, 500.0, 10_000.0, 1e6])}
     maybe = lambda **options: {k: v for k, v in options.items() if rng.random() < 0.4}  # noqa: E731
     if kind != "default":
         said |= {"factor": rng.choice([1.0, 2.0, 4.0, 8.0])}
+    if kind in ("llama3", "yarn", "longrope"):
         said |= maybe(original_max_position_embeddings=rng.choice([16, 24, 48]))
     if kind == "llama3":
         said |= {"low_freq_factor": 1.0, "high_freq_factor": rng.choice([2.0, 4.0])}
@@ -46,8 +50,23 @@ def rope(rng: random.Random, kinds: tuple[str, ...] = ("default", "llama3", "yar
         said |= maybe(beta_fast=16.0, beta_slow=2.0, truncate=False, attention_factor=1.3)
         said |= rng.choice([{}, {}, {"mscale": 0.9, "mscale_all_dim": 0.7}, {"mscale": 0.8}])
     if kind == "longrope":
-        said |= {"short_factor": [1.0], "long_factor": [2.0]}
+        said |= maybe(attention_factor=1.3)
     return said
+
+
+def stretched(rng: random.Random, made: Edits) -> Edits:
+    """What ropes that go by the text need beside their kind; a pair has a factor of its own."""
+    said, more = dict(made["rope_parameters"]), {}
+    if said.get("rope_type") == "dynamic":
+        more["max_position_embeddings"] = rng.choice([20, 32, 64])
+    if said.get("rope_type") == "longrope":
+        width = made["hidden_size"] // made["num_attention_heads"]
+        columns = made.get("qk_rope_head_dim", made.get("head_dim", width))
+        pairs = int(columns * said.get("partial_rotary_factor", 1)) // 2 + (rng.random() < 0.1)
+        said["short_factor"] = [rng.uniform(1, 2) for _ in range(pairs)]
+        said["long_factor"] = [rng.uniform(1, 9) for _ in range(pairs)]
+        more |= {"rope_parameters": said}
+    return made | more
 
 
 def rope_edits(rng: random.Random) -> Edits:
@@ -68,6 +87,18 @@ def rope_edits(rng: random.Random) -> Edits:
         {"rope_scaling": old, "original_max_position_embeddings": rng.choice([12, 32])},
         {"rope_theta": theta},
         {"partial_rotary_factor": 0.5},
+    ])  # fmt: skip
+
+
+def two_rope_edits(rng: random.Random) -> Edits:
+    """As Gemma 3 says its ropes."""
+    old = rope(rng, ("linear", "linear", "yarn"))
+    theta = old.pop("rope_theta")
+    said = {"rope_theta": theta, "rope_local_base_freq": 50.0, "rope_parameters": GONE}
+    flat = {"rope_parameters": {**old, "rope_theta": theta}}
+    return rng.choice([
+        {"rope_scaling": old}, {"rope_theta": theta}, said | {"rope_scaling": old}, said, flat,
+        said | {"rope_scaling": None, "sliding_window_pattern": 3, "layer_types": GONE},
     ])  # fmt: skip
 
 
@@ -120,12 +151,47 @@ def llama(rng: random.Random) -> Edits:
 def qwen3(rng: random.Random) -> Edits:
     made = decoder(rng) | heads(rng)
     windows = {"sliding_window": 8, "max_window_layers": rng.randint(0, 2)}
-    return made | rng.choice([{}, {}, windows, windows | {"use_sliding_window": True}])
+    used = windows | {"use_sliding_window": True}
+    kinds = ["full_attention", "sliding_attention"]
+    layers = [rng.choice(kinds) for _ in range(made["num_hidden_layers"])]
+    return made | rng.choice([{}, {}, windows, used, used | {"layer_types": layers}])
+
+
+def mistral(rng: random.Random) -> Edits:
+    made = llama(rng) | {"sliding_window": rng.choice([None, 5, 8, 64])}
+    made.pop("mlp_bias")
+    return made
+
+
+def qwen2(rng: random.Random) -> Edits:
+    made = qwen3(rng)
+    made["hidden_size"] = made["num_attention_heads"] * rng.choice([4, 8])
+    return made
+
+
+def gemma3(rng: random.Random) -> Edits:
+    made = decoder(rng) | heads(rng)
+    made["hidden_size"] = made["num_attention_heads"] * rng.choice([4, 8])
+    kinds = ["full_attention", "sliding_attention"]
+    ropes = {kind: rope(rng, ("default", "linear", "llama3", "yarn")) for kind in kinds}
+    for one in ropes.values() if rng.random() < 0.9 else ():
+        one.pop("truncate", None)  # of ropes by kind, transformers does not look at it
+    made.pop("hidden_act")
+    layers = [rng.choice(kinds) for _ in range(made["num_hidden_layers"])]
+    made |= rng.choice([{}, {"layer_types": layers}, {"sliding_window_pattern": 2}])
+    act = rng.choice(["gelu_pytorch_tanh"] * 8 + ["gelu", "silu"])
+    return made | {
+        "hidden_activation": act, "sliding_window": rng.choice([5, 8, 64]),
+        "rope_parameters": rng.choice([ropes, ropes, None]),
+        "query_pre_attn_scalar": rng.choice([8, 16, 256]),
+        "final_logit_softcapping": rng.choice([None, None, 2.0]),
+    }  # fmt: skip
 
 
 def qwen3_moe(rng: random.Random) -> Edits:
     made = qwen3(rng)
-    made.pop("max_window_layers", None)
+    for key in ("max_window_layers", "layer_types"):
+        made.pop(key, None)
     return made | qwen_mixture(rng, made["num_hidden_layers"])
 
 
@@ -148,13 +214,28 @@ def deepseek_v2(rng: random.Random) -> Edits:
     made, count = decoder(rng) | mixture(rng), rng.choice([1, 2, 4])
     made |= {"n_routed_experts": made.pop("num_experts"), "num_attention_heads": count}
     return made | {
-        "num_key_value_heads": count, "q_lora_rank": rng.choice([None] * 9 + [8]),
+        "num_key_value_heads": count, "q_lora_rank": rng.choice([None, 8, 12]),
         "kv_lora_rank": rng.choice([8, 16]), "qk_nope_head_dim": rng.choice([8, 12]),
         "qk_rope_head_dim": rng.choice([4, 8]), "v_head_dim": rng.choice([6, 10]),
         "n_shared_experts": rng.choice([1, 2]), "norm_topk_prob": rng.random() < 0.1,
         "first_k_dense_replace": rng.randint(0, made["num_hidden_layers"]),
         "routed_scaling_factor": rng.choice([1.0, 1.5]), "mlp_bias": rng.random() < 0.1,
+        **groups(rng, made["n_routed_experts"]),
     }  # fmt: skip
+
+
+def groups(rng: random.Random, count: int) -> Edits:
+    """Groups that experts are chosen from."""
+    parts = rng.choice([n for n in (1, 2, 3) if count % n == 0])
+    method = rng.choice(["greedy", "group_limited_greedy", "group_limited_greedy"])
+    return {"n_group": parts, "topk_group": rng.randint(1, parts), "topk_method": method}
+
+
+def deepseek_v3(rng: random.Random) -> Edits:
+    made = deepseek_v2(rng) | {"norm_topk_prob": rng.random() < 0.7}
+    for key in ("topk_method", "mlp_bias"):
+        made.pop(key)
+    return made | {"rope_interleave": rng.random() < 0.9}
 
 
 def mamba2(rng: random.Random) -> Edits:
@@ -186,8 +267,9 @@ def bert_(rng: random.Random) -> Edits:
 
 
 FAMILIES = {
-    "llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe, "qwen3_next": qwen3_next,
-    "deepseek_v2": deepseek_v2, "mamba2": mamba2, "bert": bert_,
+    "llama": llama, "mistral": mistral, "qwen2": qwen2, "gemma3_text": gemma3,
+    "qwen3": qwen3, "qwen3_moe": qwen3_moe, "qwen3_next": qwen3_next,
+    "deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "mamba2": mamba2, "bert": bert_,
 }  # fmt: skip
 LEFT_OUT = (
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "layer_types", "decoder_sparse_step",
@@ -207,8 +289,11 @@ def draw(name: str, seed: int) -> tuple[Edits, Edits]:
     """What the model is made with, and what is changed in config.json after that."""
     rng = random.Random(f"{name} {seed}")
     made, edits = FAMILIES[name](rng), {}
-    if rng.random() < 0.5 and "rope_parameters" in made:
-        edits |= rope_edits(rng)
+    if "rope_parameters" in made and rng.random() < 0.5 and name == "gemma3_text":
+        edits |= two_rope_edits(rng)
+    if "rope_type" in (made.get("rope_parameters") or {}):
+        made = stretched(rng, made)
+        edits |= rope_edits(rng) if rng.random() < 0.5 else {}
     if rng.random() < 0.3:
         edits |= dict.fromkeys(rng.sample(LEFT_OUT, 2), GONE)
     if rng.random() < 0.2:
@@ -230,6 +315,9 @@ def write(name: str, made: Edits, folder: Path, seed: int = 0) -> None:
             weight.uniform_(-3, 0)
         else:
             weight.add_(torch.rand_like(weight) - 0.5)
+    for path, bias in model.named_buffers():
+        if path.endswith("correction_bias"):
+            bias.normal_(0, 0.3)
     model.save_pretrained(folder)
 
 
@@ -259,10 +347,25 @@ def theirs(folder: Path, tokens: list[int]) -> Tensor:
     )
     missing = [n for n in found["missing_keys"] if not n.startswith("pooler")]
     assert not missing and not found["mismatched_keys"], found
-    out = model.eval()(torch.tensor([tokens]), **({} if bert_like else {"use_cache": False}))
+    model.eval()
     if bert_like:
+        out = model(torch.tensor([tokens]))
         return torch.nn.functional.normalize(out.last_hidden_state.mean(1), dim=-1)
-    return out.logits[0]
+    rows, kept = [], {}
+    for part in chunks(folder, tokens):
+        out = model(torch.tensor([part]), use_cache=len(part) < len(tokens), **kept)
+        kept = {"past_key_values": out.past_key_values} if len(part) < len(tokens) else {}
+        rows.append(out.logits[0])
+    return torch.cat(rows)
+
+
+def chunks(folder: Path, tokens: list[int]) -> list[list[int]]:
+    """All at once; where a rope goes by the text, what it leaves as it is, then token by token."""
+    config: Any = loading.family(folder).read_config(loading.read_json(folder))
+    first = unscaled(getattr(config, "rope_scaling", None))
+    if first is None or first >= len(tokens):
+        return [tokens]
+    return [tokens[:first], *([token] for token in tokens[first:])]
 
 
 @torch.no_grad()
@@ -274,10 +377,16 @@ def ours(folder: Path, tokens: list[int]) -> Tensor:
     if family is bert:
         batch = llama_batch([(tokens, range(4), 0, len(tokens))], 4, 16)
         batch = generate.select(bert.Batch, vars(batch), batch.spec)
-    else:
-        batch = generate.alone(tokens, 0, 4, "cpu", family.Batch)
-        batch = dataclasses.replace(batch, logits_indices=torch.arange(len(tokens)))
-    return family.forward(params, cache, batch)[0]
+        return family.forward(params, cache, batch)[0]
+    rows, computed = [], 0
+    for part in chunks(folder, tokens):
+        end = computed + len(part)
+        batch = generate.alone(tokens[:end], computed, 4, "cpu", family.Batch)
+        batch = dataclasses.replace(batch, logits_indices=torch.arange(len(part)))
+        logits, cache = family.forward(params, cache, batch)
+        rows.append(logits)
+        computed = end
+    return torch.cat(rows)
 
 
 def verdict(folder: Path, tokens: list[int]) -> tuple[str, str]:

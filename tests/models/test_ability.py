@@ -25,6 +25,7 @@ from fngraph.models import (
     stream,
     submit,
 )
+from fngraph.models.families.rope import Dynamic
 from tests.models.conftest import wide_params
 
 POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)
@@ -121,6 +122,15 @@ def test_what_the_model_does_not_have(what: str, modes: str, made, params):
     fails(says, steps, cache, bad)
     last = {"prompt": [1] * 46, "max_new": 5}  # its last token has no position
     assert not any(event.failed for event in events(steps, cache, last))
+
+
+def test_a_prompt_for_which_transformers_would_rescale_all_of_the_rope(params):
+    """It may grow past that length, token by token."""
+    rope = Dynamic(4.0, 20)
+    config = dataclasses.replace(params.config, rope_scaling=rope, max_len=80)
+    steps, cache = make(dataclasses.replace(params, config=config))
+    fails("prompt of 21 tokens, .* of more than 20: shorten", steps, cache, {"prompt": [1] * 21})
+    assert not any(one.failed for one in events(steps, cache, {"prompt": [1] * 20, "max_new": 9}))
 
 
 def test_a_shared_prefix_of_a_bad_request_is_not_read(made):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fngraph.models import load_adapter, lora
+from fngraph.models import CheckpointError, llama, load_adapter, lora
 
 RANK, ALPHA = 3, 12
 RANKS = {"self_attn.q_proj": RANK, "mlp.down_proj": 2}
@@ -133,3 +133,71 @@ def test_how_else_an_adapter_began_does_not_matter(params, tmp_path, init):
         write(tmp_path, tensors_of(params), init_lora_weights=init), adapters, NAMES
     )
     assert slot[0]["attn.wq"].a.any()
+
+
+PATH = f"{PREFIX}.0.self_attn.q_proj"
+
+
+def spoil(folder: Path, what: str) -> None:
+    """Make a mistake of the files."""
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    if what == "no folder":
+        config.unlink()
+    elif what == "no json":
+        config.write_text("{lora")
+    elif what == "no tensors":
+        weights.unlink()
+    elif what == "a pickle":
+        weights.rename(folder / "adapter_model.bin")
+    elif what == "no safetensors":
+        weights.write_bytes(b"\0" * 4)
+
+
+# what its config says, shapes of a half, and what is said of that
+BAD: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = {
+    "no folder": ({}, {}, r"adapter_config\.json: .*No such file.*PEFT's save_pretrained"),
+    "no json": ({}, {}, r"adapter_config\.json: .*PEFT's save_pretrained"),
+    "no tensors": ({}, {}, r"adapter_model\.safetensors: .*PEFT's save_pretrained"),
+    "a pickle": ({}, {}, r"adapter_model\.bin, a pickle: load it with PEFT"),
+    "no safetensors": ({}, {}, r"adapter_model\.safetensors: .*PEFT's save_pretrained"),
+    "no alpha": ({"lora_alpha": None}, {}, "lora_alpha is None, not a number"),
+    "an alpha that is a word": ({"lora_alpha": "12"}, {}, "lora_alpha is '12', not a number"),
+    "alphas in a list": ({"alpha_pattern": [3]}, {}, r"alpha_pattern is \[3\], not alphas by"),
+    "a pattern that is none": ({"alpha_pattern": {"(": 3}}, {}, r"'\(', no regular expression: m"),
+    "an alpha of a pattern": ({"alpha_pattern": {"q": "x"}}, {}, "'q' is 'x', not a number"),
+    "three dims": ({}, {"A": (2, 3, 4)}, r"attn\.wq: A and B are \[2, 3, 4\] and \[72, 3\], not"),
+    "a vector": ({}, {"B": (72,)}, r"A and B are \[3, 32\] and \[72\], not \(r, in\) and"),
+    "no rank": ({}, {"A": (0, 32), "B": (72, 0)}, r"A and B are \[0, 32\] and \[72, 0\], not"),
+    "another width": ({}, {"A": (3, 31)}, r"rank 4 at most, 32 to 72; given a \[3, 31\]"),
+    "another rank of B": ({}, {"B": (72, 2)}, r"given a \[3, 32\], b \[2, 72\]"),
+    "a rank beyond": ({}, {"A": (9, 32), "B": (72, 9)}, r"Pass lora\.slots\(params, rank=9"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_mistake_is_said_with_its_fix(params, tmp_path: Path, what: str):
+    config, shapes, says = BAD[what]
+    adapters = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
+    tensors = tensors_of(params)
+    for half, shape in shapes.items():
+        tensors[f"{PATH}.lora_{half}.weight"] = torch.ones(shape)
+    spoil(write(tmp_path, tensors, **config), what)
+    with pytest.raises(CheckpointError, match=says):
+        load_adapter(tmp_path, adapters, NAMES)
+
+
+def test_a_target_that_no_weight_has_is_said_with_those_there_are(params, tmp_path: Path):
+    tensors = tensors_of(params) | {f"{PREFIX}.0.self_attn.qkv.lora_A.weight": torch.ones(3, 32)}
+    adapters = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
+    with pytest.raises(CheckpointError, match=r"qkv\.lora_A.*unknown\nknown .*down_proj, q_proj"):
+        load_adapter(write(tmp_path, tensors), adapters, NAMES)
+
+
+def test_something_else_in_place_of_slots_or_names_is_said(params, tmp_path: Path):
+    folder = write(tmp_path, tensors_of(params))
+    adapters = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
+    with pytest.raises(TypeError, match=r"adapters is a Params: .*lora\.slots"):
+        load_adapter(folder, params, NAMES)
+    names: Any = llama.FORMAT
+    with pytest.raises(TypeError, match=r"names is a Format: .*llama\.FORMAT\.names"):
+        load_adapter(folder, adapters, names)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models import CheckpointError, bert, loading, read_text
+from fngraph.models import CheckpointError, bert, loading, naming, read_text
 from fngraph.models.generate import select
 from fngraph.models.serving.blocks import blocks_for
 from tests.models.rows import llama_batch
@@ -67,6 +68,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[bert.Params, Any]:
         weight.normal_(weight.mean().item(), 0.3)
     model.save_pretrained(folder)
     return loading.family(folder).load(folder)[1], model.eval()
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForSequenceClassification"])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_model_with_a_head_is_loaded_without_it(tiny, kind: str, early: bool, tmp_path: Path):
+    """Its names begin with "bert."; early files call gains gamma and biases of norms beta."""
+    params, model = tiny
+    whole = getattr(transformers, kind)(model.config)
+    whole.bert.load_state_dict(model.state_dict(), strict=False)
+    whole.save_pretrained(tmp_path)
+    if early:
+        path = tmp_path / "model.safetensors"
+        old = {
+            n.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): w
+            for n, w in load_file(path).items()
+        }
+        assert any(n.endswith("gamma") for n in old)
+        save_file(old, path)
+    named, again = naming.named(params), naming.named(loading.family(tmp_path).load(tmp_path)[1])
+    assert named.keys() == again.keys()
+    assert all(torch.equal(again[n], w) for n, w in named.items())
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,7 @@ def test_logits_of_several_rows_a_request(case: Case):
 
 RUNS: list[None] = []  # a global, which the key of a layer does not see
 BODIES = {  # of a layer: a function, and its runs in a trace, where some layers are alike
+    "gemma3": ("attention", 2),  # of layers with a window, and of the other
     "qwen3": ("attention", 1),
     "qwen3_moe": ("attention", 2),
     "mamba2": ("mixer", 1),
@@ -105,7 +106,7 @@ def test_nothing_is_refused_and_layers_that_are_alike_are_traced_once(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ):
     name = case.family.__name__.rpartition(".")[2]
-    assert name == "llama" or name in BODIES
+    assert name in (*BODIES, "llama", "mistral", "qwen2", "deepseek_v3")  # theirs are others' own
     RUNS.clear()
     if name in BODIES:  # training passes Llama's layers another attention: they are not marked
         plain = getattr(case.family, BODIES[name][0])

@@ -10,7 +10,15 @@ import torch
 from fngraph.core import trees
 from fngraph.models import llama, load_checkpoint, naming, save_checkpoint
 from fngraph.models.families import decoder
-from fngraph.models.families.rope import Llama3, Yarn, rotate, rotation
+from fngraph.models.families.rope import (
+    Dynamic,
+    Linear,
+    Llama3,
+    LongRope,
+    Yarn,
+    rotate,
+    rotation,
+)
 from fngraph.models.weights.checkpoint import BYTES, CheckpointError
 from tests.models.conftest import wide_params
 from tests.models.dense import dense_logits
@@ -78,6 +86,22 @@ def test_variants(config, change):
     assert_dense(params, [(0, 0, 11), (1, 0, 5)], [(0, 11, 20), (2, 0, 20)])
 
 
+def test_a_layer_with_a_window_does_not_see_a_shared_prefix_whole(config):
+    """A batch whose requests share a prefix is read by cascades, but for such layers."""
+    params = wide_params(dataclasses.replace(config, window=5, window_layers=(1,)))
+    texts = [(*range(8), 40, 41, 42), (*range(8), 90)]
+    spans = [(text, (2, 4, 6 + i), 0, len(text)) for i, text in enumerate(texts)]
+    batch = llama_batch(spans, B, BLOCK_SIZE)
+    fresh = lambda: llama.init_cache(params.config, 18, block_size=BLOCK_SIZE)  # noqa: E731
+    want_RV, _ = llama.forward(params, fresh(), batch)
+    object.__setattr__(batch, "prefix_len", torch.tensor([8], dtype=torch.int32))
+    got_RV, _ = llama.forward(params, fresh(), batch)
+    torch.testing.assert_close(got_RV, want_RV, atol=1e-5, rtol=0)
+    every = dataclasses.replace(params.config, window_layers=())
+    other = naming.filled(llama.blank(every), naming.named(params))
+    assert (llama.forward(other, fresh(), batch)[0] - want_RV).abs().max() > 0.1
+
+
 def test_the_head_runs_on_the_asked_rows_only(params, monkeypatch):
     seen = []
     head = decoder.logits
@@ -106,6 +130,20 @@ def test_rope_turns_by_position_alone(config):
     torch.testing.assert_close(turned[1], x_THD[1])  # position 0: not at all
     assert torch.equal(turned[0], turned[2])
     torch.testing.assert_close(turned.norm(dim=-1), x_THD.norm(dim=-1))
+
+
+@pytest.mark.parametrize("scaling", [Dynamic(4.0, 16), LongRope((1.0, 2.0), (3.0, 4.0), 16, 1.2)])
+def test_a_rope_that_goes_by_the_text_is_the_same_in_any_chunks(scaling):
+    """A token goes by the text up to itself: what else is in the call has no say."""
+    whole = rotation(torch.arange(40), 4, 100.0, torch.float32, scaling)
+    for at in (0, 15, 16, 39):
+        alone = rotation(torch.tensor([at]), 4, 100.0, torch.float32, scaling)
+        assert all(torch.equal(x[at], y[0]) for x, y in zip(whole, alone))
+    plain = rotation(torch.arange(40), 4, 100.0, torch.float32, Linear(1.0))
+    same = [
+        torch.allclose(whole[0][i] / getattr(scaling, "amplitude", 1), plain[0][i]) for i in (1, 39)
+    ]
+    assert same == [isinstance(scaling, Dynamic), False]
 
 
 def test_rope_scores_depend_on_the_distance(config):
@@ -145,17 +183,22 @@ def test_init_is_the_same_each_time_and_of_the_listed_shapes(config):
     assert not torch.equal(once["embed"], llama.init_params(config, seed=6).embed)
 
 
-@pytest.mark.parametrize(
-    "scaling", [None, Llama3(8.0, 1.0, 4.0, 64), Yarn(4.0, 32, 1, 64)], ids=["", "llama3", "yarn"]
-)
+SCALINGS = (
+    Llama3(8.0, 1.0, 4.0, 64), Yarn(4.0, 32, 1, 64), Linear(2.0), Dynamic(2.0, 64),
+    LongRope((1.0, 1.5), (2.0, 8.0), 64, 1.1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [None, *SCALINGS], ids=lambda x: type(x).__name__)
 def test_a_checkpoint_comes_back(config, params, scaling, tmp_path):
-    config = dataclasses.replace(config, rope_scaling=scaling)
+    config = dataclasses.replace(config, rope_scaling=scaling, window=7, window_layers=(1,))
     path = tmp_path / "a" / "model.safetensors"
     save_checkpoint(path, config, naming.named(params))
     loaded_config, loaded = load_checkpoint(path)
     assert loaded_config == config
     named = naming.named(loaded)
     assert all(torch.equal(named[n], w) for n, w in naming.named(params).items())
+    assert [layer.attn.window for layer in loaded.layers] == [None, 7]
 
 
 def test_a_bad_checkpoint_lists_all_that_is_wrong(config, params, tmp_path):

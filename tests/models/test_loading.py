@@ -11,7 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models as kinds, pre_tokenizers
 
-from fngraph.models import CheckpointError, generate, llama, loading, naming, read_text
+from fngraph.models import (
+    CheckpointError,
+    generate,
+    llama,
+    load_checkpoint,
+    loading,
+    naming,
+    read_text,
+)
 from tests.models import tiny
 
 FILE = "model.safetensors"
@@ -73,16 +81,16 @@ def test_all_that_does_not_fit_is_one_error(folder: Path):
 
 
 def test_a_config_that_cannot_be_run_is_refused(folder: Path):
-    change(folder, hidden_act="gelu", attention_bias=True)
+    change(folder, hidden_act="gelu", layer_types=["chunked_attention"] * 2)
     with pytest.raises(CheckpointError) as error:
         weights(folder)
-    for line in ("hidden_act is 'gelu', only 'silu'", "attention_bias is True, only False"):
+    for line in ("hidden_act is 'gelu', only 'silu'", "layer_types has 'chunked_attention', only"):
         assert line in str(error.value)
 
 
 def test_what_else_may_be_wrong_with_a_config(folder: Path):
     change(folder, rope_parameters={"rope_type": "spiral", "rope_theta": 1.0})
-    with pytest.raises(CheckpointError, match="'spiral'; there are default, llama3 and yarn"):
+    with pytest.raises(CheckpointError, match="'spiral'; there are default, llama3, yarn, linear"):
         weights(folder)
     raw = json.loads((folder / "config.json").read_text())
     del raw["rms_norm_eps"]
@@ -90,7 +98,7 @@ def test_what_else_may_be_wrong_with_a_config(folder: Path):
     with pytest.raises(CheckpointError, match="lacks 'rms_norm_eps'"):
         weights(folder)
     change(folder, model_type="gpt9")
-    with pytest.raises(CheckpointError, match="'gpt9' is none of bert, deepseek_v2, llama"):
+    with pytest.raises(CheckpointError, match="'gpt9' is none of bert, deepseek_v2, deepseek_v3"):
         weights(folder)
     with pytest.raises(CheckpointError, match="save_pretrained"):
         loading.family(folder / "nowhere")
@@ -135,7 +143,7 @@ def test_a_config_that_is_none_is_refused(folder: Path, content: bytes, says: st
         ),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            r"layer_types has 'sliding_attention', only \('full_attention',\)",
+            "sliding_window is None, not how many tokens one sees, but layer 1 has a window",
         ),
         ({"layer_types": 1}, "not iterable"),
         ({"quantization_config": {"bits": 4}}, "cannot be run:\n  quant_method is None"),
@@ -198,6 +206,76 @@ def test_dtypes_are_kept_or_cast(folder: Path):
     assert {w.dtype for w in naming.named(params).values()} == {torch.float32}
 
 
+def test_several_dtypes_are_said_at_load(folder: Path):
+    named = load_file(folder / FILE)
+    norms = {n: w for n, w in named.items() if "norm" in n}
+    save_file({n: w.bfloat16() for n, w in named.items()} | norms, folder / FILE)
+    with pytest.raises(CheckpointError, match=r"(?s)several dtypes.*dtype=torch\.bfloat16.*F32: 9"):
+        weights(folder)
+    _, params = loading.family(folder).load(folder, dtype=torch.bfloat16)
+    assert {w.dtype for w in naming.named(params).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "name, parts, cast",
+    [
+        ("mamba2", ("A_log", "dt_bias", ".D"), True),
+        ("qwen3_next", ("norm.weight", "A_log"), True),
+        ("deepseek_v3", ("correction_bias",), False), ("gemma3_text", ("norm.weight",), True),
+    ],
+)  # fmt: skip
+def test_what_is_computed_in_float32_may_be_stored_so(name, parts, cast, tmp_path: Path):
+    """And runs; the bias by which DeepSeek-V3 chooses is not cast, as by transformers."""
+    tiny.save(name, tmp_path)
+    stored = load_file(tmp_path / FILE)
+    of = lambda n: torch.float32 if n.endswith(parts) else torch.bfloat16  # noqa: E731
+    save_file({n: w.to(of(n)) for n, w in stored.items()}, tmp_path / FILE)
+    family = loading.family(tmp_path)
+    config, params = family.load(tmp_path)
+    assert {w.dtype for w in naming.named(params).values()} == {torch.bfloat16, torch.float32}
+    cache = family.init_cache(config, 2, num_slots=1, dtype=torch.bfloat16)
+    batch = generate.alone(tiny.PROMPT, 0, 2, "cpu", family.Batch)
+    assert family.forward(params, cache, batch)[0].isfinite().all()
+    dtypes = {w.dtype for w in naming.named(family.load(tmp_path, dtype=torch.float16)[1]).values()}
+    assert dtypes == ({torch.float16} if cast else {torch.float16, torch.float32})
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.float8_e4m3fn, torch.bool, "bfloat16"], ids=str
+)
+def test_a_dtype_that_weights_cannot_have_is_refused(folder: Path, dtype: Any):
+    config, _ = loading.family(folder).load(folder)
+    calls = (
+        lambda: loading.family(folder).load(folder, dtype=dtype),
+        lambda: loading.from_state(llama.blank, {}, config, {}, dtype=dtype),
+        lambda: llama.init_params(config, dtype=dtype),
+        lambda: load_checkpoint(dtype=dtype),
+    )
+    for call in calls:
+        with pytest.raises(
+            TypeError, match=r"would be cut off.*torch\.float32|pass one of torch's"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_model_saved_without_its_head(name: str, tmp_path: Path):
+    """Its names lack "model."; a head that is not tied is missing, and nothing else."""
+    model = tiny.save(name, tmp_path)
+    family = loading.family(tmp_path)
+    config, whole = family.load(tmp_path)
+    model.model.save_pretrained(tmp_path)
+    if not config.tied:
+        with pytest.raises(CheckpointError) as error:
+            family.load(tmp_path)
+        assert str(error.value).splitlines()[1:] == [
+            f"  lm_head.weight: missing, expected {tuple(whole.head.shape)}"
+        ]
+        return
+    named, again = (naming.named(x) for x in (whole, family.load(tmp_path)[1]))
+    assert all(torch.equal(again[n], w) for n, w in named.items())
+
+
 def test_a_tied_head_is_not_read(tmp_path: Path):
     tiny.save("llama", tmp_path)
     assert llama.load(tmp_path)[1].head is None
@@ -234,9 +312,14 @@ def test_a_config_of_transformers_4_reads_the_same(name: str, tmp_path: Path):
     now = family.load(tmp_path)[0]
     raw = json.loads((tmp_path / "config.json").read_text())
     rope = raw.pop("rope_parameters")
-    raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    rope["type"] = rope.pop("rope_type")
-    if rope["type"] == "default":
+    if "sliding_attention" in rope:
+        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    else:
+        raw |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+        rope["type"] = rope.pop("rope_type")
+    if rope.get("type") == "default":
         raw["rope_scaling"] = None
     if "num_local_experts" in raw:
         raw["num_experts"] = raw.pop("num_local_experts")

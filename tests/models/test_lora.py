@@ -286,7 +286,10 @@ def test_an_adapted_weight_is_for_linear_alone(params):
         lora.adapted(odd)(params, adapters, None, batch_of([0]))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2", "gemma3_text", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next"],
+)
 def test_every_family_with_attention_takes_adapters(name, tmp_path):
     """Their projections lie deeper than Llama's, and some layers have none."""
     tiny.save(name, tmp_path)

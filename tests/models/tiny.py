@@ -27,6 +27,42 @@ def llama() -> Any:
     )  # fmt: skip
 
 
+def mistral() -> Any:
+    """A window that a text leaves, and linear rope."""
+    return transformers.MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=96,
+        sliding_window=24, eos_token_id=None, bos_token_id=None,
+        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    )  # fmt: skip
+
+
+def qwen2() -> Any:
+    """Biases, and a window in the second layer."""
+    return transformers.Qwen2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96,
+        use_sliding_window=True, sliding_window=20, max_window_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
+def gemma3() -> Any:
+    """Windows in two of three layers, two ropes, a soft cap, a head of its own."""
+    return transformers.Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=96,
+        query_pre_attn_scalar=16, sliding_window=20, sliding_window_pattern=3,
+        final_logit_softcapping=20.0, tie_word_embeddings=False,
+        eos_token_id=None, bos_token_id=None, pad_token_id=None,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    )  # fmt: skip
+
+
 def qwen3() -> Any:
     return transformers.Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -71,6 +107,18 @@ def deepseek_v2() -> Any:
     )  # fmt: skip
 
 
+def deepseek_v3() -> Any:
+    """Compressed queries; experts out of two of three groups."""
+    return transformers.DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=16,
+        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=6,
+        n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=16, n_group=3,
+        topk_group=2, first_k_dense_replace=1, routed_scaling_factor=1.5,
+        max_position_embeddings=96, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+
+
 def qwen3_next() -> Any:
     return transformers.Qwen3NextConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
@@ -98,10 +146,14 @@ def bert() -> Any:
 
 GENERATIVE: dict[str, tuple[Make, int, float]] = {
     "llama": (llama, 35, 0.3),
+    "mistral": (mistral, 0, 0.3),
+    "qwen2": (qwen2, 5, 0.3),
+    "gemma3_text": (gemma3, 2, 0.35),
     "qwen3": (qwen3, 3, 0.3),
     "qwen3_moe": (qwen3_moe, 0, 0.4),
     "mamba2": (mamba2, 1, 0.35),
     "deepseek_v2": (deepseek_v2, 7, 0.25),
+    "deepseek_v3": (deepseek_v3, 1, 0.3),
     "qwen3_next": (qwen3_next, 1, 0.2),
 }
 """Config, seed, and how wide matrices are drawn: found by looking for texts that keep changing."""
@@ -123,6 +175,9 @@ def model(name: str) -> Any:
             weight.uniform_(-3, 0)
         else:
             weight.add_(torch.rand_like(weight) - 0.5)
+    for buffer_name, buffer in made.named_buffers():
+        if buffer_name.endswith("correction_bias"):
+            buffer.uniform_(-0.3, 0.3)
     return made
 
 

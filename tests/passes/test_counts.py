@@ -30,14 +30,18 @@ CLOSE = {  # of one product in place of three; in bfloat16, of matrices that are
     (torch.bfloat16, "cpu"): {"atol": 0.2, "rtol": 0.1},
 }
 DENSE = ("llama", "qwen3")
-# Layers: llama, qwen3 and mamba2 have 2, qwen3_moe and deepseek_v2 3, qwen3_next 4. A first norm
+# Layers: qwen3_moe, DeepSeek and Gemma 3 have 3, qwen3_next 4, the others 2. A first norm
 # follows no addition, nor does the last, which is of chosen rows.
 FAMILIES: dict[str, tuple[int, ...]] = {  # by ORDER
     "llama": (0, 1, 4, 0, 4, 3, 2, 2, 2),
+    "mistral": (0, 1, 4, 0, 4, 3, 2, 2, 2),
+    "qwen2": (0, 1, 4, 0, 4, 3, 2, 2, 2),
+    "gemma3_text": (0, 3, 6, 6, 0, 5, 8, 0, 3),  # norms behind each part too; its gate is gelu
     "qwen3": (0, 1, 4, 4, 0, 3, 2, 2, 2),
     "qwen3_moe": (26, 3, 4, 6, 0, 5, 2, 3, 3),  # two layers of experts, and one mlp
     "mamba2": (0, 0, 0, 0, 0, 1, 4, 2, 0),
     "deepseek_v2": (38, 3, 3, 0, 6, 5, 5, 5, 0),  # its compressed keys have a norm, and no rope
+    "deepseek_v3": (38, 5, 3, 0, 6, 5, 8, 5, 0),  # its compressed queries have one too
     "qwen3_next": (39, 3, 5, 2, 0, 7, 5, 10, 1),  # one layer of attention; three gated norms
     "bert": (5, 2, 0, 0, 0, 0, 0, 0, 0),  # other norms and gates; products with biases of their own
 }
@@ -45,6 +49,7 @@ IN_BFLOAT16 = {  # where that is another: what is added, or gated, is in float32
     "qwen3_moe": (6, 4, 4, 6, 0, 5, 2, 3, 3),  # and experts' shares are cast
     "mamba2": (0, 0, 0, 0, 0, 0, 5, 2, 0),
     "deepseek_v2": (18, 4, 3, 0, 6, 5, 5, 5, 0),
+    "deepseek_v3": (18, 6, 3, 0, 6, 5, 8, 5, 0),
     "qwen3_next": (9, 4, 5, 2, 0, 7, 5, 7, 1),
 }
 THEIRS: dict[str, tuple[int, ...]] = {

@@ -103,6 +103,11 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], Found]] = {
                           x.sin()),
         [ONE, ONE],
     ),
+    "a norm of one of two products, before another": (
+        lambda p, x: (lambda y: linear(norm(p, linear(y, p["square"])), p["w1"]).sin()
+                      + linear(y, p["w1"]).sin())(x.sin()),
+        [(2, False, False, False), HEAD],
+    ),
     "a residual": (lambda p, x: linear(x.sin(), p["square"]) + x, [(1, False, False, True)]),
     "a residual in front": (
         lambda p, x: x + linear(x.sin(), p["square"]), [(1, False, False, True)],
@@ -166,19 +171,25 @@ QKV, GATE = (3, True, False, False), (2, True, True, False)
 PAIR, PLAIN_GATE = (2, True, False, False), (2, False, True, False)
 FAMILIES: dict[str, dict[tuple[int, bool, bool, bool], int]] = {
     "llama": {QKV: 2, GATE: 2, SUM: 4, HEAD: 1},
+    "mistral": {QKV: 2, GATE: 2, SUM: 4, HEAD: 1},
+    "qwen2": {GATE: 2, SUM: 4, HEAD: 1},  # q, k and v have biases
+    "gemma3_text": {QKV: 3, PAIR: 3, HEAD: 1, ALONE: 6},  # its gate is gelu, norms before sums
     "qwen3": {QKV: 2, GATE: 2, SUM: 4, HEAD: 1},
     "qwen3_moe": {QKV: 3, GATE: 1, SUM: 4, HEAD: 1, ALONE: 2},  # two routers
     "mamba2": {HEAD: 3, (1, True, False, True): 2},  # a norm before the last product of a layer
     "deepseek_v2": {PAIR: 3, GATE: 1, PLAIN_GATE: 2, SUM: 6, HEAD: 1, ALONE: 2},
+    "deepseek_v3": {PAIR: 3, GATE: 1, PLAIN_GATE: 2, SUM: 6, HEAD: 4, ALONE: 2},
     "qwen3_next": {
         QKV: 1, PAIR: 3, GATE: 1, PLAIN_GATE: 3, SUM: 5, HEAD: 1, ALONE: 3,
         (2, False, False, False): 3,
     },
     "bert": {},  # its products have biases
 }  # fmt: skip
+OTHER_BITS = ("gemma3_text",)  # torch's gelu of a part of rows is another one than of whole rows
 IN_BFLOAT16 = {  # what is added is in float32 there; so is what a router multiplies
     "mamba2": {HEAD: 3, (1, True, False, False): 3, ALONE: 2},
     "deepseek_v2": {PAIR: 3, GATE: 1, PLAIN_GATE: 2, SUM: 6, HEAD: 1},
+    "deepseek_v3": {PAIR: 3, GATE: 1, PLAIN_GATE: 2, SUM: 6, HEAD: 4},
 }
 
 
@@ -207,4 +218,7 @@ def test_a_family_has_so_many_and_computes_the_same(
     (traced, fused), (_, plain) = run("linears"), run()
     want = FAMILIES | (IN_BFLOAT16 if dtype == torch.bfloat16 else {})
     assert Counter(found_in(traced)) == want[name]
-    assert all(torch.equal(a, b) for a, b in zip(fused.values(), plain.values(), strict=True))
+    exact = name not in OTHER_BITS
+    close = {"atol": 0, "rtol": 0} if exact else {"atol": 1e-5, "rtol": 1e-5}
+    for a, b in zip(fused.values(), plain.values(), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, **close)

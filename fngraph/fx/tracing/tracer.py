@@ -199,8 +199,8 @@ def _check_values(outputs: Sequence[Any], paths: Sequence[str], refuse: Refusals
         error: PurityError | None = None
         if not isinstance(value, torch.Tensor):
             error = OutputError(
-                f"forward returns {path} = {_brief(value)}, which a graph would freeze. Return "
-                "tensors only; sizes are known from batch.spec outside"
+                f"forward returns {path} = {_brief(value)}, which a graph would freeze. "
+                f"{_instead_of(value)}"
             )
         elif not isinstance(value, FakeTensor):
             error = ClosureError(
@@ -228,6 +228,12 @@ def _brief(value: Any) -> str:
     if inspect.isgenerator(value) or inspect.iscoroutine(value):
         return f"a {type(value).__name__}: forward is written with yield or async"
     return f"{value!r} ({type(value).__name__})"
+
+
+def _instead_of(value: Any) -> str:
+    if type(value).__name__.endswith("Cache"):  # of keys and values, as transformers calls them
+        return "Call the model with use_cache=False, or return its tensors alone: out.logits"
+    return "Return tensors only; sizes are known from batch.spec outside"
 
 
 def _check_owned(

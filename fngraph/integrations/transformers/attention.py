@@ -48,10 +48,34 @@ class Layer(NamedTuple):
     dtype: torch.dtype
 
 
-class Mask(NamedTuple):
-    """A mask as its rule: `sees(batch, head, query, key)` over broadcast index tensors."""
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A mask as its rule: `sees(batch, head, query, key)` over broadcast index tensors.
+
+    A model that computes with it, as with the tensor that it was to be, is refused.
+    """
 
     sees: Callable[..., Tensor]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copies and prints look for
+            raise AttributeError(name)
+        raise ModelError(_computed(f"reads its .{name}"))
+
+    def _refuse(self, *args: Any) -> Any:
+        raise ModelError(_computed("computes with it"))
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _refuse
+
+
+def _computed(how: str) -> str:
+    return (
+        f"the model makes something of its own of the attention mask: it {how}. A paged "
+        "cache follows masks that transformers makes alone, causal ones with or without a window; "
+        "not learned ones (Doge), nor pictures that are seen in both directions (PaliGemma). "
+        "fg.from_module(model) runs whole inputs: see docs/transformers.md"
+    )
 
 
 @dataclasses.dataclass
@@ -114,6 +138,13 @@ def attend(
         )
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     wider = q_THD.shape[-1] - v_TKD.shape[-1]
+    if wider < 0:
+        raise ModelError(
+            f"the values of {where} have {v_TKD.shape[-1]} columns a head, its queries and keys "
+            f"{q_THD.shape[-1]}. A paged cache has one head dim, in which narrower values are "
+            "padded, and wider ones have no place. fg.from_module(model) runs whole inputs: see "
+            "docs/transformers.md"
+        )
     if wider:  # one head dim for the whole cache: zeros there come out as zeros
         v_TKD = pad(v_TKD, (0, wider))
     layer = len(fngraph.layers)

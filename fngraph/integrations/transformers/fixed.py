@@ -1,4 +1,4 @@
-"""Which models of transformers can become a step, and what is fixed in them for a trace.
+"""What is fixed in a model of transformers for a trace.
 
 Two things in a model ask the values in a batch how to go on, and have another way that does not:
 experts (loops over those that were hit, or one batched product) and rotary embeddings that change
@@ -8,7 +8,6 @@ with the longest request (not below the length that the model was made for).
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -45,37 +44,6 @@ def fixing(model: Any, fixed: Fixed) -> Iterator[None]:
             model.set_experts_implementation(experts)
         for path, rope in fixed.ropes.items():
             rope.rope_type = kinds[path]
-
-
-def refuse_unsuitable(model: Any) -> None:
-    """Raise unless `model` may become a step; what only a trace can tell is left to the trace.
-
-    Raises:
-        ModelError: says why, and what to do.
-    """
-    name = type(model).__name__
-    forward = getattr(model, "forward", None)
-    takes = inspect.signature(forward).parameters if forward else {}
-    missing = [n for n in ("input_ids", "position_ids", "logits_to_keep") if n not in takes]
-    if missing or not hasattr(model, "set_attn_implementation"):
-        raise ModelError(
-            f"{name} is no causal LM of transformers that takes {', '.join(missing)}. Load one "
-            "with AutoModelForCausalLM"
-        )
-    if model.training:
-        raise ModelError(f"{name} is in training mode, so dropout may be on. Call model.eval()")
-    if not model._can_set_attn_implementation():
-        raise ModelError(
-            f"the attention of {name} does not go through transformers' AttentionInterface, so it "
-            "cannot be led to a paged cache"
-        )
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    other = kinds - {"full_attention", "sliding_attention"}
-    if other or getattr(model, "_is_stateful", False):
-        raise ModelError(
-            f"{name} has layers of another kind ({', '.join(sorted(other)) or 'recurrent'}), whose "
-            "state a paged cache does not hold"
-        )
 
 
 def experts_of(model: Any, wanted: str | None) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,12 +22,7 @@ from fngraph.core.text import table
 from fngraph.errors import ModelError, SpecError
 from fngraph.graphified import graphify
 from fngraph.integrations.transformers.attention import Layer
-from fngraph.integrations.transformers.fixed import (
-    Fixed,
-    experts_of,
-    refuse_unsuitable,
-    scaled_ropes,
-)
+from fngraph.integrations.transformers.fixed import Fixed, experts_of, scaled_ropes
 from fngraph.integrations.transformers.forward import (
     KV,
     Batch,
@@ -38,6 +33,8 @@ from fngraph.integrations.transformers.forward import (
     pure_forward,
 )
 from fngraph.integrations.transformers.generation import asked, processors
+from fngraph.integrations.transformers.prompts import refuse_endless, tokens_of
+from fngraph.integrations.transformers.suitable import refuse_long, refuse_unsuitable
 from fngraph.integrations.transformers.trial import check_step
 from fngraph.models.serving.batches import empty_batch, lay_out
 from fngraph.models.serving.policy import Policy, whole
@@ -115,6 +112,7 @@ class GraphifiedModel:
         vocab_size: tokens that the model has.
         max_len: positions that it was made for; None: not known.
         generation: the model's own generation config, of which `generate` takes the rest.
+        tokenizer: of transformers, for prompts that are strings; None: there is none.
     """
 
     forward: Forward
@@ -126,26 +124,45 @@ class GraphifiedModel:
     vocab_size: int
     max_len: int | None
     generation: Any
+    tokenizer: Any = None
 
+    @overload
+    def generate(
+        self, prompts: list[str], max_new_tokens: int, *, stop: Collection[int] | None = None
+    ) -> list[str]: ...
+
+    @overload
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
         stop: Collection[int] | None = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]: ...
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        max_new_tokens: int,
+        *,
+        stop: Collection[int] | None = None,
+    ) -> Any:
         """Greedy tokens after each prompt, without the prompt, all prompts batched continuously.
 
         As transformers' own `generate(..., do_sample=False)`, with the penalties and bans of the
         model's generation config.
 
         Args:
-            prompts: lists of tokens, of any lengths.
+            prompts: lists of tokens, of any lengths; or strings, if there is a tokenizer.
             stop: tokens that end a text, the last one in it; None: the model's own.
+
+        Returns:
+            the new tokens of each prompt; of prompts that are strings, texts without special
+            tokens.
 
         Raises:
             SpecError: a prompt that is empty, too long for the limits, the cache or the model, or
-                has tokens that are none.
+                has tokens that are none; a string without a tokenizer.
             ModelError: the generation config asks for what is not here; or, when all others are
                 done, the logits of a prompt are no numbers.
         """
@@ -158,11 +175,13 @@ class GraphifiedModel:
         if failed:
             which = "; ".join(f"prompt {event.id} {event.end}" for event in failed)
             raise ModelError(f"{which}. fast.serve(...) gives the texts of the others")
+        if any(isinstance(prompt, str) for prompt in prompts):
+            return [self.tokenizer.decode(text, skip_special_tokens=True) for text in texts]
         return texts
 
     def serve(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]] | list[str],
         max_new_tokens: int,
         *,
         stop: Collection[int] | None = None,
@@ -177,7 +196,7 @@ class GraphifiedModel:
         policy = Policy(limits.max_tokens, limits.max_reqs, limits["B"], block_size)
         ends = [int(token) for token in (self.stop if stop is None else stop)]
         state = start(num_blocks, policy)
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(tokens_of(prompts, self.tokenizer)):
             refuse_endless(i, len(prompt), max_new_tokens, policy, num_blocks, self.max_len)
             try:
                 state = submit(state, policy, prompt, max_new_tokens, stop=ends)
@@ -220,6 +239,7 @@ def graphify_model(
     check: bool = True,
     compile: str = "none",
     passes: Any = None,
+    tokenizer: Any = None,
 ) -> GraphifiedModel:
     """Graphs for a transformers causal LM over a paged cache.
 
@@ -232,6 +252,7 @@ def graphify_model(
         experts: transformers' name for how experts run, where there are any; None: "grouped_mm"
             where the device can, else "batched_mm".
         lazy: capture a key when it is first needed, not now.
+        tokenizer: of transformers, for `generate` of strings: AutoTokenizer.from_pretrained(...).
         check: first run two small requests, and compare their logits with the model's own.
 
     Raises:
@@ -240,6 +261,7 @@ def graphify_model(
         FnGraphError: see the classes in `fngraph.errors`.
     """
     refuse_unsuitable(model)
+    refuse_long(model, limits, block_size)
     longest = limits["B"] * block_size
     fixed = Fixed(experts_of(model, experts), scaled_ropes(model, longest))
     params = params_of(model, fixed.ropes)
@@ -261,7 +283,7 @@ def graphify_model(
         forward, params, cache, step, support_of(model, layers, lowered), frozenset(ends),
         model.get_input_embeddings().weight.shape[0],
         getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        getattr(model, "generation_config", None),
+        getattr(model, "generation_config", None), tokenizer,
     )  # fmt: skip
 
 
@@ -274,33 +296,6 @@ def changed(
         text = torch.as_tensor(job.tokens.view(0, job.computed + new), device=out_RV.device)
         out_RV[i] = change[job.id](text[None], out_RV[i, None].clone())[0]
     return out_RV
-
-
-def refuse_endless(
-    i: int, length: int, max_new: int, policy: Policy, num_blocks: int, max_len: int | None
-) -> None:
-    """Raise unless prompt number `i` can run to its end.
-
-    Raises:
-        SpecError: it is empty, or too long for the limits, the cache or the model.
-    """
-    needed = -(-(length + max_new) // policy.block_size)
-    most = min(policy.max_blocks, num_blocks)
-    if not length or max_new < 1:
-        raise SpecError(
-            f"prompt {i} has {length} tokens and asks for {max_new} more. Pass at least 1 of each"
-        )
-    if needed > most:
-        raise SpecError(
-            f"prompt {i} has {length} tokens; with {max_new} new ones it takes {needed} blocks of "
-            f"{policy.block_size}, and {most} are there. Pass Limits(..., B={needed}) and "
-            f"num_blocks={needed} or more, or shorten it"
-        )
-    if max_len is not None and length + max_new - 1 > max_len:
-        raise SpecError(
-            f"prompt {i} has {length} tokens; with {max_new} new ones it goes beyond the model's "
-            f"{max_len} positions. Shorten it, or ask for fewer"
-        )
 
 
 def support_of(model: Any, layers: Sequence[Layer], lowered: Lowered) -> ModelSupport:

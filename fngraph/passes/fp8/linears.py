@@ -150,8 +150,6 @@ def _parallel(graph: fx.Graph) -> Iterator[fx.Node]:
                 continue
             first = min(run)
             new = insert(graph, first, _OP, _args(input_, run))
-            if len(run) == 1:
-                new.meta["val"] = first.meta["val"]
             put_for(graph, new, run)
             _drop_unread(graph, input_)
             yield new

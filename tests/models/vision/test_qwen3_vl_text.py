@@ -311,6 +311,10 @@ def test_what_config_json_says(folder, params, tmp_path):
         ),
         ({"rope_scaling": rope | {"mrope_section": [4, 2, 1]}}, "make up head_dim, 16"),
         ({"windows": 3}, "windows is 3, which is not known here"),
+        (
+            {"rope_scaling": {**rope, "rope_type": "dynamic", "factor": 2.0}},
+            "'dynamic' goes by the length of a text",
+        ),
     ):
         (tmp_path / "config.json").write_text(
             json.dumps(raw | {"text_config": text | older | said})

@@ -84,7 +84,7 @@ BROKEN: dict[str, tuple[Any, tuple[type, type], list[str]]] = {
         [HERE, "tokens or requests"]),
     "a read of the spec": (
         lambda p, s, b: (p["w"] * b.spec.num_tokens, s), (errors.HostFieldError, RuntimeError),
-        [HERE, "batch.seq_lens"]),
+        [HERE, "staged leaf"]),
     "global RNG": (
         after(lambda x, s: (x + torch.randn_like(x), s)), (errors.RandomError, RuntimeError),
         [HERE, "argument"]),

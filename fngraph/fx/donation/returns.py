@@ -88,5 +88,5 @@ def _missing(args: Arguments, i: int, out_tree: Any) -> DonationError:
     lines = "\n".join(trees.differences(want, nearest, name))
     return DonationError(
         f"the donated argument {name!r} does not come back with its own structure:\n{lines}\n"
-        f"Return it updated: return logits, {name}"
+        f"Return it updated: return ..., {name}"
     )

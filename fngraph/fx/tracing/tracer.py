@@ -49,6 +49,7 @@ from fngraph.torch_facts.tracing import (
     has_proxy_slot,
     make_fx,
     under_compile,
+    unlogged,
 )
 
 
@@ -158,7 +159,9 @@ def trace(
 
     with contextlib.closing(made):
         with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
-            with enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse):
+            with (
+                unlogged(), enable_python_dispatcher(), symbolic_zeros(), _no_python_random(refuse)
+            ):  # fmt: skip
                 # the dispatcher, because F.pad with a symbolic size crashes without
                 try:
                     gm = make_fx(traced)(*fakes)

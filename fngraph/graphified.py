@@ -292,9 +292,11 @@ class Graphified(Generic[P, R]):
 
     def _latest(self) -> Step[R]:
         if not self._steps:
+            sig = self.signature
+            bound = ", ".join(sig.names[i] for i in sig.positions(Role.HELD, Role.DONATED))
             raise TreeError(
                 "nothing is known of the arguments before the first call. Call it once, or use "
-                "fast_fwd.trace(params, cache).split().lower(limits).table"
+                f".trace({bound}).split().lower(limits).table"
             )
         return self.steps[-1]
 

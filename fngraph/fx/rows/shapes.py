@@ -351,7 +351,7 @@ def filled(call: OpCall) -> Kept:
     """zeros, full, arange, ...: a shorter one is the start of a longer one."""
     name, args = call.name, call.args
     fill = args.get("fill_value", args.get("value", 0))
-    steps = [args.get("start"), args.get("step")] + ([fill] if "full" in name else [])
+    steps: list[Any] = [args.get("start"), args.get("step")] + ([fill] if "full" in name else [])
     if any(map(is_moving, steps)):
         raise Mixes(
             f"makes numbers out of the padded number of rows ({name}). Count the true ones: "

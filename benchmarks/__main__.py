@@ -4,4 +4,8 @@ import sys
 
 from benchmarks.harness import main
 
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell has it

@@ -13,6 +13,7 @@ import datetime
 import importlib
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -101,13 +102,18 @@ def parse(name: str, argv: Sequence[str]) -> argparse.Namespace:
             torch.empty(0, device=flags.device)
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
             parser.error(f"needs a device {flags.device!r}: {str(error).splitlines()[0]}")
+    if getattr(flags, "backend", None) is not None:
+        try:
+            fg.ops.attention.level(flags.backend)
+        except fg.errors.BackendError as error:
+            parser.error(f"--backend {flags.backend}: {error}")
     if flags.json is not None:
         try:
             flags.json.parent.mkdir(parents=True, exist_ok=True)
             if flags.json.is_dir():
                 raise IsADirectoryError(f"{flags.json} is a folder")
         except OSError as error:
-            parser.error(f"--json: {error}")
+            parser.error(f"--json {flags.json}: {error.strerror or error}")
     kept = [word for before, word in zip([None, *argv], argv)
             if "--json" not in (before, word.split("=")[0])]  # fmt: skip
     flags.command = " ".join([prog, *kept])
@@ -115,19 +121,34 @@ def parse(name: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def count(
-    default: int | list[int], about: str | None = None, *, least: int = 1, multiple_of: int = 1
-) -> dict[str, Any]:
-    """A flag that is a whole number from `least` on; several, if its default is a list."""
+    default: int | list[int], about: str | None = None, *, least: int = 1, multiple_of: int = 1,
+    most: int = 2**31 - 1,
+) -> dict[str, Any]:  # fmt: skip
+    """A flag that is a whole number, `least` to `most`; several, if its default is a list."""
 
     def number(word: str) -> int:
         found = int(word)
         if found < least or found % multiple_of:
             wanted = f"a multiple of {multiple_of}" if multiple_of > 1 else f"{least} or more"
             raise argparse.ArgumentTypeError(f"{word} is not {wanted}")
+        if found > most:
+            raise argparse.ArgumentTypeError(f"{word} is more than {most}")
         return found
 
     more = {"nargs": "+"} if isinstance(default, list) else {}
     return {"type": number, "default": default, "help": about, **more}
+
+
+def factor(default: float, about: str) -> dict[str, Any]:
+    """A flag that is a number above 0."""
+
+    def number(word: str) -> float:
+        found = float(word)
+        if not 0 < found < math.inf:
+            raise argparse.ArgumentTypeError(f"{word} is not above 0")
+        return found
+
+    return {"type": number, "default": default, "help": about}
 
 
 def some_of(choices: Sequence[str], default: Sequence[str] | None = None) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _quantiles(values: Sequence[int]) -> str:
 
 STREAM: Flags = {
     "--profile": {"choices": list(PROFILES), "default": "chat"},
-    "--seed": {"type": int, "default": 0},
+    "--seed": count(0, least=0),
 }
 
 

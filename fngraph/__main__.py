@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fngraph.compile.disk import Disk, difference, disk_of, is_same_piece
@@ -27,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     mistake in the command or the environment."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m fngraph", None, __doc__, formatter_class=shape)
-    cache = parser.add_subparsers(dest="what", required=True).add_parser("cache")
-    verbs = cache.add_subparsers(dest="verb", required=True)
+    cache = parser.add_subparsers(dest="cache", required=True).add_parser("cache")
+    verbs = cache.add_subparsers(dest="verb", metavar="ls | clear | warm", required=True)
     verbs.add_parser("ls", help="what is there")
     verbs.add_parser("clear", help="remove it")
     warm = verbs.add_parser("warm", help="fill it")
@@ -47,10 +48,11 @@ def main(argv: Sequence[str]) -> int:
     elif flags.verb == "clear":
         print(f"{disk.folder}: {count(disk.clear(), 'artefact')} removed")
     else:
-        module, _, name = flags.call.partition(":")
-        if not name:
-            parser.error(f"{flags.call!r}: expected MODULE:NAME, as in mine.serving:compile_all")
-        return _warm(disk, module, name)
+        try:
+            call = _named(flags.call)
+        except LookupError as error:
+            warm.error(error.args[0])
+        return _warm(disk, call)
     return 0
 
 
@@ -85,14 +87,47 @@ def _twice(disk: Disk) -> Iterator[str]:
             latest.append((entry.digest, entry.facts))
 
 
-def _warm(disk: Disk, module: str, name: str) -> int:
-    before = {entry.digest for entry in disk.entries()}
+def _named(word: str) -> Callable[[], object]:
+    """The function that MODULE:NAME names, of no arguments.
+
+    Raises:
+        LookupError: there is none. What a module itself raises is left as it is.
+    """
+    module, _, name = word.partition(":")
+    if not module or not name:
+        raise LookupError(f"{word!r}: expected MODULE:NAME, as in mine.serving:compile_all")
     sys.path.insert(0, str(Path.cwd()))
-    getattr(importlib.import_module(module), name)()
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # one that MODULE imports
+        raise LookupError(
+            f"{word!r}: there is no module {error.name!r} in {Path.cwd()} or among what is "
+            "installed. Dots, not slashes, and no .py: mine.serving:compile_all"
+        ) from None
+    if not callable(found):
+        what = "has no" if found is None else "cannot be called:"
+        raise LookupError(f"{word!r}: {module} {what} {name!r}. Name a function")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise LookupError(f"{word!r}: {error}. Name a function that takes nothing") from None
+    except ValueError:
+        pass  # one in C, which does not say
+    return found
+
+
+def _warm(disk: Disk, call: Callable[[], object]) -> int:
+    before = {entry.digest for entry in disk.entries()}
+    call()
     new = sum(entry.digest not in before for entry in disk.entries())
     print(f"{count(new, 'artefact')} made. {disk}")
     return int(not disk.entries())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell has it

@@ -13,7 +13,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack, overload
 
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
 from fngraph.core.where import users_part
@@ -292,9 +292,11 @@ class Graphified(Generic[P, R]):
 
     def _latest(self) -> Step[R]:
         if not self._steps:
+            sig = self.signature
+            bound = ", ".join(sig.names[i] for i in sig.positions(Role.HELD, Role.DONATED))
             raise TreeError(
                 "nothing is known of the arguments before the first call. Call it once, or use "
-                "fast_fwd.trace(params, cache).split().lower(limits).table"
+                f".trace({bound}).split().lower(limits).table"
             )
         return self.steps[-1]
 
@@ -340,7 +342,7 @@ class Bound(Generic[R]):
         names = [fn.signature.names[i] for i in fn.signature.positions(Role.DONATED)]
         if len(donated) != len(names):
             raise TreeError(
-                f"capture takes {', '.join((*names, 'fg.Limits(...)'))}, in this order; got "
+                f"capture takes {self._capture_takes()}, in this order; got "
                 f"{', '.join(type(x).__name__ for x in given) or 'nothing'}"
             )
         values = dict(zip(fn.signature.positions(Role.HELD), self.held))
@@ -349,6 +351,27 @@ class Bound(Generic[R]):
         lowered = fn.trace(*bound, batch=batch, limits=limits).split().lower()
         compiled = lowered.compile(progress=bool(options.setdefault("progress", True)))
         return compiled.capture(*bound, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """What is bound has no graphs yet: `capture` makes the step.
+
+        Raises:
+            TreeError: always.
+        """
+        names = self._capture_takes()
+        raise TreeError(
+            f"bind(...) is called once it is captured: step = bound.capture({names}), then "
+            "step(...). Or call the graphified function, with all of its arguments"
+        )
+
+    def _capture_takes(self) -> str:
+        """The arguments of `capture`, as they are written."""
+        sig = self.graphified.signature
+        names = [sig.names[i] for i in sig.positions(Role.DONATED)]
+        (staged,) = sig.positions(Role.STAGED)
+        if sig.together is not None:  # exact shapes
+            return ", ".join([*names, f"batch=({sig.names[staged]})"])
+        return ", ".join([*names, "fg.Limits(max_tokens=..., max_reqs=...)"])
 
     def __repr__(self) -> str:
         return f"Bound({self.graphified!r})"

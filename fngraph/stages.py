@@ -46,6 +46,7 @@ from fngraph.core.program import Program
 from fngraph.core.text import count, did_you_mean, table
 from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
 from fngraph.executable import Executable, sizes_of
+from fngraph.fx.advice import in_own_names
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.returns import match_donated
@@ -623,6 +624,7 @@ def trace_function(
             its rows.
     """
     refuse = refuse or Refusals()
+    refuse.own_names = lambda text: in_own_names(text, args.leaves, args.signature)
     try:
         with _ONE_AT_A_TIME:
             return _traced(args, options, limits, refuse, look)

@@ -19,7 +19,8 @@ _MODULES = {  # name -> wing
     "deepseek_ocr": "vision", "kimi_vl": "vision", "qwen3_vl": "vision", "step3_vl": "vision",
     "sampling": "serving",
     "loading": "weights", "naming": "weights",
-    "demo": "", "generate": "", "pictures": "", "text": "", "train": "", "train_bytes": "",
+    "command": "", "demo": "", "generate": "", "pictures": "", "text": "", "train": "",
+    "train_bytes": "",
 }  # fmt: skip
 _EXPORTS = {  # name -> module that holds it
     # requests, and what a server is set to

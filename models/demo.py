@@ -10,7 +10,6 @@ import argparse
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from rich.progress import track
 from rich.rule import Rule
 
 import fngraph as fg
+from fngraph.models.command import file, run, whole
 from fngraph.models.families import llama
 from fngraph.models.generate import (
     BLOCK_SIZE,
@@ -121,9 +121,12 @@ def main(argv: list[str] | None = None) -> int:
     device = pick_device()
     recorder = "cuda" if device == "cuda" else "tape"
     out = Console(width=100 if not sys.stdout.isatty() else None)
-    _, params = load_checkpoint(flags.checkpoint, device=device)
-    prompts = read_prompts(flags.prompts)
-    state, policy = plan(prompts, flags.max_new, max_tokens=SIZES[-1], max_reqs=8)
+    try:
+        _, params = load_checkpoint(flags.checkpoint, device=device)
+        prompts = read_prompts(flags.prompts)
+        state, policy = plan(prompts, flags.max_new, max_tokens=SIZES[-1], max_reqs=8)
+    except ValueError as error:
+        parser().error(str(error))
     print(f"{len(prompts)} prompts, {flags.max_new} tokens each, on {device} with the {recorder}")
 
     requests = [job.request for job in state.waiting]
@@ -146,11 +149,11 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m fngraph.models.demo")
-    p.add_argument("--prompts", type=Path, default=PROMPTS, help="a file, one prompt a line")
-    p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")
-    p.add_argument("--checkpoint", type=Path, default=BYTES)
+    p.add_argument("--prompts", type=file, default=PROMPTS, help="a file, one prompt a line")
+    p.add_argument("--max-new", type=whole(1, 1 << 16), default=96, help="tokens for each prompt")
+    p.add_argument("--checkpoint", type=file, default=BYTES, help="a model over bytes")
     return p
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 from rich.console import Console
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.models.command import STOPPED, device as device_of, file, folder, run, whole
 from fngraph.models.families import llama
 from fngraph.models.serving.blocks import blocks_for
 from fngraph.models.serving.display import show
@@ -106,9 +109,12 @@ def read_prompts(path: Path) -> list[str]:
     """One prompt a line; empty lines are skipped.
 
     Raises:
-        ValueError: none at all.
+        ValueError: none at all, or a file that is no text.
     """
-    prompts = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    try:
+        prompts = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error.reason} at {error.start}") from None
     if not prompts:
         raise ValueError(f"{path} holds no prompt; write one a line")
     return prompts
@@ -132,11 +138,12 @@ def plan(
     return state, wide
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command."""
+def main(argv: list[str] | None = None) -> int:
+    """The command; `STOPPED` where Ctrl-C ended it, with the texts so far."""
     flags = parser().parse_args(argv)
     device = pick_device(flags.device)
     try:
+        check_flags(flags, device)
         family, config, params, text = read_model(flags, device)
         states = family_states(family)
         state, policy = plan(
@@ -150,21 +157,64 @@ def main(argv: list[str] | None = None) -> None:
             num_slots=flags.max_reqs if states else 0,
         )
         check_length(config, state)
+        num_blocks = state.pool.num_blocks
+        shape = {"block_size": BLOCK_SIZE, "num_slots": flags.max_reqs, "dtype": params.embed.dtype}
+        check_memory(family, config, num_blocks, device=device, **shape)
     except (loading.CheckpointError, ValueError) as error:
         parser().error(str(error))
-    cache = family.init_cache(
-        config, state.pool.num_blocks, block_size=BLOCK_SIZE, num_slots=flags.max_reqs,
-        device=device, dtype=params.embed.dtype,
-    )  # fmt: skip
+    cache = family.init_cache(config, num_blocks, device=device, **shape)
     steps = make_steps(
         family.forward, params, cache, policy, *states, modes=flags.modes,
         recorder=flags.recorder, sizes=ladder(flags.max_tokens),
     )  # fmt: skip
     tally = Tally()
     served = tally.watch(serve(steps, cache, state, policy))
-    for _ in show(served, state, Console(), decode=text.decode):
-        pass
+    shown, status = show(served, state, Console(), decode=text.decode), 0
+    try:
+        for _ in shown:
+            pass
+    except KeyboardInterrupt:
+        shown.close()  # prints what there is, where it has not
+        status = STOPPED
     print(f"\n\n{tally.as_text()}")
+    return status
+
+
+def check_flags(flags: argparse.Namespace, device: str) -> None:
+    """Refuse flags that do not go together.
+
+    Raises:
+        ValueError: which, and what to pass.
+    """
+    if flags.drafts >= flags.max_tokens:
+        raise ValueError(
+            f"--drafts {flags.drafts}: a step has {flags.max_tokens} tokens, and one is no draft. "
+            f"Pass at most {flags.max_tokens - 1}, or --max-tokens {flags.drafts + 1}"
+        )
+    if flags.recorder == "cuda" and not device.startswith("cuda"):
+        raise ValueError(f"--recorder cuda: the model is on {device}. Leave it out")
+
+
+def check_memory(family: Any, config: Any, num_blocks: int, **where: Any) -> None:
+    """Refuse a cache that is larger than the memory it would be in.
+
+    Raises:
+        ValueError: both in GB.
+    """
+    cache = family.init_cache(config, num_blocks, **{**where, "device": "meta"})
+    asked, there = sum(x.nbytes for x in optree.tree_leaves(cache)), memory_of(where["device"])
+    if asked > there:
+        raise ValueError(
+            f"a cache of {num_blocks} blocks takes {asked / 1e9:.1f} GB, and there are "
+            f"{there / 1e9:.1f} GB. Lower --max-new or --max-reqs"
+        )
+
+
+def memory_of(device: str) -> int:
+    """Bytes that are free on a GPU, or all that a host has."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_length(config: Any, state: State) -> None:
@@ -200,18 +250,20 @@ def read_model(flags: argparse.Namespace, device: str) -> tuple[Any, Any, Any, T
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m fngraph.models.generate")
-    p.add_argument("--prompts", type=Path, default=PROMPTS, help="a file, one prompt a line")
-    p.add_argument("--modes", default="FULL_AND_PIECEWISE", help="NONE, PIECEWISE, FULL, ...")
-    p.add_argument("--max-new", type=int, default=96, help="tokens for each prompt")
-    p.add_argument("--max-tokens", type=int, default=32, help="token budget of a step")
-    p.add_argument("--max-reqs", type=int, default=8, help="requests in a step")
-    p.add_argument("--drafts", type=int, default=0, help="draft tokens a step, by prompt lookup")
+    p.add_argument("--prompts", type=file, default=PROMPTS, help="a file, one prompt a line")
+    p.add_argument("--modes", default="FULL_AND_PIECEWISE", choices=list(fg.Mode.__members__))
+    p.add_argument("--max-new", type=whole(1, 1 << 20), default=96, help="tokens for each prompt")
+    p.add_argument(
+        "--max-tokens", type=whole(1, 1 << 16), default=32, help="token budget of a step"
+    )
+    p.add_argument("--max-reqs", type=whole(1, 1 << 12), default=8, help="requests in a step")
+    p.add_argument("--drafts", type=whole(0), default=0, help="draft tokens, by prompt lookup")
     p.add_argument("--recorder", choices=["tape", "cuda"], help="default: as the device allows")
-    p.add_argument("--device", help="default: cuda where there is one")
-    p.add_argument("--checkpoint", type=Path, default=BYTES, help="one file, a model over bytes")
-    p.add_argument("--model", type=Path, help="in its place: a Hugging Face folder")
+    p.add_argument("--device", type=device_of, help="default: cuda where there is one")
+    p.add_argument("--checkpoint", type=file, default=BYTES, help="one file, a model over bytes")
+    p.add_argument("--model", type=folder, help="in its place: a Hugging Face folder")
     return p
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fngraph.models.command import device as device_of, new_file, real, run, whole
 from fngraph.models.families import llama
 from fngraph.models.train import cut, evaluate, fit
 from fngraph.models.weights.checkpoint import BYTES, save_checkpoint
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     train, held_out = (
         torch.frombuffer(bytearray(text), dtype=torch.uint8).to(flags.device) for text in corpus()
     )
+    if flags.context >= len(held_out):
+        parser().error(f"--context {flags.context}: the held-out text has {len(held_out)} bytes")
     looked_at = cut(held_out, flags.context)
     named, steps, minutes = fit(config, train, looked_at, flags)
     stored = {n: w.detach().bfloat16() for n, w in named.items()}
@@ -88,18 +91,20 @@ def tiny_bytes() -> llama.Config:
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     p = argparse.ArgumentParser(prog="python -m fngraph.models.train_bytes")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--steps", type=int, default=6000, help="the schedule ends here ...")
-    p.add_argument("--minutes", type=float, default=math.inf, help="... or here, if that is sooner")
-    p.add_argument("--batch", type=int, default=64, help="sequences a step")
-    p.add_argument("--context", type=int, default=512, help="bytes a sequence")
-    p.add_argument("--lr", type=float, default=3e-3)
-    p.add_argument("--weight-decay", type=float, default=0.1)
-    p.add_argument("--drop", type=float, default=0.1, help="dropout on the weight matrices")
-    p.add_argument("--looks", type=int, default=25, help="evaluations of the held-out text")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--out", type=Path, default=BYTES)
+    p.add_argument("--device", type=device_of, default="cpu")
+    p.add_argument("--steps", type=whole(), default=6000, help="the schedule ends here ...")
+    p.add_argument(
+        "--minutes", type=real(0.001), default=math.inf, help="... or here, if that is sooner"
+    )
+    p.add_argument("--batch", type=whole(), default=64, help="sequences a step")
+    p.add_argument("--context", type=whole(), default=512, help="bytes a sequence")
+    p.add_argument("--lr", type=real(0, 1), default=3e-3)
+    p.add_argument("--weight-decay", type=real(0, 1), default=0.1)
+    p.add_argument("--drop", type=real(0, 0.99), default=0.1, help="dropout on the weight matrices")
+    p.add_argument("--looks", type=whole(), default=25, help="evaluations of the held-out text")
+    p.add_argument("--seed", type=whole(0), default=0)
+    p.add_argument("--threads", type=whole(), default=torch.get_num_threads())
+    p.add_argument("--out", type=new_file, default=BYTES)
     return p
 
 
@@ -188,4 +193,4 @@ def paragraphs(document: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -84,7 +84,7 @@ BROKEN: dict[str, tuple[Any, tuple[type, type], list[str]]] = {
         [HERE, "tokens or requests"]),
     "a read of the spec": (
         lambda p, s, b: (p["w"] * b.spec.num_tokens, s), (errors.HostFieldError, RuntimeError),
-        [HERE, "batch.seq_lens"]),
+        [HERE, "staged leaf"]),
     "global RNG": (
         after(lambda x, s: (x + torch.randn_like(x), s)), (errors.RandomError, RuntimeError),
         [HERE, "argument"]),
@@ -480,7 +480,7 @@ def test_the_number_of_arguments():
     with pytest.raises(errors.TreeError, match=r"bind.*params.*got 2"):
         fast.bind(params, state)
     step = fast.bind(params).capture(state, batch=toys.batch(1), progress=False)
-    with pytest.raises(errors.TreeError, match=r"state.*batch.*got"):
+    with pytest.raises(errors.TreeError, match=r"'state', 'batch'; 3 were passed"):
         step(params, state, toys.batch(1))
 
 
@@ -678,7 +678,7 @@ def test_an_argument_that_is_new_at_each_call(forward: Any, new: Any, donate: bo
     """To stage it is what is said; to donate it where forward returns one like it."""
     fast = fg.graphify(forward, stage="x")
     fast(w44, new, x43)
-    with pytest.raises(errors.AddressError, match="stage=\\('x', 't'\\)") as caught:
+    with pytest.raises(errors.AddressError, match=r'stage=\("x", "t"\)') as caught:
         fast(w44, toys.clone(new), x43)
     assert ("donate='t'" in str(caught.value)) is donate
 
@@ -722,7 +722,7 @@ def test_what_is_no_data_is_part_of_the_function():
             want = kinds(w44, x43, *args, **kwargs)
             assert torch.equal(fast(w44, x43, *args, **kwargs), want)
     assert len(fast.steps) == 6  # two of them are the same
-    with refused(*TREE, ["eps is float", "functools.partial"]):  # it may be another at each call
+    with refused(*TREE, ["eps is a float", "functools.partial"]):  # it may be another at each call
         fast(w44, x43, eps=0.25)
     bound = functools.partial(kinds, train=True, eps=0.25)
     assert torch.equal(exact(bound, w44, x43), bound(w44, x43))
@@ -781,9 +781,9 @@ def test_several_staged_arguments_are_one_batch(recorder_name, device):
     for bad, path in ((x.double(), "x"), (x[:1], "x")):
         with refused(*TREE, [f"{path}: "]):
             step(bad, s, t)
-    with refused(*TREE, ["t['a']: expected a tensor"]):
+    with refused(*TREE, ["t['a']: missing"]):
         step(x, s, {"b": t["a"]})
-    with refused(*TREE, ["expected the arguments ['x', 's', 't']"]):
+    with refused(*TREE, ["expected the arguments 'x', 's', 't'"]):
         step(x, s, t, t)
     assert fg.check(forward_of_two, x, w44, torch.zeros(1), t, stage=("x", "t"), donate="s")
 
@@ -820,7 +820,7 @@ def test_a_graphified_method():
     model, other = Model(w44), type("Other", (), {"apply": Model.apply})()
     assert torch.equal(model.apply(x43), x43 @ w44)
     assert Model.apply.trace(model, batch=x43).signature.names == ("self", "x")
-    with refused(*TREE, ["self is Other", "@fg.struct"]):
+    with refused(*TREE, ["self is of class Other", "@fg.struct"]):
         other.apply(x43)
 
 

@@ -60,7 +60,7 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("decode --context 100", "multiple of 16"),
         ("prefill --models 30B-A3B", "'30B-A3B'"),
         ("fp8 --device cpu --quick", "--parts step"),
-        ("serve --tiny --speed 0", "--speed 0.0"),
+        ("serve --tiny --speed 0", "--speed: 0 is not above 0"),
         ("serve --tiny --blocks 1", "--blocks 1"),
         ("traffic --requests x", "'x'"),
     ],

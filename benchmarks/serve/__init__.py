@@ -27,6 +27,7 @@ from benchmarks.harness import (
     Benchmark,
     Mistake,
     count,
+    factor,
     show,
     some_of,
     write,
@@ -111,8 +112,8 @@ def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
     decoding = most * -(-args.context // block_size)
     num_blocks = args.blocks or max(B, most * (B // 2), decoding)
     least = max(decoding * ("decode" in args.parts), B * ("traffic" in args.parts))
-    if num_blocks < least or args.speed <= 0:
-        raise Mistake(f"--blocks {num_blocks}, --speed {args.speed}: {least} or more, above 0")
+    if num_blocks < least:
+        raise Mistake(f"--blocks {num_blocks}: {least} or more")
     if args.beside and (args.sampled or args.adapters):
         raise Mistake(
             "--beside: what both draw is held to each other, so neither --sampled nor --adapters"
@@ -231,7 +232,7 @@ FLAGS = {
     "--max-tokens": count(512, "token budget of a step"),
     "--blocks": count(0, "of the cache; 0: by the profile", least=0),
     "--requests": count(100),
-    "--speed": {"type": float, "default": 1.0, "help": "times the profile's rate"},
+    "--speed": factor(1.0, "times the profile's rate"),
     "--sampled": {"action": "store_true", "help": "draw by temperature and top-p"},
     "--adapters": count(0, "LoRA, used by half of the requests", least=0),
     "--beside": {

@@ -51,8 +51,8 @@ class HiddenHostField:
         name, refuse = (object.__getattribute__(self, x) for x in ("_name", "_refusal"))
         error = HostFieldError(
             f"{user_line()}: forward reads the host field .{name}, which a captured graph would "
-            "freeze at its value during capture. Read the counts from a staged leaf on the "
-            "device instead, e.g. batch.seq_lens or batch.query_start_loc"
+            "freeze at its value during capture. Read the counts on the device instead, from a "
+            'staged leaf that holds them: fg.buffer("R", "int32")'
         )
         if refuse is None:
             raise error

@@ -169,10 +169,12 @@ def differences(expected: Any, got: Any, root: str) -> list[str]:
     for path in sorted(want - have):
         inside = {p for p in have if p.startswith((f"{path}[", f"{path}."))}
         have -= inside
-        what = f"a container of {len(inside)} leaves" if inside else "none"
-        lines.append(f"  {path}: expected a tensor, got {what}")
+        what = (
+            f"expected a tensor, got a container of {len(inside)} leaves" if inside else "missing"
+        )
+        lines.append(f"  {path}: {what}")
     lines += [f"  {path}: a leaf that was not there before" for path in sorted(have - want)]
-    if not lines and _unordered(expected)[0] == _unordered(got)[0]:
+    if not lines and expected != got and _unordered(expected)[0] == _unordered(got)[0]:
         pairs = zip(paths(expected, root), paths(got, root))
         place = next((f"{a}: {b} is in its place" for a, b in pairs if a != b), root)
         why = "a dict has its keys in another order, and forward goes by that"

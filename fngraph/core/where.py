@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+from fngraph.errors import FnGraphError
+
 _OTHERS = {"torch", "fngraph", "optree", "einops", "functorch", "numpy", *sys.stdlib_module_names}
 
 
@@ -27,19 +29,21 @@ def user_line(traceback: TracebackType | None = None) -> str:
 def users_part(error: Exception) -> Exception:
     """An error whose traceback has the frames of the user's code alone, as `jax` has it.
 
-    Where he has none in it, or the environment's FNGRAPH_TRACEBACK is "all", it is as it was.
+    Where he has none in it and the error is not ours, or the environment's FNGRAPH_TRACEBACK is
+    "all", it is as it was.
     """
     frames: list[TracebackType] = []
     traceback = error.__traceback__
     while traceback is not None:
         frames += [traceback] if is_user(traceback.tb_frame) else []
         traceback = traceback.tb_next
-    if not frames or os.environ.get("FNGRAPH_TRACEBACK") == "all":
+    told = isinstance(error, FnGraphError)  # whose text says where
+    if not (frames or told) or os.environ.get("FNGRAPH_TRACEBACK") == "all":
         return error
     kept = None
     for one in reversed(frames):
         kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    if HIDDEN not in getattr(error, "__notes__", ()):
+    if frames and HIDDEN not in getattr(error, "__notes__", ()):
         error.add_note(HIDDEN)
     return error.with_traceback(kept)
 

@@ -144,7 +144,7 @@ def check_steps(steps: Steps, plan: EncoderPlan) -> None:
         if not isinstance(step, Step):
             raise TreeError(
                 f"the step of the path {path!r} is a {type(step).__name__}, which takes no plan. "
-                "Pass what capture returns: fg.graphify(...).bind(params).capture(limits)"
+                "Pass what capture returns: fg.graphify(...).bind(...).capture(...)"
             )
         if step.outputs == "borrow":
             raise TreeError(

@@ -167,18 +167,21 @@ def no_tensor(path: str, value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, nn.Module):
         return (
-            f"{kind}, not a tensor. Take a module's tensors out: forward, params, buffers = "
+            f"a {kind}, not a tensor. Take a module's tensors out: forward, params, buffers = "
             "fg.from_module(module.eval())"
         )
     if path == "self":
         return (
-            f"{kind}, not a tensor or a tree of them. Make its class one, @fg.struct above it; "
-            "or graphify a function of its tensors"
+            f"of class {kind}, not a tensor or a tree of them. Make the class one, @fg.struct "
+            "above it; or graphify a function of its tensors"
         )
+    name = path if path.isidentifier() else "x"
+    shown = repr(value) if isinstance(value, bool | int | float) else "x"
+    article = "an" if kind[0] in "aeiou" else "a"
     return (
-        f"{kind}, not a tensor. Numbers that configure the model belong in a static field "
-        "(x: int = fg.static()), or are bound, functools.partial(forward, x=2); those that change "
-        "belong in a tensor"
+        f"{article} {kind}, not a tensor. One that changes is passed as "
+        f"one, torch.tensor({shown}); one that configures the model is bound, "
+        f"functools.partial(forward, {name}={shown}), or a static field ({name}: int = fg.static())"
     )
 
 
@@ -222,7 +225,7 @@ def _batch_type(sig: Signature, name: str, example: Any) -> type | None:
         except NameError as error:  # a class that is local to some function
             raise TreeError(
                 f"the annotation of {name!r} cannot be looked up ({error}). Pass an example: "
-                "trace(..., batch=batch), capture(..., batch=batch)"
+                f"trace(..., batch={name}), capture(..., batch={name})"
             ) from error
     if buffers_of(cls) or host_field(cls) is not None:
         if host_field(cls) is None:
@@ -235,11 +238,17 @@ def _batch_type(sig: Signature, name: str, example: Any) -> type | None:
         if sig.together is not None:
             _check_no_spec(name.split(", "), example)
         return None  # exact shapes
+    if sig.together is not None:
+        quoted = ", ".join(map(repr, name.split(", ")))
+        raise TreeError(
+            f"forward's {quoted} have no annotation that says how they are staged. Pass examples: "
+            f"trace(..., batch=({name})), capture(..., batch=({name}))"
+        )
     said = f"is annotated {cls.__name__}" if cls is not type(None) else "has no annotation"
     raise TreeError(
         f"forward's {name!r} {said}, which does not say how its leaves are staged. Annotate it "
         f"with an @fg.struct of fg.buffer(...) fields, forward(..., {name}: Batch), or pass an "
-        "example: trace(..., batch=batch), capture(..., batch=batch)"
+        f"example: trace(..., batch={name}), capture(..., batch={name})"
     )
 
 

@@ -121,7 +121,7 @@ def check_untouched(generators: Generators, before: Sequence[torch.Tensor]) -> N
     if not all(torch.equal(g.get_state(), state) for g, state in zip(generators, before)):
         raise RandomError(
             "forward seeds a generator or sets its state, which a graph would not do again. Seed "
-            "it between the calls: g.manual_seed(0); step(cache, batch)"
+            "it between the calls: g.manual_seed(0)"
         )
 
 

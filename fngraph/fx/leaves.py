@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fngraph.core import Buffer
-from fngraph.errors import AliasError, TreeError
+from fngraph.errors import AliasError, FieldError, TreeError
 from fngraph.torch_facts.memory import overlaps_itself, storage_bytes, storage_key, with_bits
 from fngraph.torch_facts.names import no_torch_dispatch, no_torch_function
 from fngraph.torch_facts.tracing import FakeTensor
@@ -90,7 +90,10 @@ class Leaf:
     def fake(self, sizes: Mapping[str, Any]) -> torch.Tensor:
         """An example of this leaf under the current (fake) mode; `sizes` may be symbolic."""
         if self.buffer is not None:
-            shape = self.buffer.shape(sizes)
+            try:
+                shape = self.buffer.shape(sizes)
+            except FieldError as error:
+                raise FieldError(f"{self.path}: {error}") from None
             return torch.empty(shape, dtype=getattr(torch, self.buffer.dtype), device=self.device)
         assert self.spec is not None
         made = torch.empty_strided(

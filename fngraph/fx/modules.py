@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -83,8 +84,19 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
     if own and own[0].kind is inspect.Parameter.POSITIONAL_ONLY:
         first = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in first]
     forward.__signature__ = inspect.Signature([*first, *own])  # type: ignore[attr-defined]
+    forward.__annotations__ = _hints(module, [p.name for p in own])
     forward.__name__ = type(module).__name__
     return forward, _detached(parameters), _detached(buffers)
+
+
+def _hints(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+    """Annotations of a module's own forward, looked up where it was written if they can be."""
+    fn = inspect.unwrap(type(module).forward)
+    try:
+        hints = typing.get_type_hints(fn)
+    except Exception:  # names that are there for type checkers alone, or local
+        hints = getattr(fn, "__annotations__", {})
+    return {name: hints[name] for name in names if name in hints}
 
 
 @contextlib.contextmanager

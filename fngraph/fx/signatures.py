@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import difflib
 import enum
 import functools
 import inspect
@@ -89,8 +90,7 @@ class Signature:
         left = {n: x for n, x in defaults.items() if x is not inspect.Parameter.empty}
         known = len(given) == len(args) + len(kwargs) and set(given) <= set(names)
         if not known or len(given) + len(left) != len(names):
-            passed = [*names[: len(args)], *["one more"] * (len(args) - len(names)), *kwargs]
-            raise TreeError(f"expected the arguments {names}, got {passed}")
+            raise TreeError(_misfit(names, args, kwargs, given | left))
         given |= left
         found = []
         for name, role in zip(self.names, self.roles):
@@ -105,6 +105,24 @@ class Signature:
     def __repr__(self) -> str:
         params = ", ".join(f"{n}: {r.value}" for n, r in zip(self.names, self.roles))
         return f"{getattr(self.fn, '__name__', 'forward')}({params})"
+
+
+def _misfit(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], known: Iterable[str]
+) -> str:
+    """What is wrong with the arguments of a call that takes `names`."""
+    missing = [repr(name) for name in names if name not in known]
+    twice = [repr(name) for name in names[: len(args)] if name in kwargs]
+    strange = [repr(name) for name in kwargs if name not in names]
+    told = [f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"] * bool(missing)
+    if len(args) > len(names):
+        told.append(
+            f"{len(args)} were passed: those before a step's own were bound, and are not passed "
+            "again"
+        )
+    told += [f"{name} is none of them" for name in strange]
+    told += [f"{name} was passed twice" for name in twice]
+    return f"expected the arguments {', '.join(map(repr, names))}; {'; '.join(told)}"
 
 
 def as_static(value: Any, is_default: bool = False) -> Any:
@@ -143,7 +161,10 @@ def signature(fn: Callable[..., Any], donate: Names, stage: Names) -> Signature:
         found = {names[x] if isinstance(x, int) and x < len(names) else x for x in many}
         unknown = found - set(names)
         if unknown:
-            raise TreeError(f"{what}={unknown.pop()!r} is no parameter of forward{names}")
+            name = unknown.pop()
+            near = difflib.get_close_matches(str(name), names, 1)
+            meant = f'. Did you mean {what}="{near[0]}"?' if near else ""
+            raise TreeError(f"{what}={name!r} is no parameter of forward{names}{meant}")
         return typing.cast(set[str], found)
 
     donated, staged = resolve("donate", donate), resolve("stage", stage)

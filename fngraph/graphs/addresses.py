@@ -53,12 +53,24 @@ def check_places(
     now = places(tensors)
     if now == recorded:
         return
-    moved = [path for path, a, b in zip(paths, zip(*now), zip(*recorded)) if a != b]
+    pairs = zip(paths, zip(*now), zip(*recorded))
+    moved, kinds = zip(*[(path, (_kind(a), _kind(b))) for path, a, b in pairs if a != b])
     more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+    is_now, was = kinds[0]
+    if is_now != was:
+        raise AddressError(
+            f"{moved[0]} is {is_now}, and was {was} when the graphs were captured{more}. Graphs "
+            f"use the old memory. {fix}"
+        )
     raise AddressError(
         f"{moved[0]}{more} moved since the graphs were captured (a new tensor, .data =, "
         f".to(), resize_). Graphs use the old memory. {fix}"
     )
+
+
+def _kind(place: tuple[Any, ...]) -> str:
+    _, shape, (_, dtype, *_) = place
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 class Watch:

@@ -59,7 +59,7 @@ def merge_side_by_side(graph: fx.Graph) -> Rewritten:
         more = f", and {count(len(apart) - 1, 'other group')}" if len(apart) > 1 else ""
         notes.append(
             f"{apart[0]}{more}: they do not lie side by side in memory, or were traced without "
-            "any. Lay them so: params = fg.ops.lay_side_by_side(params)"
+            "any. Lay them so: weights = fg.ops.lay_side_by_side(weights)"
         )
     return Rewritten(graph, matches, tuple(notes))
 

@@ -143,7 +143,8 @@ def _fix(executable: Executable, position: int) -> str:
         return f"Go on with the {name!r} that was passed first and came back, or capture again"
     write = f"{WRITE[0].lower()}{WRITE[1:]}"
     if args.batch_type is None:
-        how = f"stage it, fg.graphify(..., stage=({args.batch_name!r}, {name!r}))"
+        staged = ", ".join(f'"{part}"' for part in (*args.batch_name.split(", "), name))
+        how = f"stage it, fg.graphify(..., stage=({staged}))"
     else:
         how = f"make it a field of {args.batch_type.__name__}, fg.buffer(...)"
     new = f"If {name!r} is new at each call, {how}. Else {write}"

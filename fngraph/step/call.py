@@ -32,6 +32,14 @@ def spec_of(keys: Keys, batch: Any) -> BatchSpec:
     spec = getattr(batch, field, None)
     if type(spec) is BatchSpec:
         return spec
+    args = keys.executable.args
+    if args.batch_type is not None and not hasattr(batch, field):
+        expected = args.batch_type.__name__
+        raise TreeError(
+            f"{args.batch_name} is a {type(batch).__name__}, not a {expected}, which says how each "
+            f"leaf is padded. Pass {expected}(..., {field}=fg.BatchSpec(num_tokens=..., "
+            "num_reqs=...))"
+        )
     raise TreeError(
         f"{keys.executable.args.batch_name}.{field} is {spec!r}, not a BatchSpec. Say what the "
         f"batch holds: {field}=fg.BatchSpec(num_tokens=..., num_reqs=...)"

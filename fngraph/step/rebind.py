@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fngraph.errors import TreeError
-from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.leaves import Leaf, Role, TensorSpec
 from fngraph.graphs.addresses import check_places, places
 from fngraph.step.binding import Binding
 from fngraph.step.given import Given, is_same, lies_in, loaded, memory_of, values_for, write
@@ -81,12 +81,14 @@ def changes_of(binding: Binding, held: Mapping[str, Any]) -> Changes:
 def _check_the_rest(binding: Binding, changes: Mapping[int, Change]) -> None:
     """Raise `AddressError` if a leaf that is not given has moved: its new place is unknown here."""
     rest = [i for i in range(len(binding.leaves)) if i not in changes]
+    sig = binding.args.signature
+    held = ", ".join(f"{sig.names[i]}=..." for i in sig.positions(Role.HELD))
     check_places(
         [binding.leaves[i] for i in rest],
         ([binding.recorded[0][i] for i in rest], [binding.recorded[1][i] for i in rest],
          [binding.recorded[2][i] for i in rest]),
         [binding.paths[i] for i in rest],
-        "Rebind it too, step.rebind(params=params)",
+        f"Rebind it too, step.rebind({held})",
     )  # fmt: skip
 
 

@@ -604,7 +604,7 @@ def _ambient(recorder: Recorder) -> Ambient:
 
 def _checked(spec: BatchSpec) -> BatchSpec:
     if not isinstance(spec, BatchSpec):
-        raise SpecError(f"expected a BatchSpec, got {type(spec).__name__}. Pass batch.spec")
+        raise SpecError(f"expected a BatchSpec, got {type(spec).__name__}. Pass the batch's spec")
     return spec
 
 

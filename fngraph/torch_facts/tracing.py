@@ -5,7 +5,10 @@ Each was seen in torch 2.11 (CUDA) and in 2.13 (CPU). Loading them takes as long
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -74,6 +77,22 @@ class Fakes(FakeTensorMode):
 
 
 _SHORT = 1000  # calls, of which each op is one to three
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Meanwhile torch writes no traceback of its own for an op of this thread that fails on fakes:
+    the error is raised, and is the caller's to read once."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.thread != here or not str(record.msg).startswith("failed while attempting")
+
+    here, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def in_forward_mode() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,7 +18,7 @@ from fngraph.models.text import Decode, to_text
 def show(
     served: Iterable[Served], state: State, console: Console, *, transient: bool = False,
     decode: Decode = to_text,
-) -> Iterator[Served]:  # fmt: skip
+) -> Generator[Served, None, None]:  # fmt: skip
     """Pass steps through while the texts grow on a terminal; at the end each is printed whole, and
     why, where it failed.
 

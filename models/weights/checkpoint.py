@@ -49,8 +49,11 @@ def load_checkpoint(
             described = (file.metadata() or {}).get("config")
             named = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as error:
+        if Path(path).exists():  # and is not to be written over
+            raise CheckpointError(f"{path} is no safetensors file: {error}") from None
         raise CheckpointError(
-            f"{path}: {error}. Make one with: python -m fngraph.models.train_bytes --out {path}"
+            f"{path}: there is no such file. Make one with: "
+            f"python -m fngraph.models.train_bytes --out {path}"
         ) from None
     if described is None:
         raise CheckpointError(

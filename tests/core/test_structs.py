@@ -174,8 +174,8 @@ def test_any_use_of_a_host_field_says_where_and_what_to_read_instead(use):
     assert Path(where.rpartition(":")[0]).name == Path(__file__).name
     assert rest == (
         "forward reads the host field .spec, which a captured graph would freeze at its value "
-        "during capture. Read the counts from a staged leaf on the device instead, e.g. "
-        "batch.seq_lens or batch.query_start_loc"
+        "during capture. Read the counts on the device instead, from a staged leaf that holds "
+        'them: fg.buffer("R", "int32")'
     )
 
 

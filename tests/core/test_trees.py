@@ -64,7 +64,7 @@ def test_children_are_structures():
 @pytest.mark.parametrize(
     ("expected", "got", "lines"),
     [
-        ({"a": 1, "b": 2}, {"a": 1}, ["  x['b']: expected a tensor, got none"]),
+        ({"a": 1, "b": 2}, {"a": 1}, ["  x['b']: missing"]),
         ({"a": 1}, {"a": 1, "c": 3}, ["  x['c']: a leaf that was not there before"]),
         ({"a": 1}, {"a": [1, 2]}, ["  x['a']: expected a tensor, got a container of 2 leaves"]),
         (
@@ -77,8 +77,8 @@ def test_children_are_structures():
             {"a": {"b": 1}, "d": 4, "e": 5},
             [
                 "  x['a']: expected a tensor, got a container of 1 leaves",
-                "  x['a2']: expected a tensor, got none",
-                "  x['c']: expected a tensor, got none",
+                "  x['a2']: missing",
+                "  x['c']: missing",
                 "  x['d']: a leaf that was not there before",
                 "  x['e']: a leaf that was not there before",
             ],
@@ -92,7 +92,7 @@ def test_differences_name_each_path(expected, got, lines):
 def test_a_container_is_not_what_only_begins_alike():
     expected, got = treedef({"a": 1}), treedef(Pair(1, 2))
     assert trees.differences(expected, got, "first") == [
-        "  first['a']: expected a tensor, got none",
+        "  first['a']: missing",
         "  first.first: a leaf that was not there before",
         "  first.second: a leaf that was not there before",
     ]

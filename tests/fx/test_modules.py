@@ -120,6 +120,35 @@ def test_the_signature_is_the_modules_own():
                                net(x, bias, twice=True).detach())  # fmt: skip
 
 
+class Tallied(nn.Module):
+    """Its forward says what a batch is; by the text of the annotation, as this file has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(toys.V, toys.E)
+
+    def forward(self, batch: toys.Batch) -> Tensor:
+        return self.embed(batch.token_ids)
+
+
+def test_the_annotation_of_the_modules_own_forward_says_what_a_batch_is():
+    net, batch = Tallied(), toys.batch(3, 2)
+    forward, params, buffers = fg.from_module(net)
+    step = fg.graphify(forward, stage="batch", sizes=(8,)).bind(params, buffers)
+    step = step.capture(toys.LIMITS, progress=False)
+    torch.testing.assert_close(step(batch), net(batch).detach())
+
+    net.forward.__func__.__annotations__["batch"] = "Local"
+    try:
+        forward, *_ = fg.from_module(net)
+        with pytest.raises(
+            TreeError, match=r"'batch' cannot be looked up.*capture\(..., batch=batch"
+        ):
+            fg.graphify(forward, stage="batch").trace(params, buffers)
+    finally:
+        net.forward.__func__.__annotations__["batch"] = "toys.Batch"
+
+
 class Tied(nn.Module):
     """One matrix as embedding and as head; a child that appears under two names."""
 

@@ -225,7 +225,7 @@ def test_static_numbers_that_are_equal_are_traced_each():
 
 def test_errors_name_the_path_through_a_dataclass():
     fast = fg.graphify(lambda p, xs: xs * p.w, stage="xs")
-    with pytest.raises(TreeError, match=r"p\.extra is int.*fg\.static\(\)"):
+    with pytest.raises(TreeError, match=r"p\.extra is an int.*fg\.static\(\)"):
         fast(Plain(torch.ones(2), 3), torch.ones(2))
     fast(Plain(torch.ones(2)), torch.ones(2))
     with pytest.raises(TreeError, match=r"p\.extra: a leaf that was not there before"):
@@ -275,7 +275,7 @@ def test_a_dict_in_another_order_is_taken_where_forward_goes_by_its_keys():
     compiled = fast.trace(p, s, batch=ones(2)).split().lower().compile()
     out, _ = compiled.capture(*turned)(turned[1], ones(2))
     assert out.tolist() == [11, 11]
-    with pytest.raises(TreeError, match=r"expected a tensor, got none"):
+    with pytest.raises(TreeError, match=r"missing"):
         fast({"a": p["a"], "c": p["b"]}, s, ones(2))
 
 
@@ -315,7 +315,7 @@ def test_a_none_that_comes_or_goes_is_another_structure():
     fast2 = fg.graphify(lambda p, xs: xs["x"] * p if xs["y"] is None else xs["y"] * p, stage="xs")
     x, one = torch.ones(2), torch.tensor(1.0)
     assert torch.equal(fast({"bias": x}, x), x + 1)
-    with pytest.raises(TreeError, match=r"p\['bias'\]: expected a tensor, got none"):
+    with pytest.raises(TreeError, match=r"p\['bias'\]: missing"):
         fast({"bias": None}, x)
     assert torch.equal(fast2(one, {"x": x, "y": None}), x)  # staged: another key
     assert torch.equal(fast2(one, {"x": x, "y": x * 5}), x * 5)
@@ -340,7 +340,7 @@ NO_TREES = {
 def test_what_is_no_tree_of_tensors_is_named(what: str):
     leaf = NO_TREES[what]()
     fast = fg.graphify(lambda p, xs: xs + 1, stage="xs")
-    with pytest.raises(TreeError, match=rf"p\['x'\] is {type(leaf).__name__}, not a tensor"):
+    with pytest.raises(TreeError, match=rf"p\['x'\] is an? {type(leaf).__name__}, not a tensor"):
         fast({"x": leaf}, torch.ones(2))
     out = fg.graphify(lambda xs: {"x": leaf, "y": xs + 1}, stage="xs")
     with pytest.raises((OutputError, fg.errors.ClosureError), match=r"output\['x'\]"):

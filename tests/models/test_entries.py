@@ -83,7 +83,10 @@ def test_a_dtype_by_name(folder):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        (["--max-reqs", "0"], "max_reqs=0"),
+        (["--max-reqs", "0"], "--max-reqs: 0 is not 1 or more"),
+        (["--drafts", "40"], "Pass at most 31"),
+        (["--max-reqs", "4097"], "4097 is more than 4096"),
+        (["--recorder", "cuda", "--device", "cpu"], "the model is on cpu"),
         (["--max-new", "100000"], "positions. Pass --max-new"),
         (["--model", "nowhere"], "nowhere"),
     ],

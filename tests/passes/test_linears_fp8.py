@@ -271,7 +271,7 @@ def test_scales_of_one_input_that_differ_are_named():
     traced = toy.graphify(passes="all").trace(toy.params, toy.state)
     notes = [note for one in traced.passes for note in one.notes if "tensors of their own" in note]
     (note,) = notes
-    assert "params['one'], params['other']" in note and "lay_side_by_side(params)" in note
+    assert "params['one'], params['other']" in note and "lay_side_by_side(weights)" in note
 
 
 QKV, GATE, SUM = Layer(3, 0, True), Layer(2, 0, True, True), Layer(1, 0, adds=True)

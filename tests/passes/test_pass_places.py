@@ -712,7 +712,7 @@ def test_weights_that_were_traced_without_memory_stay_apart():
     traced = fast.trace(fg.like(toy.params), fg.like(toy.state))
     ((one,), (note,)) = traced.passes, traced.passes[0].notes
     assert f"side_by_side: {note}" in traced.split().lower().notes
-    assert one.matches == 0 and "params = fg.ops.lay_side_by_side(params)" in note
+    assert one.matches == 0 and "weights = fg.ops.lay_side_by_side(weights)" in note
     assert note.startswith("params['wq'], params['wk'], params['wv']: they do not lie")
 
 

@@ -37,6 +37,7 @@ def match_donated(
         start += child.num_leaves
     taken: set[int] = set()
     returns: dict[int, int] = {}
+    whole = not trees.children(out_tree)
     for i in args.signature.positions(Role.DONATED):
         leaves = range(len(args.leaves))[args.span(i)]
         fits = [s for t, s in parts if t == args.treedefs[i] and s not in taken]
@@ -45,10 +46,13 @@ def match_donated(
             for j, t in enumerate(args.treedefs)
             if j >= i and args.signature.roles[j] is Role.DONATED
         )
+        olds = [inputs[k].meta["val"] for k in leaves]
+        if whole and fits and not _narrow(fits, olds, outputs):  # a result alone: it was forgotten
+            fits = []
         if len(fits) > rivals:
-            fits = _narrow(fits, [inputs[k].meta["val"] for k in leaves], outputs)
+            fits = _narrow(fits, olds, outputs)
         if not fits:
-            refuse(_missing(args, i, out_tree))
+            refuse(_missing(args, i, out_tree, olds, outputs))
             continue
         if len(fits) > rivals:
             refuse(
@@ -78,8 +82,18 @@ def _narrow(fits: list[int], olds: list[Any], outputs: Sequence[fx.Node]) -> lis
     return same if same and written.intersection(map(storage_key, olds)) else alike
 
 
-def _missing(args: Arguments, i: int, out_tree: Any) -> DonationError:
+def _missing(
+    args: Arguments, i: int, out_tree: Any, olds: Sequence[Any], outputs: Sequence[fx.Node]
+) -> DonationError:
     name, want = args.signature.names[i], args.treedefs[i]
+    if not trees.children(want):  # one tensor
+        paths = trees.paths(out_tree, "output")
+        results = [f"{p}: {_brief(x.meta['val'])}" for p, x in zip(paths, outputs)]
+        return DonationError(
+            f"the donated argument {name!r} does not come back: it is {_brief(olds[0])}, and no "
+            f"result is: {', '.join(results) or 'there is none'}. Return its new value in that "
+            f"shape and dtype: return ..., {name}"
+        )
     children = trees.children(out_tree) or [out_tree]
     nearest = max(
         children,
@@ -88,5 +102,10 @@ def _missing(args: Arguments, i: int, out_tree: Any) -> DonationError:
     lines = "\n".join(trees.differences(want, nearest, name))
     return DonationError(
         f"the donated argument {name!r} does not come back with its own structure:\n{lines}\n"
-        f"Return it updated: return logits, {name}"
+        f"Return it updated: return ..., {name}"
     )
+
+
+def _brief(tensor: Any) -> str:
+    sizes = ", ".join(map(str, tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}]"

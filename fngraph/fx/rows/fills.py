@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fngraph.fx.advice import valid
 from fngraph.fx.nodes import flat, is_tensor, operands
 from fngraph.fx.rows.state import (
     FINITE,
@@ -68,8 +69,8 @@ def refuse_counts(call: OpCall) -> None:
         if is_moving(x):
             raise Mixes(
                 f"computes with {call.text(x.meta['val'])}, which in a key is the padded number "
-                f"of rows ({call.name}). Count the true ones: (batch.slot >= 0).sum(), of a leaf "
-                "padded with -1",
+                f"of rows ({call.name}). Count the true ones: "
+                f"{valid(call.text(x.meta['val']))}valid.sum()",
                 fails=call.name == "repeat_interleave",  # whose counts must add up to it
             )
 

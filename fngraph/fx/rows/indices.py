@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fngraph.fx.advice import valid
 from fngraph.fx.nodes import is_tensor
 from fngraph.fx.rows.bounds import ANY, Span, at_most, size_of
 from fngraph.fx.rows.state import BEYOND, FINITE, OFFSETS, Kept, Mixes, OpCall, moving_dims, ndim
@@ -51,8 +52,8 @@ def check_index(call: OpCall, x: Any, dim: int, index: Any, from_end: bool) -> N
     raise Mixes(
         f"looks up what the padding of an index names ({call.name}), which may not be among the "
         f"{call.dim(x, dim)} that are there: an error, or the end of a process, for rows of "
-        "padding alone. Let it be 0: torch.where(batch.slot >= 0, index, 0), of a leaf padded "
-        f"with -1{_clamped(call, index, size)}; or say of a "
+        f"padding alone. Let it be 0: {valid(call.dim(index, moving_dims(index)[0]))}"
+        f"torch.where(valid, index, 0){_clamped(call, index, size)}; or say of a "
         "call around it that it looks up nothing else: fg.trust_rows(result)",
         fails=True,
     )

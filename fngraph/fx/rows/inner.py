@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fngraph.fx.advice import valid
 from fngraph.fx.nodes import flat, is_op, is_tensor, operands
 from fngraph.fx.rows.bounds import at_most, size_of
 from fngraph.fx.rows.fills import is_all, pointwise, refuse_counts
@@ -83,7 +84,8 @@ def over_dims(call: OpCall) -> Kept:
             raise Mixes(
                 f"calls {call.node.target}, which fails where a number is NaN or infinite, and "
                 "that of padding may be: an error for padding alone. Let it not be: "
-                "x.nan_to_num(), or torch.where(valid[:, None, None], x, 0)",
+                f"x.nan_to_num(); or {valid(call.dim(x, moving[0]))}"
+                "torch.where(valid[:, None, None], x, 0)",
                 fails=True,
             )
     _refuse_vectors(call)
@@ -258,7 +260,7 @@ def taken_in_order(call: OpCall) -> Kept:
         raise Mixes(
             "takes an element of a source for each that a mask means (masked_scatter), those of "
             "padding as well, and may find none: an error for rows of padding alone. Let the mask "
-            "be false there: mask & (batch.slot >= 0)[:, None], of a leaf padded with -1",
+            f"be false there: {valid(call.dim(call.node, 0))}mask & valid[:, None]",
             fails=True,
         )
     return Kept()
@@ -274,11 +276,12 @@ def _numel(x: torch.Tensor) -> Any:
 def losses(call: OpCall) -> Kept:
     """Losses of each element, or of all."""
     x = call.args["self"]
-    moving = any(map(moving_dims, operands(call.node)))
+    moving = [call.dim(y, d) for y in operands(call.node) for d in moving_dims(y)]
     if moving and call.args["reduction"] != 0:
         raise Mixes(
             f"takes {call.name} over all elements, and a key has rows of padding. Take it of each, "
             'reduction="none", and divide the sum of the true ones by their number: '
+            f"{valid(moving[0])}"
             "torch.where(valid[:, None], loss, 0).sum() / (valid.sum() * n)"
         )
     both = (x, call.args["target"]) if call.name == "binary_cross_entropy" else ()
@@ -286,7 +289,7 @@ def losses(call: OpCall) -> Kept:
         raise Mixes(
             "takes binary_cross_entropy of what may be no chance in padding, or of such targets: "
             "an error for rows of padding alone. Use F.binary_cross_entropy_with_logits, or let "
-            "both be some there: torch.where(valid[:, None], x, 0.5)",
+            f"both be some there: {valid(moving[0])}torch.where(valid[:, None], x, 0.5)",
             fails=True,
         )
     return pointwise(call)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fngraph.errors import FieldError, FnGraphError, RowsError
+from fngraph.fx.advice import valid
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import line_of
 from fngraph.fx.rows.check import vouched_for
@@ -83,7 +84,7 @@ _SAID = {
     NOWHERE: (
         "says where a primitive writes", "is -1", "its padding would write too",
         "with -1, which writes nowhere: fg.buffer(..., pad=-1)",
-        "Choose it by a field that is padded with -1: torch.where(batch.slot >= 0, slots, -1)",
+        f"Choose it where it is true: {valid('T')}torch.where(valid, slots, -1)",
     ),
     OFFSETS: (
         "says where requests begin", "goes on rising", "true tokens would be another request's",

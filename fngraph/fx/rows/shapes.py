@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from fngraph.fx.advice import valid
 from fngraph.fx.nodes import is_tensor, operands
 from fngraph.fx.rows.boxes import is_one
 from fngraph.fx.rows.fills import constant, evaluated, is_all, refuse_counts
@@ -198,7 +199,7 @@ def cut(call: OpCall) -> Kept:
         if is_moving(start) or start < 0:
             raise Mixes(
                 f"takes rows counted from the end of {call.dim(x, dim)} ({call.name}), where a key "
-                "has padding. Take them by index: x[batch.logits_indices]"
+                "has padding. Take them by index, of a staged leaf: x[index]"
             )
         to = {d: i for d, i in zip(kept, moving_dims(call.node))}
         result = carried(call, x, to) if len(to) == len(kept) else Kept()
@@ -321,8 +322,8 @@ def drawn(call: OpCall) -> Kept:
         if is_tensor(x) and moving_dims(x) and not is_chance(call, x):
             raise Mixes(
                 f"draws by chances of which padding may hold what is none ({call.name}): an error "
-                "for rows of padding alone. Let them be 1 there: torch.where((batch.slot >= 0)"
-                "[:, None], p, 1), of a leaf padded with -1",
+                "for rows of padding alone. Let them be 1 there: "
+                f"{valid(call.dim(x, moving_dims(x)[0]))}torch.where(valid[:, None], p, 1)",
                 fails=True,
             )
     return Kept()
@@ -350,11 +351,11 @@ def filled(call: OpCall) -> Kept:
     """zeros, full, arange, ...: a shorter one is the start of a longer one."""
     name, args = call.name, call.args
     fill = args.get("fill_value", args.get("value", 0))
-    steps = [args.get("start"), args.get("step")] + ([fill] if "full" in name else [])
+    steps: list[Any] = [args.get("start"), args.get("step")] + ([fill] if "full" in name else [])
     if any(map(is_moving, steps)):
         raise Mixes(
             f"makes numbers out of the padded number of rows ({name}). Count the true ones: "
-            "(batch.slot >= 0).sum(), of a leaf padded with -1"
+            f"{valid(next(call.text(x.meta['val']) for x in steps if is_moving(x)))}valid.sum()"
         )
     moving = moving_dims(call.node)
     if not moving:

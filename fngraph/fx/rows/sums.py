@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fngraph.fx.advice import valid
 from fngraph.fx.nodes import is_tensor
 from fngraph.fx.rows.bounds import size_of
 from fngraph.fx.rows.fills import WIDE, constant, dtype_of, evaluated, is_all
@@ -107,7 +108,7 @@ def refuse_unmasked(call: OpCall, x: Any, dim: int, neutral: float) -> NoReturn:
     times = " A factor of 0 is no mask, since 0 * inf is NaN." if _is_masked(call, x, dim) else ""
     raise Mixes(
         f"takes {call.name.strip('_')} over {call.dim(x, dim)}, and a key has rows of padding "
-        f"there.{times} Mask them: valid = batch.slot >= 0, of a leaf padded with -1; "
+        f"there.{times} Mask them: {valid(call.dim(x, dim))}"
         f"torch.where(valid[:, None], x, {masked})"
     )
 
@@ -161,7 +162,7 @@ def refuse_unordered(call: OpCall, x: Any, dim: int, down: bool) -> NoReturn:
         masked = f"torch.iinfo(x.dtype).{'min' if down else 'max'}"
     raise Mixes(
         f"takes {call.name} over {call.dim(x, dim)}, and a key has rows of padding there. Let them "
-        "come last: valid = batch.slot >= 0, of a leaf padded with -1; "
+        f"come last: {valid(call.dim(x, dim))}"
         f"torch.where(valid[:, None], x, {masked})"
     )
 
@@ -175,7 +176,7 @@ def never(call: OpCall) -> Kept:
     over = [d % max(ndim(x), 1) for d in over]
     for d in set(moving_dims(x)) & set(over):
         fix = (
-            "Divide the sum of the true rows by their number: valid = batch.slot >= 0; "
+            f"Divide the sum of the true rows by their number: {valid(call.dim(x, d))}"
             "torch.where(valid[:, None], x, 0).sum(0) / valid.sum()"
             if call.name in ("mean", "var", "std", "var_mean")
             else "Return the rows, and do it outside; or say that it is undone: fg.trust_rows(x)"
@@ -195,7 +196,7 @@ def running(call: OpCall) -> Kept:
             raise Mixes(
                 f"repeats by {call.dim(counts, d)} counts ({call.name}), and those of padding are "
                 "not known to be 0: they would add up to more than output_size. Let them be 0: "
-                "torch.where(batch.slot >= 0, counts, 0), of a leaf padded with -1",
+                f"{valid(call.dim(counts, d))}torch.where(valid, counts, 0)",
                 fails=True,
             )
     return Kept()
@@ -220,14 +221,14 @@ def cross_entropy(call: OpCall) -> Kept:
     if moving and not ignored and not is_there(call.rows(target), moving, classes, from_end=False):
         raise Mixes(
             "takes the loss of what padding of a target names, which may be no class: an error, or "
-            "the end of a process, for rows of padding alone. Let it ignore them: target = "
-            "torch.where(batch.slot >= 0, target, -100)",
+            "the end of a process, for rows of padding alone. Let it ignore them: "
+            f"{valid(call.dim(target, 0))}target = torch.where(valid, target, -100)",
             fails=True,
         )
     if reduced and moving_dims(target) and not ignored:
         raise Mixes(
             f"takes the loss over {call.dim(target, 0)}, and a key has rows of padding there. Let "
-            "it ignore them: target = torch.where(batch.slot >= 0, target, -100)"
+            f"it ignore them: {valid(call.dim(target, 0))}target = torch.where(valid, target, -100)"
         )
     return Kept()
 
@@ -367,7 +368,6 @@ def scaled_dot_product(call: OpCall) -> Kept:
             raise Mixes(
                 f"attends over {call.dim(key, last)}, and the {name} of padding may be NaN or "
                 "infinite, which the mask multiplies by 0: NaN in every row. Let them be 0: "
-                "valid = batch.slot >= 0, of a leaf padded with -1; "
-                f"torch.where(valid[:, None], {name}, 0)"
+                f"{valid(call.dim(key, last))}torch.where(valid[:, None], {name}, 0)"
             )
     return Kept()

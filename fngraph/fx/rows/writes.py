@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fngraph.fx.advice import valid
 from fngraph.fx.nodes import is_tensor
 from fngraph.fx.rows.boxes import is_one
 from fngraph.fx.rows.fills import is_all
@@ -28,7 +29,7 @@ from fngraph.fx.rows.state import BEYOND, Kept, Mixes, OpCall, is_moving, moving
 
 WINDOW = (
     "writes as many rows as a key has, padding included ({}), into memory that has more. Write by "
-    "index, with a row for padding: x.index_put((batch.slot,), rows)"
+    "index, with a row for padding: x.index_put((index,), rows), index a staged leaf"
 )
 WRITES = ("index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill",
           "index_reduce", "scatter", "scatter_add", "scatter_reduce")  # fmt: skip
@@ -181,7 +182,7 @@ def _refuse_masks(call: OpCall, places: Mapping[int, Any], spread: _Spread) -> N
         raise Mixes(
             f"puts {rows} rows where a mask is true ({call.name}), one for each true element, of "
             "which a key has no more than its batch. Say where they go by numbers: "
-            "x.index_put((batch.slot,), rows)",
+            "x.index_put((index,), rows), index a staged leaf",
             fails=True,
         )
     (fill, *corner) = (call.rows(mask).fills.get(d) for d in moving_dims(mask))
@@ -202,22 +203,22 @@ def _refuse(
     """Refuse a write for what is padding along some of the dims that its indices vary along."""
     sizes = " and ".join(spread.moving[d] for d in sorted(corner))
     which = f" of {sizes}" if len(spread.moving) > 1 else ""
+    true = valid(spread.moving[min(corner)])
     said = next((u for x in places.values() if (u := call.rows(x).unsaid)), None)
     if said is not None and not _adds(call):
         raise Mixes(
             f"writes the rows of padding{which} too ({call.name}), where the pad of {said} says, "
             "and that names no row kept for padding. Keep one, row 0 say, and declare "
-            "fg.buffer(..., pad=0), or torch.where(batch.slot >= 0, index, last)"
+            f"{said} with fg.buffer(..., pad=0); or {true}torch.where(valid, index, last)"
         )
     if _adds(call):
         raise Mixes(
             f"adds up the rows of padding{which} too ({call.name}). Let them be zeros: "
-            "torch.where(batch.slot >= 0, values, 0), of a leaf padded with -1"
+            f"{true}torch.where(valid, values, 0)"
         )
     raise Mixes(
         f"writes the rows of padding{which} too ({call.name}), and where is not known. Send them "
-        "to a row kept for them, torch.where(batch.slot >= 0, index, len(x) - 1), slot padded with "
-        "-1; -1 itself would be the last row"
+        f"to a row kept for them: {true}torch.where(valid, index, len(x) - 1)"
     )
 
 

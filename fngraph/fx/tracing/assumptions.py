@@ -158,7 +158,7 @@ def size_fixed(expr: Any, value: Any, line: str) -> BranchError:
         f"{line}: forward fixes the number of {nouns} at {expr} = {value} (len(x), "
         "int(x.shape[0]), range(x.shape[0]), torch.tensor(x.shape[0] / 2), ...). Keep sizes "
         "symbolic: torch.arange(x.shape[0], device=x.device); where a formula needs the count, "
-        "take it from the device: batch.query_start_loc[-1]"
+        "take it from the device, as a leaf of the batch that holds it"
     )
 
 

@@ -22,6 +22,7 @@ import torch
 
 from fngraph.core.where import is_user
 from fngraph.errors import ClosureError, LeakError, MutationError, OperatorError, PurityError
+from fngraph.fx.advice import ARGUMENT
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.torch_facts.names import tree_leaves
@@ -83,8 +84,7 @@ def memory(line: str, how: str, leaf: Leaf | None) -> PurityError:
 def _closed(line: str, what: str) -> ClosureError:
     return ClosureError(
         f"{line}: forward reads {what} which was not passed to it; a graph would go on reading "
-        "that memory after you replace it. Make it an argument: forward(params, cache, batch) "
-        "with the tensor in params"
+        f"that memory after you replace it. {ARGUMENT}"
     )
 
 
@@ -189,7 +189,7 @@ class Made:
                 LeakError(
                     f"{line}: forward keeps the {kind} from here after it has returned"
                     f"{f', in {name}' if name else ''}; a graph makes it once, so it would be "
-                    "stale. Return it: return logits, kept, cache"
+                    "stale. Return it with the results"
                 )
             )
 

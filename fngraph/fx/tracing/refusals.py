@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ _KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
     (_MEMORY, PurityError, "looks at the memory behind a tensor, or copies it other than by an op. "
      "Stay with tensors: x.clone(), x.shape"),
     (("HiddenHostField",), HostFieldError, "reads a host field, which a graph would freeze. Read "
-     "the counts from a staged leaf, e.g. batch.seq_lens"),
+     "the counts from a staged leaf that holds them"),
     (("DynamicOutputShapeException",), HostSyncError, "calls an op whose result has a shape that "
      "depends on values, so that the host would have to wait for them. Call it outside of forward, "
      "or use ops whose shapes follow from those of their arguments"),
@@ -67,11 +67,12 @@ class Refusals:
         self.go_on = go_on
         self.errors: list[FnGraphError] = []
         self.symbols: Any = None  # knows torch's names of T and R
+        self.own_names: Callable[[str], str] = str  # puts the caller's into advice
 
     def __call__(self, error: FnGraphError) -> None:
         """Note `error`, and raise it unless the trace is to go on."""
-        if self.symbols is not None:
-            error.args = (self.symbols.spell(str(error)),)
+        text = str(error) if self.symbols is None else self.symbols.spell(str(error))
+        error.args = (self.own_names(text),)
         self.errors.append(error)
         if not self.go_on:
             raise error

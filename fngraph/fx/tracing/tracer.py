@@ -50,6 +50,7 @@ from fngraph.torch_facts.tracing import (
     in_given_order,
     make_fx,
     under_compile,
+    unlogged,
 )
 
 
@@ -160,7 +161,7 @@ def trace(
     with contextlib.closing(made):
         with torch.inference_mode(False), mode, fx.traceback.preserve_node_meta(), under_compile():
             with (
-                enable_python_dispatcher(), symbolic_zeros(), in_given_order(),
+                unlogged(), enable_python_dispatcher(), symbolic_zeros(), in_given_order(),
                 _no_python_random(refuse),
             ):  # fmt: skip
                 # the dispatcher, because F.pad with a symbolic size crashes without

@@ -38,6 +38,9 @@ def allocate(buffer_plan: BufferPlan, device: torch.device) -> StaticBuffers:
     return StaticBuffers(buffer_plan, tuple(made))
 
 
+_AS_TENSOR = {"ndarray": "torch.from_numpy(x)"}
+
+
 def check_leaves(buffer_plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> None:
     """Raise unless each leaf has the dtype, rank and length that its field and the spec say.
 
@@ -48,7 +51,8 @@ def check_leaves(buffer_plan: BufferPlan, leaves: Sequence[object], true: Sizes)
         shape = planned.buffer.shape(true)
         if not isinstance(leaf, torch.Tensor):
             raise TreeError(
-                f"{planned.path}: expected a tensor {planned.buffer}, got {type(leaf).__name__}"
+                f"{planned.path}: expected a tensor {planned.buffer}, got {type(leaf).__name__}. "
+                f"Pass {_AS_TENSOR.get(type(leaf).__name__, 'torch.tensor(x)')}"
             )
         if leaf.layout is not torch.strided or leaf.is_meta:
             where = "on the meta device" if leaf.is_meta else str(leaf.layout)

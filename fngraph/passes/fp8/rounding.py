@@ -138,7 +138,7 @@ def notes_of(apart: Sequence[str]) -> tuple[str, ...]:
     if not apart:
         return ()
     more = f", and {count(len(apart) - 1, 'other place')}" if len(apart) > 1 else ""
-    advice = "Where they are equal, lay them as one: params = fg.ops.lay_side_by_side(params)"
+    advice = "Where they are equal, lay them as one: weights = fg.ops.lay_side_by_side(weights)"
     note = f"{apart[0]}{more}: scales of one input are tensors of their own, so each rounds it. "
     return (note + advice,)
 

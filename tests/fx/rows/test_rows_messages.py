@@ -13,7 +13,7 @@ from rows_given import INF, T_of, check, graphified, masked, output, params, rea
 import fngraph as fg
 from fngraph.errors import RowsError
 
-VALID = "valid = batch.slot >= 0, of a leaf padded with -1; torch.where(valid[:, None], x, "
+VALID = "valid = b.slot_mapping >= 0; torch.where(valid[:, None], x, "
 DIVIDED = "torch.where(valid[:, None], x, 0).sum(0) / valid.sum()"
 
 
@@ -54,14 +54,14 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "cross entropy": (
         lambda x, p, b: F.cross_entropy(x, b.token_ids % 8),
-        "Let it ignore them: target = torch.where(batch.slot >= 0, target, -100)",
+        "valid = b.slot_mapping >= 0; target = torch.where(valid, target, -100)",
         lambda x, p, b: F.cross_entropy(x, torch.where(real(b), b.token_ids % 8, -100)),
     ),
     "count": (
         lambda x, p, b: x / T_of(b),
         (
             "computes with T, which in a key is the padded number of rows (div). Count the true "
-            "ones: (batch.slot >= 0).sum(), of a leaf padded with -1"
+            "ones: valid = b.slot_mapping >= 0; valid.sum()"
         ),
         lambda x, p, b: x / (b.slot_mapping >= 0).sum(),
     ),
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
         lambda x, p, b: x[-1] * 1,
         (
             "takes rows counted from the end of T (select), where a key has padding. Take them by "
-            "index: x[batch.logits_indices]"
+            "index, of a staged leaf: x[index]"
         ),
         lambda x, p, b: x[b.query_start_loc[1:] - 1],
     ),
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "negative pad": (
         lambda x, p, b: F.embedding(b.slot_mapping % 11 - (b.slot_mapping < 0).long() * 11, p["w"]),
-        "with -1, or index.clamp(min=0)",
+        "torch.where(valid, index, 0), or index.clamp(min=0)",
         lambda x, p, b: F.embedding((b.slot_mapping % 11).clamp(min=0), p["w"]),
     ),
     "reshape": (
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "numbers that are not finite": (
         lambda x, p, b: torch.linalg.svdvals((1 / x).view(-1, 2, 4)),
-        "Let it not be: x.nan_to_num(), or torch.where(valid[:, None, None], x, 0)",
+        "; or valid = b.slot_mapping >= 0; torch.where(valid[:, None, None], x, 0)",
         lambda x, p, b: torch.linalg.svdvals((1 / x).nan_to_num().view(-1, 2, 4)),
     ),
     "pooled over tokens": (
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     ),
     "elements in their order": (
         lambda x, p, b: x.masked_scatter(x > 0, p["w"]),
-        "Let the mask be false there: mask & (batch.slot >= 0)[:, None]",
+        "Let the mask be false there: valid = b.slot_mapping >= 0; mask & valid[:, None]",
         lambda x, p, b: x.masked_scatter((x > 99) & real(b)[:, None], p["w"]),
     ),
     "unpooled": (
@@ -197,7 +197,7 @@ def test_the_fix_for_writes_works() -> None:
     with pytest.raises(RowsError) as caught:
         trace(value(lambda b, x: b.token_ids))
     assert "names no row kept for padding" in str(caught.value)
-    assert "torch.where(batch.slot >= 0, index, last)" in str(caught.value)
+    assert "valid = b.slot_mapping >= 0; torch.where(valid, index, last)" in str(caught.value)
     check(value(lambda b, x: torch.where(b.slot_mapping >= 0, b.token_ids, len(x) - 1)))
 
 

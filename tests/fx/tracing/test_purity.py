@@ -91,7 +91,7 @@ def closing_over(gain: Any) -> dict[str, Forward]:
 
 CLOSED: dict[str, tuple[Forward, list[str]]] = {
     "a global": (
-        reads_global, ["'WEIGHT'", "global", f"({toys.E},)", "forward(params"]),
+        reads_global, ["'WEIGHT'", "global", f"({toys.E},)", "argument: forward("]),
     "the closure": (
         closing_over(torch.ones(toys.E))["a tensor"], ["'gain'", "closure", "argument"]),
     "a scalar": (closing_over(torch.tensor(2.0))["a tensor"], ["'gain'"]),
@@ -457,7 +457,7 @@ SPECS: dict[str, Forward] = named(unpacks_spec) | {
 
 @pytest.mark.parametrize("what", SPECS)
 def test_a_read_of_batch_spec(what: str):
-    refused(SPECS[what], HostFieldError, ".spec", "batch.seq_lens")
+    refused(SPECS[what], HostFieldError, ".spec", "from a staged leaf")
 
 
 def replaces_and_prints_the_batch(p: Any, s: Any, b: Any) -> Any:

@@ -159,11 +159,11 @@ COND: dict[str, Value] = {
 }
 
 REFUSED: list[tuple[type[PurityError], str, dict[str, Value]]] = [
-    (ClosureError, "Make it an argument: forward(params, cache, batch)", CLOSED),
+    (ClosureError, "Make it an argument: forward(", CLOSED),
     (HostSyncError, "", SYNCED),
     (BranchError, "Write one computation for every size (masks, torch.where)", BRANCHES),
     (BranchError, "fixes the number of tokens at T = ", NUMBERS),
-    (HostFieldError, "e.g. batch.seq_lens", FIELDS),
+    (HostFieldError, "from a staged leaf", FIELDS),
     (RandomError, "pass the numbers in as an argument", DRAWS),
     (MutationError, "writes into p['w']", WRITES),
     (OperatorError, "torch.where(condition, a, b)", COND),

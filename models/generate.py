@@ -21,8 +21,9 @@ from fngraph.models.serving.blocks import blocks_for
 from fngraph.models.serving.display import show
 from fngraph.models.serving.loop import serve
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import State, start, submit
+from fngraph.models.serving.requests import State, start
 from fngraph.models.serving.steps import make_steps
+from fngraph.models.serving.submitting import submit
 from fngraph.models.serving.tally import Tally
 from fngraph.models.text import BYTE_TEXT, Text, read_text
 from fngraph.models.weights import loading

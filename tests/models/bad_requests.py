@@ -166,7 +166,7 @@ def hold(count: int, kinds: int, modes: str = "FULL_AND_PIECEWISE") -> Counter[s
         thrown += len(running & {job.id for job in served.state.waiting})
         running = {job.id for job in served.state.running}
     assert not inbox.left and len(served.state.pool.free) == BLOCKS
-    assert not served.state.pool.named and not served.state.pool.holders
+    assert not served.state.pool.holders
     assert len(inbox.ids) + len(inbox.refused) == count
     for one, reason in inbox.refused:
         assert one.bad in AT_ONCE and re.search(BAD[one.bad][1], reason), (one, reason)

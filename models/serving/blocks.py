@@ -40,9 +40,9 @@ class Pool:
     num_blocks: int
     free: np.ndarray
     block_size: int = 0
-    holders: HashTrieMap[int, int] = HashTrieMap()
-    named: HashTrieMap[Name, int] = HashTrieMap()
-    names: HashTrieMap[int, Name] = HashTrieMap()
+    holders: HashTrieMap[int, int] = dataclasses.field(default_factory=HashTrieMap)
+    named: HashTrieMap[Name, int] = dataclasses.field(default_factory=HashTrieMap)
+    names: HashTrieMap[int, Name] = dataclasses.field(default_factory=HashTrieMap)
 
     @property
     def kept(self) -> int:

@@ -92,7 +92,7 @@ def words_of(given: Any, vocab_size: int) -> np.ndarray:
         bits = np.unpackbits(kind.astype("<i4").view(np.uint8), bitorder="little").astype(bool)
         bits[vocab_size:] = False
     else:
-        ids = np.asarray(list(given))
+        ids = np.asarray(list(given) if hasattr(given, "__iter__") else [None])
         if ids.size and not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"it returned {given!r}: return ids, bools or an int32 bitmask")
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:

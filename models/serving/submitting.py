@@ -28,8 +28,8 @@ def submit(
     """The state with one more request waiting, number `state.submitted`, or with `n` more.
 
     Args:
-        stop: tokens that end it, [eos]; runs of them, [[13, 13]]; or text, ["\\n\\n"], wherever in its
-            tokens that begins and ends.
+        stop: tokens that end it, [eos]; runs of them, [[13, 13]]; or text, ["END"], wherever in its
+            tokens it begins and ends.
         min_tokens: tokens that it has before it stops; a single token that would stop it is not
             drawn until then, the others are overlooked.
         decode: `text.decode`; events have text then.
@@ -38,8 +38,8 @@ def submit(
             drawn: ids, a bool for each token, or int32 words of one bit each. None: all may. Where
             it allows none, or raises, this request alone ends. A function of those tokens alone,
             which may be asked of a text that was only guessed.
-        n: texts of one prompt, as requests of their own, the numbers in a row. The seed of text i is
-            i more than the first one's.
+        n: texts of one prompt, as requests of their own, their numbers in a row. The seed of text i
+            is i more than the first one's.
         priority: lower goes first: of those that wait, and the last is the first to be thrown out.
         deadline: by the clock that `advance` is told, time.monotonic() for `serve`: the request
             ends at the end of that step, with what it has, its end "time".

@@ -44,7 +44,8 @@ from fngraph.models.serving.sampling import FAILED
 
 NO_TOKEN = (
     "failed: no token is the likeliest, its logits are NaN, infinite, or -inf for all tokens. Look "
-    "for weights or an adapter that are not finite, or a dtype that its numbers leave"
+    "for weights or an adapter that are not finite, a dtype that its numbers leave, or a bias "
+    "against all that its grammar allows"
 )
 
 

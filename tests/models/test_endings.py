@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -29,9 +30,7 @@ def tell(tokens, at_once=1, *, how=decode, max_new=None, **asked):
         state = plan(state, POLICY)
         (row,) = state.rows
         guess = tuple(left[: at_once - 1])  # as if they had been drafts, all of them accepted
-        state = state.__class__(
-            **{n: getattr(state, n) for n in state.__slots__} | {"rows": (row._replace(drafts=guess),)}
-        )  # fmt: skip
+        state = dataclasses.replace(state, rows=(row._replace(drafts=guess),))
         state, (event,) = advance(state, [left[:at_once]])
         left = left[at_once:]
         came.append(event.text)

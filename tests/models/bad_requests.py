@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import re
@@ -178,13 +179,13 @@ def draw(count: int, kinds: int, seed: int = 0) -> list[Asked]:
         again = (*one.prompt, *alone(one.each()[0])[0], 7)  # a second turn
         if i % 3 == 0 and len(again) < 30:
             good.append(one._replace(prompt=again, max_new=5, stop=()))
-    asked = []
+    asked, bads = [], itertools.cycle(rng.sample(list(BAD), len(BAD)))
     for _ in range(count):
         one = rng.choice(good)
         steps = rng.randint(1, 14) if rng.random() < 0.15 else math.inf
         one = one._replace(priority=rng.choice([0, 0, 0, 1, -1]), steps=steps)
         if rng.random() < 0.2:
-            bad = rng.choice(list(BAD))
+            bad = next(bads)
             wrong = {n: tuple(x) if isinstance(x, list) else x for n, x in BAD[bad][0].items()}
             one = one._replace(**wrong, bad=bad)
         asked.append(one)

@@ -221,12 +221,19 @@ def drop(state: State, jobs: Sequence[Job]) -> State:
     )
 
 
-def forget(state: State, adapter: int) -> State:
-    """The state without blocks kept of texts under an adapter, which then may change.
+def forget(state: State, adapter: int | None = None) -> State:
+    """The state without blocks kept of texts that have ended: no text finds what they hold.
+
+    To be asked for where that is no longer so: weights are new, the cache was given back.
+
+    Args:
+        adapter: of texts under this one alone, which then may change.
 
     Raises:
-        ValueError: a request still uses it.
+        ValueError: a request still uses that adapter.
     """
+    if adapter is None:
+        return dataclasses.replace(state, pool=unname(state.pool, list(state.pool.names)))
     for job in (*state.running, *state.waiting):
         if job.request.adapter == adapter:
             raise ValueError(

@@ -96,6 +96,12 @@ def test_stops_before_min_tokens_are_overlooked():
     assert tell([5, 6, 5, 6], stop=["END"], min_tokens=2)[:3] == ("END", [5, 6, 5, 6], "stop")
 
 
+def test_min_tokens_hold_without_text_too():
+    for at_once in (1, 2, 3):
+        assert tell([8, 8, 8, 0], at_once, how=None, stop=[[8, 8]], min_tokens=2)[1] == [8, 8, 8]
+        assert tell([8, 8, 8, 0], at_once, how=None, stop=[[8, 8]])[1] == [8, 8]
+
+
 def test_a_character_of_many_tokens_comes_whole():
     said = "né 漢字 🙂 end"
     tokens = list(said.encode())
@@ -126,8 +132,8 @@ def test_what_is_left_when_time_is_up_or_the_logits_are_no_numbers():
     state = submit(start(64, POLICY), POLICY, (1,), 9, decode=decode, stop=["END"], deadline=5.0)
     state, (event,) = advance(plan(state, POLICY), [[PIECES.index("EN")]], now=1.0)
     assert event.text == "" and event.end is None
-    _, (late,) = advance(plan(state, POLICY), [[0]], now=5.0)
-    assert (late.text, late.end, late.tokens) == ("ENa", "time", (0,))
+    _, (late,) = advance(plan(state, POLICY), [[PIECES.index("E")]], now=5.0)
+    assert (late.text, late.end, len(late.tokens)) == ("ENE", "time", 1)
     _, (failed,) = advance(plan(state, POLICY), [[-1]], now=1.0)
     assert failed.text == "EN" and failed.failed
 

@@ -59,13 +59,14 @@ ONE_EACH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", ONE_EACH, ids=str)
-def test_logits_are_changed_as_by_hand_at_each_place_of_a_draft(settings):
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("settings", ONE_EACH, ids=range(len(ONE_EACH)))
+def test_logits_are_changed_as_by_hand_at_each_place_of_a_draft(settings, odd):
     """A verify row counts the drafts before a place, and none behind it."""
     rng = random.Random(5)
     vocabulary = range(0, V, 2)  # what its grammar allows
     state = start(40, POLICY)
-    prompt = rng.choices(range(V), k=6)
+    prompt = rng.sample(range(odd, V, 2), k=6)  # and so the drafts: its grammar allows them or not
     state = submit(
         state, POLICY, prompt, 12, settings=settings, stop=[5, 6, [1, 2]], min_tokens=4,
         grammar=lambda new: vocabulary,

@@ -119,7 +119,7 @@ def test_a_hit_makes_a_text_the_newest():
 def test_what_is_forgotten_is_computed_again():
     texts, counts, last = turns(PROMPT, PROMPT, between=lambda state: forget(state, -1))
     assert counts[0] == counts[1] and texts[0] == texts[1]
-    assert last.pool.named and not forget(last, -1).pool.named
+    assert last.pool.named and not forget(last, -1).pool.named and not forget(last).pool.names
     assert forget(last, 3).pool is last.pool
 
 
@@ -133,6 +133,23 @@ def test_adapters_keep_their_own():
     pool = blocks.unname(pool, blocks.under(pool, 0))
     assert pool.kept == 2 and not blocks.find_prefix(pool, text, 2, 0)
     assert blocks.find_prefix(pool, text, 2, -1) == [0, 1]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_texts_that_end_at_once_the_ends_go_before_what_they_share(first):
+    """Or a block would be found behind one that holds other tokens by then."""
+    pool, text = blocks.new_pool(3, 2), np.arange(4)
+    pool, (head, one, other) = blocks.take(pool, 3)
+    for last, tail in ((one, 0), (other, 7)):
+        whole = np.array([*text[:2], tail, tail])
+        held = np.array([head, last])
+        pool = blocks.give_names(pool, held, whole, 2, -1, int(last == other))
+    pool = blocks.share(pool, [head])
+    runs = [[head, one], [head, other]]
+    pool = blocks.release(pool, runs[first], runs[1 - first])
+    for left in (2, 1, 0):
+        pool, (taken,) = blocks.take(pool, 1)
+        assert (taken == head) == (left == 0) and len(pool.names) == left
 
 
 def test_what_is_shared_and_what_goes_first_over_many_turns():

@@ -24,7 +24,7 @@ from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import GREEDY, State, start
 from fngraph.models.serving.sampling import Settings
 from fngraph.models.serving.steps import make_steps
-from fngraph.models.serving.submitting import submit
+from fngraph.models.serving.submitting import Stop, submit
 from fngraph.models.serving.tally import Tally
 from fngraph.models.text import BYTE_TEXT, Text, read_text
 from fngraph.models.weights import loading
@@ -130,7 +130,7 @@ def plan(
     B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)
     wide = Policy(max_tokens, max_reqs, B, BLOCK_SIZE, **policy)
     state = start(B * max_reqs, wide)
-    ends = [*sorted(text.stops), *stop]
+    ends: list[Stop] = [*sorted(text.stops), *stop]
     for t in tokens:
         state = submit(
             state, wide, t, max_new, stop=ends, decode=text.decode, n=n, settings=settings

@@ -91,7 +91,9 @@ def share(pool: Pool, blocks: list[int]) -> Pool:
 
 def release(pool: Pool, *held: Iterable[int]) -> Pool:
     """Requests that hold these blocks, each in the order of its text, let go of them."""
-    holders, kept, others = pool.holders, [], []
+    holders = pool.holders
+    kept: list[int] = []
+    others: list[int] = []
     for blocks in held:
         named: list[int] = []
         for block in blocks:

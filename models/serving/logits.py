@@ -15,7 +15,7 @@ multiplied as all who serve it do; presence and frequency penalties as OpenAI's 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import fngraph as fg
 from fngraph.models.serving.requests import Logprob, Request, Row
 
 FOREVER = 2**31 - 1  # a place that no text reaches
-LOGITS = {  # leaves of a batch, by name: what declares them
+LOGITS: dict[str, Callable[[], Any]] = {  # leaves of a batch, by name: what declares them
     "text": partial(fg.buffer, "R L", "int32", pad=0),  # from its start, drafts included
     "prompt_lens": partial(fg.buffer, "R", "int32", pad=0),
     "repetition_penalty": partial(fg.buffer, "R", "float32", pad=1),
@@ -87,7 +87,7 @@ def changed(logits: Tensor, batch: Any, places: Tensor) -> Tensor:
 
     id_V = torch.arange(V, device=x.device)
     words_RQV = batch.allowed.index_select(-1, id_V // 32)
-    return x.masked_fill(words_RQV >> (id_V % 32) & 1 == 0, -math.inf)
+    return x.masked_fill(words_RQV >> (id_V % 32).int() & 1 == 0, -math.inf)
 
 
 def drawn(logits: Tensor, ids: Tensor, most: int) -> Drawn:

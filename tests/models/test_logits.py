@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import re
@@ -29,7 +30,7 @@ from fngraph.models.serving.batches import SHAPED, batch_type, empty_batch, lay_
 from fngraph.models.serving.logits import Drawn, changed, drawn, edits
 from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import case_of
-from tests.models.conftest import wide_params
+from tests.models.conftest import DEVICES, wide_params
 
 V, SIZE = 40, 4
 CONFIG = llama.Config(V, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, dim=24, mlp_dim=32)
@@ -145,31 +146,40 @@ def served(steps, cache, state, policy):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each request by itself, by bare `forward`."""
-    params, found = wide_params(CONFIG), []
+    """See `by_itself`, on the CPU."""
+    return by_itself("cpu")
+
+
+@functools.cache
+def by_itself(device):
+    """What each request gets alone, by bare `forward`."""
+    params, found = wide_params(CONFIG, device=device), []
     policy = Policy(24, 1, 8, SIZE)
     for prompt, max_new, asked in REQUESTS:
-        steps = bare_steps(llama.forward, params, policy, "sampling", "logits")
-        cache = llama.init_cache(CONFIG, 8, block_size=SIZE)
+        steps = bare_steps(llama.forward, params, policy, "sampling", "logits", device=device)
+        cache = llama.init_cache(CONFIG, 8, block_size=SIZE, device=device)
         state = submit(start(8, policy), policy, prompt, max_new, **asked)
         texts, ends, logprobs = served(steps, cache, state, policy)
         found.append((texts[0], ends[0], logprobs[0]))
     return found
 
 
+@pytest.mark.sampled("FULL_AND_PIECEWISE")
+@pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
-def test_texts_are_the_same_in_every_mode_and_with_drafts_as_alone(modes, alone):
-    params = wide_params(CONFIG)
-    cache = llama.init_cache(CONFIG, 24, block_size=SIZE)
+def test_texts_are_the_same_in_every_mode_and_with_drafts_as_alone(modes, device, recorder):
+    """Whatever padding holds."""
+    params = wide_params(CONFIG, device=device)
+    cache = llama.init_cache(CONFIG, 24, block_size=SIZE, device=device)
     steps = make_steps(
         llama.forward, params, cache, POLICY, "sampling", "logits", modes=modes, sizes=(4, 12, 24),
-        recorder="tape", progress=False,
+        recorder=recorder, progress=False, guards=True,
     )  # fmt: skip
     state = start(24, POLICY)
     for prompt, max_new, asked in REQUESTS:
         state = submit(state, POLICY, prompt, max_new, **asked)
     texts, ends, logprobs = served(steps, cache, state, POLICY)
-    for i, (text, end, lps) in enumerate(alone):
+    for i, (text, end, lps) in enumerate(by_itself(device)):
         assert (texts[i], ends[i]) == (text, end), REQUESTS[i]
         asked = REQUESTS[i][2].get("logprobs")
         assert len(logprobs[i]) == (0 if asked is None else len(text))

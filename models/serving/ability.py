@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fngraph.models.serving.blocks import under
+from fngraph.models.serving.blocks import behind
 from fngraph.models.serving.logits import edits
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, State
@@ -151,7 +151,7 @@ def check_unused(slot: int, state: State) -> None:
                 f"slot {slot}: request {job.id} has adapter={slot} and has not ended. Load another "
                 f"slot, wait for its end, or drop it: state = cancel(state, {job.id})"
             )
-    if kept := len(under(state.pool, slot)):
+    if kept := len(behind(state.pool, [(slot,)])):
         raise ValueError(
             f"slot {slot}: {kept} blocks are kept of texts under its adapter. Drop them first: "
             f"state = forget(state, {slot})"

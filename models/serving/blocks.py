@@ -148,13 +148,14 @@ def give_names(
     return dataclasses.replace(pool, named=named, names=names)
 
 
-def under(pool: Pool, root: Any) -> list[int]:
-    """The named blocks of all who share by this root."""
-    behind: dict[Any, list[int]] = {}
-    for block, (before, _) in pool.names.items():
-        behind.setdefault(before, []).append(block)
-    found, next_ones = [], behind.get((root,), [])
-    while next_ones:
-        found += next_ones
-        next_ones = [block for one in next_ones for block in behind.get(one, ())]
+def behind(pool: Pool, before: Iterable[Any]) -> list[int]:
+    """The named blocks that come after these, at whatever distance; (root,) is before them all."""
+    next_of: dict[Any, list[int]] = {}
+    for block, (ahead, _) in pool.names.items():
+        next_of.setdefault(ahead, []).append(block)
+    found, left = [], list(before)
+    while left:
+        after = next_of.get(left.pop(), [])
+        found += after
+        left += after
     return found

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fngraph.models.serving.blocks import Pool, new_pool, release, under, unname
+from fngraph.models.serving.blocks import Pool, behind, new_pool, release, unname
 from fngraph.models.serving.detokenize import Reading
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.sampling import Settings
@@ -240,4 +240,4 @@ def forget(state: State, adapter: int | None = None) -> State:
                 f"request {job.id} has adapter={adapter} and has not ended. Wait for its end, or "
                 f"drop it: state = cancel(state, {job.id})"
             )
-    return dataclasses.replace(state, pool=unname(state.pool, under(state.pool, adapter)))
+    return dataclasses.replace(state, pool=unname(state.pool, behind(state.pool, [(adapter,)])))

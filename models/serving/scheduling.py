@@ -62,12 +62,12 @@ def plan(
     """
     if not state.live:
         raise ValueError("no request is waiting or running; check state.live before scheduling")
+    state = undo(state) if state.rows else state
     kept, pool = make_room(state, policy)
-    thrown = tuple(
-        job._replace(computed=0, blocks=no_blocks(), slot=-1) for job in state.running[len(kept) :]
-    )
-    slots = (*state.slots, *(job.slot for job in state.running[len(kept) :] if job.slot >= 0))
-    waiting = in_order(thrown, state.waiting)
+    thrown, slots = state.running[len(kept) :], state.slots
+    if thrown:
+        slots = (*slots, *(job.slot for job in thrown if job.slot >= 0))
+    waiting = in_order(tuple(map(over, thrown)), state.waiting)
 
     decoding = [job for job in kept if job.decoding][: policy.max_tokens]
     decoding, pool = grow(decoding, pool, policy)
@@ -103,6 +103,31 @@ def plan(
         state, waiting=waiting, running=running, rows=(*rows, *late), pool=pool, slots=slots,
         faults=faults, reused=sum([job.computed for job in joined]),
     )  # fmt: skip
+
+
+def over(job: Job) -> Job:
+    """A job that was thrown out, as it waits: its tokens are to be computed again."""
+    return job._replace(computed=0, blocks=no_blocks(), slot=-1)
+
+
+def undo(state: State) -> State:
+    """The state where the step under way has failed, and is not known to have written anything.
+
+    Nobody shares what it would have computed, and who does already starts over.
+    """
+    size = state.pool.block_size
+    if not size:
+        return dataclasses.replace(state, rows=())
+    done = lambda job: job.computed // size  # noqa: E731
+    unwritten = {block for job, *_ in state.rows for block in job.blocks.view(done(job)).tolist()}
+    stale = [
+        job for job in state.running
+        if not unwritten.isdisjoint(job.blocks.view(0, done(job)).tolist())
+    ]  # fmt: skip
+    pool = blocks.unname(state.pool, unwritten.union(blocks.behind(state.pool, unwritten)))
+    state = drop(dataclasses.replace(state, pool=pool, rows=()), stale)
+    waiting = in_order(tuple(map(over, stale)), state.waiting)
+    return dataclasses.replace(state, waiting=waiting)
 
 
 def in_order(some: tuple[Job, ...], others: tuple[Job, ...]) -> tuple[Job, ...]:

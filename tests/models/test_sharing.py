@@ -11,11 +11,13 @@ from fngraph.models import (
     Policy,
     Settings,
     Tally,
+    advance,
     bare_steps,
     cancel,
     forget,
     gather,
     llama,
+    schedule,
     serve,
     start,
     stream,
@@ -129,8 +131,8 @@ def test_adapters_keep_their_own():
     for root in (-1, 0):
         pool, held = blocks.take(pool, 2)
         pool = blocks.release(blocks.give_names(pool, np.array(held), text, 2, root, 0), held)
-    assert pool.kept == 4 and sorted(blocks.under(pool, 0)) == [2, 3]
-    pool = blocks.unname(pool, blocks.under(pool, 0))
+    assert pool.kept == 4 and sorted(blocks.behind(pool, [(0,)])) == [2, 3]
+    pool = blocks.unname(pool, blocks.behind(pool, [(0,)]))
     assert pool.kept == 2 and not blocks.find_prefix(pool, text, 2, 0)
     assert blocks.find_prefix(pool, text, 2, -1) == [0, 1]
 
@@ -241,3 +243,39 @@ def test_a_thrown_out_request_finds_what_is_left_of_its_own():
     assert reused >= 2 * SIZE
     assert gather(texts) == {i: generate((i, *PROMPT[:6]), 12) for i in range(3)}
     assert next_token(PROMPT) in range(3)
+
+
+@pytest.mark.parametrize("who", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("max_tokens", [32, 6])
+def test_what_a_step_that_failed_would_have_computed_is_nobodys(max_tokens, who):
+    """It was planned, and never came back: nothing of it is in the cache."""
+    params, policy = wide_params(CONFIG), Policy(max_tokens, 6, 16, SIZE)
+    steps = bare_steps(llama.forward, params, policy)
+
+    def texts(*failing):
+        cache = llama.init_cache(CONFIG, 40, block_size=SIZE)
+        state = start(40, policy)
+        for _ in range(2):
+            state = submit(state, policy, PROMPT, 8)
+        events = []
+        for fails in failing:
+            state, batch = schedule(state, policy, steps)
+            if fails:
+                for id in who:
+                    state = cancel(state, id)
+                state = submit(state, policy, PROMPT, 8, priority=-1)
+                continue
+            ids, cache = steps.run(cache, batch)
+            state, new = advance(state, ids.tolist())
+            events += new
+            names = state.pool.names
+            assert all(type(ahead) is tuple or ahead in names for ahead, _ in names.values())
+        events += stream(serve(steps, cache, state, policy))
+        return gather(events)
+
+    (want,) = set(texts().values())
+    for failing in ((True,), (False, True), (True, True), (False, False, True)):
+        got = texts(*failing)
+        assert len(got) >= 2 + sum(failing) - len(who)
+        assert all(text == want[: len(text)] if i in who else text == want
+                   for i, text in got.items())  # fmt: skip

@@ -102,7 +102,7 @@ def lay_out(
         allowed: masks of those that have a grammar, see `grammars.ask`.
     """
     jobs = [row.job for row in rows]
-    asked = [HARMLESS if job.id in faults else job.request for job in jobs]
+    asked = [HARMLESS if faults and job.id in faults else job.request for job in jobs]
     computed = np.array([job.computed for job in jobs])
     counts = np.array([row.new + len(row.drafts) for row in rows])
     shared = prefix_blocks(rows, policy) * policy.block_size
@@ -115,14 +115,14 @@ def lay_out(
     row_T = np.repeat(np.arange(len(rows)), counts)
     position_T = into["positions"]
     np.add(np.arange(ends[-1]), (computed - first)[row_T], out=position_T)
-    at = 0
+    at, ids_T = 0, into["token_ids"]
     for job, new, drafts in rows:
         stop = at + new
-        into["token_ids"][at:stop] = (
-            0 if job.id in faults else job.tokens.view(job.computed, job.computed + new)
-        )
+        refused = faults and job.id in faults
+        ids_T[at:stop] = 0 if refused else job.tokens.view(job.computed, job.computed + new)
         at = stop + len(drafts)
-        into["token_ids"][stop:at] = drafts
+        if drafts:
+            ids_T[stop:at] = drafts
     tables = into["block_tables"]
     tables.fill(0)
     for table, job in zip(tables, jobs):

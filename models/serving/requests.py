@@ -99,7 +99,7 @@ class Job(NamedTuple):
     @property
     def decoding(self) -> bool:
         """Whether its prompt is in the cache, and a step of one token brings it further."""
-        return self.computed >= len(self.request.prompt) and self.missing == 1
+        return len(self.tokens) - self.computed == 1 and self.computed >= len(self.request.prompt)
 
 
 class Row(NamedTuple):

@@ -261,7 +261,7 @@ def advance(
     events: list[Event] = []
     done: list[Job] = []
     pool, size = state.pool, state.pool.block_size
-    live = {job.id for job in state.running}
+    live = {job.request.id for job in state.running}
     faults = state.faults
     for at, ((job, count, drafts), tokens) in enumerate(zip(state.rows, drawn)):
         request, text, before, held, slot, reading = job
@@ -276,15 +276,14 @@ def advance(
         if computed < len(text):
             stepped[id] = job._replace(computed=computed)
             continue
-        accepted = accept(drafts, tokens) if drafts else (tokens[0],)
-        failed = accepted[-1] == FAILED
-        if failed and len(accepted) > 1:  # behind drafts: the next step will say the same of it
-            accepted, failed = accepted[:-1], False
-        new, end = accepted[:-1] if failed else accepted, None
-        if request.decode is not None:
-            new, end, said, reading = read_on(job, new)
-        else:
+        new = accept(drafts, tokens) if drafts else (tokens[0],)
+        failed = False
+        if new[-1] == FAILED:  # behind drafts it is left to the next step, which draws it first
+            new, failed = new[:-1], len(new) == 1
+        if request.decode is None:
             (new, end), said = cut(job, new), ""
+        else:
+            new, end, said, reading = read_on(job, new)
         computed += len(new) - 1
         text = text.append(new)
         if size and before // size != computed // size and before >= len(request.prompt):
@@ -293,11 +292,11 @@ def advance(
         if failed and end is None:
             end, said = NO_TOKEN, said + rest(job)
         stepped[id] = job
-        told = request.logprobs is not None and logprobs
+        told = logprobs if logprobs and request.logprobs is not None else None
         events.append(Event(id, new, end, said, tuple(told[at][: len(new)]) if told else ()))
         if end is not None:
             done.append(job)
-    running = tuple(stepped.get(job.id, job) for job in state.running)
+    running = tuple([stepped.get(job.request.id, job) for job in state.running])
     state = dataclasses.replace(state, running=running, rows=(), faults={}, pool=pool)
     state = drop(state, done) if done else state
     return expire(state, events, now) if now >= state.soonest else (state, tuple(events))

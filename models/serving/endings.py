@@ -25,7 +25,8 @@ def cut(job: Job, new: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
 def read_on(job: Job, new: tuple[int, ...]) -> tuple[tuple[int, ...], str | None, str, Reading]:
     """The same where the request has `decode`: also what of its text is certain now, how far it is.
 
-    It goes token by token, so that it does not matter how many come at once.
+    It goes token by token, so that it does not matter how many come at once. Where `decode` raises,
+    the request ends there, and no other with it.
     """
     request, reading, said = job.request, job.reading, ""
     assert request.decode is not None
@@ -40,9 +41,13 @@ def read_on(job: Job, new: tuple[int, ...]) -> tuple[tuple[int, ...], str | None
         last = bool(run) or count == request.max_new
         unsure = run if last else _begun(job, tail)  # these may turn out to be a stop
         strings = request.stop_strings if heeded else ()
-        reading, text, stopped = read(
-            reading, all_[: count - unsure], request.decode, strings, last=last
-        )
+        try:
+            reading, text, stopped = read(
+                reading, all_[: count - unsure], request.decode, strings, last=last
+            )
+        except Exception as error:  # whatever a user's function raises is its request's alone
+            why = f"failed: its decode raised {type(error).__name__}: {error}"
+            return new[: count - had], why, said, reading
         said += text
         if run or stopped:
             return new[: count - had], "stop", said, reading
@@ -55,7 +60,10 @@ def rest(job: Job) -> str:
     if request.decode is None:
         return ""
     new = job.tokens.view(len(request.prompt))
-    return read(job.reading, new, request.decode, request.stop_strings, last=True)[1]
+    try:
+        return read(job.reading, new, request.decode, request.stop_strings, last=True)[1]
+    except Exception:  # it ends in any case
+        return ""
 
 
 def _stop(job: Job, text: tuple[int, ...]) -> int:

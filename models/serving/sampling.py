@@ -97,7 +97,13 @@ def _check_changes(settings: Settings, subject: str) -> None:
             f"{subject}{settings} needs a repetition_penalty above 0, 1.0 for none, and other "
             "penalties that are finite, 0.0 for none"
         )
-    for token, value in settings.biases.items():
+    try:
+        biases = settings.biases
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{subject}logit_bias={settings.logit_bias!r}: pass a dict, {{token: 2.0}}"
+        ) from None
+    for token, value in biases.items():
         if not (isinstance(token, int) and token >= 0 and value < math.inf):  # nor NaN
             raise ValueError(
                 f"{subject}logit_bias has {token!r}: {value!r}. Pass tokens, counted from 0, and "

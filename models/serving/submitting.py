@@ -82,10 +82,13 @@ def submit(
         raise ValueError(f"min_tokens={min_tokens}: pass 0 to max_new={max_new}")
     if n < 1:
         raise ValueError(f"n={n}: pass how many texts, 1 or more")
+    for name, given_fn in (("decode", decode), ("grammar", grammar)):
+        if given_fn is not None and not callable(given_fn):
+            raise TypeError(f"{name}={given_fn!r}: pass a function, of tokens")
     if strings and decode is None:
         raise ValueError(f"stop={strings[0]!r} is text: pass decode=text.decode too")
-    if math.isnan(deadline):
-        raise ValueError("deadline=nan: pass time.monotonic() and so many seconds")
+    if not isinstance(deadline, int | float) or math.isnan(deadline):
+        raise ValueError(f"deadline={deadline!r}: pass time.monotonic() and so many seconds")
     needed = blocks_for(len(tokens) + max_new, policy.block_size)
     if needed > min(policy.max_blocks, state.pool.num_blocks):
         raise ValueError(

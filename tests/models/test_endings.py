@@ -138,6 +138,27 @@ def test_what_is_left_when_time_is_up_or_the_logits_are_no_numbers():
     assert failed.text == "EN" and failed.failed
 
 
+def test_a_decode_that_raises_ends_its_request_alone():
+    state = submit(start(64, POLICY), POLICY, (1,), 9, decode=decode)
+    state = submit(state, POLICY, (1,), 9, decode=decode)
+    state, _ = advance(plan(state, POLICY), [[0], [0]])
+    state, (bad, good) = advance(plan(state, POLICY), [[len(PIECES)], [1]])
+    assert bad.end == "failed: its decode raised IndexError: list index out of range"
+    assert (good.text, good.end) == ("ab", None) and [job.id for job in state.running] == [1]
+
+    broken = []
+
+    def breaks(tokens):
+        return decode(tokens) if not broken else broken[1]
+
+    state = submit(start(64, POLICY), POLICY, (1,), 9, decode=breaks, stop=["END"])
+    state, _ = advance(plan(state, POLICY), [[PIECES.index("EN")]])  # which is held back
+    faulty = dataclasses.replace(plan(state, POLICY), faults={0: "no slot"})
+    assert advance(faulty, [[0]])[1][0][2:4] == ("failed: no slot", "EN")
+    broken.append("")  # from now on there is nothing at 1
+    assert advance(faulty, [[0]])[1][0][2:4] == ("failed: no slot", "")
+
+
 def test_reading_is_a_value():
     new = np.array([0, 5])
     one, text, _ = read(Reading(), new, decode, ["END"])
@@ -159,6 +180,9 @@ def test_reading_is_a_value():
         ({"n": 0}, ValueError, "n=0"),
         ({"priority": "high"}, TypeError, "priority='high' is a str"),
         ({"deadline": float("nan")}, ValueError, "deadline=nan"),
+        ({"deadline": "soon"}, ValueError, "deadline='soon': pass time"),
+        ({"decode": "utf-8"}, TypeError, "decode='utf-8': pass a function"),
+        ({"grammar": [1, 2]}, TypeError, r"grammar=\[1, 2\]: pass a function"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(asked, error, says):

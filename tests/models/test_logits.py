@@ -308,6 +308,7 @@ def test_who_cannot_be_run_leaves_nothing_to_share():
         (Settings(logit_bias={2: math.inf}), "a finite number or -inf"),
         (Settings(logit_bias={2: math.nan}), "a finite number or -inf"),
         (Settings(logit_bias={"a": 1.0}), "Pass tokens"),
+        (Settings(logit_bias=(3, 4)), r"logit_bias=\(3, 4\): pass a dict"),
     ],
 )
 def test_settings_that_cannot_be(settings, says):

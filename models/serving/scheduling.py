@@ -99,10 +99,9 @@ def plan(
     rows = [Row(job, 1, guess) for job, guess in zip(decoding, drafts or [()] * len(decoding))]
     grown = {job.id: job for job in decoding}
     running = in_order(tuple(grown.get(job.id, job) for job in kept), tuple(joined))
-    return dataclasses.replace(
-        state, waiting=waiting, running=running, rows=(*rows, *late), pool=pool, slots=slots,
-        faults=faults, reused=sum([job.computed for job in joined]),
-    )  # fmt: skip
+    reused = sum([job.computed for job in joined])
+    now = (waiting, running, (*rows, *late), pool, slots)  # `replace` takes 2 us more
+    return State(*now, state.submitted, faults, state.soonest, reused)
 
 
 def over(job: Job) -> Job:
@@ -154,8 +153,10 @@ def grow(jobs: Sequence[Job], pool: Pool, policy: Policy, more: int = 0) -> tupl
     """The jobs with blocks for all their tokens and so many more each."""
     size = policy.block_size
     lacking = [max(0, blocks_for(len(job.tokens) + more, size) - len(job.blocks)) for job in jobs]
-    pool, new = blocks.take(pool, sum(lacking))
     at, grown = 0, list(jobs)
+    if not any(lacking):
+        return grown, pool
+    pool, new = blocks.take(pool, sum(lacking))
     for i, count in enumerate(lacking):
         if count:
             own = jobs[i].blocks.append(new[at : at + count])

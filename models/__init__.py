@@ -3,7 +3,7 @@
     from fngraph.models import Policy, advance, llama, make_steps, schedule, start, submit
 
 A name comes in with what it needs when it is first asked for (PEP 562); weights need safetensors,
-text needs tokenizers, what prints needs rich: `pip install fngraph[models]`.
+text needs tokenizers, serving rpds-py, what prints rich: `pip install fngraph[models]`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _EXPORTS = {  # name -> module that holds it
     # requests, and what a server is set to
     "Policy": "serving.policy", "Settings": "serving.sampling",
     "State": "serving.requests", "Event": "serving.requests",
-    "start": "serving.requests", "submit": "serving.requests", "cancel": "serving.requests",
+    "start": "serving.requests", "submit": "serving.submitting", "cancel": "serving.requests",
+    "forget": "serving.requests", "Logprob": "serving.requests",
     # the loop
     "Steps": "serving.steps", "make_steps": "serving.steps", "bare_steps": "serving.steps",
     "schedule": "serving.loop", "advance": "serving.scheduling",
@@ -65,10 +66,11 @@ if TYPE_CHECKING:
     from fngraph.models.serving.policy import Policy as Policy
     from fngraph.models.serving.requests import (
         Event as Event,
+        Logprob as Logprob,
         State as State,
         cancel as cancel,
+        forget as forget,
         start as start,
-        submit as submit,
     )
     from fngraph.models.serving.sampling import Settings as Settings
     from fngraph.models.serving.scheduling import advance as advance
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
         bare_steps as bare_steps,
         make_steps as make_steps,
     )
+    from fngraph.models.serving.submitting import submit as submit
     from fngraph.models.serving.tally import Tally as Tally
     from fngraph.models.text import BYTE_TEXT as BYTE_TEXT, read_text as read_text
     from fngraph.models.vision import (

@@ -1,4 +1,4 @@
-"""Greedy text for many prompts at once: python -m fngraph.models.generate --model FOLDER
+"""Text for many prompts at once: python -m fngraph.models.generate --model FOLDER
 
 `fngraph.models.serving.loop` is the loop; `reference` is what it has to agree with, token by token.
 """
@@ -18,14 +18,24 @@ from rich.console import Console
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.command import STOPPED, device as device_of, file, folder, run, whole
+from fngraph.models.command import (
+    STOPPED,
+    device as device_of,
+    file,
+    folder,
+    real,
+    run,
+    whole,
+)
 from fngraph.models.families import llama
 from fngraph.models.serving.blocks import blocks_for
 from fngraph.models.serving.display import show
 from fngraph.models.serving.loop import serve
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import State, start, submit
+from fngraph.models.serving.requests import GREEDY, State, start
+from fngraph.models.serving.sampling import Settings
 from fngraph.models.serving.steps import make_steps
+from fngraph.models.serving.submitting import Stop, submit
 from fngraph.models.serving.tally import Tally
 from fngraph.models.text import BYTE_TEXT, Text, read_text
 from fngraph.models.weights import loading
@@ -122,19 +132,23 @@ def read_prompts(path: Path) -> list[str]:
 
 def plan(
     prompts: Sequence[str], max_new: int, *, max_tokens: int, max_reqs: int,
-    text: Text = BYTE_TEXT, **policy: Any,
+    text: Text = BYTE_TEXT, stop: Sequence[str] = (), n: int = 1, settings: Settings = GREEDY,
+    **policy: Any,
 ) -> tuple[State, Policy]:  # fmt: skip
-    """A state with every prompt waiting, and a policy just wide enough for each of them.
+    """A state with every prompt waiting, `n` times, and a policy just wide enough for each of them.
 
-    Texts end where `text.stops` says. The cache has blocks for `max_reqs` of the longest, so that
-    rows, not blocks, run out first.
+    Texts end where `text.stops` says, and at `stop`. The cache has blocks for `max_reqs` of the
+    longest, so that rows, not blocks, run out first.
     """
     tokens = [text.encode(prompt) for prompt in prompts]
     B = max(blocks_for(len(t) + max_new, BLOCK_SIZE) for t in tokens)
     wide = Policy(max_tokens, max_reqs, B, BLOCK_SIZE, **policy)
-    state, ends = start(B * max_reqs, wide), [(token,) for token in sorted(text.stops)]
+    state = start(B * max_reqs, wide)
+    ends: list[Stop] = [*sorted(text.stops), *stop]
     for t in tokens:
-        state = submit(state, wide, t, max_new, stop=ends)
+        state = submit(
+            state, wide, t, max_new, stop=ends, decode=text.decode, n=n, settings=settings
+        )
     return state, wide
 
 
@@ -152,6 +166,9 @@ def main(argv: list[str] | None = None) -> int:
             max_tokens=flags.max_tokens,
             max_reqs=flags.max_reqs,
             text=text,
+            stop=flags.stop,
+            n=flags.n,
+            settings=Settings(flags.temperature, seed=flags.seed),
             query_lens=(1, 1 + flags.drafts) if flags.drafts else (1,),
             share=not states,
             num_slots=flags.max_reqs if states else 0,
@@ -163,8 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     except (loading.CheckpointError, ValueError) as error:
         parser().error(str(error))
     cache = family.init_cache(config, num_blocks, device=device, **shape)
+    drawn = ("sampling",) if flags.temperature else ()
     steps = make_steps(
-        family.forward, params, cache, policy, *states, modes=flags.modes,
+        family.forward, params, cache, policy, *states, *drawn, modes=flags.modes,
         recorder=flags.recorder, sizes=ladder(flags.max_tokens),
     )  # fmt: skip
     tally = Tally()
@@ -253,6 +271,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", type=file, default=PROMPTS, help="a file, one prompt a line")
     p.add_argument("--modes", default="FULL_AND_PIECEWISE", choices=list(fg.Mode.__members__))
     p.add_argument("--max-new", type=whole(1, 1 << 20), default=96, help="tokens for each prompt")
+    p.add_argument("--stop", nargs="*", default=(), help="texts that end one")
+    p.add_argument("--n", type=whole(1, 1 << 12), default=1, help="texts of each prompt")
+    p.add_argument(
+        "--temperature", type=real(0, 1 << 10), default=0.0, help="0: the likeliest tokens"
+    )
+    p.add_argument("--seed", type=whole(0), help="of the first text; default: its number")
     p.add_argument(
         "--max-tokens", type=whole(1, 1 << 16), default=32, help="token budget of a step"
     )

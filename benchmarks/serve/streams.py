@@ -15,9 +15,10 @@ from benchmarks.serve.turns import DRAWN
 from benchmarks.traffic import Arrival, quantile
 from fngraph.models.serving.loop import gather, serve
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import Event, State, start, submit
+from fngraph.models.serving.requests import Event, State, start
 from fngraph.models.serving.sampling import Settings
 from fngraph.models.serving.steps import Steps
+from fngraph.models.serving.submitting import submit
 from fngraph.models.serving.tally import Tally
 
 

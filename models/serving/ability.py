@@ -8,11 +8,12 @@ fit are errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from fngraph.models.serving.blocks import behind
+from fngraph.models.serving.logits import edits
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import Job, Row, State
+from fngraph.models.serving.requests import Job, Request, State
 from fngraph.models.serving.sampling import COLD
 from fngraph.models.weights import naming
 
@@ -22,7 +23,7 @@ class Ability(NamedTuple):
 
     Attributes:
         policy: that they were made for; a loop's own may have lower budgets.
-        more: "sampling", "states".
+        more: "sampling", "logits", "states".
         adapters: slots.
         num_blocks: of the cache; None: not known.
         vocab_size: tokens that the model has; None: not known.
@@ -41,6 +42,7 @@ class Ability(NamedTuple):
 
     def __str__(self) -> str:
         drawn = "sampling" if "sampling" in self.more else "greedy"
+        drawn += ", logits" * ("logits" in self.more)
         sizes = f"max_tokens={self.policy.max_tokens}, max_reqs={self.policy.max_reqs}"
         return f"{drawn}, {self.adapters} adapters, {sizes}"
 
@@ -58,15 +60,8 @@ class Ability(NamedTuple):
                 f"make_steps, {self.num_blocks}. Pass start({self.num_blocks}, policy)"
             )
 
-    def faults(self, rows: Iterable[Row]) -> dict[int, str]:
-        """Why requests of these rows cannot be run, by their numbers.
-
-        All that there is to see is seen in the first row of a request, which is never a decode.
-        """
-        new = [row.job for row in rows if not row.job.decoding]
-        return {job.id: reason for job in new if (reason := self._fault(job))}
-
-    def _fault(self, job: Job) -> str | None:
+    def fault(self, job: Job) -> str | None:
+        """Why a request cannot be run; None: it can. To be asked when it joins."""
         asked = job.request
         if asked.adapter >= self.adapters:
             has = f"{self.adapters} slots for adapters, counted from 0" if self.adapters else "none"
@@ -78,6 +73,8 @@ class Ability(NamedTuple):
         if "sampling" not in self.more and asked.settings.temperature >= COLD:
             fix = 'make_steps(..., "sampling"), or leave settings= out of submit'
             return f"these steps are greedy, given {asked.settings}. Pass {fix}"
+        if asked.shaped and (reason := self._unshaped(asked)):
+            return reason
         last = len(asked.prompt) + asked.max_new - 1  # the last token drawn has no position
         if self.max_len is not None and last > self.max_len:
             return (
@@ -95,10 +92,30 @@ class Ability(NamedTuple):
             return f"prompt[{at}]={top}, but the model's tokens are below {self.vocab_size}"
         return None
 
+    def _unshaped(self, asked: Request) -> str | None:
+        """Why its logits cannot be changed or reported as it asks."""
+        if "logits" not in self.more:
+            return (
+                "these steps change no logits and report none (penalties, logit_bias, grammar, "
+                'min_tokens before a stop, logprobs). Pass make_steps(..., "logits")'
+            )
+        if (asked.logprobs or 0) > (most := self.policy.max_logprobs):
+            return f"logprobs={asked.logprobs}, beyond {most}. Pass Policy(max_logprobs=...)"
+        named = edits(asked)
+        if len(named) > (most := self.policy.max_bias):
+            return (
+                f"logit_bias and barred stops name {len(named)} tokens, beyond {most}. Pass "
+                f"Policy(max_bias={len(named)})"
+            )
+        assert self.vocab_size is not None, "steps with logits know their vocabulary"
+        if (top := max((token for token, *_ in named), default=0)) >= self.vocab_size:
+            return f"token {top} of its logit_bias or stops is not below {self.vocab_size}"
+        return None
+
 
 def _serves(made: Policy, policy: Policy) -> bool:
     """Whether steps for one policy have the shapes and functions that another one needs."""
-    same = ("max_blocks", "block_size", "num_slots")
+    same = ("max_blocks", "block_size", "num_slots", "max_bias", "max_logprobs")
     return (
         all(getattr(made, name) == getattr(policy, name) for name in same)
         and (policy.max_tokens <= made.max_tokens and policy.max_reqs <= made.max_reqs)
@@ -131,12 +148,11 @@ def count_blocks(cache: Any, policy: Policy) -> int | None:
 def check_unused(slot: int, state: State) -> None:
     """Refuse to load an adapter over one that a request still uses.
 
-    Its text would be of both, and so would that of requests that share its blocks, which were
-    computed under the old one. No block outlives the last request that holds it, so a slot that
-    none uses has none.
+    Its text would be of both, and so would that of requests that share blocks which were computed
+    under the old one, of requests that have ended too.
 
     Raises:
-        ValueError: the first such request.
+        ValueError: the first such request; blocks that are kept of such texts.
     """
     for job in (*state.running, *state.waiting):
         if job.request.adapter == slot:
@@ -144,6 +160,11 @@ def check_unused(slot: int, state: State) -> None:
                 f"slot {slot}: request {job.id} has adapter={slot} and has not ended. Load another "
                 f"slot, wait for its end, or drop it: state = cancel(state, {job.id})"
             )
+    if kept := len(behind(state.pool, [(slot,)])):
+        raise ValueError(
+            f"slot {slot}: {kept} blocks are kept of texts under its adapter. Drop them first: "
+            f"state = forget(state, {slot})"
+        )
 
 
 def check_names(more: tuple[str, ...], policy: Policy) -> None:
@@ -153,10 +174,11 @@ def check_names(more: tuple[str, ...], policy: Policy) -> None:
         ValueError: a name that is none; "states" without slots for them, or slots without.
     """
     for name in more:
-        if name not in ("sampling", "states"):
+        if name not in ("sampling", "logits", "states"):
             raise ValueError(
-                f'{name!r} is no name of what steps may have, "sampling" or "states". Adapters '
-                "come with adapters=lora.slots(...), cascade batches with Policy(cascade=512)"
+                f'{name!r} is no name of what steps may have, "sampling", "logits" or "states". '
+                "Adapters come with adapters=lora.slots(...), cascade batches with "
+                "Policy(cascade=512)"
             )
     if ("states" in more) != bool(policy.num_slots):
         raise ValueError(

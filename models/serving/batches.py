@@ -7,7 +7,7 @@ request draws at most.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,17 @@ import numpy as np
 import torch
 
 import fngraph as fg
+from fngraph.models.serving.grammars import words_for
+from fngraph.models.serving.logits import LOGITS, fill
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Request, Row
 from fngraph.models.serving.sampling import Settings
 
 HARMLESS = Request(-1, (0,), 1)  # asks for nothing, as a row does whose request will fail
+DIRECT = set(Settings._fields) - {"seed", "logit_bias"}  # settings that are leaves as they are
 Fields = dict[str, Callable[[], Any]]  # by name, what declares it
+
+SHAPED = (("logits", True),)  # of a batch in which a request wants more than a draw
 
 PAGED: Fields = {
     "token_ids": partial(fg.buffer, "T", "int64", pad=0),
@@ -42,6 +47,7 @@ MORE: dict[str, Fields] = {  # by what a step may need beside these
         "top_p": partial(fg.buffer, "R", "float32", pad=1),
         "min_p": partial(fg.buffer, "R", "float32", pad=0),
     },
+    "logits": LOGITS,
 }
 
 
@@ -61,9 +67,21 @@ def batch_type(*more: str) -> type:
     return fg.struct(type("Batch", (), members))
 
 
-def empty_batch(kind: type, policy: Policy, spec: fg.BatchSpec) -> Any:
+def limits_of(policy: Policy, vocab_size: int | None) -> fg.Limits:
+    """The limits of steps, with the sizes of what `logits` stages where the vocabulary is known."""
+    limits = policy.limits
+    if vocab_size is None:
+        return limits
+    own = {"L": policy.max_blocks * policy.block_size, "K": policy.max_bias}
+    sizes = limits.dims | own | {"W": words_for(vocab_size)}
+    return fg.Limits(limits.max_tokens, limits.max_reqs, **sizes)
+
+
+def empty_batch(
+    kind: type, policy: Policy, spec: fg.BatchSpec, vocab_size: int | None = None
+) -> Any:
     """A batch of zeros, as `step.host_batch` hands one out, for a bare `forward`."""
-    sizes = {**policy.limits.dims, "T": spec.num_tokens, "R": spec.num_reqs}
+    sizes = {**limits_of(policy, vocab_size).dims, "T": spec.num_tokens, "R": spec.num_reqs}
     leaves = {
         name: torch.zeros(buffer.shape(sizes), dtype=getattr(torch, buffer.dtype))
         for name, buffer in fg.core.buffers_of(kind).items()
@@ -73,7 +91,7 @@ def empty_batch(kind: type, policy: Policy, spec: fg.BatchSpec) -> Any:
 
 def lay_out(
     rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchSpec], Any],
-    faults: Collection[int] = (),
+    faults: Collection[int] = (), allowed: Mapping[int, np.ndarray] | None = None,
 ) -> Any:  # fmt: skip
     """The batch in which each job computes its next `new` tokens, and its drafts.
 
@@ -81,9 +99,10 @@ def lay_out(
         host_batch: hands out the batch of a spec; each of its leaves is filled, in place.
         faults: numbers of requests that are not to be run: their rows have token 0 throughout, no
             adapter, and are greedy.
+        allowed: masks of those that have a grammar, see `grammars.ask`.
     """
     jobs = [row.job for row in rows]
-    asked = [HARMLESS if job.id in faults else job.request for job in jobs]
+    asked = [HARMLESS if faults and job.id in faults else job.request for job in jobs]
     computed = np.array([job.computed for job in jobs])
     counts = np.array([row.new + len(row.drafts) for row in rows])
     shared = prefix_blocks(rows, policy) * policy.block_size
@@ -96,14 +115,14 @@ def lay_out(
     row_T = np.repeat(np.arange(len(rows)), counts)
     position_T = into["positions"]
     np.add(np.arange(ends[-1]), (computed - first)[row_T], out=position_T)
-    at = 0
+    at, ids_T = 0, into["token_ids"]
     for job, new, drafts in rows:
         stop = at + new
-        into["token_ids"][at:stop] = (
-            0 if job.id in faults else job.tokens.view(job.computed, job.computed + new)
-        )
+        refused = faults and job.id in faults
+        ids_T[at:stop] = 0 if refused else job.tokens.view(job.computed, job.computed + new)
         at = stop + len(drafts)
-        into["token_ids"][stop:at] = drafts
+        if drafts:
+            ids_T[stop:at] = drafts
     tables = into["block_tables"]
     tables.fill(0)
     for table, job in zip(tables, jobs):
@@ -117,6 +136,8 @@ def lay_out(
     wide = places_RQ.shape[1]
     places_RQ[:] = (ends - drawn)[:, None] + np.arange(wide).clip(max=drawn - 1)
     fill_more(jobs, asked, counts, shared, into)
+    if "allowed" in into:
+        fill(rows, asked, allowed or {}, into)
     return batch
 
 
@@ -133,8 +154,8 @@ def fill_more(
         into["adapter_ids"][:] = np.repeat([request.adapter for request in asked], counts)
     if "keys" in into:
         into["keys"][:] = [request.key for request in asked]
-        for name in set(Settings._fields) & set(into):  # all but the seed, of which the key is made
-            into[name][:] = [getattr(request.settings, name) for request in asked]
+    for name in DIRECT & into.keys():
+        into[name][:] = [getattr(request.settings, name) for request in asked]
 
 
 def spec_of(
@@ -149,6 +170,7 @@ def spec_of(
         query_len=int(counts[0]) if uniform else None,
         adapters=len({request.adapter for request in asked} - {-1}),
         cascade=cascade,
+        extra=SHAPED if any([request.shaped for request in asked]) else (),
         host=fg.HostBounds(int(counts.max()), int(ends.max())),
     )
 

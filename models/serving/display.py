@@ -70,7 +70,10 @@ def texts(
 
 
 def whole(request: Request, new: Sequence[int], decode: Decode = to_text) -> Text:
-    """`prompt => answer`, in bold from the arrow on; the tokens that stopped it are left out."""
+    """`prompt => answer`, in bold from the arrow on; what stopped it is left out."""
     ends = (len(run) for run in request.stop if tuple(new[-len(run) :]) == run)
     answer = decode(new[: len(new) - max(ends, default=0)])
+    heeded = len(decode(new[: request.min_tokens])) if request.min_tokens else 0
+    cuts = [at for stop in request.stop_strings if (at := answer.find(stop, heeded)) >= 0]
+    answer = answer[: min(cuts)] if cuts else answer
     return Text(f"{decode(request.prompt)} ").append(f"=> {answer}", style="bold")

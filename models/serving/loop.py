@@ -2,8 +2,8 @@
 
     steps = make_steps(llama.forward, params, cache, policy, modes="FULL_AND_PIECEWISE")
     state = submit(start(num_blocks, policy), policy, prompt, max_new)
-    for id, tokens, end in stream(serve(steps, cache, state, policy)):
-        print(id, tokens, end or "")
+    for event in stream(serve(steps, cache, state, policy)):
+        print(event.id, event.tokens, event.end or "")
 
 The host waits for a step's tokens and for nothing else.
 """
@@ -19,6 +19,8 @@ import torch
 
 import fngraph as fg
 from fngraph.models.serving.batches import lay_out
+from fngraph.models.serving.grammars import ask
+from fngraph.models.serving.logits import on_host
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Event, Row, State
 from fngraph.models.serving.scheduling import advance, plan
@@ -35,6 +37,7 @@ class Served(NamedTuple):
         ran: mode, key and why; NONE where graphs were meant and their capture failed.
         events: what it did for its requests.
         seconds: of wall time, scheduling included.
+        reused: tokens that requests which joined found computed by others.
     """
 
     state: State
@@ -43,6 +46,7 @@ class Served(NamedTuple):
     ran: fg.core.Dispatch
     events: tuple[Event, ...]
     seconds: float
+    reused: int = 0
 
 
 def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
@@ -54,33 +58,39 @@ def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
     Raises:
         ValueError: nothing to do; a policy or a pool that the steps were not made for.
     """
-    state = plan(state, policy)
-    if steps.can is not None:
-        steps.can.check(state, policy)
-        state = dataclasses.replace(state, faults=steps.can.faults(state.rows))
-    return state, lay_out(state.rows, policy, steps.host_batch, state.faults)
+    if steps.can is None:
+        state = plan(state, policy)
+        return state, lay_out(state.rows, policy, steps.host_batch)
+    steps.can.check(state, policy)
+    state = plan(state, policy, steps.can.fault)
+    allowed, faults = ask(state.rows, state.faults, steps.can.vocab_size)
+    batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed)
+    return dataclasses.replace(state, faults={**state.faults, **faults}) if faults else state, batch
 
 
 @torch.no_grad()
 def serve(
     steps: Steps, cache: Any, state: State, policy: Policy,
     inbox: Callable[[State], State] = lambda state: state,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Served]:  # fmt: skip
     """Run until nothing is waiting or running, a step at a time. The cache is used up.
 
-    A request that cannot be run, or whose logits are no numbers, fails alone: see `Event.end`.
+    A request that cannot be run, or whose logits are no numbers, fails alone: see `Event.end`. What
+    is served next from the last state goes on with the same cache, which holds what is kept.
 
     Args:
         inbox: called before each step; its state is gone on with. Submit and cancel there.
+        clock: of deadlines, in seconds; read once a step.
     """
     while (state := inbox(state)).live:
         began = time.perf_counter()
         state, batch = schedule(state, policy, steps)
-        kind, spec = kind_of(state.rows), batch.spec
-        ids_RQ, cache = steps.run(cache, batch)
-        state, events = advance(state, ids_RQ.tolist())
+        kind, spec, reused = kind_of(state.rows), batch.spec, state.reused
+        drawn, cache = steps.run(cache, batch)
+        state, events = advance(state, *on_host(drawn, state.rows), now=clock())
         seconds = time.perf_counter() - began
-        yield Served(state, spec, kind, steps.dispatch(spec), events, seconds)
+        yield Served(state, spec, kind, steps.dispatch(spec), events, seconds, reused)
 
 
 def stream(served: Iterable[Served]) -> Iterator[Event]:

@@ -10,7 +10,7 @@ import fngraph as fg
 
 LEAST = {  # of each number
     "max_tokens": 1, "max_reqs": 1, "max_blocks": 1, "block_size": 1, "ngram": 1, "cascade": 0,
-    "cascade_reqs": 1, "reserve": 0, "num_slots": 0,
+    "cascade_reqs": 1, "reserve": 0, "num_slots": 0, "max_bias": 1, "max_logprobs": 1,
 }  # fmt: skip
 
 
@@ -38,12 +38,15 @@ class Policy:
         block_size: tokens a block.
         query_lens: of the uniform batches that are captured: 1, and 1 + k for k draft tokens.
         ngram: tokens that must have occurred before, for what followed them to be a draft.
-        share: whether prompts that begin alike share blocks; not where there is recurrent state.
+        share: whether texts that begin alike share blocks, those of texts that have ended too; not
+            where there is recurrent state.
         cascade: tokens that all requests of a step must share for a cascade batch; 0: none ever.
         cascade_reqs: requests that such a batch has at least.
         reserve: blocks that stay free for each running request when another one joins, or it would
             soon be thrown out again.
         num_slots: slots of recurrent state, of which each running request has one; 0: no state.
+        max_bias: tokens whose logits one request changes by name, `logit_bias` and barred stops.
+        max_logprobs: of the likeliest tokens, that a request may have reported.
     """
 
     max_tokens: int
@@ -57,6 +60,8 @@ class Policy:
     cascade_reqs: int = 2
     reserve: int = 1
     num_slots: int = 0
+    max_bias: int = 64
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fngraph.models.serving.blocks import Pool, blocks_for, new_pool, release
-from fngraph.models.serving.policy import Policy, whole
-from fngraph.models.serving.sampling import Settings, check_settings, key_of
+from fngraph.models.serving.blocks import Pool, behind, new_pool, release, unname
+from fngraph.models.serving.detokenize import Reading
+from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.sampling import Settings
 from fngraph.models.serving.tokens import Tokens
 
 GREEDY = Settings()
@@ -29,6 +30,15 @@ class Request:
         adapter: number of its LoRA adapter; -1: none.
         settings: how its tokens are drawn.
         key: of its random numbers, made of the seed, or of `id` where none was given.
+        min_tokens: tokens that it has before anything stops it.
+        stop_strings: texts that end it; they are not part of its text.
+        decode: tokens to text; None: events have no text.
+        logprobs: how many of the likeliest tokens are reported at each place, beside the one that
+            was drawn; None: nothing is.
+        grammar: its new tokens so far -> the tokens that may be next; see `grammars`.
+        priority: lower goes first.
+        deadline: by the clock that `advance` is told; then it ends.
+        shaped: whether its logits are changed or reported, by steps that are made with "logits".
     """
 
     id: int
@@ -38,6 +48,14 @@ class Request:
     adapter: int = -1
     settings: Settings = GREEDY
     key: int = 0
+    min_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+    logprobs: int | None = None
+    grammar: Callable[[tuple[int, ...]], Any] | None = None
+    priority: int = 0
+    deadline: float = math.inf
+    shaped: bool = False
 
 
 class Job(NamedTuple):
@@ -48,6 +66,7 @@ class Job(NamedTuple):
         computed: how many of them are in the cache.
         blocks: its blocks of the cache, in order; none unless it is running.
         slot: of its recurrent state; -1 where there is none.
+        reading: how far its tokens are text, where it has `decode`.
     """
 
     request: Request
@@ -55,11 +74,17 @@ class Job(NamedTuple):
     computed: int
     blocks: Tokens
     slot: int
+    reading: Reading = Reading()
 
     @property
     def id(self) -> int:
         """The request's number."""
         return self.request.id
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: by priority, then first come first."""
+        return self.request.priority, self.request.id
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -74,7 +99,7 @@ class Job(NamedTuple):
     @property
     def decoding(self) -> bool:
         """Whether its prompt is in the cache, and a step of one token brings it further."""
-        return self.computed >= len(self.request.prompt) and self.missing == 1
+        return len(self.tokens) - self.computed == 1 and self.computed >= len(self.request.prompt)
 
 
 class Row(NamedTuple):
@@ -85,19 +110,36 @@ class Row(NamedTuple):
     drafts: tuple[int, ...] = ()
 
 
+class Logprob(NamedTuple):
+    """How likely a token was, by the logits that the model gave.
+
+    Attributes:
+        logprob: natural logarithm of the probability of the token that was drawn.
+        top: the likeliest tokens and theirs, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Event(NamedTuple):
     """What a step did for one request.
 
     Attributes:
         id: the request's number.
         tokens: its new tokens.
-        end: why these are its last: "stop" or "length", or "failed: " and the reason; None: there
-            will be more.
+        end: why these are its last: "stop", "length" or "time", or "failed: " and the reason; None:
+            there will be more.
+        text: what is new of its text and certain, where `submit` was given `decode`: all of them in
+            a row are its text, up to what stopped it.
+        logprobs: one for each token, where `submit` was asked for them.
     """
 
     id: int
     tokens: tuple[int, ...]
     end: str | None
+    text: str = ""
+    logprobs: tuple[Logprob, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -110,13 +152,15 @@ class State:
     """Everything that scheduling depends on. Finished requests are not kept.
 
     Attributes:
-        waiting: first come first; those that were thrown out go before the others.
-        running: hold blocks; in the order in which they joined.
+        waiting: by priority, of one priority first come first.
+        running: hold blocks; in the same order.
         rows: of the step under way.
         pool: the blocks.
         slots: of recurrent state that are free.
         submitted: how many requests ever were.
         faults: of the rows under way, by the request's number: why it fails at the end of the step.
+        soonest: no deadline is before it.
+        reused: tokens that requests which join in the step under way found computed.
     """
 
     waiting: tuple[Job, ...]
@@ -126,6 +170,8 @@ class State:
     slots: tuple[int, ...]
     submitted: int
     faults: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    soonest: float = math.inf
+    reused: int = 0
 
     @property
     def live(self) -> bool:
@@ -139,71 +185,12 @@ class State:
 
 
 def start(num_blocks: int, policy: Policy) -> State:
-    """A state without requests, over a cache of that many free blocks."""
-    return State((), (), (), new_pool(num_blocks), tuple(range(policy.num_slots)), 0)
+    """A state without requests, over a cache of that many free blocks.
 
-
-def submit(
-    state: State, policy: Policy, prompt: Iterable[int], max_new: int,
-    *, stop: Sequence[Sequence[int] | int] = (), adapter: int = -1, settings: Settings = GREEDY,
-) -> State:  # fmt: skip
-    """The state with one more request waiting, number `state.submitted`.
-
-    Args:
-        stop: tokens that end it, [eos]; or runs of them, [[13, 13]].
-
-    Raises:
-        TypeError: a prompt or settings of another type; numbers that are not whole.
-        ValueError: a request that could never run, so that it would wait for ever; tokens that no
-            model has; settings out of their range.
+    A state goes with that cache from then on: what it keeps of texts that have ended is in there.
     """
-    if isinstance(prompt, str):
-        raise TypeError(f"prompt={prompt[:20]!r}: pass its tokens, text.encode(prompt)")
-    if not isinstance(settings, Settings):
-        raise TypeError(f"settings={settings!r}: pass Settings(temperature=0.8, ...)")
-    given = tuple(prompt)
-    try:
-        tokens = tuple(map(operator.index, given))
-    except TypeError:  # found once more, to be named
-        tokens = tuple(whole(f"prompt[{i}]", token) for i, token in enumerate(given))
-    ends = tuple(run_of(one) for one in stop)
-    max_new, adapter = whole("max_new", max_new), whole("adapter", adapter)
-    if not tokens or max_new < 1 or not all(ends):
-        raise ValueError(
-            f"a request needs a prompt token, max_new >= 1 and no empty stop, got {len(tokens)}, "
-            f"{max_new} and {ends}"
-        )
-    if not 0 <= min(tokens) <= max(tokens) < 2**31:
-        at = next(i for i, token in enumerate(tokens) if not 0 <= token < 2**31)
-        raise ValueError(f"prompt[{at}]={tokens[at]} is no token: they are counted from 0")
-    if adapter < -1:
-        raise ValueError(f"adapter={adapter}: pass a slot's number, from 0 on; -1 for none")
-    needed = blocks_for(len(tokens) + max_new, policy.block_size)
-    if needed > min(policy.max_blocks, state.pool.num_blocks):
-        raise ValueError(
-            f"{len(tokens)} prompt tokens and {max_new} new ones take {needed} blocks of "
-            f"{policy.block_size}, but a request may have {policy.max_blocks} and the cache has "
-            f"{state.pool.num_blocks}. Pass Policy(max_blocks={needed}) and a larger cache, or "
-            "shorten the request"
-        )
-    check_settings(settings)
-    key = key_of(state.submitted if settings.seed is None else settings.seed)
-    request = Request(state.submitted, tokens, max_new, ends, adapter, settings, key)
-    job = Job(request, Tokens(tokens), 0, no_blocks(), -1)
-    return dataclasses.replace(state, waiting=(*state.waiting, job), submitted=state.submitted + 1)
-
-
-def run_of(stop: Sequence[int] | int) -> tuple[int, ...]:
-    """A stop as a run of tokens.
-
-    Raises:
-        TypeError: something in it is no whole number.
-    """
-    try:
-        return (operator.index(stop),)  # type: ignore[arg-type]
-    except TypeError:
-        run = stop if hasattr(stop, "__iter__") else (stop,)
-        return tuple(whole("stop", token) for token in run)
+    pool = new_pool(num_blocks, policy.block_size if policy.share else 0)
+    return State((), (), (), pool, tuple(range(policy.num_slots)), 0)
 
 
 def no_blocks() -> Tokens:
@@ -229,6 +216,28 @@ def drop(state: State, jobs: Sequence[Job]) -> State:
         state,
         waiting=tuple(job for job in state.waiting if job.id not in gone),
         running=tuple(job for job in state.running if job.id not in gone),
-        pool=release(state.pool, [block for job in jobs for block in job.blocks]),
+        pool=release(state.pool, *(job.blocks for job in jobs)),
         slots=(*state.slots, *(job.slot for job in jobs if job.slot >= 0)),
     )
+
+
+def forget(state: State, adapter: int | None = None) -> State:
+    """The state without blocks kept of texts that have ended: no text finds what they hold.
+
+    To be asked for where that is no longer so: weights are new, the cache was given back.
+
+    Args:
+        adapter: of texts under this one alone, which then may change.
+
+    Raises:
+        ValueError: a request still uses that adapter.
+    """
+    if adapter is None:
+        return dataclasses.replace(state, pool=unname(state.pool, list(state.pool.names)))
+    for job in (*state.running, *state.waiting):
+        if job.request.adapter == adapter:
+            raise ValueError(
+                f"request {job.id} has adapter={adapter} and has not ended. Wait for its end, or "
+                f"drop it: state = cancel(state, {job.id})"
+            )
+    return dataclasses.replace(state, pool=unname(state.pool, behind(state.pool, [(adapter,)])))

@@ -13,7 +13,8 @@ Shape letters: R requests, Q tokens drawn for each, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,11 @@ class Settings(NamedTuple):
         top_p: of these, the fewest likeliest that have at least this share of their probability.
         min_p: only tokens at least this often as likely as the likeliest.
         seed: any int; equal seeds give equal numbers. None: the request's own, its number.
+        repetition_penalty: logits of tokens of the prompt and the text so far are divided by it
+            where they are above 0, else multiplied; 1: none.
+        presence_penalty: taken from the logits of tokens of the text so far.
+        frequency_penalty: the same, as often as they are there.
+        logit_bias: token -> what is added to its logit, -inf: it is never drawn; or pairs.
     """
 
     temperature: float = 0.0
@@ -43,6 +49,20 @@ class Settings(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it asks for more than a draw."""
+        return self[5:] != (1.0, 0.0, 0.0, ()) and self[5:] != (1.0, 0.0, 0.0, {})
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` as a dict."""
+        return dict(self.logit_bias)
 
 
 @fg.struct
@@ -58,7 +78,7 @@ class Sampling:
 
 def check_settings(settings: Settings, subject: str = "") -> None:
     """Raise `ValueError` for a setting out of its range."""
-    temperature, top_k, top_p, min_p, seed = settings
+    temperature, top_k, top_p, min_p, seed = settings[:5]
     ranges = 0 <= temperature <= HOT and 0 <= top_k < 2**31 and 0 < top_p <= 1 and 0 <= min_p <= 1
     if not (ranges and isinstance(top_k, int) and isinstance(seed, int | None)):
         raise ValueError(
@@ -66,6 +86,29 @@ def check_settings(settings: Settings, subject: str = "") -> None:
             "0 <= min_p <= 1, top_k and seed whole numbers; Settings() is greedy, Settings(1.0) "
             "draws from all tokens"
         )
+    if settings.changes_logits:
+        _check_changes(settings, subject)
+
+
+def _check_changes(settings: Settings, subject: str) -> None:
+    repeated, *taken = settings[5:8]
+    if not (1e-6 <= repeated <= 1e6 and all(abs(x) <= 1e6 for x in taken)):
+        raise ValueError(
+            f"{subject}{settings} needs a repetition_penalty above 0, 1.0 for none, and other "
+            "penalties that are finite, 0.0 for none"
+        )
+    try:
+        biases = settings.biases
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{subject}logit_bias={settings.logit_bias!r}: pass a dict, {{token: 2.0}}"
+        ) from None
+    for token, value in biases.items():
+        if not (isinstance(token, int) and token >= 0 and value < math.inf):  # nor NaN
+            raise ValueError(
+                f"{subject}logit_bias has {token!r}: {value!r}. Pass tokens, counted from 0, and "
+                "what is added to their logits, a finite number or -inf"
+            )
 
 
 def stack(settings: Sequence[Settings]) -> Sampling:
@@ -76,7 +119,7 @@ def stack(settings: Sequence[Settings]) -> Sampling:
     """
     for i, one in enumerate(settings):
         check_settings(one, f"request {i}: ")
-    temperature, top_k, top_p, min_p, seeds = zip(*settings)
+    temperature, top_k, top_p, min_p, seeds = zip(*(one[:5] for one in settings))
     return Sampling(
         keys=torch.tensor([key_of(i if seed is None else seed) for i, seed in enumerate(seeds)]),
         temperature=torch.tensor(temperature, dtype=torch.float32),

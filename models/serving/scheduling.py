@@ -1,9 +1,9 @@
 """Continuous batching as two pure functions: plan(state) -> state with rows, advance -> events.
 
 Every running decode gets its token first; prefills share what is left of the token budget in
-chunks, in the order in which they came. A request joins when its tokens so far find blocks. Where
-a decode finds none, the request that joined last is thrown out: it waits in front of the others,
-keeps its tokens and computes them again.
+chunks. Requests go by priority, and of one priority in the order in which they came. One joins when
+its tokens so far find blocks. Where a decode finds none, the last of those that run is thrown out:
+it waits in front of its like, keeps its tokens, and computes again those whose blocks were taken.
 
 | rows                                    | kind    | `query_len` |
 |-----------------------------------------|---------|-------------|
@@ -24,34 +24,50 @@ depends on its request and place alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 from fngraph.models.serving import blocks
 from fngraph.models.serving.blocks import Pool, blocks_for
+from fngraph.models.serving.endings import cut, read_on, rest
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import Event, Job, Row, State, drop, no_blocks
+from fngraph.models.serving.requests import (
+    Event,
+    Job,
+    Logprob,
+    Row,
+    State,
+    drop,
+    no_blocks,
+)
 from fngraph.models.serving.sampling import FAILED
 
 NO_TOKEN = (
     "failed: no token is the likeliest, its logits are NaN, infinite, or -inf for all tokens. Look "
-    "for weights or an adapter that are not finite, or a dtype that its numbers leave"
+    "for weights or an adapter that are not finite, a dtype that its numbers leave, or a bias "
+    "against all that its grammar allows"
 )
 
 
-def plan(state: State, policy: Policy) -> State:
+def plan(
+    state: State, policy: Policy, fault: Callable[[Job], str | None] = lambda job: None
+) -> State:
     """Decide what each request computes in the next step; `rows` of the new state say so.
+
+    Args:
+        fault: why a request that joins cannot be run; nobody shares what its row computes.
 
     Raises:
         ValueError: nothing to do.
     """
     if not state.live:
         raise ValueError("no request is waiting or running; check state.live before scheduling")
+    state = undo(state) if state.rows else state
     kept, pool = make_room(state, policy)
-    thrown = tuple(
-        job._replace(computed=0, blocks=no_blocks(), slot=-1) for job in state.running[len(kept) :]
-    )
-    slots = (*state.slots, *(job.slot for job in state.running[len(kept) :] if job.slot >= 0))
-    waiting = thrown + state.waiting
+    thrown, slots = state.running[len(kept) :], state.slots
+    if thrown:
+        slots = (*slots, *(job.slot for job in thrown if job.slot >= 0))
+    waiting = in_order(tuple(map(over, thrown)), state.waiting)
 
     decoding = [job for job in kept if job.decoding][: policy.max_tokens]
     decoding, pool = grow(decoding, pool, policy)
@@ -61,8 +77,9 @@ def plan(state: State, policy: Policy) -> State:
         if left and not job.decoding:
             late.append(row := Row(job, min(job.missing, left)))
             left -= row.new
-            pool = publish(row, pool, policy)
+            pool = publish(job, job.computed + row.new, pool)
     joined: list[Job] = []
+    faults: dict[int, str] = {}
     while waiting and left and not thrown and len(kept) + len(joined) < policy.max_reqs:
         found = join(waiting[0], pool, slots, policy, len(kept) + len(joined))
         if found is None:
@@ -72,18 +89,55 @@ def plan(state: State, policy: Policy) -> State:
         joined.append(job)
         late.append(row := Row(job, min(job.missing, left)))
         left -= row.new
-        pool = publish(row, pool, policy)
+        if reason := fault(job):
+            faults[job.id] = reason
+        else:
+            pool = publish(job, job.computed + row.new, pool)
     drafts = [] if late else find_drafts(decoding, policy, len(pool.free))
     if drafts:
         decoding, pool = grow(decoding, pool, policy, len(drafts[0]))
     rows = [Row(job, 1, guess) for job, guess in zip(decoding, drafts or [()] * len(decoding))]
     grown = {job.id: job for job in decoding}
-    running = (*(grown.get(job.id, job) for job in kept), *joined)
-    return State(waiting, running, (*rows, *late), pool, slots, state.submitted)
+    running = in_order(tuple(grown.get(job.id, job) for job in kept), tuple(joined))
+    reused = sum([job.computed for job in joined])
+    now = (waiting, running, (*rows, *late), pool, slots)  # `replace` takes 2 us more
+    return State(*now, state.submitted, faults, state.soonest, reused)
+
+
+def over(job: Job) -> Job:
+    """A job that was thrown out, as it waits: its tokens are to be computed again."""
+    return job._replace(computed=0, blocks=no_blocks(), slot=-1)
+
+
+def undo(state: State) -> State:
+    """The state where the step under way has failed, and is not known to have written anything.
+
+    Nobody shares what it would have computed, and who does already starts over.
+    """
+    size = state.pool.block_size
+    if not size:
+        return dataclasses.replace(state, rows=())
+    done = lambda job: job.computed // size  # noqa: E731
+    unwritten = {block for job, *_ in state.rows for block in job.blocks.view(done(job)).tolist()}
+    stale = [
+        job for job in state.running
+        if not unwritten.isdisjoint(job.blocks.view(0, done(job)).tolist())
+    ]  # fmt: skip
+    pool = blocks.unname(state.pool, unwritten.union(blocks.behind(state.pool, unwritten)))
+    state = drop(dataclasses.replace(state, pool=pool, rows=()), stale)
+    waiting = in_order(tuple(map(over, stale)), state.waiting)
+    return dataclasses.replace(state, waiting=waiting)
+
+
+def in_order(some: tuple[Job, ...], others: tuple[Job, ...]) -> tuple[Job, ...]:
+    """All of them by rank, as each lot is."""
+    both = some + others
+    ordered = not some or not others or some[-1].rank < others[0].rank
+    return both if ordered else tuple(sorted(both, key=lambda job: job.rank))
 
 
 def make_room(state: State, policy: Policy) -> tuple[tuple[Job, ...], Pool]:
-    """Running jobs but for those that must go, last in first out, so that all decodes find room."""
+    """Running jobs but for the last ones, which must go so that all decodes find room."""
     size, pool, kept = policy.block_size, state.pool, state.running
     needed = [
         max(0, blocks_for(len(job.tokens), size) - len(job.blocks)) if job.decoding else 0
@@ -99,8 +153,10 @@ def grow(jobs: Sequence[Job], pool: Pool, policy: Policy, more: int = 0) -> tupl
     """The jobs with blocks for all their tokens and so many more each."""
     size = policy.block_size
     lacking = [max(0, blocks_for(len(job.tokens) + more, size) - len(job.blocks)) for job in jobs]
-    pool, new = blocks.take(pool, sum(lacking))
     at, grown = 0, list(jobs)
+    if not any(lacking):
+        return grown, pool
+    pool, new = blocks.take(pool, sum(lacking))
     for i, count in enumerate(lacking):
         if count:
             own = jobs[i].blocks.append(new[at : at + count])
@@ -116,32 +172,34 @@ def join(
     if policy.num_slots and not slots:
         return None
     found: list[int] = []
+    size = policy.block_size
     if policy.share:  # all but the last token, from which the next one is drawn
-        shared = job.tokens.view(0, min(len(job.request.prompt), len(job.tokens) - 1))
-        found = blocks.find_prefix(pool, shared, policy.block_size, job.request.adapter)
-    needed = blocks_for(len(job.tokens), policy.block_size) - len(found)
-    if needed + policy.reserve * running > len(pool.free):
+        shared = job.tokens.view(0, len(job.tokens) - 1)
+        found = blocks.find_prefix(pool, shared, size, job.request.adapter)
+    needed, reserved = blocks_for(len(job.tokens), size) - len(found), policy.reserve * running
+    if needed + reserved > len(pool.free):
         return None
-    pool, new = blocks.take(blocks.share(pool, found) if found else pool, needed)
-    job = job._replace(
-        computed=len(found) * policy.block_size, blocks=job.blocks.append([*found, *new])
-    )
+    if found:  # some of which may have been free
+        pool = blocks.share(pool, found)
+        if needed + reserved > len(pool.free):
+            return None
+    pool, new = blocks.take(pool, needed)
+    job = job._replace(computed=len(found) * size, blocks=job.blocks.append([*found, *new]))
     return (job._replace(slot=slots[-1]), pool, slots[:-1]) if slots else (job, pool, slots)
 
 
-def publish(row: Row, pool: Pool, policy: Policy) -> Pool:
-    """Name the blocks of the prompt that a prefill fills: rows that follow may read them at once,
-    since a step writes all its keys before it reads any."""
-    job, prompt = row.job, len(row.job.request.prompt)
-    first, end = (
-        min(n, prompt) // policy.block_size for n in (job.computed, job.computed + row.new)
-    )
-    if not policy.share or first == end:
+def publish(job: Job, computed: int, pool: Pool) -> Pool:
+    """Name the blocks that are full once so many tokens are computed.
+
+    Rows that follow a prefill's may read its blocks at once, since a step writes all its keys
+    before it reads any.
+    """
+    size = pool.block_size
+    if not size or job.computed // size == computed // size:
         return pool
-    text = job.tokens.view(0, end * policy.block_size)
-    return blocks.give_names(
-        pool, job.blocks.view(), text, policy.block_size, job.request.adapter, first
-    )
+    text, held = job.tokens.view(0, computed // size * size), job.blocks.view()
+    first, root = job.computed // size, job.request.adapter
+    return blocks.give_names(pool, held, text, size, root, first)
 
 
 def find_drafts(jobs: Sequence[Job], policy: Policy, free: int) -> list[tuple[int, ...]]:
@@ -179,13 +237,18 @@ def fits(jobs: Sequence[Job], query_len: int, policy: Policy, free: int) -> bool
     return max(ends) <= policy.max_blocks and extra <= free
 
 
-def advance(state: State, drawn: Sequence[Sequence[int]]) -> tuple[State, tuple[Event, ...]]:
+def advance(
+    state: State, drawn: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[Logprob]] | None = None, *, now: float = -math.inf,
+) -> tuple[State, tuple[Event, ...]]:  # fmt: skip
     """The state after a step, and what it did.
 
     Args:
         drawn: for each of `state.rows`, the tokens drawn at its last places. A row inside its
             prompt computed a chunk, and what it drew is dropped. A request that drew FAILED, or
             is among `state.faults`, ends there, and no other with it.
+        logprobs: of the same places; None: no request of the step wants them.
+        now: requests whose deadline it has reached end, those that wait too.
 
     Raises:
         ValueError: another number of rows, as where a state has been advanced already.
@@ -198,46 +261,59 @@ def advance(state: State, drawn: Sequence[Sequence[int]]) -> tuple[State, tuple[
     stepped: dict[int, Job] = {}
     events: list[Event] = []
     done: list[Job] = []
-    live = {job.id for job in state.running}
-    for (job, count, drafts), tokens in zip(state.rows, drawn):
-        if job.id not in live:  # cancelled meanwhile
+    pool, size = state.pool, state.pool.block_size
+    live = {job.request.id for job in state.running}
+    faults = state.faults
+    for at, ((job, count, drafts), tokens) in enumerate(zip(state.rows, drawn)):
+        request, text, before, held, slot, reading = job
+        id = request.id
+        if id not in live:  # cancelled meanwhile
             continue
-        if job.id in state.faults:
-            events.append(Event(job.id, (), f"failed: {state.faults[job.id]}"))
+        if id in faults:
+            events.append(Event(id, (), f"failed: {faults[id]}", rest(job)))
             done.append(job)
             continue
-        computed = job.computed + count
-        if computed < len(job.tokens):
-            stepped[job.id] = job._replace(computed=computed)
+        computed = before + count
+        if computed < len(text):
+            stepped[id] = job._replace(computed=computed)
             continue
-        accepted = accept(drafts, tokens)
-        failed = accepted[-1] == FAILED
-        new, end = cut(job, accepted[:-1] if failed else accepted)
-        end = NO_TOKEN if failed and end is None else end
-        request, text, _, held, slot = job
-        job = Job(request, text.append(new), computed + len(new) - 1, held, slot)
-        stepped[job.id] = job
-        events.append(Event(job.id, new, end))
+        new = accept(drafts, tokens) if drafts else (tokens[0],)
+        failed = False
+        if new[-1] == FAILED:  # behind drafts it is left to the next step, which draws it first
+            new, failed = new[:-1], len(new) == 1
+        if request.decode is None:
+            (new, end), said = cut(job, new), ""
+        else:
+            new, end, said, reading = read_on(job, new)
+        computed += len(new) - 1
+        text = text.append(new)
+        if size and before // size != computed // size and before >= len(request.prompt):
+            pool = publish(Job(request, text, before, held, slot), computed, pool)
+        job = Job(request, text, computed, held, slot, reading)  # a prefill's have their names
+        if failed and end is None:
+            end, said = NO_TOKEN, said + rest(job)
+        stepped[id] = job
+        told = logprobs if logprobs and request.logprobs is not None else None
+        events.append(Event(id, new, end, said, tuple(told[at][: len(new)]) if told else ()))
         if end is not None:
             done.append(job)
-    running = tuple(stepped.get(job.id, job) for job in state.running)
-    state = dataclasses.replace(state, running=running, rows=(), faults={})
-    return drop(state, done) if done else state, tuple(events)
+    running = tuple([stepped.get(job.request.id, job) for job in state.running])
+    state = dataclasses.replace(state, running=running, rows=(), faults={}, pool=pool)
+    state = drop(state, done) if done else state
+    return expire(state, events, now) if now >= state.soonest else (state, tuple(events))
 
 
-def cut(job: Job, new: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-    """The new tokens up to where the request ends, and why it does."""
-    request = job.request
-    room = request.max_new - (len(job.tokens) - len(request.prompt))
-    new = new[:room]
-    if request.stop:
-        longest = max(map(len, request.stop))
-        first = max(len(request.prompt), len(job.tokens) - longest + 1)
-        text = (*job.tokens.view(first).tolist(), *new)
-        for end in range(len(text) - len(new) + 1, len(text) + 1):
-            if any(text[:end][-len(run) :] == run for run in request.stop):
-                return new[: end - (len(text) - len(new))], "stop"
-    return new, "length" if len(new) == room else None
+def expire(state: State, events: Iterable[Event], now: float) -> tuple[State, tuple[Event, ...]]:
+    """The state without requests whose deadline is past, and the events with their ends."""
+    by_id = {event.id: event for event in events}
+    jobs = (*state.running, *state.waiting)
+    late = [job for job in jobs if job.request.deadline <= now]
+    for job in late:
+        event = by_id.get(job.id, Event(job.id, (), None))
+        by_id[job.id] = event._replace(end="time", text=event.text + rest(job))
+    ahead = (job.request.deadline for job in jobs if job.request.deadline > now)
+    soonest = min(ahead, default=math.inf)
+    return dataclasses.replace(drop(state, late), soonest=soonest), tuple(by_id.values())
 
 
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
 """What the loop calls: a model's forward and the draw of its tokens, captured as one function.
 
 What only some batches need is not paid for by the others: a `Case` of them has a function of its
-own, over the same cache and pool. Adapters cost two products a projection. A verify batch draws at
-each place of a draft, the others once a request. Cascade attention is never part of a graph, so
-that its batches run PIECEWISE where there is that.
+own, over the same cache and pool. Adapters cost two products a projection. Penalties, masks and
+logprobs cost some passes over the vocabulary, and the text so far in the batch. A verify batch
+draws at each place of a draft, the others once a request. Cascade attention is never part of a
+graph, so that its batches run PIECEWISE where there is that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import fngraph as fg
 from fngraph.models.families import lora
 from fngraph.models.families.rope import unscaled
 from fngraph.models.serving.ability import Ability, check_names, check_unused, count_blocks
-from fngraph.models.serving.batches import batch_type, empty_batch
+from fngraph.models.serving.batches import SHAPED, batch_type, empty_batch, limits_of
+from fngraph.models.serving.logits import Drawn, changed, drawn
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.sampling import sample
@@ -40,7 +42,8 @@ class Steps(NamedTuple):
 
     Attributes:
         host_batch: spec -> a batch to be filled.
-        run: cache, batch -> token ids (R, Q), cache.
+        run: cache, batch -> token ids (R, Q), cache; `Drawn` in place of ids where a request of
+            the batch wants more than a draw.
         dispatch: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
         can: what they were made for, by which requests fail; None: nothing is refused.
@@ -49,7 +52,7 @@ class Steps(NamedTuple):
     """
 
     host_batch: Callable[[fg.BatchSpec], Any]
-    run: Callable[[Any, Any], tuple[Tensor, Any]]
+    run: Callable[[Any, Any], tuple[Any, Any]]
     dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
     captured: tuple[Any, ...] = ()
     can: Ability | None = None
@@ -60,21 +63,28 @@ class Steps(NamedTuple):
         return f"Steps({keys}; {self.can})"
 
 
-def served_forward(forward: Forward, *more: str) -> Callable[..., tuple[Tensor, Any]]:
+def served_forward(
+    forward: Forward, *more: str, max_logprobs: int = 1
+) -> Callable[..., tuple[Tensor | Drawn, Any]]:
     """`forward`, then the draw: what is captured. Batches have the fields of `batch_type(*more)`.
 
     With "adapters" it takes them behind the params, as `lora.adapted(forward)` does.
     """
+    greedy = "sampling" not in more
 
-    def draw(logits_RQV: Tensor, batch: Any) -> Tensor:
+    def draw(logits_RQV: Tensor, batch: Any) -> Tensor | Drawn:
         places_RQ = batch.positions[batch.logits_indices] + 1
-        return sample(logits_RQV, batch, places_RQ, greedy="sampling" not in more)
+        if "logits" not in more:
+            return sample(logits_RQV, batch, places_RQ, greedy=greedy)
+        changed_RQV = changed(logits_RQV, batch, places_RQ)
+        ids_RQ = sample(changed_RQV, batch, places_RQ, greedy=greedy)
+        return drawn(logits_RQV, ids_RQ, max_logprobs)
 
-    def step(params: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+    def step(params: Any, cache: Any, batch: Any) -> tuple[Tensor | Drawn, Any]:
         logits_RQV, cache = forward(params, cache, batch)
         return draw(logits_RQV, batch), cache
 
-    def adapted(params: Any, adapters: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+    def adapted(params: Any, adapters: Any, cache: Any, batch: Any) -> tuple[Tensor | Drawn, Any]:
         logits_RQV, cache = lora.adapted(forward)(params, adapters, cache, batch)
         return draw(logits_RQV, batch), cache
 
@@ -92,7 +102,8 @@ def make_steps(
 
     Args:
         cache: of `init_cache`, with blocks of `policy.block_size`.
-        more: what all batches have: "sampling", "states". Without "sampling", steps are greedy.
+        more: what batches have: "sampling", without which steps are greedy; "logits", for
+            penalties, biases, grammars, barred stops and logprobs; "states".
         adapters: `lora.slots(...)`.
         progress: show a progress bar for each function.
         vocab_size, max_len: tokens and positions of the model, beyond which a request fails; None:
@@ -110,14 +121,16 @@ def make_steps(
         own: dict[str, Any] = {"modes": case.modes(modes), "query_lens": query_lens}
         if case.adapted:
             own["adapters"] = (can.adapters,)
-        fast = fg.graphify(
-            served_forward(forward, *names), donate="cache", stage="batch", **{**options, **own}
-        )
+        if case.shaped:
+            own["fields"] = (*options.get("fields", ()), SHAPED_FIELD)
+        whole = served_forward(forward, *names, max_logprobs=policy.max_logprobs)
+        fast = fg.graphify(whole, donate="cache", stage="batch", **{**options, **own})
         if captured:
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
         label = f"capturing {case.text}" if progress else False
-        captured[case] = bound.capture(cache, case.policy(policy).limits, progress=label)
+        limits = limits_of(case.policy(policy), can.vocab_size if case.shaped else None)
+        captured[case] = bound.capture(cache, limits, progress=label)
     functions = tuple(captured.values())
     if len(functions) == 1:
         (only,) = functions
@@ -147,13 +160,14 @@ def bare_steps(
 
     def host_batch(spec: fg.BatchSpec) -> Any:
         case = case_of(spec)
-        return empty_batch(batch_type(*all_names[case]), case.policy(policy), spec)
+        kind = batch_type(*all_names[case])
+        return empty_batch(kind, case.policy(policy), spec, can.vocab_size)
 
-    def run(cache: Any, batch: Any) -> tuple[Tensor, Any]:
+    def run(cache: Any, batch: Any) -> tuple[Any, Any]:
         leaves = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()}
         case = case_of(batch.spec)
         held = (params, adapters) if case.adapted else (params,)
-        step = served_forward(forward, *all_names[case])
+        step = served_forward(forward, *all_names[case], max_logprobs=policy.max_logprobs)
         return step(*held, cache, type(batch)(**leaves))
 
     def dispatch(spec: fg.BatchSpec) -> fg.core.Dispatch:
@@ -169,11 +183,12 @@ class Case(NamedTuple):
     cascade: bool = False
     adapted: bool = False
     verify: bool = False
+    shaped: bool = False
 
     @property
     def text(self) -> str:
         """In words."""
-        named = zip(("cascade", "adapters", "verify"), self)
+        named = zip(("cascade", "adapters", "verify", "logits"), self)
         return " ".join(name for name, has in named if has) or "plain"
 
     def modes(self, asked: str) -> str:
@@ -189,19 +204,26 @@ class Case(NamedTuple):
 
 
 PLAIN, ADAPTED = Case(), Case(adapted=True)
+SHAPED_FIELD = fg.core.Field("logits", fg.core.Equal(), default=False)  # any value: see `Case`
 
 
 def case_of(spec: fg.BatchSpec) -> Case:
     """The case of a batch."""
-    return Case(spec.cascade, spec.adapters > 0, (spec.query_len or 1) > 1)
+    return Case(
+        spec.cascade, spec.adapters > 0, (spec.query_len or 1) > 1, SHAPED[0] in spec.extra
+    )  # fmt: skip
 
 
 def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tuple[str, ...]]:
     """Every case that can come, with the names of what its batches have beside the paged fields."""
     check_names(more, policy)
     either = (False, True)
+    always = tuple(name for name in more if name != "logits")
     return {
-        Case(cascade, adapted, verify): ("cascade",) * cascade + ("adapters",) * adapted + more
+        Case(cascade, adapted, verify, shaped): (
+            ("cascade",) * cascade + ("adapters",) * adapted + ("logits",) * shaped + always
+        )
+        for shaped in either[: 1 + ("logits" in more)]
         for cascade in either[: 1 + bool(policy.cascade)]
         for adapted in either[: 1 + (adapters is not None)]
         for verify in either[: 1 + (max(policy.query_lens) > 1)]
@@ -218,6 +240,8 @@ def ability(
         vocab_size = getattr(config, "vocab_size", None)
     if max_len is None:
         max_len = getattr(config, "max_len", None) or None
+    if "logits" in more and vocab_size is None:
+        raise ValueError('"logits" needs the size of the vocabulary: pass vocab_size=')
     most = unscaled(getattr(config, "rope_scaling", None))
     return Ability(policy, more, count_slots(adapters), num_blocks, vocab_size, max_len, most)
 

@@ -18,6 +18,7 @@ class Line(NamedTuple):
         tokens: true tokens of all these steps.
         padding: tokens that were added to them.
         new: tokens that requests got out of them.
+        reused: tokens that requests found in blocks, in place of computing them.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Line(NamedTuple):
     tokens: int = 0
     padding: int = 0
     new: int = 0
+    reused: int = 0
 
 
 class Tally:
@@ -49,6 +51,7 @@ class Tally:
                 tokens=line.tokens + spec.num_tokens,
                 padding=line.padding + key.num_tokens - spec.num_tokens,
                 new=line.new + sum(len(event.tokens) for event in one.events),
+                reused=line.reused + one.reused,
             )
             yield one
 
@@ -77,7 +80,7 @@ class Tally:
 
     def as_text(self) -> str:
         """A Markdown table, most steps first."""
-        head = ("batch", "mode", "key", "steps", "tokens", "padding", "new")
+        head = ("batch", "mode", "key", "steps", "tokens", "padding", "new", "reused")
         return fg.core.text.table(
             head, [(kind, mode, key or "", *counts) for kind, mode, key, *counts in self.lines]
         )

@@ -2,8 +2,9 @@
 
     python -m tests.models.bad_requests [--count 2000]
 
-serves so many on a captured Llama; `test_bad_requests.py` fewer. Token 77 has an embedding of NaN,
-slot 2 an adapter that is not finite, and whatever else may be wrong with a request is in BAD.
+serves so many on a captured Llama; `test_bad_requests.py` fewer. Good ones ask for all that there
+is to ask for, some have too little time, some go on from texts of others. Token 77 has an embedding
+of NaN, slot 2 an adapter that is not finite; what else may be wrong with a request is in BAD.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
+import math
 import random
 import re
 from collections import Counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fngraph.models import (
@@ -23,6 +27,7 @@ from fngraph.models import (
     Policy,
     Settings,
     State,
+    Tally,
     bare_steps,
     cancel,
     llama,
@@ -41,6 +46,39 @@ CONFIG = llama.Config(
 )  # fmt: skip
 POLICY = Policy(48, 12, 6, block_size=8, query_lens=(1, 3), ngram=1, reserve=0)
 BLOCKS, SLOTS, NAN_TOKEN, NAN_SLOT = 20, 3, 77, 2
+BARRED = Settings(logit_bias=tuple((token, -math.inf) for token in range(60, 64)))
+
+
+def even(new: tuple[int, ...]) -> range:
+    """A grammar."""
+    return range(0, 256, 2)
+
+
+def turns(new: tuple[int, ...]) -> np.ndarray:
+    """One that goes by what was said."""
+    return np.arange(256) % 3 != sum(new) % 3
+
+
+def two_at_most(new: tuple[int, ...]) -> list[int] | None:
+    """One that allows nothing in the end."""
+    return [] if len(new) == 2 else None
+
+
+def sixties(new: tuple[int, ...]) -> range:
+    """What BARRED bars."""
+    return range(60, 64)
+
+
+def breaks(new: tuple[int, ...]) -> list[int]:
+    """One that cannot be asked twice."""
+    return {0: [7, 8, 9]}[len(new)]
+
+
+def decode(tokens: Any) -> str:
+    """Letters."""
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
 # what -> what is asked, and the reason that is given; those of AT_ONCE at submit
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a token below": ({"prompt": [3, -1]}, r"prompt\[1\]=-1 is no token"),
@@ -54,8 +92,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a position beyond": ({"prompt": [4] * 33, "max_new": 9}, "beyond the model's 40 positions"),
     "an adapter of NaN": ({"adapter": NAN_SLOT}, "no token is the likeliest"),
     "a token of NaN": ({"prompt": [9, NAN_TOKEN, 9]}, "no token is the likeliest"),
+    "a grammar of nothing": ({"grammar": two_at_most, "max_new": 3}, "allows no token after 2 new"),
+    "a grammar that fails": ({"grammar": breaks, "max_new": 3}, "its grammar raised KeyError: 1"),
+    "logprobs": ({"logprobs": 99}, "logprobs=99, beyond 20"),
+    "all tokens barred": ({"settings": BARRED, "grammar": sixties}, "no token is the likeliest"),
 }
 AT_ONCE = list(BAD)[:5]
+GRAMMARS = (None, None, None, None, even, turns)
+STOPS: tuple[tuple[Any, ...], ...] = ((), (), (), ("e", "ab"), ("q", (4, 5)), (7, 11, 13, "zz"))
+CHANGES = (
+    {}, {}, {}, {"repetition_penalty": 1.4}, {"frequency_penalty": 0.8, "presence_penalty": -0.3},
+    {"logit_bias": ((5, 4.0), (9, -math.inf))},
+)  # fmt: skip
 
 
 class Asked(NamedTuple):
@@ -66,12 +114,35 @@ class Asked(NamedTuple):
     adapter: int
     settings: Settings
     bad: str | None
+    stop: tuple[Any, ...] = ()
+    min_tokens: int = 0
+    grammar: Any = None
+    logprobs: int | None = None
+    n: int = 1
+    priority: int = 0
+    steps: float = math.inf  # that it has time for
 
-    def submit(self, state: State) -> State:
+    def submit(self, state: State, now: float = 0.0) -> State:
         """The state with it."""
+        own = self._asdict()
+        del own["bad"], own["steps"], own["prompt"], own["max_new"]
         return submit(
-            state, POLICY, self.prompt, self.max_new, adapter=self.adapter, settings=self.settings
+            state,
+            POLICY,
+            self.prompt,
+            self.max_new,
+            decode=decode,
+            deadline=now + self.steps,
+            **own,
         )
+
+    def each(self) -> list[Asked]:
+        """Its texts as requests of their own."""
+        settings = self.settings
+        return [
+            self._replace(n=1, settings=settings._replace(seed=(settings.seed or 0) + i))
+            for i in range(self.n)
+        ]
 
 
 @functools.cache
@@ -92,32 +163,66 @@ def draw(count: int, kinds: int, seed: int = 0) -> list[Asked]:
     """So many requests, the good ones of so many kinds; a fifth is bad."""
     rng = random.Random(seed)
     heads = [tuple(rng.choices(range(1, 60), k=n)) for n in (0, 0, 8, 17)]
-    good = [
-        Asked(
+    good = []
+    for i in range(kinds):
+        changes: Any = rng.choice(CHANGES)
+        max_new = rng.randint(3, 12)
+        one = Asked(
             rng.choice(heads) + tuple(rng.choices(range(1, 60), k=rng.randint(1, 6))),
-            rng.randint(3, 12), rng.choice([-1, -1, 0, 1]),
-            Settings(0.8, top_p=0.9, seed=i) if rng.random() < 0.4 else Settings(), None,
-        )
-        for i in range(kinds)
-    ]  # fmt: skip
-    asked = []
+            max_new, rng.choice([-1, -1, 0, 1]),
+            Settings(0.8, top_p=0.9, seed=i, **changes) if rng.random() < 0.4
+            else Settings(**changes),
+            None, rng.choice(STOPS), rng.choice([0, 0, 2]), rng.choice(GRAMMARS),
+            rng.choice([None, None, 0, 3]), rng.choice([1, 1, 1, 2, 3]),
+        )  # fmt: skip
+        good.append(one)
+        again = (*one.prompt, *alone(one.each()[0])[0], 7)  # a second turn
+        if i % 3 == 0 and len(again) < 30:
+            good.append(one._replace(prompt=again, max_new=5, stop=()))
+    asked, bads = [], itertools.cycle(rng.sample(list(BAD), len(BAD)))
     for _ in range(count):
         one = rng.choice(good)
+        steps = rng.randint(1, 14) if rng.random() < 0.15 else math.inf
+        one = one._replace(priority=rng.choice([0, 0, 0, 1, -1]), steps=steps)
         if rng.random() < 0.2:
-            bad = rng.choice(list(BAD))
-            one = one._replace(**BAD[bad][0], bad=bad)
+            bad = next(bads)
+            wrong = {n: tuple(x) if isinstance(x, list) else x for n, x in BAD[bad][0].items()}
+            one = one._replace(**wrong, bad=bad)
         asked.append(one)
     return asked
 
 
+def alone(one: Asked) -> Got:
+    """What a request gets by itself, by bare `forward`, with all the time that there is."""
+    return _alone(one._replace(priority=0, steps=math.inf, bad=None))
+
+
 @functools.cache
-def alone(one: Asked) -> tuple[tuple[int, ...], str | None]:
-    """The text of a request by itself, by bare `forward`, and why it ended."""
+def _alone(one: Asked) -> Got:
     params, slots = model()
-    steps = bare_steps(llama.forward, params, POLICY, "sampling", adapters=slots)
+    steps = bare_steps(llama.forward, params, POLICY, "sampling", "logits", adapters=slots)
     cache = llama.init_cache(CONFIG, 6, block_size=POLICY.block_size)
-    events = list(stream(serve(steps, cache, one.submit(start(6, POLICY)), POLICY)))
-    return tuple(token for event in events for token in event.tokens), events[-1].end
+    return got(list(stream(serve(steps, cache, one.submit(start(6, POLICY)), POLICY))))
+
+
+class Got(NamedTuple):
+    """All that a request got."""
+
+    tokens: tuple[int, ...]
+    text: str
+    end: str | None
+    logprobs: tuple[Any, ...]
+
+
+def got(events: list[Event]) -> Got:
+    """Of its events, of which the last alone may have an end."""
+    assert not any(event.end for event in events[:-1])
+    return Got(
+        tuple(token for event in events for token in event.tokens),
+        "".join(event.text for event in events),
+        events[-1].end if events else None,
+        tuple(one for event in events for one in event.logprobs),
+    )
 
 
 class Inbox:
@@ -125,19 +230,26 @@ class Inbox:
 
     def __init__(self, asked: list[Asked]) -> None:
         self.left, self.rng = list(reversed(asked)), random.Random(1)
+        self.step = 0.0
         self.ids: dict[int, Asked] = {}
         self.refused: list[tuple[Asked, str]] = []
         self.cancelled: set[int] = set()
 
+    def clock(self) -> float:
+        """Steps so far."""
+        return self.step
+
     def __call__(self, state: State) -> State:
+        self.step += 1
         while self.left and (len(state.waiting) < 9 or not state.live):
             one = self.left.pop()
             try:
-                after = one.submit(state)
+                after = one.submit(state, self.step)
             except (TypeError, ValueError) as error:
                 self.refused.append((one, str(error)))
                 continue
-            self.ids[state.submitted], state = one, after
+            self.ids |= dict(zip(range(state.submitted, after.submitted), one.each()))
+            state = after
         if self.rng.random() < 0.1 and self.ids:
             id = self.rng.choice(list(self.ids)[-30:])
             after = cancel(state, id)
@@ -151,45 +263,52 @@ def hold(count: int, kinds: int, modes: str = "FULL_AND_PIECEWISE") -> Counter[s
 
     Raises:
         AssertionError: a text that is another one than alone, a reason that is not the one, a
-            request that is lost or ends twice, blocks that are kept.
+            request that is lost or ends twice, blocks that are held in the end.
     """
     params, slots = model()
     cache = llama.init_cache(CONFIG, BLOCKS, block_size=POLICY.block_size)
     steps = make_steps(
-        llama.forward, params, cache, POLICY, "sampling", modes=modes, adapters=slots,
+        llama.forward, params, cache, POLICY, "sampling", "logits", modes=modes, adapters=slots,
         sizes=(12, 48), recorder="tape", progress=False,
     )  # fmt: skip
-    inbox, events, thrown = Inbox(draw(count, kinds)), [], 0
+    asked, tally = draw(count, kinds), Tally()
+    inbox, events, thrown = Inbox(asked), [], 0
     running: set[int] = set()
-    for served in serve(steps, cache, start(BLOCKS, POLICY), POLICY, inbox):
+    for served in tally.watch(
+        serve(steps, cache, start(BLOCKS, POLICY), POLICY, inbox, inbox.clock)
+    ):
         events += served.events
         thrown += len(running & {job.id for job in served.state.waiting})
         running = {job.id for job in served.state.running}
-    assert not inbox.left and len(served.state.pool.free) == BLOCKS
-    assert not served.state.pool.named and not served.state.pool.holders
-    assert len(inbox.ids) + len(inbox.refused) == count
+    assert not inbox.left and len(set(served.state.pool.free.tolist())) == BLOCKS
+    assert not served.state.pool.holders
+    refused = {id(one) for one, _ in inbox.refused}
+    assert len(inbox.ids) == sum(one.n for one in asked if id(one) not in refused)
     for one, reason in inbox.refused:
         assert one.bad in AT_ONCE and re.search(BAD[one.bad][1], reason), (one, reason)
-    by_id: dict[int, list[Event]] = {id: [] for id in inbox.ids}
+    by_id: dict[int, list[Event]] = {number: [] for number in inbox.ids}
     for event in events:
         by_id[event.id].append(event)
-    counts = Counter(refused=len(inbox.refused), thrown=thrown)
-    for id, one in inbox.ids.items():
-        ends = [event.end for event in by_id[id] if event.end]
-        text = tuple(token for event in by_id[id] for token in event.tokens)
-        if id in inbox.cancelled:
-            assert not ends
-            if one.bad is None:
-                assert text == alone(one)[0][: len(text)]
-            counts["cancelled"] += 1
+    counts = Counter(refused=len(inbox.refused), thrown=thrown, reused=tally.total("reused"))
+    for number, one in inbox.ids.items():
+        here, want = got(by_id[number]), alone(one)
+        assert len(here.logprobs) == (0 if one.logprobs is None else len(here.tokens)), one
+        if number in inbox.cancelled or here.end == "time":
+            assert here.end is None or one.steps < math.inf
+            assert here.tokens == want.tokens[: len(here.tokens)], (number, one, here, want)
+            assert (want.text if here.tokens == want.tokens else decode(here.tokens)).startswith(
+                here.text
+            )
+            counts["cancelled" if here.end is None else "time"] += 1
             continue
-        assert len(ends) == 1 and by_id[id][-1].end, (one, by_id[id])
+        assert here[:3] == want[:3], (number, one, here, want)
+        for mine, theirs in zip(here.logprobs, want.logprobs, strict=True):
+            assert abs(mine.logprob - theirs.logprob) < 1e-3 and len(mine.top) == one.logprobs
         if one.bad is None:
-            assert (text, ends[0]) == alone(one), (id, one, text, ends, alone(one))
-            counts[ends[0][:6]] += 1
+            counts[here.end] += 1
         else:
-            assert one.bad not in AT_ONCE and not text, (one, text)
-            assert ends[0].startswith("failed: ") and re.search(BAD[one.bad][1], ends[0]), ends
+            assert one.bad not in AT_ONCE
+            assert here.end.startswith("failed: ") and re.search(BAD[one.bad][1], here.end), here
             counts["bad"] += 1
     return counts
 

@@ -16,6 +16,7 @@ from fngraph.models import (
     Settings,
     bare_steps,
     cancel,
+    forget,
     gather,
     llama,
     lora,
@@ -183,7 +184,7 @@ def test_a_policy_that_the_steps_were_not_made_for(made):
 
 @pytest.mark.parametrize("name", ["samplign", "adapters", "cascade"])
 def test_a_name_that_steps_cannot_have(name, made):
-    with pytest.raises(ValueError, match=rf"'{name}' is no name .*\"sampling\" or \"states\""):
+    with pytest.raises(ValueError, match=rf"'{name}' is no name .*\"logits\" or \"states\""):
         made(name)
 
 
@@ -236,9 +237,15 @@ def test_a_slot_in_use_is_not_loaded(made, params):
             assert step.state.pool.named
             with refused:
                 steps.load_slot(1, empty, step.state)
-            steps.load_slot(1, empty, cancel(step.state, 0))
-    assert not step.state.pool.named
-    steps.load_slot(1, empty, step.state)
+            with pytest.raises(ValueError, match=r"request 0 has adapter=1 .* cancel\(state, 0\)"):
+                forget(step.state, 1)
+            cancelled = cancel(step.state, 0)
+            with pytest.raises(ValueError, match=r"1 blocks are kept .* forget\(state, 1\)"):
+                steps.load_slot(1, empty, cancelled)
+            steps.load_slot(1, empty, forget(cancelled, 1))
+    state = forget(step.state, 0)
+    assert state.pool.named and not forget(state, 1).pool.named
+    steps.load_slot(1, empty, forget(state, 1))
 
 
 def test_captures_are_labelled_and_steps_read_in_a_line(made, capsys):

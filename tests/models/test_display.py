@@ -11,9 +11,9 @@ from fngraph.models.generate import plan
 from fngraph.models.serving.display import show, texts
 
 
-def shown(*prompts: str, answer: str, text=BYTE_TEXT) -> str:
+def shown(*prompts: str, answer: str, text=BYTE_TEXT, stop=()) -> str:
     """What `show` prints off a terminal, 40 columns wide."""
-    state, policy = plan(prompts, 3000, max_tokens=8, max_reqs=1, text=text)
+    state, policy = plan(prompts, 3000, max_tokens=8, max_reqs=1, text=text, stop=stop)
     console = Console(file=io.StringIO(), width=40)
     events = tuple(Event(job.id, text.encode(answer), "length") for job in state.waiting)
     one = Served(start(1, policy), None, "decode", None, events, 0.1)
@@ -40,3 +40,4 @@ def test_a_text_ends_before_its_stop_and_a_prompt_does_not():
     text = BYTE_TEXT._replace(stops=frozenset({ord("#"), ord("!")}))
     assert "user# ask! => answer\n" in shown("user# ask!", answer="answer#", text=text)
     assert "ask => \n" in shown("ask", answer="!", text=text)
+    assert "ask => an\n" in shown("ask", answer="answer", stop=["we", "sw"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import fngraph as fg
 from fngraph.models import (
     Policy,
+    Settings,
     gather,
     generate,
     loading,
@@ -170,3 +172,32 @@ def test_served_with_others(case: Case):
         assert texts[i] == generate.reference(case.params, prompt, 3 + 2 * i, case.family)
     ran = sum((step.stats for step in steps.captured), fg.core.Stats())
     assert ran.share("FULL") + ran.share("PIECEWISE") == 1
+
+
+@pytest.mark.sampled(1)
+def test_penalties_and_bans_are_those_of_transformers(case: Case):
+    """Captured, two texts at once; theirs by transformers' own processors."""
+    states, policy = generate.family_states(case.family), Policy(16, 2, 3)
+    if states:
+        policy = dataclasses.replace(policy, share=False, num_slots=2)
+    never, ends = sorted(case.tokens[:3]), sorted(set(case.tokens[5:40]) - set(case.tokens[:3]))[:9]
+    cache = new_cache(case, 6)
+    steps = make_steps(
+        case.family.forward, case.params, cache, policy, *states, "logits", progress=False,
+        modes="FULL_AND_PIECEWISE", sizes=(2, 16), recorder=case.recorder,
+    )  # fmt: skip
+    state, asked = start(6, policy), []
+    for penalty, least in ((1.0, 12), (1.6, 5)):
+        settings = Settings(repetition_penalty=penalty, logit_bias=dict.fromkeys(never, -math.inf))
+        state = submit(
+            state, policy, tiny.PROMPT, 24, settings=settings, stop=ends, min_tokens=least
+        )
+        asked.append({"repetition_penalty": penalty, "min_new_tokens": least})
+    texts = gather(stream(serve(steps, cache, state, policy)))
+    for i, own in enumerate(asked):
+        theirs = tiny.generated(
+            case.theirs, tiny.PROMPT, max_new_tokens=24, eos_token_id=ends, suppress_tokens=never,
+            **own,
+        )  # fmt: skip
+        assert texts[i] == theirs
+    assert texts[0] != texts[1] and not set(never) & set(texts[0])

@@ -9,6 +9,7 @@ import pytest
 import fngraph as fg
 from fngraph.models import (
     Policy,
+    Settings,
     bare_steps,
     demo,
     gather,
@@ -102,6 +103,16 @@ def test_texts_end_where_the_tokenizer_says():
     stops = text.BYTE_TEXT._replace(stops=frozenset({7, 3}))
     state, _ = generate.plan(["abc"], 8, max_tokens=8, max_reqs=1, text=stops)
     assert state.waiting[0].request.stop == ((3,), (7,))
+
+
+def test_stops_and_texts_of_a_prompt_that_a_plan_is_given():
+    state, _ = generate.plan(
+        ["abc", "d"], 8, max_tokens=8, max_reqs=1, stop=["end"], n=2, settings=Settings(0.7, seed=3)
+    )
+    requests = [job.request for job in state.waiting]
+    assert [request.prompt for request in requests] == [(97, 98, 99)] * 2 + [(100,)] * 2
+    assert {request.stop_strings for request in requests} == {("end",)}
+    assert len({request.key for request in requests}) == 2
 
 
 def test_the_demo_has_prompts_of_many_lengths():
@@ -203,3 +214,18 @@ def test_generate_prints_the_texts_and_what_ran(words, params, capsys):
     out = capsys.readouterr().out
     assert "| padding |" in out and "| FULL" in out and "| NONE" not in out
     assert "0 The =>" in out and "1 Return a list =>" in out
+
+
+def test_generate_stops_at_texts_and_writes_several_of_a_prompt(words, capsys):
+    drawn = ["--temperature", "0.9", "--seed", "5", "--n", "2"]
+
+    def texts(*more):
+        generate.main([*words, "--modes", "FULL", "--max-tokens", "16", *drawn, *more])
+        lines = capsys.readouterr().out.splitlines()
+        return [line.partition(" => ")[2] for line in lines if " => " in line]
+
+    whole = texts()
+    letter = next(c for text in whole for c in text if c.isalpha() and c.isascii())
+    cut = texts("--stop", letter)
+    assert len(whole) == len(cut) == 6 and whole[0] != whole[1]
+    assert cut == [text.partition(letter)[0] for text in whole] != whole

@@ -156,8 +156,8 @@ def test_a_tally_counts_steps_tokens_and_padding(params):
         ("decode", fg.Mode.FULL), ("prefill", fg.Mode.PIECEWISE),
     ]  # fmt: skip
     decode, prefill = tally.lines
-    assert decode[3:] == (2, 6, 0, 6) and decode.key.num_reqs == 3
-    assert prefill[3:] == (1, 5, 3, 3)
+    assert decode[3:] == (2, 6, 0, 6, 0) and decode.key.num_reqs == 3
+    assert prefill[3:] == (1, 5, 3, 3, 0)
     assert tally.share("FULL") == 2 / 3 and tally.share("FULL", "tokens") == 6 / 11
     assert tally.total("padding") == steps.captured[0].stats.padding == 3
     assert (

@@ -95,7 +95,6 @@ def check_blocks(state: State, num_slots: int = 0) -> None:
     order = [job.id for job in (*state.running, *state.waiting)]
     assert order == sorted(order)  # who was thrown out is before all who came later
     assert {name: block for block, name in pool.names.items()} == dict(pool.named)
-    assert set(pool.names) <= set(held)
     assert all(type(before) is tuple or before in pool.names for before, _ in pool.named)
 
 
@@ -126,7 +125,7 @@ def test_each_request_gets_its_tokens_whatever_else_happens(case):
     if state is not None:
         for id in gone:  # some after the last step
             state = cancel(state, id)
-        assert not state.live and len(state.pool.free) == case[2] and not state.pool.named
+        assert not state.live and len(state.pool.free) == case[2]
 
 
 def no_full_shared_block_is_written(step: Step, planned: State) -> None:
@@ -266,10 +265,9 @@ def test_of_two_blocks_alike_the_first_has_the_name():
         pool = blocks.give_names(pool, np.array(held), text, 2, -1, 0)
         alike.append(held)
     assert blocks.find_prefix(pool, text, 2, -1) == alike[0]
-    pool = blocks.release(pool, alike[0])
-    assert blocks.find_prefix(pool, text, 2, -1) == []
-    pool = blocks.release(pool, alike[1])
-    assert not pool.named and not pool.names
+    pool = blocks.release(pool, alike[0], alike[1])
+    assert blocks.find_prefix(pool, text, 2, -1) == alike[0] and list(pool.names) == alike[0]
+    assert pool.kept == 1
 
 
 def test_all_of_a_prompt_is_never_shared():

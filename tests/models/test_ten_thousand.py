@@ -146,7 +146,7 @@ def run(count: int, policy: Policy, forward: Any, cache: Any, *more: str, **opti
         new = got.get(id, ())
         assert new == (text[: len(new)] if id in inbox.cancelled else text)
     assert sorted(state.pool.free.tolist()) == list(range(num_blocks))
-    assert not state.pool.named and not state.pool.names and not state.pool.holders
+    assert bool(state.pool.named) == policy.share and not state.pool.holders
     assert sorted(state.slots) == list(range(policy.num_slots))
     assert thrown > count // 100 and len(inbox.cancelled) > count // 33
     return tally

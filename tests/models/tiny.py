@@ -196,9 +196,13 @@ def logits(model: Any, tokens: list[int]) -> Tensor:
 
 def greedy(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
     """Its own greedy generation."""
+    return generated(model, prompt, max_new_tokens=count, min_new_tokens=count)
+
+
+def generated(model: Any, prompt: list[int], **options: Any) -> tuple[int, ...]:
+    """What its own `generate` makes of a prompt, undrawn."""
     tokens = torch.tensor([prompt])
     out = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count,
-        do_sample=False, pad_token_id=0,
-    )  # fmt: skip
+        tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **options
+    )
     return tuple(out[0, len(prompt) :].tolist())

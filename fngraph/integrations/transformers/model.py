@@ -38,9 +38,10 @@ from fngraph.integrations.transformers.suitable import refuse_long, refuse_unsui
 from fngraph.integrations.transformers.trial import check_step
 from fngraph.models.serving.batches import empty_batch, lay_out
 from fngraph.models.serving.policy import Policy, whole
-from fngraph.models.serving.requests import Event, Row, State, start, submit
+from fngraph.models.serving.requests import Event, Row, State, start
 from fngraph.models.serving.sampling import likeliest
 from fngraph.models.serving.scheduling import advance, plan
+from fngraph.models.serving.submitting import submit
 from fngraph.stages import Lowered
 from fngraph.step.step import Step
 

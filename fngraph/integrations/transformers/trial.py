@@ -15,8 +15,9 @@ from fngraph.integrations.transformers.attention import Layer
 from fngraph.integrations.transformers.forward import Batch, Forward, init_cache
 from fngraph.models.serving.batches import empty_batch, lay_out
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import start, submit
+from fngraph.models.serving.requests import start
 from fngraph.models.serving.scheduling import advance, plan
+from fngraph.models.serving.submitting import submit
 
 CHECKED = Policy(4, 2, 1, block_size=8, share=False, reserve=0)
 """A prompt of 6 comes in two chunks, the second beside a decode."""

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={RANKS}", __file__, str(made),
     ]  # fmt: skip
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert ran.returncode == 0, ran.stderr[-4000:]

@@ -4,6 +4,11 @@
     fast.generate(prompts, max_new_tokens=48)      # lists of tokens in, lists of tokens out
     print(fast.support)                            # per layer: backend, level, reason
 
+A vision-language model is three of them on one pool: its tower's graphs, those of steps in which
+there are tokens of pictures, and those of all other steps.
+
+    fast.generate(prompts, max_new_tokens=48, pictures=[pictures(pixel_values, image_grid_thw)])
+
 Nothing of transformers is edited. Attention reaches `fg.ops.attention` through the interface that
 transformers has for it, weights are passed in by `torch.func.functional_call`.
 """
@@ -11,17 +16,17 @@ transformers has for it, weights are passed in by `torch.func.functional_call`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fngraph.core import Limits, Mode, Support
-from fngraph.core.text import table
+from fngraph.core import Limits, Mode
+from fngraph.encoder.graphs import graphify_encoder
 from fngraph.errors import ModelError, SpecError
 from fngraph.graphified import graphify
-from fngraph.integrations.transformers.attention import Layer
 from fngraph.integrations.transformers.fixed import (
     Fixed,
     experts_of,
@@ -32,19 +37,29 @@ from fngraph.integrations.transformers.forward import (
     KV,
     Batch,
     Forward,
+    Pictured,
+    Placed,
     attention_layers,
     init_cache,
     params_of,
     pure_forward,
 )
 from fngraph.integrations.transformers.generation import asked, processors
+from fngraph.integrations.transformers.multimodal import (
+    Vision,
+    batch_of,
+    picture_tokens,
+    see,
+    shown_in,
+    vlm_of,
+)
+from fngraph.integrations.transformers.support import ModelSupport, support_of
 from fngraph.integrations.transformers.trial import check_step
-from fngraph.models.serving.batches import empty_batch, lay_out
+from fngraph.integrations.transformers.vision import Picture, vision_encoder
 from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.requests import Event, Row, State, start, submit
 from fngraph.models.serving.sampling import likeliest
 from fngraph.models.serving.scheduling import advance, plan
-from fngraph.stages import Lowered
 from fngraph.step.step import Step
 
 
@@ -65,42 +80,6 @@ class Served(NamedTuple):
     events: tuple[Event, ...]
 
 
-class LayerSupport(NamedTuple):
-    """What runs a layer's attention.
-
-    Attributes:
-        layer: the path of its module.
-        level: the largest class of batches that one captured graph of it serves.
-        reason: what the layer asks of a backend, and which backends refuse that.
-    """
-
-    layer: str
-    backend: str
-    level: Support
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelSupport:
-    """Every attention layer in order, and the modes that they resolve to."""
-
-    rows: tuple[LayerSupport, ...]
-    modes: Mode
-    notes: tuple[str, ...]
-
-    def as_text(self) -> str:
-        """A table, the modes, and why they are not those that were asked for."""
-        return "\n\n".join(
-            [
-                table(["layer", "backend", "level", "reason"], self.rows),
-                f"{self.modes}",
-                *self.notes,
-            ]
-        )
-
-    __repr__ = as_text
-
-
 @dataclasses.dataclass(frozen=True)
 class GraphifiedModel:
     """A model with its graphs, over a paged cache of its own.
@@ -115,6 +94,8 @@ class GraphifiedModel:
         vocab_size: tokens that the model has.
         max_len: positions that it was made for; None: not known.
         generation: the model's own generation config, of which `generate` takes the rest.
+        picture_tokens: tokens that stand for pictures.
+        vision: what runs pictures, and steps with tokens of theirs; None: it takes none.
     """
 
     forward: Forward
@@ -126,12 +107,15 @@ class GraphifiedModel:
     vocab_size: int
     max_len: int | None
     generation: Any
+    picture_tokens: frozenset[int] = frozenset()
+    vision: Vision | None = None
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
         stop: Collection[int] | None = None,
     ) -> list[list[int]]:
         """Greedy tokens after each prompt, without the prompt, all prompts batched continuously.
@@ -140,18 +124,22 @@ class GraphifiedModel:
         model's generation config.
 
         Args:
-            prompts: lists of tokens, of any lengths.
+            prompts: lists of tokens, of any lengths, those of pictures as the model's processor
+                writes them.
+            pictures: of each prompt, as `fngraph.integrations.transformers.pictures` makes them:
+                images in the order in which they come, and videos likewise.
             stop: tokens that end a text, the last one in it; None: the model's own.
 
         Raises:
             SpecError: a prompt that is empty, too long for the limits, the cache or the model, or
-                has tokens that are none.
-            ModelError: the generation config asks for what is not here; or, when all others are
-                done, the logits of a prompt are no numbers.
+                has tokens that are none, or that are not those of its pictures.
+            ModelError: pictures for a model that takes none here; the generation config asks for
+                what is not here; or, when all others are done, the logits of a prompt are no
+                numbers.
         """
         texts: list[list[int]] = [[] for _ in prompts]
         failed: list[Event] = []
-        for served in self.serve(prompts, max_new_tokens, stop=stop):
+        for served in self.serve(prompts, max_new_tokens, pictures=pictures, stop=stop):
             for event in served.events:
                 texts[event.id] += event.tokens
                 failed += [event] * event.failed
@@ -165,6 +153,7 @@ class GraphifiedModel:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
         stop: Collection[int] | None = None,
     ) -> Iterator[Served]:
         """The steps of `generate`, one by one. The whole cache is taken; run one at a time.
@@ -174,7 +163,11 @@ class GraphifiedModel:
         asks, max_new_tokens = asked(self.generation), whole("max_new_tokens", max_new_tokens)
         limits = self.step.limits
         num_blocks, block_size = self.cache[0][0].shape[:2]
-        policy = Policy(limits.max_tokens, limits.max_reqs, limits["B"], block_size)
+        vision = self.vision
+        shown = shown_in(vision and vision.vlm, self.picture_tokens, prompts, pictures)
+        policy = Policy(  # blocks go by tokens, and equal tokens may stand for other pictures
+            limits.max_tokens, limits.max_reqs, limits["B"], block_size, share=not shown
+        )
         ends = [int(token) for token in (self.stop if stop is None else stop)]
         state = start(num_blocks, policy)
         for i, prompt in enumerate(prompts):
@@ -191,11 +184,18 @@ class GraphifiedModel:
         change = {
             job.id: processors(asks, ends, len(job.tokens), device) for job in state.waiting if asks
         }
+        seen: dict[int, Tensor] = {}  # of the prompts that are not computed to their end
+        look = functools.partial(see, vision, shown, seen) if vision else None
+        kind = Placed if vision else Batch
         while state.live:
             state = plan(state, policy)
             rows = state.rows
-            batch = lay_out(rows, policy, lambda spec: empty_batch(Batch, policy, spec))
-            logits_RV, _ = self.step(self.cache, batch)
+            batch = batch_of(kind, rows, policy, shown, look)
+            step = vision.prefill if vision and isinstance(batch, Pictured) else self.step
+            logits_RV, _ = step(self.cache, batch)
+            for job, new, _ in rows:
+                if job.computed + new >= len(job.request.prompt):
+                    seen.pop(job.id, None)
             chosen_RV = changed(logits_RV, rows, change) if change else logits_RV
             state, events = advance(state, likeliest(chosen_RV)[:, None].tolist())
             yield Served(rows, batch, logits_RV, state, events)
@@ -220,8 +220,9 @@ def graphify_model(
     check: bool = True,
     compile: str = "none",
     passes: Any = None,
+    encoder: Mapping[str, Any] | None = None,
 ) -> GraphifiedModel:
-    """Graphs for a transformers causal LM over a paged cache.
+    """Graphs for a transformers causal LM over a paged cache, or for a vision-language model.
 
     Args:
         model: in eval mode, on one device; neither it nor its config is changed.
@@ -233,6 +234,9 @@ def graphify_model(
             where the device can, else "batched_mm".
         lazy: capture a key when it is first needed, not now.
         check: first run two small requests, and compare their logits with the model's own.
+        encoder: of a vision-language model, what `fg.graphify_encoder` takes for its tower:
+            budgets, max_items, ...; its graphs are of up to 8192 output tokens, or as many as a
+            request may have.
 
     Raises:
         ModelError: a model that cannot run over a paged cache, with the reason.
@@ -246,22 +250,43 @@ def graphify_model(
     layers = attention_layers(model, params, limits, longest, fixed)
     num_blocks = limits.max_reqs * limits["B"] if num_blocks is None else num_blocks
     cache = init_cache(layers, num_blocks, block_size, next(iter(params.values())).device)
-    forward = pure_forward(model, longest, fixed)
+    vlm = vlm_of(model)
+    forward = pure_forward(model, longest, fixed, Batch if vlm is None else Placed)
     if check:
-        check_step(model, forward, params, layers)
-    fast = graphify(
-        forward, modes=modes, donate="cache", stage="batch", limits=limits, sizes=sizes,
-        backends=backends, recorder=recorder, outputs=outputs, compile=compile, passes=passes,
-    )  # fmt: skip
+        check_step(model, forward, params, layers, Batch if vlm is None else Placed)
+    modes, options = Mode.parse(modes), {"compile": compile, "passes": passes}
+    laid = {
+        "donate": "cache", "stage": "batch", "sizes": sizes, "outputs": outputs,
+        "backends": backends, **options,
+    }  # fmt: skip
+    fast = graphify(forward, modes=modes, limits=limits, recorder=recorder, **laid)
     lowered = fast.trace(params, cache).split().lower()
     step = lowered.compile().capture(params, cache, recorder=recorder, outputs=outputs, lazy=lazy)
+    vision = None
+    if vlm is not None:
+        seeing, weights = vision_encoder(model, max_tokens=min(8192, longest))
+        if modes is Mode.NONE:
+            seeing = dataclasses.replace(seeing, eager_because='modes="NONE"')
+        of_tower = "PIECEWISE" if modes is Mode.PIECEWISE else "FULL"
+        given = {"modes": of_tower, "recorder": step.recorder, **options, **(encoder or {})}
+        tower = graphify_encoder(seeing, weights, **given)
+        pictured = graphify(
+            pure_forward(model, longest, fixed, Pictured), modes=modes.mixed, **laid
+        )
+        wide = Limits(
+            limits.max_tokens, limits.max_reqs, **limits.dims | {"N": vlm.rows, "E": vlm.dim}
+        )
+        prefill = pictured.bind(params).capture(
+            cache, wide, recorder=step.recorder, lazy=lazy, progress=False
+        )
+        vision = Vision(vlm, tower if lazy else tower.capture(), prefill)
     stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [] if stop is None else [stop] if isinstance(stop, int) else stop
     return GraphifiedModel(
         forward, params, cache, step, support_of(model, layers, lowered), frozenset(ends),
         model.get_input_embeddings().weight.shape[0],
         getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        getattr(model, "generation_config", None),
+        getattr(model, "generation_config", None), picture_tokens(model), vision,
     )  # fmt: skip
 
 
@@ -301,23 +326,3 @@ def refuse_endless(
             f"prompt {i} has {length} tokens; with {max_new} new ones it goes beyond the model's "
             f"{max_len} positions. Shorten it, or ask for fewer"
         )
-
-
-def support_of(model: Any, layers: Sequence[Layer], lowered: Lowered) -> ModelSupport:
-    """The table of a lowered model."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    rows = []
-    for layer, call in zip(layers, lowered.calls):
-        asks = [f"{n} {getattr(call.config, n)}" for n in ("window", "softcap")
-                if getattr(call.config, n) is not None]  # fmt: skip
-        others = [b for b in call.primitive.backends.values() if b not in call.backends]
-        usable = [b for b in others if b.missing() is None]
-        refused = [f"not {b.name}: {why}" for b in usable if (why := b.refusal(call.config))]
-        rows.append(
-            LayerSupport(
-                paths[id(layer.module)], " + ".join(b.name for b in call.backends),
-                min(level for _, level in call.levels()),
-                "; ".join([*asks, *refused]) or "causal, nothing more",
-            )
-        )  # fmt: skip
-    return ModelSupport(tuple(rows), lowered.resolution.modes, lowered.notes)

@@ -39,11 +39,14 @@ class Picture(NamedTuple):
         patches: (frames * rows * columns, C) float32.
         grid: frames, rows and columns, in patches: its row of `image_grid_thw`.
         modality: "image" or "video".
+        seconds: from a frame of a video to the next, where positions in a prompt go by it
+            (Qwen2.5-VL): its number in `second_per_grid_ts`.
     """
 
     patches: Tensor
     grid: tuple[int, int, int]
     modality: str = "image"
+    seconds: float = 1.0
 
 
 @fg.struct
@@ -148,11 +151,16 @@ def _weights(owner: Any, *parts: str) -> Params:
 # --- towers over packed patches -------------------------------------------------------------------
 
 
-def pictures(pixels: Tensor, grids: Any, modality: str = "image") -> list[Picture]:
-    """Items, out of a processor's `pixel_values` and `image_grid_thw`; or those of videos."""
+def pictures(
+    pixels: Tensor, grids: Any, modality: str = "image", seconds: Any = None
+) -> list[Picture]:
+    """Items, out of a processor's `pixel_values` and `image_grid_thw`; or those of videos, with
+    `second_per_grid_ts` where there is one."""
     sizes = [tuple(map(int, grid)) for grid in grids]
     parts = pixels.split([t * h * w for t, h, w in sizes])
-    return [Picture(x, grid, modality) for x, grid in zip(parts, sizes, strict=True)]  # type: ignore[arg-type]
+    apart = [1.0] * len(sizes) if seconds is None else [float(x) for x in seconds]
+    made = zip(parts, sizes, apart, strict=True)
+    return [Picture(x, grid, modality, between) for x, grid, between in made]  # type: ignore[arg-type]
 
 
 def _packed(tower: Any, kind: Kind, max_tokens: int) -> fg.EncoderModel:

@@ -26,7 +26,6 @@ from fngraph.integrations.transformers.vision import Picture
 from fngraph.models.serving.batches import empty_batch, lay_out
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Row
-from fngraph.models.vision.prompts import Marks
 from fngraph.step.step import Step
 
 APART = {"qwen2_vl": False, "qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
@@ -40,14 +39,14 @@ class Vlm(NamedTuple):
 
     Attributes:
         inner: the part that has the tower, the language model and `get_rope_index`.
-        marks: the tokens that stand for pictures.
+        marks: the tokens that stand for images and for videos.
         apart: whether each frame of a video is a run of its own.
         rows: of a token, N.
         dim: of a row, E.
     """
 
     inner: Any
-    marks: Marks
+    marks: tuple[int, int]
     apart: bool
     rows: int
     dim: int
@@ -91,7 +90,7 @@ def vlm_of(model: Any) -> Vlm | None:
     if config.model_type not in APART or not hasattr(model.model, "visual"):
         return None
     deep = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
-    marks = Marks(config.image_token_id, config.video_token_id)
+    marks = (config.image_token_id, config.video_token_id)
     dim = config.get_text_config().hidden_size
     return Vlm(model.model, marks, APART[config.model_type], 1 + len(deep), dim)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +22,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import fngraph as fg
 from fngraph.errors import ModelError, SpecError
-from fngraph.integrations.transformers.vision import NAME, attend_packed, pictures, vision_encoder
+from fngraph.integrations.transformers.vision import (
+    NAME,
+    Picture,
+    attend_packed,
+    pictures,
+    vision_encoder,
+)
 
 SMALL = {"depth": 2, "num_heads": 2, "patch_size": 4}
 SIZES = SMALL | {"hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 20}
@@ -176,6 +183,20 @@ def test_packed_towers(name: str):
     assert [run.items for run in packed.runs if run.budget is None] == [(5,)]
     assert tower.config._attn_implementation == "eager", "as it was"
     torch.testing.assert_close(theirs(name, tower, items[1]), wants[1], atol=0, rtol=0)
+
+
+def test_there_is_room_for_the_windows_of_any_grid():
+    """Of one token each at worst, and most of all where a frame is one token high."""
+    tower = tower_of("qwen2_5_vl")
+    model, _ = vision_encoder(tower)
+    least = 99
+    for h, w, t in itertools.product(range(2, 16, 2), range(2, 16, 2), (1, 3)):
+        patches = torch.zeros(t * h * w, tower.patch_embed.proj.weight[0].numel())
+        batch = model.collate("default", [Picture(patches, (t, h, w))])
+        assert len(batch.windows) == batch.spec.num_tokens // 2 + batch.spec.num_reqs + 1
+        assert batch.windows[-1] == t * h * w
+        least = min(least, int(batch.windows.eq(batch.windows[-1]).sum()))
+    assert least == 1, "no room is left over where it is needed"
 
 
 def test_the_tower_of_a_whole_model():

@@ -18,6 +18,7 @@ from fngraph.integrations.transformers import GraphifiedModel, Picture, graphify
 from fngraph.integrations.transformers.fixed import Fixed
 from fngraph.integrations.transformers.forward import Pictured, pure_forward
 from tests.integrations.architectures import make
+from tests.models.conftest import DEVICES
 from tests.traced_once import Kept, traced_once
 
 IMAGE, VIDEO, START = 90, 91, 92
@@ -115,7 +116,7 @@ def theirs(
     model: Any, prompt: Sequence[int], pictures: Sequence[Picture], new: int = NEW
 ) -> list[int]:
     """Their greedy text."""
-    given = inputs(prompt, pictures)
+    given = {name: x.to(model.device) for name, x in inputs(prompt, pictures).items()}
     if model.config.model_type != "qwen2_5_vl":
         given.pop("second_per_grid_ts", None)
     out = model.generate(**given, max_new_tokens=new, do_sample=False, pad_token_id=0)
@@ -187,14 +188,15 @@ def hold(fast: GraphifiedModel, name: str, want: list[list[int]], decode: str, m
         assert encoder.recorder is prefill.recorder is fast.step.recorder
 
 
-@pytest.mark.sampled("Qwen3VL]", "Qwen2_5")
+@pytest.mark.sampled("Qwen3VL-", "Qwen2_5")
+@pytest.mark.parametrize("device, recorder", DEVICES)
 @pytest.mark.parametrize("name", TOWERS)
-def test_text_is_theirs(name: str, traces: Kept):
-    model = model_of(name)
+def test_text_is_theirs(name: str, device: str, recorder: str, traces: Kept):
+    model = model_of(name).to(device)
     asked = zip(prompts(name), PICTURES, strict=True)
     want = [theirs(model, prompt, some) for prompt, some in asked]
-    with traced_once(traces, name):
-        fast = graphs(model)
+    with traced_once(traces, name if device == "cpu" else device + name):
+        fast = graphs(model, recorder=recorder)
     hold(fast, name, want, "FULL", "PIECEWISE")
 
 

@@ -299,6 +299,8 @@ def test_a_model_that_takes_no_pictures_here_says_so():
     fast = graphify_model(model, LIMITS, recorder="tape", lazy=True, sizes=(1,))
     with pytest.raises(ModelError, match=r"prompt 1 comes with pictures.* takes none here: qwen2"):
         fast.generate([[1], [2]], 2, pictures=[[], [IMAGE_46]])
+    with pytest.raises(ModelError, match=r"encoder= is for .*LlamaForCausalLM is none of qwen2_5"):
+        graphify_model(model, LIMITS, encoder={"budgets": (8,)})
     with pytest.raises(SpecError, match="prompt 0 has token 7, which stands for a picture"):
         fast.generate([[1, 7, 7]], 2)
     assert fast.vision is None and len(fast.generate([[1, 8]], 2)[0]) == 2

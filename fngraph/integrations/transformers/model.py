@@ -46,6 +46,7 @@ from fngraph.integrations.transformers.forward import (
 )
 from fngraph.integrations.transformers.generation import asked, processors
 from fngraph.integrations.transformers.multimodal import (
+    APART,
     Vision,
     batch_of,
     picture_tokens,
@@ -94,7 +95,7 @@ class GraphifiedModel:
         vocab_size: tokens that the model has.
         max_len: positions that it was made for; None: not known.
         generation: the model's own generation config, of which `generate` takes the rest.
-        picture_tokens: tokens that stand for pictures.
+        picture_tokens: tokens that stand for pictures, or for sound.
         vision: what runs pictures, and steps with tokens of theirs; None: it takes none.
     """
 
@@ -239,21 +240,28 @@ def graphify_model(
             request may have.
 
     Raises:
-        ModelError: a model that cannot run over a paged cache, with the reason.
+        ModelError: a model that cannot run over a paged cache, with the reason; options of an
+            encoder for one that takes no pictures here.
         PurityError: its forward does what a graph would freeze, with the line in its file.
         FnGraphError: see the classes in `fngraph.errors`.
     """
     refuse_unsuitable(model)
+    vlm = vlm_of(model)
+    if encoder is not None and vlm is None:
+        raise ModelError(
+            f"encoder= is for models that take pictures here, and {type(model).__name__} is none "
+            f"of {', '.join(sorted(APART))}. Leave it out"
+        )
     longest = limits["B"] * block_size
     fixed = Fixed(experts_of(model, experts), scaled_ropes(model, longest))
     params = params_of(model, fixed.ropes)
     layers = attention_layers(model, params, limits, longest, fixed)
     num_blocks = limits.max_reqs * limits["B"] if num_blocks is None else num_blocks
     cache = init_cache(layers, num_blocks, block_size, next(iter(params.values())).device)
-    vlm = vlm_of(model)
-    forward = pure_forward(model, longest, fixed, Batch if vlm is None else Placed)
+    kind = Batch if vlm is None else Placed
+    forward = pure_forward(model, longest, fixed, kind)
     if check:
-        check_step(model, forward, params, layers, Batch if vlm is None else Placed)
+        check_step(model, forward, params, layers, kind)
     modes, options = Mode.parse(modes), {"compile": compile, "passes": passes}
     laid = {
         "donate": "cache", "stage": "batch", "sizes": sizes, "outputs": outputs,

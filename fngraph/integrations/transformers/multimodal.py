@@ -31,7 +31,7 @@ from fngraph.step.step import Step
 APART = {"qwen2_vl": False, "qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
 """The model_type of configs that are known -> whether each frame of a video is a run of its own."""
 
-TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+TOKENS = tuple(f"{of}_token_{n}" for of in ("image", "video", "audio") for n in ("id", "index"))
 
 
 class Vlm(NamedTuple):
@@ -96,7 +96,7 @@ def vlm_of(model: Any) -> Vlm | None:
 
 
 def picture_tokens(model: Any) -> frozenset[int]:
-    """The tokens that stand for pictures, of any model."""
+    """The tokens that stand for pictures, or for sound, of any model."""
     return frozenset(
         token for name in TOKENS if isinstance(token := getattr(model.config, name, None), int)
     )
@@ -139,8 +139,8 @@ def shown_in(
             )
         elif mark := tokens & set(prompt):
             raise SpecError(
-                f"prompt {i} has token {min(mark)}, which stands for a picture, and this model "
-                f"takes none here: {', '.join(sorted(APART))} do. Take the token out"
+                f"prompt {i} has token {min(mark)}, which stands for a picture or sound, and this "
+                f"model takes none here: {', '.join(sorted(APART))} do. Take the token out"
             )
     return found
 

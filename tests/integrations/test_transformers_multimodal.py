@@ -212,6 +212,17 @@ def test_in_every_mode(modes: str, qwen: Any, wanted: Any, traces: Kept):
     hold(fast, "Qwen3VL", wanted, *MODES[modes])
 
 
+def test_text_right_behind_a_picture_is_that_of_passes_over_the_whole(fast: Any, qwen: Any):
+    """Their `generate` counts on from the picture's last row and column, and says other things."""
+    some = [MIXED[0]]
+    prompt = [5, 6, *runs("Qwen3VL", some[0])]
+    text = list(prompt)
+    for _ in range(NEW):
+        given = inputs(text, some)
+        text.append(int(qwen(**given, use_cache=False).logits[0, -1].argmax()))
+    assert fast.generate([prompt], NEW, pictures=[some]) == [text[len(prompt) :]]
+
+
 def test_equal_tokens_may_stand_for_other_pictures(fast: GraphifiedModel, qwen: Any):
     """In one call, where blocks of prompts that begin alike could be shared, and in the next."""
     prompt = [40, 41, 42, *[IMAGE] * 6, *range(50, 62)]

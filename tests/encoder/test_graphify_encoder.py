@@ -152,12 +152,15 @@ class Tight:
     positions: Tensor = fg.buffer("T", "int64", min=0)
     frames: Tensor = fg.buffer("R + 1", "int32", pad="last")
     windows: Tensor = fg.buffer("T // 3 + R + 1", "int32", pad="last")
+    shapes: Tensor = fg.buffer("T // 3 + R 2", "float32")  # of each window
+    window: Tensor = fg.buffer("T", "int64", pad=0, min=0)  # of each token
     spec: fg.BatchSpec = fg.host()
 
 
 def see_tight(params: Any, batch: Tight) -> Any:
-    """As `toy.see`."""
-    return toy.see(params, batch)
+    """As `toy.see`, with rows that are windows' added to those of their tokens."""
+    seen, of_window = toy.see(params, batch), torch.tanh(batch.shapes @ params["deep"][:2])
+    return seen | {"rows": seen["rows"] + of_window[batch.window]}
 
 
 def tight(path: str, items: Any) -> Tight:
@@ -165,11 +168,14 @@ def tight(path: str, items: Any) -> Tight:
     room = made.spec.num_tokens // 3 + made.spec.num_reqs + 1
     assert made.windows[room - 1 :].eq(made.spec.num_tokens).all()
     leaves = {name: getattr(made, name) for name in ("patches", "positions", "frames", "spec")}
-    return Tight(**leaves, windows=made.windows[:room])
+    lengths = made.windows[:room].diff()
+    window = torch.arange(room - 1).repeat_interleave(lengths)
+    shapes = torch.stack([lengths.float(), -lengths.float() / 3], 1)
+    return Tight(**leaves, windows=made.windows[:room], shapes=shapes, window=window)
 
 
-def test_offsets_have_as_many_rows_as_tokens_and_sequences_allow(make):
-    """Windows are an axis of their own, whose most follows from the other two."""
+def test_windows_have_as_many_rows_as_tokens_and_sequences_allow(make):
+    """They are an axis of their own, offsets and rows, whose most follows from the other two."""
     model = {"paths": {"default": fg.EncoderPath(see_tight, 8)}, "collate": tight}
     encoder = make("pictures", model=model, sequences=(4, 16), guards=True)
     wide = make("pictures", guards=True)

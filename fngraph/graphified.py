@@ -86,8 +86,9 @@ def graphify(
         cost: what "least" means, of a key; None: its token count.
         resolve: what else `fg.resolve` is told of the model: pooling=, encoder_decoder=,
             layerwise=, state_blocks=, cut=, align=, beyond=, eager=.
-        key_reqs: requests that a key of mixed batches holds; None: as many as `limits` allow.
-            Batches with more of them run eagerly. For encoders, whose eager batches may be large.
+        key_reqs: requests that a key of mixed batches holds; or several such numbers, with a key
+            for each at each size. None: as many as `limits` allow. Batches with more of them run
+            eagerly. For encoders, whose eager batches may be large.
         max_keys: of a batch without a spec, how many exact shapes are kept; the least recently
             used goes first. `stats` counts each, and the second that goes is a warning.
         allow_copies: whether a donated leaf may be copied where its new value cannot be made in its

@@ -50,7 +50,7 @@ class OptionsDict(ResolveDict, total=False):
     backends: Mapping[str, Choices] | None
     recorder: str | None
     outputs: str
-    key_reqs: int | None
+    key_reqs: int | Iterable[int] | None
     max_keys: int
     adapters: int | Iterable[int]
     fields: Iterable[Field]
@@ -127,7 +127,7 @@ class Options:
     backends: Mapping[str, Choices] = dataclasses.field(default_factory=dict)
     recorder: str | None = None
     outputs: str = "own"
-    key_reqs: int | None = None
+    key_reqs: int | tuple[int, ...] | None = None
     max_keys: int = 16
     adapters: tuple[int, ...] = (0,)
     fields: tuple[Field, ...] = ()
@@ -203,6 +203,8 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         raise TypeError(f"adapters={adapters!r}: expected {_SAID['adapters'][1]}")
     if options.get("allow_copies", COPY_LIMIT) is None:
         options["allow_copies"] = COPY_LIMIT
+    if isinstance(reqs := options.get("key_reqs"), Iterable) and not isinstance(reqs, str):
+        options["key_reqs"] = tuple(reqs)
     for name in ("sizes", "query_lens", "fields", "generators", "compile_sizes"):
         given = options.get(name, ())
         if given is None and name == "sizes":
@@ -241,7 +243,7 @@ def _is_flag(x: Any) -> bool:
 
 _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_keys": (_is_count, "a number of exact shapes"),
-    "key_reqs": (lambda x: x is None or _is_count(x), "a number of requests, or None"),
+    "key_reqs": (lambda x: x is None or _is_count(x), "a number of requests, several, or None"),
     "compile_sizes": (_is_count, "numbers of tokens, compile_sizes=(1, 8)"),
     "limits": (lambda x: isinstance(x, Limits | None), "fg.Limits(max_tokens=..., ...)"),
     "query_lens": (_is_count, "numbers of tokens, query_lens=(1, 4)"),

@@ -29,7 +29,7 @@ def build_table(
     *,
     overflow: str = "eager",
     own_uniform: bool = False,
-    key_reqs: int | None = None,
+    key_reqs: int | Iterable[int] | None = None,
 ) -> DispatchTable:
     """Every key that `modes` captures on these ladders: `build_table(modes, ladders, limits)`; or
     of what `resolve` says, which has both: `build_table(resolution, limits)`.
@@ -45,7 +45,7 @@ def build_table(
         own_uniform: capture uniform FULL keys in mode FULL too, because uniform batches have a
             backend of their own.
         key_reqs: requests of a key for mixed batches, PIECEWISE ones too; a batch with more has no
-            such key. None: as many as may come.
+            such key. Several: a key for each of them at each size. None: as many as may come.
 
     Raises:
         SizesError: a ladder beyond the limits, or none; keys of no request.
@@ -74,19 +74,34 @@ def build_table(
             rungs = _uniform(query_len, sizes, limits)
             uniform = ((size, size // query_len, query_len) for size in rungs)
             full += _keys(Mode.FULL, uniform, fields)
-    most = limits.max_reqs if key_reqs is None else min(key_reqs, limits.max_reqs)
-    if most < 1:
-        raise SizesError(f"key_reqs={key_reqs} holds no request. Pass key_reqs=1 or more.")
+    reqs = _reqs(key_reqs, limits)
     if modes.mixed is Mode.FULL:
-        mixed = ((size, min(size, most), None) for size in ladders.mixed)
-        full += _keys(Mode.FULL, mixed, fields)
+        full += _keys(Mode.FULL, _mixed(ladders.mixed, reqs or (limits.max_reqs,)), fields)
     piecewise: list[BatchDescriptor] = []
     if modes.mixed is Mode.PIECEWISE:
-        any_shape = (
-            (size, None if key_reqs is None else min(size, most), None) for size in ladders.mixed
-        )
-        piecewise = _keys(Mode.PIECEWISE, any_shape, fields)
+        piecewise = _keys(Mode.PIECEWISE, _mixed(ladders.mixed, reqs), fields)
     return DispatchTable(modes, _ordered(full), _ordered(piecewise), limits, fields, cost)
+
+
+def _reqs(key_reqs: int | Iterable[int] | None, limits: Limits) -> tuple[int, ...]:
+    """What keys of mixed batches hold, largest first; (): any number."""
+    if key_reqs is None:
+        return ()
+    given = tuple(key_reqs) if isinstance(key_reqs, Iterable) else (key_reqs,)
+    if not given or min(given) < 1:
+        raise SizesError(f"key_reqs={key_reqs} holds no request. Pass key_reqs=1 or more.")
+    return tuple(sorted({min(n, limits.max_reqs) for n in given}, reverse=True))
+
+
+def _mixed(
+    sizes: Iterable[int], reqs: Sequence[int]
+) -> Iterable[tuple[int, int | None, int | None]]:
+    """The counts of keys of mixed batches: at each size, one for each number of requests."""
+    for size in sizes:
+        if not reqs:
+            yield size, None, None
+        for n in dict.fromkeys(min(size, n) for n in reqs):
+            yield size, n, None
 
 
 def _all_fields(

@@ -70,6 +70,8 @@ class EncoderPlan(NamedTuple):
         max_sequences: sequences of attention that a graph of a path holds; a path left out: as many
             as its tokens make.
         defer: whether `pack` keeps an item for a later batch where that is cheaper.
+        sequences: numbers of sequences that a path has graphs for at each budget, ascending, the
+            last of them its `max_sequences`; a path left out: that one alone.
     """
 
     budgets: Budgets
@@ -78,21 +80,29 @@ class EncoderPlan(NamedTuple):
     max_frames: int
     max_sequences: Mapping[str, int] = MappingProxyType({})
     defer: bool = True
+    sequences: Mapping[str, Budgets] = MappingProxyType({})
 
     @property
     def num_graphs(self) -> int:
         """Graphs to capture."""
-        return sum(budget > 0 for budgets in self.path_budgets.values() for budget in budgets)
+        return sum(self._graphs(path) for path in self.path_budgets)
+
+    def _graphs(self, path: str) -> int:
+        """Of one path: where several numbers of sequences are beyond a budget, one of them."""
+        numbers = self.sequences.get(path, (ANY,))
+        budgets = self.path_budgets[path]
+        return sum(len({min(budget, n) for n in numbers}) for budget in budgets if budget)
 
     def as_text(self) -> str:
         """The budgets of each path as a text table."""
         rows = [
-            (path, sum(budget > 0 for budget in budgets), ", ".join(map(str, budgets)))
+            (path, self._graphs(path), ", ".join(map(str, budgets)))
             for path, budgets in self.path_budgets.items()
         ]
         head = f"at most {text.count(self.max_items, 'item')}, {self.max_frames} frames a graph"
         for path, most in self.max_sequences.items():
-            head += f", {text.count(most, 'sequence')} of {path}"
+            fewer = "".join(f"{n} or " for n in self.sequences.get(path, ())[:-1])
+            head += f", {fewer}{text.count(most, 'sequence')} of {path}"
         return f"{head}\n\n{text.table(('path', 'graphs', 'token budgets'), rows)}"
 
 

@@ -51,6 +51,7 @@ def graphify_encoder(
     max_items: int | None = None,
     max_frames: int | None = None,
     max_tokens: int | None = None,
+    sequences: Budgets | None = None,
     eager_tokens: int = EAGER_TOKENS,
     defer: bool = True,
     ranks: dist.ProcessGroup | None = None,
@@ -75,6 +76,9 @@ def graphify_encoder(
         max_items: items of a run; None: as many of the smallest as the largest budget holds.
         max_frames: frames of a run; None: the model's `max_frames` for each of its items.
         max_tokens: what a step of the decoder takes, where that is less than the model's range.
+        sequences: numbers of attention sequences, ascending, for each of which a budget has a graph
+            of its own; a run takes the least that holds it. The last bounds every run. By path
+            where there are several. None: one number, as many as those items and frames bring.
         eager_tokens: output tokens that one run may bring at all; what is beyond the budgets runs
             eagerly up to here. Fewer where `forward` has a table of so many rows.
         defer: keep an item for a run of its own where two graphs are smaller than one for both.
@@ -100,7 +104,7 @@ def graphify_encoder(
             )
     plan = plan_model(
         model, budgets=budgets, histogram=histogram, num_budgets=num_budgets, max_items=max_items,
-        max_frames=max_frames, max_tokens=max_tokens, defer=defer,
+        max_frames=max_frames, max_tokens=max_tokens, sequences=sequences, defer=defer,
     )  # fmt: skip
     if plan.num_graphs > MANY:
         LOG.warning("encoder: %d graphs are many; pass fewer budgets=", plan.num_graphs)
@@ -140,7 +144,7 @@ def _step(
         given["query_lens"] = (path.unit,)
         modes = Mode.FULL_DECODE_ONLY
     else:
-        given["key_reqs"] = plan.max_sequences[name]
+        given["key_reqs"] = plan.sequences.get(name, plan.max_sequences[name])
     widest = max(given["sizes"][-1], eager_tokens)
     limits = encoder_limits(plan, name, max_tokens=widest, max_reqs=widest, **model.dims)
     fast = graphify(path.forward, stage=1, modes=modes, **given)

@@ -26,13 +26,15 @@ def plan_model(
     max_items: int | None = None,
     max_frames: int | None = None,
     max_tokens: int | None = None,
+    sequences: Budgets | None = None,
     defer: bool = True,
 ) -> EncoderPlan:
     """What to capture for a model; see `graphify_encoder` for the arguments.
 
     Raises:
-        SizesError: budgets that do not ascend; both budgets and a histogram; limits that leave
-            nothing; one value for several paths.
+        SizesError: budgets or numbers of sequences that do not ascend; both budgets and a
+            histogram; limits that leave nothing; one value for several paths; sequences of a path
+            whose `unit` says how many there are.
     """
     if budgets is not None and histogram is not None:
         raise SizesError(
@@ -58,7 +60,26 @@ def plan_model(
         for name, path in model.paths.items()
         if path.unit is None
     }
-    return plan._replace(max_sequences=most, defer=defer)
+    numbers = {}
+    for name, given in _by_path("sequences", sequences, model).items():
+        numbers[name] = _checked(name, tuple(given), model.paths[name])
+        most[name] = numbers[name][-1]
+    return plan._replace(max_sequences=most, sequences=numbers, defer=defer)
+
+
+def _checked(name: str, given: tuple[int, ...], path: EncoderPath) -> tuple[int, ...]:
+    """Numbers of sequences of a path's graphs. Raises SizesError."""
+    if path.unit is not None:
+        raise SizesError(
+            f"sequences= of the path {name!r}: its sequences have {path.unit} tokens each, so that "
+            "its budgets say how many there are. Leave it out."
+        )
+    if not given or list(given) != sorted(set(given)) or given[0] < 1:
+        good = tuple(sorted({n for n in given if n > 0})) or (8, 64)
+        raise SizesError(
+            f"sequences={given} of the path {name!r} must ascend from 1 or more. Pass {good}."
+        )
+    return given
 
 
 def _by_path(name: str, given: Any, model: EncoderModel) -> Mapping[str, Any]:

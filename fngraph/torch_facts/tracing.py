@@ -48,7 +48,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv as ShapeEnv,
     free_unbacked_symbols as free_unbacked_symbols,  # sizes that depend on values
 )
-from torch.utils._sympy.functions import Mod as Mod, PythonMod as PythonMod
+from torch.utils._sympy.functions import FloorDiv as FloorDiv, Mod as Mod, PythonMod as PythonMod
 from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.families.layers import (
-    Affine,
-    affine,
-    affine_names,
-    norm,
-    norm_of,
-)
+from fngraph.models.families.layers import Affine, affine, affine_names, norm, norm_of
 from fngraph.models.vision.parts import Layer, attend_whole, behind_first, layer_of, quick_gelu
 from fngraph.models.weights.naming import shape
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 import fngraph as fg
 
+MERGE = 2  # patches of a token, along each side, where nothing else is said
+
 
 class Picture(NamedTuple):
     """An image or a video, cut into patches.
@@ -110,6 +112,11 @@ def _taps_of_axis(size: int, side: int, cubic: bool, corners: bool) -> tuple[Ten
     else:
         weight = (1 - distance).clamp(min=0)
     return (below.long()[:, None] + near).clamp(0, side - 1), weight
+
+
+def by_token(x: Tensor) -> Tensor:
+    """(T, 4, ...) of (4*T, ...)."""
+    return x.unflatten(0, (-1, MERGE**2))
 
 
 def offsets(lengths: Iterable[int]) -> Tensor:

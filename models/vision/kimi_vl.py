@@ -16,26 +16,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu
 
 import fngraph as fg
-from fngraph.models.families.layers import (
-    Affine,
-    affine,
-    affine_names,
-    matrix_of,
-    norm,
-    norm_of,
-)
-from fngraph.models.families.rope import Turn
+from fngraph.models.families.layers import Affine, affine, affine_names, matrix_of, norm, norm_of
 from fngraph.models.vision import grids
-from fngraph.models.vision.grids import Picture
-from fngraph.models.vision.parts import Layer, attend, layer_of, looked_up, turn_of, turns
+from fngraph.models.vision.grids import MERGE, Picture, by_token
+from fngraph.models.vision.parts import Layer, encoder_layer, layer_of, patched, turn_of, turns
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.configs import part_of
 from fngraph.models.weights.naming import shape
 
-MERGE = 2  # patches of a token, along each side
 EPS = 1e-5
 
 
@@ -86,35 +77,14 @@ class Batch:
 def forward(params: Params, batch: Batch) -> Tensor:
     """(T, G) rows of the pictures."""
     config = params.config
-    patches, at, taps, weights = (
-        x.flatten(0, 1) for x in (batch.patches, batch.positions, batch.taps, batch.weights)
-    )
-    kernel = params.embed.weight.flatten(1)
-    x_PE = linear(patches.to(kernel.dtype), kernel, params.embed.bias)
-    x_PE = x_PE + looked_up(params.positions.flatten(0, 1), taps, weights)
-    angles = turns(at, config.dim // config.num_heads)
+    D, table_NE = config.dim // config.num_heads, params.positions.flatten(0, 1)
+    angles = turns(batch.positions.flatten(0, 1), D)
     rope = turn_of(angles.transpose(1, 2).flatten(1))  # columns and rows take turns
+    x_PE = patched(params.embed, table_NE, batch)
     for layer in params.layers:
-        x_PE = encoder_layer(config, layer, x_PE, rope, batch.starts)
+        x_PE = encoder_layer(layer, x_PE, D, rope, batch.starts, EPS, neighbours=True)
     x_PE = norm(norm(x_PE, params.norm, EPS), params.merger_norm, EPS)
     return affine(params.merger_down, gelu(affine(params.merger_up, by_token(x_PE).flatten(1))))
-
-
-@fg.block
-def encoder_layer(config: Config, layer: Layer, x_PE: Tensor, rope: Turn, starts: Tensor) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-    mixed = attend(
-        layer.qkv, layer.out, norm(x_PE, layer.attn_norm, EPS), config.dim // config.num_heads,
-        rope, starts, neighbours=True,
-    )  # fmt: skip
-    x_PE = x_PE + mixed
-    hidden_PF = gelu(affine(layer.up, norm(x_PE, layer.mlp_norm, EPS)), approximate="tanh")
-    return x_PE + affine(layer.down, hidden_PF)
-
-
-def by_token(x: Tensor) -> Tensor:
-    """(T, 4, ...) of (P, ...)."""
-    return x.unflatten(0, (-1, MERGE**2))
 
 
 # --- on the host ----------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import interpolate, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, interpolate, linear, scaled_dot_product_attention
 
 import fngraph as fg
-from fngraph.models.families.layers import Affine, affine, matrix_of, norm_of
+from fngraph.models.families.layers import Affine, affine, matrix_of, norm, norm_of
 from fngraph.models.families.rope import Turn, rotate, rotate_neighbours
 
 
@@ -46,6 +46,31 @@ def turn_of(angle: Tensor) -> Turn:
     """Cosines and sines (P, 1, D/2) float32 of angles (P, D/2)."""
     angle = angle[:, None]
     return angle.cos(), angle.sin()
+
+
+def patched(embed: Affine, table_NE: Tensor, batch: Any) -> Tensor:
+    """(P, E): a step's patches, embedded, and what a learned table adds by where they are.
+
+    Args:
+        embed: (E, ...), whose further dims are a patch's.
+        batch: with patches (T, 4, C), and the table's taps and weights (T, 4, n).
+    """
+    patches, taps, weights = (x.flatten(0, 1) for x in (batch.patches, batch.taps, batch.weights))
+    kernel = embed.weight.flatten(1)
+    x_PE = linear(patches.to(kernel.dtype), kernel, embed.bias)
+    return x_PE + looked_up(table_NE, taps, weights)
+
+
+@fg.block
+def encoder_layer(
+    layer: Layer, x_PE: Tensor, D: int, rope: Turn, starts: Tensor, eps: float,
+    *, neighbours: bool = False,
+) -> Tensor:  # fmt: skip
+    """x + attention(norm(x)), then x + mlp(norm(x)); see `attend`."""
+    normed_PE = norm(x_PE, layer.attn_norm, eps)
+    x_PE = x_PE + attend(layer.qkv, layer.out, normed_PE, D, rope, starts, neighbours=neighbours)
+    hidden_PF = gelu(affine(layer.up, norm(x_PE, layer.mlp_norm, eps)), approximate="tanh")
+    return x_PE + affine(layer.down, hidden_PF)
 
 
 def attend(

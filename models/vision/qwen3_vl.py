@@ -16,26 +16,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu
 
 import fngraph as fg
-from fngraph.models.families.layers import (
-    Affine,
-    affine,
-    affine_names,
-    matrix_of,
-    norm,
-    norm_of,
-)
-from fngraph.models.families.rope import Turn
+from fngraph.models.families.layers import Affine, affine, affine_names, matrix_of, norm, norm_of
 from fngraph.models.vision import grids
-from fngraph.models.vision.grids import Picture
-from fngraph.models.vision.parts import Layer, attend, layer_of, looked_up, turn_of, turns
+from fngraph.models.vision.grids import MERGE, Picture, by_token
+from fngraph.models.vision.parts import Layer, encoder_layer, layer_of, patched, turn_of, turns
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.configs import part_of
 from fngraph.models.weights.naming import shape
 
-MERGE = 2  # patches of a token, along each side
 EPS = 1e-6
 
 
@@ -96,32 +87,18 @@ class Batch:
 
 def forward(params: Params, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(T, G) rows of the pictures, and (T, G) for each layer of `config.deepstack`."""
-    config = params.config
-    patches, at, taps, weights = (
-        x.flatten(0, 1) for x in (batch.patches, batch.positions, batch.taps, batch.weights)
-    )
-    kernel = params.embed.weight.flatten(1)
-    x_PE = linear(patches.to(kernel.dtype), kernel, params.embed.bias)
-    x_PE = x_PE + looked_up(params.positions, taps, weights)
-    angles = turns(at, config.dim // config.num_heads, theta=config.rope_theta)
-    rope, features = turn_of(angles.flatten(1)), {}
+    config, features = params.config, {}
+    D = config.dim // config.num_heads
+    rope = turn_of(turns(batch.positions.flatten(0, 1), D, theta=config.rope_theta).flatten(1))
+    x_PE = patched(params.embed, params.positions, batch)
     for i, layer in enumerate(params.layers):
-        x_PE = encoder_layer(config, layer, x_PE, rope, batch.frame_starts)
+        x_PE = encoder_layer(layer, x_PE, D, rope, batch.frame_starts, EPS)
         if i in config.deepstack:
             merger = params.deepstack[config.deepstack.index(i)]
-            x_TF = norm(x_PE.unflatten(0, (-1, 4)).flatten(1), merger.norm, EPS)
+            x_TF = norm(by_token(x_PE).flatten(1), merger.norm, EPS)
             features[i] = merged(merger, x_TF)
-    x_TF = norm(x_PE, params.merger.norm, EPS).unflatten(0, (-1, 4)).flatten(1)
+    x_TF = by_token(norm(x_PE, params.merger.norm, EPS)).flatten(1)
     return merged(params.merger, x_TF), tuple(features[i] for i in config.deepstack)
-
-
-@fg.block
-def encoder_layer(config: Config, layer: Layer, x_PE: Tensor, rope: Turn, starts: Tensor) -> Tensor:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-    D = config.dim // config.num_heads
-    x_PE = x_PE + attend(layer.qkv, layer.out, norm(x_PE, layer.attn_norm, EPS), D, rope, starts)
-    hidden_PF = gelu(affine(layer.up, norm(x_PE, layer.mlp_norm, EPS)), approximate="tanh")
-    return x_PE + affine(layer.down, hidden_PF)
 
 
 def merged(merger: Merger, x: Tensor) -> Tensor:
@@ -164,17 +141,13 @@ def collate(config: Config, pictures: Sequence[Picture]) -> Batch:
     found = [grids.taps(h, w, config.side, merge=MERGE, corners=True) for h, w in one]
     lengths = grids.frames(pictures)
     return Batch(
-        patches=_by_token(torch.cat([picture.patches for picture in pictures])),
-        positions=_by_token(every([grids.positions(h, w, MERGE) for h, w in one])),
-        taps=_by_token(every([index for index, _ in found])),
-        weights=_by_token(every([weight for _, weight in found])),
+        patches=by_token(torch.cat([picture.patches for picture in pictures])),
+        positions=by_token(every([grids.positions(h, w, MERGE) for h, w in one])),
+        taps=by_token(every([index for index, _ in found])),
+        weights=by_token(every([weight for _, weight in found])),
         frame_starts=grids.offsets(lengths),
         spec=fg.BatchSpec(sum(lengths) // MERGE**2, len(lengths)),
     )
-
-
-def _by_token(x: Tensor) -> Tensor:
-    return x.unflatten(0, (-1, MERGE**2))
 
 
 # --- weights --------------------------------------------------------------------------------------

@@ -17,14 +17,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, gelu, interpolate, pad, scaled_dot_product_attention
 
 import fngraph as fg
-from fngraph.models.families.layers import (
-    Affine,
-    affine,
-    affine_names,
-    matrix_of,
-    norm,
-    norm_of,
-)
+from fngraph.models.families.layers import Affine, affine, affine_names, matrix_of, norm, norm_of
 from fngraph.models.vision.parts import embedded, resized
 from fngraph.models.weights.naming import shape
 

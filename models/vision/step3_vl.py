@@ -19,14 +19,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, linear
 
 import fngraph as fg
-from fngraph.models.families.layers import (
-    Affine,
-    affine,
-    affine_names,
-    matrix_of,
-    norm,
-    norm_of,
-)
+from fngraph.models.families.layers import Affine, affine, affine_names, matrix_of, norm, norm_of
 from fngraph.models.vision import pages
 from fngraph.models.vision.pages import Crops, Page, Sizes, Views
 from fngraph.models.vision.parts import attend_whole, behind_first, embedded, quick_gelu, row_by_row

@@ -69,6 +69,25 @@ def test_keys_of_mixed_batches_may_hold_fewer_requests_than_come():
         build_table("FULL", STEPS, LIMITS, key_reqs=0)
 
 
+def test_mixed_batches_may_have_keys_for_several_numbers_of_requests():
+    for modes in ("FULL", "PIECEWISE"):
+        table = build_table(modes, STEPS, LIMITS, key_reqs=(1, 3, 5))
+        assert counts(table.keys(modes)) == [
+            (8, 5, None), (8, 3, None), (8, 1, None), (4, 4, None), (4, 3, None), (4, 1, None),
+            (1, 1, None),
+        ]  # fmt: skip
+        for reqs, held in ((1, 1), (2, 3), (3, 3), (4, 5), (5, 5)):
+            assert dispatch(table, BatchSpec(6, reqs)).descriptor[:2] == (8, held)
+        assert dispatch(table, BatchSpec(6, 6)).mode is Mode.NONE
+    assert (
+        build_table("FULL", STEPS, LIMITS, key_reqs=[99]).full
+        == build_table("FULL", STEPS, LIMITS).full
+    )
+    for wrong in ((), (3, 0)):
+        with pytest.raises(SizesError, match="holds no request"):
+            build_table("FULL", STEPS, LIMITS, key_reqs=wrong)
+
+
 def test_capture_order_is_tokens_then_adapters_falling():
     table = build_table("FULL_AND_PIECEWISE", STEPS, LIMITS, adapters=(0, 2, 3))
     for keys in (table.full, table.piecewise):

@@ -51,7 +51,7 @@ COUNT_FAMILY = [
         (((1,), "uniform"), ((1, 3), "uniform"), ((1, 3), "all"), ((4, 5), "uniform")),
         (7, 64),
     )
-    for options in ({}, {"own_uniform": True}, {"key_reqs": 3})
+    for options in ({}, {"own_uniform": True}, {"key_reqs": 3}, {"key_reqs": (2, 5)})
     if not options or modes == "FULL" or ("key_reqs" in options and "PIECEWISE" in modes)
 ]
 ADAPTERS = (

@@ -275,6 +275,16 @@ def test_sequences_close_a_batch():
             plan_encoder(64, 512, paths={"small": Path(64)}, max_sequences=bad)
 
 
+def test_numbers_of_sequences_are_graphs_of_their_own():
+    plan = plan_encoder(4, 16, max_items=4, max_sequences={"default": 12})
+    assert plan.num_graphs == 3
+    more = plan._replace(sequences={"default": (4, 12)})
+    assert more.num_graphs == 5  # budgets 4, 8, 16; the first holds 4 sequences at most
+    assert "4 or 12 sequences of default" in more.as_text()
+    assert "| default |      5 | 4, 8, 16      |" in more.as_text()
+    assert pack([Item((1,), 1, (1,))] * 4, more) == pack([Item((1,), 1, (1,))] * 4, plan)
+
+
 def test_paths_with_budgets_of_whole_sequences_and_of_their_own():
     paths = {"global": Path(272, unit=272), "local": Path(100, True, 100, (150, 250, 1000))}
     assert Path(64) == (64, False, None, None) and Item((1,)) == ((1,), 0, ())

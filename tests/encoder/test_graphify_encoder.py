@@ -11,6 +11,7 @@ import pictures as toy
 import pytest
 import torch
 import toys
+from torch import Tensor
 
 import fngraph as fg
 from fngraph.encoder.model import rows_of_the_only_path
@@ -117,6 +118,77 @@ def test_frames_and_sequences_bound_a_run(make):
     crowded = toy.Picture(tuple(toy.drawn(1, 4, toy.C, seed=i) for i in range(6)))  # an image
     toy.check(encoder, [crowded])
     assert encoder.stats.reasons["more than 5 sequences of default"] == 1
+
+
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE"])
+def test_a_budget_has_a_graph_for_each_number_of_sequences(make, modes: str):
+    """Images run as one of few, videos as one of many; nothing else is different."""
+    encoder = make("pictures", sequences=(2, 12), modes=modes, guards=True)
+    step = encoder.steps["default"]
+    keys = [key[:2] for _, key in step.table]
+    assert keys == [(64, 12), (64, 2), (32, 12), (32, 2), (16, 12), (16, 2), (8, 8), (8, 2)]
+    assert encoder.plan.num_graphs == 8 and encoder.plan.max_sequences == {"default": 12}
+    image, video = toy.picture(14), toy.picture(2, 5, 1, 4)
+    runs = [[image], [video], [image, toy.picture(9)], [video, toy.picture(3, 3, 3, 3)]]
+    for items, key in zip(runs, [(16, 2), (16, 12), (32, 2), (32, 12)], strict=True):
+        before = set(step.stats.captures)
+        toy.check(encoder, items)
+        (captured,) = set(step.stats.captures) - before
+        assert captured[0] is fg.Mode.parse(modes) and captured[1][:2] == key
+    draw = random.Random(1)
+    for _ in range(6):
+        toy.check(encoder, toy.random_items("pictures", draw))
+    crowded = toy.Picture(tuple(toy.drawn(1, 4, toy.C, seed=i) for i in range(13)))
+    toy.check(encoder, [crowded])
+    assert "more than 12 sequences of default" in encoder.stats.reasons
+
+
+@fg.struct
+class Tight:
+    """As `toy.Patches`, with room for the windows that there may be: a part of one in each frame
+    beside whole ones."""
+
+    patches: Tensor = fg.buffer("T 4 C", "float32")
+    positions: Tensor = fg.buffer("T", "int64", min=0)
+    frames: Tensor = fg.buffer("R + 1", "int32", pad="last")
+    windows: Tensor = fg.buffer("T // 3 + R + 1", "int32", pad="last")
+    shapes: Tensor = fg.buffer("T // 3 + R 2", "float32")  # of each window
+    window: Tensor = fg.buffer("T", "int64", pad=0, min=0)  # of each token
+    spec: fg.BatchSpec = fg.host()
+
+
+def see_tight(params: Any, batch: Tight) -> Any:
+    """As `toy.see`, with rows that are windows' added to those of their tokens."""
+    seen, of_window = toy.see(params, batch), torch.tanh(batch.shapes @ params["deep"][:2])
+    return seen | {"rows": seen["rows"] + of_window[batch.window]}
+
+
+def tight(path: str, items: Any) -> Tight:
+    made = toy.collate_pictures(path, items)
+    room = made.spec.num_tokens // 3 + made.spec.num_reqs + 1
+    assert made.windows[room - 1 :].eq(made.spec.num_tokens).all()
+    leaves = {name: getattr(made, name) for name in ("patches", "positions", "frames", "spec")}
+    lengths = made.windows[:room].diff()
+    window = torch.arange(room - 1).repeat_interleave(lengths)
+    shapes = torch.stack([lengths.float(), -lengths.float() / 3], 1)
+    return Tight(**leaves, windows=made.windows[:room], shapes=shapes, window=window)
+
+
+def test_windows_have_as_many_rows_as_tokens_and_sequences_allow(make):
+    """They are an axis of their own, offsets and rows, whose most follows from the other two."""
+    model = {"paths": {"default": fg.EncoderPath(see_tight, 8)}, "collate": tight}
+    encoder = make("pictures", model=model, sequences=(4, 16), guards=True)
+    wide = make("pictures", guards=True)
+    rows = {kind: leaf.shape for kind, leaf in (
+        (of, leaf) for of, step in (("tight", encoder), ("wide", wide))
+        for leaf in step.steps["default"].main.executable.plan.buffers
+        if leaf.path.endswith("windows")
+    )}  # fmt: skip
+    assert rows == {"tight": (64 // 3 + 16 + 1,), "wide": (65,)}
+    draw = random.Random(2)
+    for _ in range(12):
+        toy.check(encoder, toy.random_items("pictures", draw))
+    assert encoder.stats.hits() > 20
 
 
 # --- neighbours -----------------------------------------------------------------------------------
@@ -319,6 +391,9 @@ def test_plans(kind: str, options: dict[str, Any], budgets: Any):
         ("pictures", {"budgets": (8,), "histogram": [8]}, SizesError, "Pass one of them"),
         ("pictures", {"histogram": [999]}, SizesError, "no run of 1 to 64 tokens"),
         ("pictures", {"budgets": (9, 3)}, SizesError, r"budgets=\(9, 3\) must ascend"),
+        ("pictures", {"sequences": (9, 3)}, SizesError, r"sequences=\(9, 3\) .* Pass \(3, 9\)"),
+        ("pictures", {"sequences": ()}, SizesError, r"sequences=\(\) .* Pass \(8, 64\)"),
+        ("pages", {"sequences": {"local": (2, 3)}}, SizesError, "'local': .* 100 tokens each"),
         ("pictures", {"budgets": (8,), "max_items": 9}, SizesError, "max_items=9 is more than"),
         ("pictures", {"modes": "NONE"}, ModesError, 'modes="FULL" or modes="PIECEWISE"'),
         ("pictures", {"modes": "FULL_AND_PIECEWISE"}, ModesError, 'modes="FULL_AND_PIECEWISE"'),

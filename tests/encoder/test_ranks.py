@@ -1,8 +1,13 @@
-"""Items over ranks: two processes give what one gives, in the same order, and share the work."""
+"""Items over ranks: two processes, as torchrun starts them, give what one gives, in the same order,
+and share the work. As a script this file is what each of them runs.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,9 +16,9 @@ import pictures as toy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import toys
 
+ROOT = Path(__file__).parents[2]
 RANKS = 2
 
 
@@ -25,30 +30,33 @@ def calls(kind: str) -> list[list[Any]]:
     return [*(toy.random_items(kind, draw) for _ in range(4)), one, crop, []]
 
 
-def rank_of(rank: int, folder: str) -> None:
+def main(folder: Path) -> None:
     """What each process runs: every call's outputs, and what was its own, into a file."""
-    dist.init_process_group(
-        "gloo", f"file://{folder}/meet", timedelta(minutes=5), rank=rank, world_size=RANKS
-    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     try:
+        rank = dist.get_rank()
         for kind in toy.KINDS:
             encoder = toy.make(kind, "cpu", "tape", ranks=dist.group.WORLD)
             outputs = [encoder(items) for items in calls(kind)]
             ran = {path: step.stats.tokens for path, step in encoder.steps.items()}
-            torch.save((outputs, encoder.stats.items, ran), f"{folder}/{kind}{rank}.pt")
+            torch.save((outputs, encoder.stats.items, ran), folder / f"{kind}{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
-    """What the processes have left; this one is the first of them."""
+    """What the processes have left."""
     made = tmp_path_factory.mktemp("ranks")
-    other = mp.get_context("spawn").Process(target=rank_of, args=(1, str(made)))
-    other.start()
-    rank_of(0, str(made))
-    other.join()
-    assert other.exitcode == 0
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={RANKS}", __file__, str(made),
+    ]  # fmt: skip
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-4000:]
     return made
 
 
@@ -68,3 +76,7 @@ def test_two_processes_equal_one(folder: Path, kind: str):
     }
     both = [sum(ran.values()) for *_, ran in found]
     assert max(both) < 0.75 * sum(both), "the work is shared"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

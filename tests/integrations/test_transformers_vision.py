@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +22,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import fngraph as fg
 from fngraph.errors import ModelError, SpecError
-from fngraph.integrations.transformers.vision import NAME, attend_packed, pictures, vision_encoder
+from fngraph.integrations.transformers.vision import (
+    NAME,
+    Picture,
+    attend_packed,
+    pictures,
+    vision_encoder,
+)
 
 SMALL = {"depth": 2, "num_heads": 2, "patch_size": 4}
 SIZES = SMALL | {"hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 20}
@@ -109,16 +117,51 @@ def check_call(encode: Any, items: list[Any], wants: list[Any], order: list[int]
         assert rows.abs().max() > 0.1
 
 
+def check_leaves(encode: Any) -> None:
+    """Padding of each leaf is poisoned, but that of offsets, which say what theirs is."""
+    step = encode.steps["default"]
+    leaves = step.main.executable.plan.buffers
+    assert {leaf.buffer.pad for leaf in leaves if leaf.buffer.pad_given} <= {"last"}
+    free = [not leaf.buffer.pad_given for leaf in leaves]
+    assert any(free) and list(step.main.poison.poisoned) == free
+
+
+def check_neighbours(encode: Any, items: list[Any], spoilt: list[Any]) -> None:
+    """The same run, with NaN in all items but one, changes no bit of that one."""
+    (run,) = encode.pack(items).runs
+    assert run.budget and len(run.items) == len(items) > 1
+    wants = encode(items)
+    for i, want in enumerate(wants):
+        gots = encode([*spoilt[:i], items[i], *spoilt[i + 1 :]])
+        torch.testing.assert_close(gots[i], want, atol=0, rtol=0)
+        assert not any(rows[0].isfinite().all() for rows in gots[:i] + gots[i + 1 :])
+
+
+def check_calls(encode: Any, items: list[Any], wants: list[Any]) -> None:
+    """200 calls, with all that may be in one."""
+    draw, met = random.Random(5), collections.Counter[str]()
+    for _ in range(200):
+        order = draw.choices(range(len(items)), k=draw.randint(0, 8))
+        check_call(encode, items, wants, order)
+        runs = encode.pack([items[i] for i in order]).runs
+        met["none"] += not order
+        met["one"] += len(order) == 1
+        met["more than a graph holds"] += len(order) > encode.plan.max_items
+        met["beyond every budget"] += any(run.budget is None for run in runs)
+        met["together"] += any(len(run.items) > 1 for run in runs)
+    assert min(met.values()) >= 8, met
+
+
 @pytest.mark.sampled(0)  # a minute each
 @pytest.mark.parametrize("name", TOWERS)
 def test_two_hundred_calls(name: str):
     tower = tower_of(name)
     items = items_of(tower)
     wants = [theirs(name, tower, item) for item in items]
-    encode = fg.graphify_encoder(*vision_encoder(tower), budgets=(8, 32), recorder="tape")
-    draw = random.Random(5)
-    for _ in range(200):
-        check_call(encode, items, wants, draw.choices(range(len(items)), k=draw.randint(0, 8)))
+    encode = fg.graphify_encoder(
+        *vision_encoder(tower), budgets=(8, 32), max_items=4, recorder="tape", guards=True
+    )
+    check_calls(encode, items, wants)
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -130,12 +173,30 @@ def test_packed_towers(name: str):
     encode = fg.graphify_encoder(
         model, params, budgets=(8, 32), max_items=4, recorder="tape", guards=True
     )
-    for order in [[i] for i in range(len(items))] + [[3, 0, 2], [4, 1, 0, 5, 2, 3]]:
+    for order in [[i] for i in range(len(items))] + [[], [3, 0, 2], [4, 1, 0, 5, 2, 3]]:
         check_call(encode, items, wants, order)
+    check_leaves(encode)
+    some = [items[i] for i in (0, 2, 3)]
+    spoilt = [item._replace(patches=torch.full_like(item.patches, torch.nan)) for item in some]
+    check_neighbours(encode, some, spoilt)
     packed = encode.pack(items)
     assert [run.items for run in packed.runs if run.budget is None] == [(5,)]
     assert tower.config._attn_implementation == "eager", "as it was"
     torch.testing.assert_close(theirs(name, tower, items[1]), wants[1], atol=0, rtol=0)
+
+
+def test_there_is_room_for_the_windows_of_any_grid():
+    """Of one token each at worst, and most of all where a frame is one token high."""
+    tower = tower_of("qwen2_5_vl")
+    model, _ = vision_encoder(tower)
+    least = 99
+    for h, w, t in itertools.product(range(2, 16, 2), range(2, 16, 2), (1, 3)):
+        patches = torch.zeros(t * h * w, tower.patch_embed.proj.weight[0].numel())
+        batch = model.collate("default", [Picture(patches, (t, h, w))])
+        assert len(batch.windows) == batch.spec.num_tokens // 2 + batch.spec.num_reqs + 1
+        assert batch.windows[-1] == t * h * w
+        least = min(least, int(batch.windows.eq(batch.windows[-1]).sum()))
+    assert least == 1, "no room is left over where it is needed"
 
 
 def test_the_tower_of_a_whole_model():
@@ -188,17 +249,40 @@ def llama4() -> tuple[Any, Callable[[Tensor], Tensor]]:
     return made, lambda tiles: made.multi_modal_projector(made.vision_model(tiles)[0])
 
 
+def over_tiles(model: Any, params: Any) -> fg.Encoder:
+    """Under guards; nothing is deferred, or one picture would hardly ever share a run."""
+    return fg.graphify_encoder(
+        model, params, budgets=(4, 16, 32), max_items=4, defer=False, recorder="tape", guards=True
+    )
+
+
+def tiles() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(k, 3, 16, 16, generator=generator) for k in (1, 4, 2, 9, 3)]
+
+
+@pytest.mark.sampled(0)  # half a minute each
+@pytest.mark.parametrize("make", [internvl, llama4])
+def test_two_hundred_calls_over_tiles(make: Any):
+    owner, theirs = make()
+    items = tiles()
+    encode = over_tiles(*vision_encoder(owner, max_tokens=32))
+    check_calls(encode, items, [theirs(item).flatten(0, 1) for item in items])
+
+
 @pytest.mark.parametrize("make", [internvl, llama4])
 def test_towers_over_tiles(make: Any):
     owner, theirs = make()
     model, params = vision_encoder(owner, max_tokens=32)
     assert model.paths["default"].unit == 4 and not any("language" in name for name in params)
-    generator = torch.Generator().manual_seed(2)
-    items = [torch.randn(k, 3, 16, 16, generator=generator) for k in (1, 4, 2, 9, 3)]
-    encode = fg.graphify_encoder(model, params, budgets=(4, 16, 32), recorder="tape", guards=True)
-    for order in ([0], [1, 2], [4, 3, 0, 2, 1]):
-        for i, got in zip(order, encode([items[i] for i in order]), strict=True):
-            torch.testing.assert_close(got, theirs(items[i]).flatten(0, 1), **CLOSE)
+    items = tiles()
+    encode = over_tiles(model, params)
+    wants = [theirs(item).flatten(0, 1) for item in items]
+    for order in ([], [0], [1, 2], [4, 3, 0, 2, 1], [0, 2, 0, 0, 0]):
+        check_call(encode, items, wants, order)
+    check_leaves(encode)
+    some = [items[0], items[2], items[0]]
+    check_neighbours(encode, some, [torch.full_like(item, torch.nan) for item in some])
     with pytest.raises(SpecError, match=r"tiles of shape \(1, 3, 8, 16\)\. Pass \(1, 3, 16, 16\)"):
         encode([items[0][:, :, :8]])
 

@@ -22,6 +22,7 @@ from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import is_op, is_tensor
 from fngraph.fx.rows.state import OFFSETS, Kept, OpCall, op_name
 from fngraph.fx.schemas import named
+from fngraph.torch_facts.tracing import FloorDiv
 
 LARGEST = 1 << 24
 """More than T and R ever are: numbers made of them fit an integer if they fit it for these."""
@@ -83,6 +84,8 @@ def at_most(a: Any, b: Any) -> bool:
     rest = sympy.sympify(b) - sympy.sympify(a)
     if rest.is_number:
         return bool(rest >= 0)
+    if quotients := sorted(rest.atoms(FloorDiv), key=str):
+        return any(at_most(0, x) for x in _with_less(sympy.expand(rest), quotients[0]))
     if not rest.is_polynomial():
         return False
     more = sympy.expand(rest.subs({s: s + 1 for s in rest.free_symbols}))
@@ -90,6 +93,19 @@ def at_most(a: Any, b: Any) -> bool:
     return bool(
         sum(c * LARGEST ** sum(powers) for powers, c in terms if c < 0 or not any(powers)) >= 0
     )
+
+
+def _with_less(x: sympy.Expr, quotient: FloorDiv) -> list[sympy.Expr]:
+    """`x` with a bound in place of a rounded quotient that it has; none of them is above `x`."""
+    whole, by = quotient.args
+    times = x.coeff(quotient)
+    rest = sympy.expand(x - times * quotient)
+    if not (by.is_Integer and by > 0 and times.is_number and not rest.has(quotient)):
+        return []
+    if times < 0:
+        return [rest + times * whole / by]
+    nothing = [rest] if at_most(0, whole) else []
+    return [*nothing, rest + times * (whole - by + 1) / by]
 
 
 def _least(a: Any, b: Any) -> Any:

@@ -205,9 +205,21 @@ def routed(model: Any) -> Iterator[None]:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_rule)
-    before = model.config._attn_implementation
+    with attending_with(model, NAME):
+        yield
+
+
+@contextlib.contextmanager
+def attending_with(model: Any, name: str) -> Iterator[None]:
+    """For the duration, `model` and all parts of it attend with the implementation `name`."""
+    config = model.config
+    before = {"": config._attn_implementation} | {
+        part: getattr(config, part)._attn_implementation
+        for part in config.sub_configs
+        if getattr(config, part, None) is not None
+    }
     try:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(name)
         yield
     finally:
         model.set_attn_implementation(before)

@@ -1,11 +1,16 @@
 """A transformers causal LM as a pure function: forward(params, cache, batch) -> (logits, cache).
 
-Shape letters: T query tokens, R requests, B blocks per request, V vocab; K kv heads, D head dim.
+Of a vision-language model it is its language model. A picture is a run of one token in a prompt,
+and `Pictured` has the rows that its tower made of it; `Placed` are batches without.
+
+Shape letters: T query tokens, R requests, B blocks per request, V vocab; K kv heads, D head dim, E
+model dim, N rows of a token, 1 and those of its deepstack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +41,31 @@ class Batch:
     spec: fg.BatchSpec = fg.host()
 
 
+@fg.struct
+class Places:
+    """Where tokens are beside their number in the text."""
+
+    places: Tensor = fg.buffer("T 3", "int64")  # time, row and column
+
+
+@fg.struct
+class Placed(Batch, Places):
+    """A step's tokens, with three positions each."""
+
+
+@fg.struct
+class Rows:
+    """What the tokens of pictures take."""
+
+    takes: Tensor = fg.buffer("T", "bool", pad=False)  # whether a token is a picture's
+    rows: Tensor = fg.buffer("T N E", "float32")  # of these tokens; else they are not read
+
+
+@fg.struct
+class Pictured(Placed, Rows):
+    """A step's tokens, some of which are pictures'."""
+
+
 def params_of(model: Any, ropes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Parameters and buffers by name, a tied one once, in place; `ropes` as they are unscaled."""
     held = {n: p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())}
@@ -45,23 +75,61 @@ def params_of(model: Any, ropes: Mapping[str, Any]) -> dict[str, Tensor]:
     return held
 
 
-def pure_forward(model: Any, longest: int, fixed: Fixed) -> Forward:
-    """`model` without its memory: the logits (R, V) of rows `logits_indices`, and the cache."""
+def pure_forward(model: Any, longest: int, fixed: Fixed, kind: type[Batch] = Batch) -> Forward:
+    """`model` without its memory: the logits (R, V) of rows `logits_indices`, and the cache.
+
+    Args:
+        kind: of its batches.
+    """
 
     def forward(
         params: dict[str, Tensor], cache: tuple[KV, ...], batch: Batch
     ) -> tuple[Tensor, tuple[KV, ...]]:
-        with routed(model), fixing(model, fixed):
+        with routed(model), fixing(model, fixed), taking(model, batch):
             return logits_of(model, params, batch, Attending(batch, cache, longest)), cache
 
+    forward.__annotations__["batch"] = kind
     return forward
+
+
+@contextlib.contextmanager
+def taking(model: Any, batch: Any) -> Iterator[None]:
+    """For the duration, the language model inside `model` takes the batch's rows, if it has any:
+    the first of each token in place of its embedding, the others after the first layers."""
+    if not isinstance(batch, Pictured):
+        yield
+        return
+    language, takes_1T1 = model.model.language_model, batch.takes[None, :, None]
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x_1TE = kwargs["inputs_embeds"]
+        first, *deep = batch.rows.to(x_1TE.dtype).unbind(1)
+        given = kwargs | {"inputs_embeds": torch.where(takes_1T1, first[None], x_1TE)}
+        if deep:
+            given |= {"deepstack_visual_embeds": deep, "visual_pos_masks": takes_1T1}
+        return args, given
+
+    def add(x_1TE: Tensor, takes_1T1: Tensor, row_TE: Tensor) -> Tensor:  # theirs picks rows out
+        return x_1TE + torch.where(takes_1T1, row_TE[None], 0)
+
+    hook = language.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        if batch.rows.shape[1] > 1:
+            language._deepstack_process = add
+        yield
+    finally:
+        hook.remove()
+        vars(language).pop("_deepstack_process", None)
 
 
 def logits_of(model: Any, params: dict[str, Tensor], batch: Any, attending: Attending) -> Tensor:
     """The logits (R, V). One row of T tokens; which belong together, only attention knows."""
+    positions = batch.positions[None]
+    if isinstance(batch, Placed):  # theirs are of the text, of time, rows and columns
+        positions = torch.cat([positions, batch.places.T])[:, None]
     kwargs = {
         "input_ids": batch.token_ids[None],
-        "position_ids": batch.positions[None],
+        "position_ids": positions,
         # nothing is padding; without it the positions would be searched for packed sequences
         "attention_mask": torch.ones_like(batch.token_ids)[None],
         "use_cache": False,

@@ -4,6 +4,11 @@
     fast.generate(prompts, max_new_tokens=48)      # lists of tokens in, lists of tokens out
     print(fast.support)                            # per layer: backend, level, reason
 
+A vision-language model is three of them on one pool: its tower's graphs, those of steps in which
+there are tokens of pictures, and those of all other steps.
+
+    fast.generate(prompts, max_new_tokens=48, pictures=[pictures(pixel_values, image_grid_thw)])
+
 Nothing of transformers is edited. Attention reaches `fg.ops.attention` through the interface that
 transformers has for it, weights are passed in by `torch.func.functional_call`.
 """
@@ -11,38 +16,49 @@ transformers has for it, weights are passed in by `torch.func.functional_call`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from fngraph.core import Limits, Mode, Support
-from fngraph.core.text import table
+from fngraph.core import Limits, Mode
+from fngraph.encoder.graphs import graphify_encoder
 from fngraph.errors import ModelError, SpecError
 from fngraph.graphified import graphify
-from fngraph.integrations.transformers.attention import Layer
 from fngraph.integrations.transformers.fixed import Fixed, experts_of, scaled_ropes
 from fngraph.integrations.transformers.forward import (
     KV,
     Batch,
     Forward,
+    Pictured,
+    Placed,
     attention_layers,
     init_cache,
     params_of,
     pure_forward,
 )
 from fngraph.integrations.transformers.generation import asked, processors
+from fngraph.integrations.transformers.multimodal import (
+    APART,
+    Vision,
+    batch_of,
+    picture_tokens,
+    see,
+    shown_in,
+    vlm_of,
+)
 from fngraph.integrations.transformers.prompts import refuse_endless, tokens_of
 from fngraph.integrations.transformers.suitable import refuse_long, refuse_unsuitable
+from fngraph.integrations.transformers.support import ModelSupport, support_of
 from fngraph.integrations.transformers.trial import check_step
-from fngraph.models.serving.batches import empty_batch, lay_out
+from fngraph.integrations.transformers.vision import Picture, vision_encoder
 from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.requests import Event, Row, State, start
 from fngraph.models.serving.sampling import likeliest
 from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.submitting import submit
-from fngraph.stages import Lowered
 from fngraph.step.step import Step
 
 
@@ -63,42 +79,6 @@ class Served(NamedTuple):
     events: tuple[Event, ...]
 
 
-class LayerSupport(NamedTuple):
-    """What runs a layer's attention.
-
-    Attributes:
-        layer: the path of its module.
-        level: the largest class of batches that one captured graph of it serves.
-        reason: what the layer asks of a backend, and which backends refuse that.
-    """
-
-    layer: str
-    backend: str
-    level: Support
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelSupport:
-    """Every attention layer in order, and the modes that they resolve to."""
-
-    rows: tuple[LayerSupport, ...]
-    modes: Mode
-    notes: tuple[str, ...]
-
-    def as_text(self) -> str:
-        """A table, the modes, and why they are not those that were asked for."""
-        return "\n\n".join(
-            [
-                table(["layer", "backend", "level", "reason"], self.rows),
-                f"{self.modes}",
-                *self.notes,
-            ]
-        )
-
-    __repr__ = as_text
-
-
 @dataclasses.dataclass(frozen=True)
 class GraphifiedModel:
     """A model with its graphs, over a paged cache of its own.
@@ -114,6 +94,8 @@ class GraphifiedModel:
         max_len: positions that it was made for; None: not known.
         generation: the model's own generation config, of which `generate` takes the rest.
         tokenizer: of transformers, for prompts that are strings; None: there is none.
+        picture_tokens: tokens that stand for pictures, or for sound.
+        vision: what runs pictures, and steps with tokens of theirs; None: it takes none.
     """
 
     forward: Forward
@@ -126,6 +108,8 @@ class GraphifiedModel:
     max_len: int | None
     generation: Any
     tokenizer: Any = None
+    picture_tokens: frozenset[int] = frozenset()
+    vision: Vision | None = None
 
     @overload
     def generate(
@@ -138,6 +122,7 @@ class GraphifiedModel:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
         stop: Collection[int] | None = None,
     ) -> list[list[int]]: ...
 
@@ -146,6 +131,7 @@ class GraphifiedModel:
         prompts: Sequence[Any],
         max_new_tokens: int,
         *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
         stop: Collection[int] | None = None,
     ) -> Any:
         """Greedy tokens after each prompt, without the prompt, all prompts batched continuously.
@@ -154,7 +140,10 @@ class GraphifiedModel:
         model's generation config.
 
         Args:
-            prompts: lists of tokens, of any lengths; or strings, if there is a tokenizer.
+            prompts: lists of tokens, of any lengths, those of pictures as the model's processor
+                writes them; or strings, if there is a tokenizer.
+            pictures: of each prompt, as `fngraph.integrations.transformers.pictures` makes them:
+                images in the order in which they come, and videos likewise.
             stop: tokens that end a text, the last one in it; None: the model's own.
 
         Returns:
@@ -163,13 +152,15 @@ class GraphifiedModel:
 
         Raises:
             SpecError: a prompt that is empty, too long for the limits, the cache or the model, or
-                has tokens that are none; a string without a tokenizer.
-            ModelError: the generation config asks for what is not here; or, when all others are
-                done, the logits of a prompt are no numbers.
+                has tokens that are none, or that are not those of its pictures; a string without a
+                tokenizer.
+            ModelError: pictures for a model that takes none here; the generation config asks for
+                what is not here; or, when all others are done, the logits of a prompt are no
+                numbers.
         """
         texts: list[list[int]] = [[] for _ in prompts]
         failed: list[Event] = []
-        for served in self.serve(prompts, max_new_tokens, stop=stop):
+        for served in self.serve(prompts, max_new_tokens, pictures=pictures, stop=stop):
             for event in served.events:
                 texts[event.id] += event.tokens
                 failed += [event] * event.failed
@@ -185,6 +176,7 @@ class GraphifiedModel:
         prompts: Sequence[Sequence[int]] | list[str],
         max_new_tokens: int,
         *,
+        pictures: Sequence[Sequence[Picture]] | None = None,
         stop: Collection[int] | None = None,
     ) -> Iterator[Served]:
         """The steps of `generate`, one by one. The whole cache is taken; run one at a time.
@@ -194,10 +186,14 @@ class GraphifiedModel:
         asks, max_new_tokens = asked(self.generation), whole("max_new_tokens", max_new_tokens)
         limits = self.step.limits
         num_blocks, block_size = self.cache[0][0].shape[:2]
-        policy = Policy(limits.max_tokens, limits.max_reqs, limits["B"], block_size)
+        prompts, vision = tokens_of(prompts, self.tokenizer), self.vision
+        shown = shown_in(vision and vision.vlm, self.picture_tokens, prompts, pictures)
+        policy = Policy(  # blocks go by tokens, and equal tokens may stand for other pictures
+            limits.max_tokens, limits.max_reqs, limits["B"], block_size, share=not shown
+        )
         ends = [int(token) for token in (self.stop if stop is None else stop)]
         state = start(num_blocks, policy)
-        for i, prompt in enumerate(tokens_of(prompts, self.tokenizer)):
+        for i, prompt in enumerate(prompts):
             refuse_endless(i, len(prompt), max_new_tokens, policy, num_blocks, self.max_len)
             try:
                 state = submit(state, policy, prompt, max_new_tokens, stop=ends)
@@ -211,11 +207,18 @@ class GraphifiedModel:
         change = {
             job.id: processors(asks, ends, len(job.tokens), device) for job in state.waiting if asks
         }
+        seen: dict[int, Tensor] = {}  # of the prompts that are not computed to their end
+        look = functools.partial(see, vision, shown, seen) if vision else None
+        kind = Placed if vision else Batch
         while state.live:
             state = plan(state, policy)
             rows = state.rows
-            batch = lay_out(rows, policy, lambda spec: empty_batch(Batch, policy, spec))
-            logits_RV, _ = self.step(self.cache, batch)
+            batch = batch_of(kind, rows, policy, shown, look)
+            step = vision.prefill if vision and isinstance(batch, Pictured) else self.step
+            logits_RV, _ = step(self.cache, batch)
+            for job, new, _ in rows:
+                if job.computed + new >= len(job.request.prompt):
+                    seen.pop(job.id, None)
             chosen_RV = changed(logits_RV, rows, change) if change else logits_RV
             state, events = advance(state, likeliest(chosen_RV)[:, None].tolist())
             yield Served(rows, batch, logits_RV, state, events)
@@ -241,8 +244,9 @@ def graphify_model(
     compile: str = "none",
     passes: Any = None,
     tokenizer: Any = None,
+    encoder: Mapping[str, Any] | None = None,
 ) -> GraphifiedModel:
-    """Graphs for a transformers causal LM over a paged cache.
+    """Graphs for a transformers causal LM over a paged cache, or for a vision-language model.
 
     Args:
         model: in eval mode, on one device; neither it nor its config is changed.
@@ -255,36 +259,67 @@ def graphify_model(
         lazy: capture a key when it is first needed, not now.
         tokenizer: of transformers, for `generate` of strings: AutoTokenizer.from_pretrained(...).
         check: first run two small requests, and compare their logits with the model's own.
+        encoder: of a vision-language model, what `fg.graphify_encoder` takes for its tower:
+            budgets, max_items, ...; its graphs are of up to 8192 output tokens, or as many as a
+            request may have.
 
     Raises:
-        ModelError: a model that cannot run over a paged cache, with the reason.
+        ModelError: a model that cannot run over a paged cache, with the reason; options of an
+            encoder for one that takes no pictures here.
         PurityError: its forward does what a graph would freeze, with the line in its file.
         FnGraphError: see the classes in `fngraph.errors`.
     """
     refuse_unsuitable(model)
     refuse_long(model, limits, block_size)
+    vlm = vlm_of(model)
+    if encoder is not None and vlm is None:
+        raise ModelError(
+            f"encoder= is for models that take pictures here, and {type(model).__name__} is none "
+            f"of {', '.join(sorted(APART))}. Leave it out"
+        )
     longest = limits["B"] * block_size
     fixed = Fixed(experts_of(model, experts), scaled_ropes(model, longest))
     params = params_of(model, fixed.ropes)
     layers = attention_layers(model, params, limits, longest, fixed)
     num_blocks = limits.max_reqs * limits["B"] if num_blocks is None else num_blocks
     cache = init_cache(layers, num_blocks, block_size, next(iter(params.values())).device)
-    forward = pure_forward(model, longest, fixed)
+    kind = Batch if vlm is None else Placed
+    forward = pure_forward(model, longest, fixed, kind)
     if check:
-        check_step(model, forward, params, layers)
-    fast = graphify(
-        forward, modes=modes, donate="cache", stage="batch", limits=limits, sizes=sizes,
-        backends=backends, recorder=recorder, outputs=outputs, compile=compile, passes=passes,
-    )  # fmt: skip
+        check_step(model, forward, params, layers, kind)
+    modes, options = Mode.parse(modes), {"compile": compile, "passes": passes}
+    laid = {
+        "donate": "cache", "stage": "batch", "sizes": sizes, "outputs": outputs,
+        "backends": backends, **options,
+    }  # fmt: skip
+    fast = graphify(forward, modes=modes, limits=limits, recorder=recorder, **laid)
     lowered = fast.trace(params, cache).split().lower()
     step = lowered.compile().capture(params, cache, recorder=recorder, outputs=outputs, lazy=lazy)
+    vision = None
+    if vlm is not None:
+        seeing, weights = vision_encoder(model, max_tokens=min(8192, longest))
+        if modes is Mode.NONE:
+            seeing = dataclasses.replace(seeing, eager_because='modes="NONE"')
+        of_tower = "PIECEWISE" if modes is Mode.PIECEWISE else "FULL"
+        given = {"modes": of_tower, "recorder": step.recorder, **options, **(encoder or {})}
+        tower = graphify_encoder(seeing, weights, **given)
+        pictured = graphify(
+            pure_forward(model, longest, fixed, Pictured), modes=modes.mixed, **laid
+        )
+        wide = Limits(
+            limits.max_tokens, limits.max_reqs, **limits.dims | {"N": vlm.rows, "E": vlm.dim}
+        )
+        prefill = pictured.bind(params).capture(
+            cache, wide, recorder=step.recorder, lazy=lazy, progress=False
+        )
+        vision = Vision(vlm, tower if lazy else tower.capture(), prefill)
     stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [] if stop is None else [stop] if isinstance(stop, int) else stop
     return GraphifiedModel(
         forward, params, cache, step, support_of(model, layers, lowered), frozenset(ends),
         model.get_input_embeddings().weight.shape[0],
         getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        getattr(model, "generation_config", None), tokenizer,
+        getattr(model, "generation_config", None), tokenizer, picture_tokens(model), vision,
     )  # fmt: skip
 
 
@@ -297,23 +332,3 @@ def changed(
         text = torch.as_tensor(job.tokens.view(0, job.computed + new), device=out_RV.device)
         out_RV[i] = change[job.id](text[None], out_RV[i, None].clone())[0]
     return out_RV
-
-
-def support_of(model: Any, layers: Sequence[Layer], lowered: Lowered) -> ModelSupport:
-    """The table of a lowered model."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    rows = []
-    for layer, call in zip(layers, lowered.calls):
-        asks = [f"{n} {getattr(call.config, n)}" for n in ("window", "softcap")
-                if getattr(call.config, n) is not None]  # fmt: skip
-        others = [b for b in call.primitive.backends.values() if b not in call.backends]
-        usable = [b for b in others if b.missing() is None]
-        refused = [f"not {b.name}: {why}" for b in usable if (why := b.refusal(call.config))]
-        rows.append(
-            LayerSupport(
-                paths[id(layer.module)], " + ".join(b.name for b in call.backends),
-                min(level for _, level in call.levels()),
-                "; ".join([*asks, *refused]) or "causal, nothing more",
-            )
-        )  # fmt: skip
-    return ModelSupport(tuple(rows), lowered.resolution.modes, lowered.notes)

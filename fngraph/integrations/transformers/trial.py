@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fngraph.errors import ModelError
-from fngraph.integrations.transformers.attention import Layer
+from fngraph.integrations.transformers.attention import Layer, attending_with
 from fngraph.integrations.transformers.forward import Batch, Forward, init_cache
-from fngraph.models.serving.batches import empty_batch, lay_out
+from fngraph.integrations.transformers.multimodal import batch_of
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import start
 from fngraph.models.serving.scheduling import advance, plan
@@ -25,8 +23,9 @@ CHECKED = Policy(4, 2, 1, block_size=8, share=False, reserve=0)
 
 @torch.no_grad()
 def check_step(
-    model: Any, forward: Forward, params: dict[str, Tensor], layers: list[Layer]
-) -> None:
+    model: Any, forward: Forward, params: dict[str, Tensor], layers: list[Layer],
+    kind: type[Batch] = Batch,
+) -> None:  # fmt: skip
     """Raise unless the logits of the step are those of the model, two small requests each alone.
 
     A flattened row of requests is right only if nothing but attention looks from one token to
@@ -41,7 +40,7 @@ def check_step(
     for prompt in prompts:
         state = submit(state, CHECKED, prompt, 2)
     cache = init_cache(layers, num_blocks=2, block_size=8, device=device)
-    with _eager(model):
+    with attending_with(model, "eager"):  # their sdpa leaves out soft caps
         alone = {
             i: model(torch.tensor([p], device=device), use_cache=False).logits[0, -1]
             for i, p in enumerate(prompts)
@@ -55,7 +54,7 @@ def check_step(
         )
     while state.live:
         state = plan(state, CHECKED)
-        batch = lay_out(state.rows, CHECKED, lambda spec: empty_batch(Batch, CHECKED, spec))
+        batch = batch_of(kind, state.rows, CHECKED)
         leaves = {n: x.to(device) for n, x in vars(batch).items() if isinstance(x, Tensor)}
         logits_RV, cache = forward(params, cache, dataclasses.replace(batch, **leaves))
         for (job, new, _), got in zip(state.rows, logits_RV):
@@ -72,14 +71,3 @@ def check_step(
             "token to another, or goes by something other than position_ids. If that is as it "
             "should be, pass check=False"
         )
-
-
-@contextlib.contextmanager
-def _eager(model: Any) -> Iterator[None]:
-    """With transformers' plainest attention: its sdpa leaves out soft caps."""
-    before = model.config._attn_implementation
-    try:
-        model.set_attn_implementation("eager")
-        yield
-    finally:
-        model.set_attn_implementation(before)

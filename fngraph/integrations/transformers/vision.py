@@ -8,7 +8,7 @@ the sizes of pictures as arguments: it is worked out on the host by transformers
 staged. Their attention reaches `fg.ops.varlen_attention` by a name with "flash" in it, which is how
 they know that sequences lie end to end. Towers over tiles of one size (InternVL, Llama 4) are in
 `tiles`. Shape letters: T output tokens, P = 4*T patches, R frames, C numbers of a patch, N rows of
-a learned table that a position is made of, H heads, D head dim.
+a learned table that a position is made of, S tokens along a window, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ class Picture(NamedTuple):
         patches: (frames * rows * columns, C) float32.
         grid: frames, rows and columns, in patches: its row of `image_grid_thw`.
         modality: "image" or "video".
+        seconds: from a frame of a video to the next, where positions in a prompt go by it
+            (Qwen2.5-VL): its number in `second_per_grid_ts`.
     """
 
     patches: Tensor
     grid: tuple[int, int, int]
     modality: str = "image"
+    seconds: float = 1.0
 
 
 @fg.struct
@@ -75,7 +78,7 @@ class Resized(Patches):
 class Windowed(Patches):
     """Pictures whose tokens lie window by window."""
 
-    windows: Tensor = fg.buffer("T + 1", "int32", pad="last")  # where they begin, in patches
+    windows: Tensor = fg.buffer("T // S + R + 1", "int32", pad="last")  # begin there, in patches
     places: Tensor = fg.buffer("T", "int64", min=0)  # of each token of a picture, among windows
     spec: fg.BatchSpec = fg.host()
 
@@ -148,11 +151,16 @@ def _weights(owner: Any, *parts: str) -> Params:
 # --- towers over packed patches -------------------------------------------------------------------
 
 
-def pictures(pixels: Tensor, grids: Any, modality: str = "image") -> list[Picture]:
-    """Items, out of a processor's `pixel_values` and `image_grid_thw`; or those of videos."""
+def pictures(
+    pixels: Tensor, grids: Any, modality: str = "image", seconds: Any = None
+) -> list[Picture]:
+    """Items, out of a processor's `pixel_values` and `image_grid_thw`; or those of videos, with
+    `second_per_grid_ts` where there is one."""
     sizes = [tuple(map(int, grid)) for grid in grids]
     parts = pixels.split([t * h * w for t, h, w in sizes])
-    return [Picture(x, grid, modality) for x, grid in zip(parts, sizes, strict=True)]  # type: ignore[arg-type]
+    apart = [1.0] * len(sizes) if seconds is None else [float(x) for x in seconds]
+    made = zip(parts, sizes, apart, strict=True)
+    return [Picture(x, grid, modality, between) for x, grid, between in made]  # type: ignore[arg-type]
 
 
 def _packed(tower: Any, kind: Kind, max_tokens: int) -> fg.EncoderModel:
@@ -167,12 +175,15 @@ def _packed(tower: Any, kind: Kind, max_tokens: int) -> fg.EncoderModel:
 
     forward.__annotations__["batch"] = kind.batch
     width = tower.patch_embed.proj.weight[0].numel()
+    dims = {"C": width} | ({"N": kind.taps} if kind.taps else {})
+    if kind.batch is Windowed:
+        dims["S"] = _window(tower)
     return fg.EncoderModel(
         paths={"default": fg.EncoderPath(forward, min(64, max_tokens))},
         measure=functools.partial(_measure, width),
         collate=lambda path, items: _collate(tower, kind, items),
         token_range=(min(64, max_tokens), max_tokens), modalities=("image", "video"),
-        max_frames=768, dims={"C": width} | ({"N": kind.taps} if kind.taps else {}),
+        max_frames=768, dims=dims,
     )  # fmt: skip
 
 
@@ -282,11 +293,19 @@ def _collate(tower: Any, kind: Kind, items: Sequence[Picture]) -> Any:
     order, windows = utils.get_vision_window_index(
         grid, 2, tower.config.window_size, tower.config.patch_size
     )
-    rest = windows[-1:].expand(spec.num_tokens + 1 - len(windows))
+    # a frame of n tokens has at most n / S windows, rounded up: as many if it is one token high
+    room = spec.num_tokens // _window(tower) + spec.num_reqs + 1
+    rest = windows[-1:].expand(room - len(windows))
     return Windowed(
         **{name: x[order] for name, x in by_token.items()}, frames=starts, spec=spec,
         windows=torch.cat([windows, rest]), places=order.argsort(),
     )  # fmt: skip
+
+
+def _window(tower: Any) -> int:
+    """Tokens along a window."""
+    side: int = tower.config.window_size // tower.config.patch_size // 2
+    return side
 
 
 def _table(tower: Any) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fngraph.fx.nodes import is_op, is_tensor
 from fngraph.fx.rows import bounds
 from fngraph.fx.rows.state import Kept, OpCall, op_name
+from fngraph.torch_facts.tracing import FloorDiv
 
 aten = torch.ops.aten
 N = 300  # rows of three numbers; the first half are true ones
@@ -147,3 +151,23 @@ def test_every_rule_is_tried() -> None:
     ruled = {*bounds._RULES, *bounds._ARGS, *bounds._SECOND, *bounds._CHOICES, *bounds._ALONG}
     ruled -= {"lift_fresh"}  # which make_fx leaves out
     assert ruled - set(map(op_name, ops)) == set()
+
+
+def test_bounds_of_sizes_with_quotients_hold_at_all_sizes():
+    """Whatever is said to be at most another thing is, for all T and R from 1 on."""
+    T, R = sympy.symbols("T R", integer=True, positive=True)
+    draw, said = random.Random(4), 0
+    for _ in range(400):
+        whole = draw.choice([T, T + R, 2 * T + 1, T - 3, T * R])
+        quotient = FloorDiv(whole, sympy.Integer(draw.choice([2, 3, 4])))
+        a = draw.randint(-2, 4) + draw.choice([0, R, quotient])
+        b = draw.randint(-2, 2) * quotient + draw.choice([T, R, T + R, 2 * T]) + draw.randint(-2, 2)
+        if bounds.at_most(a, b):
+            said += 1
+            held = sympy.lambdify((T, R), sympy.sympify(b) - a, [{"FloorDiv": operator.floordiv}])
+            assert all(held(t, r) >= 0 for t in range(1, 25) for r in range(1, 9)), (a, b)
+    assert said > 40
+    assert bounds.at_most(0, R + FloorDiv(T, sympy.Integer(3)) - 1)
+    assert bounds.at_most(FloorDiv(T + R, sympy.Integer(2)), T + R)
+    assert not bounds.at_most(0, FloorDiv(T, sympy.Integer(3)) - 1)
+    assert not bounds.at_most(0, FloorDiv(T, R) + R - 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import random
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import test_qwen3_vl
 import test_step3_vl
 import torch
 from packs import close
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import fngraph as fg
@@ -73,15 +76,34 @@ def bare(case: Case, item: Any) -> Any:
     return model.postprocess(rows, item)
 
 
-@pytest.mark.sampled("qwen")
+class Guarded(NamedTuple):
+    """A case, its outputs alone, and its graphs, whose padding is poisoned."""
+
+    case: Case
+    wants: list[Any]
+    encode: fg.Encoder
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Any:
+    """`Guarded` by name, made once. Nothing is deferred, or no two pages would share a run."""
+
+    @functools.cache
+    def of(name: str) -> Guarded:
+        case = CASES[name]()
+        encode = fg.graphify_encoder(
+            case.model, case.params, budgets=case.budgets, max_items=4, eager_tokens=256,
+            defer=False, recorder="tape", guards=True,
+        )  # fmt: skip
+        return Guarded(case, [bare(case, item) for item in case.items], encode)
+
+    return of
+
+
+@pytest.mark.sampled("qwen", "step3")
 @pytest.mark.parametrize("name", CASES)
-def test_each_item_is_as_alone(name: str):
-    case = CASES[name]()
-    wants = [bare(case, item) for item in case.items]
-    encode = fg.graphify_encoder(
-        case.model, case.params, budgets=case.budgets, max_items=4, eager_tokens=256,
-        recorder="tape", guards=True,
-    )  # fmt: skip
+def test_each_item_is_as_alone(name: str, guarded: Any):
+    case, wants, encode = guarded(name)
     assert encode([]) == []
     draw, everyone = random.Random(3), range(len(case.items))
     calls = [[i] for i in everyone] + [[*everyone, *everyone]]
@@ -94,6 +116,50 @@ def test_each_item_is_as_alone(name: str):
     assert len(eager) == case.beyond and len(packed.runs) > len(eager)
     for step in encode.steps.values():
         assert step.stats.share("FULL") >= 0.4
+
+
+@pytest.mark.sampled("qwen", "step3")
+@pytest.mark.parametrize("name", CASES)
+def test_padding_of_each_leaf_is_poisoned_but_that_of_offsets(name: str, guarded: Any):
+    """It says what it is; of no other pad does a trace count on anything."""
+    _, _, encode = guarded(name)
+    for step in encode.steps.values():
+        leaves = step.main.executable.plan.buffers
+        said = {leaf.path: leaf.buffer.pad for leaf in leaves if leaf.buffer.pad_given}
+        assert set(said.values()) <= {"last"} and len(said) < len(leaves)
+        free = [leaf.path not in said for leaf in leaves]
+        assert list(step.main.poison.poisoned) == free
+
+
+@pytest.mark.sampled("nan-qwen", "nan-step3")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_neighbours_change_no_bit_of_an_item(name: str, poison: float, guarded: Any):
+    """The same runs, with other values in all items but one."""
+    case, _, encode = guarded(name)
+    items = [item for item in case.items if not eager(encode, item)][-4:]
+    wants = encode(items)
+    others = [
+        item._replace(**{
+            name: torch.full_like(x, poison)
+            for name, x in item._asdict().items() if isinstance(x, Tensor)
+        })
+        for item in items
+    ]  # fmt: skip
+    before = encode.stats
+    for at, item in enumerate(items):
+        gots = encode([*others[:at], item, *others[at + 1 :]])
+        close(gots[at], wants[at], atol=0, rtol=0)
+        for got in gots[:at] + gots[at + 1 :]:
+            assert not any(x.isfinite().all() for x in tree_leaves(got))
+    assert not (encode.stats - before).misses()
+    shared = [run for run in encode.pack(items).runs if len(run.items) > 1]
+    assert shared, "or nobody has a neighbour"
+
+
+def eager(encode: fg.Encoder, item: Any) -> bool:
+    """Whether an item is beyond a budget."""
+    return any(run.budget is None for run in encode.pack([item]).runs)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -115,17 +181,35 @@ def test_in_bfloat16(name: str):
 
 @pytest.mark.sampled(0)  # a minute each
 @pytest.mark.parametrize("name", CASES)
-def test_two_hundred_calls(name: str):
-    case = CASES[name]()
-    wants = [bare(case, item) for item in case.items]
-    encode = fg.graphify_encoder(
-        case.model, case.params, budgets=case.budgets, eager_tokens=256, recorder="tape"
-    )
+def test_two_hundred_calls(name: str, guarded: Any):
+    case, wants, encode = guarded(name)
     draw, everyone = random.Random(7), range(len(case.items))
+    met: collections.Counter[str] = collections.Counter()
     for _ in range(200):
         call = draw.choices(everyone, k=draw.randint(0, 9))
-        for i, got in zip(call, encode([case.items[i] for i in call]), strict=True):
+        items = [case.items[i] for i in call]
+        for i, got in zip(call, encode(items), strict=True):
             close(got, wants[i])
+        met += collections.Counter(situations(case, encode, items))
+    wanted = {"none", "one", "more than a graph holds", "beyond every budget", "together"}
+    more = {"qwen": {"videos"}, "kimi": set()}.get(name, {"without crops"})
+    assert met.keys() == wanted | more and min(met.values()) >= 8, met
+
+
+def situations(case: Case, encode: fg.Encoder, items: list[Any]) -> list[str]:
+    """What is met in a call."""
+    measured = [case.model.measured(item) for item in items]
+    runs = encode.pack(items).runs
+    found = {
+        "none": not items,
+        "one": len(items) == 1,
+        "more than a graph holds": len(items) > encode.plan.max_items,
+        "beyond every budget": any(run.budget is None for run in runs),
+        "together": any(len(run.items) > 1 for run in runs),
+        "videos": any(m.modality == "video" for m in measured),
+        "without crops": any(not n for m in measured for n in m.tokens.values()),
+    }
+    return [what for what, here in found.items() if here]
 
 
 def test_an_encoder_whose_tokens_depend_on_the_data_has_no_graphs():

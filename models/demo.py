@@ -29,12 +29,12 @@ from fngraph.models.generate import (
     read_prompts,
     reference,
 )
-from fngraph.models.serving.display import show, texts
 from fngraph.models.serving.loop import gather, serve, stream
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.steps import make_steps
 from fngraph.models.serving.tally import Tally
+from fngraph.models.serving.texts.display import show, texts
 from fngraph.models.weights.checkpoint import BYTES, load_checkpoint
 
 # what a mode promises, (decode batches, mixed batches); written out, since it judges fngraph's own

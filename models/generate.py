@@ -29,7 +29,6 @@ from fngraph.models.command import (
 )
 from fngraph.models.families import llama
 from fngraph.models.serving.blocks import blocks_for
-from fngraph.models.serving.display import show
 from fngraph.models.serving.loop import serve
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import GREEDY, State, start
@@ -37,6 +36,7 @@ from fngraph.models.serving.sampling import Settings
 from fngraph.models.serving.steps import make_steps
 from fngraph.models.serving.submitting import Stop, submit
 from fngraph.models.serving.tally import Tally
+from fngraph.models.serving.texts.display import show
 from fngraph.models.text import BYTE_TEXT, Text, read_text
 from fngraph.models.weights import loading
 from fngraph.models.weights.checkpoint import BYTES, load_checkpoint
@@ -271,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", type=file, default=PROMPTS, help="a file, one prompt a line")
     p.add_argument("--modes", default="FULL_AND_PIECEWISE", choices=list(fg.Mode.__members__))
     p.add_argument("--max-new", type=whole(1, 1 << 20), default=96, help="tokens for each prompt")
-    p.add_argument("--stop", nargs="*", default=(), help="texts that end one")
+    p.add_argument("--stop", type=str, nargs="*", default=(), help="texts that end one")
     p.add_argument("--n", type=whole(1, 1 << 12), default=1, help="texts of each prompt")
     p.add_argument(
         "--temperature", type=real(0, 1 << 10), default=0.0, help="0: the likeliest tokens"

@@ -72,6 +72,8 @@ def ended(main: Callable[[list[str]], int | None], words: list[str]) -> int | No
 
 def wrong_values(action: argparse.Action) -> list[str]:
     """What the flag cannot be."""
+    if action.type is str:
+        return []
     if action.choices or action.type is None:
         return ["nonsense"]
     try:

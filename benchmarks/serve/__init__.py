@@ -42,7 +42,7 @@ from fngraph.models.families import llama, lora
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, Row
 from fngraph.models.serving.steps import Steps, bare_steps, make_steps
-from fngraph.models.serving.tokens import Tokens
+from fngraph.models.serving.texts.tokens import Tokens
 
 PARTS = ("decode", "traffic")
 AHEAD = 1.5  # times transformers' tokens a second

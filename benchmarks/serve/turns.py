@@ -23,7 +23,7 @@ from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, Row
 from fngraph.models.serving.sampling import Settings, key_of
-from fngraph.models.serving.tokens import Tokens
+from fngraph.models.serving.texts.tokens import Tokens
 
 DRAWN = Settings(temperature=0.8, top_p=0.95)
 ROUNDS, ROUND_S, MOST = 9, 0.05, 100  # of one way: rounds, seconds of each, steps of each at most

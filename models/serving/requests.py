@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fngraph.models.serving.blocks import Pool, behind, new_pool, release, unname
-from fngraph.models.serving.detokenize import Reading
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.sampling import Settings
-from fngraph.models.serving.tokens import Tokens
+from fngraph.models.serving.texts.detokenize import Reading
+from fngraph.models.serving.texts.tokens import Tokens
 
 GREEDY = Settings()
 

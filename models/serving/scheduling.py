@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fngraph.models.serving import blocks
 from fngraph.models.serving.blocks import Pool, blocks_for
-from fngraph.models.serving.endings import cut, read_on, rest
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import (
     Event,
@@ -41,6 +40,7 @@ from fngraph.models.serving.requests import (
     no_blocks,
 )
 from fngraph.models.serving.sampling import FAILED
+from fngraph.models.serving.texts.endings import cut, read_on, rest
 
 NO_TOKEN = (
     "failed: no token is the likeliest, its logits are NaN, infinite, or -inf for all tokens. Look "

@@ -13,7 +13,7 @@ from fngraph.models.serving.blocks import blocks_for
 from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.requests import GREEDY, Job, Request, State, no_blocks
 from fngraph.models.serving.sampling import Settings, check_settings, key_of
-from fngraph.models.serving.tokens import Tokens
+from fngraph.models.serving.texts.tokens import Tokens
 
 Stop = str | int | Sequence[int]
 

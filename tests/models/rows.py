@@ -9,7 +9,7 @@ import numpy as np
 from fngraph.models import Policy, llama
 from fngraph.models.serving.batches import empty_batch, lay_out
 from fngraph.models.serving.requests import Job, Request, Row
-from fngraph.models.serving.tokens import Tokens
+from fngraph.models.serving.texts.tokens import Tokens
 
 Span = tuple[Sequence[int], Sequence[int], int, int]  # text, its blocks, first token, last + 1
 

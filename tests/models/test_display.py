@@ -8,7 +8,7 @@ from rich.console import Console
 
 from fngraph.models import BYTE_TEXT, Event, Served, start
 from fngraph.models.generate import plan
-from fngraph.models.serving.display import show, texts
+from fngraph.models.serving.texts.display import show, texts
 
 
 def shown(*prompts: str, answer: str, text=BYTE_TEXT, stop=()) -> str:

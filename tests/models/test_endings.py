@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fngraph.models import BYTE_TEXT, Policy, advance, start, submit
-from fngraph.models.serving.detokenize import Reading, overlap, read
 from fngraph.models.serving.scheduling import plan
+from fngraph.models.serving.texts.detokenize import Reading, overlap, read
 from fngraph.models.text import to_text
 
 POLICY = Policy(64, 2, 64, 4)

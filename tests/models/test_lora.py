@@ -16,7 +16,7 @@ import fngraph as fg
 from fngraph.models import Policy, generate, llama, loading, lora, naming
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
 from fngraph.models.serving.requests import Job, Request, Row
-from fngraph.models.serving.tokens import Tokens
+from fngraph.models.serving.texts.tokens import Tokens
 from tests.models import tiny
 from tests.models.conftest import wide_params
 from tests.traced_once import Kept, traced_once

@@ -20,7 +20,7 @@ from torch import fx
 from fngraph.core import trees
 from fngraph.core.where import user_line
 from fngraph.fx.blocks.call_keys import BodyCall, call_of, has_state
-from fngraph.fx.fakes import elements_of, fakes_like
+from fngraph.fx.blocks.fakes import elements_of, fakes_like
 from fngraph.fx.nodes import SIZES, is_size
 from fngraph.fx.tracing.purity import PurityMode
 from fngraph.torch_facts.memory import storage_key

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fngraph.errors import PassError
-from fngraph.fx.fakes import fakes_like
+from fngraph.fx.blocks.fakes import fakes_like
 from fngraph.fx.nodes import line_of
 from fngraph.passes.running.checks import first_other
 from fngraph.torch_facts.memory import storage_key

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fngraph.models.serving.detokenize import Reading, read
 from fngraph.models.serving.requests import Job
+from fngraph.models.serving.texts.detokenize import Reading, read
 
 
 def cut(job: Job, new: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:

@@ -179,7 +179,7 @@ def step_of(
 def steps(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each level, passes, kind of scales, of inputs' scales and batch."""
     config = shape(flags)
-    plain = fg.ops.lay_side_by_side(random_params(config, flags.device, BF16))
+    plain = fg.ops.lay_side_by_side(random_params(config, flags.device, BF16, even=True))
     scales = {"own": None, "known": known_scales(plain, flags.device)}
     kinds = {
         (kind, inputs): fg.ops.lay_side_by_side(

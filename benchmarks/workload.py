@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,13 +49,21 @@ SHAPES = {
 
 def random_params(
     config: Any, device: str, dtype: torch.dtype, family: Any = llama,
-    spread: Callable[[str, torch.Tensor], float] = lambda name, x: 0.02,
+    even: bool = False,
 ) -> Any:  # fmt: skip
     """Drawn where they stay; `family.init_params` draws on the host, a minute for 8B.
 
     Args:
-        spread: how wide the numbers of a matrix are, by its name and shape.
+        even: so wide that each part has a say in the logits, and rounding no more than it should:
+            a layer adds little to what it is given, and all of them about as much as that is.
     """
+
+    def spread(name: str, x: torch.Tensor) -> float:
+        last = name.rsplit(".", 1)[-1]
+        if not even:
+            return 0.02
+        added = 2 * config.num_layers if last in ("wo", "w_down") else 1
+        return 1.0 if last == "embed" else float((x.shape[-1] * added) ** -0.5)
 
     def drawn(name: str, x: torch.Tensor) -> torch.Tensor:
         if x.ndim == 1:

@@ -238,15 +238,7 @@ def make_bench(
     torch.manual_seed(0)
     model, batches = MODELS[name], tuple(batches)
     config = model.config
-
-    def spread(name: str, x: Tensor) -> float:
-        """So wide that each part has a say in the logits, and rounding no more than it should:
-        a layer adds little to what it is given, and all of them about as much as that is."""
-        last = name.rsplit(".", 1)[-1]
-        added = 2 * config.num_layers if last in ("wo", "w_down") else 1
-        return 1.0 if last == "embed" else float((x.shape[-1] * added) ** -0.5)
-
-    params = random_params(config, device, BF16, model.family, spread)
+    params = random_params(config, device, BF16, model.family, even=True)
     size = max(batches) * context * config.num_kv_heads * config.head_dim
     memory = [
         (torch.zeros(size, device=device, dtype=BF16), torch.zeros(size, device=device, dtype=BF16))

@@ -125,7 +125,9 @@ def kernels(made: Made, ids: Any) -> dict[str, Any]:
     activity = torch.profiler.ProfilerActivity
     made.step(ids)
     made.wait()
-    with torch.profiler.profile(activities=[activity.CUDA if on_cuda else activity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[activity.CUDA if on_cuda else activity.CPU], acc_events=True
+    ) as profile:
         made.step(ids)
         made.wait()
     kind = DeviceType.CUDA if on_cuda else DeviceType.CPU

@@ -124,6 +124,15 @@ def generated(words: list[str], main=generate.main) -> int | None:
     return ended(main, ["--max-new", "12", "--max-tokens", "16", "--modes", "NONE", *words])
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is heard: what a shell starts in the background is deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_the_texts_so_far(tmp_path: Path, capsys, monkeypatch):
     honest = generate.serve
 
@@ -145,6 +154,7 @@ def test_ctrl_c_keeps_the_texts_so_far(tmp_path: Path, capsys, monkeypatch):
     assert part.count("0 The =>") == 1 and "| padding |" in part
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_command_that_ctrl_c_ends_has_no_traceback(capsys):
     def stopped(argv: list[str]) -> int:
         signal.raise_signal(signal.SIGINT)

@@ -255,7 +255,7 @@ def test_the_command_warms(disk: Disk, capsys):
         ("cache ls", {"FNGRAPH_CACHE": "off"}, "FNGRAPH_CACHE is off: set it to a folder"),
         ("cache ls", {"FNGRAPH_CACHE": __file__}, "test_cache.py is a file. Set FNGRAPH_CACHE to"),
         ("cache ls", {"FNGRAPH_CACHE_BYTES": "x"}, "FNGRAPH_CACHE_BYTES='x': a number of bytes"),
-        ("cache", {}, "required: verb"),
+        ("cache", {}, "required: ls | clear | warm"),
     ],
 )
 def test_a_mistake_in_the_command_is_told(argv, environment, told, monkeypatch, capsys):

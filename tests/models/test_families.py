@@ -187,7 +187,7 @@ def test_penalties_and_bans_are_those_of_transformers(case: Case):
         modes="FULL_AND_PIECEWISE", sizes=(2, 16), recorder=case.recorder,
     )  # fmt: skip
     state, asked = start(6, policy), []
-    for penalty, least in ((1.0, 12), (1.6, 5)):
+    for penalty, least in ((1.0, 12), (0.3, 5)):
         settings = Settings(repetition_penalty=penalty, logit_bias=dict.fromkeys(never, -math.inf))
         state = submit(
             state, policy, tiny.PROMPT, 24, settings=settings, stop=ends, min_tokens=least

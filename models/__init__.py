@@ -30,6 +30,7 @@ _EXPORTS = {  # name -> module that holds it
     "forget": "serving.requests", "Logprob": "serving.requests",
     # the loop
     "Steps": "serving.steps", "make_steps": "serving.steps", "bare_steps": "serving.steps",
+    "Drawn": "serving.logits", "on_host": "serving.logits",
     "schedule": "serving.loop", "advance": "serving.scheduling",
     "Served": "serving.loop", "serve": "serving.loop", "stream": "serving.loop",
     "gather": "serving.loop", "Tally": "serving.tally",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         qwen3_next as qwen3_next,
     )
     from fngraph.models.serving import sampling as sampling
+    from fngraph.models.serving.logits import Drawn as Drawn, on_host as on_host
     from fngraph.models.serving.loop import (
         Served as Served,
         gather as gather,

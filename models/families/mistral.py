@@ -29,7 +29,8 @@ def read_config(raw: loading.Raw) -> Config:
     window = raw.get("sliding_window", 4096)
     kinds = ["full_attention" if window is None else "sliding_attention"]
     fields = llama.read_fields(raw, num_kv_heads=8)
-    return Config(**fields, **llama.read_windows(kinds * fields["num_layers"], window))
+    layers = fields["num_layers"] if isinstance(fields["num_layers"], int) else 0  # else: misfits
+    return Config(**fields, **llama.read_windows(kinds * layers, window))
 
 
 FORMAT = llama.FORMAT._replace(

@@ -52,7 +52,7 @@ class Ability(NamedTuple):
         Raises:
             ValueError: what does not fit, and what to pass to `make_steps`.
         """
-        if policy is not self.policy and not _serves(self.policy, policy):
+        if policy is not self.policy and not _serves(self.policy, policy, "logits" in self.more):
             raise ValueError(f"the loop has {policy}, but make_steps had {self.policy}; pass one")
         if self.num_blocks is not None and state.pool.num_blocks > self.num_blocks:
             raise ValueError(
@@ -113,9 +113,10 @@ class Ability(NamedTuple):
         return None
 
 
-def _serves(made: Policy, policy: Policy) -> bool:
+def _serves(made: Policy, policy: Policy, shaped: bool) -> bool:
     """Whether steps for one policy have the shapes and functions that another one needs."""
-    same = ("max_blocks", "block_size", "num_slots", "max_bias", "max_logprobs")
+    same = ["max_blocks", "block_size", "num_slots"]
+    same += ["max_bias", "max_logprobs"] * shaped
     return (
         all(getattr(made, name) == getattr(policy, name) for name in same)
         and (policy.max_tokens <= made.max_tokens and policy.max_reqs <= made.max_reqs)

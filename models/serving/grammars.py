@@ -6,7 +6,7 @@ A grammar is a function of a request's new tokens so far, and gives the tokens t
 |--------------------------------------------------|------------------------------|
 | None                                             | every token may              |
 | a bool for each token of the vocabulary          | an array or a tensor         |
-| int32, (W,) for a vocabulary of at most 32 W     | the bitmask of xgrammar, ... |
+| int32, uint32, (W,) for at most 32 W tokens      | the bitmask of xgrammar, ... |
 | whole numbers                                    | the ids, in any collection   |
 
 Drafts are asked about as far as they are allowed: what follows one that is not is never taken.
@@ -14,6 +14,7 @@ Drafts are asked about as far as they are allowed: what follows one that is not 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -77,13 +78,15 @@ def words_of(given: Any, vocab_size: int) -> np.ndarray:
     bits = np.zeros(32 * words_for(vocab_size), bool)
     if given is None:
         bits[:vocab_size] = True
+    elif isinstance(given, list | tuple) and given and isinstance(given[0], bool):
+        return words_of(np.asarray(given), vocab_size)
     elif (kind := np.asarray(given) if hasattr(given, "dtype") else None) is not None and (
         kind.dtype == bool
     ):
         if kind.shape != (vocab_size,):
             raise ValueError(f"its bools are {list(kind.shape)}, the vocabulary is {vocab_size}")
         bits[:vocab_size] = kind
-    elif kind is not None and kind.dtype == np.int32:
+    elif kind is not None and kind.dtype in (np.int32, np.uint32):
         if kind.shape != (words_for(vocab_size),):
             raise ValueError(
                 f"its bitmask is {list(kind.shape)}, {vocab_size} tokens take "
@@ -94,8 +97,12 @@ def words_of(given: Any, vocab_size: int) -> np.ndarray:
     else:
         ids = np.asarray(list(given) if hasattr(given, "__iter__") else [None])
         if ids.size and not np.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"it returned {given!r}: return ids, bools or an int32 bitmask")
+            told = reprlib.repr(given) if kind is None else f"{kind.dtype}, {list(kind.shape)}"
+            raise TypeError(f"it returned {told}: return ids, bools or an int32 bitmask")
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise ValueError(f"it allows {ids.max()}, the vocabulary is {vocab_size}")
+            wrong = next(i for i in ids.tolist() if not 0 <= i < vocab_size)
+            raise ValueError(f"it allows {wrong}, the vocabulary is {vocab_size}")
         bits[ids.astype(np.int64)] = True
+        if kind is not None and bits.sum() < ids.size == vocab_size:
+            raise ValueError("it returned a number for each token: return bools, or ids once each")
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)

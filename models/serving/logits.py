@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.models.serving.grammars import words_for
 from fngraph.models.serving.requests import Logprob, Request, Row
 
 FOREVER = 2**31 - 1  # a place that no text reaches
@@ -65,8 +66,16 @@ def changed(logits: Tensor, batch: Any, places: Tensor) -> Tensor:
 
     Returns:
         (R, Q, V), float32 or wider.
+
+    Raises:
+        ValueError: masks of another vocabulary.
     """
     Q, V = logits.shape[1:]
+    if words_for(V) != batch.allowed.shape[-1]:
+        raise ValueError(
+            f"the steps were made for a vocabulary of up to {32 * batch.allowed.shape[-1]}, and "
+            f"there are {V} logits. Pass make_steps(..., vocab_size={V})"
+        )
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     of_each = lambda leaf: leaf[:, None, None]  # noqa: E731
     at_L = torch.arange(batch.text.shape[1], device=x.device)

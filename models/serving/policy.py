@@ -29,7 +29,7 @@ def whole(name: str, value: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """What a server is set to. Nothing here changes the tokens of any request.
+    """What a server is set to. Nothing here changes the tokens of a request that runs.
 
     Attributes:
         max_tokens: token budget of a step.

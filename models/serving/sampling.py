@@ -14,6 +14,7 @@ Shape letters: R requests, Q tokens drawn for each, V vocab.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ class Settings(NamedTuple):
     @property
     def changes_logits(self) -> bool:
         """Whether it asks for more than a draw."""
-        return self[5:] != (1.0, 0.0, 0.0, ()) and self[5:] != (1.0, 0.0, 0.0, {})
+        return self[5:8] != (1.0, 0.0, 0.0) or self.logit_bias is None or len(self.logit_bias) > 0
 
     @property
     def biases(self) -> dict[int, float]:
@@ -77,10 +78,15 @@ class Sampling:
 
 
 def check_settings(settings: Settings, subject: str = "") -> None:
-    """Raise `ValueError` for a setting out of its range."""
+    """Raise `ValueError` for a setting out of its range, `TypeError` for one that is no number."""
     temperature, top_k, top_p, min_p, seed = settings[:5]
+    for name, number in zip(Settings._fields, settings[:8]):
+        if not isinstance(number, numbers.Real) and not (name == "seed" and number is None):
+            raise TypeError(f"{subject}{name}={number!r} is a {type(number).__name__}, no number")
     ranges = 0 <= temperature <= HOT and 0 <= top_k < 2**31 and 0 < top_p <= 1 and 0 <= min_p <= 1
-    if not (ranges and isinstance(top_k, int) and isinstance(seed, int | None)):
+    if not (
+        ranges and isinstance(top_k, numbers.Integral) and isinstance(seed, numbers.Integral | None)
+    ):
         raise ValueError(
             f"{subject}{settings} needs 0 <= temperature <= 1e38, top_k >= 0, 0 < top_p <= 1 and "
             "0 <= min_p <= 1, top_k and seed whole numbers; Settings() is greedy, Settings(1.0) "
@@ -92,11 +98,13 @@ def check_settings(settings: Settings, subject: str = "") -> None:
 
 def _check_changes(settings: Settings, subject: str) -> None:
     repeated, *taken = settings[5:8]
-    if not (1e-6 <= repeated <= 1e6 and all(abs(x) <= 1e6 for x in taken)):
+    if not 1e-6 <= repeated <= 1e6:
         raise ValueError(
-            f"{subject}{settings} needs a repetition_penalty above 0, 1.0 for none, and other "
-            "penalties that are finite, 0.0 for none"
+            f"{subject}repetition_penalty={repeated!r} is not between 1e-6 and 1e6; 1.0 is none"
         )
+    for name, penalty in zip(Settings._fields[6:], taken):
+        if not abs(penalty) <= 1e6:
+            raise ValueError(f"{subject}{name}={penalty!r} is not within 1e6 of 0; 0.0 is none")
     try:
         biases = settings.biases
     except (TypeError, ValueError):
@@ -104,10 +112,11 @@ def _check_changes(settings: Settings, subject: str) -> None:
             f"{subject}logit_bias={settings.logit_bias!r}: pass a dict, {{token: 2.0}}"
         ) from None
     for token, value in biases.items():
-        if not (isinstance(token, int) and token >= 0 and value < math.inf):  # nor NaN
+        number = isinstance(token, numbers.Integral) and isinstance(value, numbers.Real)
+        if not (number and token >= 0 and (abs(value) <= HOT or value == -math.inf)):  # nor NaN
             raise ValueError(
                 f"{subject}logit_bias has {token!r}: {value!r}. Pass tokens, counted from 0, and "
-                "what is added to their logits, a finite number or -inf"
+                "what is added to their logits, up to 1e38 or -inf"
             )
 
 
@@ -206,7 +215,7 @@ def key_of(seed: int) -> int:
 
     Source: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
     """
-    word = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) % 2**64  # 0 would stay 0
+    word = (int(seed) * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) % 2**64  # 0 would stay 0
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
     word = (word ^ word >> 31) | 1

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fngraph.models.serving import blocks
 from fngraph.models.serving.blocks import Pool, blocks_for
+from fngraph.models.serving.logits import Drawn
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import (
     Event,
@@ -115,8 +116,11 @@ def undo(state: State) -> State:
     Nobody shares what it would have computed, and who does already starts over.
     """
     size = state.pool.block_size
-    if not size:
-        return dataclasses.replace(state, rows=())
+    if not size:  # blocks are written anew; a slot holds what came before, and so begins again
+        stale = [job for job, *_ in state.rows if job.slot >= 0]
+        state = drop(dataclasses.replace(state, rows=()), stale)
+        waiting = in_order(tuple(map(over, stale)), state.waiting)
+        return dataclasses.replace(state, waiting=waiting)
     done = lambda job: job.computed // size  # noqa: E731
     unwritten = {block for job, *_ in state.rows for block in job.blocks.view(done(job)).tolist()}
     stale = [
@@ -252,7 +256,12 @@ def advance(
 
     Raises:
         ValueError: another number of rows, as where a state has been advanced already.
+        TypeError: what a step of "logits" gave, as it is.
     """
+    if isinstance(drawn, Drawn):
+        raise TypeError(
+            "advance got what a step gave; pass advance(state, *on_host(ids, state.rows))"
+        )
     if len(drawn) != len(state.rows):
         raise ValueError(
             f"advance got the tokens of {len(drawn)} rows, but {len(state.rows)} are under way. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,6 +29,10 @@ def submit(
     """The state with one more request waiting, number `state.submitted`, or with `n` more.
 
     Args:
+        prompt: tokens, one or more.
+        max_new: the most new tokens that it gets.
+        adapter: the slot of a LoRA adapter; -1: none.
+        settings: how tokens are drawn, and what is asked of the logits.
         stop: tokens that end it, [eos]; runs of them, [[13, 13]]; or text, ["END"], wherever in its
             tokens it begins and ends.
         min_tokens: tokens that it has before it stops; a single token that would stop it is not
@@ -53,8 +58,10 @@ def submit(
         raise TypeError(f"prompt={prompt[:20]!r}: pass its tokens, text.encode(prompt)")
     if not isinstance(settings, Settings):
         raise TypeError(f"settings={settings!r}: pass Settings(temperature=0.8, ...)")
-    if isinstance(stop, str):
-        raise TypeError(f"stop={stop!r}: pass a list, stop=[{stop!r}]")
+    if isinstance(stop, str | bytes) or not hasattr(stop, "__iter__"):
+        raise TypeError(f"stop={stop!r}: pass a list, stop=[{'' if stop is None else repr(stop)}]")
+    if not hasattr(prompt, "__iter__"):
+        raise TypeError(f"prompt={prompt!r}: pass a list of tokens")
     given = tuple(prompt)
     try:
         tokens = tuple(map(operator.index, given))
@@ -62,6 +69,8 @@ def submit(
         tokens = tuple(whole(f"prompt[{i}]", token) for i, token in enumerate(given))
     strings = tuple(one for one in stop if isinstance(one, str))
     ends = tuple(run_of(one) for one in stop if not isinstance(one, str))
+    if (least := min((token for run in ends for token in run), default=0)) < 0:
+        raise ValueError(f"stop has {least}, which is no token: leave it out where there is none")
     max_new, adapter = whole("max_new", max_new), whole("adapter", adapter)
     min_tokens, n, priority = (
         whole("min_tokens", min_tokens), whole("n", n), whole("priority", priority)
@@ -87,7 +96,7 @@ def submit(
             raise TypeError(f"{name}={given_fn!r}: pass a function, of tokens")
     if strings and decode is None:
         raise ValueError(f"stop={strings[0]!r} is text: pass decode=text.decode too")
-    if not isinstance(deadline, int | float) or math.isnan(deadline):
+    if not isinstance(deadline, numbers.Real) or not deadline >= 0:  # NaN neither
         raise ValueError(f"deadline={deadline!r}: pass time.monotonic() and so many seconds")
     needed = blocks_for(len(tokens) + max_new, policy.block_size)
     if needed > min(policy.max_blocks, state.pool.num_blocks):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.errors import (
+    AddressError,
     BackendError,
     FnGraphError,
     HostSyncError,
@@ -705,3 +706,22 @@ def test_a_mask_of_the_models_own_is_refused(mask: Any):
     module, x = torch.nn.Module(), torch.zeros(1, 2, 4, 8)
     with pytest.raises(ModelError, match="Module makes its own attention mask"):
         attend(module, x, x, x, mask, fngraph=Attending(None, None, 64))
+
+
+def test_weights_that_are_replaced_are_told(llama):
+    model = copy.deepcopy(llama)
+    fast = graphify(model, check=False)
+    want = fast.generate([[1, 2, 3]], 4)
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight.copy_(weight.roll(1, 0))
+    got = fast.generate([[1, 2, 3]], 4)  # in place: heeded
+    assert got == graphify(model, check=False).generate([[1, 2, 3]], 4) != want
+    weight.data = weight.data.clone()
+    with pytest.raises(AddressError, match=r"embed_tokens\.weight of .* weight\.copy_\(new\)"):
+        fast.generate([[1, 2, 3]], 4)
+
+
+def test_one_prompt_in_place_of_a_list_of_them(fast):
+    with pytest.raises(SpecError, match=r"Pass a list of such: \[\[1, 2, 3\]"):
+        fast.generate([1, 2, 3], 4)

@@ -302,6 +302,9 @@ def test_a_prompt_that_is_not_that_of_its_pictures_is_refused(what: str, fast: G
         fast.generate([[1], prompt], 2, pictures=[[], some])
     with pytest.raises(SpecError, match=r"2 prompts, and pictures= for 1\. Pass a list"):
         fast.generate([[1], prompt], 2, pictures=[some])
+    for one in (IMAGE_46, [IMAGE_46, IMAGE_46]):
+        with pytest.raises(SpecError, match=r"pass a list of them for each prompt, pictures=\[\["):
+            fast.generate([[1], prompt], 2, pictures=one)
 
 
 def test_a_model_that_takes_no_pictures_here_says_so():

@@ -138,6 +138,13 @@ def test_what_is_left_when_time_is_up_or_the_logits_are_no_numbers():
     assert failed.text == "EN" and failed.failed
 
 
+@pytest.mark.parametrize("given", [None, b"a"])
+def test_a_decode_that_gives_no_text_is_told_so(given):
+    state = submit(start(64, POLICY), POLICY, (1,), 9, decode=lambda tokens: given, stop=["END"])
+    _, (bad,) = advance(plan(state, POLICY), [[0]])
+    assert bad.end.endswith(f"TypeError: it returned a {type(given).__name__}, no str")
+
+
 def test_a_decode_that_raises_ends_its_request_alone():
     state = submit(start(64, POLICY), POLICY, (1,), 9, decode=decode)
     state = submit(state, POLICY, (1,), 9, decode=decode)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -45,6 +47,40 @@ def test_a_request_of_another_type():
 def test_a_stop_token_needs_no_list_of_its_own():
     state = submit(start(16, POLICY), POLICY, [1], 4, stop=[258, [13, 13]])
     assert state.waiting[0].request.stop == ((258,), (13, 13))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "named"),
+    [
+        ({"stop": 5}, TypeError, r"stop=5: pass a list, stop=\[5\]"),
+        ({"stop": None}, TypeError, r"stop=None: pass a list, stop=\[\]"),
+        ({"stop": b"ab"}, TypeError, "pass a list"),
+        ({"stop": [-1]}, ValueError, "stop has -1, which is no token"),
+        ({"deadline": -1}, ValueError, r"deadline=-1: pass time\.monotonic\(\)"),
+        ({"prompt": 5}, TypeError, "prompt=5: pass a list of tokens"),
+        ({"settings": Settings("0.8")}, TypeError, "temperature='0.8' is a str, no number"),
+        ({"settings": Settings(presence_penalty="1")}, TypeError, "presence_penalty='1' is a str"),
+        ({"settings": Settings(presence_penalty=math.inf)}, ValueError, "presence_penalty=inf"),
+        ({"settings": Settings(frequency_penalty=math.nan)}, ValueError, "frequency_penalty=nan"),
+        ({"settings": Settings(repetition_penalty=0)}, ValueError, "repetition_penalty=0 is not"),
+        ({"settings": Settings(logit_bias={1: "2"})}, ValueError, "logit_bias has 1: '2'"),
+        ({"settings": Settings(logit_bias={3: 1e39})}, ValueError, r"logit_bias has 3: 1e\+39"),
+        ({"settings": Settings(logit_bias=None)}, ValueError, "logit_bias=None: pass a dict"),
+    ],
+)
+def test_what_a_request_cannot_ask_for(given, error, named):
+    asked = {"prompt": [1], "max_new": 4} | given
+    with pytest.raises(error, match=named):
+        submit(start(16, POLICY), POLICY, **asked)
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    settings = Settings(np.float32(0.5), np.int64(3), seed=np.int64(4), logit_bias=[])
+    assert not settings.changes_logits
+    wide = settings._replace(logit_bias={np.int64(2): np.float32(-1)})
+    for one in (settings, wide):
+        state = submit(start(16, POLICY), POLICY, [1], 4, settings=one, deadline=np.float32(3))
+        assert state.waiting[0].request.shaped == bool(one.logit_bias)
 
 
 def test_a_state_is_advanced_once():

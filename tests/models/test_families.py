@@ -14,11 +14,14 @@ import fngraph as fg
 from fngraph.models import (
     Policy,
     Settings,
+    advance,
+    bare_steps,
     gather,
     generate,
     loading,
     make_steps,
     naming,
+    schedule,
     serve,
     start,
     stream,
@@ -201,3 +204,29 @@ def test_penalties_and_bans_are_those_of_transformers(case: Case):
         )  # fmt: skip
         assert texts[i] == theirs
     assert texts[0] != texts[1] and not set(never) & set(texts[0])
+
+
+@pytest.mark.sampled(3)
+def test_what_a_step_that_failed_has_written_is_in_no_text(case: Case):
+    """It ran, and its tokens were lost: blocks are written anew, a slot begins again."""
+    states, policy = generate.family_states(case.family), Policy(16, 2, 3)
+    if states:
+        policy = dataclasses.replace(policy, share=False, num_slots=2)
+    steps = bare_steps(case.family.forward, case.params, policy, *states)
+
+    def texts(failing: int | None) -> Any:
+        cache, state, events = new_cache(case, 6), start(6, policy), []
+        for prompt in (tiny.PROMPT, tiny.PROMPT[::-1]):
+            state = submit(state, policy, prompt, 8)
+        for i in range(6):
+            state, batch = schedule(state, policy, steps)
+            ids, cache = steps.run(cache, batch)
+            if i != failing:
+                state, new = advance(state, ids.tolist())
+                events += new
+        return gather([*events, *stream(serve(steps, cache, state, policy))])
+
+    want = texts(None)
+    assert len(set(want.values())) == 2
+    for failing in (0, 1, 4):
+        assert texts(failing) == want

@@ -6,6 +6,7 @@ import functools
 import math
 import random
 import re
+import types
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from fngraph.models import (
 )
 from fngraph.models.serving import grammars
 from fngraph.models.serving.batches import SHAPED, batch_type, empty_batch, lay_out
-from fngraph.models.serving.logits import Drawn, changed, drawn, edits
+from fngraph.models.serving.logits import Drawn, changed, drawn, edits, on_host
 from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import case_of
 from tests.models.conftest import DEVICES, wide_params
@@ -301,12 +302,12 @@ def test_who_cannot_be_run_leaves_nothing_to_share():
 @pytest.mark.parametrize(
     "settings, says",
     [
-        (Settings(repetition_penalty=0.0), "repetition_penalty above 0"),
-        (Settings(presence_penalty=math.nan), "finite"),
-        (Settings(frequency_penalty=math.inf), "finite"),
+        (Settings(repetition_penalty=0.0), "repetition_penalty=0.* is not between"),
+        (Settings(presence_penalty=math.nan), "within 1e6 of 0"),
+        (Settings(frequency_penalty=math.inf), "within 1e6 of 0"),
         (Settings(logit_bias={-1: 1.0}), "counted from 0"),
-        (Settings(logit_bias={2: math.inf}), "a finite number or -inf"),
-        (Settings(logit_bias={2: math.nan}), "a finite number or -inf"),
+        (Settings(logit_bias={2: math.inf}), "up to 1e38 or -inf"),
+        (Settings(logit_bias={2: math.nan}), "up to 1e38 or -inf"),
         (Settings(logit_bias={"a": 1.0}), "Pass tokens"),
         (Settings(logit_bias=(3, 4)), r"logit_bias=\(3, 4\): pass a dict"),
     ],
@@ -321,3 +322,44 @@ def test_steps_with_logits_know_their_vocabulary():
         bare_steps(llama.forward, None, POLICY, "logits")
     assert edits(submit(start(24, POLICY), POLICY, (1,), 2, settings=ALL).waiting[0].request)
     assert fg.core.buffers_of(batch_type("logits"))["text"].dtype == "int32"
+
+
+def test_steps_of_another_vocabulary_are_refused():
+    params = wide_params(CONFIG)
+    with pytest.raises(ValueError, match="vocab_size=20, but the model has 40 logits"):
+        bare_steps(llama.forward, params, POLICY, "logits", vocab_size=20)
+    batch = types.SimpleNamespace(allowed=torch.zeros(1, 1, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"up to 128, and there are 40.*vocab_size=40\)"):
+        changed(torch.zeros(1, 1, V), batch, torch.zeros(1, 1))
+
+
+def test_what_a_step_gave_is_not_its_tokens():
+    params = wide_params(CONFIG)
+    steps, cache = bare_steps(llama.forward, params, POLICY, "logits"), None
+    cache = llama.init_cache(CONFIG, 16, block_size=SIZE)
+    state, batch = schedule(submit(start(16, POLICY), POLICY, [1, 2], 3, logprobs=2), POLICY, steps)
+    given, cache = steps.run(cache, batch)
+    with pytest.raises(TypeError, match=r"advance\(state, \*on_host\(ids, state\.rows\)\)"):
+        advance(state, given)
+    _, (event,) = advance(state, *on_host(given, state.rows))
+    assert len(event.logprobs[0].top) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([-1, 7], "it allows -1, the vocabulary is 40"),
+        (np.ones(V, np.int64), "a number for each token: return bools, or ids once each"),
+        (np.full(V, 0.5), r"it returned float64, \[40\]"),
+        (["x"] * 1000, r"it returned \['x', 'x'.*\.\.\.\]: return ids"),
+    ],
+)
+def test_a_grammar_that_returns_what_is_no_mask(given, told):
+    with pytest.raises((TypeError, ValueError), match=told):
+        grammars.words_of(given, V)
+
+
+def test_a_bitmask_without_a_sign_is_one_too():
+    full = np.full(2, 2**32 - 1, np.uint32)
+    assert (grammars.words_of(full, V) == grammars.words_of(None, V)).all()
+    assert (grammars.words_of([True] * V, V) == grammars.words_of(None, V)).all()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 import fngraph as fg
-from fngraph.errors import FnGraphError, ModelError
+from fngraph.errors import AddressError, FnGraphError, ModelError
 from fngraph.integrations.transformers.attention import NAME, Attending, Layer, routed
 from fngraph.integrations.transformers.fixed import Fixed, fixing
 from fngraph.torch_facts.tracing import FakeTensorMode
@@ -73,6 +73,22 @@ def params_of(model: Any, ropes: Mapping[str, Any]) -> dict[str, Tensor]:
         held.pop(f"{path}.original_inv_freq", None)  # at times the very tensor that inv_freq is
         held[f"{path}.inv_freq"] = rope.original_inv_freq
     return held
+
+
+def refuse_moved(model: Any, params: Mapping[str, Tensor]) -> None:
+    """Raise where the model's weights are not those that graphs read.
+
+    Raises:
+        AddressError: one that has been replaced, by name.
+    """
+    for name, now in model.named_parameters():
+        held = params.get(name)
+        if held is not None and (held.data_ptr(), held.dtype) != (now.data_ptr(), now.dtype):
+            raise AddressError(
+                f"{name} of {type(model).__name__} is other memory than when graphify_model took "
+                "it, which graphs still read. Write in place, weight.copy_(new), or call "
+                "graphify_model again"
+            )
 
 
 def pure_forward(model: Any, longest: int, fixed: Fixed, kind: type[Batch] = Batch) -> Forward:

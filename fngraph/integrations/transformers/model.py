@@ -38,6 +38,7 @@ from fngraph.integrations.transformers.forward import (
     init_cache,
     params_of,
     pure_forward,
+    refuse_moved,
 )
 from fngraph.integrations.transformers.generation import asked, processors
 from fngraph.integrations.transformers.multimodal import (
@@ -84,6 +85,7 @@ class GraphifiedModel:
     """A model with its graphs, over a paged cache of its own.
 
     Attributes:
+        model: that it was made of.
         forward: the pure function, forward(params, cache, batch) -> (logits, cache).
         params: the model's own parameters and buffers by name, held in place.
         cache: a (k, v) pair a layer, each (num_blocks, block_size, K, D); the step writes it.
@@ -98,6 +100,7 @@ class GraphifiedModel:
         vision: what runs pictures, and steps with tokens of theirs; None: it takes none.
     """
 
+    model: Any
     forward: Forward
     params: Mapping[str, Tensor]
     cache: tuple[KV, ...]
@@ -151,6 +154,7 @@ class GraphifiedModel:
             tokens.
 
         Raises:
+            AddressError: a weight of the model that is no longer where it was.
             SpecError: a prompt that is empty, too long for the limits, the cache or the model, or
                 has tokens that are none, or that are not those of its pictures; a string without a
                 tokenizer.
@@ -183,6 +187,7 @@ class GraphifiedModel:
 
         A prompt whose logits are no numbers fails alone: see `Event.end`.
         """
+        refuse_moved(self.model, self.params)
         asks, max_new_tokens = asked(self.generation), whole("max_new_tokens", max_new_tokens)
         limits = self.step.limits
         num_blocks, block_size = self.cache[0][0].shape[:2]
@@ -316,7 +321,7 @@ def graphify_model(
     stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = [] if stop is None else [stop] if isinstance(stop, int) else stop
     return GraphifiedModel(
-        forward, params, cache, step, support_of(model, layers, lowered), frozenset(ends),
+        model, forward, params, cache, step, support_of(model, layers, lowered), frozenset(ends),
         model.get_input_embeddings().weight.shape[0],
         getattr(model.config.get_text_config(), "max_position_embeddings", None),
         getattr(model, "generation_config", None), tokenizer, picture_tokens(model), vision,

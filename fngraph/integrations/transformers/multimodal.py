@@ -120,6 +120,8 @@ def shown_in(
             more or fewer prompts.
         ModelError: pictures for a model that takes none here.
     """
+    if isinstance(pictures, Picture) or any(isinstance(some, Picture) for some in pictures or ()):
+        raise SpecError("pictures: pass a list of them for each prompt, pictures=[[...], ...]")
     if pictures is not None and len(pictures) != len(prompts):
         raise SpecError(
             f"{len(prompts)} prompts, and pictures= for {len(pictures)}. Pass a list of pictures "

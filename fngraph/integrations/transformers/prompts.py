@@ -17,6 +17,8 @@ def tokens_of(prompts: Any, tokenizer: Any) -> Sequence[Sequence[int]]:
     """
     if isinstance(prompts, str):
         raise SpecError(f"prompts is a string. Pass a list of them, [{prompts[:20]!r}]")
+    if isinstance(prompts, Sequence) and any(isinstance(prompt, int) for prompt in prompts):
+        raise SpecError(f"prompts is one list of tokens. Pass a list of such: [{prompts!r:.40}]")
     strings = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
     if not strings:
         return prompts  # type: ignore[no-any-return]

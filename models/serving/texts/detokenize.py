@@ -52,6 +52,8 @@ def read(
     first, done, held = reading
     before = decode(new[first:done].tolist()) if first < done else ""
     all_ = decode(new[first:].tolist()) if done < len(new) else before
+    if not isinstance(all_, str):
+        raise TypeError(f"it returned a {type(all_).__name__}, no str")
     if all_.endswith(BROKEN) and not last:
         return reading, "", False
     text = held + all_[len(before) :]

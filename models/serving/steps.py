@@ -242,10 +242,8 @@ def ability(
         max_len = getattr(config, "max_len", None) or None
     if "logits" in more and vocab_size is None:
         raise ValueError('"logits" needs the size of the vocabulary: pass vocab_size=')
-    if "logits" in more and getattr(config, "vocab_size", vocab_size) != vocab_size:
-        raise ValueError(
-            f"vocab_size={vocab_size}, but the model has {config.vocab_size} logits. Leave it out"
-        )
+    if "logits" in more and (own := getattr(config, "vocab_size", vocab_size)) != vocab_size:
+        raise ValueError(f"vocab_size={vocab_size}, but the model has {own} logits. Leave it out")
     most = unscaled(getattr(config, "rope_scaling", None))
     return Ability(policy, more, count_slots(adapters), num_blocks, vocab_size, max_len, most)
 

@@ -67,6 +67,8 @@ class Policy:
         for name, least in LEAST.items():
             if whole(name, getattr(self, name)) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: pass {name}={least} or more")
+        if not hasattr(self.query_lens, "__iter__"):
+            raise TypeError(f"query_lens={self.query_lens!r}: pass some, (1, {self.query_lens!r})")
         if min(whole("query_lens", q) for q in self.query_lens or (0,)) != 1:
             raise ValueError(
                 f"query_lens={self.query_lens} lacks 1, a step without drafts, or goes below it"

@@ -188,7 +188,12 @@ def start(num_blocks: int, policy: Policy) -> State:
     """A state without requests, over a cache of that many free blocks.
 
     A state goes with that cache from then on: what it keeps of texts that have ended is in there.
+
+    Raises:
+        TypeError: what is no policy.
     """
+    if not isinstance(policy, Policy):
+        raise TypeError(f"start takes num_blocks, policy; the second is a {type(policy).__name__}")
     pool = new_pool(num_blocks, policy.block_size if policy.share else 0)
     return State((), (), (), pool, tuple(range(policy.num_slots)), 0)
 

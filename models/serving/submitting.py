@@ -54,6 +54,11 @@ def submit(
         ValueError: a request that could never run, so that it would wait for ever; tokens that no
             model has; settings out of their range.
     """
+    if not (isinstance(state, State) and isinstance(policy, Policy)):
+        raise TypeError(
+            "submit takes state, policy, prompt, max_new; these are "
+            f"{type(state).__name__}, {type(policy).__name__}, ..."
+        )
     if isinstance(prompt, str):
         raise TypeError(f"prompt={prompt[:20]!r}: pass its tokens, text.encode(prompt)")
     if not isinstance(settings, Settings):

@@ -722,6 +722,11 @@ def test_weights_that_are_replaced_are_told(llama):
         fast.generate([[1, 2, 3]], 4)
 
 
+def test_limits_that_are_a_number(llama):
+    with pytest.raises(TypeError, match=r"limits=64: pass Limits\(max_tokens"):
+        graphify_model(llama, 64)
+
+
 def test_one_prompt_in_place_of_a_list_of_them(fast):
     with pytest.raises(SpecError, match=r"Pass a list of such: \[\[1, 2, 3\]"):
         fast.generate([1, 2, 3], 4)

@@ -83,6 +83,16 @@ def test_numbers_of_other_libraries_are_numbers():
         assert state.waiting[0].request.shaped == bool(one.logit_bias)
 
 
+def test_arguments_in_another_order():
+    state = start(16, POLICY)
+    with pytest.raises(TypeError, match="takes num_blocks, policy; the second is a int"):
+        start(POLICY, 16)
+    with pytest.raises(TypeError, match=r"takes state, policy, prompt.*these are Policy, State"):
+        submit(POLICY, state, [1], 4)
+    with pytest.raises(TypeError, match=r"query_lens=4: pass some, \(1, 4\)"):
+        Policy(8, 2, 2, query_lens=4)
+
+
 def test_a_state_is_advanced_once():
     state = plan(submit(start(16, POLICY), POLICY, [1], 4), POLICY)
     after, _ = advance(state, [[5]])

@@ -275,6 +275,10 @@ def graphify_model(
         FnGraphError: see the classes in `fngraph.errors`.
     """
     refuse_unsuitable(model)
+    if not isinstance(limits, Limits):
+        raise TypeError(
+            f"limits={limits!r}: pass Limits(max_tokens, max_reqs, B=blocks of a request)"
+        )
     refuse_long(model, limits, block_size)
     vlm = vlm_of(model)
     if encoder is not None and vlm is None:

@@ -243,7 +243,7 @@ def parts(call: OpCall) -> Kept:
         refuse_counts(call)
     state = call.rows(x)
     one = {d: n for d, f in state.fills.items() if (n := _number(f)) is not None}
-    gone = call.name == "unbind"
+    gone = call.name.startswith("unbind")
     fills = {d - (gone and d > dim): n for d, n in one.items() if d != dim or not gone}
     return Kept(fills, said=state.said, unsaid=state.unsaid)
 

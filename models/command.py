@@ -14,9 +14,11 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+N = TypeVar("N", int, float)
 STOPPED = 130  # what a shell gives a command that Ctrl-C ended: 128 and the signal's number
 
 
@@ -31,26 +33,20 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
 def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
-
-    def number(word: str) -> int:
-        try:
-            found = int(word)
-        except ValueError:
-            raise ArgumentTypeError(f"{word!r} is no whole number") from None
-        check_bounds(word, found, least, most)
-        return found
-
-    return number
+    return _number(int, "whole number", least, most)
 
 
 def real(least: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
     """A number from `least` to `most`."""
+    return _number(float, "number", least, most)
 
-    def number(word: str) -> float:
+
+def _number(kind: type[N], what: str, least: float, most: float) -> Callable[[str], N]:
+    def number(word: str) -> N:
         try:
-            found = float(word)
+            found = kind(word)
         except ValueError:
-            raise ArgumentTypeError(f"{word!r} is no number") from None
+            raise ArgumentTypeError(f"{word!r} is no {what}") from None
         check_bounds(word, found, least, most)
         return found
 

@@ -25,12 +25,18 @@ def _number(cell: str) -> bool:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """` Did you mean 'sinks'?`: the nearest of the known names, in any case; "" if none is near."""
+    """` Did you mean 'sinks'?`: the nearest of the known names; "" if none is near."""
+    near = nearest(name, known)
+    return f" Did you mean {near!r}?" if near is not None else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The nearest of the known names, in any case; None if none is near."""
     import difflib  # 8 ms, and only an error needs it
 
     by_lower = {each.lower(): each for each in reversed(list(known))}
     near = difflib.get_close_matches(str(name).lower(), by_lower)
-    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+    return by_lower[near[0]] if near else None
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import enum
 import functools
 import inspect
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fngraph.core import trees
+from fngraph.core import text, trees
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role, TensorSpec
 
@@ -162,8 +161,8 @@ def signature(fn: Callable[..., Any], donate: Names, stage: Names) -> Signature:
         unknown = found - set(names)
         if unknown:
             name = unknown.pop()
-            near = difflib.get_close_matches(str(name), names, 1)
-            meant = f'. Did you mean {what}="{near[0]}"?' if near else ""
+            near = text.nearest(name, names)
+            meant = f'. Did you mean {what}="{near}"?' if near is not None else ""
             raise TreeError(f"{what}={name!r} is no parameter of forward{names}{meant}")
         return typing.cast(set[str], found)
 

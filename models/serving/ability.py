@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fngraph.models.serving.blocks import behind
 from fngraph.models.serving.logits import edits
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.requests import Job, Request, State
+from fngraph.models.serving.requests import Job, Request, State, user_of
 from fngraph.models.serving.sampling import COLD
 from fngraph.models.weights import naming
 
@@ -155,12 +155,11 @@ def check_unused(slot: int, state: State) -> None:
     Raises:
         ValueError: the first such request; blocks that are kept of such texts.
     """
-    for job in (*state.running, *state.waiting):
-        if job.request.adapter == slot:
-            raise ValueError(
-                f"slot {slot}: request {job.id} has adapter={slot} and has not ended. Load another "
-                f"slot, wait for its end, or drop it: state = cancel(state, {job.id})"
-            )
+    if job := user_of(state, slot):
+        raise ValueError(
+            f"slot {slot}: request {job.id} has adapter={slot} and has not ended. Load another "
+            f"slot, wait for its end, or drop it: state = cancel(state, {job.id})"
+        )
     if kept := len(behind(state.pool, [(slot,)])):
         raise ValueError(
             f"slot {slot}: {kept} blocks are kept of texts under its adapter. Drop them first: "

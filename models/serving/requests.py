@@ -239,10 +239,22 @@ def forget(state: State, adapter: int | None = None) -> State:
     """
     if adapter is None:
         return dataclasses.replace(state, pool=unname(state.pool, list(state.pool.names)))
-    for job in (*state.running, *state.waiting):
-        if job.request.adapter == adapter:
-            raise ValueError(
-                f"request {job.id} has adapter={adapter} and has not ended. Wait for its end, or "
-                f"drop it: state = cancel(state, {job.id})"
-            )
+    if job := user_of(state, adapter):
+        raise ValueError(
+            f"request {job.id} has adapter={adapter} and has not ended. Wait for its end, or "
+            f"drop it: state = cancel(state, {job.id})"
+        )
     return dataclasses.replace(state, pool=unname(state.pool, behind(state.pool, [(adapter,)])))
+
+
+def user_of(state: State, adapter: int) -> Job | None:
+    """The first request under an adapter that has not ended."""
+    jobs = (*state.running, *state.waiting)
+    return next((job for job in jobs if job.request.adapter == adapter), None)
+
+
+def in_order(some: tuple[Job, ...], others: tuple[Job, ...]) -> tuple[Job, ...]:
+    """All of them by rank, as each lot is."""
+    both = some + others
+    ordered = not some or not others or some[-1].rank < others[0].rank
+    return both if ordered else tuple(sorted(both, key=lambda job: job.rank))

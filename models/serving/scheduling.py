@@ -38,6 +38,7 @@ from fngraph.models.serving.requests import (
     Row,
     State,
     drop,
+    in_order,
     no_blocks,
 )
 from fngraph.models.serving.sampling import FAILED
@@ -131,13 +132,6 @@ def undo(state: State) -> State:
     state = drop(dataclasses.replace(state, pool=pool, rows=()), stale)
     waiting = in_order(tuple(map(over, stale)), state.waiting)
     return dataclasses.replace(state, waiting=waiting)
-
-
-def in_order(some: tuple[Job, ...], others: tuple[Job, ...]) -> tuple[Job, ...]:
-    """All of them by rank, as each lot is."""
-    both = some + others
-    ordered = not some or not others or some[-1].rank < others[0].rank
-    return both if ordered else tuple(sorted(both, key=lambda job: job.rank))
 
 
 def make_room(state: State, policy: Policy) -> tuple[tuple[Job, ...], Pool]:

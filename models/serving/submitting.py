@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 import numbers
@@ -12,7 +11,7 @@ from typing import Any
 
 from fngraph.models.serving.blocks import blocks_for
 from fngraph.models.serving.policy import Policy, whole
-from fngraph.models.serving.requests import GREEDY, Job, Request, State, no_blocks
+from fngraph.models.serving.requests import GREEDY, Job, Request, State, in_order, no_blocks
 from fngraph.models.serving.sampling import Settings, check_settings, key_of
 from fngraph.models.serving.texts.tokens import Tokens
 
@@ -120,22 +119,12 @@ def submit(
             state.submitted, tokens, max_new, ends, adapter, settings, key_of(first + i),
             min_tokens, strings, decode, logprobs, grammar, priority, deadline, shaped,
         )  # fmt: skip
-        state = enqueue(state, Job(request, Tokens(tokens), 0, no_blocks(), -1))
+        job = Job(request, Tokens(tokens), 0, no_blocks(), -1)
+        state = dataclasses.replace(
+            state, waiting=in_order(state.waiting, (job,)), submitted=state.submitted + 1,
+            soonest=min(state.soonest, deadline),
+        )  # fmt: skip
     return state
-
-
-def enqueue(state: State, job: Job) -> State:
-    """The state with a job that is new in its place among those that wait."""
-    waiting = state.waiting
-    if not waiting or waiting[-1].request.priority <= job.request.priority:
-        waiting = (*waiting, job)
-    else:
-        at = bisect.bisect(waiting, job.rank, key=operator.attrgetter("rank"))
-        waiting = (*waiting[:at], job, *waiting[at:])
-    return dataclasses.replace(
-        state, waiting=waiting, submitted=state.submitted + 1,
-        soonest=min(state.soonest, job.request.deadline),
-    )  # fmt: skip
 
 
 def run_of(stop: Sequence[int] | int) -> tuple[int, ...]:

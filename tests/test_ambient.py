@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -397,3 +399,29 @@ def test_weights_that_are_bound_again_wait_for_their_own_state() -> None:
         assert len(step) == 0
     want, _ = matmul(moved, toys.clone(state), toys.batch(3, 2))
     assert torch.equal(step(state, toys.batch(3, 2))[0], want) and len(step) == 1
+
+
+FIRST_CHOICE = """
+import torch, fngraph as fg
+from torch.nn.functional import scaled_dot_product_attention
+
+def forward(params, state, x):
+    return scaled_dot_product_attention(x @ params, x, x), state + 1
+
+fast = fg.graphify(forward, modes="FULL", donate="state", stage="x")
+w = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+x = torch.randn(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
+state = torch.zeros(3, device="cuda")
+for n in range(3):
+    out, state = fast(w, state, x)
+    assert torch.equal(out, forward(w, state, x)[0])
+(step,) = fast.steps
+assert len(step.by_ambient) == 1 and state.tolist() == [3, 3, 3]
+"""
+
+
+@pytest.mark.gpu
+def test_torch_s_first_choice_of_an_attention_kernel_is_no_change_of_forward_s():
+    """On Hopper it puts cuDNN's first then, in a process that has chosen none before."""
+    ran = subprocess.run([sys.executable, "-c", FIRST_CHOICE], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]

@@ -22,6 +22,7 @@ from fngraph.torch_facts.names import (
     SWITCHES,
     DeviceContext,
     are_transforms_active,
+    choose_attention,
     count_dispatch_modes,
     count_function_modes,
     dispatch_modes,
@@ -57,6 +58,8 @@ class Ambient(NamedTuple):
 
 def read(device: str) -> Ambient:
     """The state now, for a function on this type of device."""
+    if device == "cuda" and torch.cuda.is_available():
+        choose_attention()
     on = device != "meta" and torch.is_autocast_enabled(device)  # which meta does not know
     autocast = torch.get_autocast_dtype(device) if on else None
     modes = count_function_modes() and tuple(map(_named, function_modes()))

@@ -6,6 +6,7 @@ bound here, at import, since some are called at each step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,15 @@ _OF_CUDA = (
     "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
 )  # fmt: skip
 _OF_CPU = ("_get_mkldnn_enabled", "_get_mkldnn_deterministic")
+
+
+@functools.cache
+def choose_attention() -> None:
+    """Let torch order its attention kernels, which on CUDA it does where it first chooses among
+    them: from then on "_get_sdp_priority_order" is another. Once a process."""
+    with without_modes():
+        x = torch.zeros(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(x, x, x)
 
 
 def _cudnn_precision() -> Any:

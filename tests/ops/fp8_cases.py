@@ -90,9 +90,10 @@ def moved(args: list[Any], device: Any) -> list[Any]:
     return [[move(y) for y in x] if isinstance(x, list) else move(x) for x in args]
 
 
-def exact(args: list[Any]) -> tuple[Tensor, Tensor]:
+def exact(args: list[Any], added: float = 0.0) -> tuple[Tensor, Tensor]:
     """A layer in float64 but for what is rounded to fp8, without the last of it; and how much more
-    of its products is off, at most, where a number of the input is almost as near to another."""
+    of its products is off, at most, where a number of the input is almost as near to another, and
+    where sums are off by `added` of their terms."""
     x, weights, scales, norm, x_scales, more, _, eps, centred, gated, *_ = args
     wide, by = x.to(F64), x_scales[0].to(F64) if x_scales else None
     if norm is not None:
@@ -107,7 +108,8 @@ def exact(args: list[Any]) -> tuple[Tensor, Tensor]:
     assert by is not None
     turned = [(w.to(F64) * scale.to(F64)).t() for w, scale in zip(weights, scales)]
     made = [nearest(wide) * by @ w for w in turned]
-    slack = torch.cat([off.abs() * by @ w.abs() for w in turned], 1)
+    off = off.abs() + added * nearest(wide).abs()
+    slack = torch.cat([off * by @ w.abs() for w in turned], 1)
     y = torch.cat(made, 1)
     if gated:
         y = torch.nn.functional.silu(made[0]) * made[1]

@@ -19,6 +19,7 @@ kind of request (by tokens, in eight parts) that fares worst.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,11 +45,16 @@ GOALS = {  # of bare: the most that each may be
 Ways = Mapping[str, Callable[[Sequence[Any]], list[Any]]]
 
 
-def timed(ways: Ways, requests: Sequence[Request], device: str, warmup: int) -> dict[str, Any]:
-    """Seconds of each request by each way, in turns; the first `warmup` requests do not count."""
+def timed(
+    ways: Ways, requests: Sequence[Request], device: str, warmup: int, limit: float = math.inf
+) -> dict[str, Any]:
+    """Seconds of each request by each way, in turns; the first `warmup` requests do not count. None
+    is begun `limit` seconds after the first."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    names = list(ways)
+    names, start = list(ways), time.perf_counter()
     for at, request in enumerate(requests):
+        if time.perf_counter() - start > limit and at > warmup:
+            break
         items = request.items()
         for i in range(len(names)):
             way = names[(at + i) % len(names)]
@@ -102,10 +108,12 @@ def stream_part(part: str, tower: Tower, flags: argparse.Namespace) -> list[dict
     requests = make(tower, many, flags.seed)
     ways: dict[str, Any] = {"bare": tower.bare}
     for level in flags.levels:
+        began = time.perf_counter()
         ways[f"FULL-{level}"] = way_of(tower, level, flags, **as_asked(tower))
+        print(f"  {part}, FULL-{level}: {time.perf_counter() - began:.1f} s to capture", flush=True)
     tower.check(ways, requests[0].items())
-    seconds = timed(ways, requests, flags.device, warmup)
-    rows = rows_of(part, seconds, requests[warmup:])
+    seconds = timed(ways, requests, flags.device, warmup, flags.seconds or math.inf)
+    rows = rows_of(part, seconds, requests[warmup : warmup + len(seconds["bare"])])
     for row in rows[1:]:
         encoder = ways[row["way"]]
         stats = encoder.stats
@@ -178,6 +186,7 @@ def missed(found: dict[str, Any], flags: argparse.Namespace) -> list[str]:
         "--parts": some_of(PARTS), "--levels": some_of(LEVELS, ["none", "fused"]),
         "--model": {"choices": list(SIZES), "default": "qwen3-vl"},
         "--requests": count(3000), "--warmup": count(300, least=0), "--seed": count(0, least=0),
+        "--seconds": count(0, "after which no request of a part is begun; 0: no limit", least=0),
         "--ranks": count(1, "processes that share a request of squares, a GPU each"),
     },
     quick={"device": "cpu", "model": "tiny", "requests": 6, "warmup": 1, "levels": ["none"]},

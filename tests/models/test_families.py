@@ -212,7 +212,8 @@ def test_what_a_step_that_failed_has_written_is_in_no_text(case: Case):
     states, policy = generate.family_states(case.family), Policy(16, 2, 3)
     if states:
         policy = dataclasses.replace(policy, share=False, num_slots=2)
-    steps = bare_steps(case.family.forward, case.params, policy, *states)
+    where = case.params.embed.device
+    steps = bare_steps(case.family.forward, case.params, policy, *states, device=where)
 
     def texts(failing: int | None) -> Any:
         cache, state, events = new_cache(case, 6), start(6, policy), []

@@ -52,6 +52,9 @@ def kernels(dtype: torch.dtype, folder: Path) -> list[str]:
         given |= {"gated": True, "out_scale": known}
         skinny_fp8.run(row, [wide, wide], [one, one], values if known is one else x, dtype, **given)
         skinny_fp8.run(row, [q], [one], x[:1], dtype, x_scale=known, more=row, held=True)
+    wide = [torch.zeros(256, 2048, dtype=EIGHT)] * 2  # all that there is
+    more = {"more": x[:1, :256], "gated": True, "out_scale": one}
+    skinny_fp8.run(values[:1, :2048], wide, [one, one], values[:1], dtype, x_scale=one, **more)
     for K in (5120, 6144, 11008):  # of which a program has a whole part to spare
         three, by = [torch.zeros(160, K, dtype=EIGHT)] * 3, [torch.ones(160, 1)] * 3
         skinny_fp8.run(values[:1, :K].contiguous(), three, by, x[:1], dtype, x_scale=scales[:1])
@@ -63,7 +66,7 @@ def kernels(dtype: torch.dtype, folder: Path) -> list[str]:
 def test_every_kernel_compiles_and_fits(tmp_path):
     one, few, split = ["one_kernel"] * 2, ["few_kernel"] * 2, ["few_kernel", "add_kernel"] * 2
     want = ["quantize_rows_kernel", "quantize_kernel", *one, *few, *one, *split, *one, *few]
-    want += ["one_kernel"] * 12
+    want += ["one_kernel"] * 13
     assert run_alone(__file__, tmp_path).splitlines() == [" ".join(want)] * 3
 
 

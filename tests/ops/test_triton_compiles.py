@@ -77,7 +77,17 @@ def compiled_for_h100(kernel: Any, reads: Any, writes: Any, numbers: Any, **opti
     source = triton.compiler.ASTSource(kernel, signature, constants, hints)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=tuning)
     assert not made_up(made), (kernel.fn.__name__, options)
+    assert not unrounded(made), (kernel.fn.__name__, options)
     return made
+
+
+def unrounded(made: Any) -> list[str]:
+    """Products in half precision that are added to before they are rounded.
+
+    LLVM makes `bfloat` of float32 arithmetic that is rounded at once, and of a product and a sum
+    of those one instruction, which leaves the product's rounding out. Sums in float32 may be so.
+    """
+    return re.findall(r"fma\.rn\.\S*f16\S* .*", made.asm["ptx"])
 
 
 def made_up(made: Any) -> list[str]:

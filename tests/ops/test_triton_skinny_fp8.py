@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 kinds = pytest.mark.parametrize("kind", LAYERS)
 inputs = pytest.mark.parametrize("given", INPUTS)
 F32 = torch.float32
-ADDED = 2.0**-12  # of its terms a sum is off: Hopper's tensor cores keep 14 bits of sums in fp8
+ADDED = 2.0**-12  # of its terms a sum of torch's for many rows is off: it keeps some 14 bits
 
 
 def by_kernel(args: list[Any], tile: Tile | None = None) -> Tensor:
@@ -109,7 +109,7 @@ def test_on_cuda_the_op_is_near_its_plain_form(kind: str, given: str, dtype: tor
         want = fused_linear_fp8.plain(*args).float()
         off = (got - want).abs()
         if args[6]:  # now and then the next number of fp8
-            slack = exact(args, ADDED)[1] / args[6][0]
+            slack = exact(args, ADDED if rows > 16 else 0.0)[1] / args[6][0]
             assert (off <= want.abs() / 8 + 2**-9 + slack).all()
             assert (off > 0).float().mean() <= 0.05
         else:

@@ -62,6 +62,17 @@ def row_as_fp8(wide, scale):
 
 
 @triton.jit
+def as_rounded(x):
+    """x as it is, of which the compiler does not know how it was made: of a product in half
+    precision and a sum it would make one instruction, and leave the product's rounding out."""
+    if BY_HAND or x.dtype.primitive_bitwidth != 16:
+        return x
+    return tl.inline_asm_elementwise(
+        "mov.b16 $0, $1;", "=h,h", [x], dtype=x.dtype, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def put_rounded(into, x, scale, like, mask, ROUNDS: tl.constexpr):
     """Store x in the dtype of `into`; with ROUNDS as fp8 by the scale, in the dtype of `like`
     first."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import ask_for, let_next, wait
+from fngraph.ops.triton.rounding import as_rounded
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -148,7 +149,7 @@ def around(y, up, more, there, kind: tl.constexpr, GATED: tl.constexpr, ADDS: tl
         y = silu * up.to(kind).to(tl.float32)
     if ADDS:
         by = tl.load(more, mask=there, other=0.0)
-        y = y.to(kind).to(tl.float32) + by.to(tl.float32)
+        y = (as_rounded(y.to(kind)) if GATED else y.to(kind)).to(tl.float32) + by.to(tl.float32)
     return y
 
 

@@ -37,7 +37,8 @@ from fngraph.fx.rows import folds
 from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
 from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
 from fngraph.fx.rows.dirty import part_of, seen_through, unreturnable, with_dirty
-from fngraph.fx.rows.rules import keeps_finite, rule
+from fngraph.fx.rows.fills import DIVISIONS, dtype_of
+from fngraph.fx.rows.rules import is_primitive, keeps_finite, rule
 from fngraph.fx.rows.state import (
     OFFSETS,
     Kept,
@@ -297,7 +298,28 @@ def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:
         rule(call)
     except Mixes as error:
         return str(error) if error.fails else ""
+    for name in _JUDGED if not is_primitive(call) else ():
+        for x in flat(call.args.get(name)):
+            state = states.get(x)
+            if isinstance(state, Mixed) and may_raise(call, name, x):
+                return f"gives {call.name} what may be an error to it in padding: it {state.why}"
     return ""
+
+
+_JUDGED = ("self", "other", "index", "indices", "target", "info", "p", "std")
+"""Arguments whose numbers an op may refuse."""
+
+
+def may_raise(call: OpCall, name: str, x: fx.Node) -> bool:
+    """Whether an op raises an error, or ends the process, at some numbers of an argument."""
+    if name in ("index", "indices", "target"):
+        return x.meta["val"].dtype not in (torch.bool, torch.uint8)  # masks
+    if name == "other":
+        kinds = x.meta["val"].dtype, dtype_of(call)
+        whole = not any(kind.is_floating_point or kind.is_complex for kind in kinds)
+        return call.name in DIVISIONS and whole
+    judged = {"multinomial": ("self",), "bernoulli": ("self", "p"), "normal": ("std",)}
+    return name in judged.get(call.name, ("info",) * (call.name == "_linalg_check_errors"))
 
 
 def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:

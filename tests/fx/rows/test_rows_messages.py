@@ -225,6 +225,15 @@ FAILING: dict[str, tuple[Any, str]] = {
     "chances of rows that are drawn": (
         lambda x, p, b: (torch.multinomial(b.slot_mapping[:, None] + 1.0, 1), x)[1] * 1,
         "draws by chances of which padding may hold what is none"),
+    "chances that padding is in": (
+        lambda x, p, b: (torch.multinomial((x.T @ x).softmax(-1), 1), x)[1] * 1,
+        "gives multinomial what may be an error to it in padding"),
+    "an index that padding is in": (
+        lambda x, p, b: torch.zeros_like(p["w"][b.slot_mapping.argmin()[None]]),
+        "gives index what may be an error to it in padding"),
+    "a divisor that padding is in": (
+        lambda x, p, b: torch.ones_like(b.token_ids // b.slot_mapping.sum()),
+        "gives floor_divide what may be an error to it in padding"),
 }  # fmt: skip
 
 

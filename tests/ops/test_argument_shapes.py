@@ -143,6 +143,7 @@ def test_what_fits_runs(name):
     ],
 )
 def test_the_argument_that_does_not_fit_is_named_with_what_does(name, wrong, named, expected):
+    call(name)  # what fits is remembered
     with pytest.raises(TreeError) as raised:
         call(name, **wrong)
     text = str(raised.value)
@@ -158,6 +159,9 @@ def test_a_rank_beyond_the_columns():
 def test_scales_are_one_number_or_one_a_head():
     for scale in (torch.tensor(2.0), torch.tensor([2.0, 3.0])):
         call("attention", k_scale=scale, v_scale=scale)
+    for _ in range(2):
+        with pytest.raises(TreeError, match="k_scale"):
+            call("attention", k_scale=torch.ones(K + 1))
 
 
 @pytest.mark.parametrize("modes", ["FULL", "PIECEWISE"])

@@ -51,13 +51,16 @@ def keys() -> str:
         _, triton, rest = binder(x, out, a, n, **constants, **options)
         theirs = str((triton, rest))
         addresses = [y.data_ptr() for y in (x, out)]
-        ours = direct.key_of(of, (x, out), addresses, (a, n), constants, options)
+        ours = of.key((x, out), addresses, (a, n), constants, options)
         given.setdefault(ours, set()).add(theirs)
-        back.setdefault(theirs, set()).add(ours)
+        narrow = type(n) is int and -(2**31) <= n < 2**31
+        back.setdefault(
+            (theirs, type(a), a, x.data_ptr() % 16, out.data_ptr() % 16, narrow or n), set()
+        ).add(ours)
     assert len(given) > 1000
-    assert all(len(x) == 1 for x in given.values()), "we take two for one"
-    assert all(len(x) == 1 for x in back.values()), "we compile one twice"
-    assert direct.key_of(of, (), (), (torch.tensor(1),), {}, {}) is None  # of another type
+    assert all(len(x) == 1 for x in given.values()), "two are taken for one"
+    assert all(len(x) == 1 for x in back.values()), "one is looked at twice"
+    assert of.key((), (), (torch.tensor(1),), {}, {}) is None, "of another type"
     return "same"
 
 
@@ -106,7 +109,7 @@ class Watch:
 
     def note(self, x: int, y: int, z: int, stream: int, function: int, packed: Any,
              metadata: Any, enter: Any, leave: Any, *args: Any) -> None:  # fmt: skip
-        self.launched.append(((x, y, z), stream, function, packed, args))
+        self.launched.append(((x, y, z), stream, function, packed, args, enter is not None))
 
     def take(self) -> tuple[int, Any]:
         """How many launches Triton has made since the last time, and the last of all."""
@@ -145,26 +148,20 @@ def launches() -> str:
     assert apart[0] == 0
     assert apart[1][2] == unaligned[1][2]
     same(apart[1], by_triton(odd, 6))
-    assert [go(one, 5, a)[0] for a in (1, 1, 16, 16, 32, 7, 2**40, 2**40)] == [
-        1,
-        0,
-        1,
-        0,
-        0,
-        0,
-        1,
-        0,
-    ]
+    assert [go(one, 5, a)[0] for a in (1, 1, 16, 16, 7, 2**40, 2**40)] == [1, 0, 1, 0, 1, 1, 0]
     assert [go(one, 5, num_warps=8)[0] for _ in range(2)] == [1, 0]
 
     made = direct.launch(kernel, (2, 3), (one, out), (3, 5), more, {"num_warps": 4}, 0)
     watch.take()
-    direct.again(made, (4,), 0)(one, out, 3, 5, *more.values())
+    once_more = direct.again(made, (4,), 0)
+    once_more(one, out, 3, 5, *more.values())
     many, last = watch.take()
-    assert (many, last[0], last[2]) == (0, (4, 1, 1), first[1][2])
+    assert (many, last[0], last[2], last[5]) == (0, (4, 1, 1), first[1][2], False)
     told: list[Any] = []
     knobs.runtime.launch_enter_hook.add(told.append)
     assert go(two, 9)[0] == 1, "hooks are Triton's"
+    once_more(one, out, 3, 5, *more.values())
+    assert watch.take()[1][5], "the driver is given the hooks"
     knobs.runtime.launch_enter_hook.remove(told.append)
     kernel.add_pre_run_hook(lambda *args, **kwargs: told.append(1))
     assert go(two, 9)[0] == 1

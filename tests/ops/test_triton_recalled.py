@@ -173,6 +173,32 @@ def test_what_is_more_than_launches_is_run(why: str, ways: list[str]):
     assert ways == ["run", "kept" if why == "gaps" else "run", *["run"] * (CALLS - 2)]
 
 
+def test_where_tensors_will_be_is_known_or_nothing_is_made_again():
+    room = torch.zeros(64, device=DEVICE)
+    a, b, other = room[:16], room[16:32], torch.zeros(4, device=DEVICE)
+    seen: list[Any] = []
+    given: dict[str, tuple[list[torch.Tensor], torch.Tensor]] = {
+        "one of them": ([a, b], b), "part of the only one there": ([a], room[4:8]),
+        "part of which of two": ([a, b], b[4:8]), "none of them": ([a, b], other),
+        "of no elements": ([a, b], other[:0]),
+    }  # fmt: skip
+    whole = {}
+    for name, (tensors, launched) in given.items():
+        launches = Launches(tensors)
+        launches.add(lambda *x: seen.append(x), [launched, 3])
+        launches.close()
+        whole[name] = launches.whole
+        if launches.whole:
+            moved = torch.zeros(64, device=DEVICE)
+            begin = launched.data_ptr() - tensors[-1].data_ptr()
+            new = [moved[16 * i : 16 * i + 16] for i in range(len(tensors))]
+            launches.again(new)
+            (got, number), want = seen.pop(), new[-1].data_ptr() + begin
+            assert (got if GPU else got.data_ptr()) == want and number == 3
+            assert launches.kept[0].arguments[0] is None, "nothing of a call is kept for the next"
+    assert whole == dict.fromkeys(list(given)[:2], True) | dict.fromkeys(list(given)[2:], False)
+
+
 OTHERS = {
     "mla": (others.latent, {"mla": "triton_decode"}),
     "gated_delta": (others.delta, {"gated_delta": "triton", "causal_conv": "triton"}),

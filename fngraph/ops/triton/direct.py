@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 SEEN = ("3.6.", "3.7.")  # versions of Triton whose `JITFunction.run` does no more than this
+NUMBERS = frozenset({int, float, bool, type(None)})
 LEAST, MOST = -(1 << 31), 1 << 31  # a number from LEAST to below MOST is an i32
 MOST_KEYS = 4096  # of a kernel; a program that brings more begins again
 
@@ -31,6 +32,7 @@ class Compiled(NamedTuple):
         rest: its constants in order, which stand behind the numbers.
         stream: `stream(device)` is the current one.
         plain: Triton's own object of it.
+        by_address: whether tensors are all on a device, whose addresses are theirs there too.
     """
 
     start: Callable[..., None]
@@ -39,22 +41,53 @@ class Compiled(NamedTuple):
     rest: tuple[Any, ...]
     stream: Callable[[int], int]
     plain: Any
+    by_address: bool
 
 
 class Known:
-    """A kernel, and what Triton has compiled of it by now."""
+    """A kernel, and what Triton has compiled of it by now.
+
+    Attributes:
+        free: the numbers of arguments at which Triton looks for their width alone.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.free = [bool(p.do_not_specialize) for p in kernel.params]
+        self.free = [i for i, p in enumerate(kernel.params) if p.do_not_specialize]
         self.made: dict[Any, Compiled] = {}
 
-    def keep(self, key: Any, plain: Any, constants: Mapping[str, Any], n: int) -> Compiled | None:
-        """Keep what Triton has compiled; None where it is something else than was seen.
+    def key(
+        self,
+        tensors: Sequence[Tensor],
+        addresses: Sequence[int],
+        numbers: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> tuple[Any, ...] | None:
+        """Differs wherever Triton would launch another kernel; None: a number is of another type.
 
-        Args:
-            n: arguments in front of the constants.
+        Numbers stand for what Triton goes by, whether they are 1 and whether 16 divides them: those
+        of a model's shapes are few, and to compare them takes less time than to ask. The tuple is
+        flat, since that is the faster to hash.
         """
+        types = [*map(type, numbers)]
+        if not NUMBERS.issuperset(types):
+            return None
+        given = [*numbers]
+        for i in self.free:
+            i -= len(tensors)
+            if 0 <= i < len(given) and types[i] is int and LEAST <= given[i] < MOST:
+                given[i] = None
+        return (
+            *given, *types, *[x.dtype for x in tensors], *[x.get_device() for x in tensors],
+            *[x & 15 for x in addresses], *constants, *constants.values(),
+            *options, *options.values(),
+        )  # fmt: skip
+
+    def keep(
+        self, key: Any, plain: Any, tensors: Sequence[Tensor], rest: tuple[Any, ...]
+    ) -> Compiled | None:
+        """Keep what Triton has compiled; None where it is something else than was seen."""
         from triton.compiler.compiler import CompiledKernel
         from triton.runtime.driver import driver
 
@@ -62,9 +95,11 @@ class Known:
             return None
         if len(self.made) >= MOST_KEYS:
             self.made.clear()
-        rest = tuple([constants[name] for name in self.kernel.arg_names[n:]])
+        by_address = all(x.is_cuda for x in tensors)
         stream = driver.active.get_current_stream
-        made = Compiled(plain.run, plain.function, plain.packed_metadata, rest, stream, plain)
+        made = Compiled(
+            plain.run, plain.function, plain.packed_metadata, rest, stream, plain, by_address
+        )
         self.made[key] = made
         return made
 
@@ -85,6 +120,13 @@ def was_seen() -> bool:
     return bool(triton.__version__.startswith(SEEN))
 
 
+@functools.cache
+def _knobs() -> Any:
+    from triton import knobs
+
+    return knobs
+
+
 def is_watched() -> bool:
     """Whether somebody has asked Triton to be told of launches."""
     runtime = _knobs().runtime
@@ -93,59 +135,16 @@ def is_watched() -> bool:
 
 
 def is_altered(kernel: Any) -> bool:
-    """Whether something else than arguments and options decides what would be compiled or done."""
+    """Whether more than arguments and options decides what is compiled or done."""
     knobs = _knobs()
     return bool(
-        is_watched()
-        or knobs.runtime.debug
+        knobs.runtime.debug
         or kernel.debug
         or kernel.pre_run_hooks
         or kernel.used_global_vals  # Triton raises where one has changed
         or knobs.compilation.instrumentation_mode
         or getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None
-    )
-
-
-@functools.cache
-def _knobs() -> Any:
-    from triton import knobs
-
-    return knobs
-
-
-def kind(x: Any, free: bool) -> Any:
-    """What Triton compiles a number for, as finely as it does; a type that it knows, or `object`.
-
-    Args:
-        free: whether it is not looked at but for its width.
-    """
-    if type(x) is int:
-        if x == 1 and not free:
-            return 1
-        wide = 32 if LEAST <= x < MOST else 64 if LEAST << 32 <= x < MOST << 32 else 65
-        return wide if free or x % 16 else -wide
-    return type(x) if x is None or type(x) in (float, bool) else object
-
-
-def key_of(
-    known: Known,
-    tensors: Sequence[Tensor],
-    addresses: Sequence[int],
-    numbers: Sequence[Any],
-    constants: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Any:
-    """Differs wherever Triton would launch another kernel; None: an argument is of another type."""
-    kinds = [*map(kind, numbers, known.free[len(tensors) :])]
-    if object in kinds:
-        return None
-    return (
-        tuple([x.dtype for x in tensors]),
-        tuple([x.get_device() for x in tensors]),
-        tuple([not x & 15 for x in addresses]),
-        tuple(kinds),
-        tuple(constants.items()),
-        tuple(options.items()),
+        or is_watched()
     )
 
 
@@ -170,20 +169,20 @@ def launch(
     key = None
     if of is not None and not is_altered(kernel):
         addresses = [x.data_ptr() for x in tensors]
-        key = key_of(of, tensors, addresses, numbers, constants, options)
-        made = None if key is None else of.made.get((device, key))
-        if made is not None:
-            start, function, packed, rest, stream, _ = made
-            given = tensors if -1 in key[1] else addresses  # Triton finds those of host memory
+        key = of.key(tensors, addresses, numbers, constants, options)
+        if key is not None and (made := of.made.get((device, key))) is not None:
+            start, function, packed, rest, stream, *_ = made
+            x, y, z = (*grid, 1, 1)[:3]
             start(
-                *(*grid, 1, 1)[:3], stream(device), function, packed, None, None, None,
-                *given, *numbers, *rest,
+                x, y, z, stream(device), function, packed, None, None, None,
+                *(addresses if made.by_address else tensors), *numbers, *rest,
             )  # fmt: skip
             return made
     plain = kernel[tuple(grid)](*tensors, *numbers, **constants, **options)
     if of is None or key is None:
         return plain
-    return of.keep((device, key), plain, constants, len(tensors) + len(numbers)) or plain
+    rest = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
+    return of.keep((device, key), plain, tensors, tuple(rest)) or plain
 
 
 def again(made: Any, grid: Sequence[int], device: int) -> Callable[..., None]:
@@ -196,7 +195,7 @@ def again(made: Any, grid: Sequence[int], device: int) -> Callable[..., None]:
     size = (*grid, 1, 1)[:3]
     if not isinstance(made, Compiled):
         return made[size]  # type: ignore[no-any-return]
-    start, function, packed, _, stream, plain = made
+    start, function, packed, _, stream, plain, _ = made
 
     def launch(*arguments: Any) -> None:
         if is_watched():

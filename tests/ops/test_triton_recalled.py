@@ -111,7 +111,7 @@ def test_alike_is_as_at_first(backend: str, kind: str, asked: str, ways: list[st
 
 CHANGES: dict[str, Callable[[Case], Case]] = {
     "strides": lambda c: dataclasses.replace(c, q=torch.cat([c.q, c.q], -1)[..., : c.q.shape[-1]]),
-    "address": lambda c: dataclasses.replace(c, q=shifted(c.q)),
+    "address": lambda c: dataclasses.replace(c, q=shifted(c.q, 1)),
     "blocks": lambda c: dataclasses.replace(c, meta=c.meta._replace(
         block_tables=torch.cat([c.meta.block_tables, c.meta.block_tables], 1))),
     "cache": lambda c: dataclasses.replace(c, k_cache=torch.cat([c.k_cache, c.k_cache])),
@@ -120,11 +120,11 @@ CHANGES: dict[str, Callable[[Case], Case]] = {
 }  # fmt: skip
 
 
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, at an address that 16 does not divide."""
-    room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
-    room[1:] = x.reshape(-1)
-    return room[1:].view(x.shape)
+def shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """The same numbers, so many elements behind an address that 16 divides."""
+    room = torch.empty(x.numel() + by, dtype=x.dtype, device=x.device)
+    room[by:] = x.reshape(-1)
+    return room[by:].view(x.shape)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -140,6 +140,22 @@ def test_unlike_is_not_taken_for_alike(backend: str, change: str, ways: list[str
     check(other(rows, 1), backend, query_len)
     check(other(rows, 1), backend, None)
     assert ways[5:] == ["again", "run"], "bounds of another kind"
+
+
+def test_a_part_may_be_aligned_where_the_whole_is_not(ways: list[str]):
+    for by in (1, 2, 1, 2, 3, 1, 2):
+        c = other([(1, 6), (1, 130)], by)
+        check(dataclasses.replace(c, q=shifted(c.q, by)), "triton", None)
+    assert ways == ["run", "run", "kept", "kept", "run", "again", "again"]
+
+
+@pytest.mark.gpu
+def test_what_is_in_host_memory_is_left_to_triton(ways: list[str]):
+    for i in range(CALLS):
+        c = other([(1, 6), (1, 130)], i + 1)
+        lens = c.meta.seq_lens.cpu().pin_memory()
+        check(dataclasses.replace(c, meta=c.meta._replace(seq_lens=lens)), "triton", None)
+    assert ways == ["run"] * CALLS
 
 
 def test_parts_of_one_product_are_told_apart(ways: list[str]):

@@ -100,8 +100,7 @@ def backend(
 ) -> Backend:
     """One that serves any batch by a function of `module`, which is imported when it first runs.
 
-    The function is `function(args, host, kept=None)`; see `Repeated` and
-    `Recalled`.
+    The function is `function(args, host, kept=None)`; see `Repeated`, `Recalled`.
 
     Args:
         preferred: whether it is taken on CUDA where none is named.

@@ -181,8 +181,8 @@ def launch(
     plain = kernel[tuple(grid)](*tensors, *numbers, **constants, **options)
     if of is None or key is None:
         return plain
-    rest = [constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
-    return of.keep((device, key), plain, tensors, tuple(rest)) or plain
+    names = kernel.arg_names[len(tensors) + len(numbers) :]
+    return of.keep((device, key), plain, tensors, tuple([constants[x] for x in names])) or plain
 
 
 def again(made: Any, grid: Sequence[int], device: int) -> Callable[..., None]:

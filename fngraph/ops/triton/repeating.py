@@ -179,10 +179,11 @@ _NEW = object()  # in place of what has not been called so far
 class Recalled:
     """`run(args, host)` of a backend over tensors that are elsewhere each time.
 
-    What its launches are may follow from the tensors' shapes, strides, dtypes, devices, and whether
-    16 divides their addresses, from the other arguments, and from how many tokens a request
-    brings at most; from nothing that is in the tensors. Calls in which all of that is the same
-    launch the same. Where a dispatch mode looks on, or two tensors begin in one place, it is run.
+    What its launches are may follow from the tensors' shapes, strides, dtypes, device, and what 16
+    leaves of their addresses, from the other arguments, and from how many tokens a request brings
+    at most; from nothing that is in the tensors. Calls in which all of that is the same launch the
+    same. Where a dispatch mode looks on, two tensors begin in one place, or not all are on one
+    device, it is run.
     """
 
     def __init__(self, run: Callable[..., None]) -> None:
@@ -198,13 +199,15 @@ class Recalled:
         rest: list[Any] = [None if host is None else host.max_query_len]
         _sort(args, args.config, tensors, rest)
         addresses = [x.data_ptr() for x in tensors]
-        if len(set(addresses)) != len(tensors):
+        devices = {x.get_device() for x in tensors}
+        if len(set(addresses)) != len(tensors) or len(devices) != 1:
             self._run(args, host)
             return
         key = (
-            tuple([(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]),
-            tuple([not x & 15 for x in addresses]),
+            tuple([(x.shape, x.stride(), x.dtype) for x in tensors]),
+            tuple([x & 15 for x in addresses]),  # a part of a tensor may be aligned where it is not
             tuple(rest),
+            devices.pop(),
         )
         launches: Any = self._launches.get(key, _NEW)
         if launches is _NEW:

@@ -18,6 +18,7 @@ from fngraph.core.where import user_line
 from fngraph.errors import TreeError
 
 WHOLE = (torch.int32, torch.int64)
+MOST_KINDS = 1024  # of arguments that are known to fit
 CACHE = "num_blocks block_size K D"
 QKV = {"q_THD": "T H D", "k_TKD": "T K D", "v_TKD": "T K D", "kv[0]": CACHE, "kv[1]": CACHE}
 PAGED = {
@@ -40,6 +41,7 @@ class Shapes:
     ) -> None:  # fmt: skip
         self.primitive, self.shared = primitive, shared
         self.whole = {name for name in letters if name.startswith("batch.")} | set(whole)
+        self._passed: dict[Any, dict[str, int]] = {}  # by what bare `forward` passes at each call
         self.leaves = [
             (name, _dims(text), WHOLE if name in self.whole else None)
             for name, text in letters.items()
@@ -51,6 +53,18 @@ class Shapes:
         Raises:
             TreeError: an argument does not fit.
         """
+        try:
+            kinds = tuple([(type(x), x.shape, x.dtype) for x in tensors])
+            passed = self._passed.get(kinds)
+        except (AttributeError, TypeError):  # no tensor; a symbol, which has no hash
+            return self._check(tensors)
+        if passed is None:
+            if len(self._passed) >= MOST_KINDS:
+                self._passed.clear()
+            passed = self._passed[kinds] = self._check(tensors)
+        return passed.copy()
+
+    def _check(self, tensors: tuple[Any, ...]) -> dict[str, int]:
         sizes = {"1": 1}
         for (name, dims, dtypes), x in zip(self.leaves, tensors):
             if not isinstance(x, Tensor) or not _fits(x, dims, dtypes, sizes):

@@ -11,6 +11,7 @@ round to fp8 behind are in `fused_fp8.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,16 +98,17 @@ def define_fused(
         least: the capability of the first devices that its kernel is for.
     """
 
-    def has_kernel(x: Tensor) -> bool:
-        if not x.is_cuda or missing("cuda") is not None:
-            return False
-        return torch.cuda.get_device_capability(x.device) >= least
+    @functools.cache
+    def kernel(device: int) -> Callable[..., Any] | None:
+        if missing("cuda") is not None or torch.cuda.get_device_capability(device) < least:
+            return None
+        from fngraph.ops.triton import fused  # loads Triton
+
+        return getattr(fused, name)  # type: ignore[no-any-return]
 
     def run(*args: Any) -> Any:
-        if has_kernel(args[0]):
-            from fngraph.ops.triton import fused  # loads Triton
-
-            return getattr(fused, name)(*args)
+        if args[0].is_cuda and (own := kernel(args[0].get_device())) is not None:
+            return own(*args)
         made = plain(*args)
         whole = [x.contiguous() for x in (made if isinstance(made, tuple) else (made,))]
         return tuple(whole) if isinstance(made, tuple) else whole[0]

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.autograd.forward_ad import unpack_dual
 
-from fngraph.torch_facts.names import are_transforms_active
+from fngraph.torch_facts.names import are_transforms_active, dual_level
 
 
 def is_transformed(*args: Any) -> bool:
@@ -29,10 +29,14 @@ def is_transformed(*args: Any) -> bool:
     """
     if are_transforms_active():
         return True
+    if not torch.is_grad_enabled() and dual_level() < 0:
+        return False
     given = [y for x in args for y in (x if isinstance(x, list | tuple) else (x,))]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     reverse = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return reverse or any(unpack_dual(x).tangent is not None for x in tensors)
+    if reverse or dual_level() < 0:
+        return reverse
+    return any(unpack_dual(x).tangent is not None for x in tensors)
 
 
 ASKED = "asked"  # of what is noted on a node: which primitive's argument it is, by their names

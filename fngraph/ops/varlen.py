@@ -200,5 +200,5 @@ def varlen_attention(
             q, k, v = enter("varlen_attention", q_THD, k_TKD, v_TKD)
             return leave("varlen_attention", plain(q, k, v, starts, scale, causal))
     out_THD = q_THD.new_empty(q_THD.shape)
-    VARLEN.op(*tensors, out_THD, scale, causal)
+    VARLEN.apply(*tensors, out_THD, scale, causal)
     return out_THD

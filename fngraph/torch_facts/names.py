@@ -15,6 +15,7 @@ from torch._ops import (
     OpOverload as OpOverload,  # `aten.add.Tensor`: one overload of an op
     OpOverloadPacket as OpOverloadPacket,  # `aten.add`: all of them
 )
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext as DeviceContext  # torch.set_default_device's mode
 from torch.utils._python_dispatch import (
@@ -55,6 +56,12 @@ no_torch_dispatch = _C._disabled_torch_dispatch_impl
 # of some tensors: `check(*others)` says in one call whether all others have their types, sizes,
 # strides, dtypes, devices and dispatch keys (sparse, conjugated, negated, inference)
 TensorGuards: Any = _C._dynamo.guards.TensorGuards
+
+
+def dual_level() -> int:
+    """How deep tangents are nested that `torch.autograd.forward_ad` makes; -1: there are none."""
+    return forward_ad._current_level
+
 
 # --- switches that choose among kernels of one op -------------------------------------------------
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, silu
 
@@ -49,12 +48,14 @@ def attend(
 
 def heads(x_TE: Tensor, weight: Tensor, head_dim: int, bias: Tensor | None = None) -> Tensor:
     """(T, H, D): the projection of each head; `weight` is (H*D, E), `bias` (H*D,)."""
-    return rearrange(linear(x_TE, weight, bias), "t (h d) -> t h d", d=head_dim)
+    joined = linear(x_TE, weight, bias)
+    T, HD = joined.shape
+    return joined.reshape(T, HD // head_dim, head_dim)  # einops would take as long as an op
 
 
 def join(x_THD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """(T, E): all heads projected back; `weight` is (E, H*D), `bias` (E,)."""
-    return linear(rearrange(x_THD, "t h d -> t (h d)"), weight, bias)
+    return linear(x_THD.flatten(1), weight, bias)
 
 
 @fg.struct

@@ -197,7 +197,8 @@ def rotate(x_THD: Tensor, rope: Turn) -> Tensor:
     """
     cos, sin = rope
     half = cos.shape[-1]
-    a, b, rest = x_THD.split([half, half, x_THD.shape[-1] - 2 * half], dim=-1)
+    parts = [half, half, x_THD.shape[-1] - 2 * half]
+    a, b, rest = torch.split_with_sizes(x_THD, parts, dim=-1)  # x.split is Python around it
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.errors import TreeError
 from fngraph.ops import AttentionMeta, StateMeta
+from fngraph.ops.check_shapes import Shapes
 from fngraph.testing.cases import case
 
 INT = torch.int32
@@ -143,6 +144,7 @@ def test_what_fits_runs(name):
     ],
 )
 def test_the_argument_that_does_not_fit_is_named_with_what_does(name, wrong, named, expected):
+    call(name)  # what fits is remembered
     with pytest.raises(TreeError) as raised:
         call(name, **wrong)
     text = str(raised.value)
@@ -158,6 +160,17 @@ def test_a_rank_beyond_the_columns():
 def test_scales_are_one_number_or_one_a_head():
     for scale in (torch.tensor(2.0), torch.tensor([2.0, 3.0])):
         call("attention", k_scale=scale, v_scale=scale)
+    for _ in range(2):
+        with pytest.raises(TreeError, match="k_scale"):
+            call("attention", k_scale=torch.ones(K + 1))
+
+
+def test_what_is_remembered_of_one_call_is_not_another_calls():
+    shapes = Shapes("f", {"x": "T H"})
+    for Z in (3, 4):
+        sizes = shapes.check(torch.zeros(T, H))
+        assert sizes == {"1": 1, "T": T, "H": H}
+        shapes.also("y", "T Z", torch.zeros(T, Z), sizes)
 
 
 @pytest.mark.parametrize("modes", ["FULL", "PIECEWISE"])

@@ -361,6 +361,7 @@ REFUSED = {
     "vmap of grad": lambda x: vmap(grad(lambda x: toys.double(x).sum()))(x),
     "backward": _backward,
     "dual": _dual,
+    "dual without gradients": torch.no_grad()(_dual),  # which are another thing
 }
 
 

@@ -30,11 +30,11 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_alone(file: str, cache: Path) -> str:
+def run_alone(file: str, cache: Path, *args: str) -> str:
     """What `file` prints in a Python of its own, with nothing compiled beforehand."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    ran = subprocess.run([sys.executable, file], capture_output=True, text=True, env=env)
+    ran = subprocess.run([sys.executable, file, *args], capture_output=True, text=True, env=env)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout
 

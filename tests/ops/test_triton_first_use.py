@@ -16,6 +16,8 @@ from triton_cases import GPU, RECORDER, WHERE
 
 import fngraph as fg
 import fngraph.ops.triton as wing
+from fngraph.ops.triton import direct
+from fngraph.ops.triton.repeating import Recalled
 from fngraph.step import capture
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -44,6 +46,8 @@ BATCHES = [
 def forms(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     """Forms of kernels that have been compiled; under the interpreter, that a GPU would have."""
     made: set[Any] = set()
+    monkeypatch.setattr(direct, "known", lambda kernel: None)  # what other tests have launched
+    monkeypatch.setattr(Recalled, "__call__", lambda of, args, host: of._run(args, host))
     if GPU:
         from triton import knobs
 

@@ -125,7 +125,7 @@ def attention(
         with inlined("attention"):
             return inline(tensors, kv, _configure(*tensors, None, *options), optional)
     out_THD = q_THD.new_empty(q_THD.shape)
-    ATTENTION.op(*tensors, out_THD, *options)
+    ATTENTION.apply(*tensors, out_THD, *options)
     return out_THD, kv
 
 

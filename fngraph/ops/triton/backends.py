@@ -19,7 +19,7 @@ from fngraph.core import HostBounds, Support
 from fngraph.errors import BackendError
 from fngraph.ops.backend import Backend, Bound
 from fngraph.ops.triton.launching import missing
-from fngraph.ops.triton.repeating import Repeated
+from fngraph.ops.triton.repeating import Recalled, Repeated
 
 MULTIPLIED = (torch.float32, torch.float16, torch.bfloat16)
 STORED = (*MULTIPLIED, torch.float8_e4m3fn)
@@ -100,15 +100,18 @@ def backend(
 ) -> Backend:
     """One that serves any batch by a function of `module`, which is imported when it first runs.
 
-    The function is `function(args, host, kept=None)`; see `Repeated`.
+    The function is `function(args, host, kept=None)`; see `Repeated`, `Recalled`.
 
     Args:
         preferred: whether it is taken on CUDA where none is named.
     """
 
+    @functools.cache
+    def recalled(device: str) -> Recalled:
+        return Recalled(getattr(loaded(primitive, name, module, device), function))
+
     def run(args: Any, host: HostBounds | None) -> None:
-        kernels = loaded(primitive, name, module, args.out.device.type)
-        getattr(kernels, function)(args, host)
+        recalled(args.out.device.type)(args, host)
 
     def bind(args: Any) -> Bound:
         kernels = loaded(primitive, name, module, args.out.device.type)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fngraph.ops.primitives import LIBRARY
+from fngraph.ops.triton import direct
 from fngraph.ops.triton.repeating import Launches
 
 COUNTS = ("T", "R", "UNITS", "EACH", "many", "count")
@@ -65,22 +66,17 @@ def launch(
         early = early and overlaps(device)
         constants["EARLY"] = early
     if device.type == "cuda":
-        more: dict[str, Any] = {"launch_pdl": True} if early else {}
+        options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+        if early:
+            options["launch_pdl"] = True
         if programs is not None:
-            more["maxnreg"] = min(255, REGISTERS // (32 * num_warps * programs) // 8 * 8)
-        compiled = kernel[tuple(grid)](
-            *reads,
-            *writes,
-            *numbers,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            **constants,
-            **more,
-        )
+            options["maxnreg"] = min(255, REGISTERS // (32 * num_warps * programs) // 8 * 8)
+        tensors = (*reads, *writes)
+        made = direct.launch(kernel, grid, tensors, numbers, constants, options, device.index)
         if kept is not None:
-            given = (*reads, *writes, *numbers)
+            given = (*tensors, *numbers)
             rest = [constants[name] for name in kernel.arg_names[len(given) :]]
-            kept.add(compiled[(*grid, 1, 1)[:3]], (*given, *rest))
+            kept.add(direct.again(made, grid, device.index), (*given, *rest))
         return
     name, module = kernel.fn.__name__, kernel.fn.__module__
     names, values = list(constants), list(constants.values())

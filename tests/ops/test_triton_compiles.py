@@ -85,9 +85,14 @@ def unrounded(made: Any) -> list[str]:
     """Products in half precision that are added to before they are rounded.
 
     LLVM makes `bfloat` of float32 arithmetic that is rounded at once, and of a product and a sum
-    of those one instruction, which leaves the product's rounding out. Sums in float32 may be so.
+    of those one instruction, which leaves the product's rounding out; so does ptxas where the
+    product's has no `.rn`. Sums in float32 may be so.
     """
-    return re.findall(r"fma\.rn\.\S*f16\S* .*", made.asm["ptx"])
+    told = made.asm["ptx"]
+    sums = " ".join(re.findall(r"\b(?:add|sub)\.b?f16\S*\s+%\w+,(.*);", told))
+    free = re.findall(r"\bmul\.b?f16\S*\s+(%\w+),", told)
+    added = [x for x in free if re.search(rf"{x}\b", sums)]
+    return re.findall(r"fma\.rn\.\S*f16\S* .*", told) + added
 
 
 def made_up(made: Any) -> list[str]:

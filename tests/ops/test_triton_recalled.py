@@ -116,7 +116,7 @@ CHANGES: dict[str, Callable[[Case], Case]] = {
         block_tables=torch.cat([c.meta.block_tables, c.meta.block_tables], 1))),
     "cache": lambda c: dataclasses.replace(c, k_cache=torch.cat([c.k_cache, c.k_cache])),
     "dtype": lambda c: dataclasses.replace(c, meta=c.meta._replace(
-        seq_lens=c.meta.seq_lens.long())),
+        slot_mapping=c.meta.slot_mapping.int())),
 }  # fmt: skip
 
 

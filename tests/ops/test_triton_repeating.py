@@ -171,7 +171,13 @@ def test_other_primitives_between_graphs(
     params, cache = others.setup(model, WHERE)
     own, made = clone(cache), []
     again = Launches.again
-    monkeypatch.setattr(Launches, "again", lambda kept: (made.append(len(kept.kept)), again(kept)))
+
+    def between_graphs(kept: Launches, *tensors: Any) -> None:
+        if not tensors:  # or it is bare forward's, recalled
+            made.append(len(kept.kept))
+        again(kept, *tensors)
+
+    monkeypatch.setattr(Launches, "again", between_graphs)
     fast = fg.graphify(
         model, modes="PIECEWISE", donate="cache", stage="batch", sizes=toys.SIZES, backends=backends
     )

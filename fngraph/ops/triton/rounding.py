@@ -62,14 +62,20 @@ def row_as_fp8(wide, scale):
 
 
 @triton.jit
-def as_rounded(x):
-    """x as it is, of which the compiler does not know how it was made: of a product in half
-    precision and a sum it would make one instruction, and leave the product's rounding out."""
-    if BY_HAND or x.dtype.primitive_bitwidth != 16:
-        return x
-    return tl.inline_asm_elementwise(
-        "mov.b16 $0, $1;", "=h,h", [x], dtype=x.dtype, is_pure=True, pack=1
-    )
+def as_rounded(x, kind: tl.constexpr):
+    """x, float32, rounded to `kind` whatever is done with it next. Of a product in half precision
+    and a sum compilers make one instruction, which leaves the product's rounding out."""
+    if BY_HAND or kind == tl.float32:
+        x = x.to(kind).to(tl.float32)
+    elif kind == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            "cvt.rn.bf16.f32 $0, $1;", "=h,f", [x], dtype=tl.bfloat16, is_pure=True, pack=1
+        ).to(tl.float32)
+    else:
+        x = tl.inline_asm_elementwise(
+            "cvt.rn.f16.f32 $0, $1;", "=h,f", [x], dtype=tl.float16, is_pure=True, pack=1
+        ).to(tl.float32)
+    return x
 
 
 @triton.jit

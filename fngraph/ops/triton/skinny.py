@@ -149,7 +149,9 @@ def around(y, up, more, there, kind: tl.constexpr, GATED: tl.constexpr, ADDS: tl
         y = silu * up.to(kind).to(tl.float32)
     if ADDS:
         by = tl.load(more, mask=there, other=0.0)
-        y = (as_rounded(y.to(kind)) if GATED else y.to(kind)).to(tl.float32) + by.to(tl.float32)
+        if GATED:
+            y = as_rounded(y, kind)
+        y = y.to(kind).to(tl.float32) + by.to(tl.float32)
     return y
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fngraph.models.weights import fp8_folders
 from fngraph.models.weights.files import Stored
 from fngraph.models.weights.fp8 import Fp8Weight, misfits
-from fngraph.models.weights.sharding import Copy, Share
+from fngraph.models.weights.sharding import Copy, Share, own_scale
 from fngraph.models.weights.splits import Block
 
 DTYPES = {
@@ -49,7 +49,7 @@ def read_fp8_part(
     kind: Any = {"device": device, "dtype": DTYPES[values.kind]}
     part = share.part(name, place.shape, values.copy_part, **kind)
     scale, by = fp8_folders.read_scales(place, lambda n: files[n].whole(), device)
-    made = Fp8Weight(part, share.scales(name, place.shape, scale), by)
+    made = Fp8Weight(part, own_scale(share, name, place.shape, scale), by)
     return share.standing(name, made, place.shape)
 
 

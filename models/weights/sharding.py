@@ -88,13 +88,10 @@ class Share(NamedTuple):
         """This process's part of a weight of this shape, in memory of its own; see `assembled`."""
         return assembled(self.parts(name, shape), shape, copy, **kind)
 
-    def scales(self, name: str, shape: Sequence[int], scale: Tensor) -> Tensor:
-        """The scales, (O, 1) or (), of this process's part of a weight in fp8, (O, I)."""
-        if not scale.ndim:
-            return scale
-        parts = [self.parts(name, shape)[0], along(1, fg.Axis(""))]
-        kind = {"device": scale.device, "dtype": scale.dtype}
-        return assembled(parts, scale.shape, copying(scale), **kind)
+    def columns(self, name: str, shape: Sequence[int], dim: int, x: Tensor) -> Tensor:
+        """Of x (r, n), whose columns go with a dim of a weight of this shape, this process's."""
+        parts = [along(len(x), fg.Axis("")), self.parts(name, shape)[dim]]
+        return assembled(parts, x.shape, copying(x), device=x.device, dtype=x.dtype)
 
     def standing(self, name: str, part: Any, shape: Sequence[int]) -> Any:
         """What stands in the tree for a part of a weight of this shape."""
@@ -146,7 +143,7 @@ def shard(params: Any, specs: Specs, mesh: fg.Mesh) -> Any:
         made: Any = share.part(name, values.shape, copying(values), **kind)
         if isinstance(x, Fp8Weight):
             wrong.extend(misfits(name, made.shape))
-            scale = share.scales(name, values.shape, x.scale)
+            scale = own_scale(share, name, values.shape, x.scale)
             made = _moved(Fp8Weight(made, scale, x.input_scale), mesh.device)
         return share.standing(name, made, values.shape)
 
@@ -159,6 +156,11 @@ def shard(params: Any, specs: Specs, mesh: fg.Mesh) -> Any:
 
 TOO_SMALL = "weights whose parts cannot be fp8; split them over fewer processes:"
 _SPLIT = (SummedWeight, SplitVocabulary, SplitGain, SplitStack)
+
+
+def own_scale(share: Share, name: str, shape: Sequence[int], scale: Tensor) -> Tensor:
+    """The scale, (O, 1) or (), of this process's part of a weight in fp8, (O, I)."""
+    return share.columns(name, shape, 0, scale.mT).mT.contiguous() if scale.ndim else scale
 
 
 def _moved(x: Any, device: str) -> Any:

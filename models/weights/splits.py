@@ -187,7 +187,8 @@ def own_config(config: Any, specs: Specs, mesh: fg.Mesh) -> Any:
     for name, size in specs.sizes.items():
         total, axis = getattr(config, name), axes[size.axis]
         if not fits(total, size, axis.size):
-            wrong.append(f"  {name} is {total}, which {axis.size} processes cannot share")
+            told = f"{axis.size} processes along {size.axis!r} cannot share"
+            wrong.append(f"  {name} is {total}, which {told}")
         elif not size.whole:
             own[name] = max(1, total // axis.size)
     if wrong:
@@ -196,10 +197,8 @@ def own_config(config: Any, specs: Specs, mesh: fg.Mesh) -> Any:
             for axis in axes
             if axes[axis].size not in possible(config, specs, axis)
         )
-        raise fg.errors.RankError(
-            f"this model cannot be split over {mesh!r}:\n" + "\n".join(wrong) + f"\nIt can, by "
-            f"make_mesh with {could}"
-        )
+        first = f"this model cannot be split over {mesh!r}:"
+        raise fg.errors.RankError("\n".join([first, *wrong, f"Make the mesh with {could}"]))
     return dataclasses.replace(config, **own)
 
 

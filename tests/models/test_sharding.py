@@ -223,7 +223,7 @@ def test_a_family_that_cannot_be_split_and_a_mesh_that_does_not_fit_are_said_at_
 def test_a_part_is_for_linear_alone():
     params = shard(llama.init_params(config_of()), llama.specs(config_of()), mesh(0, tp=2))
     for weight in (params.layers[0].attn.wo, params.embed):
-        with pytest.raises(TypeError, match="relu meets a .*linear.x, weight. alone"):
+        with pytest.raises(TypeError, match=r"relu meets a .*linear.x, weight. alone"):
             relu(weight)
         with pytest.raises(TypeError, match="linear meets a"):
             linear(weight, torch.ones(2, 64))

@@ -32,7 +32,7 @@ def numbers(layout, size, rank):
 )
 def test_parts_make_up_the_whole(layout, size):
     parts = [numbers(layout, size, rank) for rank in range(size)]
-    assert sorted(sum(parts, [])) == list(range(length(layout)))
+    assert sorted(i for part in parts for i in part) == list(range(length(layout)))
     assert len({len(part) for part in parts}) == 1
 
 
@@ -107,9 +107,9 @@ def test_a_process_has_its_own_config():
 def test_numbers_that_cannot_be_shared_out_are_all_said_with_what_could():
     with pytest.raises(fg.errors.RankError) as caught:
         own_config(Config(6, 4), SPECS, mesh(dp=2, tp=3, ep=4))
-    assert str(caught.value).splitlines() == [
-        "this model cannot be split over Mesh(dp=2, tp=3, ep=4; this process is dp 1, tp 2, ep 3, "
-        "on cpu):",
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("this model cannot be split over Mesh(dp=2, tp=3, ep=4; this process")
+    assert lines == [
         "  kv is 4, which 3 processes along 'tp' cannot share",
         "  experts is 6, which 4 processes along 'ep' cannot share",
         "Make the mesh with tp=1 or 2, ep=1 or 2 or 3 or 6",

@@ -61,8 +61,10 @@ def found(folder: Path, one_thread: None) -> Callable[..., Found]:
     def of(world: int, graphs: tuple[str, ...] | None = None) -> Found:
         graphs = IN_GRAPHS[world] if graphs is None else graphs
         if (world, graphs) not in kept:
+            kept[world, graphs] = []  # where the run fails, it does so once
             run(folder, world, graphs)
             kept[world, graphs] = [torch.load(folder / f"{world}.{r}.pt") for r in range(world)]
+        assert kept[world, graphs], "see the first that failed"
         return kept[world, graphs]
 
     return of

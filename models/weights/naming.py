@@ -58,10 +58,10 @@ def replaced(
     if not dataclasses.is_dataclass(tree):
         return tree
     parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-    kind, seen_through = type(tree), getattr(tree, "STANDS_FOR", None)
+    seen_through = getattr(tree, "STANDS_FOR", None)
     at = {name: path if name == seen_through else f"{dot}{name}" for name in parts}
-    made: Any = kind(**{name: replaced(x, new, whole, at[name]) for name, x in parts.items()})
-    return made
+    kind: Any = type(tree)
+    return kind(**{name: replaced(x, new, whole, at[name]) for name, x in parts.items()})
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -9,7 +9,8 @@ Shape letters as in `fngraph.models.families.llama`; X experts, C chosen ones of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,27 +81,42 @@ def mix(
 ) -> Tensor:  # fmt: skip
     """(T, E): the sum of each token's experts, by their shares; zero in rows that are not real.
 
-    Where experts are split over processes, which all have the same tokens, each runs its own ones,
-    or its own columns of each, and what they give is summed over all.
+    Where experts are split over processes, each runs its own ones, or its own columns of each, and
+    what they give is summed over all. They have the same tokens, or each has its own ones, as many
+    as any other: then each runs its experts for the tokens of all.
 
     Args:
         real_T: (T,) bool, whether a row is a token and not padding.
         beside_TE: what is added to it, split as the columns of an expert are.
     """
     run = _grouped if x_TE.dtype == torch.bfloat16 else _dense
-    down, is_own = experts.w_down, real_T[:, None]
+    down, share_TC = experts.w_down, share_TC.to(x_TE.dtype)
     if isinstance(down, SplitStack):
         experts = dataclasses.replace(experts, w_down=down.weight)
-        if down.experts.size > 1:
-            count = len(down.weight)
-            expert_TC = expert_TC - down.experts.rank * count
-            is_own = is_own & (expert_TC >= 0) & (expert_TC < count)
-    out_TE = run(experts, x_TE, expert_TC, share_TC.to(x_TE.dtype), is_own)
+        expert_TC = torch.where(real_T[:, None], expert_TC, -1)
+        out_TE = _over_ranks(functools.partial(run, experts), down, x_TE, expert_TC, share_TC)
+    else:
+        out_TE = run(experts, x_TE, expert_TC, share_TC, real_T[:, None])
     out_TE = torch.where(real_T[:, None], out_TE, 0)
-    if isinstance(down, SplitStack):
-        out_TE = fg.all_reduce(out_TE, down.experts)
     out_TE = out_TE if beside_TE is None else out_TE + beside_TE
     return fg.all_reduce(out_TE, down.columns) if isinstance(down, SplitStack) else out_TE
+
+
+def _over_ranks(
+    run: Callable[..., Tensor], down: SplitStack, x_TE: Tensor, expert_TC: Tensor, share_TC: Tensor
+) -> Tensor:
+    """The sum of each token's experts over all processes, those of padding being -1."""
+    axis, count = down.experts, len(down.weight)
+    given = x_TE, expert_TC, share_TC
+    if down.own_tokens:
+        given = tuple(fg.all_gather(x, axis) for x in given)
+    x_TE, expert_TC, share_TC = given
+    local_TC = expert_TC - axis.rank * count
+    is_own = (local_TC >= 0) & (local_TC < count)
+    out_TE = run(x_TE, local_TC, share_TC, is_own)
+    if down.own_tokens:  # of true rows, wherever they are: padding is in no group
+        return fg.trust_rows(fg.reduce_scatter(out_TE, axis))
+    return fg.all_reduce(out_TE, axis)
 
 
 def _grouped(

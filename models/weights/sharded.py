@@ -102,6 +102,7 @@ class SplitStack:
     weight: Tensor  # (X/n, E, F/m)
     experts: fg.Axis = fg.static()  # of n
     columns: fg.Axis = fg.static()  # of m
+    own_tokens: bool = fg.static(default=False)  # whether processes along `experts` have their own
 
     STANDS_FOR = "weight"
 

@@ -154,6 +154,29 @@ def shard(params: Any, specs: Specs, mesh: fg.Mesh) -> Any:
     return dataclasses.replace(made, config=share.config)
 
 
+def with_own_tokens(params: Any) -> Any:
+    """The same part of a model, for processes along "ep" that have each a batch of its own.
+
+    Each layer of experts then gathers the tokens of all, and scatters the sums to whose they are.
+    All processes must run steps of one size at a time, padding included.
+
+    Raises:
+        fg.errors.RankError: no experts are spread over processes.
+    """
+    found = list[str]()
+
+    def told(name: str, x: Any) -> Any:
+        if not isinstance(x, SplitStack) or x.experts.size == 1:
+            return x
+        found.append(name)
+        return dataclasses.replace(x, own_tokens=True)
+
+    made = naming.replaced(params, told, (Tensor, Fp8Weight, *_SPLIT))
+    if not found:
+        raise fg.errors.RankError("no experts are spread over processes. Load with make_mesh(ep=2)")
+    return made
+
+
 TOO_SMALL = "weights whose parts cannot be fp8; split them over fewer processes:"
 _SPLIT = (SummedWeight, SplitVocabulary, SplitGain, SplitStack)
 

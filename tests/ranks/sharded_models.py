@@ -102,12 +102,14 @@ def bare(made: Made) -> list[Tensor]:
     return found
 
 
-def in_graphs(made: Made, **options: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:
+def in_graphs(
+    made: Made, steps: list[list[Span]] = STEPS
+) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """The logits of each step in graphs, and as the traced program in mode NONE; and the modes."""
     cache = made.new_cache()
     fast = fg.graphify(
         made.family.forward, modes="FULL_AND_PIECEWISE", donate="cache", stage="batch",
-        sizes=(4, 32), recorder="tape", **options,
+        sizes=(4, 32), recorder="tape",
     )  # fmt: skip
     step = fast.bind(made.params).capture(cache, LIMITS, progress=False)
     both, modes = [], []
@@ -115,7 +117,7 @@ def in_graphs(made: Made, **options: Any) -> tuple[list[Tensor], list[Tensor], l
         found = []
         for x in naming.named(cache).values():
             x.fill_(torch.nan)
-        for spans in STEPS:
+        for spans in steps:
             batch = batch_of(made.family.Batch, spans)
             modes.append(step.dispatch(batch.spec, allowed=allowed).mode.name)
             logits_RV, cache = step(cache, batch, allowed=allowed)
@@ -131,6 +133,20 @@ def meshes(world: int) -> Iterator[tuple[str, fg.Mesh]]:
             "_".join(f"{name}{size}" for name, size in sizes.items()),
             fg.make_mesh("cpu", **sizes),
         )
+
+
+@torch.no_grad()
+def own_batches(made: Made, own: int) -> list[Tensor]:
+    """The logits of one request's steps, of bare `forward`."""
+    cache, found = made.new_cache(), []
+    for first, end in OWN_STEPS:
+        batch = batch_of(made.family.Batch, [(own, first, end)])
+        logits_RV, cache = made.family.forward(made.params, cache, batch)
+        found.append(logits_RV.clone())
+    return found
+
+
+OWN_STEPS = ((0, 9), (9, 10), (10, 11), (11, 15))
 
 
 # --- models in memory -----------------------------------------------------------------------------
@@ -259,6 +275,12 @@ def main(folder: Path, graphs: Sequence[str]) -> None:
                     full, none, modes = in_graphs(made)
                     found |= {(kind, path.name, "graphs"): full, (kind, path.name, "none"): none}
                     found[kind, path.name, "modes"] = modes
+                if "ep" in axes and "ep" in mesh:
+                    apart = Made(family, sharding.with_own_tokens(made.params))
+                    found[kind, path.name, "own"] = own_batches(apart, mesh["ep"].rank)
+                    if path.name in graphs:
+                        steps = [[(mesh["ep"].rank, *one)] for one in OWN_STEPS]
+                        found[kind, path.name, "own graphs"] = in_graphs(apart, steps)[0]
             for dtype in (torch.float32, torch.bfloat16):
                 found[kind, "mix", str(dtype)] = mixed(dtype, mesh)
             if mesh.names == ("tp",):

@@ -137,6 +137,19 @@ def test_graphs_of_every_family_hold_the_collectives(world, found, wanted):
             check_graphs(all_found, mesh, name, wanted(name))
 
 
+@pytest.mark.parametrize(("world", "mesh"), [(2, "ep2"), (4, "tp2_ep2")])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_processes_with_tokens_of_their_own(name: str, world: int, mesh: str, found, folder: Path):
+    """Neighbours along "ep", the last axis, have each their own request."""
+    family = loading.family(folder / name)
+    made = own.Made(family, family.load(folder / name)[1])
+    want = [own.own_batches(made, i) for i in range(2)]
+    for rank, one in enumerate(found(world)):
+        assert_near(one[mesh, name, "own"], want[rank % 2])
+        if name in IN_GRAPHS[world]:
+            assert_near(one[mesh, name, "own graphs"], want[rank % 2])
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", ["biases", "tied", "adapters"])
 def test_parts_of_params_in_memory(name: str, world: int, found):

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+import fngraph as fg
 from fngraph.models.families.lora import Adapters, filled_slot
 from fngraph.models.weights.configs import CheckpointError, Said, read_json
 from fngraph.models.weights.sharding import Share
@@ -101,7 +102,10 @@ def load_adapter(
 def own_pair(share: Share, at: tuple[int, str], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Of A (r, I) and B (r, O) of a layer's weight (O, I), what goes with this process's part."""
     name, shape = f"layers.{at[0]}.{at[1]}", (b.shape[1], a.shape[1])
-    return share.columns(name, shape, 1, a), share.columns(name, shape, 0, b)
+    try:
+        return share.columns(name, shape, 1, a), share.columns(name, shape, 0, b)
+    except fg.errors.RankError:  # of another model: what fits it is said with all that does not
+        return a, b
 
 
 def check_arguments(adapters: Any, names: Any) -> None:

@@ -379,3 +379,7 @@ def test_an_adapter_is_split_as_its_weights_are(tmp_path: Path):
     share = sharding.share_of(config, llama.specs(config), mesh(0, tp=2))
     with pytest.raises(CheckpointError, match=r"64 to 64; given a \[4, 64\], b \[4, 32\]"):
         load_adapter(tmp_path, slots(whole), theirs, share=share)
+    stem = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+    save_file(state | {stem: torch.randn(60, 4)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"wq: .*64 to 32; given a \[4, 64\], b \[4, 60\]"):
+        load_adapter(tmp_path, slots(params), theirs, share=share)

@@ -1,13 +1,14 @@
 """What each process of test_sharded.py runs, by torchrun: every family's part of it, over the same
 steps in every mode, its logits into a file.
 
-    torchrun --nproc-per-node 2 tests/ranks/sharded_models.py FOLDER FAMILY ...
+    torchrun --nproc-per-node 2 tests/ranks/sharded_models.py FOLDER cpu FAMILY ...
 
 FOLDER holds a folder for each family; those that are named run in graphs too.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -61,14 +62,18 @@ class Made(NamedTuple):
         """A cache in which reading what was never written shows."""
         cache = self.family.init_cache(
             self.params.config, BLOCKS * len(TEXTS), block_size=BLOCK_SIZE, num_slots=len(TEXTS),
-            dtype=self.params.embed.dtype,
+            dtype=self.params.embed.dtype, device=self.params.embed.device,
         )  # fmt: skip
         for x in naming.named(cache).values():
             x.fill_(torch.nan)
         return cache
 
+    def batch(self, spans: Sequence[Span]) -> Any:
+        """A step's tokens, on its device."""
+        return batch_of(self.family.Batch, spans, self.params.embed.device)
 
-def batch_of(Batch: Any, spans: Sequence[Span]) -> Any:
+
+def batch_of(Batch: Any, spans: Sequence[Span], device: torch.device | str = "cpu") -> Any:
     """A step's tokens; request i has its own blocks and its own slot."""
     lengths = torch.tensor([end - first for _, first, end in spans])
     positions = torch.cat([torch.arange(first, end) for _, first, end in spans])
@@ -87,7 +92,8 @@ def batch_of(Batch: Any, spans: Sequence[Span]) -> Any:
         "logits_indices": ends - 1,
     }
     query_len = 1 if bool((lengths == 1).all()) else None
-    return generate.select(Batch, leaves, fg.BatchSpec(len(of), len(spans), query_len=query_len))
+    spec = fg.BatchSpec(len(of), len(spans), query_len=query_len)
+    return generate.select(Batch, leaves, spec, device)
 
 
 @torch.no_grad()
@@ -95,10 +101,8 @@ def bare(made: Made) -> list[Tensor]:
     """The logits of each step, of bare `forward`."""
     cache, found = made.new_cache(), []
     for spans in STEPS:
-        logits_RV, cache = made.family.forward(
-            made.params, cache, batch_of(made.family.Batch, spans)
-        )
-        found.append(logits_RV.clone())
+        logits_RV, cache = made.family.forward(made.params, cache, made.batch(spans))
+        found.append(logits_RV.cpu().clone())
     return found
 
 
@@ -109,7 +113,7 @@ def in_graphs(
     cache = made.new_cache()
     fast = fg.graphify(
         made.family.forward, modes="FULL_AND_PIECEWISE", donate="cache", stage="batch",
-        sizes=(4, 32), recorder="tape",
+        sizes=(4, 32), recorder="cuda" if made.params.embed.device.type == "cuda" else "tape",
     )  # fmt: skip
     step = fast.bind(made.params).capture(cache, LIMITS, progress=False)
     both, modes = [], []
@@ -118,21 +122,19 @@ def in_graphs(
         for x in naming.named(cache).values():
             x.fill_(torch.nan)
         for spans in steps:
-            batch = batch_of(made.family.Batch, spans)
+            batch = made.batch(spans)
             modes.append(step.dispatch(batch.spec, allowed=allowed).mode.name)
             logits_RV, cache = step(cache, batch, allowed=allowed)
-            found.append(logits_RV)
+            found.append(logits_RV.cpu())
         both.append(found)
     return both[0], both[1], modes
 
 
-def meshes(world: int) -> Iterator[tuple[str, fg.Mesh]]:
+def meshes(world: int, device: str) -> Iterator[tuple[str, fg.Mesh]]:
     """By name, those of so many processes."""
     for sizes in MESHES[world]:
-        yield (
-            "_".join(f"{name}{size}" for name, size in sizes.items()),
-            fg.make_mesh("cpu", **sizes),
-        )
+        name = "_".join(f"{name}{size}" for name, size in sizes.items())
+        yield name, fg.make_mesh(device, **sizes)
 
 
 @torch.no_grad()
@@ -140,9 +142,9 @@ def own_batches(made: Made, own: int) -> list[Tensor]:
     """The logits of one request's steps, of bare `forward`."""
     cache, found = made.new_cache(), []
     for first, end in OWN_STEPS:
-        batch = batch_of(made.family.Batch, [(own, first, end)])
+        batch = made.batch([(own, first, end)])
         logits_RV, cache = made.family.forward(made.params, cache, batch)
-        found.append(logits_RV.clone())
+        found.append(logits_RV.cpu().clone())
     return found
 
 
@@ -256,13 +258,14 @@ def mixed(dtype: torch.dtype, mesh: fg.Mesh | None) -> list[Tensor]:
 # --- what a process runs --------------------------------------------------------------------------
 
 
-def main(folder: Path, graphs: Sequence[str]) -> None:
-    """Each family over each mesh that it can be split over."""
+def main(folder: Path, device: str, graphs: Sequence[str]) -> None:
+    """Each family over each mesh that it can be split over; Llamas and experts on the CPU alone."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    if device == "cpu":
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     found: dict[Any, Any] = {}
     try:
-        for kind, mesh in meshes(dist.get_world_size()):
+        for kind, mesh in meshes(int(os.environ["WORLD_SIZE"]), device):
             for path in sorted(path for path in folder.iterdir() if path.is_dir()):
                 family = loading.family(path)
                 specs = family.specs(loading.read_config(family.FORMAT, path))
@@ -281,6 +284,8 @@ def main(folder: Path, graphs: Sequence[str]) -> None:
                     if path.name in graphs:
                         steps = [[(mesh["ep"].rank, *one)] for one in OWN_STEPS]
                         found[kind, path.name, "own graphs"] = in_graphs(apart, steps)[0]
+            if device != "cpu":
+                continue
             for dtype in (torch.float32, torch.bfloat16):
                 found[kind, "mix", str(dtype)] = mixed(dtype, mesh)
             if mesh.names == ("tp",):
@@ -292,4 +297,4 @@ def main(folder: Path, graphs: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -70,11 +70,11 @@ def found(folder: Path, one_thread: None) -> Callable[..., Found]:
     return of
 
 
-def run(folder: Path, world: int, graphs: tuple[str, ...]) -> None:
+def run(folder: Path, world: int, graphs: tuple[str, ...], device: str = "cpu") -> None:
     """Start processes, and wait for them."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
-        str(Path(__file__).parent / "sharded_models.py"), str(folder), *graphs,
+        str(Path(__file__).parent / "sharded_models.py"), str(folder), device, *graphs,
     ]  # fmt: skip
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -185,3 +185,19 @@ def test_experts_that_are_split(dtype: torch.dtype, world: int, mesh: str, found
         got = one[mesh, "mix", str(dtype)]
         assert_near([x[:9] for x in got], [x[:9] for x in want], {4: 1e-6, 2: 0.02}[dtype.itemsize])
         assert all(torch.equal(got[i][9:], torch.zeros(3, 32, dtype=dtype)) for i in (0, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", WORLDS)
+def test_graphs_of_every_family_on_gpus(world: int, folder: Path, wanted):
+    """Over NCCL; as near as float32 is on a GPU."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs here, of {world}")
+    run(folder, world, tuple(tiny.GENERATIVE), "cuda")
+    for rank in range(world):
+        one = torch.load(folder / f"{world}.{rank}.pt")
+        for mesh, names in WORLDS[world].items():
+            for name in names:
+                assert one[mesh, name, "modes"][:2] == ["PIECEWISE", "FULL"]
+                for how in ("bare", "graphs", "none"):
+                    assert_near(one[mesh, name, how], wanted(name), 1e-4)

@@ -107,10 +107,8 @@ def _over_ranks(
 ) -> Tensor:
     """The sum of each token's experts over all processes, those of padding being -1."""
     axis, count = down.experts, len(down.weight)
-    given = x_TE, expert_TC, share_TC
     if down.own_tokens:
-        given = tuple(fg.all_gather(x, axis) for x in given)
-    x_TE, expert_TC, share_TC = given
+        x_TE, expert_TC, share_TC = (fg.all_gather(x, axis) for x in (x_TE, expert_TC, share_TC))
     local_TC = expert_TC - axis.rank * count
     is_own = (local_TC >= 0) & (local_TC < count)
     out_TE = run(x_TE, local_TC, share_TC, is_own)

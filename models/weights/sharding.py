@@ -102,7 +102,7 @@ class Share(NamedTuple):
         if all(axis.size == 1 for axis in axes):
             return part
         if split.stands == "experts":
-            return SplitStack(part, *axes)
+            return SplitStack(part, experts=axes[0], columns=axes[1])
         if split.stands == "vocabulary":
             return SplitVocabulary(part, axes[0], shape[0])
         return {"summed": SummedWeight, "gain": SplitGain}[split.stands](part, axes[0])

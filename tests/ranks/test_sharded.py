@@ -78,7 +78,7 @@ def run(folder: Path, world: int, graphs: tuple[str, ...], device: str = "cpu") 
     ]  # fmt: skip
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=560)
     assert ran.returncode == 0, ran.stderr[-4000:]
 
 
@@ -129,6 +129,7 @@ def test_graphs_hold_the_collectives(world, mesh, name, found, wanted):
 
 
 @pytest.mark.sampled(0)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", WORLDS)
 def test_graphs_of_every_family_hold_the_collectives(world, found, wanted):
     all_found = found(world, tuple(tiny.GENERATIVE))

@@ -29,6 +29,10 @@ _EXPORTS = {
     "block": "fx.blocks.stamps", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Step": "step.step", "ChangedRows": "step.changed_rows",
+    # many processes
+    "Mesh": "ranks.mesh", "Axis": "ranks.mesh", "make_mesh": "ranks.mesh",
+    "all_reduce": "ranks.collectives", "all_gather": "ranks.collectives",
+    "reduce_scatter": "ranks.collectives", "all_to_all": "ranks.collectives",
 }  # fmt: skip
 _MODULES = ("core", "errors", "ops", "passes", "models", "report", "testing", "integrations")
 
@@ -71,6 +75,13 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
     from fngraph.fx.modules import from_module as from_module
     from fngraph.fx.rows.check import trust_rows as trust_rows
     from fngraph.graphified import graphify as graphify
+    from fngraph.ranks.collectives import (
+        all_gather as all_gather,
+        all_reduce as all_reduce,
+        all_to_all as all_to_all,
+        reduce_scatter as reduce_scatter,
+    )
+    from fngraph.ranks.mesh import Axis as Axis, Mesh as Mesh, make_mesh as make_mesh
     from fngraph.stages import (
         Compiled as Compiled,
         Lowered as Lowered,

@@ -48,6 +48,14 @@ class DonationError(FnGraphError, ValueError):
     """A donated leaf that does not come back, or comes back with another shape or dtype."""
 
 
+# --- processes ----------------------------------------------------------------------------------
+
+
+class RankError(FnGraphError, RuntimeError):
+    """Processes that do not fit together: a mesh of another number than there are, a split that is
+    not even, something that differs between them, or one that is gone."""
+
+
 # --- purity of the traced function --------------------------------------------------------------
 
 

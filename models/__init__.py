@@ -38,6 +38,7 @@ _EXPORTS = {  # name -> module that holds it
     "CheckpointError": "weights.loading", "load_adapter": "weights.adapters",
     "load_checkpoint": "weights.checkpoint", "save_checkpoint": "weights.checkpoint",
     "Fp8Weight": "weights.fp8", "quantize_fp8": "weights.fp8",
+    "shard": "weights.sharding",
     "BYTE_TEXT": "text", "read_text": "text",
 }  # fmt: skip
 
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     )
     from fngraph.models.weights.fp8 import Fp8Weight as Fp8Weight, quantize_fp8 as quantize_fp8
     from fngraph.models.weights.loading import CheckpointError as CheckpointError
+    from fngraph.models.weights.sharding import shard as shard
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.graphs": (BASE | FACTS | {"fngraph.graphs", "triton", "numpy"}, {"cuda"}),
     "fngraph.passes": (BASE | FACTS | {"fngraph.fx", "fngraph.ops", "fngraph.passes"}, set()),
     "fngraph.compile": (BASE | FACTS | {"fngraph.fx", "fngraph.ops", "fngraph.compile"}, set()),
+    "fngraph.ranks": (BASE | FACTS | {"fngraph.ops", "fngraph.ranks"}, set()),
     "fngraph.calls": (LOWER, set()),
     "fngraph.options": (LOWER, set()),
     "fngraph.executable": (LOWER, set()),

@@ -53,6 +53,9 @@ parse_schema: Callable[[str], Any] = _C.parse_schema  # "fngraph::f(Tensor x) ->
 no_torch_function = _C._disabled_torch_function_impl  # of a class: none of its own
 no_torch_dispatch = _C._disabled_torch_dispatch_impl
 
+# a process group by the name that it has in torch.distributed, "0"
+resolve_group: Callable[[str], Any] = _C._distributed_c10d._resolve_process_group
+
 # of some tensors: `check(*others)` says in one call whether all others have their types, sizes,
 # strides, dtypes, devices and dispatch keys (sparse, conjugated, negated, inference)
 TensorGuards: Any = _C._dynamo.guards.TensorGuards

@@ -17,8 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+import fngraph as fg
 from fngraph.models.families.lora import Adapters, filled_slot
 from fngraph.models.weights.configs import CheckpointError, Said, read_json
+from fngraph.models.weights.sharding import Share
 
 ONLY: dict[str, tuple[Any, ...]] = {  # what the update above is right for
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,),
@@ -35,11 +37,15 @@ CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # inits that change b
 TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
 
-def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str]) -> Any:
+def load_adapter(
+    folder: str | Path, adapters: Adapters, names: Mapping[str, str], *, share: Share | None = None
+) -> Any:
     """The adapter as a slot of `adapters`, for `step.load_slot`.
 
     Args:
         names: of the family's `FORMAT`, what the files call each weight, by our name of it.
+        share: what this process has of the model, where `adapters` are slots over a part of it:
+            `sharding.share_of(config, specs, mesh)`, of the whole model's config.
 
     Raises:
         CheckpointError: no such files, or none that can be read; or all that is wrong in them, a
@@ -86,10 +92,20 @@ def load_adapter(folder: str | Path, adapters: Adapters, names: Mapping[str, str
             rank = len(found["A"]) ** (0.5 if rslora else 1)
             scale = alpha_of(modules[layer, name], alphas, alpha) / rank
             pairs[layer, name] = found["A"], found["B"].T * scale
-    slot, misfits = filled_slot(adapters, pairs)
+    own = pairs if share is None else {at: own_pair(share, at, *pair) for at, pair in pairs.items()}
+    slot, misfits = filled_slot(adapters, own)
     if wrong := wrong + misfits:
         raise CheckpointError(f"{folder} cannot be loaded:\n" + "\n".join(wrong))
     return slot
+
+
+def own_pair(share: Share, at: tuple[int, str], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of A (r, I) and B (r, O) of a layer's weight (O, I), what goes with this process's part."""
+    name, shape = f"layers.{at[0]}.{at[1]}", (b.shape[1], a.shape[1])
+    try:
+        return share.columns(name, shape, 1, a), share.columns(name, shape, 0, b)
+    except fg.errors.RankError:  # of another model: what fits it is said with all that does not
+        return a, b
 
 
 def check_arguments(adapters: Any, names: Any) -> None:

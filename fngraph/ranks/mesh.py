@@ -1,0 +1,182 @@
+"""Processes in a grid with named axes, as values: a mesh is passed, and never ambient.
+
+    mesh = fg.make_mesh(dp=2, tp=4)      # under torchrun, 8 processes
+    fg.all_reduce(x, mesh["tp"])         # the sum over the 4 processes of this one's row
+
+An axis of one process needs no process group, and its collectives return what they are given, so
+that one function serves one process and many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fngraph.core import text
+from fngraph.errors import RankError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a mesh, as a process sees it. Hashable: it may be a static field of params.
+
+    Attributes:
+        name: "tp".
+        size: processes along it.
+        rank: which of them this one is, from 0.
+        group: what torch calls their process group; "" where there is none, being alone.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: str = ""
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, rank {self.rank} of {self.size})"
+
+    def part(self, total: int, what: str = "rows") -> range:
+        """Which of so many, split evenly and in order, are this process's.
+
+        Raises:
+            RankError: they cannot be split evenly.
+        """
+        if total % self.size:
+            raise RankError(
+                f"{total} {what} cannot be split evenly over axis {self.name!r} of {self.size} "
+                f"processes. Make the axis one of {text.ranges(divisors(total))}, or pad what is "
+                "split"
+            )
+        each = total // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes of a grid of processes; `mesh["tp"]` is one of them.
+
+    Attributes:
+        axes: outermost first: neighbours along the last are neighbours in rank.
+        device: where a process computes, "cpu" or "cuda:1".
+    """
+
+    axes: tuple[Axis, ...]
+    device: str = "cpu"
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh) -> Mesh:
+        """Of torch's, whose dims have names.
+
+        Raises:
+            RankError: dims without names.
+        """
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise RankError(
+                "this DeviceMesh has no names for its dims. Make it with mesh_dim_names=('tp',)"
+            )
+        axes = tuple(
+            Axis(name, mesh.size(i), mesh.get_local_rank(name), mesh.get_group(name).group_name)
+            if mesh.size(i) > 1
+            else Axis(name)
+            for i, name in enumerate(names)
+        )
+        own = mesh.device_type
+        return cls(axes, f"cuda:{torch.cuda.current_device()}" if own == "cuda" else own)
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the axes."""
+        return tuple(axis.name for axis in self.axes)
+
+    def __getitem__(self, name: str) -> Axis:
+        """An axis.
+
+        Raises:
+            RankError: no axis has this name.
+        """
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise RankError(f"there is no axis {name!r} in {self!r}. Make it: make_mesh({name}=2)")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)
+        ranks = ", ".join(f"{axis.name} {axis.rank}" for axis in self.axes)
+        return f"Mesh({sizes}; this process is {ranks or 'alone'}, on {self.device})"
+
+
+def make_mesh(device: str | None = None, **sizes: int) -> Mesh:
+    """A mesh of the processes that torchrun has started, each of which calls this.
+
+    Where no process group is there yet, it is made: NCCL's for "cuda", gloo's for "cpu". On CUDA a
+    process takes the device of its number on its host.
+
+    Args:
+        device: "cpu" or "cuda"; None: CUDA where there is a device for each process of a host.
+        sizes: processes along each axis, outermost first; their product is all there are.
+
+    Raises:
+        RankError: another number of processes than were started, or a size below 1.
+    """
+    wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
+    if wrong:
+        raise RankError(f"make_mesh({', '.join(wrong)}): a size is a whole number from 1")
+    wanted = math.prod(sizes.values())
+    there = dist.get_world_size() if dist.is_initialized() else _started()
+    if wanted != there:
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise RankError(
+            f"make_mesh({given}) wants {wanted} processes, and {there} "
+            f"{'is' if there == 1 else 'are'} here. Start it with: torchrun --nproc-per-node "
+            f"{wanted} ..., or give sizes whose product is {there}"
+        )
+    device = device or _device()
+    if wanted == 1 and not dist.is_initialized():
+        return Mesh(tuple(Axis(name) for name in sizes), "cuda:0" if device == "cuda" else device)
+    if device == "cuda":
+        torch.cuda.set_device(_local_rank())
+    names = tuple(name for name, size in sizes.items() if size > 1)
+    if not names:
+        return Mesh(tuple(Axis(name) for name in sizes), device)
+    made = Mesh.over(
+        init_device_mesh(device, tuple(sizes[n] for n in names), mesh_dim_names=names)
+    )
+    axes = tuple(made[name] if name in names else Axis(name) for name in sizes)
+    return dataclasses.replace(made, axes=axes)
+
+
+def divisors(total: int) -> list[int]:
+    """The numbers of processes among which so many can be split evenly."""
+    return [n for n in range(1, min(total, 64) + 1) if total % n == 0]
+
+
+def _is_count(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+
+
+def _started() -> int:
+    """How many processes torchrun says that there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _device() -> str:
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= on_host else "cpu"

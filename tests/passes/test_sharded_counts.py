@@ -1,0 +1,57 @@
+"""Passes match on a process's part of a model as often as on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fngraph as fg
+from fngraph.models import generate, loading, shard
+from fngraph.passes import PASSES
+from tests.models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "tp2_ep2": {"tp": 2, "ep": 2}}
+APART = ("no_ops", "fold_constants")  # what a split vocabulary adds is for them as well
+NO_LINEARS = tuple(one.name for one in PASSES if "linears" not in one.name)
+
+
+def matches(family: Any, params: Any, passes: tuple[str, ...]) -> dict[str, int]:
+    """By pass, on the step of a model whose weights lie side by side."""
+    laid = fg.ops.lay_side_by_side(params)
+    cache = family.init_cache(
+        params.config, 8, block_size=generate.BLOCK_SIZE, num_slots=2, dtype=params.norm.dtype
+    )
+    fast = fg.graphify(
+        family.forward, passes=passes, modes="FULL", donate="cache", stage="batch", sizes=(16,)
+    )
+    traced = fast.trace(laid, cache, limits=fg.Limits(16, 2, B=8))
+    return {one.one.name: one.matches for one in traced.passes if one.one.name not in APART}
+
+
+def part(family: Any, params: Any, sizes: dict[str, int]) -> Any:
+    """That of the last process."""
+    axes = (fg.Axis(name, n, n - 1, f"group of {name}") for name, n in sizes.items())
+    return shard(params, family.specs(params.config), fg.Mesh(tuple(axes)))
+
+
+@pytest.mark.sampled("llama-tp2]", "mamba2-tp2]")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", tiny.GENERATIVE)
+def test_passes_match_on_a_part_as_often_as_on_the_whole(
+    name: str, sizes: dict[str, int], folder: Callable[[str], Path]
+):
+    """The norm behind Mamba-2's gate is over all processes, and stays as it was traced. A linear
+    layer has its norm and its gate with it; what is added is behind the sum over processes, and
+    goes with the norm that follows."""
+    family = loading.family(folder(name))
+    _, params = family.load(folder(name))
+    want, own = matches(family, params, NO_LINEARS), part(family, params, sizes)
+    assert want["side_by_side"] > 0 or name == "mamba2"
+    if name == "mamba2":
+        want["rms_norm"] -= len(params.layers)
+    assert matches(family, own, NO_LINEARS) == want
+    assert matches(family, own, ("linears",)) == matches(family, params, ("linears",))

@@ -16,6 +16,7 @@ import torch
 
 import fngraph as fg
 from fngraph.models.serving.grammars import words_for
+from fngraph.models.serving.joining import pad_leaves
 from fngraph.models.serving.logits import LOGITS, fill
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Request, Row
@@ -25,6 +26,7 @@ HARMLESS = Request(-1, (0,), 1)  # asks for nothing, as a row does whose request
 DIRECT = set(Settings._fields) - {"seed", "logit_bias"}  # settings that are leaves as they are
 Fields = dict[str, Callable[[], Any]]  # by name, what declares it
 
+COUNTS = slice(-1)  # of a spec, all but its host bounds
 SHAPED = (("logits", True),)  # of a batch in which a request wants more than a draw
 
 PAGED: Fields = {
@@ -92,6 +94,7 @@ def empty_batch(
 def lay_out(
     rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchSpec], Any],
     faults: Collection[int] = (), allowed: Mapping[int, np.ndarray] | None = None,
+    joint: fg.BatchSpec | None = None,
 ) -> Any:  # fmt: skip
     """The batch in which each job computes its next `new` tokens, and its drafts.
 
@@ -100,15 +103,22 @@ def lay_out(
         faults: numbers of requests that are not to be run: their rows have token 0 throughout, no
             adapter, and are greedy.
         allowed: masks of those that have a grammar, see `grammars.ask`.
+        joint: the counts of the batch, filled up with padding; None: just those of its rows. See
+            `fngraph.models.serving.joining`.
     """
     jobs = [row.job for row in rows]
     asked = [HARMLESS if faults and job.id in faults else job.request for job in jobs]
     computed = np.array([job.computed for job in jobs])
     counts = np.array([row.new + len(row.drafts) for row in rows])
-    shared = prefix_blocks(rows, policy) * policy.block_size
+    alone = joint is not None and not joint.cascade
+    shared = 0 if alone else prefix_blocks(rows, policy) * policy.block_size
     spec = spec_of(rows, asked, counts, computed + counts, shared > 0)
-    batch = host_batch(spec)
-    into = {name: x.numpy() for name, x in vars(batch).items() if name != "spec"}
+    if joint is None or joint[COUNTS] == spec[COUNTS]:
+        batch = host_batch(spec)
+        into = {name: x.numpy() for name, x in vars(batch).items() if name != "spec"}
+    else:
+        batch = host_batch(joint._replace(host=spec.host))
+        into = pad_leaves(batch, spec.num_tokens, len(rows))
 
     ends = counts.cumsum()
     first = ends - counts
@@ -156,6 +166,21 @@ def fill_more(
         into["keys"][:] = [request.key for request in asked]
     for name in DIRECT & into.keys():
         into[name][:] = [getattr(request.settings, name) for request in asked]
+
+
+def padding(joint: fg.BatchSpec, host_batch: Callable[[fg.BatchSpec], Any]) -> Any:
+    """A batch of nothing but padding."""
+    batch = host_batch(joint._replace(host=fg.HostBounds(joint.query_len or 1, 1)))
+    pad_leaves(batch, 0, 0)["query_start_loc"][:] = 0
+    return batch
+
+
+def own_spec(rows: Sequence[Row], policy: Policy, faults: Collection[int] = ()) -> fg.BatchSpec:
+    """What `lay_out` would say of these rows by themselves."""
+    asked = [HARMLESS if row.job.id in faults else row.job.request for row in rows]
+    counts = np.array([row.new + len(row.drafts) for row in rows])
+    ends = counts + np.array([row.job.computed for row in rows])
+    return spec_of(rows, asked, counts, ends, prefix_blocks(rows, policy) > 0)
 
 
 def spec_of(

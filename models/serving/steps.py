@@ -23,6 +23,7 @@ from fngraph.models.serving.ability import Ability, check_names, check_unused, c
 from fngraph.models.serving.batches import SHAPED, batch_type, empty_batch, limits_of
 from fngraph.models.serving.logits import Drawn, changed, drawn
 from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.ranks import ONE, Ranks
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.sampling import sample
 
@@ -49,6 +50,7 @@ class Steps(NamedTuple):
         can: what they were made for, by which requests fail; None: nothing is refused.
         load_slot: slot, adapter, state -> writes what `load_adapter` or `lora.one_slot` made into
             the slot, between two steps; ValueError if a request uses it. Nothing is captured.
+        ranks: the processes that run these steps together.
     """
 
     host_batch: Callable[[fg.BatchSpec], Any]
@@ -57,6 +59,7 @@ class Steps(NamedTuple):
     captured: tuple[Any, ...] = ()
     can: Ability | None = None
     load_slot: Callable[[int, Any, State], None] = no_slots
+    ranks: Ranks = ONE
 
     def __repr__(self) -> str:
         keys = f"{sum(map(len, self.captured))} keys of {len(self.captured)} functions"

@@ -1,0 +1,172 @@
+"""Steps that several processes run together: one tells each batch, the others follow.
+
+    steps = over_ranks(make_steps(...), make_ranks(mesh))
+    for event in stream(serve(steps, cache, state, policy)): ...    # on all; who follows yields none
+
+What is told is a batch: its counts, and its leaves as they lie in host memory. So whatever a step
+can do, followers do, and they know nothing of requests. They take part in the step's collectives,
+and read no tokens back: they wait for the next batch alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.models.serving.batches import SHAPED
+from fngraph.models.serving.joining import NOTHING, Wish, join, wish_of
+from fngraph.models.serving.ranks import (
+    PATIENCE,
+    Circle,
+    Ranks,
+    exchange,
+    hear,
+    reasons,
+    report,
+    tell,
+    tell_each,
+)
+from fngraph.models.serving.requests import start
+from fngraph.models.serving.steps import Steps
+
+STEP, LOAD, END = "step", "load", "end"  # what a leader may tell
+
+
+def over_ranks(
+    steps: Steps, ranks: Ranks, part: Callable[[Any], Any] = lambda adapter: adapter
+) -> Steps:
+    """The steps of one process as those of all its team.
+
+    Args:
+        steps: of `make_steps`, which each process has called with its own shard of the weights and
+            of the cache.
+        part: of an adapter for `load_slot`, that of this process.
+    """
+
+    def load_own(slot: int, adapter: Any, state: Any) -> None:
+        steps.load_slot(slot, part(adapter), state)
+
+    if not ranks.leads or ranks.team.size == 1:
+        return steps._replace(ranks=ranks, load_slot=load_own)
+
+    def run(cache: Any, batch: Any) -> tuple[Any, Any]:
+        sent = tell(ranks.team, (STEP, batch.spec), leaves_of(batch))
+        try:
+            results = steps.run(cache, batch)  # meanwhile it is sent
+            sent.wait()
+        except RuntimeError as error:  # a collective breaks where another process has failed
+            if told := reasons(ranks.team):
+                raise fg.errors.RankError(told) from error
+            raise
+        return results
+
+    def load_slot(slot: int, adapter: Any, state: Any) -> None:
+        load_own(slot, adapter, state)  # which refuses what does not go
+        tell(ranks.team, (LOAD, slot, adapter)).wait()
+
+    return steps._replace(run=run, load_slot=load_slot, ranks=ranks)
+
+
+@torch.no_grad()
+def follow(steps: Steps, cache: Any) -> None:
+    """Run what the leader of the team tells, until it tells the end. The cache is used up.
+
+    Raises:
+        RankError: it ended for an error, with which, or is gone.
+        Exception: a step's own; the leader is told.
+    """
+    team = steps.ranks.team
+    while True:
+        (kind, *said), payload = heard(team)
+        if kind == END:
+            if said[0]:
+                raise fg.errors.RankError(f"rank {team.members[0]}, which leads, stopped: {said[0]}")
+            return
+        try:
+            if kind == LOAD:
+                slot, adapter = said
+                steps.load_slot(slot, adapter, start(1, steps.can.policy))
+            else:
+                _, cache = steps.run(cache, filled(steps.host_batch(said[0]), payload))
+        except Exception as error:
+            report(team, f"{type(error).__name__}: {error}")
+            raise
+
+
+@contextlib.contextmanager
+def leading(ranks: Ranks) -> Iterator[None]:
+    """What is done within is done for all of the team, which is told its end, and why.
+
+    Other teams are told of an end that they have not agreed to.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reason = "" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
+        if ranks.agrees:
+            tell_each(ranks.peers, NOTHING._replace(gone=1))
+        with contextlib.suppress(RuntimeError):  # who does not listen any more
+            tell(ranks.team, (END, reason)).wait(PATIENCE)
+        raise
+    tell(ranks.team, (END, "")).wait()
+
+
+def agree(ranks: Ranks, spec: fg.BatchSpec | None) -> fg.BatchSpec | None:
+    """The counts that the batches of all teams have in the next step; None: no team has any.
+
+    Args:
+        spec: of this team's rows; None: it has none.
+
+    Raises:
+        RankError: a team has left, or is gone.
+    """
+    peers = ranks.peers
+    try:
+        wishes = exchange(peers, NOTHING if spec is None else wish_of(spec))
+    except RuntimeError as error:
+        raise fg.errors.RankError(
+            f"one of ranks {', '.join(map(str, peers.members))}, whose batches meet, is gone or has "
+            f"told nothing for the timeout of make_ranks: {error}"
+        ) from error
+    found = [Wish(*one) for one in wishes]
+    if left := [member for member, wish in zip(peers.members, found) if wish.gone]:
+        raise fg.errors.RankError(
+            f"rank {left[0]} has left: its loop ended for an error, or was closed, before the "
+            "requests of all ranks were done"
+        )
+    return join(found, SHAPED)
+
+
+def heard(team: Circle) -> tuple[Any, Tensor]:
+    """What the leader tells.
+
+    Raises:
+        RankError: it is gone.
+    """
+    try:
+        return hear(team)
+    except RuntimeError as error:
+        raise fg.errors.RankError(
+            f"rank {team.members[0]}, which leads, is gone or has told nothing for the timeout of "
+            f"make_ranks: {error}"
+        ) from error
+
+
+def leaves_of(batch: Any) -> list[Tensor]:
+    """All leaves of a batch, in the order of its fields."""
+    return [getattr(batch, name) for name in fg.core.buffers_of(type(batch))]
+
+
+def filled(batch: Any, payload: Tensor) -> Any:
+    """The batch with these bytes in its leaves."""
+    data, at = payload.numpy(), 0
+    for leaf in leaves_of(batch):
+        size = leaf.nbytes
+        leaf.numpy().reshape(-1).view("u1")[:] = data[at : at + size]
+        at += size
+    return batch

@@ -108,10 +108,11 @@ def leading(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         reason = "" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
-        if ranks.agrees:
-            tell_each(ranks.peers, NOTHING._replace(gone=1))
         with contextlib.suppress(RuntimeError):  # who does not listen any more
             tell(ranks.team, (END, reason)).wait(PATIENCE)
+        with contextlib.suppress(RuntimeError):
+            if ranks.agrees:
+                tell_each(ranks.peers, NOTHING._replace(gone=1)).wait(PATIENCE)
         raise
     tell(ranks.team, (END, "")).wait()
 

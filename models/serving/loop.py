@@ -21,7 +21,7 @@ import fngraph as fg
 from fngraph.models.serving.batches import lay_out, own_spec, padding
 from fngraph.models.serving.following import agree, follow, leading
 from fngraph.models.serving.grammars import ask
-from fngraph.models.serving.logits import on_host
+from fngraph.models.serving.logits import first_rows, on_host
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Event, Row, State
 from fngraph.models.serving.scheduling import advance, plan
@@ -120,6 +120,7 @@ def serve(
             kind, spec, reused = kind_of(state.rows), batch.spec, state.reused
             if steps.ranks.agrees:  # without what others bring
                 spec = own_spec(state.rows, policy, state.faults)
+                drawn = first_rows(drawn, len(state.rows))
             state, events = advance(state, *on_host(drawn, state.rows), now=clock())
             seconds = time.perf_counter() - began
             yield Served(state, spec, kind, steps.dispatch(batch.spec), events, seconds, reused)

@@ -50,6 +50,10 @@ MORE: dict[str, Fields] = {  # by what a step may need beside these
         "min_p": partial(fg.buffer, "R", "float32", pad=0),
     },
     "logits": LOGITS,
+    **{  # what an earlier stage has made of the tokens
+        f"hidden {dtype}": {"hidden": partial(fg.buffer, "T E", dtype, pad=0)}
+        for dtype in ("float32", "bfloat16", "float16")
+    },
 }
 
 
@@ -69,14 +73,18 @@ def batch_type(*more: str) -> type:
     return fg.struct(type("Batch", (), members))
 
 
-def limits_of(policy: Policy, vocab_size: int | None) -> fg.Limits:
-    """The limits of steps, with the sizes of what `logits` stages where the vocabulary is known."""
-    limits = policy.limits
-    if vocab_size is None:
+def limits_of(policy: Policy, vocab_size: int | None, width: int | None = None) -> fg.Limits:
+    """The limits of steps, with the sizes of what `logits` stages where the vocabulary is known,
+    and of hidden states where they come from an earlier stage."""
+    limits, sizes = policy.limits, {}
+    if vocab_size is not None:
+        sizes = {"L": policy.max_blocks * policy.block_size, "K": policy.max_bias}
+        sizes["W"] = words_for(vocab_size)
+    if width is not None:
+        sizes["E"] = width
+    if not sizes:
         return limits
-    own = {"L": policy.max_blocks * policy.block_size, "K": policy.max_bias}
-    sizes = limits.dims | own | {"W": words_for(vocab_size)}
-    return fg.Limits(limits.max_tokens, limits.max_reqs, **sizes)
+    return fg.Limits(limits.max_tokens, limits.max_reqs, **limits.dims, **sizes)
 
 
 def empty_batch(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -63,11 +63,13 @@ class Ranks:
         peers: leaders of all teams, as a leader sees them.
         meet: whether teams meet in collectives of the model, so that their batches must have one
             size: they agree on it before each step. Else each serves by itself.
+        axes: those of a team, outermost first.
     """
 
     team: Circle = ALONE
     peers: Circle = ALONE
     meet: bool = False
+    axes: tuple[fg.Axis, ...] = ()
 
     @property
     def leads(self) -> bool:
@@ -101,19 +103,19 @@ def make_ranks(
             how soon a process that stalls is noticed. One that has ended is noticed at once.
     """
     if mesh.size == 1:
-        return Ranks(meet=meet)
+        return Ranks(meet=meet, axes=mesh.axes)
     own = {axis.name: axis.rank for axis in mesh.axes}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     teams: dict[tuple[int, ...], list[int]] = {}
     for number, places in enumerate(everywhere):
         teams.setdefault(tuple(places.get(name, 0) for name in apart), []).append(number)
-    within = [name for name in mesh.names if name not in apart]
-    order = lambda number: [everywhere[number][name] for name in within]  # noqa: E731
+    within = tuple(axis for axis in mesh.axes if axis.name not in apart)
+    order = lambda number: [everywhere[number][axis.name] for axis in within]  # noqa: E731
     members = [tuple(sorted(teams[place], key=order)) for place in sorted(teams)]
     found = [_circle(one, timeout) for one in (*members, tuple(one[0] for one in members))]
     team = next(circle for circle in found[:-1] if dist.get_rank() in circle.members)
-    return Ranks(team, found[-1], meet)
+    return Ranks(team, found[-1], meet, within)
 
 
 def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:
@@ -146,24 +148,46 @@ def tell(circle: Circle, word: Any, leaves: Sequence[Tensor] = ()) -> Sent:
     """
     if circle.size == 1:
         return Sent()
+    parts = _packed(word, leaves)
+    send = lambda x: dist.broadcast(x, circle.members[0], circle.group, async_op=True)  # noqa: E731
+    return Sent(tuple(map(send, parts)), parts)
+
+
+def hear(circle: Circle) -> tuple[Any, Tensor]:
+    """What the first process of the circle tells, and the bytes that go along; it waits."""
+    return _unpacked(lambda x: dist.broadcast(x, circle.members[0], circle.group))
+
+
+def tell_one(circle: Circle, rank: int, word: Any) -> None:
+    """Tell one other of the circle something; it waits until that one listens."""
+    for part in _packed(word, ()):
+        dist.send(part, circle.members[rank], circle.group)
+
+
+def hear_one(circle: Circle, rank: int) -> Any:
+    """What one other of the circle tells this one; it waits."""
+    word, _ = _unpacked(lambda x: dist.recv(x, circle.members[rank], circle.group))
+    return word
+
+
+def _packed(word: Any, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A message: its first part, and the rest if there is more."""
     said = pickle.dumps(word)
     parts = [len(said).to_bytes(LENGTH), said, *(leaf.numpy().tobytes() for leaf in leaves)]
     whole = bytearray(sum(map(len, parts)).to_bytes(LENGTH) + b"".join(parts))
     whole.extend(bytes(max(0, FIRST - len(whole))))
     message = torch.frombuffer(whole, dtype=torch.uint8)
-    kept = (message[:FIRST], message[FIRST:])[: 1 + (len(whole) > FIRST)]
-    send = lambda x: dist.broadcast(x, circle.members[0], circle.group, async_op=True)  # noqa: E731
-    return Sent(tuple(map(send, kept)), kept)
+    return (message[:FIRST], message[FIRST:])[: 1 + (len(whole) > FIRST)]
 
 
-def hear(circle: Circle) -> tuple[Any, Tensor]:
-    """What the first process of the circle tells, and the bytes that go along; it waits."""
+def _unpacked(receive: Callable[[Tensor], Any]) -> tuple[Any, Tensor]:
+    """What was packed: the word, and the bytes of the leaves."""
     message = torch.empty(FIRST, dtype=torch.uint8)
-    dist.broadcast(message, circle.members[0], circle.group)
+    receive(message)
     length = LENGTH + int.from_bytes(message[:LENGTH].numpy().tobytes())
     if length > FIRST:
         rest = torch.empty(length - FIRST, dtype=torch.uint8)
-        dist.broadcast(rest, circle.members[0], circle.group)
+        receive(rest)
         message = torch.cat([message, rest])
     begin = 2 * LENGTH + int.from_bytes(message[LENGTH : 2 * LENGTH].numpy().tobytes())
     word = pickle.loads(message[2 * LENGTH : begin].numpy().tobytes())

@@ -10,7 +10,7 @@ graph, so that its batches run PIECEWISE where there is that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.ranks import ONE, Ranks
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.sampling import sample
+from fngraph.models.serving.stages import WHOLE, Stage, run_stage
 
 Forward = Callable[[Any, Any, Any], tuple[Tensor, Any]]
 
@@ -67,15 +68,20 @@ class Steps(NamedTuple):
 
 
 def served_forward(
-    forward: Forward, *more: str, max_logprobs: int = 1
+    forward: Forward, *more: str, max_logprobs: int = 1, draws: bool = True
 ) -> Callable[..., tuple[Tensor | Drawn, Any]]:
     """`forward`, then the draw: what is captured. Batches have the fields of `batch_type(*more)`.
 
     With "adapters" it takes them behind the params, as `lora.adapted(forward)` does.
+
+    Args:
+        draws: whether it gives logits; hidden states come back as they are.
     """
     greedy = "sampling" not in more
 
     def draw(logits_RQV: Tensor, batch: Any) -> Tensor | Drawn:
+        if not draws:
+            return logits_RQV
         places_RQ = batch.positions[batch.logits_indices] + 1
         if "logits" not in more:
             return sample(logits_RQV, batch, places_RQ, greedy=greedy)
@@ -99,7 +105,7 @@ def served_forward(
 def make_steps(
     forward: Forward, params: Any, cache: Any, policy: Policy, *more: str, modes: str,
     adapters: Any = None, progress: bool = True, vocab_size: int | None = None,
-    max_len: int | None = None, **options: Any,
+    max_len: int | None = None, stage: Stage = WHOLE, **options: Any,
 ) -> Steps:  # fmt: skip
     """`forward` and the draw, weights bound and graphs captured.
 
@@ -111,6 +117,7 @@ def make_steps(
         progress: show a progress bar for each function.
         vocab_size, max_len: tokens and positions of the model, beyond which a request fails; None:
             those of `params.config`, where it has them.
+        stage: which part of a model `params` are; see `fngraph.models.serving.stages`.
         options: `fg.graphify`'s.
 
     Raises:
@@ -119,22 +126,32 @@ def make_steps(
     blocks = count_blocks(cache, policy)
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
     captured: dict[Case, Any] = {}
-    for case, names in cases(policy, adapters, more).items():
+    all_names, hidden, like = cases(policy, adapters, more), (), None
+    if stage.count > 1:
+        like = params.layers[0].attn_norm
+        hidden = () if stage.first else (f"hidden {str(like.dtype).removeprefix('torch.')}",)
+    for case, names in all_names.items():
         query_lens = tuple(q for q in policy.query_lens if (q > 1) == case.verify)
         own: dict[str, Any] = {"modes": case.modes(modes), "query_lens": query_lens}
         if case.adapted:
             own["adapters"] = (can.adapters,)
         if case.shaped:
             own["fields"] = (*options.get("fields", ()), SHAPED_FIELD)
-        whole = served_forward(forward, *names, max_logprobs=policy.max_logprobs)
+        whole = served_forward(
+            forward, *names, *hidden, max_logprobs=policy.max_logprobs, draws=stage.last
+        )
         fast = fg.graphify(whole, donate="cache", stage="batch", **{**options, **own})
         if captured:
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
         label = f"capturing {case.text}" if progress else False
-        limits = limits_of(case.policy(policy), can.vocab_size if case.shaped else None)
+        limits = limits_of(
+            case.policy(policy), can.vocab_size if case.shaped else None, len(like) if hidden else None
+        )
         captured[case] = bound.capture(cache, limits, progress=label)
     functions = tuple(captured.values())
+    if stage.count > 1:
+        return _staged(stage, captured, all_names, hidden, policy, can, like)
     if len(functions) == 1:
         (only,) = functions
         return Steps(only.host_batch, only, only.runs_as, functions, can)
@@ -149,6 +166,38 @@ def make_steps(
         lambda cache, batch: of(batch.spec)(cache, batch),
         lambda spec: of(spec).runs_as(spec),
         functions,
+        can,
+        load_slot if can.adapters else no_slots,
+    )
+
+
+def _staged(
+    stage: Stage, captured: Mapping[Case, Any], all_names: Mapping[Case, tuple[str, ...]],
+    hidden: tuple[str, ...], policy: Policy, can: Ability, like: Tensor,
+) -> Steps:  # fmt: skip
+    """The steps of one stage: batches are those of the first one, and hidden states come beside."""
+
+    def host_batch(spec: fg.BatchSpec) -> Any:
+        case = case_of(spec)
+        if stage.first:
+            return captured[case].host_batch(spec)
+        kind = batch_type(*all_names[case])
+        return empty_batch(kind, case.policy(policy), spec, can.vocab_size)
+
+    def run(cache: Any, batch: Any) -> tuple[Any, Any]:
+        case = case_of(batch.spec)
+        kind = batch_type(*all_names[case], *hidden)
+        return run_stage(stage, captured[case], cache, batch, kind, like)
+
+    def load_slot(slot: int, adapter: Any, state: State) -> None:
+        check_unused(slot, state)
+        captured[ADAPTED].load_slot(slot, adapters=adapter)
+
+    return Steps(
+        host_batch,
+        run,
+        lambda spec: captured[case_of(spec)].runs_as(spec),
+        tuple(captured.values()),
         can,
         load_slot if can.adapters else no_slots,
     )

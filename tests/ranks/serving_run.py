@@ -31,8 +31,10 @@ from fngraph.models import (
     start,
     submit,
 )
+from fngraph.models.families.decoder import stages_of
 from fngraph.models.serving.following import over_ranks
 from fngraph.models.serving.ranks import make_ranks
+from fngraph.models.serving.stages import stage_of
 from tests.models.conftest import wide_params
 from tests.ranks.splitting import drawn_adapters, slots_for, split, split_adapters
 
@@ -133,19 +135,22 @@ def served(
 ) -> Ran:
     """One stream over a mesh, or of one process; adapters are loaded while it is live."""
     ranks = make_ranks(mesh, meet=meet)
-    tp = mesh["tp"]
+    tp, stage = mesh["tp"], stage_of(ranks)
     own = split(params, tp, mesh["dp"] if meet else None) if mesh.size > 1 else params
+    own = stages_of(own, stage.count)[stage.number]
     cache = llama.init_cache(own.config, NUM_BLOCKS, block_size=POLICY.block_size)
     for kv in cache:
         for x_NSKD in kv:  # reading what was never written shows
             x_NSKD.fill_(torch.nan)
-    slots = split_adapters(slots_for(params), tp)
+    layers = mesh["pp"].part(len(params.layers)) if stage.count > 1 else range(len(params.layers))
+    part = lambda adapter: split_adapters([adapter[i] for i in layers], tp)  # noqa: E731
+    slots = part(slots_for(params))
     more = ("sampling", *("logits",) * shaped)
     steps = make_steps(
         llama.forward, own, cache, POLICY, *more, modes=modes, adapters=slots, sizes=SIZES,
-        recorder="tape", progress=False,
+        recorder="tape", progress=False, stage=stage,
     )  # fmt: skip
-    steps = over_ranks(steps, ranks, part=lambda adapter: split_adapters(adapter, tp))
+    steps = over_ranks(steps, ranks, part)
     state = start(NUM_BLOCKS, POLICY)
     if ranks.leads:
         for slot, adapter in enumerate(drawn_adapters(params)):
@@ -159,7 +164,7 @@ def served(
 def main(folder: Path, sizes: dict[str, int]) -> None:
     """All streams of one mesh."""
     torch.set_num_threads(1)
-    mesh = fg.make_mesh("cpu", **sizes)
+    mesh = fg.make_mesh("cpu", **{"dp": 1, "pp": 1, "tp": 1, **sizes})
     params = wide_params(CONFIG)
     try:
         for modes in MODES:

@@ -26,8 +26,6 @@ from fngraph.models.serving.ranks import (
     Ranks,
     exchange,
     hear,
-    reasons,
-    report,
     tell,
     tell_each,
 )
@@ -55,19 +53,17 @@ def over_ranks(
         return steps._replace(ranks=ranks, load_slot=load_own)
 
     def run(cache: Any, batch: Any) -> tuple[Any, Any]:
-        sent = tell(ranks.team, (STEP, batch.spec), leaves_of(batch))
-        try:
-            results = steps.run(cache, batch)  # meanwhile it is sent
+        with listened_to(ranks.team):
+            sent = tell(ranks.team, (STEP, batch.spec), leaves_of(batch))
+        results = steps.run(cache, batch)  # meanwhile it is sent
+        with listened_to(ranks.team):
             sent.wait()
-        except RuntimeError as error:  # a collective breaks where another process has failed
-            if told := reasons(ranks.team):
-                raise fg.errors.RankError(told) from error
-            raise
         return results
 
     def load_slot(slot: int, adapter: Any, state: Any) -> None:
         load_own(slot, adapter, state)  # which refuses what does not go
-        tell(ranks.team, (LOAD, slot, adapter)).wait()
+        with listened_to(ranks.team):
+            tell(ranks.team, (LOAD, slot, adapter)).wait()
 
     return steps._replace(run=run, load_slot=load_slot, ranks=ranks)
 
@@ -78,24 +74,21 @@ def follow(steps: Steps, cache: Any) -> None:
 
     Raises:
         RankError: it ended for an error, with which, or is gone.
-        Exception: a step's own; the leader is told.
+        Exception: a step's own. The leader raises as soon as this process ends, or leaves the
+            groups that they share; else when their timeout is over.
     """
-    team = steps.ranks.team
+    team, policy = steps.ranks.team, steps.can.policy
     while True:
         (kind, *said), payload = heard(team)
         if kind == END:
             if said[0]:
                 raise fg.errors.RankError(f"rank {team.members[0]}, which leads, stopped: {said[0]}")
             return
-        try:
-            if kind == LOAD:
-                slot, adapter = said
-                steps.load_slot(slot, adapter, start(1, steps.can.policy))
-            else:
-                _, cache = steps.run(cache, filled(steps.host_batch(said[0]), payload))
-        except Exception as error:
-            report(team, f"{type(error).__name__}: {error}")
-            raise
+        if kind == LOAD:
+            slot, adapter = said
+            steps.load_slot(slot, adapter, start(1, policy))
+        else:
+            _, cache = steps.run(cache, filled(steps.host_batch(said[0]), payload))
 
 
 @contextlib.contextmanager
@@ -141,6 +134,18 @@ def agree(ranks: Ranks, spec: fg.BatchSpec | None) -> fg.BatchSpec | None:
             "requests of all ranks were done"
         )
     return join(found, SHAPED)
+
+
+@contextlib.contextmanager
+def listened_to(team: Circle) -> Iterator[None]:
+    """Within, followers are told something; RankError: one of them is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise fg.errors.RankError(
+            f"one of ranks {', '.join(map(str, team.members[1:]))}, which follow rank "
+            f"{team.members[0]}, is gone, or has done nothing for the timeout of make_ranks: {error}"
+        ) from error
 
 
 def heard(team: Circle) -> tuple[Any, Tensor]:

@@ -12,7 +12,6 @@ What is told goes beside the collectives of the model, on CPUs, so that nobody w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pickle
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import fngraph as fg
 
 FIRST = 8192  # bytes of a message that come at once; a longer one has a second part
 LENGTH = 8  # bytes that say how long one is
+PATIENCE = timedelta(seconds=5)  # with who is to be told the end, and may be gone
 
 
 class Circle(NamedTuple):
@@ -221,28 +221,3 @@ def tell_each(circle: Circle, numbers: Sequence[int]) -> Sent:
     own = torch.tensor(numbers, dtype=torch.int64)
     others = [member for i, member in enumerate(circle.members) if i != circle.rank]
     return Sent(tuple(dist.isend(own, member, circle.group) for member in others), (own,))
-
-
-REASON = 1024  # bytes of a report
-PATIENCE = timedelta(seconds=5)  # to take one
-
-
-def report(circle: Circle, reason: str) -> None:
-    """Tell the first process of the circle why this one goes; it may be there no more."""
-    said = reason.encode()[:REASON]
-    message = torch.zeros(REASON, dtype=torch.uint8)
-    message[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    with contextlib.suppress(RuntimeError):
-        dist.isend(message, circle.members[0], circle.group).wait(PATIENCE)
-
-
-def reasons(circle: Circle) -> str:
-    """What other processes of the circle have reported, by their numbers; "" if none has."""
-    told = []
-    for member in circle.members[1:]:
-        message = torch.zeros(REASON, dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            dist.irecv(message, member, circle.group).wait(PATIENCE)
-            said = message.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-            told.append(f"rank {member} failed: {said}")
-    return "; ".join(told)

@@ -196,8 +196,9 @@ FORMAT = loading.Format(
 
 
 def load(
-    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> tuple[Config, Params]:
+    folder: str | Path, *, device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None, mesh: fg.Mesh | None = None,
+) -> tuple[Config, Params]:  # fmt: skip
     """A Hugging Face folder; see `fngraph.models.weights.loading.load`.
 
     Raises:
@@ -208,7 +209,7 @@ def load(
         raise loading.CheckpointError(
             f"{folder} asks for more or other pooling than the mean:\n" + "\n".join(wrong)
         )
-    config, params = loading.load(FORMAT, folder, device=device, dtype=dtype)
+    config, params = loading.load(FORMAT, folder, device=device, dtype=dtype, mesh=mesh)
     return config, params
 
 

@@ -23,6 +23,7 @@ import fngraph as fg
 from fngraph.models.families.layers import Mlp, mlp, rms_norm
 from fngraph.models.families.rope import rotation
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.splits import Each, Split
 
 NormFn = Callable[[Tensor, Tensor, float], Tensor]
 AttentionFn = Callable[..., tuple[Tensor, Any]]
@@ -174,5 +175,13 @@ DECODER_NAMES = {
     "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
 }
 """What Hugging Face calls these weights, for `loading.Format.names`."""
+
+
+def vocabulary_splits(config: Any) -> dict[str, Split]:
+    """How embedding and head are split, for `splits.Specs`."""
+    part = Split({0: ("tp", Each(config.vocab_size, padded=True))}, "vocabulary")
+    return {"embed": part, "head": part}
+
+
 WITHOUT_HEAD = ((r"^(?=(embed_tokens|layers|norm)\.)", "model."),)
 """What a model saved without its head leaves out of these, for `loading.Format.renamed`."""

@@ -32,9 +32,26 @@ from fngraph.models.families.decoder import (
     decode,
     layer_of,
     params_of,
+    vocabulary_splits,
 )
-from fngraph.models.families.experts import EXPERT_NAMES, chosen_of, experts_of, mix
-from fngraph.models.families.layers import Mlp, Room, heads, join, mlp, mlp_names, mlp_of, rms_norm
+from fngraph.models.families.experts import (
+    EXPERT_NAMES,
+    chosen_of,
+    expert_splits,
+    experts_of,
+    mix,
+)
+from fngraph.models.families.layers import (
+    Mlp,
+    Room,
+    heads,
+    join,
+    mlp,
+    mlp_names,
+    mlp_of,
+    mlp_splits,
+    rms_norm,
+)
 from fngraph.models.families.llama import Batch as Batch
 from fngraph.models.families.rope import (
     Scaling,
@@ -47,6 +64,7 @@ from fngraph.models.families.rope import (
 )
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.splits import Each, Size, Specs, rows, summed
 
 LATENT_EPS = 1e-6  # of the latent's norm; no config says it
 
@@ -152,8 +170,8 @@ def queries(config: Config, weights: Attention, x_TE: Tensor) -> Tensor:
 def mixture(config: Config, weights: Mixture, x_TE: Tensor, real_T: Tensor) -> Tensor:
     """(T, E): the experts that the router, in float32, chooses; and the shared ones."""
     expert_TC, share_TC = choose(config, weights, x_TE)
-    chosen_TE = mix(weights.experts, x_TE, expert_TC, share_TC * config.share_scale, real_T)
-    return chosen_TE + mlp(weights.shared, x_TE)
+    shared_TE, share_TC = mlp(weights.shared, x_TE), share_TC * config.share_scale
+    return mix(weights.experts, x_TE, expert_TC, share_TC, real_T, shared_TE)
 
 
 def choose(config: Config, weights: Mixture, x_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,6 +217,24 @@ def blank(config: Config) -> Params:
     sparse = Mixture(shape(X, E), experts_of(X, E, config.expert_dim), shared, bias)
     kinds = [dense if i < config.num_dense else sparse for i in range(config.num_layers)]
     return params_of(config, [layer_of(config, attn, kind) for kind in kinds])
+
+
+def specs(config: Config) -> Specs:
+    """How a model of this config is split: over "tp" heads, mlps, in each expert, and vocabulary;
+    over "ep" whole experts are spread. What makes latents is whole."""
+    H, N, U = config.num_heads, config.plain_dim, config.value_dim
+    q = rows(Each(H, N + config.rope_dim))
+    parts = {"wq": q, "w_q_up": q, "w_kv": rows(Each(H, N + U)), "wo": summed(Each(H, U))}
+    shared = config.expert_dim * config.num_shared
+    weights = {
+        **vocabulary_splits(config),
+        **{f"layers.*.attn.{name}": part for name, part in parts.items()},
+        **mlp_splits("mlp", config.mlp_dim),
+        **mlp_splits("mlp.shared", shared, whole_sum=False),
+        **expert_splits(config.num_experts, config.expert_dim),
+    }
+    split = {"num_heads": Size(), "mlp_dim": Size(), "expert_dim": Size()}
+    return Specs(weights, {**split, "num_experts": Size("ep", whole=True)})
 
 
 def empty(config: Config, room: Room) -> tuple[Tensor, ...]:
@@ -321,5 +357,6 @@ FORMAT = loading.Format(
     harmless=("head_dim", "qk_head_dim", "n_group", "topk_group", "ep_size"),
     wide=("router",),
     kept=("choice_bias",),
+    specs=specs,
 )  # fmt: skip
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

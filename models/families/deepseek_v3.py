@@ -21,6 +21,7 @@ from fngraph.models.families.deepseek_v2 import (
     init_params as init_params,
     read_fields,
     read_groups,
+    specs as specs,
 )
 from fngraph.models.weights import loading
 
@@ -47,4 +48,4 @@ FORMAT = deepseek_v2.FORMAT._replace(
     skipped=(*deepseek_v2.FORMAT.skipped, "model.layers.61.*"),
     harmless=("head_dim", "qk_head_dim", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"),
 )  # fmt: skip
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

@@ -8,6 +8,7 @@ Shape letters as in `fngraph.models.families.llama`; X experts, C chosen ones of
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.nn.functional import grouped_mm, linear, silu
 import fngraph as fg
 from fngraph.models.families.layers import mlp_names
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.sharded import SplitStack
+from fngraph.models.weights.splits import Each, Split
 
 
 @fg.struct
@@ -72,24 +75,41 @@ def route(
 
 
 def mix(
-    experts: Experts, x_TE: Tensor, expert_TC: Tensor, share_TC: Tensor, real_T: Tensor
-) -> Tensor:
+    experts: Experts, x_TE: Tensor, expert_TC: Tensor, share_TC: Tensor, real_T: Tensor,
+    beside_TE: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """(T, E): the sum of each token's experts, by their shares; zero in rows that are not real.
+
+    Where experts are split over processes, which all have the same tokens, each runs its own ones,
+    or its own columns of each, and what they give is summed over all.
 
     Args:
         real_T: (T,) bool, whether a row is a token and not padding.
+        beside_TE: what is added to it, split as the columns of an expert are.
     """
     run = _grouped if x_TE.dtype == torch.bfloat16 else _dense
-    out_TE = run(experts, x_TE, expert_TC, share_TC.to(x_TE.dtype), real_T)
-    return torch.where(real_T[:, None], out_TE, 0)
+    down, is_own = experts.w_down, real_T[:, None]
+    if isinstance(down, SplitStack):
+        experts = dataclasses.replace(experts, w_down=down.weight)
+        if down.experts.size > 1:
+            count = len(down.weight)
+            expert_TC = expert_TC - down.experts.rank * count
+            is_own = is_own & (expert_TC >= 0) & (expert_TC < count)
+    out_TE = run(experts, x_TE, expert_TC, share_TC.to(x_TE.dtype), is_own)
+    out_TE = torch.where(real_T[:, None], out_TE, 0)
+    if isinstance(down, SplitStack):
+        out_TE = fg.all_reduce(out_TE, down.experts)
+    out_TE = out_TE if beside_TE is None else out_TE + beside_TE
+    return fg.all_reduce(out_TE, down.columns) if isinstance(down, SplitStack) else out_TE
 
 
 def _grouped(
-    experts: Experts, x_TE: Tensor, expert_TC: Tensor, share_TC: Tensor, real_T: Tensor
+    experts: Experts, x_TE: Tensor, expert_TC: Tensor, share_TC: Tensor, is_own: Tensor
 ) -> Tensor:
-    """Rows sorted by expert, a product for each group; what is not real comes last, in none."""
+    """Rows sorted by expert, a product for each group; what is not `is_own`, (T, 1) or (T, C),
+    padding or another process's, comes last, in none."""
     X, C = experts.w_gate.shape[0], expert_TC.shape[1]
-    expert_N = rearrange(torch.where(real_T[:, None], expert_TC, X), "t c -> (t c)")
+    expert_N = rearrange(torch.where(is_own, expert_TC, X), "t c -> (t c)")
     sorted_N, order_N = expert_N.sort(stable=True)
     every_X = torch.arange(X, device=x_TE.device)
     end_X = torch.searchsorted(sorted_N, every_X, right=True).to(torch.int32)
@@ -97,7 +117,9 @@ def _grouped(
     hidden_NF = silu(_by_group(x_NE, experts.w_gate, end_X)) * _by_group(x_NE, experts.w_up, end_X)
     out_NE = _by_group(hidden_NF, experts.w_down, end_X)
     back_TC = rearrange(order_N.argsort(), "(t c) -> t c", c=C)
-    out_TCE = out_NE[back_TC]  # of padding, whatever was there
+    out_TCE = out_NE[back_TC]  # of those in no group, whatever was there
+    if is_own.shape[1] == C:  # each choice by itself, not a row as a whole
+        out_TCE = torch.where(is_own[..., None], out_TCE, 0)
     return fg.trust_rows((out_TCE * share_TC[..., None]).sum(1))
 
 
@@ -106,7 +128,7 @@ def _by_group(x_NI: Tensor, weight_XOI: Tensor, end_X: Tensor) -> Tensor:
 
 
 def _dense(
-    experts: Experts, x_TE: Tensor, expert_TC: Tensor, share_TC: Tensor, real_T: Tensor
+    experts: Experts, x_TE: Tensor, expert_TC: Tensor, share_TC: Tensor, is_own: Tensor
 ) -> Tensor:
     """Every expert of every token, for dtypes that torch has no grouped product of.
 
@@ -120,6 +142,15 @@ def _dense(
     share_TX = torch.where(is_TCX, share_TC[..., None], 0).sum(1)
     out_TXE = torch.where(is_TCX.any(1)[..., None], out_TXE, 0)
     return einsum(out_TXE, share_TX, "t x e, t x -> t e")
+
+
+def expert_splits(count: int, hidden: int) -> dict[str, Split]:
+    """How the weights of experts are split, for `splits.Specs`: whole ones over "ep", the columns
+    of each over "tp"."""
+    spread, each = ("ep", Each(count)), ("tp", Each(hidden))
+    up = Split({0: spread, 1: each})
+    parts = {"w_gate": up, "w_up": up, "w_down": Split({0: spread, 2: each}, "experts")}
+    return {f"layers.*.mlp.experts.{name}": part for name, part in parts.items()}
 
 
 EXPERT_NAMES = {

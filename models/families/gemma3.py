@@ -28,7 +28,15 @@ from fngraph.models.families.decoder import (
     logits,
     params_of,
 )
-from fngraph.models.families.layers import Mlp, attend, centred_norm, join, mlp_names, mlp_of
+from fngraph.models.families.layers import (
+    Mlp,
+    attend,
+    centred_norm,
+    join,
+    mlp_names,
+    mlp_of,
+    mlp_splits,
+)
 from fngraph.models.families.llama import (
     KV,
     Batch as Batch,
@@ -48,6 +56,7 @@ from fngraph.models.families.rope import (
 )
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.splits import Specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +127,12 @@ def blank(config: Config) -> Params:
     windows = (window_of(config, i) for i in range(config.num_layers))
     attns = (Attention(**vars(qwen3.attention_of(config, w)), out_norm=norm) for w in windows)
     return params_of(config, [layer_of(config, attn, mlp) for attn in attns])
+
+
+def specs(config: Config) -> Specs:
+    """How a model of this config is split over an axis "tp", as Llama is."""
+    mlp = mlp_splits("mlp.mlp", config.mlp_dim)
+    return llama.specs(config)._replace(weights={**llama.specs(config).weights, **mlp})
 
 
 CENTRED = dict.fromkeys(("attn_norm", "mlp_norm", "norm", "q_norm", "k_norm", "out_norm"), 0.0)
@@ -197,6 +212,7 @@ FORMAT = loading.Format(
     renamed=WITHOUT_HEAD,
     layers=("full_attention", "sliding_attention"),
     wide=tuple(CENTRED),
+    specs=specs,
     harmless=("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern"),
 )  # fmt: skip
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

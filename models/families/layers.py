@@ -15,13 +15,17 @@ from torch.nn.functional import layer_norm, linear, silu
 
 import fngraph as fg
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.sharded import SplitGain
+from fngraph.models.weights.splits import Each, Split, columns, rows, summed
 
 
-def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm, computed in float32."""
+def rms_norm(x_TE: Tensor, weight_E: Tensor | SplitGain, eps: float) -> Tensor:
+    """Root-mean-square norm, computed in float32; of columns that are split, over all of them."""
     wide_TE = x_TE.float()
-    scale_T1 = torch.rsqrt(wide_TE.square().mean(-1, keepdim=True) + eps)
-    return (wide_TE * scale_T1).to(x_TE.dtype) * weight_E
+    mean_T1 = wide_TE.square().mean(-1, keepdim=True)
+    if isinstance(weight_E, SplitGain):
+        mean_T1, weight_E = weight_E.over_all(mean_T1), weight_E.weight
+    return (wide_TE * torch.rsqrt(mean_T1 + eps)).to(x_TE.dtype) * weight_E
 
 
 def centred_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -115,6 +119,20 @@ def mlp_names(ours: str, theirs: str) -> dict[str, str]:
         f"layers.*.{ours}.w_gate": f"model.layers.*.{theirs}.gate_proj.weight",
         f"layers.*.{ours}.w_up": f"model.layers.*.{theirs}.up_proj.weight",
         f"layers.*.{ours}.w_down": f"model.layers.*.{theirs}.down_proj.weight",
+    }
+
+
+def mlp_splits(ours: str, hidden: int, *, whole_sum: bool = True) -> dict[str, Split]:
+    """How the weights of a gated mlp are split, for `splits.Specs`.
+
+    Args:
+        whole_sum: whether its result is the sum over all processes; False: each one's term of it.
+    """
+    last = summed if whole_sum else columns
+    return {
+        f"layers.*.{ours}.w_gate": rows(Each(hidden)),
+        f"layers.*.{ours}.w_up": rows(Each(hidden)),
+        f"layers.*.{ours}.w_down": last(Each(hidden)),
     }
 
 

@@ -23,8 +23,17 @@ from fngraph.models.families.decoder import (
     decode,
     layer_of,
     params_of,
+    vocabulary_splits,
 )
-from fngraph.models.families.layers import Room, attend, heads, join, mlp_names, mlp_of
+from fngraph.models.families.layers import (
+    Room,
+    attend,
+    heads,
+    join,
+    mlp_names,
+    mlp_of,
+    mlp_splits,
+)
 from fngraph.models.families.rope import (
     Rope,
     Scaling,
@@ -36,6 +45,7 @@ from fngraph.models.families.rope import (
 )
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.splits import Each, Size, Specs, Split, rows, summed
 
 KV = tuple[Tensor, Tensor]  # one layer's (k, v), each (N, S, K, D)
 
@@ -130,6 +140,29 @@ def attention_of(config: Any, window: int | None = None) -> Attention:
     bq, bkv = (shape(q), shape(kv)) if config.qkv_bias else (None, None)
     bo = shape(E) if config.out_bias else None
     return Attention(shape(q, E), shape(kv, E), shape(kv, E), shape(E, q), bq, bkv, bkv, bo, window)
+
+
+def specs(config: Any) -> Specs:
+    """How a model of this config is split over an axis "tp": heads, mlp, vocabulary."""
+    mlp = mlp_splits("mlp", config.mlp_dim)
+    return Specs({**vocabulary_splits(config), **attention_splits(config), **mlp}, SIZES)
+
+
+SIZES = {"num_heads": Size(), "num_kv_heads": Size(repeated=True), "mlp_dim": Size()}
+"""Of a config, what is shared out: of each kv head there may be several copies."""
+
+
+def attention_splits(config: Any, *, wq: int = 1) -> dict[str, Split]:
+    """How the weights of attention are split, for `splits.Specs`.
+
+    Args:
+        wq: rows of wq for each row of wo's columns.
+    """
+    D = config.head_dim
+    q, kv = Each(config.num_heads, D * wq), Each(config.num_kv_heads, D, repeated=True)
+    parts = {"wq": rows(q), "wk": rows(kv), "wv": rows(kv), "bq": rows(q), "bk": rows(kv),
+             "bv": rows(kv), "wo": summed(Each(config.num_heads, D))}  # fmt: skip
+    return {f"layers.*.attn.{name}": part for name, part in parts.items()}
 
 
 def window_of(config: Any, layer: int) -> int | None:
@@ -253,5 +286,6 @@ FORMAT = loading.Format(
     only={"hidden_act": "silu", "mlp_bias": False},
     skipped=("model.layers.*.self_attn.rotary_emb.inv_freq",),
     renamed=WITHOUT_HEAD,
+    specs=specs,
 )
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

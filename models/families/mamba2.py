@@ -17,10 +17,16 @@ from torch.nn.functional import linear, silu, softplus
 
 import fngraph as fg
 from fngraph.models.families import layers
-from fngraph.models.families.decoder import Params as Params, logits, params_of
+from fngraph.models.families.decoder import (
+    Params as Params,
+    logits,
+    params_of,
+    vocabulary_splits,
+)
 from fngraph.models.families.layers import Room, rms_norm
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.splits import Each, Size, Specs, Split, rows, summed
 
 State = tuple[
     Tensor, Tensor
@@ -139,6 +145,22 @@ def blank(config: Config) -> Params:
     return params_of(config, [layer] * config.num_layers)
 
 
+def specs(config: Config) -> Specs:
+    """How a model of this config is split over an axis "tp": heads, their groups, vocabulary. The
+    norm behind the gate is over all heads."""
+    head, one = Each(config.num_heads, config.head_dim), rows(Each(config.num_heads))
+    group = Each(config.num_groups, config.state_dim, repeated=True)
+    convolved = (head, group, group)
+    parts = {
+        "w_in": rows((head, *convolved, Each(config.num_heads))), "conv": rows(convolved),
+        "conv_bias": rows(convolved), "dt_bias": one, "a_log": one, "skip": one,
+        "gate_norm": Split({0: ("tp", head)}, "gain"), "w_out": summed(head),
+    }  # fmt: skip
+    weights = {f"layers.*.{name}": part for name, part in parts.items()}
+    sizes = {"num_heads": Size(), "num_groups": Size(repeated=True)}
+    return Specs({**vocabulary_splits(config), **weights}, sizes)
+
+
 def empty(config: Config, room: Room) -> tuple[State, ...]:
     """A slot for each request in each layer, without pages; states are float32."""
     H, P, N = config.num_heads, config.head_dim, config.state_dim
@@ -201,5 +223,6 @@ FORMAT = loading.Format(
     ),
     copies={"lm_head.weight": "backbone.embeddings.weight"},
     wide=("dt_bias", "a_log", "skip", "gate_norm"),
+    specs=specs,
 )  # fmt: skip
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

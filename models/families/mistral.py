@@ -16,6 +16,7 @@ from fngraph.models.families.llama import (
     forward as forward,
     init_cache as init_cache,
     init_params as init_params,
+    specs as specs,
 )
 from fngraph.models.weights import loading
 
@@ -38,4 +39,4 @@ FORMAT = llama.FORMAT._replace(
     only={"hidden_act": "silu", "attention_bias": False, "layer_types": None},
     layers=("full_attention", "sliding_attention"),
 )
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

@@ -17,6 +17,7 @@ from fngraph.models.families.llama import (
     forward as forward,
     init_cache as init_cache,
     init_params as init_params,
+    specs as specs,
 )
 from fngraph.models.weights import loading
 
@@ -45,4 +46,4 @@ def windows_of(raw: loading.Raw) -> dict[str, Any]:
 FORMAT = llama.FORMAT._replace(
     read=read_config, only={"hidden_act": "silu"}, layers=("full_attention", "sliding_attention")
 )
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

@@ -27,6 +27,7 @@ from fngraph.models.families.llama import (
     Config as Config,
     init_cache as init_cache,
     project,
+    specs as specs,
     window_of,
 )
 from fngraph.models.families.rope import Turn, rotate
@@ -91,6 +92,7 @@ FORMAT = loading.Format(
     },
     only={"hidden_act": "silu"},
     renamed=WITHOUT_HEAD,
+    specs=specs,
     layers=("full_attention", "sliding_attention"),
 )
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

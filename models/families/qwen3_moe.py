@@ -13,7 +13,15 @@ from torch import Tensor
 
 from fngraph.models.families import llama, qwen3
 from fngraph.models.families.decoder import Params as Params, decode, layer_of, params_of
-from fngraph.models.families.experts import EXPERT_NAMES, Mixture, chosen_of, experts_of, mix, route
+from fngraph.models.families.experts import (
+    EXPERT_NAMES,
+    Mixture,
+    chosen_of,
+    expert_splits,
+    experts_of,
+    mix,
+    route,
+)
 from fngraph.models.families.layers import mlp_of
 from fngraph.models.families.llama import (
     KV,
@@ -25,6 +33,7 @@ from fngraph.models.families.llama import (
 from fngraph.models.families.qwen3 import attention, attention_of
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.splits import Size, Specs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +73,16 @@ def blank(config: Config) -> Params:
 init_params = functools.partial(
     naming.init_params, blank, vectors=UNBIASED
 )  # config, *, seed, device, dtype
+
+
+def specs(config: Config) -> Specs:
+    """How a model of this config is split: over "tp" as Llama, and in each expert; over "ep" whole
+    experts are spread."""
+    experts = expert_splits(config.num_experts, config.expert_dim)
+    return Specs({**llama.specs(config).weights, **experts}, SIZES)
+
+
+SIZES = {**llama.SIZES, "num_experts": Size("ep", whole=True), "expert_dim": Size()}
 
 
 def read_config(raw: loading.Raw) -> Config:
@@ -110,5 +129,6 @@ FORMAT = qwen3.FORMAT._replace(
     names={**qwen3.FORMAT.names, **EXPERT_NAMES},
     only={"hidden_act": "silu"},
     layers=("full_attention",),
+    specs=specs,
 )
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

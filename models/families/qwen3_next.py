@@ -20,7 +20,7 @@ from torch.nn.functional import linear, silu, softplus
 import fngraph as fg
 from fngraph.models.families import experts, layers, llama, qwen3, qwen3_moe
 from fngraph.models.families.decoder import Params as Params, decode, layer_of, params_of
-from fngraph.models.families.experts import experts_of, mix, route
+from fngraph.models.families.experts import expert_splits, experts_of, mix, route
 from fngraph.models.families.layers import (
     Mlp,
     Room,
@@ -30,11 +30,13 @@ from fngraph.models.families.layers import (
     mlp,
     mlp_names,
     mlp_of,
+    mlp_splits,
     rms_norm,
 )
 from fngraph.models.families.rope import Turn, rotate
 from fngraph.models.weights import loading, naming
 from fngraph.models.weights.naming import shape
+from fngraph.models.weights.splits import Each, Size, Specs, Split, rows, summed
 
 States = tuple[Tensor, Tensor]  # last inputs (slots, C, W - 1), state (slots, H, D, U) float32
 Kept = tuple[Tensor, Tensor]  # of attention (k, v), else States
@@ -159,7 +161,7 @@ def mixture(config: Config, weights: Mixture, x_TE: Tensor, real_T: Tensor) -> T
     """(T, E): the experts that the router chooses, and the shared one."""
     chosen = route(x_TE, weights.router, config.num_chosen, normalized=config.normalized)
     shared_TE = linear(x_TE, weights.shared_gate).sigmoid() * mlp(weights.shared, x_TE)
-    return mix(weights.experts, x_TE, *chosen, real_T) + shared_TE
+    return mix(weights.experts, x_TE, *chosen, real_T, shared_TE)
 
 
 def blank(config: Config) -> Params:
@@ -187,6 +189,32 @@ def delta_of(config: Config) -> Delta:
         conv=shape(config.channels, 1, config.taps), dt_bias=shape(H), a_log=shape(H),
         gate_norm=shape(U), w_out=shape(E, H * U),
     )  # fmt: skip
+
+
+def specs(config: Config) -> Specs:
+    """How a model of this config is split: as Qwen3-MoE, and the delta rule by its heads."""
+    attn = llama.attention_splits(config, wq=2)
+    experts = expert_splits(config.num_experts, config.expert_dim)
+    shared = mlp_splits("mlp.shared", config.shared_dim, whole_sum=False)
+    parts = {**attn, **delta_splits(config), **experts, **shared}
+    return Specs({**llama.specs(config).weights, **parts}, SIZES)
+
+
+SIZES = {**qwen3_moe.SIZES, "shared_dim": Size(), "key_heads": Size(repeated=True),
+         "value_heads": Size()}  # fmt: skip
+
+
+def delta_splits(config: Config) -> dict[str, Split]:
+    """How the weights of such a layer are split: by value heads, of each key head its own."""
+    G, H, D, U = config.key_heads, config.value_heads, config.key_dim, config.value_dim
+    own, key, value = Each(H // G, U), Each(G, D, repeated=True), Each(H, U)
+    qkvz, ba = (D, D, own, own), (Each(H // G), Each(H // G))
+    parts = {
+        "w_qkvz": rows(Each(G, qkvz, repeated=True)), "w_ba": rows(Each(G, ba, repeated=True)),
+        "conv": rows((key, key, value)), "dt_bias": rows(Each(H)), "a_log": rows(Each(H)),
+        "w_out": summed(value),
+    }  # fmt: skip
+    return {f"layers.*.attn.{name}": part for name, part in parts.items()}
 
 
 def empty(config: Config, room: Room) -> tuple[Kept, ...]:
@@ -255,5 +283,6 @@ FORMAT = qwen3_moe.FORMAT._replace(
     skipped=("mtp.*",),
     layers=("full_attention", "linear_attention"),
     wide=("dt_bias", "a_log", "gate_norm", *CENTRED),
+    specs=specs,
 )
-load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype -> config, params
+load = functools.partial(loading.load, FORMAT)  # folder, *, device, dtype, mesh -> config, params

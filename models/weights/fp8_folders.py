@@ -64,10 +64,16 @@ def read_weight(
     place: Place, get: Callable[[str], Tensor], device: torch.device | str
 ) -> Fp8Weight:
     """The weight, of `get(name)` of the files' tensors."""
+    return Fp8Weight(get(place.values).to(device), *read_scales(place, get, device))
+
+
+def read_scales(
+    place: Place, get: Callable[[str], Tensor], device: torch.device | str
+) -> tuple[Tensor, Tensor | None]:
+    """That of the weight, () or (O, 1), and that of its input, () if it is known."""
     scale = get(place.scale).to(device=device, dtype=torch.float32)
     by = None if place.input_scale is None else get(place.input_scale).to(device).float().view(())
-    values = get(place.values).to(device)
-    return Fp8Weight(values, scale.view(()) if scale.numel() == 1 else scale.view(-1, 1), by)
+    return scale.view(()) if scale.numel() == 1 else scale.view(-1, 1), by
 
 
 def wrong_in(places: Mapping[str, Place], get: Callable[[str], Tensor]) -> list[str]:

@@ -7,6 +7,7 @@ what its weights are called in such files. What config.json says is held to the 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,10 +17,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fngraph.models.weights import fp8_folders, naming
+import fngraph as fg
+from fngraph.models.weights import fp8_folders, naming, reading
 from fngraph.models.weights.configs import (
     HARMLESS,
     CheckpointError as CheckpointError,
@@ -30,6 +31,9 @@ from fngraph.models.weights.configs import (
     read_json as read_json,
     unknown,
 )
+from fngraph.models.weights.files import open_tensors, renamed
+from fngraph.models.weights.sharding import share_of
+from fngraph.models.weights.splits import Specs
 
 FAMILIES = {
     "bert": "fngraph.models.families.bert",
@@ -69,6 +73,7 @@ class Format(NamedTuple):
             in another dtype than the others.
         kept: those of them that stay as they are stored, whatever `dtype=` is.
         renamed: patterns of names in the files, and what stands there in the names above.
+        specs: how a model of a config is split over processes; None: it cannot be.
     """
 
     read: Callable[[Raw], Any]
@@ -82,6 +87,7 @@ class Format(NamedTuple):
     wide: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    specs: Callable[[Any], Specs] | None = None
 
 
 def family(folder: str | Path, *, generative: bool = False) -> ModuleType:
@@ -108,31 +114,41 @@ def load(
     format: Format,
     folder: str | Path,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    mesh: fg.Mesh | None = None,
 ) -> tuple[Any, Any]:
     """The config and the weights of a folder; dtypes stay as they are stored if `dtype` is None.
 
     Matrices that are stored in fp8 stay so whatever `dtype` is, as `fp8.Fp8Weight`.
+
+    Args:
+        device: None: the mesh's; without one, the CPU.
+        mesh: of the processes that share the model, each of which calls this. No more is read than
+            what this one has, and the config is its own; see `sharding.shard`.
 
     Raises:
         CheckpointError: no such files; a config that the family cannot run; tensors missing,
             extra, misshapen or quantized in another way, or a tied head that is another one; or of
             several dtypes, and no `dtype`. All of one kind are listed.
         TypeError: a dtype that weights cannot have.
+        fg.errors.RankError: a mesh that the model cannot be split over.
     """
     if dtype is not None:
         naming.check_dtype(dtype)
     folder = Path(folder)
     config, static = read_config(format, folder), read_scheme(folder)
+    if mesh is not None and format.specs is None:
+        raise fg.errors.RankError(f"{folder}: this family cannot be split. Leave mesh= out")
+    share = share_of(config, format.specs(config), mesh) if mesh and format.specs else None
+    device = device or (mesh.device if mesh else "cpu")
     blank = format.blank(config)
     sources = {n: sources_of(format.names, n, x) for n, x in naming.named(blank).items()}
     wanted = {n: shape for part in sources.values() for n, shape in part.items()}
     with ExitStack() as stack:
         files = renamed(open_tensors(folder, stack), format.renamed)
-        slices = {n: at.file.get_slice(at.name) for n, at in files.items()}
-        shapes = {n: tuple(part.get_shape()) for n, part in slices.items()}
-        kinds = {n: part.get_dtype() for n, part in slices.items()}
+        shapes = {n: at.shape for n, at in files.items()}
+        kinds = {n: at.kind for n, at in files.items()}
         places = fp8_folders.places_of(sources, kinds, shapes, static)
         wanted |= {n: shape for place in places.values() for n, shape in place.beside.items()}
         left = {n: s for n, s in shapes.items() if n not in wanted}
@@ -148,23 +164,34 @@ def load(
         ]
         if static is not None and not places:
             wrong.append("  config.json has a quantization_config, and no matrix is stored in fp8")
-        get = lambda n: files[n].file.get_tensor(files[n].name)  # noqa: E731
-        wrong += untied(copies, files, get)
+        get = lambda n: files[n].whole()  # noqa: E731
+        ours = {n: name for name, part in sources.items() for n in part}
+        equal = reading.equal_parts(share, ours, files) if share else equal_by(get)
+        wrong += untied(copies, files, equal)
         if dtype is None:
             free = {*format.wide, *format.kept}
             one = [n for n in sources if n not in places and n.rsplit(".", 1)[-1] not in free]
             wrong = wrong or several_dtypes({n: kinds[n] for name in one for n in sources[name]})
-        if wrong := wrong or fp8_folders.wrong_in(places, get):
+        wrong = wrong or fp8_folders.wrong_in(places, get)
+        if wrong := wrong or (reading.too_small(share, places) if share else []):
             raise CheckpointError(f"{folder} does not fit its config:\n" + "\n".join(wrong))
 
         def read(name: str, x: Tensor) -> Any:
+            to = None if name.rsplit(".", 1)[-1] in format.kept else dtype
+            if share is not None and name in places:
+                return reading.read_fp8_part(share, name, places[name], files, device)
+            if share is not None:
+                stored = [files[n] for n in sources[name]]
+                return reading.read_part(share, name, x, stored, device, to)
             if name in places:
                 return fp8_folders.read_weight(places[name], get, device)
-            to = None if name.rsplit(".", 1)[-1] in format.kept else dtype
             parts = [get(n).to(device=device, dtype=to) for n in sources[name]]
             return parts[0] if parts[0].ndim == x.ndim else torch.stack(parts)
 
-        return config, naming.replaced(blank, read)
+        params = naming.replaced(blank, read)
+        if share is not None:
+            config, params = share.config, dataclasses.replace(params, config=share.config)
+        return config, params
 
 
 def from_state(
@@ -201,7 +228,7 @@ def from_state(
     tied = {n: of for n, of in (copies or {}).items() if n in given and n not in wanted}
     skipped = (*skipped, *tied)
     found = {n: tuple(x.shape) for n, x in given.items() if n in wanted or not matches(n, skipped)}
-    if wrong := [*mismatches(wanted, found), *untied(tied, given, given.__getitem__)]:
+    if wrong := [*mismatches(wanted, found), *untied(tied, given, equal_by(given.__getitem__))]:
         raise CheckpointError("a state that does not fit its config:\n" + "\n".join(wrong))
 
     def read(name: str, x: Tensor) -> Tensor:
@@ -270,25 +297,6 @@ def sources_of(names: Mapping[str, str], name: str, x: Tensor) -> dict[str, tupl
     return {theirs.replace("*", str(i)): tuple(x.shape[1:]) for i in range(x.shape[0])}
 
 
-class Stored(NamedTuple):
-    """A tensor in a file that is open, and its name there."""
-
-    file: Any
-    name: str
-
-
-def renamed(files: Mapping[str, Any], patterns: Iterable[tuple[str, str]]) -> dict[str, Stored]:
-    """Where each tensor is, by the name that a `Format` knows it by; see `Format.renamed`."""
-    found = {n: Stored(file, n) for n, file in files.items()}
-    for n in files:
-        new = n
-        for pattern, instead in patterns:
-            new = re.sub(pattern, instead, new)
-        if new not in found:
-            found[new] = found.pop(n)
-    return found
-
-
 def several_dtypes(kinds: Mapping[str, str]) -> list[str]:
     """A line for each dtype that tensors are stored in, if there are several."""
     by: dict[str, list[str]] = {}
@@ -303,39 +311,20 @@ def several_dtypes(kinds: Mapping[str, str]) -> list[str]:
     return [told, *(f"  {kind}: {len(names)}, as {names[0]}" for kind, names in by.items())]
 
 
-def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file that holds each tensor.
-
-    Raises:
-        CheckpointError: no safetensors, a file that cannot be read, or an index of no files.
-    """
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.exists():
-        files = read_json(folder, index.name).get("weight_map")
-        if not (isinstance(files, dict) and all(isinstance(n, str) for n in files.values())):
-            raise CheckpointError(f"{index} has no weight_map, from tensors to files")
-        if not (folder / "model.safetensors").exists():  # or the index is left over
-            names = set(files.values())
-    found: dict[str, Any] = {}
-    for name in sorted(names):
-        try:
-            file = stack.enter_context(safe_open(folder / name, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / name}: {error}") from None
-        found |= dict.fromkeys(file.keys(), file)
-    return found
+def equal_by(get: Callable[[str], Tensor]) -> Callable[[str, str], bool]:
+    """Whether two tensors are the same, of `get(name)`."""
+    return lambda name, of: torch.equal(get(name), get(of))
 
 
 def untied(
-    copies: Mapping[str, str], there: Collection[str], get: Callable[[str], Tensor]
+    copies: Mapping[str, str], there: Collection[str], equal: Callable[[str, str], bool]
 ) -> list[str]:
     """A line for each tensor that is not what it is a copy of; see `Format.copies`."""
     return [
         f"  {n}: is another one than {of}, to which config.json ties it. Say there "
         "tie_word_embeddings: false, or take the tensor out"
         for n, of in copies.items()
-        if of in there and not torch.equal(get(n), get(of))
+        if of in there and not equal(n, of)
     ]
 
 

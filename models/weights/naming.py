@@ -41,7 +41,7 @@ def replaced(
     tree: Any, new: Callable[[str, Any], Any], whole: tuple[type, ...] = (Tensor,), path: str = ""
 ) -> Any:
     """The tree of structs, tuples, lists and dicts with `new(path, x)` for each of its tensors;
-    anything else stays.
+    anything else stays. A weight that a struct stands for, by its `STANDS_FOR`, keeps its path.
 
     Args:
         whole: what counts as one, such as a struct that stands for a weight.
@@ -58,8 +58,10 @@ def replaced(
     if not dataclasses.is_dataclass(tree):
         return tree
     parts = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-    kind: Any = type(tree)
-    return kind(**{name: replaced(x, new, whole, f"{dot}{name}") for name, x in parts.items()})
+    kind, seen_through = type(tree), getattr(tree, "STANDS_FOR", None)
+    at = {name: path if name == seen_through else f"{dot}{name}" for name in parts}
+    made: Any = kind(**{name: replaced(x, new, whole, at[name]) for name, x in parts.items()})
+    return made
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -35,9 +35,9 @@ MixtureFn = Callable[[Any, Any, Tensor, Tensor], Tensor]
 class Params:
     """Weights of a decoder, or of one stage of it: see `stages_of`."""
 
-    embed: Tensor | None  # (V, E); None where an earlier stage has it
+    embed: Tensor  # (V, E); None where an earlier stage has it
     layers: tuple[Any, ...]  # the family's Layer
-    norm: Tensor | None  # (E,); None where a later stage has it
+    norm: Tensor  # (E,); None where a later stage has it
     head: Tensor | None  # (V, E); None where it is tied to embed, or a later stage has it
     config: Any = fg.static()  # the family's Config
 
@@ -143,16 +143,14 @@ def stages_of(params: Params, count: int) -> tuple[Params, ...]:
     made = []
     for i, (begin, end) in enumerate(itertools.pairwise(ends)):
         first, last = i == 0, i == count - 1
-        made.append(
-            dataclasses.replace(
-                params,
-                embed=params.embed if first else None,
-                layers=params.layers[begin:end],
-                norm=params.norm if last else None,
-                head=(params.head if first else head) if last else None,
-                config=dataclasses.replace(params.config, num_layers=end - begin),
-            )
-        )
+        own: dict[str, Any] = {
+            "embed": params.embed if first else None,
+            "norm": params.norm if last else None,
+            "head": (params.head if first else head) if last else None,
+        }
+        config = dataclasses.replace(params.config, num_layers=end - begin)
+        layers = params.layers[begin:end]
+        made.append(dataclasses.replace(params, layers=layers, config=config, **own))
     return tuple(made)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.models.serving.batches import SHAPED
 from fngraph.models.serving.joining import NOTHING, Wish, join, wish_of
+from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.ranks import (
     PATIENCE,
     Circle,
@@ -32,6 +33,7 @@ from fngraph.models.serving.ranks import (
 from fngraph.models.serving.requests import start
 from fngraph.models.serving.steps import Steps
 
+NO_REQUESTS = start(1, Policy(1, 1, 1))  # the leader has looked at its own
 STEP, LOAD, END = "step", "load", "end"  # what a leader may tell
 
 
@@ -77,16 +79,18 @@ def follow(steps: Steps, cache: Any) -> None:
         Exception: a step's own. The leader raises as soon as this process ends, or leaves the
             groups that they share; else when their timeout is over.
     """
-    team, policy = steps.ranks.team, steps.can.policy
+    team = steps.ranks.team
     while True:
         (kind, *said), payload = heard(team)
         if kind == END:
             if said[0]:
-                raise fg.errors.RankError(f"rank {team.members[0]}, which leads, stopped: {said[0]}")
+                raise fg.errors.RankError(
+                    f"rank {team.members[0]}, which leads, stopped: {said[0]}"
+                )
             return
         if kind == LOAD:
             slot, adapter = said
-            steps.load_slot(slot, adapter, start(1, policy))
+            steps.load_slot(slot, adapter, NO_REQUESTS)
         else:
             _, cache = steps.run(cache, filled(steps.host_batch(said[0]), payload))
 
@@ -144,7 +148,8 @@ def listened_to(team: Circle) -> Iterator[None]:
     except RuntimeError as error:
         raise fg.errors.RankError(
             f"one of ranks {', '.join(map(str, team.members[1:]))}, which follow rank "
-            f"{team.members[0]}, is gone, or has done nothing for the timeout of make_ranks: {error}"
+            f"{team.members[0]}, is gone, or has done nothing for the timeout of make_ranks: "
+            f"{error}"
         ) from error
 
 

@@ -202,7 +202,7 @@ def exchange(circle: Circle, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     own = torch.tensor(numbers, dtype=torch.int64)
     found = [own if i == circle.rank else torch.empty_like(own) for i in range(circle.size)]
     # each to each: an all-gather goes around the ring, and takes twice as long
-    coming = [
+    coming: list[Any] = [
         dist.irecv(x, member, circle.group)
         for x, member in zip(found, circle.members)
         if x is not own

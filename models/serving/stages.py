@@ -2,7 +2,7 @@
 
     ranks = make_ranks(fg.make_mesh(pp=2))
     stage = stage_of(ranks)                                  # fngraph.models.serving.stages
-    own = stages_of(params, stage.count)[stage.number]       # fngraph.models.families.decoder
+    own = stages_of(params, stage.total)[stage.number]       # fngraph.models.families.decoder
     steps = make_steps(llama.forward, own, cache, policy, modes=..., stage=stage)
     serve(over_ranks(steps, ranks), cache, state, policy)
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,13 +29,13 @@ class Stage(NamedTuple):
 
     Attributes:
         number: from 0.
-        count: of stages.
+        total: of stages.
         stride: places in the team from one stage to the next.
         team: all of them.
     """
 
     number: int = 0
-    count: int = 1
+    total: int = 1
     stride: int = 1
     team: Circle = Circle()
 
@@ -48,7 +47,7 @@ class Stage(NamedTuple):
     @property
     def last(self) -> bool:
         """Whether it draws tokens; else it gives hidden states."""
-        return self.number == self.count - 1
+        return self.number == self.total - 1
 
     def receive(self, into: Tensor) -> None:
         """Hidden states of the stage before, (T, E), into memory on the device."""
@@ -60,13 +59,15 @@ class Stage(NamedTuple):
 
     def give(self, drawn: Tensor | Drawn) -> None:
         """What was drawn, to the leader, by the first process of the last stage; it waits."""
-        if self.team.rank == (self.count - 1) * self.stride:
-            ids = isinstance(drawn, Tensor)
-            tell_one(self.team, 0, drawn.cpu() if ids else Drawn(*(x.cpu() for x in drawn)))
+        if self.team.rank == (self.total - 1) * self.stride:
+            if isinstance(drawn, Drawn):
+                tell_one(self.team, 0, Drawn(*(x.cpu() for x in drawn)))
+            else:
+                tell_one(self.team, 0, drawn.cpu())
 
     def take(self) -> Any:
         """What was drawn, on the host, by the leader; it waits. None for others."""
-        return hear_one(self.team, (self.count - 1) * self.stride) if self.team.rank == 0 else None
+        return hear_one(self.team, (self.total - 1) * self.stride) if self.team.rank == 0 else None
 
 
 WHOLE = Stage()  # a model that is not split

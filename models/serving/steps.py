@@ -126,10 +126,10 @@ def make_steps(
     blocks = count_blocks(cache, policy)
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
     captured: dict[Case, Any] = {}
-    all_names, hidden, like = cases(policy, adapters, more), (), None
-    if stage.count > 1:
-        like = params.layers[0].attn_norm
-        hidden = () if stage.first else (f"hidden {str(like.dtype).removeprefix('torch.')}",)
+    all_names, hidden = cases(policy, adapters, more), tuple[str, ...]()
+    like_E = params.layers[0].attn_norm if stage.total > 1 else None
+    if like_E is not None and not stage.first:
+        hidden = (f"hidden {str(like_E.dtype).removeprefix('torch.')}",)
     for case, names in all_names.items():
         query_lens = tuple(q for q in policy.query_lens if (q > 1) == case.verify)
         own: dict[str, Any] = {"modes": case.modes(modes), "query_lens": query_lens}
@@ -145,13 +145,12 @@ def make_steps(
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
         label = f"capturing {case.text}" if progress else False
-        limits = limits_of(
-            case.policy(policy), can.vocab_size if case.shaped else None, len(like) if hidden else None
-        )
+        sizes = can.vocab_size if case.shaped else None, len(like_E) if hidden else None
+        limits = limits_of(case.policy(policy), *sizes)
         captured[case] = bound.capture(cache, limits, progress=label)
     functions = tuple(captured.values())
-    if stage.count > 1:
-        return _staged(stage, captured, all_names, hidden, policy, can, like)
+    if like_E is not None:
+        return _staged(stage, captured, all_names, hidden, policy, can, like_E)
     if len(functions) == 1:
         (only,) = functions
         return Steps(only.host_batch, only, only.runs_as, functions, can)
@@ -173,7 +172,7 @@ def make_steps(
 
 def _staged(
     stage: Stage, captured: Mapping[Case, Any], all_names: Mapping[Case, tuple[str, ...]],
-    hidden: tuple[str, ...], policy: Policy, can: Ability, like: Tensor,
+    hidden: tuple[str, ...], policy: Policy, can: Ability, like_E: Tensor,
 ) -> Steps:  # fmt: skip
     """The steps of one stage: batches are those of the first one, and hidden states come beside."""
 
@@ -187,7 +186,7 @@ def _staged(
     def run(cache: Any, batch: Any) -> tuple[Any, Any]:
         case = case_of(batch.spec)
         kind = batch_type(*all_names[case], *hidden)
-        return run_stage(stage, captured[case], cache, batch, kind, like)
+        return run_stage(stage, captured[case], cache, batch, kind, like_E)
 
     def load_slot(slot: int, adapter: Any, state: State) -> None:
         check_unused(slot, state)

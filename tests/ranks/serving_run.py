@@ -137,12 +137,12 @@ def served(
     ranks = make_ranks(mesh, meet=meet)
     tp, stage = mesh["tp"], stage_of(ranks)
     own = split(params, tp, mesh["dp"] if meet else None) if mesh.size > 1 else params
-    own = stages_of(own, stage.count)[stage.number]
+    own = stages_of(own, stage.total)[stage.number]
     cache = llama.init_cache(own.config, NUM_BLOCKS, block_size=POLICY.block_size)
     for kv in cache:
         for x_NSKD in kv:  # reading what was never written shows
             x_NSKD.fill_(torch.nan)
-    layers = mesh["pp"].part(len(params.layers)) if stage.count > 1 else range(len(params.layers))
+    layers = mesh["pp"].part(len(params.layers)) if stage.total > 1 else range(len(params.layers))
     part = lambda adapter: split_adapters([adapter[i] for i in layers], tp)  # noqa: E731
     slots = part(slots_for(params))
     more = ("sampling", *("logits",) * shaped)

@@ -112,7 +112,10 @@ def in_graphs(made: Made, **options: Any) -> tuple[list[Tensor], list[Tensor], l
 def meshes(world: int) -> Iterator[tuple[str, fg.Mesh]]:
     """By name, those of so many processes."""
     for sizes in MESHES[world]:
-        yield "_".join(f"{name}{size}" for name, size in sizes.items()), fg.make_mesh("cpu", **sizes)
+        yield (
+            "_".join(f"{name}{size}" for name, size in sizes.items()),
+            fg.make_mesh("cpu", **sizes),
+        )
 
 
 def main(folder: Path, graphs: Sequence[str]) -> None:

@@ -64,9 +64,7 @@ def split(params: llama.Params, tp: fg.Axis, dp: fg.Axis | None = None) -> llama
         attn = dataclasses.replace(attn, **rows, wo=Part(cut(attn.wo, tp, 1), tp, SUM))
         if dp is not None and dp.size > 1:
             into = {n: Part(cut(getattr(mlp, n), dp, 0), dp, GATHER) for n in ("w_gate", "w_up")}
-            mlp = dataclasses.replace(
-                mlp, **into, w_down=Part(cut(mlp.w_down, dp, 1), dp, SCATTER)
-            )
+            mlp = dataclasses.replace(mlp, **into, w_down=Part(cut(mlp.w_down, dp, 1), dp, SCATTER))
         else:
             into = {n: cut(getattr(mlp, n), tp, 0) for n in ("w_gate", "w_up")}
             mlp = dataclasses.replace(mlp, **into, w_down=Part(cut(mlp.w_down, tp, 1), tp, SUM))

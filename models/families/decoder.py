@@ -76,7 +76,7 @@ def transformer(
 
     `attention` says which tokens see which: serving looks over a paged cache, training over the
     other tokens of its T. Of `batch` the layers read `token_ids` and `positions`, and mixtures
-    `slot_mapping`; the rest is for `attention`. A stage that is not the first reads `hidden`, (T, E).
+    `slot_mapping`; the rest is for `attention`. Later stages than the first read `hidden`, (T, E).
     """
     config = params.config
     x_TE = batch.hidden if params.embed is None else params.embed[batch.token_ids]

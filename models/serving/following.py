@@ -1,7 +1,7 @@
 """Steps that several processes run together: one tells each batch, the others follow.
 
     steps = over_ranks(make_steps(...), make_ranks(mesh))
-    for event in stream(serve(steps, cache, state, policy)): ...    # on all; who follows yields none
+    for event in stream(serve(steps, cache, state, policy)): ...    # by all; followers get none
 
 What is told is a batch: its counts, and its leaves as they lie in host memory. So whatever a step
 can do, followers do, and they know nothing of requests. They take part in the step's collectives,
@@ -128,8 +128,8 @@ def agree(ranks: Ranks, spec: fg.BatchSpec | None) -> fg.BatchSpec | None:
         wishes = exchange(peers, NOTHING if spec is None else wish_of(spec))
     except RuntimeError as error:
         raise fg.errors.RankError(
-            f"one of ranks {', '.join(map(str, peers.members))}, whose batches meet, is gone or has "
-            f"told nothing for the timeout of make_ranks: {error}"
+            f"one of ranks {', '.join(map(str, peers.members))}, whose batches meet, is gone, or "
+            f"has told nothing for the timeout of make_ranks: {error}"
         ) from error
     found = [Wish(*one) for one in wishes]
     if left := [member for member, wish in zip(peers.members, found) if wish.gone]:

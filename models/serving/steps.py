@@ -145,8 +145,8 @@ def make_steps(
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
         label = f"capturing {case.text}" if progress else False
-        sizes = can.vocab_size if case.shaped else None, len(like_E) if hidden else None
-        limits = limits_of(case.policy(policy), *sizes)
+        width = len(like_E) if like_E is not None and hidden else None
+        limits = limits_of(case.policy(policy), can.vocab_size if case.shaped else None, width)
         captured[case] = bound.capture(cache, limits, progress=label)
     functions = tuple(captured.values())
     if like_E is not None:

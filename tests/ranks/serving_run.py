@@ -1,7 +1,7 @@
-"""What each process of the serving tests runs: streams of requests in every mode, over the mesh
-that it is told. What requests got goes into files, by rank.
+"""What each process of test_serving.py runs, by torchrun: one stream of requests over each mesh, in
+every mode; what went wrong on purpose, and how long it took the others. All into a file.
 
-    python -m torch.distributed.run --nproc-per-node 2 serving_run.py FOLDER tp=2 dp=1
+    torchrun --nproc-per-node 2 tests/ranks/serving_run.py FOLDER
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import dataclasses
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,11 @@ from fngraph.models import (
     Policy,
     Settings,
     State,
+    Steps,
     cancel,
     gather,
     llama,
+    lora,
     make_steps,
     serve,
     start,
@@ -35,8 +38,11 @@ from fngraph.models.families.decoder import stages_of
 from fngraph.models.serving.following import over_ranks
 from fngraph.models.serving.ranks import make_ranks
 from fngraph.models.serving.stages import stage_of
+from fngraph.models.weights.adapters import shard_adapters
+from fngraph.models.weights.sharding import shard
 from tests.models.conftest import wide_params
-from tests.ranks.splitting import drawn_adapters, slots_for, split, split_adapters
+from tests.ranks.meeting import meeting
+from tests.traced_once import traced_once
 
 MODES = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE")
 CONFIG = llama.Config(
@@ -95,14 +101,14 @@ def submitted(state: State, shaped: bool, own: Any = lambda number: True) -> Sta
     return state
 
 
-def drive(steps: Any, cache: Any, state: State) -> Iterator[Any]:
-    """Serve them; one is cancelled on the way."""
+def drive(steps: Steps, cache: Any, state: State, cancelled: int = CANCELLED) -> Iterator[Any]:
+    """Serve; one request is cancelled on the way."""
     number = -1
 
     def inbox(state: State) -> State:
         nonlocal number
         number += 1
-        return cancel(state, CANCELLED) if number == AT else state
+        return cancel(state, cancelled) if number == AT else state
 
     yield from serve(steps, cache, state, POLICY, inbox)
 
@@ -111,77 +117,200 @@ class Ran(NamedTuple):
     """What one process saw of a stream."""
 
     texts: dict[int, tuple[int, ...]]
+    events: tuple[Event, ...]
     kinds: Counter[str]
     modes: Counter[str]
     thrown: int
-    events: tuple[Event, ...]
 
 
 def observed(served: Iterator[Any]) -> Ran:
     """Run a stream."""
     events: list[Event] = []
-    kinds, modes, thrown, running = Counter(), Counter(), 0, set()
+    kinds, modes = Counter[str](), Counter[str]()
+    thrown, running = 0, set[int]()
     for one in served:
         events += one.events
         kinds[one.kind + " lora" * (one.spec.adapters > 0)] += 1
         modes[one.ran.mode.name] += 1
         thrown += len(running & {job.id for job in one.state.waiting})
         running = {job.id for job in one.state.running}
-    return Ran(gather(events), kinds, modes, thrown, tuple(events))
+    return Ran(gather(events), tuple(events), kinds, modes, thrown)
 
 
-def served(
-    params: Any, mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False
-) -> Ran:
-    """One stream over a mesh, or of one process; adapters are loaded while it is live."""
-    ranks = make_ranks(mesh, meet=meet)
-    tp, stage = mesh["tp"], stage_of(ranks)
-    own = split(params, tp, mesh["dp"] if meet else None) if mesh.size > 1 else params
+def slots_of(params: llama.Params) -> Any:
+    """Two empty slots; queries, values and what is summed behind them."""
+    return lora.slots(params, count=2, rank=4, names=("wq", "wv", "wo"))
+
+
+def adapters_of(params: llama.Params) -> list[Any]:
+    """What goes into the slots."""
+    generator = torch.Generator().manual_seed(8)
+    draw = lambda x: torch.randn(x.shape[1:], generator=generator) * 0.5  # noqa: E731
+    return [
+        tuple(
+            {name: lora.LowRank(draw(pair.a), draw(pair.b)) for name, pair in own.items()}
+            for own in slots_of(params)
+        )
+        for _ in range(2)
+    ]
+
+
+def made(mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False) -> Any:
+    """Steps of this process and their cache; adapters are loaded where it leads."""
+    whole, ranks = wide_params(CONFIG), make_ranks(mesh, meet=meet)
+    tp, stage, specs = mesh["tp"], stage_of(ranks), llama.specs(CONFIG)
+    own = whole if tp.size == 1 else shard(whole, specs, mesh)
+    own = meeting(own, whole, mesh["dp"]) if meet else own
     own = stages_of(own, stage.total)[stage.number]
     cache = llama.init_cache(own.config, NUM_BLOCKS, block_size=POLICY.block_size)
     for kv in cache:
         for x_NSKD in kv:  # reading what was never written shows
             x_NSKD.fill_(torch.nan)
-    layers = mesh["pp"].part(len(params.layers)) if stage.total > 1 else range(len(params.layers))
-    part = lambda adapter: split_adapters([adapter[i] for i in layers], tp)  # noqa: E731
-    slots = part(slots_for(params))
-    more = ("sampling", *("logits",) * shaped)
+    each = CONFIG.num_layers // stage.total
+    layers = slice(stage.number * each, (stage.number + 1) * each)
+    part = lambda adapters: shard_adapters(adapters, CONFIG, specs, mesh)[layers]  # noqa: E731
     steps = make_steps(
-        llama.forward, own, cache, POLICY, *more, modes=modes, adapters=slots, sizes=SIZES,
-        recorder="tape", progress=False, stage=stage,
+        llama.forward, own, cache, POLICY, "sampling", *("logits",) * shaped, modes=modes,
+        adapters=part(slots_of(whole)), sizes=SIZES, recorder="tape", progress=False, stage=stage,
     )  # fmt: skip
     steps = over_ranks(steps, ranks, part)
-    state = start(NUM_BLOCKS, POLICY)
     if ranks.leads:
-        for slot, adapter in enumerate(drawn_adapters(params)):
-            steps.load_slot(slot, adapter, state)
+        for slot, adapter in enumerate(adapters_of(whole)):
+            steps.load_slot(slot, adapter, start(NUM_BLOCKS, POLICY))
+    return steps, cache
+
+
+def mine(mesh: fg.Mesh) -> Callable[[int], bool]:
+    """Which requests a process has."""
     dp = mesh["dp"]
-    mine = lambda number: number % dp.size == dp.rank  # noqa: E731
-    return observed(drive(steps, cache, submitted(state, shaped, mine)))
+    return lambda number: number % dp.size == dp.rank
+
+
+def stream(mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False) -> Ran:
+    """The stream over a mesh, or of one process."""
+    steps, cache = made(mesh, modes, shaped=shaped, meet=meet)
+    state = submitted(start(NUM_BLOCKS, POLICY), shaped, mine(mesh))
+    return observed(drive(steps, cache, state))
+
+
+class Ended(NamedTuple):
+    """How a process came out of what was to go wrong."""
+
+    error: str
+    seconds: float
+
+
+def ended(act: Callable[[], Any]) -> Ended:
+    """What it raised, and when."""
+    began = time.perf_counter()
+    try:
+        act()
+        error = ""
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return Ended(error, time.perf_counter() - began)
+
+
+def failing(at: int) -> Callable[[State], State]:
+    """An inbox that raises before a step."""
+    left = at
+
+    def inbox(state: State) -> State:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError("on purpose")
+        return state
+
+    return inbox
+
+
+def led(mesh: fg.Mesh) -> dict[str, Any]:
+    """A leader that raises, one that closes its loop early, and the same steps after that."""
+    steps, cache = made(mesh, "FULL_AND_PIECEWISE")
+    state = submitted(start(NUM_BLOCKS, POLICY), False)
+    found: dict[str, Any] = {}
+    found["raises"] = ended(lambda: list(serve(steps, cache, state, POLICY, failing(4))))
+
+    def closed() -> None:
+        served = serve(steps, cache, state, POLICY)
+        for _ in range(3):
+            next(served, None)
+        served.close()
+
+    found["closes"] = ended(closed)
+    found["after"] = observed(drive(steps, cache, state))
+    return found
+
+
+def met(mesh: fg.Mesh) -> dict[str, Any]:
+    """A rank whose loop fails while the other one's goes on."""
+    steps, cache = made(mesh, "FULL_AND_PIECEWISE", meet=True)
+    state = submitted(start(NUM_BLOCKS, POLICY), False, mine(mesh))
+    inbox = failing(4 if mesh["dp"].rank == 1 else 10**6)
+    return {"left": ended(lambda: list(serve(steps, cache, state, POLICY, inbox)))}
+
+
+def follower_fails(mesh: fg.Mesh) -> dict[str, Any]:
+    """One that follows raises in its fifth step, and leaves."""
+    steps, cache = made(mesh, "FULL_AND_PIECEWISE")
+    run, left = steps.run, 4
+
+    def fails(cache: Any, batch: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError("on purpose")
+        return run(cache, batch)
+
+    own = steps if steps.ranks.leads else steps._replace(run=fails)
+    state = submitted(start(NUM_BLOCKS, POLICY), False)
+    try:
+        return {"follower": ended(lambda: list(serve(own, cache, state, POLICY)))}
+    finally:
+        if not steps.ranks.leads:
+            dist.destroy_process_group()
+
+
+STREAMS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"one": {}},
+    2: {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}},
+    4: {"dp tp": {"dp": 2, "tp": 2}, "pp tp": {"pp": 2, "tp": 2}},
+}
 
 
 @torch.no_grad()
-def main(folder: Path, sizes: dict[str, int]) -> None:
-    """All streams of one mesh."""
+def main(folder: Path) -> None:
+    """All streams of so many processes, and all faults of two."""
     torch.set_num_threads(1)
-    mesh = fg.make_mesh("cpu", **{"dp": 1, "pp": 1, "tp": 1, **sizes})
-    params = wide_params(CONFIG)
-    try:
-        for modes in MODES:
-            for meet in (False, True) if mesh["dp"].size > 1 else (False,):
-                began = time.perf_counter()
-                ran = served(params, mesh, modes, meet=meet)
-                name = f"{modes}{'-meet' * meet}-{dist.get_rank()}.pt"
-                torch.save(ran, folder / name)
-                if dist.get_rank() == 0:
-                    print(name, f"{time.perf_counter() - began:.1f} s", dict(ran.kinds))
-        if mesh["dp"].size == 1:
-            ran = served(params, mesh, "FULL_AND_PIECEWISE", shaped=True)
-            torch.save(ran, folder / f"shaped-{dist.get_rank()}.pt")
-    finally:
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    world, found = dist.get_world_size(), {}
+    meshes = {
+        name: fg.make_mesh("cpu", **{"dp": 1, "pp": 1, "tp": 1, **sizes})
+        for name, sizes in STREAMS[world].items()
+    }
+    kept: dict[Any, Any] = {}
+    for name, mesh in meshes.items():
+        meet = "dp" in name
+        for modes in MODES if world == 2 or meet else MODES[-1:]:
+            began = time.perf_counter()
+            with traced_once(kept, name):
+                found[name, modes] = stream(mesh, modes, meet=meet)
+            if dist.get_rank() == 0:
+                print(name, modes, round(time.perf_counter() - began, 1), flush=True)
+    if world == 2:
+        found["dp apart"] = stream(meshes["dp"], "FULL_AND_PIECEWISE")
+        found["tp shaped"] = stream(meshes["tp"], "FULL_AND_PIECEWISE", shaped=True)
+        with traced_once(kept, "tp"):
+            found |= led(meshes["tp"])
+        with traced_once(kept, "dp"):
+            found |= met(meshes["dp"])
+        with traced_once(kept, "tp"):
+            found |= follower_fails(meshes["tp"])
+    torch.save(found, folder / f"{world}.{dist.get_rank() if dist.is_initialized() else 1}.pt")
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    given = dict(word.split("=") for word in sys.argv[2:])
-    main(Path(sys.argv[1]), {name: int(size) for name, size in given.items()})
+    main(Path(sys.argv[1]))

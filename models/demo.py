@@ -153,10 +153,9 @@ def compare(flags: argparse.Namespace, mesh: fg.Mesh) -> int:
         for modes in MEANING:
             follow(*captured(modes, own, state, policy, recorder, ranks, progress=False))
         return 0
-    shared = f", shared by {mesh.size} processes" if mesh.size > 1 else ""
-    print(
-        f"{len(prompts)} prompts, {flags.max_new} tokens each, on {device} with the {recorder}{shared}"
-    )
+    where = f"{device} with the {recorder}"
+    where += f", shared by {mesh.size} processes" if mesh.size > 1 else ""
+    print(f"{len(prompts)} prompts, {flags.max_new} tokens each, on {where}")
 
     requests = [job.request for job in state.waiting]
     began = time.perf_counter()

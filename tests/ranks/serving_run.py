@@ -37,6 +37,7 @@ from fngraph.models import (
 from fngraph.models.families.decoder import stages_of
 from fngraph.models.serving.following import over_ranks
 from fngraph.models.serving.ranks import make_ranks
+from fngraph.models.serving.spreading import spread
 from fngraph.models.serving.stages import stage_of
 from fngraph.models.weights.adapters import shard_adapters
 from fngraph.models.weights.sharding import shard
@@ -87,17 +88,19 @@ def only_even(new: tuple[int, ...]) -> list[int]:
     return list(range(len(new) % 2, 256, 2))
 
 
-def submitted(state: State, shaped: bool, own: Any = lambda number: True) -> State:
+def submitted(
+    state: State, own: Callable[[int], bool] = lambda number: True, *, shaped: bool = False,
+    adapted: bool = True,
+) -> State:  # fmt: skip
     """All requests; those that are not `own` are counted alone."""
-    for i, one in enumerate(requests(shaped)):
-        if not own(i):
-            state = dataclasses.replace(state, submitted=state.submitted + one.n)
-            continue
-        more = {"grammar": only_even, "logprobs": 2} if shaped and i % 5 == 2 else {}
-        state = submit(
-            state, POLICY, one.prompt, one.max_new, adapter=one.adapter, settings=one.settings,
-            n=one.n, **more,
-        )  # fmt: skip
+    for i, asked in enumerate(requests(shaped)):
+        one = asked._asdict() | ({} if adapted else {"adapter": -1})
+        if shaped and i % 5 == 2:
+            one |= {"grammar": only_even, "logprobs": 2}
+        if own(i):
+            state = submit(state, POLICY, **one)
+        else:
+            state = dataclasses.replace(state, submitted=state.submitted + asked.n)
     return state
 
 
@@ -155,7 +158,9 @@ def adapters_of(params: llama.Params) -> list[Any]:
     ]
 
 
-def made(mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False) -> Any:
+def made(
+    mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False, adapted: bool = True
+) -> tuple[Steps, Any]:
     """Steps of this process and their cache; adapters are loaded where it leads."""
     whole, ranks = wide_params(CONFIG), make_ranks(mesh, meet=meet)
     tp, stage, specs = mesh["tp"], stage_of(ranks), llama.specs(CONFIG)
@@ -171,10 +176,10 @@ def made(mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False)
     part = lambda adapters: shard_adapters(adapters, CONFIG, specs, mesh)[layers]  # noqa: E731
     steps = make_steps(
         llama.forward, own, cache, POLICY, "sampling", *("logits",) * shaped, modes=modes,
-        adapters=part(slots_of(whole)), sizes=SIZES, recorder="tape", progress=False, stage=stage,
+        adapters=part(slots_of(whole)) if adapted else None, sizes=SIZES, recorder="tape", progress=False, stage=stage,
     )  # fmt: skip
     steps = over_ranks(steps, ranks, part)
-    if ranks.leads:
+    if ranks.leads and adapted:
         for slot, adapter in enumerate(adapters_of(whole)):
             steps.load_slot(slot, adapter, start(NUM_BLOCKS, POLICY))
     return steps, cache
@@ -186,11 +191,29 @@ def mine(mesh: fg.Mesh) -> Callable[[int], bool]:
     return lambda number: number % dp.size == dp.rank
 
 
-def stream(mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False) -> Ran:
+def stream(
+    mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False, adapted: bool = True
+) -> Ran:
     """The stream over a mesh, or of one process."""
-    steps, cache = made(mesh, modes, shaped=shaped, meet=meet)
-    state = submitted(start(NUM_BLOCKS, POLICY), shaped, mine(mesh))
-    return observed(drive(steps, cache, state))
+    steps, cache = made(mesh, modes, shaped=shaped, meet=meet, adapted=adapted)
+    state = start(NUM_BLOCKS, POLICY)
+    return observed(
+        drive(steps, cache, submitted(state, mine(mesh), shaped=shaped, adapted=adapted))
+    )
+
+
+def spread_out(mesh: fg.Mesh, modes: str) -> Ran:
+    """The same stream, which one process takes and all share, some requests at a time."""
+    steps, cache = made(mesh, modes, meet=True)
+    coming = [one._asdict() for one in requests(False)]
+
+    def take(state: State) -> list[dict[str, Any]]:
+        taken = coming[:4]
+        del coming[:4]
+        return taken
+
+    inbox = spread(steps.ranks, POLICY, take)
+    return observed(serve(steps, cache, start(NUM_BLOCKS, POLICY), POLICY, inbox))
 
 
 class Ended(NamedTuple):
@@ -228,7 +251,7 @@ def failing(at: int) -> Callable[[State], State]:
 def led(mesh: fg.Mesh) -> dict[str, Any]:
     """A leader that raises, one that closes its loop early, and the same steps after that."""
     steps, cache = made(mesh, "FULL_AND_PIECEWISE")
-    state = submitted(start(NUM_BLOCKS, POLICY), False)
+    state = submitted(start(NUM_BLOCKS, POLICY))
     found: dict[str, Any] = {}
     found["raises"] = ended(lambda: list(serve(steps, cache, state, POLICY, failing(4))))
 
@@ -246,7 +269,7 @@ def led(mesh: fg.Mesh) -> dict[str, Any]:
 def met(mesh: fg.Mesh) -> dict[str, Any]:
     """A rank whose loop fails while the other one's goes on."""
     steps, cache = made(mesh, "FULL_AND_PIECEWISE", meet=True)
-    state = submitted(start(NUM_BLOCKS, POLICY), False, mine(mesh))
+    state = submitted(start(NUM_BLOCKS, POLICY), mine(mesh))
     inbox = failing(4 if mesh["dp"].rank == 1 else 10**6)
     return {"left": ended(lambda: list(serve(steps, cache, state, POLICY, inbox)))}
 
@@ -264,7 +287,7 @@ def follower_fails(mesh: fg.Mesh) -> dict[str, Any]:
         return run(cache, batch)
 
     own = steps if steps.ranks.leads else steps._replace(run=fails)
-    state = submitted(start(NUM_BLOCKS, POLICY), False)
+    state = submitted(start(NUM_BLOCKS, POLICY))
     try:
         return {"follower": ended(lambda: list(serve(own, cache, state, POLICY)))}
     finally:
@@ -294,13 +317,17 @@ def main(folder: Path) -> None:
         meet = "dp" in name
         for modes in MODES if world == 2 or meet else MODES[-1:]:
             began = time.perf_counter()
+            adapted = name != "pp tp"
             with traced_once(kept, name):
-                found[name, modes] = stream(mesh, modes, meet=meet)
+                found[name, modes] = stream(mesh, modes, meet=meet, adapted=adapted)
             if dist.get_rank() == 0:
                 print(name, modes, round(time.perf_counter() - began, 1), flush=True)
     if world == 2:
-        found["dp apart"] = stream(meshes["dp"], "FULL_AND_PIECEWISE")
-        found["tp shaped"] = stream(meshes["tp"], "FULL_AND_PIECEWISE", shaped=True)
+        both = "FULL_AND_PIECEWISE"
+        found["dp apart"] = stream(meshes["dp"], both, adapted=False)
+        found["tp shaped"] = stream(meshes["tp"], both, shaped=True, adapted=False)
+        with traced_once(kept, "dp"):
+            found["dp spread"] = spread_out(meshes["dp"], both)
         with traced_once(kept, "tp"):
             found |= led(meshes["tp"])
         with traced_once(kept, "dp"):
@@ -313,4 +340,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    from tests.ranks import serving_run  # what it leaves is of classes that the tests know
+
+    serving_run.main(Path(sys.argv[1]))

@@ -3,7 +3,7 @@
     steps = over_ranks(make_steps(...), make_ranks(mesh))
     for event in stream(serve(steps, cache, state, policy)): ...    # by all; followers get none
 
-What is told is a batch: its counts, and its leaves as they lie in host memory. So whatever a step
+What is told is a batch: its counts, what it runs as, and its leaves as they lie in host memory. So whatever a step
 can do, followers do, and they know nothing of requests. They take part in the step's collectives,
 and read no tokens back: they wait for the next batch alone.
 """
@@ -51,13 +51,14 @@ def over_ranks(
     def load_own(slot: int, adapter: Any, state: Any) -> None:
         steps.load_slot(slot, part(adapter), state)
 
-    if not ranks.leads or ranks.team.size == 1:
+    if not ranks.leads:
         return steps._replace(ranks=ranks, load_slot=load_own)
 
-    def run(cache: Any, batch: Any) -> tuple[Any, Any]:
+    def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:
+        ran = allowed or steps.dispatch(batch.spec)  # decided once, and so not compared again
         with listened_to(ranks.team):
-            sent = tell(ranks.team, (STEP, batch.spec), leaves_of(batch))
-        results = steps.run(cache, batch)  # meanwhile it is sent
+            sent = tell(ranks.team, (STEP, batch.spec, ran), leaves_of(batch))
+        results = steps.run(cache, batch, allowed=ran)  # meanwhile it is sent
         with listened_to(ranks.team):
             sent.wait()
         return results
@@ -92,7 +93,9 @@ def follow(steps: Steps, cache: Any) -> None:
             slot, adapter = said
             steps.load_slot(slot, adapter, NO_REQUESTS)
         else:
-            _, cache = steps.run(cache, filled(steps.host_batch(said[0]), payload))
+            spec, ran = said
+            batch = filled(steps.host_batch(spec), payload)
+            _, cache = steps.run(cache, batch, allowed=ran)
 
 
 @contextlib.contextmanager

@@ -84,28 +84,29 @@ def stage_of(ranks: Ranks, name: str = "pp") -> Stage:
 
 
 def run_stage(
-    stage: Stage, step: Any, cache: Any, batch: Any, kind: type, like_E: Tensor
+    stage: Stage, step: Any, cache: Any, batch: Any, allowed: Any, kind: type, like_E: Tensor
 ) -> tuple[Any, Any]:  # fmt: skip
     """One step of a stage.
 
     Args:
         batch: without hidden states.
+        allowed: what it runs as; None: as the step says.
         kind: of the batch that the step takes, with them where there is an earlier stage.
         like_E: any vector of the model's, as wide as hidden states, of their dtype and device.
 
     Returns:
         What was drawn, for the leader and the last stage; and the cache.
     """
+    spec = batch.spec
+    ran = allowed or step.runs_as(spec)
     if not stage.first:
-        spec = batch.spec
-        ran = step.runs_as(spec)
         if ran.mode is fg.Mode.NONE:
             hidden_TE = like_E.new_empty(spec.num_tokens, len(like_E))
         else:  # where the graph reads them
             hidden_TE = step.static_buffer(ran.descriptor, "hidden")[: spec.num_tokens]
         stage.receive(hidden_TE)
         batch = kind(**vars(batch), hidden=hidden_TE)
-    out, cache = step(cache, batch)
+    out, cache = step(cache, batch, allowed=ran)
     if not stage.last:
         stage.send(out)
         return stage.take(), cache

@@ -44,8 +44,8 @@ class Steps(NamedTuple):
 
     Attributes:
         host_batch: spec -> a batch to be filled.
-        run: cache, batch -> token ids (R, Q), cache; `Drawn` in place of ids where a request of
-            the batch wants more than a draw.
+        run: cache, batch, allowed=None -> token ids (R, Q), cache; `Drawn` in place of ids where a
+            request of the batch wants more than a draw. `allowed`: what was decided beforehand.
         dispatch: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
         can: what they were made for, by which requests fail; None: nothing is refused.
@@ -55,7 +55,7 @@ class Steps(NamedTuple):
     """
 
     host_batch: Callable[[fg.BatchSpec], Any]
-    run: Callable[[Any, Any], tuple[Any, Any]]
+    run: Callable[..., tuple[Any, Any]]
     dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
     captured: tuple[Any, ...] = ()
     can: Ability | None = None
@@ -162,7 +162,7 @@ def make_steps(
 
     return Steps(
         lambda spec: of(spec).host_batch(spec),
-        lambda cache, batch: of(batch.spec)(cache, batch),
+        lambda cache, batch, allowed=None: of(batch.spec)(cache, batch, allowed=allowed),
         lambda spec: of(spec).runs_as(spec),
         functions,
         can,
@@ -183,10 +183,10 @@ def _staged(
         kind = batch_type(*all_names[case])
         return empty_batch(kind, case.policy(policy), spec, can.vocab_size)
 
-    def run(cache: Any, batch: Any) -> tuple[Any, Any]:
+    def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:
         case = case_of(batch.spec)
         kind = batch_type(*all_names[case], *hidden)
-        return run_stage(stage, captured[case], cache, batch, kind, like_E)
+        return run_stage(stage, captured[case], cache, batch, allowed, kind, like_E)
 
     def load_slot(slot: int, adapter: Any, state: State) -> None:
         check_unused(slot, state)
@@ -214,7 +214,7 @@ def bare_steps(
         kind = batch_type(*all_names[case])
         return empty_batch(kind, case.policy(policy), spec, can.vocab_size)
 
-    def run(cache: Any, batch: Any) -> tuple[Any, Any]:
+    def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:
         leaves = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()}
         case = case_of(batch.spec)
         held = (params, adapters) if case.adapted else (params,)

@@ -35,10 +35,10 @@ _EXPORTS = {  # name -> module that holds it
     "Served": "serving.loop", "serve": "serving.loop", "stream": "serving.loop",
     "gather": "serving.loop", "Tally": "serving.tally",
     # many processes
-    "Ranks": "serving.ranks", "make_ranks": "serving.ranks",
-    "over_ranks": "serving.following", "follow": "serving.following",
-    "leading": "serving.following",
-    "spread": "serving.spreading", "stage_of": "serving.stages",
+    "Ranks": "serving.ranks.circles", "make_ranks": "serving.ranks.circles",
+    "over_ranks": "serving.ranks.following", "follow": "serving.following",
+    "leading": "serving.ranks.following",
+    "spread": "serving.ranks.spreading", "stage_of": "serving.ranks.stages",
     "stages_of": "families.decoder",
     # weights and text
     "CheckpointError": "weights.loading", "load_adapter": "weights.adapters",
@@ -65,11 +65,6 @@ if TYPE_CHECKING:
     )
     from fngraph.models.families.decoder import stages_of as stages_of
     from fngraph.models.serving import sampling as sampling
-    from fngraph.models.serving.following import (
-        follow as follow,
-        leading as leading,
-        over_ranks as over_ranks,
-    )
     from fngraph.models.serving.logits import Drawn as Drawn, on_host as on_host
     from fngraph.models.serving.loop import (
         Served as Served,
@@ -79,7 +74,14 @@ if TYPE_CHECKING:
         stream as stream,
     )
     from fngraph.models.serving.policy import Policy as Policy
-    from fngraph.models.serving.ranks import Ranks as Ranks, make_ranks as make_ranks
+    from fngraph.models.serving.ranks.circles import Ranks as Ranks, make_ranks as make_ranks
+    from fngraph.models.serving.ranks.following import (
+        follow as follow,
+        leading as leading,
+        over_ranks as over_ranks,
+    )
+    from fngraph.models.serving.ranks.spreading import spread as spread
+    from fngraph.models.serving.ranks.stages import stage_of as stage_of
     from fngraph.models.serving.requests import (
         Event as Event,
         Logprob as Logprob,
@@ -90,8 +92,6 @@ if TYPE_CHECKING:
     )
     from fngraph.models.serving.sampling import Settings as Settings
     from fngraph.models.serving.scheduling import advance as advance
-    from fngraph.models.serving.spreading import spread as spread
-    from fngraph.models.serving.stages import stage_of as stage_of
     from fngraph.models.serving.steps import (
         Steps as Steps,
         bare_steps as bare_steps,

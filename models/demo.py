@@ -32,10 +32,10 @@ from fngraph.models.generate import (
     read_prompts,
     reference,
 )
-from fngraph.models.serving.following import follow, over_ranks
 from fngraph.models.serving.loop import gather, serve, stream
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.ranks import ONE, Ranks, make_ranks
+from fngraph.models.serving.ranks.circles import ONE, Ranks, make_ranks
+from fngraph.models.serving.ranks.following import follow, over_ranks
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.steps import Steps, make_steps
 from fngraph.models.serving.tally import Tally

@@ -31,10 +31,10 @@ from fngraph.models.command import (
 )
 from fngraph.models.families import llama
 from fngraph.models.serving.blocks import blocks_for
-from fngraph.models.serving.following import over_ranks
 from fngraph.models.serving.loop import serve
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.ranks import make_ranks
+from fngraph.models.serving.ranks.circles import make_ranks
+from fngraph.models.serving.ranks.following import over_ranks
 from fngraph.models.serving.requests import GREEDY, State, start
 from fngraph.models.serving.sampling import Settings
 from fngraph.models.serving.steps import make_steps

@@ -16,9 +16,9 @@ import torch
 
 import fngraph as fg
 from fngraph.models.serving.grammars import words_for
-from fngraph.models.serving.joining import pad_leaves
 from fngraph.models.serving.logits import LOGITS, fill
 from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.ranks.joining import pad_leaves
 from fngraph.models.serving.requests import Request, Row
 from fngraph.models.serving.sampling import Settings
 
@@ -112,7 +112,7 @@ def lay_out(
             adapter, and are greedy.
         allowed: masks of those that have a grammar, see `grammars.ask`.
         joint: the counts of the batch, filled up with padding; None: just those of its rows. See
-            `fngraph.models.serving.joining`.
+            `fngraph.models.serving.ranks.joining`.
     """
     jobs = [row.job for row in rows]
     asked = [HARMLESS if faults and job.id in faults else job.request for job in jobs]

@@ -19,10 +19,10 @@ import torch
 
 import fngraph as fg
 from fngraph.models.serving.batches import lay_out, own_spec, padding
-from fngraph.models.serving.following import agree, follow, leading
 from fngraph.models.serving.grammars import ask
 from fngraph.models.serving.logits import first_rows, on_host
 from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.ranks.following import agree, follow, leading
 from fngraph.models.serving.requests import Event, Row, State
 from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import Steps
@@ -97,7 +97,7 @@ def serve(
 
     Over ranks, all processes call this. The leader of a team has the requests; for those that
     follow it nothing is yielded, and `state` and `inbox` are not looked at. See
-    `fngraph.models.serving.following`.
+    `fngraph.models.serving.ranks.following`.
 
     Args:
         inbox: called before each step; its state is gone on with. Submit and cancel there.

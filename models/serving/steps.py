@@ -23,10 +23,10 @@ from fngraph.models.serving.ability import Ability, check_names, check_unused, c
 from fngraph.models.serving.batches import SHAPED, batch_type, empty_batch, limits_of
 from fngraph.models.serving.logits import Drawn, changed, drawn
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.ranks import ONE, Ranks
+from fngraph.models.serving.ranks.circles import ONE, Ranks
+from fngraph.models.serving.ranks.stages import WHOLE, Stage, run_stage
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.sampling import sample
-from fngraph.models.serving.stages import WHOLE, Stage, run_stage
 
 Forward = Callable[[Any, Any, Any], tuple[Tensor, Any]]
 
@@ -117,7 +117,7 @@ def make_steps(
         progress: show a progress bar for each function.
         vocab_size, max_len: tokens and positions of the model, beyond which a request fails; None:
             those of `params.config`, where it has them.
-        stage: which part of a model `params` are; see `fngraph.models.serving.stages`.
+        stage: which part of a model `params` are; see `fngraph.models.serving.ranks.stages`.
         options: `fg.graphify`'s.
 
     Raises:

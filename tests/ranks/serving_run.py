@@ -35,10 +35,10 @@ from fngraph.models import (
     submit,
 )
 from fngraph.models.families.decoder import stages_of
-from fngraph.models.serving.following import over_ranks
-from fngraph.models.serving.ranks import make_ranks
-from fngraph.models.serving.spreading import spread
-from fngraph.models.serving.stages import stage_of
+from fngraph.models.serving.ranks.circles import make_ranks
+from fngraph.models.serving.ranks.following import over_ranks
+from fngraph.models.serving.ranks.spreading import spread
+from fngraph.models.serving.ranks.stages import stage_of
 from fngraph.models.weights.adapters import shard_adapters
 from fngraph.models.weights.sharding import shard
 from tests.models.conftest import wide_params
@@ -176,7 +176,8 @@ def made(
     part = lambda adapters: shard_adapters(adapters, CONFIG, specs, mesh)[layers]  # noqa: E731
     steps = make_steps(
         llama.forward, own, cache, POLICY, "sampling", *("logits",) * shaped, modes=modes,
-        adapters=part(slots_of(whole)) if adapted else None, sizes=SIZES, recorder="tape", progress=False, stage=stage,
+        adapters=part(slots_of(whole)) if adapted else None, sizes=SIZES, recorder="tape",
+        progress=False, stage=stage,
     )  # fmt: skip
     steps = over_ranks(steps, ranks, part)
     if ranks.leads and adapted:

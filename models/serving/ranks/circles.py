@@ -1,7 +1,7 @@
 """Processes that serve together, and what they tell each other on the host (gloo), as values.
 
     ranks = make_ranks(fg.make_mesh(dp=2, tp=2))
-    steps = over_ranks(make_steps(...), ranks)               # fngraph.models.serving.following
+    steps = over_ranks(make_steps(...), ranks)
 
 A *team* runs each batch together: tensor-parallel processes, pipeline stages. Its first one, the
 leader, has the requests; the others follow. The leaders are *peers*: each has requests and a cache

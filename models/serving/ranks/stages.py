@@ -1,8 +1,8 @@
 """Pipeline stages: each process has its own layers, and hidden states go from one to the next.
 
     ranks = make_ranks(fg.make_mesh(pp=2))
-    stage = stage_of(ranks)                                  # fngraph.models.serving.stages
-    own = stages_of(params, stage.total)[stage.number]       # fngraph.models.families.decoder
+    stage = stage_of(ranks)
+    own = stages_of(params, stage.total)[stage.number]
     steps = make_steps(llama.forward, own, cache, policy, modes=..., stage=stage)
     serve(over_ranks(steps, ranks), cache, state, policy)
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.models.serving.logits import Drawn
-from fngraph.models.serving.ranks import Circle, Ranks, hear_one, tell_one
+from fngraph.models.serving.ranks.circles import Circle, Ranks, hear_one, tell_one
 
 
 class Stage(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.ranks import Ranks, exchange, hear, tell
+from fngraph.models.serving.ranks.circles import Ranks, exchange, hear, tell
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.submitting import submit
 

@@ -3,9 +3,9 @@
     steps = over_ranks(make_steps(...), make_ranks(mesh))
     for event in stream(serve(steps, cache, state, policy)): ...    # by all; followers get none
 
-What is told is a batch: its counts, what it runs as, and its leaves as they lie in host memory. So whatever a step
-can do, followers do, and they know nothing of requests. They take part in the step's collectives,
-and read no tokens back: they wait for the next batch alone.
+What is told is a batch: its counts, what it runs as, and its leaves as they lie in host memory. So
+whatever a step can do, followers do, and they know nothing of requests. They take part in the
+step's collectives, and read no tokens back: they wait for the next batch alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.models.serving.batches import SHAPED
-from fngraph.models.serving.joining import NOTHING, Wish, join, wish_of
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.ranks import (
+from fngraph.models.serving.ranks.circles import (
     PATIENCE,
     Circle,
     Ranks,
@@ -30,6 +29,7 @@ from fngraph.models.serving.ranks import (
     tell,
     tell_each,
 )
+from fngraph.models.serving.ranks.joining import NOTHING, Wish, join, wish_of
 from fngraph.models.serving.requests import start
 from fngraph.models.serving.steps import Steps
 
@@ -51,7 +51,7 @@ def over_ranks(
     def load_own(slot: int, adapter: Any, state: Any) -> None:
         steps.load_slot(slot, part(adapter), state)
 
-    if not ranks.leads:
+    if not ranks.leads or (ranks.team.size == 1 and not ranks.agrees):
         return steps._replace(ranks=ranks, load_slot=load_own)
 
     def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:

@@ -280,12 +280,12 @@ def follower_fails(mesh: fg.Mesh) -> dict[str, Any]:
     steps, cache = made(mesh, "FULL_AND_PIECEWISE")
     run, left = steps.run, 4
 
-    def fails(cache: Any, batch: Any) -> Any:
+    def fails(cache: Any, batch: Any, allowed: Any = None) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
             raise ZeroDivisionError("on purpose")
-        return run(cache, batch)
+        return run(cache, batch, allowed=allowed)
 
     own = steps if steps.ranks.leads else steps._replace(run=fails)
     state = submitted(start(NUM_BLOCKS, POLICY))

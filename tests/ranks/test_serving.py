@@ -172,7 +172,7 @@ def test_a_loop_that_is_closed_ends_its_followers(ranks, one):
 def test_a_rank_that_leaves_ends_those_that_it_meets(ranks):
     stays, leaves = (found["left"] for found in ranks(2))
     assert leaves.error == "ZeroDivisionError: on purpose"
-    assert stays.error.startswith("RankError: rank 1 has left")
+    assert stays.error.startswith("Left: rank 1 has left")
     assert max(stays.seconds, leaves.seconds) < SOON
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -216,8 +216,8 @@ def exchange(circle: Circle, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     return told
 
 
-def tell_each(circle: Circle, numbers: Sequence[int]) -> Sent:
-    """Begin to tell whole numbers to all others of the circle."""
+def tell_each(circle: Circle, numbers: Sequence[int], but: Container[int] = ()) -> Sent:
+    """Begin to tell whole numbers to all others of the circle, `but` some."""
     own = torch.tensor(numbers, dtype=torch.int64)
-    others = [member for i, member in enumerate(circle.members) if i != circle.rank]
+    others = [m for i, m in enumerate(circle.members) if i != circle.rank and m not in but]
     return Sent(tuple(dist.isend(own, member, circle.group) for member in others), (own,))

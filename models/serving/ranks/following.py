@@ -11,7 +11,7 @@ step's collectives, and read no tokens back: they wait for the next batch alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,9 +112,25 @@ def leading(ranks: Ranks) -> Iterator[None]:
             tell(ranks.team, (END, reason)).wait(PATIENCE)
         with contextlib.suppress(RuntimeError):
             if ranks.agrees:
-                tell_each(ranks.peers, NOTHING._replace(gone=1)).wait(PATIENCE)
+                left = error.members if isinstance(error, Left) else ()
+                tell_each(ranks.peers, NOTHING._replace(gone=1), left).wait(PATIENCE)
         raise
     tell(ranks.team, (END, "")).wait()
+
+
+class Left(fg.errors.RankError):
+    """Leaders of other teams that take part in nothing more.
+
+    Attributes:
+        members: their numbers.
+    """
+
+    def __init__(self, members: Sequence[int]) -> None:
+        super().__init__(
+            f"rank {members[0]} has left: its loop ended for an error, or was closed, before the "
+            "requests of all ranks were done"
+        )
+        self.members = tuple(members)
 
 
 def agree(ranks: Ranks, spec: fg.BatchSpec | None) -> fg.BatchSpec | None:
@@ -124,7 +140,7 @@ def agree(ranks: Ranks, spec: fg.BatchSpec | None) -> fg.BatchSpec | None:
         spec: of this team's rows; None: it has none.
 
     Raises:
-        RankError: a team has left, or is gone.
+        RankError: a team has left (`Left`), or is gone.
     """
     peers = ranks.peers
     try:
@@ -136,10 +152,7 @@ def agree(ranks: Ranks, spec: fg.BatchSpec | None) -> fg.BatchSpec | None:
         ) from error
     found = [Wish(*one) for one in wishes]
     if left := [member for member, wish in zip(peers.members, found) if wish.gone]:
-        raise fg.errors.RankError(
-            f"rank {left[0]} has left: its loop ended for an error, or was closed, before the "
-            "requests of all ranks were done"
-        )
+        raise Left(left)
     return join(found, SHAPED)
 
 

@@ -4,6 +4,7 @@ No process is started here.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -123,6 +124,8 @@ def test_requests_go_where_least_is_outstanding():
     policy = Policy(16, 4, 4)
     state = submit(submit(start(16, policy), policy, [1, 2, 3], 5), policy, [1], 2)
     assert outstanding(state) == 11
+    begun = tuple(job._replace(computed=2) for job in state.waiting[:1])
+    assert outstanding(dataclasses.replace(state, running=begun, waiting=())) == 6
 
 
 def test_one_process_takes_all_requests():

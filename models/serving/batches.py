@@ -179,7 +179,7 @@ def fill_more(
 def padding(joint: fg.BatchSpec, host_batch: Callable[[fg.BatchSpec], Any]) -> Any:
     """A batch of nothing but padding."""
     batch = host_batch(joint._replace(host=fg.HostBounds(joint.query_len or 1, 1)))
-    pad_leaves(batch, 0, 0)
+    pad_leaves(batch, 0, 0)  # offsets begin with 0
     return batch
 
 

@@ -79,7 +79,7 @@ def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
         if joint.query_len != own.query_len:
             rows = tuple(row._replace(drafts=()) for row in state.rows)
             state = dataclasses.replace(state, rows=rows)
-    allowed, faults = ask(state.rows, state.faults, None if can is None else can.vocab_size)
+    allowed, faults = ask(state.rows, state.faults, can.vocab_size) if can else ({}, {})
     batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed, joint)
     return dataclasses.replace(state, faults={**state.faults, **faults}) if faults else state, batch
 

@@ -1,7 +1,7 @@
 """What each process of test_serving.py runs, by torchrun: one stream of requests over each mesh, in
 every mode; what went wrong on purpose, and how long it took the others. All into a file.
 
-    torchrun --nproc-per-node 2 tests/ranks/serving_run.py FOLDER
+    torchrun --nproc-per-node 2 tests/ranks/serving_run.py FOLDER cpu
 """
 
 from __future__ import annotations
@@ -162,12 +162,14 @@ def made(
     mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False, adapted: bool = True
 ) -> tuple[Steps, Any]:
     """Steps of this process and their cache; adapters are loaded where it leads."""
-    whole, ranks = wide_params(CONFIG), make_ranks(mesh, meet=meet)
+    whole, ranks = wide_params(CONFIG, device=mesh.device), make_ranks(mesh, meet=meet)
     tp, stage, specs = mesh["tp"], stage_of(ranks), llama.specs(CONFIG)
     own = whole if tp.size == 1 else shard(whole, specs, mesh)
     own = meeting(own, whole, mesh["dp"]) if meet else own
     own = stages_of(own, stage.total)[stage.number]
-    cache = llama.init_cache(own.config, NUM_BLOCKS, block_size=POLICY.block_size)
+    cache = llama.init_cache(
+        own.config, NUM_BLOCKS, block_size=POLICY.block_size, device=mesh.device
+    )
     for kv in cache:
         for x_NSKD in kv:  # reading what was never written shows
             x_NSKD.fill_(torch.nan)
@@ -176,7 +178,8 @@ def made(
     part = lambda adapters: shard_adapters(adapters, CONFIG, specs, mesh)[layers]  # noqa: E731
     steps = make_steps(
         llama.forward, own, cache, POLICY, "sampling", *("logits",) * shaped, modes=modes,
-        adapters=part(slots_of(whole)) if adapted else None, sizes=SIZES, recorder="tape",
+        adapters=part(slots_of(whole)) if adapted else None, sizes=SIZES,
+        recorder="tape" if mesh.device == "cpu" else "cuda",
         progress=False, stage=stage,
     )  # fmt: skip
     steps = over_ranks(steps, ranks, part)
@@ -304,13 +307,14 @@ STREAMS: dict[int, dict[str, dict[str, int]]] = {
 
 
 @torch.no_grad()
-def main(folder: Path) -> None:
+def main(folder: Path, device: str) -> None:
     """All streams of so many processes, and all faults of two."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    kind = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(kind, timeout=timedelta(minutes=2))
     world, found = dist.get_world_size(), {}
     meshes = {
-        name: fg.make_mesh("cpu", **{"dp": 1, "pp": 1, "tp": 1, **sizes})
+        name: fg.make_mesh(device, **{"dp": 1, "pp": 1, "tp": 1, **sizes})
         for name, sizes in STREAMS[world].items()
     }
     kept: dict[Any, Any] = {}
@@ -335,7 +339,9 @@ def main(folder: Path) -> None:
             found |= met(meshes["dp"])
         with traced_once(kept, "tp"):
             found |= follower_fails(meshes["tp"])
-    torch.save(found, folder / f"{world}.{dist.get_rank() if dist.is_initialized() else 1}.pt")
+    torch.save(
+        found, folder / f"{device}{world}.{dist.get_rank() if dist.is_initialized() else 1}.pt"
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -343,4 +349,4 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     from tests.ranks import serving_run  # what it leaves is of classes that the tests know
 
-    serving_run.main(Path(sys.argv[1]))
+    serving_run.main(Path(sys.argv[1]), sys.argv[2])

@@ -23,23 +23,23 @@ ONE = {"dp": 1, "pp": 1, "tp": 1}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[Any, Any]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[Any, Any]]]:
     """What each of so many processes has found, which run once."""
     folder, kept = tmp_path_factory.mktemp("ranks"), {}
 
-    def of(world: int) -> list[dict[Any, Any]]:
-        if world not in kept:
+    def of(world: int, device: str = "cpu") -> list[dict[Any, Any]]:
+        if (world, device) not in kept:
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone",
-                f"--nproc-per-node={world}", run.__file__, str(folder),
+                f"--nproc-per-node={world}", run.__file__, str(folder), device,
             ]  # fmt: skip
             path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
             env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
             assert ran.returncode == 0, ran.stderr[-6000:]
-            files = [folder / f"{world}.{rank}.pt" for rank in range(world)]
-            kept[world] = [torch.load(file, weights_only=False) for file in files]
-        return kept[world]
+            files = [folder / f"{device}{world}.{rank}.pt" for rank in range(world)]
+            kept[world, device] = [torch.load(file, weights_only=False) for file in files]
+        return kept[world, device]
 
     return of
 
@@ -153,6 +153,17 @@ def test_stages_of_several_processes_write_what_one_does(ranks, one):
     found = [each["pp tp", "FULL_AND_PIECEWISE"] for each in ranks(4)]
     assert found[0].texts == one(adapted=False).texts
     assert not any(ran.events for ran in found[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@pytest.mark.parametrize("modes", run.MODES)
+@pytest.mark.parametrize("kind", ["tp", "pp", "dp"])
+def test_two_gpus_write_what_one_does(ranks, kind: str, modes: str):
+    with torch.no_grad():
+        want = run.stream(fg.make_mesh("cuda", **ONE), "NONE")
+    for found in ranks(2, "cuda")[: 1 + (kind == "dp")]:
+        check(found[kind, modes], want, modes)
 
 
 def test_followers_hear_why_their_leader_stopped(ranks):

@@ -34,8 +34,15 @@ _EXPORTS = {  # name -> module that holds it
     "schedule": "serving.loop", "advance": "serving.scheduling",
     "Served": "serving.loop", "serve": "serving.loop", "stream": "serving.loop",
     "gather": "serving.loop", "Tally": "serving.tally",
+    # many processes
+    "Ranks": "serving.ranks.circles", "make_ranks": "serving.ranks.circles",
+    "over_ranks": "serving.ranks.following", "follow": "serving.following",
+    "leading": "serving.ranks.following",
+    "spread": "serving.ranks.spreading", "stage_of": "serving.ranks.stages",
+    "stages_of": "families.decoder",
     # weights and text
     "CheckpointError": "weights.loading", "load_adapter": "weights.adapters",
+    "shard": "weights.sharding", "shard_adapters": "weights.adapters",
     "load_checkpoint": "weights.checkpoint", "save_checkpoint": "weights.checkpoint",
     "Fp8Weight": "weights.fp8", "quantize_fp8": "weights.fp8",
     "shard": "weights.sharding",
@@ -57,6 +64,7 @@ if TYPE_CHECKING:
         qwen3_moe as qwen3_moe,
         qwen3_next as qwen3_next,
     )
+    from fngraph.models.families.decoder import stages_of as stages_of
     from fngraph.models.serving import sampling as sampling
     from fngraph.models.serving.logits import Drawn as Drawn, on_host as on_host
     from fngraph.models.serving.loop import (
@@ -67,6 +75,14 @@ if TYPE_CHECKING:
         stream as stream,
     )
     from fngraph.models.serving.policy import Policy as Policy
+    from fngraph.models.serving.ranks.circles import Ranks as Ranks, make_ranks as make_ranks
+    from fngraph.models.serving.ranks.following import (
+        follow as follow,
+        leading as leading,
+        over_ranks as over_ranks,
+    )
+    from fngraph.models.serving.ranks.spreading import spread as spread
+    from fngraph.models.serving.ranks.stages import stage_of as stage_of
     from fngraph.models.serving.requests import (
         Event as Event,
         Logprob as Logprob,
@@ -92,7 +108,10 @@ if TYPE_CHECKING:
         step3_vl as step3_vl,
     )
     from fngraph.models.weights import loading as loading, naming as naming
-    from fngraph.models.weights.adapters import load_adapter as load_adapter
+    from fngraph.models.weights.adapters import (
+        load_adapter as load_adapter,
+        shard_adapters as shard_adapters,
+    )
     from fngraph.models.weights.checkpoint import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,

@@ -4,19 +4,27 @@
     p.add_argument("--prompts", type=file)                      # ... there is no such file
 
 A mistake ends a command with 2 and a line that says what to write; Ctrl-C ends it with 130.
+
+    with processes(parser, device=None, tp=flags.tp) as mesh:     # under torchrun, or one by itself
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import math
 import os
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
+
+import fngraph as fg
 
 N = TypeVar("N", int, float)
 STOPPED = 130  # what a shell gives a command that Ctrl-C ended: 128 and the signal's number
@@ -29,6 +37,39 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(STOPPED)
+
+
+@contextlib.contextmanager
+def processes(
+    parser: argparse.ArgumentParser, *, device: str | None = None, **sizes: int
+) -> Iterator[fg.Mesh]:
+    """The mesh of a command's processes, until it is done with them; another number of processes
+    is a mistake.
+
+    Args:
+        device: None: cuda where each process has one.
+        sizes: of its axes.
+    """
+    try:
+        try:
+            mesh = fg.make_mesh(None if device is None else device.partition(":")[0], **sizes)
+        except fg.errors.RankError as error:
+            mistake(parser, error)
+        own = device if mesh.size == 1 and device is not None else mesh.device
+        yield dataclasses.replace(mesh, device=own)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def mistake(parser: argparse.ArgumentParser, error: Exception) -> NoReturn:
+    """End a command with 2, and what is wrong, told by the first of its processes."""
+    if os.environ.get("RANK", "0") != "0":
+        sys.exit(2)
+    told = str(error)
+    if isinstance(error, fg.errors.RankError):  # of several lines
+        told = "; ".join(line.strip().rstrip(":") for line in told.splitlines())
+    parser.error(told)
 
 
 def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:

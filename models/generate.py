@@ -23,6 +23,8 @@ from fngraph.models.command import (
     device as device_of,
     file,
     folder,
+    mistake,
+    processes,
     real,
     run,
     whole,
@@ -31,6 +33,8 @@ from fngraph.models.families import llama
 from fngraph.models.serving.blocks import blocks_for
 from fngraph.models.serving.loop import serve
 from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.ranks.circles import make_ranks
+from fngraph.models.serving.ranks.following import over_ranks
 from fngraph.models.serving.requests import GREEDY, State, start
 from fngraph.models.serving.sampling import Settings
 from fngraph.models.serving.steps import make_steps
@@ -40,6 +44,7 @@ from fngraph.models.serving.texts.display import show
 from fngraph.models.text import BYTE_TEXT, Text, read_text
 from fngraph.models.weights import loading
 from fngraph.models.weights.checkpoint import BYTES, load_checkpoint
+from fngraph.models.weights.sharding import shard
 
 BLOCK_SIZE = 16
 PROMPTS = Path(__file__).parent / "prompts.txt"
@@ -155,10 +160,16 @@ def plan(
 def main(argv: list[str] | None = None) -> int:
     """The command; `STOPPED` where Ctrl-C ended it, with the texts so far."""
     flags = parser().parse_args(argv)
-    device = pick_device(flags.device)
+    with processes(parser(), device=flags.device, tp=flags.tp) as mesh:
+        return write(flags, mesh)
+
+
+def write(flags: argparse.Namespace, mesh: fg.Mesh) -> int:
+    """The command, in each of its processes; the first has the texts."""
+    device = pick_device(mesh.device)
     try:
         check_flags(flags, device)
-        family, config, params, text = read_model(flags, device)
+        family, config, params, text = read_model(flags, mesh)
         states = family_states(family)
         state, policy = plan(
             read_prompts(flags.prompts),
@@ -177,17 +188,20 @@ def main(argv: list[str] | None = None) -> int:
         num_blocks = state.pool.num_blocks
         shape = {"block_size": BLOCK_SIZE, "num_slots": flags.max_reqs, "dtype": params.embed.dtype}
         check_memory(family, config, num_blocks, device=device, **shape)
-    except (loading.CheckpointError, ValueError) as error:
-        parser().error(str(error))
+    except (loading.CheckpointError, ValueError, fg.errors.RankError) as error:
+        mistake(parser(), error)
     cache = family.init_cache(config, num_blocks, device=device, **shape)
     drawn = ("sampling",) if flags.temperature else ()
+    ranks = make_ranks(mesh)
     steps = make_steps(
         family.forward, params, cache, policy, *states, *drawn, modes=flags.modes,
-        recorder=flags.recorder, sizes=ladder(flags.max_tokens),
+        recorder=flags.recorder, sizes=ladder(flags.max_tokens), progress=ranks.leads,
     )  # fmt: skip
+    served = serve(over_ranks(steps, ranks), cache, state, policy)
+    if not ranks.leads:
+        return len(list(served))  # none
     tally = Tally()
-    served = tally.watch(serve(steps, cache, state, policy))
-    shown, status = show(served, state, Console(), decode=text.decode), 0
+    shown, status = show(tally.watch(served), state, Console(), decode=text.decode), 0
     try:
         for _ in shown:
             pass
@@ -257,12 +271,29 @@ def family_states(family: Any) -> tuple[str, ...]:
     return ("states",) if "state_slots" in names else ()
 
 
-def read_model(flags: argparse.Namespace, device: str) -> tuple[Any, Any, Any, Text]:
-    """The family, config, weights and text of `--model`, or of the checkpoint over bytes."""
+def read_model(flags: argparse.Namespace, mesh: fg.Mesh) -> tuple[Any, Any, Any, Text]:
+    """The family, config, weights and text of `--model`, or of the checkpoint over bytes: this
+    process's part of them.
+
+    Raises:
+        fg.errors.RankError: a model that the processes of the mesh cannot share.
+    """
     if flags.model is None:
-        return llama, *load_checkpoint(flags.checkpoint, device=device), BYTE_TEXT
-    family = loading.family(flags.model, generative=True)
-    return family, *family.load(flags.model, device=device), read_text(flags.model)
+        params = own_part(load_checkpoint(flags.checkpoint, device=mesh.device)[1], mesh)
+        return llama, params.config, params, BYTE_TEXT
+    family, text = loading.family(flags.model, generative=True), read_text(flags.model)
+    if mesh.size == 1:
+        return family, *family.load(flags.model, device=mesh.device), text
+    return family, *family.load(flags.model, mesh=mesh), text
+
+
+def own_part(params: llama.Params, mesh: fg.Mesh) -> llama.Params:
+    """This process's part of a checkpoint over bytes.
+
+    Raises:
+        fg.errors.RankError: a model that the processes of the mesh cannot share.
+    """
+    return params if mesh.size == 1 else shard(params, llama.specs(params.config), mesh)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -282,6 +313,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--max-reqs", type=whole(1, 1 << 12), default=8, help="requests in a step")
     p.add_argument("--drafts", type=whole(0), default=0, help="draft tokens, by prompt lookup")
+    p.add_argument(
+        "--tp",
+        type=whole(1, 1 << 10),
+        default=1,
+        help="processes that share the model, by torchrun",
+    )
     p.add_argument("--recorder", choices=["tape", "cuda"], help="default: as the device allows")
     p.add_argument("--device", type=device_of, help="default: cuda where there is one")
     p.add_argument("--checkpoint", type=file, default=BYTES, help="one file, a model over bytes")

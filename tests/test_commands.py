@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+import fngraph as fg
 from fngraph.__main__ import main as cache
-from fngraph.models import command, generate, train_bytes
+from fngraph.models import command, demo, generate, train_bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -177,6 +178,8 @@ def test_a_command_that_ctrl_c_ends_has_no_traceback(capsys):
         (generate.main, f"--prompts {train_bytes.BYTES}", "is no text in UTF-8"),
         (generate.main, f"--model {__file__}", "is a file; pass the folder it is in"),
         (generate.main, "--device meta", "'meta' has no memory; pass cpu"),
+        (generate.main, "--tp 2", "wants 2 processes, and 1 is here. Start it with: torchrun"),
+        (demo.main, "--tp 2", "wants 2 processes, and 1 is here. Start it with: torchrun"),
         (train_bytes.main, "--out tests", "tests is a folder; pass a file in it"),
         (cache, "cache warm nowhere:f", "there is no module 'nowhere'"),
         (cache, "cache warm json.nowhere:f", "there is no module 'json.nowhere'"),
@@ -189,6 +192,19 @@ def test_a_command_that_ctrl_c_ends_has_no_traceback(capsys):
 def test_what_goes_together_is_told(main, words: str, told: str, capsys):
     assert ended(main, words.split()) == 2
     assert told in capsys.readouterr().err.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("main", [demo.main, generate.main])
+def test_a_model_that_processes_cannot_share_is_told_in_a_line(main, capsys, monkeypatch):
+    three = fg.Mesh((fg.Axis("tp", 3, 0, "nobody"),))
+    monkeypatch.setattr(fg, "make_mesh", lambda device, tp: three)
+    assert ended(main, ["--tp", "3"]) == 2
+    told = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert re.search(
+        r"error: .*num_kv_heads is 2, which 3 processes cannot share; .*tp=1 or 2", told
+    )
+    monkeypatch.setenv("RANK", "1")  # the first tells it
+    assert ended(main, ["--tp", "3"]) == 2 and capsys.readouterr().err == ""
 
 
 def test_what_there_is_too_little_of_is_told(capsys, monkeypatch):

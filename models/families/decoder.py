@@ -11,6 +11,8 @@ Shape letters as in `fngraph.models.families.llama`.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,12 +33,12 @@ MixtureFn = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 @fg.struct
 class Params:
-    """Weights of a decoder."""
+    """Weights of a decoder, or of one stage of it: see `stages_of`."""
 
-    embed: Tensor  # (V, E)
+    embed: Tensor  # (V, E); None where an earlier stage has it
     layers: tuple[Any, ...]  # the family's Layer
-    norm: Tensor  # (E,)
-    head: Tensor | None  # (V, E); None where it is tied to embed
+    norm: Tensor  # (E,); None where a later stage has it
+    head: Tensor | None  # (V, E); None where it is tied to embed, or a later stage has it
     config: Any = fg.static()  # the family's Config
 
 
@@ -54,10 +56,15 @@ def decode(
     params: Params, cache: tuple[Any, ...], batch: Any, attention: AttentionFn,
     mixture: MixtureFn | None = None, *, rope_dim: int, norm: NormFn = rms_norm,
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
-    """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
+    """The logits of each request's rows `logits_indices`, (R, V), and the updated cache.
+
+    Of a stage that is not the last, hidden states (T, E) in place of logits.
+    """
     x_TE, cache = transformer(
         params, cache, batch, attention, mixture, rope_dim=rope_dim, norm=norm
     )
+    if params.norm is None:
+        return x_TE, cache
     return logits(params, x_TE[batch.logits_indices], norm), cache
 
 
@@ -69,10 +76,10 @@ def transformer(
 
     `attention` says which tokens see which: serving looks over a paged cache, training over the
     other tokens of its T. Of `batch` the layers read `token_ids` and `positions`, and mixtures
-    `slot_mapping`; the rest is for `attention`.
+    `slot_mapping`; the rest is for `attention`. Later stages than the first read `hidden`, (T, E).
     """
     config = params.config
-    x_TE = params.embed[batch.token_ids]
+    x_TE = batch.hidden if params.embed is None else params.embed[batch.token_ids]
     rope = rotation(batch.positions, rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling)
     return all_layers(params, x_TE, rope, cache, batch, attention, mixture, norm=norm)
 
@@ -117,6 +124,34 @@ def logits(params: Params, x_RE: Tensor, norm: NormFn = rms_norm) -> Tensor:
     """(R, V): the last norm and the head."""
     head_VE = params.embed if params.head is None else params.head
     return linear(norm(x_RE, params.norm, params.config.norm_eps), head_VE)
+
+
+def stages_of(params: Params, count: int) -> tuple[Params, ...]:
+    """A decoder in so many stages, each with its own layers and as many of them, give or take one;
+    the first has the embedding, the last the norm and the head. Weights are shared, not copied.
+
+    `init_cache(stage.config, ...)` is the cache of a stage, of a family whose layers are alike.
+
+    Raises:
+        ValueError: fewer layers than stages, or fewer than one.
+    """
+    total = len(params.layers)
+    if not 1 <= count <= total:
+        raise ValueError(f"{count} stages of {total} layers: pass 1 to {total}")
+    ends = [total * i // count for i in range(count + 1)]
+    head = params.embed if params.head is None else params.head
+    made = []
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
+        first, last = i == 0, i == count - 1
+        own: dict[str, Any] = {
+            "embed": params.embed if first else None,
+            "norm": params.norm if last else None,
+            "head": (params.head if first else head) if last else None,
+        }
+        config = dataclasses.replace(params.config, num_layers=end - begin)
+        layers = params.layers[begin:end]
+        made.append(dataclasses.replace(params, layers=layers, config=config, **own))
+    return tuple(made)
 
 
 def params_of(config: Any, layers: Iterable[Any]) -> Params:

@@ -18,6 +18,7 @@ import fngraph as fg
 from fngraph.models.serving.grammars import words_for
 from fngraph.models.serving.logits import LOGITS, fill
 from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.ranks.joining import pad_leaves
 from fngraph.models.serving.requests import Request, Row
 from fngraph.models.serving.sampling import Settings
 
@@ -25,6 +26,7 @@ HARMLESS = Request(-1, (0,), 1)  # asks for nothing, as a row does whose request
 DIRECT = set(Settings._fields) - {"seed", "logit_bias"}  # settings that are leaves as they are
 Fields = dict[str, Callable[[], Any]]  # by name, what declares it
 
+COUNTS = slice(-1)  # of a spec, all but its host bounds
 SHAPED = (("logits", True),)  # of a batch in which a request wants more than a draw
 
 PAGED: Fields = {
@@ -48,6 +50,10 @@ MORE: dict[str, Fields] = {  # by what a step may need beside these
         "min_p": partial(fg.buffer, "R", "float32", pad=0),
     },
     "logits": LOGITS,
+    **{  # what an earlier stage has made of the tokens
+        f"hidden {dtype}": {"hidden": partial(fg.buffer, "T E", dtype, pad=0)}
+        for dtype in ("float32", "bfloat16", "float16")
+    },
 }
 
 
@@ -67,14 +73,18 @@ def batch_type(*more: str) -> type:
     return fg.struct(type("Batch", (), members))
 
 
-def limits_of(policy: Policy, vocab_size: int | None) -> fg.Limits:
-    """The limits of steps, with the sizes of what `logits` stages where the vocabulary is known."""
-    limits = policy.limits
-    if vocab_size is None:
+def limits_of(policy: Policy, vocab_size: int | None, width: int | None = None) -> fg.Limits:
+    """The limits of steps, with the sizes of what `logits` stages where the vocabulary is known,
+    and of hidden states where they come from an earlier stage."""
+    limits, sizes = policy.limits, {}
+    if vocab_size is not None:
+        sizes = {"L": policy.max_blocks * policy.block_size, "K": policy.max_bias}
+        sizes["W"] = words_for(vocab_size)
+    if width is not None:
+        sizes["E"] = width
+    if not sizes:
         return limits
-    own = {"L": policy.max_blocks * policy.block_size, "K": policy.max_bias}
-    sizes = limits.dims | own | {"W": words_for(vocab_size)}
-    return fg.Limits(limits.max_tokens, limits.max_reqs, **sizes)
+    return fg.Limits(limits.max_tokens, limits.max_reqs, **limits.dims, **sizes)
 
 
 def empty_batch(
@@ -92,6 +102,7 @@ def empty_batch(
 def lay_out(
     rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchSpec], Any],
     faults: Collection[int] = (), allowed: Mapping[int, np.ndarray] | None = None,
+    joint: fg.BatchSpec | None = None,
 ) -> Any:  # fmt: skip
     """The batch in which each job computes its next `new` tokens, and its drafts.
 
@@ -100,15 +111,22 @@ def lay_out(
         faults: numbers of requests that are not to be run: their rows have token 0 throughout, no
             adapter, and are greedy.
         allowed: masks of those that have a grammar, see `grammars.ask`.
+        joint: the counts of the batch, filled up with padding; None: just those of its rows. See
+            `fngraph.models.serving.ranks.joining`.
     """
     jobs = [row.job for row in rows]
     asked = [HARMLESS if faults and job.id in faults else job.request for job in jobs]
     computed = np.array([job.computed for job in jobs])
     counts = np.array([row.new + len(row.drafts) for row in rows])
-    shared = prefix_blocks(rows, policy) * policy.block_size
+    alone = joint is not None and not joint.cascade
+    shared = 0 if alone else prefix_blocks(rows, policy) * policy.block_size
     spec = spec_of(rows, asked, counts, computed + counts, shared > 0)
-    batch = host_batch(spec)
-    into = {name: x.numpy() for name, x in vars(batch).items() if name != "spec"}
+    if joint is None or joint[COUNTS] == spec[COUNTS]:
+        batch = host_batch(spec)
+        into = {name: x.numpy() for name, x in vars(batch).items() if name != "spec"}
+    else:
+        batch = host_batch(joint._replace(host=spec.host))
+        into = pad_leaves(batch, spec.num_tokens, len(rows))
 
     ends = counts.cumsum()
     first = ends - counts
@@ -156,6 +174,21 @@ def fill_more(
         into["keys"][:] = [request.key for request in asked]
     for name in DIRECT & into.keys():
         into[name][:] = [getattr(request.settings, name) for request in asked]
+
+
+def padding(joint: fg.BatchSpec, host_batch: Callable[[fg.BatchSpec], Any]) -> Any:
+    """A batch of nothing but padding."""
+    batch = host_batch(joint._replace(host=fg.HostBounds(joint.query_len or 1, 1)))
+    pad_leaves(batch, 0, 0)  # offsets begin with 0
+    return batch
+
+
+def own_spec(rows: Sequence[Row], policy: Policy, faults: Collection[int] = ()) -> fg.BatchSpec:
+    """What `lay_out` would say of these rows by themselves."""
+    asked = [HARMLESS if row.job.id in faults else row.job.request for row in rows]
+    counts = np.array([row.new + len(row.drafts) for row in rows])
+    ends = counts + np.array([row.job.computed for row in rows])
+    return spec_of(rows, asked, counts, ends, prefix_blocks(rows, policy) > 0)
 
 
 def spec_of(

@@ -129,6 +129,11 @@ def on_host(ids: Tensor | Drawn, rows: Sequence[Row]) -> tuple[list, list | None
     return tokens, logprobs
 
 
+def first_rows(ids: Tensor | Drawn, count: int) -> Tensor | Drawn:
+    """What a step gives, of its first requests: those behind them are padding."""
+    return ids[:count] if isinstance(ids, Tensor) else Drawn(*(x[:count] for x in ids))
+
+
 def fill(
     rows: Sequence[Row], asked: Sequence[Request], allowed: Mapping[int, np.ndarray],
     into: Mapping[str, np.ndarray],

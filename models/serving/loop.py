@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 import fngraph as fg
-from fngraph.models.serving.batches import lay_out
+from fngraph.models.serving.batches import lay_out, own_spec, padding
 from fngraph.models.serving.grammars import ask
-from fngraph.models.serving.logits import on_host
+from fngraph.models.serving.logits import first_rows, on_host
 from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.ranks.following import agree, follow, leading
 from fngraph.models.serving.requests import Event, Row, State
 from fngraph.models.serving.scheduling import advance, plan
 from fngraph.models.serving.steps import Steps
@@ -55,16 +56,31 @@ def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
     A request that the steps cannot run has a row in which nothing of it is; `advance` ends it, with
     the reason, and the others go on.
 
+    Where teams meet (`Ranks.meet`), it is of the size that all of them agree on, of padding alone
+    where this one has nothing to do, and None where no team has.
+
     Raises:
         ValueError: nothing to do; a policy or a pool that the steps were not made for.
+        RankError: another team is gone.
     """
-    if steps.can is None:
-        state = plan(state, policy)
-        return state, lay_out(state.rows, policy, steps.host_batch)
-    steps.can.check(state, policy)
-    state = plan(state, policy, steps.can.fault)
-    allowed, faults = ask(state.rows, state.faults, steps.can.vocab_size)
-    batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed)
+    can, agrees = steps.can, steps.ranks.agrees
+    if can is not None:
+        can.check(state, policy)
+    joint = None
+    if state.live or not agrees:
+        state = plan(state, policy) if can is None else plan(state, policy, can.fault)
+    else:
+        state = dataclasses.replace(state, rows=())
+    if agrees:
+        own = own_spec(state.rows, policy, state.faults) if state.rows else None
+        joint = agree(steps.ranks, own)
+        if joint is None or own is None:
+            return state, joint and padding(joint, steps.host_batch)
+        if joint.query_len != own.query_len:
+            rows = tuple(row._replace(drafts=()) for row in state.rows)
+            state = dataclasses.replace(state, rows=rows)
+    allowed, faults = ask(state.rows, state.faults, can.vocab_size) if can else ({}, {})
+    batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed, joint)
     return dataclasses.replace(state, faults={**state.faults, **faults}) if faults else state, batch
 
 
@@ -79,18 +95,35 @@ def serve(
     A request that cannot be run, or whose logits are no numbers, fails alone: see `Event.end`. What
     is served next from the last state goes on with the same cache, which holds what is kept.
 
+    Over ranks, all processes call this. The leader of a team has the requests; for those that
+    follow it nothing is yielded, and `state` and `inbox` are not looked at. See
+    `fngraph.models.serving.ranks.following`.
+
     Args:
         inbox: called before each step; its state is gone on with. Submit and cancel there.
         clock: of deadlines, in seconds; read once a step.
+
+    Raises:
+        RankError: another process has failed, or is gone.
     """
-    while (state := inbox(state)).live:
-        began = time.perf_counter()
-        state, batch = schedule(state, policy, steps)
-        kind, spec, reused = kind_of(state.rows), batch.spec, state.reused
-        drawn, cache = steps.run(cache, batch)
-        state, events = advance(state, *on_host(drawn, state.rows), now=clock())
-        seconds = time.perf_counter() - began
-        yield Served(state, spec, kind, steps.dispatch(spec), events, seconds, reused)
+    if not steps.ranks.leads:
+        return follow(steps, cache)
+    with leading(steps.ranks):
+        while (state := inbox(state)).live or steps.ranks.agrees:
+            began = time.perf_counter()
+            state, batch = schedule(state, policy, steps)
+            if batch is None:
+                return
+            drawn, cache = steps.run(cache, batch)
+            if not state.rows:  # it was for the others
+                continue
+            kind, spec, reused = kind_of(state.rows), batch.spec, state.reused
+            if steps.ranks.agrees:  # without what others bring
+                spec = own_spec(state.rows, policy, state.faults)
+                drawn = first_rows(drawn, len(state.rows))
+            state, events = advance(state, *on_host(drawn, state.rows), now=clock())
+            seconds = time.perf_counter() - began
+            yield Served(state, spec, kind, steps.dispatch(batch.spec), events, seconds, reused)
 
 
 def stream(served: Iterable[Served]) -> Iterator[Event]:

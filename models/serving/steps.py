@@ -10,7 +10,7 @@ graph, so that its batches run PIECEWISE where there is that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ from fngraph.models.serving.ability import Ability, check_names, check_unused, c
 from fngraph.models.serving.batches import SHAPED, batch_type, empty_batch, limits_of
 from fngraph.models.serving.logits import Drawn, changed, drawn
 from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.ranks.circles import ONE, Ranks
+from fngraph.models.serving.ranks.stages import WHOLE, Stage, run_stage
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.sampling import sample
 
@@ -42,21 +44,23 @@ class Steps(NamedTuple):
 
     Attributes:
         host_batch: spec -> a batch to be filled.
-        run: cache, batch -> token ids (R, Q), cache; `Drawn` in place of ids where a request of
-            the batch wants more than a draw.
+        run: cache, batch, allowed=None -> token ids (R, Q), cache; `Drawn` in place of ids where a
+            request of the batch wants more than a draw. `allowed`: what was decided beforehand.
         dispatch: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
         can: what they were made for, by which requests fail; None: nothing is refused.
         load_slot: slot, adapter, state -> writes what `load_adapter` or `lora.one_slot` made into
             the slot, between two steps; ValueError if a request uses it. Nothing is captured.
+        ranks: the processes that run these steps together.
     """
 
     host_batch: Callable[[fg.BatchSpec], Any]
-    run: Callable[[Any, Any], tuple[Any, Any]]
+    run: Callable[..., tuple[Any, Any]]
     dispatch: Callable[[fg.BatchSpec], fg.core.Dispatch]
     captured: tuple[Any, ...] = ()
     can: Ability | None = None
     load_slot: Callable[[int, Any, State], None] = no_slots
+    ranks: Ranks = ONE
 
     def __repr__(self) -> str:
         keys = f"{sum(map(len, self.captured))} keys of {len(self.captured)} functions"
@@ -64,15 +68,20 @@ class Steps(NamedTuple):
 
 
 def served_forward(
-    forward: Forward, *more: str, max_logprobs: int = 1
+    forward: Forward, *more: str, max_logprobs: int = 1, draws: bool = True
 ) -> Callable[..., tuple[Tensor | Drawn, Any]]:
     """`forward`, then the draw: what is captured. Batches have the fields of `batch_type(*more)`.
 
     With "adapters" it takes them behind the params, as `lora.adapted(forward)` does.
+
+    Args:
+        draws: whether it gives logits; hidden states come back as they are.
     """
     greedy = "sampling" not in more
 
     def draw(logits_RQV: Tensor, batch: Any) -> Tensor | Drawn:
+        if not draws:
+            return logits_RQV
         places_RQ = batch.positions[batch.logits_indices] + 1
         if "logits" not in more:
             return sample(logits_RQV, batch, places_RQ, greedy=greedy)
@@ -96,7 +105,7 @@ def served_forward(
 def make_steps(
     forward: Forward, params: Any, cache: Any, policy: Policy, *more: str, modes: str,
     adapters: Any = None, progress: bool = True, vocab_size: int | None = None,
-    max_len: int | None = None, **options: Any,
+    max_len: int | None = None, stage: Stage = WHOLE, **options: Any,
 ) -> Steps:  # fmt: skip
     """`forward` and the draw, weights bound and graphs captured.
 
@@ -108,6 +117,7 @@ def make_steps(
         progress: show a progress bar for each function.
         vocab_size, max_len: tokens and positions of the model, beyond which a request fails; None:
             those of `params.config`, where it has them.
+        stage: which part of a model `params` are; see `fngraph.models.serving.ranks.stages`.
         options: `fg.graphify`'s.
 
     Raises:
@@ -116,22 +126,31 @@ def make_steps(
     blocks = count_blocks(cache, policy)
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
     captured: dict[Case, Any] = {}
-    for case, names in cases(policy, adapters, more).items():
+    all_names, hidden = cases(policy, adapters, more), tuple[str, ...]()
+    like_E = params.layers[0].attn_norm if stage.total > 1 else None
+    if like_E is not None and not stage.first:
+        hidden = (f"hidden {str(like_E.dtype).removeprefix('torch.')}",)
+    for case, names in all_names.items():
         query_lens = tuple(q for q in policy.query_lens if (q > 1) == case.verify)
         own: dict[str, Any] = {"modes": case.modes(modes), "query_lens": query_lens}
         if case.adapted:
             own["adapters"] = (can.adapters,)
         if case.shaped:
             own["fields"] = (*options.get("fields", ()), SHAPED_FIELD)
-        whole = served_forward(forward, *names, max_logprobs=policy.max_logprobs)
+        whole = served_forward(
+            forward, *names, *hidden, max_logprobs=policy.max_logprobs, draws=stage.last
+        )
         fast = fg.graphify(whole, donate="cache", stage="batch", **{**options, **own})
         if captured:
             options["recorder"] = captured[PLAIN].recorder
         bound = fast.bind(params, adapters) if case.adapted else fast.bind(params)
         label = f"capturing {case.text}" if progress else False
-        limits = limits_of(case.policy(policy), can.vocab_size if case.shaped else None)
+        width = len(like_E) if like_E is not None and hidden else None
+        limits = limits_of(case.policy(policy), can.vocab_size if case.shaped else None, width)
         captured[case] = bound.capture(cache, limits, progress=label)
     functions = tuple(captured.values())
+    if like_E is not None:
+        return _staged(stage, captured, all_names, hidden, policy, can, like_E)
     if len(functions) == 1:
         (only,) = functions
         return Steps(only.host_batch, only, only.runs_as, functions, can)
@@ -143,9 +162,41 @@ def make_steps(
 
     return Steps(
         lambda spec: of(spec).host_batch(spec),
-        lambda cache, batch: of(batch.spec)(cache, batch),
+        lambda cache, batch, allowed=None: of(batch.spec)(cache, batch, allowed=allowed),
         lambda spec: of(spec).runs_as(spec),
         functions,
+        can,
+        load_slot if can.adapters else no_slots,
+    )
+
+
+def _staged(
+    stage: Stage, captured: Mapping[Case, Any], all_names: Mapping[Case, tuple[str, ...]],
+    hidden: tuple[str, ...], policy: Policy, can: Ability, like_E: Tensor,
+) -> Steps:  # fmt: skip
+    """The steps of one stage: batches are those of the first one, and hidden states come beside."""
+
+    def host_batch(spec: fg.BatchSpec) -> Any:
+        case = case_of(spec)
+        if stage.first:
+            return captured[case].host_batch(spec)
+        kind = batch_type(*all_names[case])
+        return empty_batch(kind, case.policy(policy), spec, can.vocab_size)
+
+    def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:
+        case = case_of(batch.spec)
+        kind = batch_type(*all_names[case], *hidden)
+        return run_stage(stage, captured[case], cache, batch, allowed, kind, like_E)
+
+    def load_slot(slot: int, adapter: Any, state: State) -> None:
+        check_unused(slot, state)
+        captured[ADAPTED].load_slot(slot, adapters=adapter)
+
+    return Steps(
+        host_batch,
+        run,
+        lambda spec: captured[case_of(spec)].runs_as(spec),
+        tuple(captured.values()),
         can,
         load_slot if can.adapters else no_slots,
     )
@@ -163,7 +214,7 @@ def bare_steps(
         kind = batch_type(*all_names[case])
         return empty_batch(kind, case.policy(policy), spec, can.vocab_size)
 
-    def run(cache: Any, batch: Any) -> tuple[Any, Any]:
+    def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:
         leaves = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()}
         case = case_of(batch.spec)
         held = (params, adapters) if case.adapted else (params,)

@@ -9,18 +9,20 @@ rsLoRA, with the alpha of its own that `alpha_pattern` may give it. The scale go
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.families.lora import Adapters, filled_slot
+from fngraph.models.families.lora import Adapters, LowRank, filled_slot
 from fngraph.models.weights.configs import CheckpointError, Said, read_json
-from fngraph.models.weights.sharding import Share
+from fngraph.models.weights.sharding import Share, share_of
+from fngraph.models.weights.splits import Specs
 
 ONLY: dict[str, tuple[Any, ...]] = {  # what the update above is right for
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "lora_bias": (False,),
@@ -106,6 +108,32 @@ def own_pair(share: Share, at: tuple[int, str], a: Tensor, b: Tensor) -> tuple[T
         return share.columns(name, shape, 1, a), share.columns(name, shape, 0, b)
     except fg.errors.RankError:  # of another model: what fits it is said with all that does not
         return a, b
+
+
+def shard_adapters(adapters: Any, config: Any, specs: Specs, mesh: fg.Mesh) -> Any:
+    """This process's part of slots or of one slot, for params that `shard` has split.
+
+    Args:
+        config, specs: of the whole model.
+
+    Raises:
+        fg.errors.RankError: a mesh that the model cannot be split over.
+    """
+    share = share_of(config, specs, mesh)
+
+    def part(name: str, pair: LowRank) -> LowRank:
+        rows, columns = share.parts(name, (pair.b.shape[-1], pair.a.shape[-1]))
+        return LowRank(_taken(pair.a, columns.ranges), _taken(pair.b, rows.ranges))
+
+    return tuple(
+        {name: part(f"layers.{i}.{name}", pair) for name, pair in own.items()}
+        for i, own in enumerate(adapters)
+    )
+
+
+def _taken(x: Tensor, ranges: Sequence[range]) -> Tensor:
+    """These of the last dim."""
+    return torch.cat([x[..., one.start : one.stop] for one in ranges], -1)
 
 
 def check_arguments(adapters: Any, names: Any) -> None:

@@ -1,0 +1,223 @@
+"""Processes that serve together, and what they tell each other on the host (gloo), as values.
+
+    ranks = make_ranks(fg.make_mesh(dp=2, tp=2))
+    steps = over_ranks(make_steps(...), ranks)
+
+A *team* runs each batch together: tensor-parallel processes, pipeline stages. Its first one, the
+leader, has the requests; the others follow. The leaders are *peers*: each has requests and a cache
+of its own (data-parallel).
+
+What is told goes beside the collectives of the model, on CPUs, so that nobody waits for a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Container, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fngraph as fg
+
+FIRST = 8192  # bytes of a message that come at once; a longer one has a second part
+LENGTH = 8  # bytes that say how long one is
+PATIENCE = timedelta(seconds=5)  # with who is to be told the end, and may be gone
+
+
+class Circle(NamedTuple):
+    """Some processes, as one of them sees them.
+
+    Attributes:
+        group: torch's, of gloo; None where this one is alone.
+        rank: its place among them; the first one leads.
+        members: their numbers among all processes.
+    """
+
+    group: Any = None
+    rank: int = 0
+    members: tuple[int, ...] = (0,)
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.members)
+
+    def __repr__(self) -> str:
+        return f"Circle(rank {self.rank} of {self.size})"
+
+
+ALONE = Circle()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """Who serves together, as a process sees it.
+
+    Attributes:
+        team: those that run each batch together; the first has the requests.
+        peers: leaders of all teams, as a leader sees them.
+        meet: whether teams meet in collectives of the model, so that their batches must have one
+            size: they agree on it before each step. Else each serves by itself.
+        axes: those of a team, outermost first.
+    """
+
+    team: Circle = ALONE
+    peers: Circle = ALONE
+    meet: bool = False
+    axes: tuple[fg.Axis, ...] = ()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process has requests; else it follows one that has."""
+        return self.team.rank == 0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether each step's size is settled with others."""
+        return self.meet and self.peers.size > 1
+
+    def __repr__(self) -> str:
+        team = f"rank {self.team.rank} of {self.team.size} in its team"
+        return f"Ranks({team}; {self.peers.size} teams{', which meet' * self.meet})"
+
+
+ONE = Ranks()  # a process by itself
+
+
+def make_ranks(
+    mesh: fg.Mesh, *, apart: Sequence[str] = ("dp",), meet: bool = False,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Ranks:  # fmt: skip
+    """The teams of a mesh. All of its processes call this, in the same order.
+
+    Args:
+        apart: axes along which processes have requests of their own; those along all others are a
+            team. A name that the mesh does not have is none.
+        meet: whether the model has collectives along an axis of `apart`.
+        timeout: how long one waits for another's word, and so how long a leader may do nothing, and
+            how soon a process that stalls is noticed. One that has ended is noticed at once.
+    """
+    if mesh.size == 1:
+        return Ranks(meet=meet, axes=mesh.axes)
+    own = {axis.name: axis.rank for axis in mesh.axes}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    teams: dict[tuple[int, ...], list[int]] = {}
+    for number, places in enumerate(everywhere):
+        teams.setdefault(tuple(places.get(name, 0) for name in apart), []).append(number)
+    within = tuple(axis for axis in mesh.axes if axis.name not in apart)
+    order = lambda number: [everywhere[number][axis.name] for axis in within]  # noqa: E731
+    members = [tuple(sorted(teams[place], key=order)) for place in sorted(teams)]
+    found = [_circle(one, timeout) for one in (*members, tuple(one[0] for one in members))]
+    team = next(circle for circle in found[:-1] if dist.get_rank() in circle.members)
+    return Ranks(team, found[-1], meet, within)
+
+
+def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:
+    """Made by all processes, also those that are not in it."""
+    group = None
+    if len(members) > 1:
+        group = dist.new_group(list(members), backend="gloo", timeout=timeout)
+    own = dist.get_rank()
+    return Circle(group, members.index(own) if own in members else -1, members)
+
+
+class Sent(NamedTuple):
+    """A message on its way: `wait` before the next one."""
+
+    works: tuple[Any, ...] = ()
+    kept: tuple[Tensor, ...] = ()
+
+    def wait(self, most: timedelta | None = None) -> None:
+        """Until it may be forgotten. RuntimeError: nobody takes it any more, or so long."""
+        for work in self.works:
+            work.wait() if most is None else work.wait(most)
+
+
+def tell(circle: Circle, word: Any, leaves: Sequence[Tensor] = ()) -> Sent:
+    """Begin to tell all others of the circle something; its first process alone does.
+
+    Args:
+        word: what pickle takes.
+        leaves: CPU tensors, whose bytes go along: the others know their shapes.
+    """
+    if circle.size == 1:
+        return Sent()
+    parts = _packed(word, leaves)
+    send = lambda x: dist.broadcast(x, circle.members[0], circle.group, async_op=True)  # noqa: E731
+    return Sent(tuple(map(send, parts)), parts)
+
+
+def hear(circle: Circle) -> tuple[Any, Tensor]:
+    """What the first process of the circle tells, and the bytes that go along; it waits."""
+    return _unpacked(lambda x: dist.broadcast(x, circle.members[0], circle.group))
+
+
+def tell_one(circle: Circle, rank: int, word: Any) -> None:
+    """Tell one other of the circle something; it waits until that one listens."""
+    for part in _packed(word, ()):
+        dist.send(part, circle.members[rank], circle.group)
+
+
+def hear_one(circle: Circle, rank: int) -> Any:
+    """What one other of the circle tells this one; it waits."""
+    word, _ = _unpacked(lambda x: dist.recv(x, circle.members[rank], circle.group))
+    return word
+
+
+def _packed(word: Any, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A message: its first part, and the rest if there is more."""
+    said = pickle.dumps(word)
+    parts = [len(said).to_bytes(LENGTH), said, *(leaf.numpy().tobytes() for leaf in leaves)]
+    whole = bytearray(sum(map(len, parts)).to_bytes(LENGTH) + b"".join(parts))
+    whole.extend(bytes(max(0, FIRST - len(whole))))
+    message = torch.frombuffer(whole, dtype=torch.uint8)
+    return (message[:FIRST], message[FIRST:])[: 1 + (len(whole) > FIRST)]
+
+
+def _unpacked(receive: Callable[[Tensor], Any]) -> tuple[Any, Tensor]:
+    """What was packed: the word, and the bytes of the leaves."""
+    message = torch.empty(FIRST, dtype=torch.uint8)
+    receive(message)
+    length = LENGTH + int.from_bytes(message[:LENGTH].numpy().tobytes())
+    if length > FIRST:
+        rest = torch.empty(length - FIRST, dtype=torch.uint8)
+        receive(rest)
+        message = torch.cat([message, rest])
+    begin = 2 * LENGTH + int.from_bytes(message[LENGTH : 2 * LENGTH].numpy().tobytes())
+    word = pickle.loads(message[2 * LENGTH : begin].numpy().tobytes())
+    return word, message[begin:length]
+
+
+def exchange(circle: Circle, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """The whole numbers of every process of the circle, in the order of their ranks.
+
+    Where the last one of another is not 0, that one has left, and takes none.
+    """
+    own = torch.tensor(numbers, dtype=torch.int64)
+    found = [own if i == circle.rank else torch.empty_like(own) for i in range(circle.size)]
+    # each to each: an all-gather goes around the ring, and takes twice as long
+    coming: list[Any] = [
+        dist.irecv(x, member, circle.group)
+        for x, member in zip(found, circle.members)
+        if x is not own
+    ]
+    going = tell_each(circle, numbers)
+    for work in coming:
+        work.wait()
+    told = [tuple(one.tolist()) for one in found]
+    if not any(one[-1] for one in told):
+        going.wait()
+    return told
+
+
+def tell_each(circle: Circle, numbers: Sequence[int], but: Container[int] = ()) -> Sent:
+    """Begin to tell whole numbers to all others of the circle, `but` some."""
+    own = torch.tensor(numbers, dtype=torch.int64)
+    others = [m for i, m in enumerate(circle.members) if i != circle.rank and m not in but]
+    return Sent(tuple(dist.isend(own, member, circle.group) for member in others), (own,))

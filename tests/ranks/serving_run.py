@@ -1,0 +1,352 @@
+"""What each process of test_serving.py runs, by torchrun: one stream of requests over each mesh, in
+every mode; what went wrong on purpose, and how long it took the others. All into a file.
+
+    torchrun --nproc-per-node 2 tests/ranks/serving_run.py FOLDER cpu
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import fngraph as fg
+from fngraph.models import (
+    Event,
+    Policy,
+    Settings,
+    State,
+    Steps,
+    cancel,
+    gather,
+    llama,
+    lora,
+    make_steps,
+    serve,
+    start,
+    submit,
+)
+from fngraph.models.families.decoder import stages_of
+from fngraph.models.serving.ranks.circles import make_ranks
+from fngraph.models.serving.ranks.following import over_ranks
+from fngraph.models.serving.ranks.spreading import spread
+from fngraph.models.serving.ranks.stages import stage_of
+from fngraph.models.weights.adapters import shard_adapters
+from fngraph.models.weights.sharding import shard
+from tests.models.conftest import wide_params
+from tests.ranks.meeting import meeting
+from tests.traced_once import traced_once
+
+MODES = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE")
+CONFIG = llama.Config(
+    vocab_size=256, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=12, dim=32, mlp_dim=48
+)
+POLICY = Policy(24, 6, 6, 16, query_lens=(1, 3), ngram=1, reserve=0)
+NUM_BLOCKS = 14  # six requests would like some 24
+SIZES = (3, 6, 12, 18, 24)
+CANCELLED = 5  # this request, before the step of this number
+AT = 8
+
+
+class Asked(NamedTuple):
+    """One request."""
+
+    prompt: tuple[int, ...]
+    max_new: int
+    adapter: int = -1
+    settings: Settings = Settings()
+    n: int = 1
+
+
+def requests(shaped: bool) -> list[Asked]:
+    """Greedy and drawn, with repeats so that drafts are found, with adapters and without."""
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
+    tokens = lambda n: tuple(torch.randint(256, (n,), generator=generator).tolist())  # noqa: E731
+    head = tokens(33)
+    asked = []
+    for i in range(14):
+        prompt = (head if i % 3 == 0 else ()) + tokens(draw(2, 6)) * draw(1, 4)
+        settings = Settings(0.8, 20, 0.95) if i % 4 == 1 else Settings()
+        if shaped and i % 2:
+            settings = settings._replace(repetition_penalty=1.3, logit_bias={7: 2.0})
+        adapter = i % 2 if 6 <= i < 11 else -1
+        asked.append(Asked(prompt, draw(12, 36), adapter, settings, 1 + (i == 4)))
+    return asked
+
+
+def only_even(new: tuple[int, ...]) -> list[int]:
+    """A grammar."""
+    return list(range(len(new) % 2, 256, 2))
+
+
+def submitted(
+    state: State, own: Callable[[int], bool] = lambda number: True, *, shaped: bool = False,
+    adapted: bool = True,
+) -> State:  # fmt: skip
+    """All requests; those that are not `own` are counted alone."""
+    for i, asked in enumerate(requests(shaped)):
+        one = asked._asdict() | ({} if adapted else {"adapter": -1})
+        if shaped and i % 5 == 2:
+            one |= {"grammar": only_even, "logprobs": 2}
+        if own(i):
+            state = submit(state, POLICY, **one)
+        else:
+            state = dataclasses.replace(state, submitted=state.submitted + asked.n)
+    return state
+
+
+def drive(steps: Steps, cache: Any, state: State, cancelled: int = CANCELLED) -> Iterator[Any]:
+    """Serve; one request is cancelled on the way."""
+    number = -1
+
+    def inbox(state: State) -> State:
+        nonlocal number
+        number += 1
+        return cancel(state, cancelled) if number == AT else state
+
+    yield from serve(steps, cache, state, POLICY, inbox)
+
+
+class Ran(NamedTuple):
+    """What one process saw of a stream."""
+
+    texts: dict[int, tuple[int, ...]]
+    events: tuple[Event, ...]
+    kinds: Counter[str]
+    modes: Counter[str]
+    thrown: int
+
+
+def observed(served: Iterator[Any]) -> Ran:
+    """Run a stream."""
+    events: list[Event] = []
+    kinds, modes = Counter[str](), Counter[str]()
+    thrown, running = 0, set[int]()
+    for one in served:
+        events += one.events
+        kinds[one.kind + " lora" * (one.spec.adapters > 0)] += 1
+        modes[one.ran.mode.name] += 1
+        thrown += len(running & {job.id for job in one.state.waiting})
+        running = {job.id for job in one.state.running}
+    return Ran(gather(events), tuple(events), kinds, modes, thrown)
+
+
+def slots_of(params: llama.Params) -> Any:
+    """Two empty slots; queries, values and what is summed behind them."""
+    return lora.slots(params, count=2, rank=4, names=("wq", "wv", "wo"))
+
+
+def adapters_of(params: llama.Params) -> list[Any]:
+    """What goes into the slots."""
+    generator = torch.Generator().manual_seed(8)
+    draw = lambda x: torch.randn(x.shape[1:], generator=generator) * 0.5  # noqa: E731
+    return [
+        tuple(
+            {name: lora.LowRank(draw(pair.a), draw(pair.b)) for name, pair in own.items()}
+            for own in slots_of(params)
+        )
+        for _ in range(2)
+    ]
+
+
+def made(
+    mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False, adapted: bool = True
+) -> tuple[Steps, Any]:
+    """Steps of this process and their cache; adapters are loaded where it leads."""
+    whole, ranks = wide_params(CONFIG, device=mesh.device), make_ranks(mesh, meet=meet)
+    tp, stage, specs = mesh["tp"], stage_of(ranks), llama.specs(CONFIG)
+    own = whole if tp.size == 1 else shard(whole, specs, mesh)
+    own = meeting(own, whole, mesh["dp"]) if meet else own
+    own = stages_of(own, stage.total)[stage.number]
+    cache = llama.init_cache(
+        own.config, NUM_BLOCKS, block_size=POLICY.block_size, device=mesh.device
+    )
+    for kv in cache:
+        for x_NSKD in kv:  # reading what was never written shows
+            x_NSKD.fill_(torch.nan)
+    each = CONFIG.num_layers // stage.total
+    layers = slice(stage.number * each, (stage.number + 1) * each)
+    part = lambda adapters: shard_adapters(adapters, CONFIG, specs, mesh)[layers]  # noqa: E731
+    steps = make_steps(
+        llama.forward, own, cache, POLICY, "sampling", *("logits",) * shaped, modes=modes,
+        adapters=part(slots_of(whole)) if adapted else None, sizes=SIZES,
+        recorder="tape" if mesh.device == "cpu" else "cuda",
+        progress=False, stage=stage,
+    )  # fmt: skip
+    steps = over_ranks(steps, ranks, part)
+    if ranks.leads and adapted:
+        for slot, adapter in enumerate(adapters_of(whole)):
+            steps.load_slot(slot, adapter, start(NUM_BLOCKS, POLICY))
+    return steps, cache
+
+
+def mine(mesh: fg.Mesh) -> Callable[[int], bool]:
+    """Which requests a process has."""
+    dp = mesh["dp"]
+    return lambda number: number % dp.size == dp.rank
+
+
+def stream(
+    mesh: fg.Mesh, modes: str, *, shaped: bool = False, meet: bool = False, adapted: bool = True
+) -> Ran:
+    """The stream over a mesh, or of one process."""
+    steps, cache = made(mesh, modes, shaped=shaped, meet=meet, adapted=adapted)
+    state = start(NUM_BLOCKS, POLICY)
+    return observed(
+        drive(steps, cache, submitted(state, mine(mesh), shaped=shaped, adapted=adapted))
+    )
+
+
+def spread_out(mesh: fg.Mesh, modes: str) -> Ran:
+    """The same stream, which one process takes and all share, some requests at a time."""
+    steps, cache = made(mesh, modes, meet=True)
+    coming = [one._asdict() for one in requests(False)]
+
+    def take(state: State) -> list[dict[str, Any]]:
+        taken = coming[:4]
+        del coming[:4]
+        return taken
+
+    inbox = spread(steps.ranks, POLICY, take)
+    return observed(serve(steps, cache, start(NUM_BLOCKS, POLICY), POLICY, inbox))
+
+
+class Ended(NamedTuple):
+    """How a process came out of what was to go wrong."""
+
+    error: str
+    seconds: float
+
+
+def ended(act: Callable[[], Any]) -> Ended:
+    """What it raised, and when."""
+    began = time.perf_counter()
+    try:
+        act()
+        error = ""
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return Ended(error, time.perf_counter() - began)
+
+
+def failing(at: int) -> Callable[[State], State]:
+    """An inbox that raises before a step."""
+    left = at
+
+    def inbox(state: State) -> State:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError("on purpose")
+        return state
+
+    return inbox
+
+
+def led(mesh: fg.Mesh) -> dict[str, Any]:
+    """A leader that raises, one that closes its loop early, and the same steps after that."""
+    steps, cache = made(mesh, "FULL_AND_PIECEWISE")
+    state = submitted(start(NUM_BLOCKS, POLICY))
+    found: dict[str, Any] = {}
+    found["raises"] = ended(lambda: list(serve(steps, cache, state, POLICY, failing(4))))
+
+    def closed() -> None:
+        served = serve(steps, cache, state, POLICY)
+        for _ in range(3):
+            next(served, None)
+        served.close()
+
+    found["closes"] = ended(closed)
+    found["after"] = observed(drive(steps, cache, state))
+    return found
+
+
+def met(mesh: fg.Mesh) -> dict[str, Any]:
+    """A rank whose loop fails while the other one's goes on."""
+    steps, cache = made(mesh, "FULL_AND_PIECEWISE", meet=True)
+    state = submitted(start(NUM_BLOCKS, POLICY), mine(mesh))
+    inbox = failing(4 if mesh["dp"].rank == 1 else 10**6)
+    return {"left": ended(lambda: list(serve(steps, cache, state, POLICY, inbox)))}
+
+
+def follower_fails(mesh: fg.Mesh) -> dict[str, Any]:
+    """One that follows raises in its fifth step, and leaves."""
+    steps, cache = made(mesh, "FULL_AND_PIECEWISE")
+    run, left = steps.run, 4
+
+    def fails(cache: Any, batch: Any, allowed: Any = None) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError("on purpose")
+        return run(cache, batch, allowed=allowed)
+
+    own = steps if steps.ranks.leads else steps._replace(run=fails)
+    state = submitted(start(NUM_BLOCKS, POLICY))
+    try:
+        return {"follower": ended(lambda: list(serve(own, cache, state, POLICY)))}
+    finally:
+        if not steps.ranks.leads:
+            dist.destroy_process_group()
+
+
+STREAMS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"one": {}},
+    2: {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}},
+    4: {"dp tp": {"dp": 2, "tp": 2}, "pp tp": {"pp": 2, "tp": 2}},
+}
+
+
+@torch.no_grad()
+def main(folder: Path, device: str) -> None:
+    """All streams of so many processes, and all faults of two."""
+    torch.set_num_threads(1)
+    kind = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(kind, timeout=timedelta(minutes=2))
+    world, found = dist.get_world_size(), {}
+    meshes = {
+        name: fg.make_mesh(device, **{"dp": 1, "pp": 1, "tp": 1, **sizes})
+        for name, sizes in STREAMS[world].items()
+    }
+    kept: dict[Any, Any] = {}
+    for name, mesh in meshes.items():
+        meet = "dp" in name
+        for modes in MODES if world == 2 or meet else MODES[-1:]:
+            began = time.perf_counter()
+            adapted = name != "pp tp"
+            with traced_once(kept, name):
+                found[name, modes] = stream(mesh, modes, meet=meet, adapted=adapted)
+            if dist.get_rank() == 0:
+                print(name, modes, round(time.perf_counter() - began, 1), flush=True)
+    if world == 2:
+        both = "FULL_AND_PIECEWISE"
+        found["dp apart"] = stream(meshes["dp"], both, adapted=False)
+        found["tp shaped"] = stream(meshes["tp"], both, shaped=True, adapted=False)
+        with traced_once(kept, "dp"):
+            found["dp spread"] = spread_out(meshes["dp"], both)
+        with traced_once(kept, "tp"):
+            found |= led(meshes["tp"])
+        with traced_once(kept, "dp"):
+            found |= met(meshes["dp"])
+        with traced_once(kept, "tp"):
+            found |= follower_fails(meshes["tp"])
+    torch.save(
+        found, folder / f"{device}{world}.{dist.get_rank() if dist.is_initialized() else 1}.pt"
+    )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from tests.ranks import serving_run  # what it leaves is of classes that the tests know
+
+    serving_run.main(Path(sys.argv[1]), sys.argv[2])

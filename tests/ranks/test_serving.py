@@ -1,0 +1,194 @@
+"""The serving loop over ranks: two and four processes, as torchrun starts them, write what one
+does, in every mode; and what goes wrong in one is an error in the others, soon.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fngraph as fg
+from tests.ranks import serving_run as run
+
+ROOT = Path(__file__).parents[2]
+SOON = 8.0  # seconds, other work of the machine included
+ONE = {"dp": 1, "pp": 1, "tp": 1}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[Any, Any]]]:
+    """What each of so many processes has found, which run once."""
+    folder, kept = tmp_path_factory.mktemp("ranks"), {}
+
+    def of(world: int, device: str = "cpu") -> list[dict[Any, Any]]:
+        if (world, device) not in kept:
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone",
+                f"--nproc-per-node={world}", run.__file__, str(folder), device,
+            ]  # fmt: skip
+            path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+            env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
+            assert ran.returncode == 0, ran.stderr[-6000:]
+            files = [folder / f"{device}{world}.{rank}.pt" for rank in range(world)]
+            kept[world, device] = [torch.load(file, weights_only=False) for file in files]
+        return kept[world, device]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one(one_thread: None) -> Callable[..., run.Ran]:
+    """What one process writes, bare of graphs."""
+    kept: dict[Any, run.Ran] = {}
+
+    def of(**asked: bool) -> run.Ran:
+        key = tuple(asked)
+        if key not in kept:
+            with torch.no_grad():
+                kept[key] = run.stream(fg.make_mesh("cpu", **ONE), "NONE", **asked)
+        return kept[key]
+
+    return of
+
+
+def modes_of(modes: str) -> set[str]:
+    return set(modes.split("_AND_")) if "_AND_" in modes else {modes}
+
+
+def check(ran: run.Ran, want: run.Ran, modes: str) -> None:
+    """One leader's part of the stream."""
+    assert ran.texts and set(ran.modes) == modes_of(modes)
+    for number, tokens in ran.texts.items():
+        full = want.texts[number]
+        if number == run.CANCELLED:  # in another step, where there are other rows
+            shorter = min(len(tokens), len(full))
+            assert tokens[:shorter] == full[:shorter]
+        else:
+            assert tokens == full, number
+
+
+def test_the_stream_has_everything(one):
+    want = one()
+    assert set(want.texts) == set(range(15))
+    assert len(set().union(*want.texts.values())) > 50 and want.thrown
+    assert set(want.kinds) == {
+        "prefill", "mixed", "mixed lora", "decode", "decode lora", "verify", "verify lora"
+    }  # fmt: skip
+    plain = [i for i, asked in enumerate(run.requests(False)) if asked.adapter < 0]
+    assert 0 < len(plain) < 14
+    assert len(want.texts[run.CANCELLED]) < run.requests(False)[4].max_new
+
+
+@pytest.mark.parametrize("modes", run.MODES)
+@pytest.mark.parametrize("kind", ["tp", "pp"])
+def test_a_team_of_two_writes_what_one_does(ranks, one, kind: str, modes: str):
+    leads, follows = (found[kind, modes] for found in ranks(2))
+    check(leads, one(), modes)
+    assert leads.kinds == one().kinds and leads.thrown == one().thrown
+    assert leads.texts == one().texts  # the one that was cancelled too
+    assert not follows.events and not follows.kinds
+
+
+def test_what_is_asked_of_logits_is_asked_over_ranks(ranks, one):
+    leads, follows = (found["tp shaped"] for found in ranks(2))
+    want = one(shaped=True, adapted=False)
+    assert leads.texts == want.texts != one(adapted=False).texts
+    assert [e.end for e in leads.events] == [e.end for e in want.events]
+    told = [p for e in leads.events for p in e.logprobs]
+    wanted = [p for e in want.events for p in e.logprobs]
+    assert len(told) == len(wanted) > 30
+    found = torch.tensor([p.logprob for p in told])
+    torch.testing.assert_close(found, torch.tensor([p.logprob for p in wanted]))
+    assert [[t for t, _ in p.top] for p in told] == [[t for t, _ in p.top] for p in wanted]
+    assert not follows.events
+
+
+@pytest.mark.parametrize("modes", run.MODES)
+def test_ranks_that_meet_write_what_one_does(ranks, one, modes: str):
+    both = [found["dp", modes] for found in ranks(2)]
+    for ran in both:
+        check(ran, one(), modes)
+    assert not set(both[0].texts) & set(both[1].texts)
+    assert len(both[0].texts) + len(both[1].texts) == 15
+    assert all(any("verify" in kind for kind in ran.kinds) for ran in both)
+
+
+def test_ranks_that_do_not_meet_go_by_themselves(ranks, one):
+    both = [found["dp apart"] for found in ranks(2)]
+    for ran in both:
+        check(ran, one(adapted=False), "FULL_AND_PIECEWISE")
+    assert len(both[0].texts) + len(both[1].texts) == 15
+    assert both[0].kinds.total() != both[1].kinds.total()
+
+
+def test_one_stream_is_spread_over_ranks(ranks, one):
+    both = [found["dp spread"] for found in ranks(2)]
+    texts = both[0].texts | both[1].texts
+    assert {n: t for n, t in texts.items() if n != run.CANCELLED} == {
+        n: t for n, t in one().texts.items() if n != run.CANCELLED
+    }
+    assert len(texts[run.CANCELLED]) == run.requests(False)[4].max_new  # nobody cancels it here
+    shares = [sum(len(t) for t in ran.texts.values()) for ran in both]
+    assert sum(shares) == sum(map(len, texts.values())) and min(shares) > 0.4 * sum(shares)
+
+
+@pytest.mark.parametrize("modes", run.MODES)
+def test_teams_that_meet_write_what_one_does(ranks, one, modes: str):
+    found = [each["dp tp", modes] for each in ranks(4)]
+    for ran in found[::2]:
+        check(ran, one(), modes)
+    assert len(found[0].texts) + len(found[2].texts) == 15
+    assert not any(ran.events for ran in found[1::2])
+
+
+def test_stages_of_several_processes_write_what_one_does(ranks, one):
+    found = [each["pp tp", "FULL_AND_PIECEWISE"] for each in ranks(4)]
+    assert found[0].texts == one(adapted=False).texts
+    assert not any(ran.events for ran in found[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@pytest.mark.parametrize("modes", run.MODES)
+@pytest.mark.parametrize("kind", ["tp", "pp", "dp"])
+def test_two_gpus_write_what_one_does(ranks, kind: str, modes: str):
+    with torch.no_grad():
+        want = run.stream(fg.make_mesh("cuda", **ONE), "NONE")
+    for found in ranks(2, "cuda")[: 1 + (kind == "dp")]:
+        check(found[kind, modes], want, modes)
+
+
+def test_followers_hear_why_their_leader_stopped(ranks):
+    leads, follows = (found["raises"] for found in ranks(2))
+    assert leads.error == "ZeroDivisionError: on purpose"
+    assert follows.error.startswith("RankError: rank 0, which leads, stopped: ZeroDivisionError")
+    assert max(leads.seconds, follows.seconds) < SOON
+
+
+def test_a_loop_that_is_closed_ends_its_followers(ranks, one):
+    for found in ranks(2):
+        assert found["closes"].error == "" and found["closes"].seconds < SOON
+    leads, follows = (found["after"] for found in ranks(2))
+    assert leads.texts == one().texts and not follows.events
+
+
+def test_a_rank_that_leaves_ends_those_that_it_meets(ranks):
+    stays, leaves = (found["left"] for found in ranks(2))
+    assert leaves.error == "ZeroDivisionError: on purpose"
+    assert stays.error.startswith("Left: rank 1 has left")
+    assert max(stays.seconds, leaves.seconds) < SOON
+
+
+def test_a_follower_that_fails_ends_its_leader(ranks):
+    leads, follows = (found["follower"] for found in ranks(2))
+    assert follows.error == "ZeroDivisionError: on purpose"
+    assert "Connection closed by peer" in leads.error, leads.error
+    assert max(leads.seconds, follows.seconds) < SOON

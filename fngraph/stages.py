@@ -23,6 +23,7 @@ from torch import fx
 from fngraph.calls import PrimitiveCall, choose, with_planners
 from fngraph.compile.artefact import Source
 from fngraph.compile.disk import disk_of
+from fngraph.compile.key import own_source
 from fngraph.compile.piece import CompiledPiece, artefact_rows
 from fngraph.compile.results import Plan, plan_of
 from fngraph.core import (
@@ -49,6 +50,7 @@ from fngraph.executable import Executable, sizes_of
 from fngraph.fx.advice import in_own_names
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
+from fngraph.fx.collectives import are_of_rows, collectives_of, told_of
 from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
@@ -71,7 +73,9 @@ from fngraph.ops.transforms import ASKED
 from fngraph.options import CaptureDict, Options, check_names, check_outputs
 from fngraph.passes.running.frame import Applied, Pass, as_text, run_passes
 from fngraph.passes.shipped import name_of
+from fngraph.ranks.agreement import Peers
 from fngraph.step.step import Step, make_step
+from fngraph.torch_facts.portable import versions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -305,6 +309,38 @@ class Lowered:
                 dataclasses.replace(traced, passes=tuple(one.counted() for one in traced.passes)),
                 self.limits,
             ),
+            peers=self._peers(),
+        )
+
+    def _peers(self) -> Peers | None:
+        """Who the collectives meet, and all that must be alike there; see `fngraph.step.agreed`."""
+        traced = self.split.traced
+        found = collectives_of(traced.graph.gm.graph)
+        if not found:
+            return None
+        options, leaves = traced.options, traced.args.leaves
+        told = {
+            "fngraph": own_source()[:16],
+            **versions(),
+            "limits": repr(self.limits),
+            "modes": str(self.table.modes),
+            "the dispatch table": f"{self.table!r} {self.table.plan_hash}",
+            "compile": self.level,
+            "passes": str([one.key for one in options.passes_in_order]),
+            "generators": str(len(options.generators)),
+            **{f"the backend of {c.name}": ", ".join(b.name for b in c.backends)
+               for c in self.calls},
+            **{leaf.path: f"{leaf.role.value} {leaf.spec or leaf.buffer} on {leaf.device.type}"
+               for leaf in leaves},
+            **{name: text for name, (text, _) in traced.alike.items()},
+            "collectives": ", ".join(f"{one.op} over {one.axis}" for one in found),
+        }  # fmt: skip
+        return Peers(
+            groups=tuple(sorted({(one.axis, one.group) for one in found})),
+            told=told,
+            places={name: line for name, (_, line) in traced.alike.items()},
+            counts=traced.of_rows,
+            calls=tuple((one.op, one.axis, one.line) for one in found),
         )
 
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
@@ -443,6 +479,8 @@ class Traced:
         ambient: the state of torch that it was traced under.
         asked: which of grad and inference mode `forward` has asked for; the others are all one.
         passes: what each pass did to the graph, in order.
+        alike: what processes that its collectives meet must have alike of it, by name, with lines.
+        of_rows: whether they must bring as many tokens and requests.
     """
 
     args: Arguments
@@ -455,6 +493,8 @@ class Traced:
     ambient: Ambient
     asked: frozenset[str]
     passes: tuple[Applied, ...] = ()
+    alike: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    of_rows: bool = False
 
     @property
     def signature(self) -> Signature:
@@ -671,6 +711,9 @@ def _traced(
     facts = facts_of(graph.gm, args.leaves, graph.constants, graph.text, returns)
     if look is not None:
         look(args, limits, graph, facts)
+    is_met = bool(collectives_of(graph.gm.graph))
+    alike = told_of(graph.gm.graph, facts, graph.text) if is_met else {}
+    of_rows = are_of_rows(graph.gm.graph, facts)
     vouched = as_vouched(graph.gm, facts)
     check_pads(graph.gm, args.leaves, facts, _told, refuse)
     check_rows(graph.gm, facts, paths, set(returns.values()), refuse)
@@ -684,5 +727,5 @@ def _traced(
     graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(
         args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked),
-        applied,
+        applied, alike, of_rows,
     )  # fmt: skip

@@ -1,0 +1,95 @@
+"""What becomes of a process that waits for another one which is gone: an error that says which.
+
+Gloo raises when a connection breaks, which is at once, and when its timeout is over; NCCL's own
+watchdog likewise. Who it was they do not say. So whoever is left says so in the store that the
+processes have met in, waits a moment for the others to do the same, and names those that do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fngraph.errors import RankError
+from fngraph.torch_facts.names import default_store, resolve_group
+
+ROLL_CALL_S = 3.0
+"""How long those who are left wait for one another, to tell who is not."""
+
+
+def group_of(name: str, axis: str) -> Any:
+    """The process group of an axis.
+
+    Raises:
+        RankError: it has been destroyed, or is of another process.
+    """
+    try:
+        return resolve_group(name)
+    except RuntimeError:
+        raise RankError(
+            f"axis {axis!r} has no processes: its group {name!r} is not there. It was destroyed, or "
+            "made by another process. Make the mesh again, and trace with its axes: "
+            f"fg.make_mesh({axis}=...)"
+        ) from None
+
+
+@contextlib.contextmanager
+def failing_as(what: str, axis: str, group: str) -> Iterator[Any]:
+    """A context in which what torch raises of the axis's processes is a `RankError`; their group.
+
+    Args:
+        what: what is done: "all_gather".
+    """
+    found = group_of(group, axis)
+    try:
+        yield found
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(found)
+        told = str(error).strip().partition("\n")[0]
+        raise RankError(
+            f"{what} over axis {axis!r}, of ranks {ranks}, failed on rank {dist.get_rank()}: "
+            f"{_who(group, ranks, what)}. ({told})",
+            at=(what, axis),
+        ) from error
+
+
+def say_failed(groups: Sequence[tuple[str, str]], error: BaseException) -> None:
+    """Tell those who will look for this process why it does not go on with them.
+
+    Args:
+        groups: (axis, name of its group).
+    """
+    store = default_store()
+    for _, name in groups:
+        with contextlib.suppress(Exception):  # the store is gone with whoever kept it
+            store.set(_key(name, dist.get_rank()), f"raised {type(error).__name__}: {error}")
+
+
+def _key(group: str, rank: int) -> str:
+    return f"fngraph/{group}/failed/{rank}"
+
+
+def _who(group: str, ranks: Sequence[int], what: str) -> str:
+    """Which of these processes are gone, or what they have raised."""
+    own = dist.get_rank()
+    keys = {rank: _key(group, rank) for rank in ranks if rank != own}
+    try:
+        store = default_store()
+        if not store.check([_key(group, own)]):  # what it was the first time is said
+            store.set(_key(group, own), f"waits in {what}")
+        until = time.monotonic() + ROLL_CALL_S
+        while not store.check(list(keys.values())) and time.monotonic() < until:
+            time.sleep(0.02)
+        told = {r: store.get(key).decode() for r, key in keys.items() if store.check([key])}
+    except Exception as error:  # of any class, as the store is anything
+        return f"which process is gone cannot be known, as their store is gone too ({error})"
+    raised = [f"rank {rank} {text}" for rank, text in told.items() if text.startswith("raised")]
+    gone = [rank for rank in keys if rank not in told]
+    if gone:
+        some = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {gone} are"
+        raised.append(f"{some} gone, or did not come in time")
+    return "; ".join(raised) or "all are there, and have failed in it"

@@ -50,7 +50,13 @@ from fngraph.executable import Executable, sizes_of
 from fngraph.fx.advice import in_own_names
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
-from fngraph.fx.collectives import are_of_rows, collectives_of, told_of
+from fngraph.fx.collectives import (
+    are_of_rows,
+    collectives_of,
+    nothing_said,
+    reads_dirty,
+    told_of,
+)
 from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
@@ -59,7 +65,7 @@ from fngraph.fx.nodes import is_op
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
-from fngraph.fx.rows.check import as_vouched, check_rows, facts_of
+from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, row_errors
 from fngraph.fx.rows.pads import NOWHERE, check_pads
 from fngraph.fx.rows.state import OFFSETS
 from fngraph.fx.schemas import named
@@ -708,15 +714,18 @@ def _traced(
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
     drop_dead(graph.gm.graph)
-    facts = facts_of(graph.gm, args.leaves, graph.constants, graph.text, returns)
+    updates = set(returns.values())
+    facts, is_shared = _facts(graph, args, returns, lambda facts: [
+        *row_errors(graph.gm, facts, paths, updates), *_pad_errors(graph, args, facts)
+    ])  # fmt: skip
     if look is not None:
         look(args, limits, graph, facts)
     is_met = bool(collectives_of(graph.gm.graph))
-    alike = told_of(graph.gm.graph, facts, graph.text) if is_met else {}
+    alike = told_of(graph.gm.graph, facts, graph.text, is_shared) if is_met else {}
     of_rows = are_of_rows(graph.gm.graph, facts)
     vouched = as_vouched(graph.gm, facts)
     check_pads(graph.gm, args.leaves, facts, _told, refuse)
-    check_rows(graph.gm, facts, paths, set(returns.values()), refuse)
+    check_rows(graph.gm, facts, paths, updates, refuse)
     applied: tuple[Applied, ...] = ()
     if options.passes_in_order and not refuse.errors:
         with refuse.catching():
@@ -729,3 +738,28 @@ def _traced(
         args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked),
         applied, alike, of_rows,
     )  # fmt: skip
+
+
+def _facts(
+    graph: Graph,
+    args: Arguments,
+    returns: Mapping[int, int],
+    errors: Callable[[Mapping[Any, Any]], Sequence[FnGraphError]],
+) -> tuple[dict[Any, Any], bool]:
+    """What is known of every value; whether that rests on other processes knowing the same.
+
+    What comes out of a collective depends on what others know of their padding. Where rows are
+    right whatever that is, nothing is said of it, and processes may know different things.
+    """
+    given = (graph.gm, args.leaves, graph.constants, graph.text, returns)
+    if claims := nothing_said(graph.gm.graph):
+        found = facts_of(*given, claims=claims)
+        if not reads_dirty(graph.gm.graph, found) and not errors(found):
+            return found, False
+    return facts_of(*given), bool(claims)
+
+
+def _pad_errors(graph: Graph, args: Arguments, facts: Mapping[Any, Any]) -> list[FnGraphError]:
+    found: list[FnGraphError] = []
+    check_pads(graph.gm, args.leaves, facts, _told, found.append)
+    return found

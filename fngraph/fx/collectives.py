@@ -70,32 +70,65 @@ def are_of_rows(graph: fx.Graph, facts: Mapping[fx.Node, Any]) -> bool:
 
 
 def told_of(
-    graph: fx.Graph, facts: Mapping[fx.Node, Any], text: Callable[[Any], str]
+    graph: fx.Graph, facts: Mapping[fx.Node, Any], text: Callable[[Any], str], padding: bool
 ) -> dict[str, tuple[str, str]]:
     """What processes must have alike of a trace, in its order: name to text, and the user's line.
 
-    Ops, shapes and dtypes; of collectives all but the group, and what is known of padding there.
-    Numbers are left out: each process has offsets of its own.
+    Ops, what they read, shapes and dtypes; of collectives all but the group. Other numbers are left
+    out: each process has offsets of its own.
 
     Args:
         facts: `facts_of` the graph.
         text: a size in T and R, as a person writes it.
+        padding: whether rows are right only if all know the same of what goes into collectives.
     """
     told: dict[str, tuple[str, str]] = {}
-    ops = [node for node in graph.nodes if is_op(node)]
-    for i, node in enumerate(ops):
-        results = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]
-        made = ", ".join(_kind(x, text) for x in results)
-        how = ""
-        args = named(node.target, node.args, node.kwargs)
-        if is_collective(node):
-            plain = {n: x for n, x in args.items() if n != "group" and not is_tensor(x) and x != ""}
-            of = [shown(facts[x]) for x in operands(node) if isinstance(facts.get(x), Kept)]
-            how = "; ".join(x for x in (str({k: v for k, v in plain.items() if v is not None}), *of) if x)
-            how = f" {how}"
-        told[f"op {i} of {len(ops)}"] = f"{node.target}{how} -> {made or 'no tensor'}", line_of(node)
+    names: dict[fx.Node, str] = {}
+    ops = sum(map(is_op, graph.nodes))
+    for node in graph.nodes:
+        if node.op == "output":
+            told["outputs"] = _read(node, names), ""
+        elif node.op in ("placeholder", "get_attr"):
+            names[node] = f"%leaf{len(names)}"
+        elif is_op(node):
+            names[node] = f"%{len(told)}"
+            results = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+            made = ", ".join(_kind(x, text) for x in results) or "no tensor"
+            more = f" {_told(node, facts, padding)}" if is_collective(node) else ""
+            does = f"{node.target}({_read(node, names)}){more} -> {made}"
+            told[f"op {len(told)} of {ops}"] = does, line_of(node)
+        else:  # one of several results, or a size
+            names[node] = _read(node, names)
     return told
+
+
+def _read(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    return ", ".join(names[x] for x in node.all_input_nodes if is_tensor(x))
+
+
+def _told(node: fx.Node, facts: Mapping[fx.Node, Any], padding: bool) -> str:
+    """How a collective is called."""
+    given = named(node.target, node.args, node.kwargs).items()
+    args = [f"{n}={x}" for n, x in given if n != "group" and isinstance(x, int | str)]
+    for fact in [facts[x] for x in operands(node)]:
+        if not isinstance(fact, Kept):
+            args.append("of mixed rows")
+        elif padding and (known := shown(fact)):
+            args.append(f"of {known}")
+    return ", ".join(args)
 
 
 def _kind(x: torch.Tensor, text: Callable[[Any], str]) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(text, x.shape))}]"
+
+
+def nothing_said(graph: fx.Graph) -> dict[fx.Node, Kept]:
+    """Claims for `facts_of`: of what collectives make it is known that it keeps its rows, and no
+    more. Of donated state that padding has written there is more to know."""
+    return {node: Kept() for node in graph.nodes if is_collective(node)}
+
+
+def reads_dirty(graph: fx.Graph, facts: Mapping[fx.Node, Any]) -> bool:
+    """Whether a collective reads rows that padding has written."""
+    found = [facts[x] for node in filter(is_collective, graph.nodes) for x in operands(node)]
+    return any(getattr(fact, "dirty", ()) for fact in found)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "fngraph"])
+PROCESSES.set_forkserver_preload(["torch.distributed.device_mesh", "fngraph.graphified"])
 
 
 @dataclasses.dataclass(frozen=True)

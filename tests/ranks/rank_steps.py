@@ -1,0 +1,131 @@
+"""What two and four processes run: every collective, several dtypes and axes, donated state, as
+graphs of each mode and level, beside bare `forward`. Numbers are whole, so that all is exact."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fngraph as fg
+
+E = 8
+BATCHES = ((3, 2), (8, 4), (1, 1), (11, 3), (5, 2))
+"""T, R; the fourth is beyond all keys."""
+LIMITS = fg.Limits(max_tokens=16, max_reqs=4)
+
+
+@fg.struct
+class Batch:
+    """Padding with a row of its own."""
+
+    x: Tensor = fg.buffer(f"T {E}", "float32")
+    ids: Tensor = fg.buffer("T", "int64", pad=0, min=0)
+    slot: Tensor = fg.buffer("T", "int64", pad=0, min=0)
+    spec: fg.BatchSpec = fg.host()
+
+
+def whole(g: torch.Generator, *shape: int) -> Tensor:
+    """Small whole numbers."""
+    return torch.randint(-3, 4, shape, generator=g).float()
+
+
+def batch(seed: int, T: int, R: int) -> Batch:
+    """The same in each process of a seed."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 6, (T,), generator=g)
+    slot = torch.randperm(11, generator=g)[:T] + 1
+    return Batch(x=whole(g, T, E), ids=ids, slot=slot, spec=fg.BatchSpec(T, R))
+
+
+def params(rank: int) -> dict[str, Tensor]:
+    """Each process's own."""
+    g = torch.Generator().manual_seed(100 + rank)
+    return {"up": whole(g, E, E), "down": whole(g, E, E), "one": whole(g, E)}
+
+
+def state() -> dict[str, Tensor]:
+    """Zeros; row 0 is padding's."""
+    return {"rows": torch.zeros(12, E), "count": torch.zeros((), dtype=torch.int32)}
+
+
+def make_forward(mesh: fg.Mesh) -> Any:
+    """All of them, along "tp", and along "dp" where there is one."""
+    tp = mesh["tp"]
+    dp = mesh["dp"] if "dp" in mesh else tp
+
+    def forward(params: Any, state: Any, batch: Batch) -> Any:
+        h = fg.all_reduce(torch.relu(batch.x @ params["up"]), tp)
+        short = fg.all_gather(h.clamp(max=100).to(torch.bfloat16), tp, 1)
+        part = fg.reduce_scatter(short.float(), tp, -1)
+        swapped = fg.all_to_all(h @ params["down"], dp, 1)
+        least = fg.all_reduce(batch.ids + tp.rank, tp, "min")
+        most = fg.all_reduce(h, dp, "max")
+        seen = fg.all_reduce(batch.ids > 1 + tp.rank, tp, "max")
+        every = fg.all_gather(seen[:, None], dp, dim=-1)
+        narrow = fg.all_gather(batch.ids.to(torch.int16)[:, None, None].expand(-1, 2, 3), tp, 1)
+        true = (batch.slot > 0)[:, None]
+        total = fg.all_reduce(torch.where(true, h, 0).sum(0), dp)
+        ones = fg.all_gather(params["one"] + dp.rank, dp)
+        row = fg.reduce_scatter(params["one"].repeat(tp.size), tp) + total
+        rows = state["rows"].index_put((batch.slot,), h + 1)
+        state = {"rows": rows, "count": state["count"] + 1}
+        made = (h, short, part, swapped, least, most, seen, every, narrow, total, ones, row)
+        return made, state
+
+    return forward
+
+
+def steps(rank: int, sizes: dict[str, int], modes: tuple[str, ...]) -> dict[str, Any]:
+    """Whether each step's bits are bare forward's, by mode."""
+    warnings.simplefilter("ignore")
+    mesh = fg.make_mesh("cpu", timeout=60, **sizes)
+    forward, found = make_forward(mesh), {}
+    found["mesh"] = repr(mesh)
+    for mode in modes:
+        bound, bare = state(), state()
+        fast = fg.graphify(forward, donate="state", stage="batch", modes=mode, sizes=(4, 8))
+        step = fast.bind(params(rank)).capture(bound, LIMITS, guards=True, progress=False)
+        wrong: list[Any] = []
+        ran = set()
+        for i, (T, R) in enumerate(BATCHES * 2):
+            one = batch(i, T, R)
+            want, bare = forward(params(rank), bare, one)
+            got, _ = step(bound, one)
+            ran.add(str(step.dispatch(one.spec).mode))
+            same = [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want)]
+            same += [torch.equal(bound[k][1:] if k == "rows" else bound[k],
+                                 bare[k][1:] if k == "rows" else bare[k]) for k in bare]  # fmt: skip
+            wrong += [] if all(same) else [(i, same)]
+        found[mode] = (wrong, sorted(ran))
+        found["memory"] = [(row.estimated.pool, row.measured) for row in step.memory.rows]
+    return found
+
+
+def compiled(rank: int) -> dict[str, Any]:
+    """Pieces with collectives by Inductor: twice, the second time from the disk."""
+    warnings.simplefilter("ignore")
+    tp = fg.make_mesh("cpu", timeout=100, tp=2)["tp"]
+
+    def forward(w: Tensor, batch: Batch) -> Any:
+        a = torch.relu(batch.x) * 2
+        b = fg.all_reduce(batch.x * w, tp)
+        c = fg.all_reduce(batch.x + w, tp)
+        unread = fg.all_gather(b, tp)[: b.shape[0]]
+        d = fg.all_gather(fg.all_reduce(batch.x * w, tp) + a, tp, 1)
+        return d, c + a + unread * 0
+
+    w, found = params(rank)["one"], {}
+    for when in ("first", "again"):
+        fast = fg.graphify(forward, stage="batch", modes="FULL", sizes=(8,), compile="once")
+        step = fast.bind(w).capture(limits=LIMITS, progress=False)
+        batches = [batch(i, T, R) for i, (T, R) in enumerate(BATCHES)]
+        pairs = [(step(one), forward(w, one)) for one in batches]
+        same = [torch.equal(a, b) for got, want in pairs for a, b in zip(got, want)]
+        (piece,) = step.main.executable.compiled
+        found[when] = all(same), [one.loaded for one in piece.made]
+        code = [one.made.path for one in piece.made]
+    found["code"] = code
+    return found

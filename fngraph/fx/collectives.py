@@ -84,7 +84,6 @@ def told_of(
     """
     told: dict[str, tuple[str, str]] = {}
     names: dict[fx.Node, str] = {}
-    ops = sum(map(is_op, graph.nodes))
     for node in graph.nodes:
         if node.op == "output":
             told["outputs"] = _read(node, names), ""
@@ -96,7 +95,7 @@ def told_of(
             made = ", ".join(_kind(x, text) for x in results) or "no tensor"
             more = f" {_told(node, facts, padding)}" if is_collective(node) else ""
             does = f"{node.target}({_read(node, names)}){more} -> {made}"
-            told[f"op {len(told)} of {ops}"] = does, line_of(node)
+            told[f"op {len(told)}"] = does, line_of(node)
         else:  # one of several results, or a size
             names[node] = _read(node, names)
     return told

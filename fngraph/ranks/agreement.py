@@ -90,7 +90,7 @@ def refusal(what: str, told: Mapping[int, Told], places: Mapping[str, str]) -> R
         return RankError(f"ranks {sorted(told)} were about to {what}, and differ in what they said")
     name, values = found
     if name == RAISED:
-        each = "; ".join(f"rank {rank} raised {text}" for rank, text in values.items())
+        each = "; ".join(f"rank {rank} raised {text.rstrip('.')}" for rank, text in values.items())
         return RankError(f"to {what} is off: {each}. Nothing was launched")
     where = f" ({places[name]})" if places.get(name) else ""
     by_value: dict[str, list[int]] = {}

@@ -8,6 +8,7 @@ processes have met in, waits a moment for the others to do the same, and names t
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,15 +45,15 @@ def failing_as(what: str, axis: str, group: str) -> Iterator[Any]:
     Args:
         what: what is done: "all_gather".
     """
-    found = group_of(group, axis)
+    found, came = group_of(group, axis), time.time()
     try:
         yield found
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(found)
-        told = str(error).strip().partition("\n")[0]
+        told = re.sub(r"^\[\S*\] *", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
         raise RankError(
             f"{what} over axis {axis!r}, of ranks {ranks}, failed on rank {dist.get_rank()}: "
-            f"{_who(group, ranks, what)}. ({told})",
+            f"{_who(group, ranks, came)}. ({told})",
             at=(what, axis),
         ) from error
 
@@ -73,14 +74,18 @@ def _key(group: str, rank: int) -> str:
     return f"fngraph/{group}/failed/{rank}"
 
 
-def _who(group: str, ranks: Sequence[int], what: str) -> str:
-    """Which of these processes are gone, or what they have raised."""
+def _who(group: str, ranks: Sequence[int], came: float) -> str:
+    """Which of these processes are gone, have raised something, or came last.
+
+    Args:
+        came: when this one did, in seconds since the epoch.
+    """
     own = dist.get_rank()
     keys = {rank: _key(group, rank) for rank in ranks if rank != own}
     try:
         store = default_store()
         if not store.check([_key(group, own)]):  # what it was the first time is said
-            store.set(_key(group, own), f"waits in {what}")
+            store.set(_key(group, own), f"{_CAME}{came}")
         until = time.monotonic() + ROLL_CALL_S
         while not store.check(list(keys.values())) and time.monotonic() < until:
             time.sleep(0.02)
@@ -92,4 +97,14 @@ def _who(group: str, ranks: Sequence[int], what: str) -> str:
     if gone:
         some = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {gone} are"
         raised.append(f"{some} gone, or did not come in time")
-    return "; ".join(raised) or "all are there, and have failed in it"
+    if raised:
+        return "; ".join(raised)
+    late = {r: float(text.removeprefix(_CAME)) - came for r, text in told.items()}
+    last = max(late, key=lambda rank: late[rank])
+    if late[last] > _LATE_S:
+        return f"rank {last} came {late[last]:.1f} s after this one, by its clock"
+    return "all are there, and another one came late, or it has failed in all"
+
+
+_CAME = "came "
+_LATE_S = 0.1

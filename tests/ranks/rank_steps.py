@@ -90,7 +90,7 @@ def steps(rank: int, sizes: dict[str, int], modes: tuple[str, ...]) -> dict[str,
         step = fast.bind(params(rank)).capture(bound, LIMITS, guards=True, progress=False)
         wrong: list[Any] = []
         ran = set()
-        for i, (T, R) in enumerate(BATCHES * 2):
+        for i, (T, R) in enumerate((*BATCHES, BATCHES[0])):
             one = batch(i, T, R)
             want, bare = forward(params(rank), bare, one)
             got, _ = step(bound, one)
@@ -100,7 +100,6 @@ def steps(rank: int, sizes: dict[str, int], modes: tuple[str, ...]) -> dict[str,
                                  bare[k][1:] if k == "rows" else bare[k]) for k in bare]  # fmt: skip
             wrong += [] if all(same) else [(i, same)]
         found[mode] = (wrong, sorted(ran))
-        found["memory"] = [(row.estimated.pool, row.measured) for row in step.memory.rows]
     return found
 
 
@@ -113,7 +112,7 @@ def compiled(rank: int) -> dict[str, Any]:
         a = torch.relu(batch.x) * 2
         b = fg.all_reduce(batch.x * w, tp)
         c = fg.all_reduce(batch.x + w, tp)
-        unread = fg.all_gather(b, tp)[: b.shape[0]]
+        unread = fg.all_gather(b, tp, 1)[:, :E]
         d = fg.all_gather(fg.all_reduce(batch.x * w, tp) + a, tp, 1)
         return d, c + a + unread * 0
 

@@ -118,8 +118,9 @@ def compiled(rank: int) -> dict[str, Any]:
 
     w, found = params(rank)["one"], {}
     for when in ("first", "again"):
-        fast = fg.graphify(forward, stage="batch", modes="FULL", sizes=(8,), compile="once")
-        step = fast.bind(w).capture(limits=LIMITS, progress=False)
+        fast = fg.graphify(forward, stage="batch", modes="FULL", sizes=(8,), compile="once",
+                           limits=LIMITS)  # fmt: skip
+        step = fast.bind(w).capture(progress=False)
         batches = [batch(i, T, R) for i, (T, R) in enumerate(BATCHES)]
         pairs = [(step(one), forward(w, one)) for one in batches]
         same = [torch.equal(a, b) for got, want in pairs for a, b in zip(got, want)]

@@ -1,7 +1,7 @@
 """Collectives in a traced graph: who takes part, in which order they come, what must be alike.
 
-An op of ours with an argument `group` is one. All processes of a group must come to the same ones in
-the same order, or they wait for each other, or take what is not meant for them.
+An op of ours with an argument `group` is one. All processes of a group must come to the same ones
+in the same order, or they wait for each other, or take what is not meant for them.
 """
 
 from __future__ import annotations

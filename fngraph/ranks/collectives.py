@@ -132,7 +132,7 @@ def _why_not(x: Any, dim: Any, size: int, split: bool, adds: str) -> str:
         return f"takes a tensor, not a {type(x).__name__}"
     if dim is not None and (type(dim) is not int or not -x.ndim <= dim < x.ndim):
         return f"dim={dim!r} of a tensor of shape {list(x.shape)}, which has {x.ndim} dims"
-    if split and type(n := x.shape[dim]) is int and n % size:
+    if split and dim is not None and type(n := x.shape[dim]) is int and n % size:
         return uneven(n, dim, x, size)
     least_or_most = adds in ("max", "min")
     known = x.dtype in _REDUCED or (least_or_most and x.dtype is torch.bool)
@@ -209,21 +209,21 @@ def _shorter(x: Tensor, dim: int, size: int, *_: Any) -> Tensor:
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
         raise RankError(
-            f"{user_line()}: {name} under a gradient or a transform of torch.func: whether it is to sum gradients "
-            "over processes as well, only the caller knows. Differentiate what is around it, and "
-            "reduce the gradients: fg.all_reduce(grads, axis)"
+            f"{user_line()}: {name} under a gradient or a transform of torch.func: whether it is to "
+            "sum gradients over processes as well, only the caller knows. Differentiate what is "
+            "around it, and reduce the gradients: fg.all_reduce(grads, axis)"
         )
 
     return refuse
 
 
-for _name, _schema, _run, _fake in (
-    ("all_reduce", "(Tensor x, str op, str axis, str group, Tensor? after=None) -> Tensor", _reduced, _same),
-    ("all_gather", "(Tensor x, int dim, int size, str axis, str group, Tensor? after=None) -> Tensor", _gathered,
-     _longer),
-    ("reduce_scatter", "(Tensor x, int dim, int size, str axis, str group, Tensor? after=None) -> Tensor", _scattered,
-     _shorter),
-    ("all_to_all", "(Tensor x, int dim, int size, str axis, str group, Tensor? after=None) -> Tensor", _exchanged,
-     _same),
-):  # fmt: skip
+_WHO = "str axis, str group, Tensor? after=None"
+for _name, _how, _run, _fake in (
+    ("all_reduce", "str op", _reduced, _same),
+    ("all_gather", "int dim, int size", _gathered, _longer),
+    ("reduce_scatter", "int dim, int size", _scattered, _shorter),
+    ("all_to_all", "int dim, int size", _exchanged, _same),
+):
+    # `after`: one that must come before, for compilers; see `fngraph.fx.collectives.keep_order`
+    _schema = f"(Tensor x, {_how}, {_WHO}) -> Tensor"
     define_op(_name, _schema, _run, _fake, _refused(_name))

@@ -32,8 +32,8 @@ def group_of(name: str, axis: str) -> Any:
         return resolve_group(name)
     except RuntimeError:
         raise RankError(
-            f"axis {axis!r} has no processes: its group {name!r} is not there. It was destroyed, or "
-            "made by another process. Make the mesh again, and trace with its axes: "
+            f"axis {axis!r} has no processes: its group {name!r} is not there. It was destroyed, "
+            "or made by another process. Make the mesh again, and trace with its axes: "
             f"fg.make_mesh({axis}=...)"
         ) from None
 

@@ -124,9 +124,7 @@ TIMEOUT_S = 300.0
 """How long a process waits for another one: longer than a model loads or compiles."""
 
 
-def make_mesh(
-    device: str | None = None, *, timeout: float | None = None, **sizes: int
-) -> Mesh:
+def make_mesh(device: str | None = None, *, timeout: float | None = None, **sizes: int) -> Mesh:
     """A mesh of the processes that torchrun has started, each of which calls this.
 
     Where no process group is there yet, it is made: NCCL's for "cuda" beside gloo's, by which steps

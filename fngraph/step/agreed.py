@@ -113,7 +113,9 @@ def after_capture(keys: Keys, key: Key, failure: CaptureError | None) -> Capture
     keys.free([key])
     each = "; ".join(f"rank {rank}: {one[RAISED]}" for rank, one in told.items() if one)
     if keys.shared.rules.on_failure == "raise":
-        raise RankError(f"{_named(key)} cannot be captured by every process, so none keeps it: {each}")
+        raise RankError(
+            f"{_named(key)} cannot be captured by every process, so none keeps it: {each}"
+        )
     return CaptureError(f"{_named(key)}: {each}")
 
 

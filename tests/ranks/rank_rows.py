@@ -78,7 +78,7 @@ OPS: tuple[Callable[[Value, Any, Batch, fg.Axis], Value], ...] = (
     lambda x, w, b, a: x + fg.all_reduce(torch.zeros(12, E).index_put((b.place,), x), a)[1:].sum(0),
     lambda x, w, b, a: x + fg.all_gather(torch.zeros(12, E).index_put((b.place,), x), a)[12].sum(),
     lambda x, w, b, a: x + fg.all_gather(torch.zeros(12, E).index_put((b.place,), x), a)[13:].sum(),
-    lambda x, w, b, a: x + fg.all_to_all(torch.zeros(12, E).index_put((b.place,), x), a, 1)[1:].sum(),
+    lambda x, w, b, a: x + fg.all_to_all(kept(x, b), a, 1)[1:].sum(),
     lambda x, w, b, a: x + fg.all_reduce(b.starts, a, "max").diff()[0],
     lambda x, w, b, a: fg.all_reduce(x.to(torch.bfloat16), a).float(),
     lambda x, w, b, a: (fg.all_reduce((x > 0), a, "max") & (b.slot >= 0)[:, None]).float(),

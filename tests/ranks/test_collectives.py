@@ -4,6 +4,7 @@ too, with padding poisoned; what is known of padding behind them; and what is sa
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def test_memory_counts_what_they_make() -> None:
     assert pool(lambda x: fg.all_reduce(x, TP)) == pool(lambda x: x + 1)
 
 
+@pytest.mark.rest  # Inductor and a C++ compiler, twice: half a minute of two cores
 def test_compiled_pieces_come_to_them_in_one_order(tmp_path: Path) -> None:
     """Both write one cache at once, and read it later."""
     env = {"FNGRAPH_CACHE": str(tmp_path)}
@@ -80,11 +82,10 @@ def test_compiled_pieces_come_to_them_in_one_order(tmp_path: Path) -> None:
     called = []
     for found in ran:
         assert found["first"][0] and found["again"] == (True, [True])
-        (path,) = found["code"]
-        lines = [one.strip() for one in Path(path).read_text().splitlines()]
-        called.append([one for one in lines if "torch.ops.fngraph." in one])
-        names = [one.partition("torch.ops.fngraph.")[2].partition(".")[0] for one in called[-1]]
-        assert names == "all_reduce all_reduce all_gather all_reduce all_gather".split()
+        code = Path(found["code"]).read_text()
+        called.append(re.findall(r"^ +buf\d+ = torch\.ops\.fngraph\.(.+)", code, re.MULTILINE))
+        names = [one.partition(".")[0] for one in called[-1]]
+        assert names == "all_reduce all_reduce all_reduce all_gather all_gather".split()
     assert called[0] == called[1]
 
 
@@ -144,7 +145,7 @@ def test_wrong_uses_are_told_by_line(name: str) -> None:
     report = fg.check(forward, *args, stage="batch", limits=rank_steps.LIMITS)
     assert why in str(report.errors[0])
     assert "tests/ranks/test_collectives.py:" in str(report.errors[0])
-    with pytest.raises(RankError, match=r"test_collectives.py:\d+: all_|test_collectives.py:\d+: red"):
+    with pytest.raises(RankError, match=r"test_collectives.py:\d+: (all_|reduce_)"):
         fg.graphify(forward, stage="batch", limits=rank_steps.LIMITS).trace()
 
 
@@ -157,7 +158,7 @@ def test_along_rows_is_refused() -> None:
 
 
 def test_a_group_that_is_gone() -> None:
-    with pytest.raises(RankError, match="axis 'tp' has no processes: its group \"nobody's\" is not"):
+    with pytest.raises(RankError, match="axis 'tp' has no processes: its group \"nobody's\""):
         fg.all_reduce(torch.zeros(3), TP)
 
 

@@ -50,19 +50,19 @@ from fngraph.executable import Executable, sizes_of
 from fngraph.fx.advice import in_own_names
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
-from fngraph.fx.collectives import (
-    are_of_rows,
-    collectives_of,
-    nothing_said,
-    reads_dirty,
-    told_of,
-)
 from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.nodes import is_op
 from fngraph.fx.pieces.code import blame, direct
+from fngraph.fx.pieces.collectives import (
+    are_of_rows,
+    collectives_of,
+    nothing_said,
+    reads_dirty,
+    told_of,
+)
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
 from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, row_errors

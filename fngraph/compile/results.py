@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.collectives import keep_order
 from fngraph.fx.nodes import written_by
+from fngraph.fx.pieces.collectives import keep_order
 from fngraph.torch_facts.memory import storage_key
 
 

@@ -209,8 +209,8 @@ def _shorter(x: Tensor, dim: int, size: int, *_: Any) -> Tensor:
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
         raise RankError(
-            f"{user_line()}: {name} under a gradient or a transform of torch.func: whether it is to "
-            "sum gradients over processes as well, only the caller knows. Differentiate what is "
+            f"{user_line()}: {name} under a gradient or a transform of torch.func: whether it is "
+            "to sum gradients over processes as well, only the caller knows. Differentiate what is "
             "around it, and reduce the gradients: fg.all_reduce(grads, axis)"
         )
 
@@ -224,6 +224,6 @@ for _name, _how, _run, _fake in (
     ("reduce_scatter", "int dim, int size", _scattered, _shorter),
     ("all_to_all", "int dim, int size", _exchanged, _same),
 ):
-    # `after`: one that must come before, for compilers; see `fngraph.fx.collectives.keep_order`
+    # `after`: one that must come before; see `fngraph.fx.pieces.collectives.keep_order`
     _schema = f"(Tensor x, {_how}, {_WHO}) -> Tensor"
     define_op(_name, _schema, _run, _fake, _refused(_name))

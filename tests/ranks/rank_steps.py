@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.torch_facts.names import resolve_group
 
 E = 8
 BATCHES = ((3, 2), (8, 4), (1, 1), (11, 3), (5, 2))
@@ -78,12 +79,19 @@ def make_forward(mesh: fg.Mesh) -> Any:
     return forward
 
 
+def backend_of(group: Any) -> Any:
+    """What a group moves the CPU's tensors by."""
+    return group._get_backend(torch.device("cpu"))
+
+
 def steps(rank: int, sizes: dict[str, int], modes: tuple[str, ...]) -> dict[str, Any]:
     """Whether each step's bits are bare forward's, by mode."""
     warnings.simplefilter("ignore")
     mesh = fg.make_mesh("cpu", timeout=60, **sizes)
     forward, found = make_forward(mesh), {}
+    groups = [resolve_group(axis.group) for axis in mesh.axes]
     found["mesh"] = repr(mesh)
+    found["waits"] = [backend_of(group).options._timeout.total_seconds() for group in groups]
     for mode in modes:
         bound, bare = state(), state()
         fast = fg.graphify(forward, donate="state", stage="batch", modes=mode, sizes=(4, 8))
@@ -113,8 +121,8 @@ def compiled(rank: int) -> dict[str, Any]:
         b = fg.all_reduce(x * w, tp)
         c = fg.all_reduce(x + w, tp)
         d = fg.all_gather(fg.all_reduce(x * w, tp) + a, tp, 1)
-        unread = fg.all_gather(b, tp, 1)[:, :E]
-        return d, c + a + unread * 0
+        other = fg.all_gather(b, tp, 1)[:, :E]
+        return d, c + a + other
 
     w, found = params(rank)["one"], {}
     for when in ("first", "again"):

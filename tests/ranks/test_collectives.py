@@ -56,6 +56,7 @@ def test_two_axes_of_four_processes(four: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(four):
         assert found["FULL"] == ([], ["FULL", "NONE"])
         assert f"dp {rank // 2}, tp {rank % 2}" in found["mesh"]
+        assert found["waits"] == [60.0, 60.0], "as long as make_mesh was told"
 
 
 def test_memory_counts_what_they_make() -> None:

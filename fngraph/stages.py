@@ -336,8 +336,7 @@ class Lowered:
             "generators": str(len(options.generators)),
             **{f"the backend of {c.name}": ", ".join(b.name for b in c.backends)
                for c in self.calls},
-            **{leaf.path: f"{leaf.role.value} {leaf.spec or leaf.buffer} on {leaf.device.type}"
-               for leaf in leaves},
+            **{leaf.path: _kind(leaf) for leaf in leaves},
             **{name: text for name, (text, _) in traced.alike.items()},
             "collectives": ", ".join(f"{one.op} over {one.axis}" for one in found),
         }  # fmt: skip
@@ -385,6 +384,15 @@ class Lowered:
             f"Lowered({self.table!r}, {len(self.plan.buffers)} static buffers of "
             f"{self.plan.nbytes} bytes, notes: {list(self.notes) or 'none'})"
         )
+
+
+def _kind(leaf: Leaf) -> str:
+    """What a leaf is, on whichever of a host's devices."""
+    what = str(leaf.buffer)
+    if leaf.spec is not None:
+        dtype = str(leaf.spec.dtype).removeprefix("torch.")
+        what = f"{dtype}{list(leaf.spec.shape)} of strides {list(leaf.spec.stride)}"
+    return f"{leaf.role.value} {what} on {leaf.device.type}"
 
 
 def _piece_fn(piece: Piece, generators: Generators) -> InstructionFn:

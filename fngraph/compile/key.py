@@ -35,7 +35,7 @@ PLACES = {
 }  # fmt: skip
 """But these say where something is, or how fast it is made. Inductor itself sets some of them."""
 
-OWN = ("compile", "ops", "torch_facts")
+OWN = ("compile", "ops", "ranks", "torch_facts")
 """Folders of this package whose source is a part of every key."""
 
 

@@ -3,12 +3,15 @@ two processes before anything is captured or launched; a test tries to run other
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import rank_differs
 import starting
+import torch
 
+import fngraph as fg
 from fngraph.ranks.agreement import RAISED, Peers, first_difference, refusal
 
 # the comparison, of plain values
@@ -126,3 +129,24 @@ def test_a_capture_that_fails_in_one_is_kept_by_none(ranks: list[dict[str, Any]]
         assert all("no such luck" in why for why in failed)
         assert all(why.startswith("rank 1: ") for why in failed) == (rank == 0)
         assert found["and runs"] == ("", "NONE")
+
+
+def test_devices_of_other_numbers_are_alike() -> None:
+    """Each process has its own: cuda:0 and cuda:1; and a group of another name."""
+
+    def told(device: str, group: str) -> Peers | None:
+        tp = fg.Axis("tp", 2, 0, group)
+        spec = fg.like(torch.empty(8, 8, device="meta"))
+        w = dataclasses.replace(spec, device=torch.device(device))
+
+        def forward(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return fg.all_reduce(x @ w, tp)
+
+        x = dataclasses.replace(w, shape=(3, 8))
+        lowered = fg.graphify(forward, stage="x").trace(w, batch=x).split().lower()
+        return lowered.compile().executable.peers
+
+    one, other = told("cuda:0", "1"), told("cuda:1", "2")
+    assert one is not None and other is not None
+    assert one.groups != other.groups
+    assert one.told == other.told

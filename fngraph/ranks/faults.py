@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -53,58 +53,69 @@ def failing_as(what: str, axis: str, group: str) -> Iterator[Any]:
         told = re.sub(r"^\[\S*\] *", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
         raise RankError(
             f"{what} over axis {axis!r}, of ranks {ranks}, failed on rank {dist.get_rank()}: "
-            f"{_who(group, ranks, came)}. ({told})",
+            f"{_who(ranks, came)}. ({told})",
             at=(what, axis),
         ) from error
 
 
-def say_failed(groups: Sequence[tuple[str, str]], error: BaseException) -> None:
-    """Tell those who will look for this process why it does not go on with them.
-
-    Args:
-        groups: (axis, name of its group).
-    """
-    store = default_store()
-    for _, name in groups:
-        with contextlib.suppress(Exception):  # the store is gone with whoever kept it
-            store.set(_key(name, dist.get_rank()), f"raised {type(error).__name__}: {error}")
+def say_failed(error: BaseException) -> None:
+    """Tell those who will look for this process why it does not go on with them."""
+    with contextlib.suppress(Exception):  # the store is gone with whoever kept it
+        default_store().set(_key(dist.get_rank()), f"{_RAISED}{type(error).__name__}: {error}")
 
 
-def _key(group: str, rank: int) -> str:
-    return f"fngraph/{group}/failed/{rank}"
+_RAISED, _FOUND, _CAME = "raised ", "found that ", "came "
+"""What a process says of itself, and of others; or when it came, in seconds since the epoch."""
+_LATE_S = 0.1
 
 
-def _who(group: str, ranks: Sequence[int], came: float) -> str:
+def _key(rank: int) -> str:
+    return f"fngraph/failed/{rank}"
+
+
+def _who(ranks: Sequence[int], came: float) -> str:
     """Which of these processes are gone, have raised something, or came last.
 
     Args:
-        came: when this one did, in seconds since the epoch.
+        came: when this one did.
     """
     own = dist.get_rank()
-    keys = {rank: _key(group, rank) for rank in ranks if rank != own}
+    others = [rank for rank in ranks if rank != own]
     try:
         store = default_store()
-        if not store.check([_key(group, own)]):  # what it was the first time is said
-            store.set(_key(group, own), f"{_CAME}{came}")
+        if not store.check([_key(own)]):  # what it was the first time is said
+            store.set(_key(own), f"{_CAME}{came}")
         until = time.monotonic() + ROLL_CALL_S
-        while not store.check(list(keys.values())) and time.monotonic() < until:
-            time.sleep(0.02)
-        told = {r: store.get(key).decode() for r, key in keys.items() if store.check([key])}
+        told = _roll(store, others)
+        while time.monotonic() < until and not all(
+            rank in told and not told[rank].startswith(_CAME) for rank in others
+        ):  # who only came may know more in a moment
+            time.sleep(0.05)
+            told = _roll(store, others)
+        who = _told(told, others, came)
+        if not told.keys() >= set(others):
+            store.set(_key(own), f"{_FOUND}{who}")
     except Exception as error:  # of any class, as the store is anything
         return f"which process is gone cannot be known, as their store is gone too ({error})"
-    raised = [f"rank {rank} {text}" for rank, text in told.items() if text.startswith("raised")]
-    gone = [rank for rank in keys if rank not in told]
+    return who
+
+
+def _roll(store: Any, others: Sequence[int]) -> dict[int, str]:
+    """What others have said."""
+    return {r: store.get(_key(r)).decode() for r in others if store.check([_key(r)])}
+
+
+def _told(told: Mapping[int, str], others: Sequence[int], came: float) -> str:
+    """What to make of it."""
+    known = [f"rank {r} {text}" for r, text in told.items() if not text.startswith(_CAME)]
+    gone = [rank for rank in others if rank not in told]
     if gone:
         some = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {gone} are"
-        raised.append(f"{some} gone, or did not come in time")
-    if raised:
-        return "; ".join(raised)
+        known.append(f"{some} gone, or did not come in time")
+    if known:
+        return "; ".join(known)
     late = {r: float(text.removeprefix(_CAME)) - came for r, text in told.items()}
     last = max(late, key=lambda rank: late[rank])
     if late[last] > _LATE_S:
         return f"rank {last} came {late[last]:.1f} s after this one, by its clock"
     return "all are there, and another one came late, or it has failed in all"
-
-
-_CAME = "came "
-_LATE_S = 0.1

@@ -70,7 +70,7 @@ def failed_step(
         where = f"the step that runs as {_named(prepared.chosen.key)}" if prepared else "a step"
         _say_where(peers, error, where)
     elif met or isinstance(allowed, Dispatch):
-        say_failed(peers.groups, error)
+        say_failed(error)
     else:
         with contextlib.suppress(RankError):  # they get one
             meet(peers, "run a step", 0, 0, lambda: _raised(error), trouble=True)
@@ -140,7 +140,7 @@ def telling(keys: Keys, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if peers is not None:
-            say_failed(peers.groups, error)
+            say_failed(error)
         raise
 
 

@@ -41,6 +41,7 @@ def made(
     capture: Any = None,
     late: bool = False,
     padded: bool = False,
+    dp: fg.Axis | None = None,
     **options: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
     """A step and its state. late: the tripping op comes after the collective; padded: a sum over
@@ -51,6 +52,7 @@ def made(
         if padded:
             h = torch.where((batch.slot > 0)[:, None], h, rank)
         h = fg.all_reduce(h, tp, "max") - rank if padded else fg.all_reduce(h, tp)
+        h = fg.all_reduce(h, dp, "max") if dp is not None else h
         h = h * trip(w)[0, 0] if late else h
         summed = h.sum(0) if padded else h
         rows = state["rows"].index_put((batch.slot,), h.float())

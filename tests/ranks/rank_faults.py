@@ -51,6 +51,19 @@ def fails(rank: int, kind: str, where: str, ranks: int = 2) -> Any:
     return error, time.monotonic() - began
 
 
+def in_a_grid(rank: int) -> Any:
+    """Two by two, of which the last is killed: one shares no axis with it."""
+    warnings.simplefilter("ignore")
+    mesh = fg.make_mesh("cpu", timeout=TIMEOUT_S, dp=2, tp=2)
+    step, state = made(mesh["tp"], dp=mesh["dp"])
+    one = batch(0, 3, 2)
+    step(state, one)
+    if rank == 3:
+        die()
+    began = time.monotonic()
+    return told(lambda: step(state, one)), time.monotonic() - began
+
+
 def goes_on(rank: int) -> Any:
     """Three processes, of which one is killed; the other two go on with the same weights, state and
     processes, as a group of two."""

@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "is killed after steps": (2, rank_faults.fails, ("is killed", "steps")),
     "stalls after steps": (3, rank_faults.fails, ("stalls", "steps", 3)),
     "raises in an op": (2, rank_faults.fails, ("raises", "op")),
+    "in a grid": (4, rank_faults.in_a_grid, ()),
     "others go on": (3, rank_faults.goes_on, ()),
     "the same again": (2, rank_faults.same_again, ()),
 }
@@ -70,6 +71,15 @@ def test_every_other_process_raises_in_time(ran: dict[str, list[Ended]], name: s
         assert took < TIMEOUT_S + ROLL_CALL_S + 3, "3 s: this machine may be busy"
     said = [one.value[0] for rank, one in enumerate(ended) if rank != FAILING]
     assert any(WHO[name] in error for error in said), said
+
+
+def test_who_shares_no_axis_with_it_is_told_too(ran: dict[str, list[Ended]]) -> None:
+    *left, killed = ran["in a grid"]
+    assert killed.code == -9
+    said = starting.values(left)
+    assert all(error.startswith("RankError: ") and "rank 3 is gone" in error for error, _ in said)
+    assert all(took < TIMEOUT_S + ROLL_CALL_S + 3 for _, took in said)
+    assert "rank 2 found that rank 3" in said[0][0] or "rank 1 found that rank 3" in said[0][0]
 
 
 def test_those_that_are_left_go_on(ran: dict[str, list[Ended]]) -> None:

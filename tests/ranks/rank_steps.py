@@ -33,12 +33,13 @@ def whole(g: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(-3, 4, shape, generator=g).float()
 
 
-def batch(seed: int, T: int, R: int) -> Batch:
+def batch(seed: int, T: int, R: int, device: str = "cpu") -> Batch:
     """The same in each process of a seed."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 6, (T,), generator=g)
     slot = torch.randperm(11, generator=g)[:T] + 1
-    return Batch(x=whole(g, T, E), ids=ids, slot=slot, spec=fg.BatchSpec(T, R))
+    x, ids, slot = (leaf.to(device) for leaf in (whole(g, T, E), ids, slot))
+    return Batch(x=x, ids=ids, slot=slot, spec=fg.BatchSpec(T, R))
 
 
 def params(rank: int) -> dict[str, Tensor]:
@@ -79,28 +80,36 @@ def make_forward(mesh: fg.Mesh) -> Any:
     return forward
 
 
+def on(device: str, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same there."""
+    return {name: x.to(device) for name, x in leaves.items()}
+
+
 def backend_of(group: Any) -> Any:
     """What a group moves the CPU's tensors by."""
     return group._get_backend(torch.device("cpu"))
 
 
-def steps(rank: int, sizes: dict[str, int], modes: tuple[str, ...]) -> dict[str, Any]:
+def steps(
+    rank: int, sizes: dict[str, int], modes: tuple[str, ...], device: str = "cpu"
+) -> dict[str, Any]:
     """Whether each step's bits are bare forward's, by mode."""
     warnings.simplefilter("ignore")
-    mesh = fg.make_mesh("cpu", timeout=60, **sizes)
+    mesh = fg.make_mesh(device, timeout=60, **sizes)
     forward, found = make_forward(mesh), {}
+    weights = on(mesh.device, params(rank))
     groups = [resolve_group(axis.group) for axis in mesh.axes]
     found["mesh"] = repr(mesh)
     found["waits"] = [backend_of(group).options._timeout.total_seconds() for group in groups]
     for mode in modes:
-        bound, bare = state(), state()
+        bound, bare = on(mesh.device, state()), on(mesh.device, state())
         fast = fg.graphify(forward, donate="state", stage="batch", modes=mode, sizes=(4, 8))
-        step = fast.bind(params(rank)).capture(bound, LIMITS, guards=True, progress=False)
+        step = fast.bind(weights).capture(bound, LIMITS, guards=True, progress=False)
         wrong: list[Any] = []
         ran = set()
         for i, (T, R) in enumerate((*BATCHES, BATCHES[0])):
-            one = batch(i, T, R)
-            want, bare = forward(params(rank), bare, one)
+            one = batch(i, T, R, mesh.device)
+            want, bare = forward(weights, bare, one)
             got, _ = step(bound, one)
             ran.add(str(step.dispatch(one.spec).mode))
             same = [torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want)]

@@ -59,6 +59,15 @@ def test_two_axes_of_four_processes(four: list[dict[str, Any]]) -> None:
         assert found["waits"] == [60.0, 60.0], "as long as make_mesh was told"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two CUDA devices")
+def test_two_devices() -> None:
+    """NCCL's inside FULL graphs."""
+    ran = starting.run(rank_steps.steps, 2, {"tp": 2}, MODES, "cuda", within=250)
+    for found in starting.values(ran):
+        assert all(not found[mode][0] for mode in MODES)
+
+
 def test_memory_counts_what_they_make() -> None:
     """As it counts what a `cat` of the same size makes."""
 

@@ -80,6 +80,39 @@ def make_forward(mesh: fg.Mesh) -> Any:
     return forward
 
 
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int8, torch.uint8, torch.bool, torch.int16, torch.complex64, torch.float8_e5m2,
+)  # fmt: skip
+
+
+def untrue(axis: fg.Axis, device: str) -> list[Any]:
+    """Collectives that do not give what all processes' tensors, which each can make, say."""
+    wrong: list[Any] = []
+    for dtype in DTYPES:
+        made = [whole(torch.Generator().manual_seed(i), 4, 6, 2) for i in range(axis.size)]
+        given = [x.abs().to(device).to(dtype) for x in made]
+        own, reduces = given[axis.rank], dtype not in (torch.int16, torch.float8_e5m2)
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for dim in (0, 1, -1):
+            parts = [x.chunk(axis.size, dim)[axis.rank] for x in given]
+            pairs[f"gather {dim}"] = fg.all_gather(own, axis, dim), torch.cat(given, dim)
+            pairs[f"exchange {dim}"] = fg.all_to_all(own, axis, dim), torch.cat(parts, dim)
+            if reduces and dtype is not torch.bool:
+                summed = torch.stack(parts).sum(0).to(dtype)
+                pairs[f"scatter {dim}"] = fg.reduce_scatter(own, axis, dim), summed
+        if reduces and dtype is not torch.bool:
+            pairs["sum"] = fg.all_reduce(own, axis), torch.stack(given).sum(0).to(dtype)
+        if reduces and not dtype.is_complex:
+            pairs["max"] = fg.all_reduce(own, axis, "max"), torch.stack(given).amax(0)
+            pairs["min"] = fg.all_reduce(own.mT, axis, "min"), torch.stack(given).amin(0).mT
+        for name, (got, want) in pairs.items():
+            same = got.dtype == dtype and got.is_contiguous() and got.shape == want.shape
+            if not (same and bool((got.to(torch.complex64) == want.to(torch.complex64)).all())):
+                wrong.append((dtype, name))
+    return wrong
+
+
 def on(device: str, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same there."""
     return {name: x.to(device) for name, x in leaves.items()}
@@ -97,6 +130,7 @@ def steps(
     warnings.simplefilter("ignore")
     mesh = fg.make_mesh(device, timeout=60, **sizes)
     forward, found = make_forward(mesh), {}
+    found["untrue"] = [untrue(axis, mesh.device) for axis in mesh.axes]
     weights = on(mesh.device, params(rank))
     groups = [resolve_group(axis.group) for axis in mesh.axes]
     found["mesh"] = repr(mesh)

@@ -59,6 +59,12 @@ def test_two_axes_of_four_processes(four: list[dict[str, Any]]) -> None:
         assert found["waits"] == [60.0, 60.0], "as long as make_mesh was told"
 
 
+def test_they_give_what_all_tensors_say(two: list[Any], four: list[Any]) -> None:
+    """Of each dtype, along each dim and axis; what they give is contiguous."""
+    assert [found["untrue"] for found in two] == [[[]]] * 2
+    assert [found["untrue"] for found in four] == [[[], []]] * 4
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two CUDA devices")
 def test_two_devices() -> None:

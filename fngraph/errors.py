@@ -53,7 +53,15 @@ class DonationError(FnGraphError, ValueError):
 
 class RankError(FnGraphError, RuntimeError):
     """Processes that do not fit together: a mesh of another number than there are, a split that is
-    not even, something that differs between them, or one that is gone."""
+    not even, something that differs between them, or one that is gone.
+
+    Attributes:
+        at: the collective and the axis that it happened in, until it is said where that is.
+    """
+
+    def __init__(self, text: str, at: tuple[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.at = at
 
 
 # --- purity of the traced function --------------------------------------------------------------

@@ -23,6 +23,7 @@ from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.leaves import Leaf
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.backend import Planner
+from fngraph.ranks.agreement import Peers
 
 
 class Maker(Protocol):
@@ -81,6 +82,7 @@ class Executable:
         level: of compilation.
         compiled: pieces that were compiled, each once.
         matches: how often each pass has matched, by its name.
+        peers: the processes that its collectives meet; None: it has none.
     """
 
     args: Arguments
@@ -107,6 +109,7 @@ class Executable:
     compiled: tuple[CompiledPiece, ...]
     matches: Mapping[str, int]
     maker: Maker
+    peers: Peers | None = None
 
     def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:
         """{"T": padded tokens, "R": padded requests, ...} of a key."""

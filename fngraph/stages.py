@@ -23,6 +23,7 @@ from torch import fx
 from fngraph.calls import PrimitiveCall, choose, with_planners
 from fngraph.compile.artefact import Source
 from fngraph.compile.disk import disk_of
+from fngraph.compile.key import own_source
 from fngraph.compile.piece import CompiledPiece, artefact_rows
 from fngraph.compile.results import Plan, plan_of
 from fngraph.core import (
@@ -55,9 +56,16 @@ from fngraph.fx.generators import Generators, check_untouched, preserved, with_g
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.nodes import is_op
 from fngraph.fx.pieces.code import blame, direct
+from fngraph.fx.pieces.collectives import (
+    are_of_rows,
+    collectives_of,
+    nothing_said,
+    reads_dirty,
+    told_of,
+)
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
-from fngraph.fx.rows.check import as_vouched, check_rows, facts_of
+from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, row_errors
 from fngraph.fx.rows.pads import NOWHERE, check_pads
 from fngraph.fx.rows.state import OFFSETS
 from fngraph.fx.schemas import named
@@ -71,7 +79,9 @@ from fngraph.ops.transforms import ASKED
 from fngraph.options import CaptureDict, Options, check_names, check_outputs
 from fngraph.passes.running.frame import Applied, Pass, as_text, run_passes
 from fngraph.passes.shipped import name_of
+from fngraph.ranks.agreement import Peers
 from fngraph.step.step import Step, make_step
+from fngraph.torch_facts.portable import versions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -305,6 +315,37 @@ class Lowered:
                 dataclasses.replace(traced, passes=tuple(one.counted() for one in traced.passes)),
                 self.limits,
             ),
+            peers=self._peers(),
+        )
+
+    def _peers(self) -> Peers | None:
+        """Who the collectives meet, and all that must be alike there; see `fngraph.step.agreed`."""
+        traced = self.split.traced
+        found = collectives_of(traced.graph.gm.graph)
+        if not found:
+            return None
+        options, leaves = traced.options, traced.args.leaves
+        told = {
+            "fngraph": own_source()[:16],
+            **versions(),
+            "limits": repr(self.limits),
+            "modes": str(self.table.modes),
+            "the dispatch table": f"{self.table!r} {self.table.plan_hash}",
+            "compile": self.level,
+            "passes": str([one.key for one in options.passes_in_order]),
+            "generators": str(len(options.generators)),
+            **{f"the backend of {c.name}": ", ".join(b.name for b in c.backends)
+               for c in self.calls},
+            **{leaf.path: _kind(leaf) for leaf in leaves},
+            **{name: text for name, (text, _) in traced.alike.items()},
+            "collectives": ", ".join(f"{one.op} over {one.axis}" for one in found),
+        }  # fmt: skip
+        return Peers(
+            groups=tuple(sorted({(one.axis, one.group) for one in found})),
+            told=told,
+            places={name: line for name, (_, line) in traced.alike.items()},
+            counts=traced.of_rows,
+            calls=tuple((one.op, one.axis, one.line) for one in found),
         )
 
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
@@ -343,6 +384,15 @@ class Lowered:
             f"Lowered({self.table!r}, {len(self.plan.buffers)} static buffers of "
             f"{self.plan.nbytes} bytes, notes: {list(self.notes) or 'none'})"
         )
+
+
+def _kind(leaf: Leaf) -> str:
+    """What a leaf is, on whichever of a host's devices."""
+    what = str(leaf.buffer)
+    if leaf.spec is not None:
+        dtype = str(leaf.spec.dtype).removeprefix("torch.")
+        what = f"{dtype}{list(leaf.spec.shape)} of strides {list(leaf.spec.stride)}"
+    return f"{leaf.role.value} {what} on {leaf.device.type}"
 
 
 def _piece_fn(piece: Piece, generators: Generators) -> InstructionFn:
@@ -443,6 +493,8 @@ class Traced:
         ambient: the state of torch that it was traced under.
         asked: which of grad and inference mode `forward` has asked for; the others are all one.
         passes: what each pass did to the graph, in order.
+        alike: what processes that its collectives meet must have alike of it, by name, with lines.
+        of_rows: whether they must bring as many tokens and requests.
     """
 
     args: Arguments
@@ -455,6 +507,8 @@ class Traced:
     ambient: Ambient
     asked: frozenset[str]
     passes: tuple[Applied, ...] = ()
+    alike: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    of_rows: bool = False
 
     @property
     def signature(self) -> Signature:
@@ -668,12 +722,18 @@ def _traced(
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
     drop_dead(graph.gm.graph)
-    facts = facts_of(graph.gm, args.leaves, graph.constants, graph.text, returns)
+    updates = set(returns.values())
+    facts, is_shared = _facts(graph, args, returns, lambda facts: [
+        *row_errors(graph.gm, facts, paths, updates), *_pad_errors(graph, args, facts)
+    ])  # fmt: skip
     if look is not None:
         look(args, limits, graph, facts)
+    is_met = bool(collectives_of(graph.gm.graph))
+    alike = told_of(graph.gm.graph, facts, graph.text, is_shared) if is_met else {}
+    of_rows = are_of_rows(graph.gm.graph, facts)
     vouched = as_vouched(graph.gm, facts)
     check_pads(graph.gm, args.leaves, facts, _told, refuse)
-    check_rows(graph.gm, facts, paths, set(returns.values()), refuse)
+    check_rows(graph.gm, facts, paths, updates, refuse)
     applied: tuple[Applied, ...] = ()
     if options.passes_in_order and not refuse.errors:
         with refuse.catching():
@@ -684,5 +744,30 @@ def _traced(
     graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(
         args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked),
-        applied,
+        applied, alike, of_rows,
     )  # fmt: skip
+
+
+def _facts(
+    graph: Graph,
+    args: Arguments,
+    returns: Mapping[int, int],
+    errors: Callable[[Mapping[Any, Any]], Sequence[FnGraphError]],
+) -> tuple[dict[Any, Any], bool]:
+    """What is known of every value; whether that rests on other processes knowing the same.
+
+    What comes out of a collective depends on what others know of their padding. Where rows are
+    right whatever that is, nothing is said of it, and processes may know different things.
+    """
+    given = (graph.gm, args.leaves, graph.constants, graph.text, returns)
+    if claims := nothing_said(graph.gm.graph):
+        found = facts_of(*given, claims=claims)
+        if not reads_dirty(graph.gm.graph, found) and not errors(found):
+            return found, False
+    return facts_of(*given), bool(claims)
+
+
+def _pad_errors(graph: Graph, args: Arguments, facts: Mapping[Any, Any]) -> list[FnGraphError]:
+    found: list[FnGraphError] = []
+    check_pads(graph.gm, args.leaves, facts, _told, found.append)
+    return found

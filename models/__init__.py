@@ -45,7 +45,6 @@ _EXPORTS = {  # name -> module that holds it
     "shard": "weights.sharding", "shard_adapters": "weights.adapters",
     "load_checkpoint": "weights.checkpoint", "save_checkpoint": "weights.checkpoint",
     "Fp8Weight": "weights.fp8", "quantize_fp8": "weights.fp8",
-    "shard": "weights.sharding",
     "BYTE_TEXT": "text", "read_text": "text",
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FRONT = "fngraph"  # its __init__ names what all layers have, for type checkers
 STEP = (  # each from those before it
-    "binding", "prepared", "changed_rows", "given", "rebind", "guards", "keys", "capture",
+    "binding", "prepared", "changed_rows", "given", "rebind", "guards", "keys", "agreed", "capture",
     "host_batch", "call", "sleep", "times", "step",
 )  # fmt: skip
 MOST_ROOMS = 24  # that a folder shows at a time, files and folders; most show fewer than 15

@@ -24,7 +24,8 @@ STDLIB = set(sys.stdlib_module_names)
 # layer -> what may be imported anywhere in it, and what only inside a function
 BASE = {"fngraph.errors", "fngraph.core"}
 FACTS = {"fngraph.torch_facts", "torch"}
-LOWER = BASE | FACTS | {f"fngraph.{name}" for name in ("ops", "fx", "graphs", "passes", "compile")}
+PARTS = ("ops", "fx", "graphs", "passes", "compile", "ranks")
+LOWER = BASE | FACTS | {f"fngraph.{name}" for name in PARTS}
 STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
 STAGES = STEP | {"fngraph.calls", "fngraph.stages"}
 TRANSFORMS = STAGES | {

@@ -35,7 +35,7 @@ PLACES = {
 }  # fmt: skip
 """But these say where something is, or how fast it is made. Inductor itself sets some of them."""
 
-OWN = ("compile", "ops", "torch_facts")
+OWN = ("compile", "ops", "ranks", "torch_facts")
 """Folders of this package whose source is a part of every key."""
 
 
@@ -67,7 +67,7 @@ def facts_of(
         "ops": "\n".join(sorted(portable.op_source(op) for op in ops)),
         "ambient": "\n".join(sorted(map(_ambient, {d.type for d in devices}))),
         "devices": str(sorted({f"{d}: {portable.device_facts(d)}" for d in devices})),
-        "fngraph": _own_source(),
+        "fngraph": own_source(),
         **{f"flag {name}": value for name, value in flags.items()},
         **portable.versions(),
         **portable.settings(),
@@ -92,7 +92,7 @@ def _ambient(device: str) -> str:
 
 
 @functools.cache
-def _own_source() -> str:
+def own_source() -> str:
     """Of the files that hand a piece to Inductor, and call what it makes; and of our own ops, whose
     parts may be written into it (`few_rows.taken_apart`): torch keeps no implementation that was
     given to a `Library`."""

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fngraph.fx.nodes import written_by
+from fngraph.fx.pieces.collectives import keep_order
 from fngraph.torch_facts.memory import storage_key
 
 
@@ -95,6 +96,7 @@ def plan_of(gm: fx.GraphModule) -> Plan | str:
     env: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(gm.graph, env)
     graph.output(tuple(env[node] for node in makes))
+    keep_order(graph)
     graph.eliminate_dead_code(is_impure_node=_stays)
     return Plan(
         fx.GraphModule({}, graph),

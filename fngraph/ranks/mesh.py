@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -119,19 +120,30 @@ class Mesh:
         return f"Mesh({sizes}; this process is {ranks or 'alone'}, on {self.device})"
 
 
-def make_mesh(device: str | None = None, **sizes: int) -> Mesh:
+TIMEOUT_S = 300.0
+"""How long a process waits for another one: longer than a model loads or compiles."""
+
+
+def make_mesh(device: str | None = None, *, timeout: float | None = None, **sizes: int) -> Mesh:
     """A mesh of the processes that torchrun has started, each of which calls this.
 
-    Where no process group is there yet, it is made: NCCL's for "cuda", gloo's for "cpu". On CUDA a
-    process takes the device of its number on its host.
+    Where no process group is there yet, it is made: NCCL's for "cuda" beside gloo's, by which steps
+    agree, and gloo's for "cpu". On CUDA a process takes the device of its number on its host.
 
     Args:
         device: "cpu" or "cuda"; None: CUDA where there is a device for each process of a host.
+        timeout: seconds that a process waits for another one in a collective before that is a
+            `RankError`; what one of them does alone, as loading and compiling, is waited for as
+            well. None: 300.
         sizes: processes along each axis, outermost first; their product is all there are.
 
     Raises:
-        RankError: another number of processes than were started, or a size below 1.
+        RankError: another number of processes than were started, a size below 1, or a timeout that
+            is none.
     """
+    waits = TIMEOUT_S if timeout is None else timeout
+    if not isinstance(waits, int | float) or not 0 < waits < math.inf:
+        raise RankError(f"make_mesh(timeout={timeout!r}): a number of seconds above 0")
     wrong = [f"{name}={size!r}" for name, size in sizes.items() if not _is_count(size)]
     if wrong:
         raise RankError(f"make_mesh({', '.join(wrong)}): a size is a whole number from 1")
@@ -152,11 +164,16 @@ def make_mesh(device: str | None = None, **sizes: int) -> Mesh:
     names = tuple(name for name, size in sizes.items() if size > 1)
     if not names:
         return Mesh(tuple(Axis(name) for name in sizes), device)
-    made = Mesh.over(
-        init_device_mesh(device, tuple(sizes[n] for n in names), mesh_dim_names=names)
-    )
-    axes = tuple(made[name] if name in names else Axis(name) for name in sizes)
-    return dataclasses.replace(made, axes=axes)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=waits))
+    shape = tuple(sizes[name] for name in names)
+    made = init_device_mesh(device, shape, mesh_dim_names=names)
+    for group in made.get_all_groups():  # which torch gives its own default
+        group.set_timeout(timedelta(seconds=waits))
+    found = Mesh.over(made)
+    axes = tuple(found[name] if name in names else Axis(name) for name in sizes)
+    return dataclasses.replace(found, axes=axes)
 
 
 def divisors(total: int) -> list[int]:

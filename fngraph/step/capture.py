@@ -35,7 +35,7 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import Bytes
 from fngraph.core.program import run_program
 from fngraph.core.spec import CLASS, Key
-from fngraph.errors import CaptureError
+from fngraph.errors import CaptureError, RankError
 from fngraph.executable import Executable
 from fngraph.fx.generators import preserved as undrawn
 from fngraph.graphs.inside import key_name
@@ -45,6 +45,7 @@ from fngraph.graphs.recorder import describe
 from fngraph.graphs.replay import Replay, capture
 from fngraph.graphs.staging.buffers import Sizes, true_sizes
 from fngraph.graphs.staging.unpack import unpacker
+from fngraph.step.agreed import after_capture, before_capture, telling
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
@@ -63,7 +64,7 @@ def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowe
     key = prepared.chosen.key
     replay = keys.replays.get(key) or obtain(keys, key, in_step=True)
     if replay is None:
-        prepared.chosen = keys.refused(key, spec, allowed)
+        prepared.chosen, prepared.number = keys.refused(key, spec, allowed), None
         return
     prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
     prepared.ignores_grad_mode = key[0] is Mode.FULL
@@ -78,6 +79,7 @@ def obtain(keys: Keys, key: Key, *, in_step: bool = False) -> Replay | None:
     if key in keys.failed:
         return None
     began = time.perf_counter_ns()
+    failure = None
     try:
         for _ in range(2):  # a second time in a new pool, where the old one was too large
             if not keys.make_room(key, evict=in_step):
@@ -88,7 +90,9 @@ def obtain(keys: Keys, key: Key, *, in_step: bool = False) -> Replay | None:
             if not in_step:
                 return None
     except CaptureError as error:
-        _refuse(keys, key, error)
+        failure = error
+    if (failure := after_capture(keys, key, failure)) is not None:
+        _refuse(keys, key, failure)
         return None
     us = (time.perf_counter_ns() - began) // 1000
     keys.shared.stats.observe_capture(*key, us, in_step)
@@ -105,7 +109,8 @@ def capture_key(keys: Keys, key: Key) -> Replay:
     watched = all(mode is not key[0] for mode, _ in keys.replays)  # the first key of its mode
     with as_captured(keys), named_range(f"capture {key_name(*key)}"):
         try:
-            if _cold(keys, [key]):
+            in_step = recorder.lazy_kernels and keys.executable.peers is not None
+            if in_step or _cold(keys, [key]):  # processes do not try again one by one
                 with preserved(overwritten(keys)):
                     _run_padding(keys, key)
             hoped = key not in keys.warm.values()  # another of its kind has run: mostly it does
@@ -123,6 +128,8 @@ def capture_key(keys: Keys, key: Key) -> Replay:
                     after = recorder.usage()
                     grown = max(after.pool - before.pool, 0)
                     keys.pool += grown
+        except RankError as error:
+            raise RankError(f"{_named(key)}{error}", error.at) from error
         except Exception as error:  # whatever a backend or an op raises
             raise _failure(key, error) from error
     graphs = after.graphs_since(before, lambda: keys.executable.estimate(*key).graph)
@@ -205,7 +212,13 @@ def _named(key: Key) -> str:
 
 def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = False) -> None:
     """Capture these keys in order: one warm-up for each kind, then one session of the recorder."""
-    keys.check_ready()
+    with telling(keys, "capture"):
+        keys.check_ready()
+        before_capture(keys, wanted)
+        _capture_all(keys, wanted, progress)
+
+
+def _capture_all(keys: Keys, wanted: Sequence[Key], progress: bool | str) -> None:
     recorder = keys.shared.recorder
     _warm_ahead(keys, [key for key in wanted if keys.fits(key)])
     with contextlib.ExitStack() as bar:
@@ -232,6 +245,8 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
                 for key in firsts:
                     try:
                         _run_padding(keys, key)
+                    except RankError as error:
+                        raise RankError(f"{_named(key)}{error}", error.at) from error
                     except Exception as error:
                         _refuse(keys, key, _failure(key, error))
                 for spec in batches:
@@ -275,6 +290,8 @@ def _run_eager(keys: Keys, spec: BatchSpec) -> None:
         leaves = [x.to(keys.shared.recorder.device) for x in padding]
         inputs = keys.shared.binding.inputs(leaves, keys.constants)
         run_program(executable.program, executable.fns, inputs, sizes, spec.bounds)
+    except RankError:
+        raise
     except Exception as error:
         if keys.shared.rules.on_failure == "raise":
             raise CaptureError(f"{spec}, without a graph: {describe(error)}") from error

@@ -34,7 +34,7 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
 from fngraph.core.stats import CompileKey
-from fngraph.errors import AmbientError, SpecError
+from fngraph.errors import AmbientError, RankError, SpecError
 from fngraph.executable import Executable
 from fngraph.fx.ambient import (
     Ambient,
@@ -49,6 +49,7 @@ from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import Replay
 from fngraph.options import Rules
+from fngraph.step.agreed import any_of, before_step, failed_step
 from fngraph.step.binding import bind
 from fngraph.step.call import leaves_of, results_of, spec_of
 from fngraph.step.capture import capture_ahead, find_replay, obtain
@@ -56,7 +57,7 @@ from fngraph.step.changed_rows import ChangedRows, make_tables, put_changed
 from fngraph.step.given import slot_writes, write
 from fngraph.step.host_batch import buffer_of, next_batch
 from fngraph.step.keys import Keys, Shared, make_keys
-from fngraph.step.prepared import make_entry
+from fngraph.step.prepared import Prepared, make_entry
 from fngraph.step.rebind import changes_of
 from fngraph.step.sleep import give_back, take_again
 from fngraph.step.times import Times, measure
@@ -127,54 +128,65 @@ class Step(Generic[R]):
             CompileError: sizes that compile="once" has no code for.
             SleepError: while it sleeps.
             StaleError: a leaf is a borrowed result that has expired, with guards=True.
+            RankError: processes that its collectives meet are about to do something else, cannot go
+                on, or are gone. Where they did not agree nothing was launched; else donated leaves
+                hold what ran before has written.
             Exception: what torch or a backend raises in an eager call (NONE, or attention between
                 two graphs). Donated leaves hold then what ran before it has written.
         """
         turn = self.turn
         with turn.lock:
             last = self.last
-            ambient = last.read_ambient()
-            if ambient != last.ambient:
-                self._meet(ambient)
-            keys = last.keys
-            stream = turn.current()
-            if stream != turn.stream or turn.capturing():
-                turn.order(stream)
-            entry, binding = self.entry, self.binding
-            if allowed is not None and entry.takes_allowed:  # an argument of forward's own
-                kwargs["allowed"], allowed = allowed, None
-            if keys.poison is not None:
-                args, keys.handed = keys.poison.begin(entry, args, kwargs, keys.handed)
-            elif kwargs or len(args) != entry.count:
-                args = entry.values(args, kwargs)
-            for at, position, bound in entry.donated:
-                if args[at] is not bound:
-                    binding.check_argument(position, args[at])
-            if binding.watch.moved():
-                binding.check()
-            batch = args[entry.staged_at]
-            filled = keys.handed
-            prepared = None
-            if filled is not None and filled.batch is batch:
-                spec, prepared = filled.spec, filled.prepared
-            else:
-                filled, spec = None, spec_of(keys, batch)
-            if allowed is not None:
-                prepared = keys.prepare(spec, allowed)
-                filled = filled and filled.not_in_place()  # it was laid out for another key
-            elif prepared is None:
-                prepared = keys.prepared.get(spec[COUNTS]) or keys.prepare(spec)
-            keys.handed = None
-            leaves = leaves_of(keys, batch, prepared) if filled is None else None
-            if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
-                find_replay(keys, prepared, spec, allowed)
-            if prepared.ignores_grad_mode or (last.in_fixed_ambient and turn.is_here()):
-                results = results_of(keys, prepared, spec, batch, leaves, filled)
-            else:
-                with keys.fixed_ambient():
+            prepared: Prepared | None = None
+            met = False  # with the processes that its collectives meet
+            try:
+                ambient = last.read_ambient()
+                if ambient != last.ambient:
+                    self._meet(ambient)
+                keys = last.keys
+                stream = turn.current()
+                if stream != turn.stream or turn.capturing():
+                    turn.order(stream)
+                entry, binding = self.entry, self.binding
+                if allowed is not None and entry.takes_allowed:  # an argument of forward's own
+                    kwargs["allowed"], allowed = allowed, None
+                if keys.poison is not None:
+                    args, keys.handed = keys.poison.begin(entry, args, kwargs, keys.handed)
+                elif kwargs or len(args) != entry.count:
+                    args = entry.values(args, kwargs)
+                for at, position, bound in entry.donated:
+                    if args[at] is not bound:
+                        binding.check_argument(position, args[at])
+                if binding.watch.moved():
+                    binding.check()
+                batch = args[entry.staged_at]
+                filled = keys.handed
+                if filled is not None and filled.batch is batch:
+                    spec, prepared = filled.spec, filled.prepared
+                else:
+                    filled, spec = None, spec_of(keys, batch)
+                if allowed is not None:
+                    prepared = keys.prepare(spec, allowed)
+                    filled = filled and filled.not_in_place()  # it was laid out for another key
+                elif prepared is None:
+                    prepared = keys.prepared.get(spec[COUNTS]) or keys.prepare(spec)
+                keys.handed = None
+                leaves = leaves_of(keys, batch, prepared) if filled is None else None
+                if keys.executable.peers is not None:
+                    before_step(keys, prepared, spec, allowed)
+                    met = True
+                if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
+                    find_replay(keys, prepared, spec, allowed)
+                if prepared.ignores_grad_mode or (last.in_fixed_ambient and turn.is_here()):
                     results = results_of(keys, prepared, spec, batch, leaves, filled)
-            assembled: R = keys.assemble(results, args)
-            return assembled
+                else:
+                    with keys.fixed_ambient():
+                        results = results_of(keys, prepared, spec, batch, leaves, filled)
+                assembled: R = keys.assemble(results, args)
+                return assembled
+            except Exception as error:
+                failed_step(last.keys, prepared, error, allowed, met)
+                raise
 
     # which keys serve a call
 
@@ -483,7 +495,7 @@ class Step(Generic[R]):
             until = time.perf_counter() + budget_ms / 1000
             for key in now.missing:
                 obtain(now, key)
-                if key in now.replays and time.perf_counter() >= until:
+                if any_of(now, key in now.replays and time.perf_counter() >= until):
                     break
             return len(now.missing)
 
@@ -625,6 +637,12 @@ def make_step(
     args = executable.args
     binding = bind(executable, values)
     made = make_recorder(recorder, args.device)
+    if executable.peers is not None and rules is not None and rules.memory_budget is not None:
+        raise RankError(
+            f"memory_budget={rules.memory_budget}: which keys there is room for is measured, and "
+            "may differ from process to process, whose collectives must be captured together. "
+            "Leave it out, and give fewer sizes"
+        )
     entry = make_entry(args, binding)
     tables = make_tables(args, executable.limits, made.device)
     if tables is not None:

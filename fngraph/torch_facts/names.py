@@ -16,6 +16,7 @@ from torch._ops import (
     OpOverloadPacket as OpOverloadPacket,  # `aten.add`: all of them
 )
 from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext as DeviceContext  # torch.set_default_device's mode
 from torch.utils._python_dispatch import (
@@ -55,6 +56,13 @@ no_torch_dispatch = _C._disabled_torch_dispatch_impl
 
 # a process group by the name that it has in torch.distributed, "0"
 resolve_group: Callable[[str], Any] = _C._distributed_c10d._resolve_process_group
+default_store: Callable[[], Any] = distributed_c10d._get_default_store  # where processes met
+
+
+def serves_cpu(group: Any) -> bool:
+    """Whether a process group takes tensors of the CPU: gloo's does, NCCL's alone does not."""
+    return torch.device("cpu") in group._device_types
+
 
 # of some tensors: `check(*others)` says in one call whether all others have their types, sizes,
 # strides, dtypes, devices and dispatch keys (sparse, conjugated, negated, inference)

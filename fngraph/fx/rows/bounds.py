@@ -31,7 +31,8 @@ _ALONG = set(
     select narrow squeeze unsqueeze view _unsafe_view reshape _reshape_alias repeat flip sort amax
     amin max min cummax cummin split split_with_sizes unbind topk embedding roll
     repeat_interleave lift_fresh lift_fresh_copy unfold diagonal _unsafe_index unsafe_split
-    unsafe_split_with_sizes split_copy split_with_sizes_copy unbind_copy""".split()
+    unsafe_split_with_sizes split_copy split_with_sizes_copy unbind_copy all_gather
+    all_to_all""".split()
 )  # the elements of their first tensor
 _CHOICES = {"where": ("self", "other"), "masked_fill": ("self", "value"), "cat": ("tensors",),
             "stack": ("tensors",), "copy": ("src",), "fill": ("value",),

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -65,35 +65,47 @@ def check_rows(
     updates: Collection[int],
     refuse: Callable[[RowsError], None],
 ) -> None:
-    """Refuse outputs that do not keep their rows, and ops that may fail in padding, which run
-    whoever reads them; each culprit once. Take out `trust_rows`.
+    """Refuse what `row_errors` finds. Take out `trust_rows`.
+
+    Raises:
+        RowsError: naming the first op that lets padding in, with its line.
+    """
+    for error in row_errors(gm, facts, paths, updates):
+        refuse(error)
+    for node in filter(is_trusted, gm.graph.nodes):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+
+def row_errors(
+    gm: fx.GraphModule,
+    facts: Mapping[fx.Node, Any],
+    paths: Sequence[str],
+    updates: Collection[int],
+) -> Iterator[RowsError]:
+    """Outputs that do not keep their rows, and ops that may fail in padding, which run whoever
+    reads them; each culprit once.
 
     Args:
         facts: what `facts_of` says of the graph.
         paths: where each output is.
         updates: which outputs are new values of donated leaves.
-
-    Raises:
-        RowsError: naming the first op that lets padding in, with its line.
     """
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     known = set()
     for i, (path, mixed, x) in enumerate(zip(paths, facts[output], output.args[0])):  # type: ignore[arg-type]
         if isinstance(mixed, Kept) and i not in updates and (why := unreturnable(x, mixed)):
-            refuse(RowsError(f"{line_of(x)}: forward {why}. It reaches {path}"))
+            yield RowsError(f"{line_of(x)}: forward {why}. It reaches {path}")
         if isinstance(mixed, Mixed) and mixed.node not in known:
             known.add(mixed.node)
             told = f"{line_of(mixed.node)}: forward {mixed.why}"
-            refuse(RowsError(f"{told}. It reaches {path}"))
+            yield RowsError(f"{told}. It reaches {path}")
     known |= vouched_for(gm)
     for node, mixed in facts.items():
         if isinstance(mixed, Mixed) and mixed.fails and not {node, mixed.node} & known:
             known.add(mixed.node)
             told = f"{line_of(node)}: forward {mixed.fails}"
-            refuse(RowsError(f"{told}. No output is made of it, but it runs"))
-    for node in filter(is_trusted, gm.graph.nodes):
-        node.replace_all_uses_with(node.args[0])
-        gm.graph.erase_node(node)
+            yield RowsError(f"{told}. No output is made of it, but it runs")
 
 
 def facts_of(

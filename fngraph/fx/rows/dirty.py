@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from fngraph.fx.nodes import flat, written_by
-from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, shapes, sums, writes
+from fngraph.fx.rows import dirty_moves, dirty_uses, fills, indices, ranks, shapes, sums, writes
 from fngraph.fx.rows.boxes import WHOLE, Box, Boxes, Layout, joined
 from fngraph.fx.rows.rules import is_primitive, rule_of
 from fngraph.fx.rows.state import WRITTEN, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
@@ -32,7 +32,8 @@ def with_dirty(call: OpCall, found: Kept) -> Kept:
     given = [x for x in call.node.all_input_nodes if getattr(call.rows(x), "dirty", ())]
     if not given and not found.reserved:
         return found
-    if is_primitive(call):  # takes care of the caches that it writes, and reads by tables
+    if is_primitive(call) and rule_of(call) is None:
+        # takes care of the caches that it writes, and reads by tables
         left = {x: call.rows(x).dirty for x in written_by(call.node)}
         for x in given:
             if x not in left:
@@ -121,6 +122,7 @@ _RULES: dict[Any, Callable[[OpCall], Iterable[Box]]] = {
     sums.norm: dirty_uses.normed,
     sums.convolution: dirty_uses.convolved,
     indices.read: dirty_uses.read,
+    ranks.over_ranks: ranks.gathered,
     writes.write: dirty_uses.written,
     writes.window: dirty_uses.window,
 }

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from fngraph.fx.nodes import flat, operands
 from fngraph.fx.rows import indices, inner, shapes, sums, writes
-from fngraph.fx.rows.fills import WIDE, dtype_of, is_all, is_smooth, pointwise, refuse_counts
+from fngraph.fx.rows.fills import WIDE, dtype_of, is_smooth, pointwise, refuse_counts
+from fngraph.fx.rows.ranks import COLLECTIVES, over_ranks
 from fngraph.fx.rows.state import VOUCHED, Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.fx.schemas import is_pointwise
 
@@ -19,8 +20,6 @@ def rule(call: OpCall) -> Kept:
         if known not in _COUNTING:
             refuse_counts(call)
         return known(call)
-    if is_primitive(call) and call.name in _OVER_RANKS:
-        return over_ranks(call)
     if is_primitive(call):  # they take care of padding themselves
         for x in operands(call.node) if call.name in _OVER_FEATURES else ():
             if ndim(x) - 1 in moving_dims(x):
@@ -36,22 +35,6 @@ def rule(call: OpCall) -> Kept:
         "of its result depends on row i alone, say so, of it or of a call around it: "
         f"{VOUCHED}"
     )
-
-
-def over_ranks(call: OpCall) -> Kept:
-    """A collective: every process's padding is like this one's, since all run one function."""
-    (x,) = operands(call.node)
-    rows = call.rows(x)
-    if call.name == "all_reduce":
-        adds = call.args["op"] == "sum"
-        return Kept({d: f for d, f in rows.fills.items() if is_all(f, 0) or not adds})
-    if call.args["dim"] in moving_dims(x):
-        raise Mixes(
-            f"calls {call.node.target} along {call.dim(x, call.args['dim'])} rows, of which a key "
-            "has more: each process's padding would lie between true rows. Do it along another "
-            f"dim; or if what is made of it leaves padding out, say so: {VOUCHED}"
-        )
-    return Kept(rows.fills)
 
 
 def keeps_finite(call: OpCall) -> bool:
@@ -76,6 +59,8 @@ def rule_of(call: OpCall) -> Callable[[OpCall], Kept] | None:
     """The function that has the op's rule; None for an op that is not known."""
     if _namespace(call) == "aten" and call.name in _RULES:
         return _RULES[call.name]
+    if is_primitive(call) and call.name in COLLECTIVES:
+        return over_ranks
     by_element = is_pointwise(call.node.target)  # type: ignore[arg-type]
     return pointwise if by_element and not is_primitive(call) else None
 
@@ -103,18 +88,17 @@ _OVER_FEATURES = frozenset(
     scaled_linear_side_by_side fused_linear fused_linear_fp8""".split()
 )
 """Ops of ours that compute over the last dim of each operand."""
-_OVER_RANKS = frozenset("all_reduce all_gather reduce_scatter all_to_all".split())
 _MOVES = {shapes.in_order, shapes.permute, shapes.reshape, shapes.cut, shapes.parts, shapes.join,
           shapes.diagonal, shapes.repeat, indices.read, sums.order, sums.lower}  # fmt: skip
 _MOVED = frozenset(
     """flip roll triu unfold repeat_interleave amax amin max min cummax cummin _softmax
-    softmax""".split()
+    softmax all_gather all_to_all""".split()
 )
 """Rules and ops that give elements of their operands, or none above 1: as finite as these."""
 _SUMMED = {sums.product, sums.convolution, shapes.pad}
 _ADDED = frozenset(
     """sum mean cumsum _log_softmax logsumexp zeros_like ones_like full_like new_zeros new_ones
-    new_full zero fill""".split()
+    new_full zero fill all_reduce reduce_scatter""".split()
 )
 """Those that add up, or make numbers: finite as far as the dtype goes."""
 

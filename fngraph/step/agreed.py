@@ -1,0 +1,162 @@
+"""Processes that meet in a step's collectives capture the same keys at once, and run the same ones.
+
+A step whose graph has collectives says what it is about to do to all that its graph speaks to, and
+does it if they all are: some 64 bytes an axis, before anything is launched. What was decided for
+all of them already (`allowed=` a `Dispatch`, as of `fg.core.settle` or a plan that was broadcast)
+is not compared again. A step without collectives asks nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fngraph.core import BatchSpec, Dispatch, Mode
+from fngraph.core.dispatching import Allowed
+from fngraph.core.spec import Key
+from fngraph.core.text import count
+from fngraph.errors import CaptureError, RankError
+from fngraph.ranks.agreement import RAISED, Peers, meet, tell_all
+from fngraph.ranks.faults import say_failed
+from fngraph.step.keys import Keys
+from fngraph.step.prepared import Prepared
+
+
+def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowed) -> None:
+    """Go on if all are about to run the same key on as many tokens and requests.
+
+    Where some have captured it and some have not, all do so now, since its collectives run then.
+
+    Raises:
+        RankError: they are not, or one cannot go on: on every process. One of them is gone.
+    """
+    peers, chosen = keys.executable.peers, prepared.chosen
+    if peers is None or isinstance(allowed, Dispatch):
+        return
+    say = _step(keys, prepared, spec)
+    if prepared.number is None:
+        prepared.number = peers.number(say())
+    is_ready = chosen.mode is Mode.NONE or chosen.key in keys.replays
+    flags = meet(peers, f"run a step as {_named(chosen.key)}", prepared.number, is_ready,
+                 lambda: {**peers.told, **say()})  # fmt: skip
+    if 0 in flags and is_ready and chosen.mode is not Mode.NONE:
+        keys.free([chosen.key])
+        prepared.replay = None
+
+
+def _step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> Callable[[], dict[str, str]]:
+    peers, chosen = keys.executable.peers, prepared.chosen
+    assert peers is not None
+
+    def say() -> dict[str, str]:
+        counts = {"the batch": str(spec)} if peers.counts else {}
+        return {"what is done": "a step", "the key that runs": _named(chosen.key), **counts}
+
+    return say
+
+
+def failed_step(
+    keys: Keys, prepared: Prepared | None, error: Exception, allowed: Allowed, met: bool
+) -> None:
+    """Tell the others that this process does not go on; of an error that came from them, say where.
+
+    Args:
+        met: whether they have agreed on the step before.
+    """
+    peers = keys.executable.peers
+    if peers is None:
+        return
+    if isinstance(error, RankError):
+        where = f"the step that runs as {_named(prepared.chosen.key)}" if prepared else "a step"
+        _say_where(peers, error, where)
+    elif met or isinstance(allowed, Dispatch):
+        say_failed(error)
+    else:
+        with contextlib.suppress(RankError):  # they get one
+            meet(peers, "run a step", 0, 0, lambda: _raised(error), trouble=True)
+
+
+def before_capture(keys: Keys, wanted: Sequence[Key]) -> None:
+    """Go on if all are about to capture these keys.
+
+    Raises:
+        RankError: as `before_step`.
+    """
+    peers = keys.executable.peers
+    if peers is None or not wanted:
+        return
+    keyed = ", ".join(map(_named, wanted))
+    rules, recorder = keys.shared.rules, keys.shared.recorder.name
+    say = {"what is done": "captures", "the keys to capture": keyed, "recorder": recorder,
+           "on_failure": rules.on_failure}  # fmt: skip
+    what = f"capture {count(len(wanted), 'key')}"
+    meet(peers, what, peers.number(say), 0, lambda: {**peers.told, **say})
+
+
+def after_capture(keys: Keys, key: Key, failure: CaptureError | None) -> CaptureError | None:
+    """Why the key cannot be captured, here or in another process: then nobody keeps it.
+
+    Raises:
+        RankError: it failed in another process alone, and `on_failure="raise"`.
+    """
+    peers = keys.executable.peers
+    if peers is None:
+        return failure
+    what = f"keep {_named(key)}, which was captured"
+    say = {"what is done": what}
+    flags = meet(peers, what, peers.number(say), failure is None, lambda: {**peers.told, **say})
+    if 0 not in flags:
+        return None
+    told = tell_all(peers, what, _raised(failure) if failure else {})
+    if failure is not None:
+        return failure
+    keys.free([key])
+    each = "; ".join(f"rank {rank}: {one[RAISED]}" for rank, one in told.items() if one)
+    if keys.shared.rules.on_failure == "raise":
+        raise RankError(
+            f"{_named(key)} cannot be captured by every process, so none keeps it: {each}"
+        )
+    return CaptureError(f"{_named(key)}: {each}")
+
+
+def any_of(keys: Keys, here: bool) -> bool:
+    """Whether it is so in this process, or in any that its collectives meet."""
+    peers = keys.executable.peers
+    if peers is None:
+        return here
+    say = {"what is done": "captures some keys"}
+    return 1 in meet(peers, "capture some keys", peers.number(say), here, lambda: say)
+
+
+@contextlib.contextmanager
+def telling(keys: Keys, what: str) -> Iterator[None]:
+    """A context whose errors the others are told of, should they wait; theirs are said where."""
+    peers = keys.executable.peers
+    try:
+        yield
+    except RankError as error:
+        if peers is not None:
+            _say_where(peers, error, what)
+        raise
+    except Exception as error:
+        if peers is not None:
+            say_failed(error)
+        raise
+
+
+def _say_where(peers: Peers, error: RankError, where: str) -> None:
+    """Add it to the error, once."""
+    if error.at is None:
+        return
+    (op, axis), error.at = error.at, None
+    lines = peers.lines(op, axis)
+    called = f"; {op} over {axis!r} is called at {', '.join(lines)}" if lines else ""
+    error.args = (f"{error}. In {where}{called}",)
+
+
+def _raised(error: Exception | None) -> Mapping[str, str]:
+    return {RAISED: f"{type(error).__name__}: {error}"}
+
+
+def _named(key: Key) -> str:
+    return f"{key[0]} {key[1]}"

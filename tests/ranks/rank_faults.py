@@ -1,0 +1,112 @@
+"""Processes of which one fails, is killed or stalls, in a capture or in the middle of its steps."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_differs import ARMED, batch, made, told
+from starting import die
+
+import fngraph as fg
+
+TIMEOUT_S = 2.0
+STEPS = 1000
+FAILING = 1
+
+
+def _raise() -> None:
+    raise ValueError("no such luck")
+
+
+def _stall() -> None:
+    time.sleep(TIMEOUT_S * 1.5)
+
+
+KINDS = {"raises": _raise, "is killed": die, "stalls": _stall}
+
+
+def fails(rank: int, kind: str, where: str, ranks: int = 2) -> Any:
+    """What rank 1 does in a capture or in a step, and what the others raise, after how long."""
+    warnings.simplefilter("ignore")
+    tp = fg.make_mesh("cpu", timeout=TIMEOUT_S, tp=ranks)["tp"]
+    mode = "NONE" if where == "op" else "FULL"
+    step, state = made(tp, modes=mode, capture={"lazy": True})
+    one = batch(0, 3, 2)
+    if where != "capture":
+        agreed = step.dispatch(one.spec)
+        step(state, one)
+        for _ in range(STEPS):
+            step(state, one, allowed=agreed)
+    if rank == FAILING:
+        ARMED["now"] = KINDS[kind]
+    if where == "steps" and rank == FAILING:  # between two of them
+        KINDS[kind]()
+    began = time.monotonic()
+    error = told(lambda: step(state, one))
+    return error, time.monotonic() - began
+
+
+def in_a_grid(rank: int) -> Any:
+    """Two by two, of which the last is killed: one shares no axis with it."""
+    warnings.simplefilter("ignore")
+    mesh = fg.make_mesh("cpu", timeout=TIMEOUT_S, dp=2, tp=2)
+    step, state = made(mesh["tp"], dp=mesh["dp"])
+    one = batch(0, 3, 2)
+    step(state, one)
+    if rank == 3:
+        die()
+    began = time.monotonic()
+    return told(lambda: step(state, one)), time.monotonic() - began
+
+
+def goes_on(rank: int) -> Any:
+    """Three processes, of which one is killed; the other two go on with the same weights, state and
+    processes, as a group of two."""
+    warnings.simplefilter("ignore")
+    tp = fg.make_mesh("cpu", timeout=20, tp=3)["tp"]
+    step, state = made(tp)
+    one = batch(0, 3, 2)
+    step(state, one)
+    kept = state["rows"].clone()
+    if rank == 2:
+        die()
+    error = told(lambda: step(state, one))
+    unchanged = torch.equal(state["rows"], kept)
+    step.sleep()
+    dist.destroy_process_group()
+    gone = told(step.wake)
+    os.environ["WORLD_SIZE"] = "2"
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank,
+                            world_size=2)  # fmt: skip
+    tp = fg.make_mesh("cpu", timeout=20, tp=2)["tp"]
+    step, new = made(tp)
+    new["rows"].copy_(state["rows"])
+    step(new, one)
+    want = 2 * torch.relu(one.x)
+    return error, unchanged, gone, torch.equal(new["rows"][one.slot], want)
+
+
+def same_again(rank: int) -> Any:
+    """A group that is destroyed and made again has the same names: what slept wakes over it."""
+    tp = fg.make_mesh("cpu", timeout=20, tp=2)["tp"]
+    step, state = made(tp)
+    one = batch(0, 3, 2)
+    step(state, one)
+    want = state["rows"].clone()
+    step.sleep()
+    dist.destroy_process_group()
+    missing = told(lambda: fg.all_reduce(one.x, tp))
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank,
+                            world_size=2)  # fmt: skip
+    again = fg.make_mesh("cpu", timeout=20, tp=2)["tp"]
+    step.wake()
+    state["rows"].zero_()
+    step(state, one)
+    return missing, again == tp, torch.equal(state["rows"], want)

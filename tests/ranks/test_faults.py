@@ -1,0 +1,99 @@
+"""A process that raises, is killed or stalls, in a capture or in step 1,000: every other one raises
+in time and says which; none hangs; and those that are left go on as a group of their own."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import rank_faults
+import starting
+from rank_faults import FAILING, TIMEOUT_S
+from starting import Ended
+
+from fngraph.ranks.faults import ROLL_CALL_S
+
+RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
+    "raises in a capture": (2, rank_faults.fails, ("raises", "capture")),
+    "is killed in a capture": (2, rank_faults.fails, ("is killed", "capture")),
+    "stalls in a capture": (2, rank_faults.fails, ("stalls", "capture")),
+    "is killed after steps": (2, rank_faults.fails, ("is killed", "steps")),
+    "stalls after steps": (3, rank_faults.fails, ("stalls", "steps", 3)),
+    "raises in an op": (2, rank_faults.fails, ("raises", "op")),
+    "in a grid": (4, rank_faults.in_a_grid, ()),
+    "others go on": (3, rank_faults.goes_on, ()),
+    "the same again": (2, rank_faults.same_again, ()),
+}
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, list[Ended]]:
+    """All of them: they wait most of the time, so several run at once."""
+    with ThreadPoolExecutor(4) as pool:
+        running = {
+            name: pool.submit(starting.run, fn, ranks, *args)
+            for name, (ranks, fn, args) in RUNS.items()
+        }
+        return {name: one.result() for name, one in running.items()}
+
+
+WHO = {
+    "raises in a capture": "cannot be captured by every process, so none keeps it: rank 1: Capture",
+    "is killed in a capture": "rank 1 is gone, or did not come in time",
+    "stalls in a capture": "rank 1 came ",
+    "is killed after steps": "rank 1 is gone, or did not come in time",
+    "stalls after steps": "rank 1 came ",
+    "raises in an op": "rank 1 raised ValueError: no such luck",
+}
+WHERE = {
+    "raises in a capture": "FULL BatchDescriptor(4, 4)",
+    "is killed in a capture": "to keep FULL BatchDescriptor(4, 4), which was captured",
+    "stalls in a capture": "to keep FULL BatchDescriptor(4, 4), which was captured",
+    "is killed after steps": "to run a step as FULL BatchDescriptor(4, 4)",
+    "stalls after steps": "to run a step as FULL BatchDescriptor(4, 4)",
+    "raises in an op": "In the step that runs as NONE BatchDescriptor(3, 2); all_reduce over 'tp' "
+    "is called at tests/ranks/rank_differs.py:",
+}
+
+
+@pytest.mark.parametrize("name", WHO)
+def test_every_other_process_raises_in_time(ran: dict[str, list[Ended]], name: str) -> None:
+    ended = ran[name]
+    assert ended[FAILING].code == (-9 if "killed" in name else 0)
+    for rank, one in enumerate(ended):
+        if rank == FAILING:
+            continue
+        assert not one.error, one.error
+        error, took = one.value
+        assert error.startswith("RankError: ")
+        assert WHERE[name] in error
+        assert took < TIMEOUT_S + ROLL_CALL_S + 3, "3 s: this machine may be busy"
+    said = [one.value[0] for rank, one in enumerate(ended) if rank != FAILING]
+    assert any(WHO[name] in error for error in said), said
+
+
+def test_who_shares_no_axis_with_it_is_told_too(ran: dict[str, list[Ended]]) -> None:
+    *left, killed = ran["in a grid"]
+    assert killed.code == -9
+    said = starting.values(left)
+    assert all(error.startswith("RankError: ") and "rank 3 is gone" in error for error, _ in said)
+    assert all(took < TIMEOUT_S + ROLL_CALL_S + 3 for _, took in said)
+    assert "rank 2 found that rank 3" in said[0][0] or "rank 1 found that rank 3" in said[0][0]
+
+
+def test_those_that_are_left_go_on(ran: dict[str, list[Ended]]) -> None:
+    """State is as the last whole step left it; a new group, a new mesh and a new trace."""
+    ended = ran["others go on"]
+    assert [one.code for one in ended] == [0, 0, -9]
+    for error, untouched, waking, right in starting.values(ended[:2]):
+        assert "rank 2 is gone" in error
+        assert untouched
+        assert waking.startswith("RankError: ") and "Make the mesh again" in waking
+        assert right
+
+
+def test_a_step_wakes_over_a_group_of_the_same_name(ran: dict[str, list[Ended]]) -> None:
+    for missing, same, right in starting.values(ran["the same again"]):
+        assert missing.startswith("RankError: axis 'tp' has no processes")
+        assert same and right

@@ -117,6 +117,8 @@ CHANGES: dict[str, Callable[[Case], Case]] = {
     "cache": lambda c: dataclasses.replace(c, k_cache=torch.cat([c.k_cache, c.k_cache])),
     "dtype": lambda c: dataclasses.replace(c, meta=c.meta._replace(
         slot_mapping=c.meta.slot_mapping.int())),
+    "lengths of 64 bits": lambda c: dataclasses.replace(c, meta=c.meta._replace(
+        seq_lens=c.meta.seq_lens.long(), query_start_loc=c.meta.query_start_loc.long())),
 }  # fmt: skip
 
 

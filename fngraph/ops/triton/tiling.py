@@ -31,8 +31,8 @@ def find_with_keys(starts, lens, tile, T, R, SIZE: tl.constexpr, REQS: tl.conste
     end = T
     length = 0
     if r < R:
-        end = tl.load(starts + r + 1)
-        length = tl.load(lens + r)
+        end = tl.load(starts + r + 1).to(tl.int32)
+        length = tl.load(lens + r).to(tl.int32)  # of 64 bits where the user's are
     return r, first, end, length
 
 

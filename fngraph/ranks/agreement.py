@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fngraph.errors import RankError
 from fngraph.ranks.faults import failing_as
-from fngraph.torch_facts.names import serves_cpu
+from fngraph.torch_facts.names import all_gather_into, serves_cpu
 
 Told = Mapping[str, str]
 """What a process says of itself, by name, in the order in which it is compared."""
@@ -162,9 +162,6 @@ def _gathered(group: Any, numbers: Sequence[int]) -> list[list[int]]:
     device = "cpu" if serves_cpu(group) else torch.device("cuda", torch.cuda.current_device())
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     out = own.new_empty(dist.get_world_size(group) * len(numbers))
-    _all_gather(out, own, group=group)
+    all_gather_into(out, own, group)
     found: list[list[int]] = out.view(-1, len(numbers)).tolist()
     return found
-
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

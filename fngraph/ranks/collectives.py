@@ -25,11 +25,9 @@ from fngraph.errors import RankError
 from fngraph.ops.opaque import define_op
 from fngraph.ranks.faults import failing_as, group_of
 from fngraph.ranks.mesh import Axis, Mesh, divisors
+from fngraph.torch_facts.names import all_gather_into, reduce_scatter_into
 
 REDUCTIONS = ("sum", "max", "min")
-# torch 2.13 has other names for the two
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
             torch.int8, torch.uint8)  # fmt: skip
 """What gloo and NCCL both add and compare; bytes of any dtype are moved."""
@@ -162,7 +160,7 @@ def _reduced(x: Tensor, op: str, axis: str, group: str, after: Any = None) -> Te
 def _gathered(x: Tensor, dim: int, size: int, axis: str, group: str, after: Any = None) -> Tensor:
     out = x.new_empty(size * x.shape[0], *x.shape[1:])
     with failing_as("all_gather", axis, group) as found:
-        _gather(_bytes(out), _bytes(x.contiguous()), group=found)
+        all_gather_into(_bytes(out), _bytes(x.contiguous()), found)
     return out.unflatten(0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
@@ -170,7 +168,7 @@ def _scattered(x: Tensor, dim: int, size: int, axis: str, group: str, after: Any
     parts = _parts("reduce_scatter", x, dim, size)
     out = parts.new_empty(parts.shape[1:])
     with failing_as("reduce_scatter", axis, group) as found:
-        _scatter(out, parts.flatten(0, 1), group=found)
+        reduce_scatter_into(out, parts.flatten(0, 1), found)
     return out
 
 

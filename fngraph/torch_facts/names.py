@@ -16,7 +16,6 @@ from torch._ops import (
     OpOverloadPacket as OpOverloadPacket,  # `aten.add`: all of them
 )
 from torch.autograd import forward_ad
-from torch.distributed import distributed_c10d
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext as DeviceContext  # torch.set_default_device's mode
 from torch.utils._python_dispatch import (
@@ -54,9 +53,29 @@ parse_schema: Callable[[str], Any] = _C.parse_schema  # "fngraph::f(Tensor x) ->
 no_torch_function = _C._disabled_torch_function_impl  # of a class: none of its own
 no_torch_dispatch = _C._disabled_torch_dispatch_impl
 
-# a process group by the name that it has in torch.distributed, "0"
-resolve_group: Callable[[str], Any] = _C._distributed_c10d._resolve_process_group
-default_store: Callable[[], Any] = distributed_c10d._get_default_store  # where processes met
+# --- processes: looked up when they are called, since a torch may be built without ---------------
+
+
+def resolve_group(name: str) -> Any:
+    """A process group by the name that it has in torch.distributed, "0"."""
+    return _C._distributed_c10d._resolve_process_group(name)
+
+
+def default_store() -> Any:
+    """Where processes met."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+    """Each process's x behind the other; torch 2.13 has another name for it, and warns of this."""
+    dist: Any = torch.distributed
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(out, x, group=group)
+
+
+def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+    """A process's part of the sum of each one's x; named anew likewise."""
+    dist: Any = torch.distributed
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, x, group=group)
 
 
 def serves_cpu(group: Any) -> bool:

@@ -338,9 +338,9 @@ def test_our_own_source_is_a_part_of_every_key(base: dict[str, str], monkeypatch
     edited = Path(fg.__file__).parent / file
     assert edited.exists()
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == edited))
-    key._own_source.cache_clear()
+    key.own_source.cache_clear()
     facts = Case().facts()
-    key._own_source.cache_clear()
+    key.own_source.cache_clear()
     assert {name for name in facts if facts[name] != base[name]} == {"fngraph"}
 
 

@@ -201,7 +201,7 @@ def test_a_model_that_processes_cannot_share_is_told_in_a_line(main, capsys, mon
     assert ended(main, ["--tp", "3"]) == 2
     told = capsys.readouterr().err.rstrip().splitlines()[-1]
     assert re.search(
-        r"error: .*num_kv_heads is 2, which 3 processes cannot share; .*tp=1 or 2", told
+        r"error: .*num_kv_heads is 2, which 3 processes along 'tp' cannot share; .*tp=1 or 2", told
     )
     monkeypatch.setenv("RANK", "1")  # the first tells it
     assert ended(main, ["--tp", "3"]) == 2 and capsys.readouterr().err == ""

@@ -79,7 +79,10 @@ def transformer(
     `slot_mapping`; the rest is for `attention`. Later stages than the first read `hidden`, (T, E).
     """
     config = params.config
-    x_TE = batch.hidden if params.embed is None else params.embed[batch.token_ids]
+    if params.embed is None:
+        x_TE = batch.hidden
+    else:
+        x_TE = params.embed[batch.token_ids]
     rope = rotation(batch.positions, rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling)
     return all_layers(params, x_TE, rope, cache, batch, attention, mixture, norm=norm)
 

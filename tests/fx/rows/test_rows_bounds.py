@@ -150,6 +150,7 @@ def test_every_rule_is_tried() -> None:
     ops = {n for name in OPS for n in traced(name, torch.int64).nodes if is_op(n)}
     ruled = {*bounds._RULES, *bounds._ARGS, *bounds._SECOND, *bounds._CHOICES, *bounds._ALONG}
     ruled -= {"lift_fresh"}  # which make_fx leaves out
+    ruled -= {"all_gather", "all_to_all"}  # which need processes: tests/ranks/rank_rows.py
     assert ruled - set(map(op_name, ops)) == set()
 
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks.ranks.sharing import Task
 from benchmarks.serve.streams import served
-from benchmarks.traffic import PROFILES, Lengths, stream
+from benchmarks.traffic import PROFILES, Lengths, Profile, stream
 from benchmarks.workload import BF16, BLOCK_SIZE
 from fngraph.models import Policy, make_steps
 from fngraph.models.families import llama
 
 Row = dict[str, Any]
-SMALL = {"prompt": Lengths(12, 0.6, 40), "output": Lengths(8, 0.5, 16), "systems": (16,)}
+SMALL = Profile(50, Lengths(12, 0.6, 40), Lengths(8, 0.5, 16), systems=(16,))
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def stream_row(task: Task, requests: int, rank: int, size: int, small: bool) -> Row:
     """This process's share of the stream, every `size`-th request: all of it is there from the
     first step on. `texts`: by the number of the request."""
-    profile = PROFILES["chat"]
-    profile = dataclasses.replace(profile, **SMALL) if small else profile
+    profile = SMALL if small else PROFILES["chat"]
     arrivals = stream(profile, requests, vocab_size=task.config.vocab_size)
     mine = [one._replace(at=0.0) for one in arrivals[rank::size]]
     most, tokens = (4, 32) if small else (64, 512)

@@ -185,8 +185,13 @@ def turned(x_RHTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 def layer_step(
     config: Any, layer: Layer, x_RTE: Tensor, turn: tuple[Tensor, Tensor], kv: KV,
     positions_RT: Tensor, seen_RTS: Tensor | None, attend: Attend, mix: Mix,
+    total: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:  # fmt: skip
-    """(R, T, E): one layer, which writes its k and v at the positions before it reads them."""
+    """(R, T, E): one layer, which writes its k and v at the positions before it reads them.
+
+    Args:
+        total: of what comes out of attention and of a gated mlp: the sum over those that share it.
+    """
     R, T, E = x_RTE.shape
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     y = F.rms_norm(x_RTE, (E,), layer.attn_norm, config.norm_eps)
@@ -199,11 +204,11 @@ def layer_step(
     for kept_RKSD, new_RKTD in zip(kv, (turned(k, turn), v)):
         kept_RKSD[at_R, :, positions_RT] = new_RKTD.transpose(1, 2)
     out = attend(turned(q, turn), *kv, seen_RTS).transpose(1, 2).reshape(R, T, H * D)
-    x_RTE = x_RTE + F.linear(out, layer.wo)
+    x_RTE = x_RTE + total(F.linear(out, layer.wo))
     y = F.rms_norm(x_RTE, (E,), layer.mlp_norm, config.norm_eps)
     if isinstance(layer.mlp, Gated):
         gate, up = F.linear(y, layer.mlp.w_in).chunk(2, -1)
-        return x_RTE + F.linear(F.silu(gate) * up, layer.mlp.w_out)
+        return x_RTE + total(F.linear(F.silu(gate) * up, layer.mlp.w_out))
     mixed = mix(layer.mlp, y.view(R * T, E), config.num_chosen, config.normalized)
     return x_RTE + mixed.view(R, T, E)
 

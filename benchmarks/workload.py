@@ -54,23 +54,24 @@ def random_params(
     """Drawn where they stay; `family.init_params` draws on the host, a minute for 8B.
 
     Args:
-        even: so wide that each part has a say in the logits, and rounding no more than it should:
-            a layer adds little to what it is given, and all of them about as much as that is.
+        even: as `even_spread` says.
     """
-
-    def spread(name: str, x: torch.Tensor) -> float:
-        last = name.rsplit(".", 1)[-1]
-        if not even:
-            return 0.02
-        added = 2 * config.num_layers if last in ("wo", "w_down") else 1
-        return 1.0 if last == "embed" else float((x.shape[-1] * added) ** -0.5)
 
     def drawn(name: str, x: torch.Tensor) -> torch.Tensor:
         if x.ndim == 1:
             return torch.ones(x.shape, device=device, dtype=dtype)
-        return torch.randn(x.shape, device=device, dtype=dtype) * spread(name, x)
+        spread = even_spread(config, name, x) if even else 0.02
+        return torch.randn(x.shape, device=device, dtype=dtype) * spread
 
     return naming.replaced(family.blank(config), drawn)
+
+
+def even_spread(config: Any, name: str, x: torch.Tensor) -> float:
+    """So wide that each part has a say in the logits, and rounding no more than it should: a layer
+    adds little to what it is given, and all of them about as much as that is."""
+    last = name.rsplit(".", 1)[-1]
+    added = 2 * config.num_layers if last in ("wo", "w_down") else 1
+    return 1.0 if last == "embed" else float((x.shape[-1] * added) ** -0.5)
 
 
 def new_cache(config: llama.Config, device: str) -> Any:

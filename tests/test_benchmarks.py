@@ -23,6 +23,7 @@ QUICK = {
     "fp8": ["--parts", "step"],
     "host": [],
     "prefill": [],
+    "ranks": ["--batch", "2", "--ways", "FULL-fused", "captured"],
     "startup": ["--top", "1", "--mode", "FULL"],  # one key; the second process compiles nothing
     "steps": ["--modes", "FULL_DECODE_ONLY"],  # fewer keys, and an eager batch
     "trace": ["--layers", "1"],
@@ -60,6 +61,7 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("decode --context 100", "multiple of 16"),
         ("prefill --models 30B-A3B", "'30B-A3B'"),
         ("fp8 --device cpu --quick", "--parts step"),
+        ("ranks --tiny --tp 1", "1 is not 2 or more"),
         ("serve --tiny --speed 0", "--speed: 0 is not above 0"),
         ("serve --tiny --blocks 1", "--blocks 1"),
         ("traffic --requests x", "'x'"),

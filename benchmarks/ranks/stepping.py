@@ -1,0 +1,122 @@
+"""Rows of decode steps, and of what agreeing on one costs the host (`benchmarks ranks`).
+
+Every process runs the same ways of the same batches in the same order. A way is timed where its
+logits, and the k and v that it keeps, are those of one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+import fngraph as fg
+from benchmarks.decode.judging import MOST_ERROR, off, told
+from benchmarks.device import once_ms, wait
+from benchmarks.plain import FORMS
+from benchmarks.ranks.sharing import Right, Task, own_heads
+from benchmarks.ranks.ways import OURS, Made, by_hand, captured_step, ours
+
+Row = dict[str, Any]
+WARM = 5
+
+
+def step_rows(
+    task: Task, ways: Sequence[str], repeats: int, right: Mapping[int, Right], peak: float | None
+) -> list[Row]:
+    """A row a way and batch.
+
+    Args:
+        peak: TB/s of a copy, if that is known.
+    """
+    rows: list[Row] = []
+    for way in ways:
+        forms = [""] if way in OURS else list(FORMS)
+        for form in forms:
+            name = f"{way}, {form}" if form else way
+            made = by_hand(task, way, form) if form else ours(task, way)
+            rows += _of_way(task, name, made, repeats, right, peak)
+            del made
+            gc.collect()
+    return rows
+
+
+def _of_way(
+    task: Task, name: str, made: Iterator[tuple[int, Made]], repeats: int,
+    right: Mapping[int, Right], peak: float | None,
+) -> Iterator[Row]:  # fmt: skip
+    row: Row = {"way": name}
+    try:
+        for num_reqs, one in made:
+            read = task.bytes_read(num_reqs)
+            row = {"way": name, "batch": num_reqs, **one.more, "shard MB": read / 1e6}
+            row |= judged(task, one, right[num_reqs])
+            bound = read / peak / 1e9 if peak else None
+            took = clocked(one.call, repeats, task.mesh.device)
+            over = {"of bound": took["device ms"] / bound} if bound and took["device ms"] else {}
+            yield row | took | {"bound ms": bound, **over}
+    except Exception as error:
+        yield row | {"failed": told(error)}
+
+
+def judged(task: Task, made: Made, right: Right) -> dict[str, float]:
+    """How far a way is off, in the process where it is furthest.
+
+    Raises:
+        ValueError: too far; in every process.
+    """
+    made.call()
+    wait(task.mesh.device)
+    heads = own_heads(task.config, task.axis)
+    wanted = [x[:, heads] for x in right.kept]
+    kept = max(off(x.cpu().float(), y.float()) for x, y in zip(made.kept(), wanted, strict=True))
+    error = off(made.logits().cpu().float(), right.logits.float())
+    here = torch.tensor([error, kept], device=task.mesh.device)
+    error, kept = fg.all_reduce(here, task.axis, "max").tolist()
+    if not (error < MOST_ERROR and kept < MOST_ERROR):
+        raise ValueError(f"logits are off by {error:.3f}, k and v by {kept:.3f}, of {MOST_ERROR}")
+    return {"error": error, "kept error": kept}
+
+
+def clocked(call: Callable[[], Any], repeats: int, device: str) -> dict[str, float | None]:
+    """Of a step: device time where steps follow one another; wall time with its device work
+    finished; and what the call alone takes."""
+    for _ in range(WARM):
+        call()
+    wait(device)
+    walls, hosts = [], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        hosts.append(time.perf_counter() - began)
+        wait(device)
+        walls.append(time.perf_counter() - began)
+    device_ms = once_ms(call, repeats) / repeats if device.startswith("cuda") else None
+    return {"device ms": device_ms, "wall ms": median(walls) * 1e3, "host us": median(hosts) * 1e6}
+
+
+def agreement_rows(task: Task, repeats: int) -> list[Row]:
+    """What the host spends on a step of the first batch whose key is decided for all before, and
+    on one that asks the others. By turns: a neighbour that changes meanwhile changes both."""
+    step, cache = captured_step(task, "FULL-fused")
+    batch = task.batch(task.batches[0])
+    chosen = step.dispatch(batch.spec)
+    ways: dict[str, Callable[[], Any]] = {
+        "decided before": lambda: step(cache, batch, allowed=chosen),
+        "asked": lambda: step(cache, batch),
+    }
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(WARM + repeats):
+        for name, call in ways.items():
+            began = time.perf_counter()
+            call()
+            if turn >= WARM:
+                took[name].append(time.perf_counter() - began)
+            wait(task.mesh.device)
+    decided, asked = (median(times) * 1e6 for times in took.values())
+    return [{"batch": task.batches[0], "decided before, host us": decided,
+             "asked, host us": asked, "exchange us": asked - decided}]  # fmt: skip

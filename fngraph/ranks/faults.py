@@ -64,6 +64,12 @@ def say_failed(error: BaseException) -> None:
         default_store().set(_key(dist.get_rank()), f"{_RAISED}{type(error).__name__}: {error}")
 
 
+def unsay() -> None:
+    """Take back what `say_failed` has told: this process goes on after all."""
+    with contextlib.suppress(Exception):
+        default_store().delete_key(_key(dist.get_rank()))
+
+
 _RAISED, _FOUND, _CAME = "raised ", "found that ", "came "
 """What a process says of itself, and of others; or when it came, in seconds since the epoch."""
 _LATE_S = 0.1

@@ -17,7 +17,7 @@ from fngraph.core.spec import Key
 from fngraph.core.text import count
 from fngraph.errors import CaptureError, RankError
 from fngraph.ranks.agreement import RAISED, Peers, meet, tell_all
-from fngraph.ranks.faults import say_failed
+from fngraph.ranks.faults import say_failed, unsay
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
@@ -31,6 +31,9 @@ def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowe
         RankError: they are not, or one cannot go on: on every process. One of them is gone.
     """
     peers, chosen = keys.executable.peers, prepared.chosen
+    if keys.has_failed:  # and that was survived
+        keys.has_failed = False
+        unsay()
     if peers is None or isinstance(allowed, Dispatch):
         return
     say = _step(keys, prepared, spec)
@@ -70,6 +73,7 @@ def failed_step(
         where = f"the step that runs as {_named(prepared.chosen.key)}" if prepared else "a step"
         _say_where(peers, error, where)
     elif met or isinstance(allowed, Dispatch):
+        keys.has_failed = True
         say_failed(error)
     else:
         with contextlib.suppress(RankError):  # they get one
@@ -94,7 +98,7 @@ def before_capture(keys: Keys, wanted: Sequence[Key]) -> None:
 
 
 def after_capture(keys: Keys, key: Key, failure: CaptureError | None) -> CaptureError | None:
-    """Why the key cannot be captured, here or in another process: then nobody keeps it.
+    """Why the key cannot be captured or warmed, here or in another process: then nobody keeps it.
 
     Raises:
         RankError: it failed in another process alone, and `on_failure="raise"`.
@@ -111,6 +115,7 @@ def after_capture(keys: Keys, key: Key, failure: CaptureError | None) -> Capture
     if failure is not None:
         return failure
     keys.free([key])
+    keys.warm = {of: one for of, one in keys.warm.items() if one != key}
     each = "; ".join(f"rank {rank}: {one[RAISED]}" for rank, one in told.items() if one)
     if keys.shared.rules.on_failure == "raise":
         raise RankError(

@@ -243,12 +243,16 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
         try:
             with preserved(overwritten(keys)):
                 for key in firsts:
+                    failure = None
                     try:
                         _run_padding(keys, key)
                     except RankError as error:
                         raise RankError(f"{_named(key)}{error}", error.at) from error
                     except Exception as error:
-                        _refuse(keys, key, _failure(key, error))
+                        failure = _failure(key, error)
+                    if (failure := after_capture(keys, key, failure)) is not None:
+                        keys.warm = {of: one for of, one in keys.warm.items() if one != key}
+                        _refuse(keys, key, failure)
                 for spec in batches:
                     _run_eager(keys, spec)
                 keys.is_eager_warm = True

@@ -61,6 +61,7 @@ def keys() -> str:
     assert all(len(x) == 1 for x in given.values()), "two are taken for one"
     assert all(len(x) == 1 for x in back.values()), "one is looked at twice"
     assert of.key((), (), (torch.tensor(1),), {}, {}) is None, "of another type"
+    assert len({of.key((), (), (), {"C": c}, {}) for c in (1, 1.0, True)}) == 3
     return "same"
 
 

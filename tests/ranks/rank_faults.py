@@ -51,6 +51,21 @@ def fails(rank: int, kind: str, where: str, ranks: int = 2) -> Any:
     return error, time.monotonic() - began
 
 
+def survived(rank: int) -> Any:
+    """A step that raises in both, then one that does not; then one of them is killed."""
+    warnings.simplefilter("ignore")
+    step, state = made(fg.make_mesh("cpu", timeout=TIMEOUT_S, tp=2)["tp"], modes="NONE")
+    one = batch(0, 3, 2)
+    step(state, one)
+    ARMED["now"] = _raise
+    first = told(lambda: step(state, one))
+    ARMED.clear()
+    step(state, one)
+    if rank == FAILING:
+        die()
+    return first, told(lambda: step(state, one))
+
+
 def in_a_grid(rank: int) -> Any:
     """Two by two, of which the last is killed: one shares no axis with it."""
     warnings.simplefilter("ignore")

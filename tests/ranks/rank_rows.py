@@ -50,6 +50,7 @@ def batch(g: torch.Generator, T: int, R: int) -> Batch:
 
 
 Value = Any
+LARGEST = torch.finfo(torch.float32).max
 OPS: tuple[Callable[[Value, Any, Batch, fg.Axis], Value], ...] = (
     lambda x, w, b, a: fg.all_reduce(x, a),
     lambda x, w, b, a: fg.all_reduce(x, a, "max"),
@@ -112,6 +113,15 @@ TOLD: dict[str, tuple[str, Any]] = {
     "a mask of sums in half precision": (
         "refused", lambda w, b, a: (fg.all_reduce(only(b, b.x, 4e4).half(), a)
                                     * (b.slot >= 0)[:, None]).sum(0)),
+    "a mask of large sums": (
+        "refused", lambda w, b, a: (fg.all_reduce(only(b, b.x, LARGEST), a)
+                                    * (b.slot >= 0)[:, None]).sum(0)),
+    "a mask of large sums, scattered": (
+        "refused", lambda w, b, a: (fg.reduce_scatter(only(b, b.x, -LARGEST), a, 1)
+                                    * (b.slot >= 0)[:, None]).sum(0)),
+    "a mask of small sums": (
+        "right", lambda w, b, a: (fg.all_reduce(only(b, b.x, 7.0), a)
+                                  * (b.slot >= 0)[:, None]).sum(0)),
     "the least is the least": (
         "right", lambda w, b, a: fg.all_reduce(only(b, b.x, INF), a, "min").amin(0)),
     "the sum of the least is not": (

@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "is killed after steps": (2, rank_faults.fails, ("is killed", "steps")),
     "stalls after steps": (3, rank_faults.fails, ("stalls", "steps", 3)),
     "raises in an op": (2, rank_faults.fails, ("raises", "op")),
+    "survived": (2, rank_faults.survived, ()),
     "in a grid": (4, rank_faults.in_a_grid, ()),
     "others go on": (3, rank_faults.goes_on, ()),
     "the same again": (2, rank_faults.same_again, ()),
@@ -71,6 +72,12 @@ def test_every_other_process_raises_in_time(ran: dict[str, list[Ended]], name: s
         assert took < TIMEOUT_S + ROLL_CALL_S + 3, "3 s: this machine may be busy"
     said = [one.value[0] for rank, one in enumerate(ended) if rank != FAILING]
     assert any(WHO[name] in error for error in said), said
+
+
+def test_what_was_survived_is_not_blamed_later(ran: dict[str, list[Ended]]) -> None:
+    first, then = ran["survived"][0].value
+    assert "no such luck" in first
+    assert "rank 1 is gone" in then and "no such luck" not in then
 
 
 def test_who_shares_no_axis_with_it_is_told_too(ran: dict[str, list[Ended]]) -> None:

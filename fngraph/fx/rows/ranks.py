@@ -50,7 +50,7 @@ def _fill(call: OpCall, x: Any, dim: int, fill: Fill) -> Fill | None:
     if adds:
         if is_all(fill, 0):
             return call.zero
-        return FINITE if is_finite(fill) and call.value.dtype in WIDE else None
+        return FINITE if _adds_up(fill, call.value.dtype) else None
     if call.name == "all_reduce":  # the largest of equal ones
         return fill if isinstance(fill, torch.Tensor) or fill in (FINITE, BEYOND) else None
     if isinstance(fill, str) or fill.numel() == 1:
@@ -60,6 +60,18 @@ def _fill(call: OpCall, x: Any, dim: int, fill: Fill) -> Fill | None:
         assert row is not None
         return torch.cat([row] * call.args["size"], call.args["dim"])
     return FINITE if is_finite(fill) and call.value.is_floating_point() else None
+
+
+_MOST = 2.0**32  # processes, and more than there are
+
+
+def _adds_up(fill: Fill, dtype: torch.dtype) -> bool:
+    """Whether the sum of what padding holds in each process is finite."""
+    if dtype not in WIDE or not is_finite(fill):
+        return False
+    if not isinstance(fill, torch.Tensor):
+        return True
+    return bool((fill.abs().double() * _MOST <= torch.finfo(dtype).max).all())
 
 
 def gathered(call: OpCall) -> Iterable[Box]:

@@ -81,7 +81,7 @@ class Known:
         return (
             *given, *types, *[x.dtype for x in tensors], *[x.get_device() for x in tensors],
             *[x & 15 for x in addresses], *constants, *constants.values(),
-            *options, *options.values(),
+            *map(type, constants.values()), *options, *options.values(),
         )  # fmt: skip
 
     def keep(

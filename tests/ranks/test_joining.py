@@ -138,3 +138,13 @@ def test_one_process_takes_all_requests():
 
 def test_what_padding_drew_is_left_out():
     assert first_rows(torch.arange(6).view(3, 2), 2).tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_request_that_nobody_can_run_is_left_out_alone():
+    policy = Policy(16, 4, 4)
+    good = {"prompt": [1, 2], "max_new": 2}
+    coming = [good, {"prompt": [], "max_new": 2}, {**good, "grammar": lambda tokens: None}, good]
+    with pytest.warns(UserWarning, match="a request is not served: ") as told:
+        state = spread(Ranks(), policy, lambda state: coming)(start(8, policy))
+    assert [job.request.prompt for job in state.waiting] == [(1, 2)] * 2
+    assert state.submitted == 2 and len(told) == 2

@@ -11,6 +11,8 @@ ranks, and so the same random numbers as in one process. Each leader yields the 
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +27,8 @@ Take = Callable[[State], Sequence[Mapping[str, Any]]]
 def spread(ranks: Ranks, policy: Policy, take: Take) -> Callable[[State], State]:
     """The inbox of a leader, for teams that meet: before each step, all leaders are there.
 
-    It costs a message of the first process each step, and an exchange where requests have come.
+    It costs a message of the first process each step, and an exchange where requests have come. A
+    request that no team could run ends alone, with a warning that says why, and has no number.
 
     Args:
         take: called by the first process alone, with its own state: what is to be submitted now,
@@ -33,7 +36,7 @@ def spread(ranks: Ranks, policy: Policy, take: Take) -> Callable[[State], State]
             waits, all wait; where it returns none, and nobody has anything to do, the loops end.
 
     Raises:
-        ValueError: teams that do not meet; what `submit` refuses, on the first process.
+        ValueError: teams that do not meet.
     """
     peers = ranks.peers
     if peers.size > 1 and not ranks.meet:
@@ -45,8 +48,7 @@ def spread(ranks: Ranks, policy: Policy, take: Take) -> Callable[[State], State]
     def inbox(state: State) -> State:
         if peers.rank == 0:
             asked = [dict(one) for one in take(state)]
-            for one in asked:
-                submit(state, policy, **one)  # which refuses what no team could run
+            asked = [one for one in asked if can_run(state, policy, one)]
             sent = tell(peers, asked)
             sent.wait()
         else:
@@ -62,6 +64,17 @@ def spread(ranks: Ranks, policy: Policy, take: Take) -> Callable[[State], State]
         return state
 
     return inbox
+
+
+def can_run(state: State, policy: Policy, asked: Mapping[str, Any]) -> bool:
+    """Whether `submit` takes a request, and pickle; if not, a warning says why not."""
+    try:
+        submit(state, policy, **asked)
+        pickle.dumps(asked)
+    except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
+        warnings.warn(f"a request is not served: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def assign(loads: Sequence[int], sizes: Sequence[int]) -> list[int]:

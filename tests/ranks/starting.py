@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -22,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch.distributed.device_mesh", "fngraph.graphified"])
+PROCESSES.set_forkserver_preload(
+    ["torch.distributed.device_mesh", "fngraph.graphified", "fngraph.models.demo"]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ def run(
         for rank, (theirs, _) in enumerate(pipes):
             if theirs.poll(max(began + within - time.monotonic(), 0.01)):
                 with contextlib.suppress(EOFError):
-                    ended[rank] = theirs.recv()
+                    ended[rank] = pickle.loads(theirs.recv_bytes())
         for rank, one in enumerate(started):
             one.join(max(began + within - time.monotonic(), 0.01))
             ended[rank] = dataclasses.replace(ended[rank], code=one.exitcode)
@@ -101,7 +104,8 @@ def _main(fn: Callable[..., Any], rank: int, env: Any, pipe: Any, args: Sequence
         ended = Ended(fn(rank, *args))
     except BaseException:
         ended = Ended(error=traceback.format_exc())
-    pipe.send(dataclasses.replace(ended, s=time.monotonic() - began))
+    ended = dataclasses.replace(ended, s=time.monotonic() - began)
+    pipe.send_bytes(pickle.dumps(ended))  # tensors too, by their numbers: nothing is shared
     pipe.close()
     if dist.is_initialized() and not ended.error:
         dist.destroy_process_group()

@@ -1,18 +1,13 @@
-"""What each process of test_serving.py runs, by torchrun: one stream of requests over each mesh, in
-every mode; what went wrong on purpose, and how long it took the others. All into a file.
-
-    torchrun --nproc-per-node 2 tests/ranks/serving_run.py FOLDER cpu
-"""
+"""What each process of test_serving.py runs: one stream of requests over each mesh, in every mode;
+what went wrong on purpose, and how long it took the others."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +46,7 @@ CONFIG = llama.Config(
 )
 POLICY = Policy(24, 6, 6, 16, query_lens=(1, 3), ngram=1, reserve=0)
 NUM_BLOCKS = 14  # six requests would like some 24
-SIZES = (3, 6, 12, 18, 24)
+SIZES = (6, 24)
 CANCELLED = 5  # this request, before the step of this number
 AT = 8
 
@@ -200,15 +195,16 @@ def stream(
 ) -> Ran:
     """The stream over a mesh, or of one process."""
     steps, cache = made(mesh, modes, shaped=shaped, meet=meet, adapted=adapted)
-    state = start(NUM_BLOCKS, POLICY)
-    return observed(
-        drive(steps, cache, submitted(state, mine(mesh), shaped=shaped, adapted=adapted))
-    )
+    return streamed(mesh, steps, cache, shaped=shaped, adapted=adapted)
 
 
-def spread_out(mesh: fg.Mesh, modes: str) -> Ran:
+def streamed(mesh: fg.Mesh, steps: Steps, cache: Any, **how: bool) -> Ran:
+    """The same, by steps that are there."""
+    return observed(drive(steps, cache, submitted(start(NUM_BLOCKS, POLICY), mine(mesh), **how)))
+
+
+def spread_out(steps: Steps, cache: Any) -> Ran:
     """The same stream, which one process takes and all share, some requests at a time."""
-    steps, cache = made(mesh, modes, meet=True)
     coming = [one._asdict() for one in requests(False)]
 
     def take(state: State) -> list[dict[str, Any]]:
@@ -252,9 +248,8 @@ def failing(at: int) -> Callable[[State], State]:
     return inbox
 
 
-def led(mesh: fg.Mesh) -> dict[str, Any]:
+def led(steps: Steps, cache: Any) -> dict[str, Any]:
     """A leader that raises, one that closes its loop early, and the same steps after that."""
-    steps, cache = made(mesh, "FULL_AND_PIECEWISE")
     state = submitted(start(NUM_BLOCKS, POLICY))
     found: dict[str, Any] = {}
     found["raises"] = ended(lambda: list(serve(steps, cache, state, POLICY, failing(4))))
@@ -270,17 +265,15 @@ def led(mesh: fg.Mesh) -> dict[str, Any]:
     return found
 
 
-def met(mesh: fg.Mesh) -> dict[str, Any]:
+def met(mesh: fg.Mesh, steps: Steps, cache: Any) -> dict[str, Any]:
     """A rank whose loop fails while the other one's goes on."""
-    steps, cache = made(mesh, "FULL_AND_PIECEWISE", meet=True)
     state = submitted(start(NUM_BLOCKS, POLICY), mine(mesh))
     inbox = failing(4 if mesh["dp"].rank == 1 else 10**6)
     return {"left": ended(lambda: list(serve(steps, cache, state, POLICY, inbox)))}
 
 
-def follower_fails(mesh: fg.Mesh) -> dict[str, Any]:
+def follower_fails(steps: Steps, cache: Any) -> dict[str, Any]:
     """One that follows raises in its fifth step, and leaves."""
-    steps, cache = made(mesh, "FULL_AND_PIECEWISE")
     run, left = steps.run, 4
 
     def fails(cache: Any, batch: Any, allowed: Any = None) -> Any:
@@ -300,53 +293,35 @@ def follower_fails(mesh: fg.Mesh) -> dict[str, Any]:
 
 
 STREAMS: dict[int, dict[str, dict[str, int]]] = {
-    1: {"one": {}},
     2: {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}},
     4: {"dp tp": {"dp": 2, "tp": 2}, "pp tp": {"pp": 2, "tp": 2}},
 }
 
 
 @torch.no_grad()
-def main(folder: Path, device: str) -> None:
-    """All streams of so many processes, and all faults of two."""
-    torch.set_num_threads(1)
+def streams(rank: int, world: int, modes: tuple[str, ...], device: str) -> dict[Any, Any]:
+    """All streams of so many processes, in these modes; and all faults of two in the last of all
+    modes, by its steps."""
     kind = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(kind, timeout=timedelta(minutes=2))
-    world, found = dist.get_world_size(), {}
+    found: dict[Any, Any] = {}
     meshes = {
         name: fg.make_mesh(device, **{"dp": 1, "pp": 1, "tp": 1, **sizes})
         for name, sizes in STREAMS[world].items()
     }
     kept: dict[Any, Any] = {}
+    last: dict[str, Any] = {}
     for name, mesh in meshes.items():
-        meet = "dp" in name
-        for modes in MODES if world == 2 or meet else MODES[-1:]:
-            began = time.perf_counter()
-            adapted = name != "pp tp"
+        adapted = name != "pp tp"
+        for mode in modes:
             with traced_once(kept, name):
-                found[name, modes] = stream(mesh, modes, meet=meet, adapted=adapted)
-            if dist.get_rank() == 0:
-                print(name, modes, round(time.perf_counter() - began, 1), flush=True)
-    if world == 2:
-        both = "FULL_AND_PIECEWISE"
-        found["dp apart"] = stream(meshes["dp"], both, adapted=False)
-        found["tp shaped"] = stream(meshes["tp"], both, shaped=True, adapted=False)
-        with traced_once(kept, "dp"):
-            found["dp spread"] = spread_out(meshes["dp"], both)
-        with traced_once(kept, "tp"):
-            found |= led(meshes["tp"])
-        with traced_once(kept, "dp"):
-            found |= met(meshes["dp"])
-        with traced_once(kept, "tp"):
-            found |= follower_fails(meshes["tp"])
-    torch.save(
-        found, folder / f"{device}{world}.{dist.get_rank() if dist.is_initialized() else 1}.pt"
-    )
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    from tests.ranks import serving_run  # what it leaves is of classes that the tests know
-
-    serving_run.main(Path(sys.argv[1]), sys.argv[2])
+                last[name] = made(mesh, mode, meet="dp" in name, adapted=adapted)
+            found[name, mode] = streamed(mesh, *last[name], adapted=adapted)
+    if world == 2 and MODES[-1] in modes:
+        found["dp apart"] = stream(meshes["dp"], modes[-1], adapted=False)
+        found["tp shaped"] = stream(meshes["tp"], modes[-1], shaped=True, adapted=False)
+        found["dp spread"] = spread_out(*last["dp"])
+        found |= led(*last["tp"])
+        found |= met(meshes["dp"], *last["dp"])
+        found |= follower_fails(*last["tp"])
+    return found

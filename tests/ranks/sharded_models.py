@@ -1,23 +1,15 @@
-"""What each process of test_sharded.py runs, by torchrun: every family's part of it, over the same
-steps in every mode, its logits into a file.
-
-    torchrun --nproc-per-node 2 tests/ranks/sharded_models.py FOLDER cpu FAMILY ...
-
-FOLDER holds a folder for each family; those that are named run in graphs too.
-"""
+"""What each process of test_sharded.py runs: every family's part of it, over the same steps, in
+graphs too, and what comes out of each."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -258,43 +250,34 @@ def mixed(dtype: torch.dtype, mesh: fg.Mesh | None) -> list[Tensor]:
 # --- what a process runs --------------------------------------------------------------------------
 
 
-def main(folder: Path, device: str, graphs: Sequence[str]) -> None:
-    """Each family over each mesh that it can be split over; Llamas and experts on the CPU alone."""
-    torch.set_num_threads(1)
-    if device == "cpu":
-        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+def parts(rank: int, folder: Path, device: str, graphs: Sequence[str]) -> dict[Any, Any]:
+    """Each family of `folder`, over each mesh that it can be split over; those of `graphs` in
+    graphs too. Llamas and experts on the CPU alone."""
     found: dict[Any, Any] = {}
-    try:
-        for kind, mesh in meshes(int(os.environ["WORLD_SIZE"]), device):
-            for path in sorted(path for path in folder.iterdir() if path.is_dir()):
-                family = loading.family(path)
-                specs = family.specs(loading.read_config(family.FORMAT, path))
-                axes = {size.axis for size in specs.sizes.values()}
-                if not axes.intersection(mesh.names):
-                    continue
-                made = Made(family, family.load(path, mesh=mesh)[1])
-                found[kind, path.name, "bare"] = bare(made)
-                if path.name in graphs:
-                    full, none, modes = in_graphs(made)
-                    found |= {(kind, path.name, "graphs"): full, (kind, path.name, "none"): none}
-                    found[kind, path.name, "modes"] = modes
-                if "ep" in axes and "ep" in mesh:
-                    apart = Made(family, sharding.with_own_tokens(made.params))
-                    found[kind, path.name, "own"] = own_batches(apart, mesh["ep"].rank)
-                    if path.name in graphs:
-                        steps = [[(mesh["ep"].rank, *one)] for one in OWN_STEPS]
-                        found[kind, path.name, "own graphs"] = in_graphs(apart, steps)[0]
-            if device != "cpu":
+    for kind, mesh in meshes(int(os.environ["WORLD_SIZE"]), device):
+        for path in sorted(folder.iterdir()):
+            family = loading.family(path)
+            specs = family.specs(loading.read_config(family.FORMAT, path))
+            axes = {size.axis for size in specs.sizes.values()}
+            if not axes.intersection(mesh.names):
                 continue
-            for dtype in (torch.float32, torch.bfloat16):
-                found[kind, "mix", str(dtype)] = mixed(dtype, mesh)
-            if mesh.names == ("tp",):
-                found |= {(kind, name, "bare"): in_memory(name, mesh) for name in LLAMAS}
-                found[kind, "product", "bare"] = product(mesh)
-        torch.save(found, folder / f"{dist.get_world_size()}.{dist.get_rank()}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+            made = Made(family, family.load(path, mesh=mesh)[1])
+            found[kind, path.name, "bare"] = bare(made)
+            if path.name in graphs:
+                full, none, modes = in_graphs(made)
+                found |= {(kind, path.name, "graphs"): full, (kind, path.name, "none"): none}
+                found[kind, path.name, "modes"] = modes
+            if "ep" in axes and "ep" in mesh:
+                apart = Made(family, sharding.with_own_tokens(made.params))
+                found[kind, path.name, "own"] = own_batches(apart, mesh["ep"].rank)
+                if path.name in graphs:
+                    steps = [[(mesh["ep"].rank, *one)] for one in OWN_STEPS]
+                    found[kind, path.name, "own graphs"] = in_graphs(apart, steps)[0]
+        if device != "cpu":
+            continue
+        for dtype in (torch.float32, torch.bfloat16):
+            found[kind, "mix", str(dtype)] = mixed(dtype, mesh)
+        if mesh.names == ("tp",):
+            found |= {(kind, name, "bare"): in_memory(name, mesh) for name in LLAMAS}
+            found[kind, "product", "bare"] = product(mesh)
+    return found

@@ -1,45 +1,36 @@
-"""The serving loop over ranks: two and four processes, as torchrun starts them, write what one
-does, in every mode; and what goes wrong in one is an error in the others, soon.
+"""The serving loop over ranks: two and four processes write what one does, in every mode; and what
+goes wrong in one is an error in the others, soon.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+import starting
 import torch
 
 import fngraph as fg
 from tests.ranks import serving_run as run
 
-ROOT = Path(__file__).parents[2]
+BOTH = ("NONE", "FULL_AND_PIECEWISE")  # the second has both kinds of graphs
 SOON = 8.0  # seconds, other work of the machine included
 ONE = {"dp": 1, "pp": 1, "tp": 1}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[Any, Any]]]:
+def ranks() -> Callable[..., list[dict[Any, Any]]]:
     """What each of so many processes has found, which run once."""
-    folder, kept = tmp_path_factory.mktemp("ranks"), {}
+    kept: dict[Any, Any] = {}
 
-    def of(world: int, device: str = "cpu") -> list[dict[Any, Any]]:
-        if (world, device) not in kept:
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone",
-                f"--nproc-per-node={world}", run.__file__, str(folder), device,
-            ]  # fmt: skip
-            path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-            env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=400)
-            assert ran.returncode == 0, ran.stderr[-6000:]
-            files = [folder / f"{device}{world}.{rank}.pt" for rank in range(world)]
-            kept[world, device] = [torch.load(file, weights_only=False) for file in files]
-        return kept[world, device]
+    def of(world: int, modes: tuple[str, ...] = BOTH, device: str = "cpu") -> list[dict[Any, Any]]:
+        key = world, modes, device
+        if key not in kept:
+            kept[key] = []  # where the run fails, it does so once
+            kept[key] = starting.values(starting.run(run.streams, world, *key, within=280))
+        assert kept[key], "see the first that failed"
+        return kept[key]
 
     return of
 
@@ -57,6 +48,11 @@ def one(one_thread: None) -> Callable[..., run.Ran]:
         return kept[key]
 
     return of
+
+
+def by(modes: str) -> tuple[str, ...]:
+    """The modes that run in the same processes."""
+    return BOTH if modes in BOTH else (modes,)
 
 
 def modes_of(modes: str) -> set[str]:
@@ -87,10 +83,11 @@ def test_the_stream_has_everything(one):
     assert len(want.texts[run.CANCELLED]) < run.requests(False)[4].max_new
 
 
+@pytest.mark.sampled(*(f"{kind}-{modes}" for kind in ("tp", "pp") for modes in BOTH))
 @pytest.mark.parametrize("modes", run.MODES)
 @pytest.mark.parametrize("kind", ["tp", "pp"])
 def test_a_team_of_two_writes_what_one_does(ranks, one, kind: str, modes: str):
-    leads, follows = (found[kind, modes] for found in ranks(2))
+    leads, follows = (found[kind, modes] for found in ranks(2, by(modes)))
     check(leads, one(), modes)
     assert leads.kinds == one().kinds and leads.thrown == one().thrown
     assert leads.texts == one().texts  # the one that was cancelled too
@@ -111,9 +108,10 @@ def test_what_is_asked_of_logits_is_asked_over_ranks(ranks, one):
     assert not follows.events
 
 
+@pytest.mark.sampled("[NONE", "[FULL_AND_PIECEWISE")
 @pytest.mark.parametrize("modes", run.MODES)
 def test_ranks_that_meet_write_what_one_does(ranks, one, modes: str):
-    both = [found["dp", modes] for found in ranks(2)]
+    both = [found["dp", modes] for found in ranks(2, by(modes))]
     for ran in both:
         check(ran, one(), modes)
     assert not set(both[0].texts) & set(both[1].texts)
@@ -140,9 +138,10 @@ def test_one_stream_is_spread_over_ranks(ranks, one):
     assert sum(shares) == sum(map(len, texts.values())) and min(shares) > 0.4 * sum(shares)
 
 
+@pytest.mark.sampled("FULL_AND_PIECEWISE")
 @pytest.mark.parametrize("modes", run.MODES)
 def test_teams_that_meet_write_what_one_does(ranks, one, modes: str):
-    found = [each["dp tp", modes] for each in ranks(4)]
+    found = [each["dp tp", modes] for each in ranks(4, (modes,))]
     for ran in found[::2]:
         check(ran, one(), modes)
     assert len(found[0].texts) + len(found[2].texts) == 15
@@ -150,7 +149,7 @@ def test_teams_that_meet_write_what_one_does(ranks, one, modes: str):
 
 
 def test_stages_of_several_processes_write_what_one_does(ranks, one):
-    found = [each["pp tp", "FULL_AND_PIECEWISE"] for each in ranks(4)]
+    found = [each["pp tp", "FULL_AND_PIECEWISE"] for each in ranks(4, run.MODES[-1:])]
     assert found[0].texts == one(adapted=False).texts
     assert not any(ran.events for ran in found[1:])
 
@@ -162,7 +161,7 @@ def test_stages_of_several_processes_write_what_one_does(ranks, one):
 def test_two_gpus_write_what_one_does(ranks, kind: str, modes: str):
     with torch.no_grad():
         want = run.stream(fg.make_mesh("cuda", **ONE), "NONE")
-    for found in ranks(2, "cuda")[: 1 + (kind == "dp")]:
+    for found in ranks(2, run.MODES, "cuda")[: 1 + (kind == "dp")]:
         check(found[kind, modes], want, modes)
 
 

@@ -8,21 +8,18 @@ process's columns by themselves where no scale is known, and is held to what fp8
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded_models as own
+import starting
 import torch
 
 from fngraph.models import loading
 from tests.models import tiny
 
-ROOT = Path(__file__).parents[2]
 EXPERTS = ("qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3")
 WORLDS = {  # processes: meshes, and the families that can be split over them
     2: {"tp2": tuple(tiny.GENERATIVE), "ep2": EXPERTS},
@@ -55,31 +52,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, one_thread: None) -> Callable[..., Found]:
-    """What the processes of a world have left, which are started once."""
+    """What the processes of a world find, which are started once."""
     kept: dict[Any, Found] = {}
 
     def of(world: int, graphs: tuple[str, ...] | None = None) -> Found:
         graphs = IN_GRAPHS[world] if graphs is None else graphs
         if (world, graphs) not in kept:
             kept[world, graphs] = []  # where the run fails, it does so once
-            run(folder, world, graphs)
-            kept[world, graphs] = [torch.load(folder / f"{world}.{r}.pt") for r in range(world)]
+            kept[world, graphs] = run(folder, world, graphs)
         assert kept[world, graphs], "see the first that failed"
         return kept[world, graphs]
 
     return of
 
 
-def run(folder: Path, world: int, graphs: tuple[str, ...], device: str = "cpu") -> None:
-    """Start processes, and wait for them."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
-        str(Path(__file__).parent / "sharded_models.py"), str(folder), device, *graphs,
-    ]  # fmt: skip
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=560)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+def run(folder: Path, world: int, graphs: tuple[str, ...], device: str = "cpu") -> Found:
+    """What comes out of so many processes."""
+    ran = starting.run(own.parts, world, folder, device, graphs, within=560)
+    return starting.values(ran)
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +184,7 @@ def test_graphs_of_every_family_on_gpus(world: int, folder: Path, wanted):
     """Over NCCL; as near as float32 is on a GPU."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"{torch.cuda.device_count()} GPUs here, of {world}")
-    run(folder, world, tuple(tiny.GENERATIVE), "cuda")
-    for rank in range(world):
-        one = torch.load(folder / f"{world}.{rank}.pt")
+    for one in run(folder, world, tuple(tiny.GENERATIVE), "cuda"):
         for mesh, names in WORLDS[world].items():
             for name in names:
                 assert one[mesh, name, "modes"][:2] == ["PIECEWISE", "FULL"]

@@ -1,7 +1,10 @@
-"""`demo` and `generate` with --tp 2, as torchrun starts them: the first process prints, once."""
+"""`demo` and `generate` with --tp 2 in two processes, the second as torchrun starts them: the first
+process prints, once."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -9,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import starting
 
 from fngraph.models import demo, generate
 
@@ -16,30 +20,41 @@ ROOT = Path(__file__).parents[2]
 PROMPTS = "The default implementation\nReturn a list of\n"
 
 
-def over_two(tmp_path: Path, module: str, *words: str) -> str:
-    """What two processes of a command print."""
+@pytest.fixture
+def prompts(tmp_path: Path) -> tuple[str, str]:
+    """Of the commands, the flag."""
     (tmp_path / "prompts.txt").write_text(PROMPTS)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-        module, "--prompts", str(tmp_path / "prompts.txt"), *words,
-    ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return ran.stdout
+    return "--prompts", str(tmp_path / "prompts.txt")
 
 
-def test_the_demo_keeps_its_word_over_two_processes(tmp_path: Path):
-    told = over_two(tmp_path, "fngraph.models.demo", "--tp", "2", "--max-new", "12")
+def printed(rank: int, words: tuple[str, ...]) -> tuple[int, str]:
+    """What the demo of one process returns and prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        code = demo.main([*words])
+    return code, told.getvalue()
+
+
+def test_the_demo_keeps_its_word_over_two_processes(prompts: tuple[str, str]):
+    words = (*prompts, "--tp", "2", "--max-new", "12")
+    (code, told), other = starting.values(starting.run(printed, 2, words, within=240))
+    assert code == 0 and other == (0, "")
     assert "on cpu with the tape, shared by 2 processes" in told
     for modes in demo.MEANING:
         assert len(re.findall(rf"(?m)^{modes} +tokens equal", told)) == 1, told
 
 
-def test_generate_writes_the_same_over_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture):
-    words = ("--max-new", "12", "--modes", "NONE", "--drafts", "2")
-    told = over_two(tmp_path, "fngraph.models.generate", "--tp", "2", *words)
-    assert generate.main(["--prompts", str(tmp_path / "prompts.txt"), *words]) == 0
+def test_generate_writes_the_same_over_two_processes(
+    prompts: tuple[str, str], capsys: pytest.CaptureFixture
+):
+    words = (*prompts, "--max-new", "12", "--modes", "NONE", "--drafts", "2")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
+        "fngraph.models.generate", "--tp", "2", *words,
+    ]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert generate.main([*words]) == 0
     texts = re.compile(r"(?m)^\d .*=> .*$")
     want = texts.findall(capsys.readouterr().out)
-    assert texts.findall(told) == want and len(want) == 2
+    assert texts.findall(ran.stdout) == want and len(want) == 2

@@ -34,6 +34,7 @@ def printed(rank: int, words: tuple[str, ...]) -> tuple[int, str]:
     return code, told.getvalue()
 
 
+@pytest.mark.sampled(0)
 def test_the_demo_keeps_its_word_over_two_processes(prompts: tuple[str, str]):
     words = (*prompts, "--tp", "2", "--max-new", "12")
     (code, told), other = starting.values(starting.run(printed, 2, words, within=240))

@@ -69,13 +69,15 @@ def default_store() -> Any:
 def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
     """Each process's x behind the other; torch 2.13 has another name for it, and warns of this."""
     dist: Any = torch.distributed
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(out, x, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x, group=group)
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
     """A process's part of the sum of each one's x; named anew likewise."""
     dist: Any = torch.distributed
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, x, group=group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, x, group=group)
 
 
 def serves_cpu(group: Any) -> bool:

@@ -322,6 +322,11 @@ _JUDGED = ("self", "other", "index", "indices", "target", "info", "p", "std")
 """Arguments whose numbers an op may refuse."""
 
 
+_JUDGING = {"multinomial": ("self",), "bernoulli": ("self", "p"), "normal": ("std",),
+            "_linalg_check_errors": ("info",)}  # fmt: skip
+"""Ops that do, beside those that look up or divide, and of which arguments."""
+
+
 def may_raise(call: OpCall, name: str, x: fx.Node) -> bool:
     """Whether an op raises an error, or ends the process, at some numbers of an argument."""
     if name in ("index", "indices", "target"):
@@ -330,8 +335,7 @@ def may_raise(call: OpCall, name: str, x: fx.Node) -> bool:
         kinds = x.meta["val"].dtype, dtype_of(call)
         whole = not any(kind.is_floating_point or kind.is_complex for kind in kinds)
         return call.name in DIVISIONS and whole
-    judged = {"multinomial": ("self",), "bernoulli": ("self", "p"), "normal": ("std",)}
-    return name in judged.get(call.name, ("info",) * (call.name == "_linalg_check_errors"))
+    return name in _JUDGING.get(call.name, ())
 
 
 def _inlined(node: fx.Node, states: Mapping[fx.Node, Any]) -> Kept | Mixed:

@@ -1,4 +1,4 @@
-"""`fngraph.core.costs.launch`, `fngraph.core.costs.roofline`: limits, and laws for any constants."""
+"""`fngraph.core.costs.launch` and `fngraph.core.costs.roofline`: limits, laws."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ class Op(NamedTuple):
     kernels: int = 1
     dtype: str = ""
     shape: tuple[Any, ...] | None = None
+    called: str = ""
 
 
 class At:
@@ -85,9 +86,8 @@ class At:
     def work(self, op: Op) -> Work:
         """What a node does."""
         shape = None if op.shape is None else tuple(map(self.dim, op.shape))
-        return Work(
-            op.kind, self.total(op.nbytes), self.total(op.flops), op.kernels, op.dtype, shape  # type: ignore[arg-type]
-        )  # fmt: skip
+        nbytes, flops = self.total(op.nbytes), self.total(op.flops)
+        return Work(op.kind, nbytes, flops, op.kernels, op.dtype, shape, op.called)  # type: ignore[arg-type]
 
 
 def counter(pieces: Pieces, graph: Graph) -> Count:
@@ -167,7 +167,10 @@ def _op(node: fx.Node) -> Op:
         return Op("pointwise", tuple(map(_term, writes)), dtype=dtype)
     if is_pointwise(func) or func in COPIES or name == "copy":
         flat_ones = all(_dims(x) == _dims(writes[0]) and x.is_contiguous() for x in reads)
-        return Op("pointwise" if flat_ones else "broadcast", moved, dtype=dtype)
+        if flat_ones:
+            return Op("pointwise", moved, dtype=dtype)
+        wide = f"broadcast {writes[0].itemsize}"  # its kernel goes element by element
+        return Op(wide, moved, dtype=dtype, called="broadcast")
     return Op("other", moved, dtype=dtype)
 
 

@@ -112,8 +112,8 @@ def test_kinds_and_bytes_of_what_is_no_product():
     assert told == [
         ("index", 2 * row + 3 * 8),  # what it finds, and where; not the table
         ("pointwise", 3 * row),
-        ("broadcast", row / 2 * 2 + 16),  # a half of each row is not dense; the scale counts once
-        ("broadcast", row / 2 + row / 4),
+        ("broadcast 4", row / 2 * 2 + 16),  # a half of each row is not dense; the scale counts once
+        ("broadcast 2", row / 2 + row / 4),
         ("pointwise", row / 4 + row / 2),
         ("cat", 2 * row),
         ("reduction", row + 3 * 2 * 4),

@@ -182,6 +182,10 @@ def test_what_was_measured_goes_before_the_roofline():
     assert DEVICE.time(Work("other", 0, 5e9, dtype="float32")) == (100.0, "compute")
     assert DEVICE.time(Work("other", 0, 5e9, dtype="int8"))[0] == 100.0  # as the slowest
     assert DEVICE.time(VIEW) == (0.0, "launch")
+    assert DEVICE.time(Work("reduction", 1e3, 8e10)) == (100.0, "compute")
+    by_flops = dataclasses.replace(DEVICE, curves={"sdpa": Curve((1e3, 1e6), (2.0, 4.0), "flops")})
+    assert by_flops.time(Work("sdpa", 4e3, 1e3))[0] == 2.0
+    assert by_flops.time(Work("sdpa", 4e8, 1e3)) == (100.0, "memory")
 
 
 def test_of_kinds_that_end_in_a_number_the_nearest_is_taken():

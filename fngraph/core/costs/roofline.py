@@ -175,7 +175,11 @@ class DeviceConstants:
     products: Mapping[str, Grid] = dataclasses.field(default_factory=dict)
 
     def time(self, work: Work) -> tuple[float, str]:
-        """Microseconds of an op inside of a graph, and what bounds it: one of `BOUNDS`."""
+        """Microseconds of an op inside of a graph, and what bounds it: one of `BOUNDS`.
+
+        A curve over bytes knows no FLOPs, and one over FLOPs no bytes: what the roofline says of
+        these is the least.
+        """
         if not work.kernels:
             return 0.0, "launch"
         rates = self.flops_per_us
@@ -188,7 +192,8 @@ class DeviceConstants:
         if work.shape is not None and grid is not None:
             return max(grid(*work.shape), parts[0]), bound
         if curve is not None:
-            return max(curve(getattr(work, curve.over)), parts[0]), bound
+            beside = parts[2] if curve.over == "nbytes" else parts[1]
+            return max(curve(getattr(work, curve.over)), parts[0], beside), bound
         return max(parts), bound
 
 

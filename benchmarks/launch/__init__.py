@@ -13,6 +13,7 @@ clocks are the host's: the model takes host and device to work side by side, whi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import platform
 import time
 from pathlib import Path
@@ -42,20 +43,30 @@ def constants_of(flags: argparse.Namespace) -> fg.core.Constants:
     release(device)
     ops = said("ops by calls", lambda: programs.steps(device, 2 if tiny else 6, bursts))
     replay = programs.replay_us(device)
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "the host, as a device"
+    told = fg.core.DeviceConstants(
+        name, bandwidth, rates, kernels.tiny_us(device), gap_us=ops.gap_us, curves=curves,
+        products={"bfloat16": grid},
+    )  # fmt: skip
+    works, us = ops.mixed
+    switch_us = (us - sum(told.time(work)[0] for work in works)) / sum(w.kernels for w in works)
+    told = dataclasses.replace(told, switch_us=max(switch_us, 0.0))
+
+    def one_us(x: torch.Tensor) -> float:
+        return told.time(fg.core.Work("pointwise", 2 * x.nbytes))[0]
+
     asked = programs.TINY if tiny else programs.WHOLE
     attention = said("attention", lambda: programs.attention(
-        asked, device, flags.backend, ops, replay, curves["pointwise"], bursts
+        asked, device, flags.backend, ops, replay, one_us, bursts
     ))  # fmt: skip
     release(device)
     curves["decode attention"] = attention.decode
     curves |= {f"prefill attention {width}": curve for width, curve in attention.prefill.items()}
-    one = curves["pointwise"](2 * programs.E * 2)
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else "the host, as a device"
+    one = told.time(fg.core.Work("pointwise", 2 * programs.E * 2))[0]
     host = platform.processor() or platform.machine()
-    told = fg.core.DeviceConstants(
-        name, bandwidth, rates, kernels.tiny_us(device),
-        ops.gap_us, attention.boundary_us, max(ops.one_us - one, 0.0), curves, {"bfloat16": grid},
-    )  # fmt: skip
+    told = dataclasses.replace(
+        told, boundary_us=attention.boundary_us, step_us=max(ops.one_us - one, 0.0), curves=curves
+    )
     op_us = ops.op_us | {"attention": attention.call_us}
     mean = sum(ops.op_us.values()) / len(ops.op_us)
     host_told = fg.core.HostConstants(
@@ -81,7 +92,7 @@ def shown(constants: fg.core.Constants) -> None:
         *({"constant": f"products, {d}, TFLOP/s", "value": rate / 1e6}
           for d, rate in device.flops_per_us.items()),
         *({"constant": f"device: {name}", "value": getattr(device, name)}
-          for name in ("kernel_us", "gap_us", "boundary_us", "step_us")),
+          for name in ("kernel_us", "switch_us", "gap_us", "boundary_us", "step_us")),
         *({"constant": f"host: {name}", "value": getattr(host, name)}
           for name in ("step_us", "replay_us", "node_us", "eager_step_us")),
         *({"constant": f"host: {kind}, in NONE, us", "value": us}

@@ -8,8 +8,10 @@ held to those of the others.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from benchmarks.workload import BLOCK_SIZE, batch_of, to_device
 
 DECODED = 64  # tokens up to which a batch decodes
 MODES = ("NONE", "PIECEWISE", "FULL")
+ROUND_US, SLOW_US = 2e5, 2e4  # of a round of steps, and of a step that is measured less often
 MOST_OFF = 0.03  # of logits of two modes, by their norm: attention splits otherwise
 Row = dict[str, Any]
 
@@ -106,18 +109,24 @@ def point(
 def timed(once: Any, device: str, repeats: int, likely_us: float) -> Row:
     """Wall, host and device times, as `decode` has them; of a slow step of fewer repeats."""
     made = Made(lambda _: once(), lambda: None, lambda: [], lambda: wait(device))  # type: ignore[arg-type, return-value]
-    repeats = max(3, min(repeats, int(repeats * 20_000 / max(likely_us, 1.0))))
+    repeats = max(2, min(repeats, int(ROUND_US / max(likely_us, 1.0))))
     for _ in range(2):
         once()
     walls = [clocks.wall_ms(made, None, repeats) * 1e3 for _ in range(3)]
-    steps, hold_s = clocks.burst_of(made, None)
-    ahead = [clocks.device_ms(made, None, steps, hold_s) for _ in range(3)]
+    if likely_us > SLOW_US:
+        began = time.perf_counter_ns()
+        once()
+        host_us = (time.perf_counter_ns() - began) / 1e3
+        steps, hold_s, rounds = 1, 1.5e-6 * host_us + 5e-4, 2
+    else:
+        host_us = median(clocks.host_us(made, None))
+        (steps, hold_s), rounds = clocks.burst_of(made, None), 3
+    ahead = [clocks.device_ms(made, None, steps, hold_s) for _ in range(rounds)]
     known = all(was for _, was in ahead)  # else the host's waits are in it
     return {
-        "measured us": sorted(walls)[1],
-        "measured host us": sorted(clocks.host_us(made, None))[1],
-        "measured device us": sorted(ms for ms, _ in ahead)[1] * 1e3 if known else None,
-    }
+        "measured us": median(walls), "measured host us": host_us,
+        "measured device us": median(ms for ms, _ in ahead) * 1e3 if known else None,
+    }  # fmt: skip
 
 
 def kinds_of(model: fg.core.LaunchModel, spec: fg.BatchSpec) -> dict[str, Any]:

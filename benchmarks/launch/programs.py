@@ -27,6 +27,7 @@ from benchmarks.decode.bench import Made
 from benchmarks.device import in_graph, wait
 from benchmarks.workload import BF16, BLOCK_SIZE
 
+Of = Callable[[Tensor], float]
 E = 768  # width of a mix
 BURSTS = 25
 FEW, MANY = 2, 8  # layers of attention that are compared
@@ -81,8 +82,12 @@ class Mix(NamedTuple):
 
     full: Callable[[], Any]
     none: Callable[[], Any]
-    kinds: Counter[str]
-    kernels: int
+    works: tuple[fg.core.Work, ...]
+
+    @property
+    def kernels(self) -> int:
+        """Of all ops."""
+        return sum(work.kernels for work in self.works)
 
 
 def mix(names: Sequence[str], device: str) -> Mix:
@@ -105,8 +110,7 @@ def mix(names: Sequence[str], device: str) -> Mix:
     sizes = {"T": 1, "R": 1}
     (part,) = lowered.launch_model(NOTHING).count(sizes, sizes, None)
     return Mix(
-        lambda: step(batch), lambda: step(batch, allowed=("NONE",)),
-        Counter(work.kind for work in part.works), sum(work.kernels for work in part.works),
+        lambda: step(batch), lambda: step(batch, allowed=("NONE",)), part.works
     )  # fmt: skip
 
 
@@ -125,6 +129,7 @@ class Steps(NamedTuple):
         op_us: host, by kind.
         one_us: device, of a step of FULL with one op.
         gap_us: device, what a kernel takes longer by itself.
+        mixed: device, of a mix without products in FULL, beside the step: its ops, and their time.
     """
 
     eager_us: float
@@ -133,6 +138,7 @@ class Steps(NamedTuple):
     op_us: dict[str, float]
     one_us: float
     gap_us: float
+    mixed: tuple[tuple[fg.core.Work, ...], float]
 
 
 def steps(device: str, blocks: int = 6, bursts: int = BURSTS) -> Steps:
@@ -143,8 +149,9 @@ def steps(device: str, blocks: int = 6, bursts: int = BURSTS) -> Steps:
     for kind in kinds:
         more = [name for one in base for name in ((one, kind) if one != kind else (one,))]
         mixes.append(mix(more, device))
-    columns = sorted({kind for one in mixes for kind in one.kinds})
-    counts = np.array([[1, *(one.kinds[kind] for kind in columns)] for one in mixes], dtype=float)
+    kinds_of = [Counter(work.called or work.kind for work in one.works) for one in mixes]
+    columns = sorted({kind for one in kinds_of for kind in one})
+    counts = np.array([[1, *(one[kind] for kind in columns)] for one in kinds_of], dtype=float)
     taken = [clocked(one.none, device, bursts) for one in mixes]
     solved, *_ = np.linalg.lstsq(counts, np.array([one.host for one in taken]), rcond=None)
     eager_us, *op_us = (max(float(us), LEAST_US) for us in solved)
@@ -152,10 +159,16 @@ def steps(device: str, blocks: int = 6, bursts: int = BURSTS) -> Steps:
     of_one, of_many = clocked(one.full, device, bursts), clocked(many.full, device, bursts)
     more_nodes = many.kernels - one.kernels
     node_us = max((of_many.host - of_one.host) / more_nodes, 0.0)
-    gap_us = (taken[0].device - (of_many.device - of_one.device)) / many.kernels
+    in_graph_us = (of_many.device - of_one.device) / more_nodes
+    gap_us = taken[0].device / many.kernels - in_graph_us
+    small = mix(["pointwise"] + [kind for kind in base if kind != "product"], device)
+    mixed = clocked(small.full, device, bursts).device - of_one.device
+    first, *rest = small.works  # the op that the other step has too
+    assert first.kind == "pointwise"
     return Steps(
-        eager_us, of_one.host, node_us, dict(zip(columns, op_us)), of_one.device, max(gap_us, 0.0)
-    )
+        eager_us, of_one.host, node_us, dict(zip(columns, op_us)), of_one.device, max(gap_us, 0.0),
+        (tuple(rest), mixed),
+    )  # fmt: skip
 
 
 def replay_us(device: str) -> float:
@@ -298,15 +311,15 @@ TINY = Asked((Heads(4, 2, 16),), (1, 3), 32, (16, 32))
 
 
 def attention(
-    asked: Asked, device: str, backend: str | None, found: Steps, replay: float,
-    pointwise: fg.core.Curve, bursts: int = BURSTS,
+    asked: Asked, device: str, backend: str | None, found: Steps, replay: float, between_us: Of,
+    bursts: int = BURSTS,
 ) -> Attention:  # fmt: skip
     """Differences between few and many layers.
 
     Args:
         found: of ops, which layers have too.
         replay: of the host.
-        pointwise: device, of the op between two layers.
+        between_us: device, what a layer takes beside attention, of its operand.
     """
     heads, most = asked.heads[-1], max(asked.reqs)
     few, many = (
@@ -328,7 +341,7 @@ def attention(
             return Clocked((all_.host - less.host) / more, (all_.device - less.device) / more)
 
         full = per_layer("FULL")
-        us = full.device - pointwise(2 * batch.x.nbytes)
+        us = full.device - between_us(batch.x)
         points.append((many.work(batch).nbytes, max(us, LEAST_US)))
         if reqs != max(asked.reqs):
             piecewise, none = per_layer("PIECEWISE"), per_layer("NONE")
@@ -338,7 +351,7 @@ def attention(
     call_us = median(none for none, _ in hosts) - between
     cut_us = median(piecewise for _, piecewise in hosts) - replay - found.node_us
     prefill = {
-        one.width: prefill_curve(one, asked.chunks, device, backend, pointwise, bursts)
+        one.width: prefill_curve(one, asked.chunks, device, backend, between_us, bursts)
         for one in asked.heads
     }
     return Attention(
@@ -348,8 +361,8 @@ def attention(
 
 
 def prefill_curve(
-    heads: Heads, chunks: Sequence[int], device: str, backend: str | None,
-    pointwise: fg.core.Curve, bursts: int,
+    heads: Heads, chunks: Sequence[int], device: str, backend: str | None, between_us: Of,
+    bursts: int,
 ) -> fg.core.Curve:  # fmt: skip
     """Of one request's first tokens."""
     most = max(chunks)
@@ -363,7 +376,7 @@ def prefill_curve(
             clocked(lambda: one.call(batch, "FULL"), device, max(bursts // 5, 1)).device  # noqa: B023
             for one in (few, many)
         )
-        us = (more - less) / 2 - pointwise(2 * batch.x.nbytes)
+        us = (more - less) / 2 - between_us(batch.x)
         points.append((many.work(batch).flops, max(us, LEAST_US)))
     return _rising(points, "flops")
 

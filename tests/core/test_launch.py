@@ -186,6 +186,9 @@ def test_what_was_measured_goes_before_the_roofline():
     by_flops = dataclasses.replace(DEVICE, curves={"sdpa": Curve((1e3, 1e6), (2.0, 4.0), "flops")})
     assert by_flops.time(Work("sdpa", 4e3, 1e3))[0] == 2.0
     assert by_flops.time(Work("sdpa", 4e8, 1e3)) == (100.0, "memory")
+    mixed = dataclasses.replace(DEVICE, switch_us=0.25)
+    for work in (Work("reduction", 1e3), at_corner, Work("pointwise", 4e9, kernels=3), VIEW):
+        assert mixed.time(work)[0] == DEVICE.time(work)[0] + 0.25 * work.kernels
 
 
 def test_of_kinds_that_end_in_a_number_the_nearest_is_taken():

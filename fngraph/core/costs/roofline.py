@@ -156,6 +156,8 @@ class DeviceConstants:
         bytes_per_us: that it reads and writes, from memory.
         flops_per_us: of large products, by dtype; one that is not there computes as the slowest.
         kernel_us: of a tiny kernel inside of a graph, one after the other.
+        switch_us: what a kernel takes longer behind one of another kind than behind its own, as
+            curves and grids were measured.
         gap_us: what a kernel takes longer where it is launched by itself.
         boundary_us: between a graph and what runs next to it in a step of PIECEWISE.
         step_us: what a graph's step takes beside `forward`: to take its batch in, to put results
@@ -168,6 +170,7 @@ class DeviceConstants:
     bytes_per_us: float
     flops_per_us: Mapping[str, float]
     kernel_us: float
+    switch_us: float = 0.0
     gap_us: float = 0.0
     boundary_us: float = 0.0
     step_us: float = 0.0
@@ -187,14 +190,14 @@ class DeviceConstants:
         parts = (
             work.kernels * self.kernel_us, work.nbytes / self.bytes_per_us, work.flops / rate,
         )  # fmt: skip
-        bound = BOUNDS[parts.index(max(parts))]
+        bound, switch = BOUNDS[parts.index(max(parts))], work.kernels * self.switch_us
         grid, curve = self.products.get(work.dtype), _nearest(self.curves, work.kind)
         if work.shape is not None and grid is not None:
-            return max(grid(*work.shape), parts[0]), bound
+            return max(grid(*work.shape), parts[0]) + switch, bound
         if curve is not None:
             beside = parts[2] if curve.over == "nbytes" else parts[1]
-            return max(curve(getattr(work, curve.over)), parts[0], beside), bound
-        return max(parts), bound
+            return max(curve(getattr(work, curve.over)), parts[0], beside) + switch, bound
+        return max(parts) + switch, bound
 
 
 def _nearest(curves: Mapping[str, Curve], kind: str) -> Curve | None:

@@ -244,10 +244,11 @@ def tokens_of(heads: Heads, reqs: int, new: int, context: int, B: int, device: s
 
 
 class Layers(NamedTuple):
-    """Steps of some layers of attention, and the work of one."""
+    """Steps of some layers of attention, the work of one, and the ops beside it."""
 
     call: Callable[[Tokens, str], Any]
     work: Callable[[Tokens], Any]
+    beside: Counter[str]
 
 
 def made_layers(
@@ -271,12 +272,16 @@ def made_layers(
     step = lowered.compile().capture(cache)
     model = lowered.launch_model(NOTHING)
 
-    def work(batch: Tokens) -> Any:
-        sizes = {"T": batch.spec.num_tokens, "R": batch.spec.num_reqs, **limits.dims}
-        parts = model.count(sizes, sizes, batch.spec.host.max_seq_len)
-        return next(part.works[0] for part in parts if part.cut)
+    def parts(spec: fg.BatchSpec) -> tuple[fg.core.Part, ...]:
+        sizes = {"T": spec.num_tokens, "R": spec.num_reqs, **limits.dims}
+        return model.count(sizes, sizes, spec.host.max_seq_len)
 
-    return Layers(lambda batch, mode: step(cache, batch, allowed=(mode,)), work)
+    def work(batch: Tokens) -> Any:
+        return next(part.works[0] for part in parts(batch.spec) if part.cut)
+
+    runs = (part for part in parts(example.spec) if not part.cut)
+    beside = Counter(work.called or work.kind for part in runs for work in part.works)
+    return Layers(lambda batch, mode: step(cache, batch, allowed=(mode,)), work, beside)
 
 
 class Attention(NamedTuple):
@@ -347,8 +352,9 @@ def attention(
             piecewise, none = per_layer("PIECEWISE"), per_layer("NONE")
             edges.append((piecewise.device - full.device) / 2)
             hosts.append((none.host, piecewise.host))
-    between = found.op_us["pointwise"] + 4 * found.op_us["view"]  # of a layer, beside attention
-    call_us = median(none for none, _ in hosts) - between
+    calls = many.beside - few.beside
+    beside_us = sum(count * found.op_us[kind] for kind, count in calls.items()) / more
+    call_us = median(none for none, _ in hosts) - beside_us
     cut_us = median(piecewise for _, piecewise in hosts) - replay - found.node_us
     prefill = {
         one.width: prefill_curve(one, asked.chunks, device, backend, between_us, bursts)

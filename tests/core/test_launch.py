@@ -98,6 +98,9 @@ def test_many_small_ops_are_bound_by_launches_and_graphs_bring_what_calls_cost()
     assert (none.wall_us, none.device_us, none.bound) == (550.0, 150.0, "launch")
     assert (full.wall_us, full.bound) == (109.0, "launch")
     assert full.gain(none) == pytest.approx(550 / 109 - 1)
+    moved = Part((Work("pointwise", 8e6),) * 9)  # the host is slower, whatever the device does
+    assert predict([moved], MACHINE, "NONE").bound == "launch"
+    assert predict([moved], MACHINE, "FULL").bound == "memory"
 
 
 def test_a_cut_is_a_call_between_two_replays():
@@ -242,7 +245,7 @@ def model(context: int | None = None) -> LaunchModel:
         run = Part((Work("pointwise", 4e5 * T),) * 20)
         if longest is None:
             raise SpecError("how long?")
-        return run, Part((ATTENTION._replace(nbytes=1e3 * longest * R),), True), run
+        return run, Part((ATTENTION._replace(nbytes=1e5 * longest * R),), True), run
 
     limits = core.Limits(512, 64)
     resolved = core.resolve("FULL_AND_PIECEWISE", limits=limits, sizes=(1, 8, 64, 512))
@@ -266,6 +269,9 @@ def test_how_long_requests_are_is_said_or_asked():
         model().predict(said._replace(host=core.HostBounds()))
     assert model().predict(said) == model(100_000).predict(said._replace(host=core.HostBounds()))
     assert model(100_000).predict(said).device_us > model(10).predict(BatchSpec(8, 8)).device_us
+    chunk = BatchSpec(300, 1)  # a request has what it brings
+    told = chunk._replace(host=core.HostBounds(max_seq_len=300))
+    assert model(4).predict(chunk) == model(4).predict(told) == model().predict(told)
     with pytest.raises(SpecError, match="beyond"):
         model(1).predict(BatchSpec(513, 1))
 

@@ -123,6 +123,31 @@ def test_kinds_and_bytes_of_what_is_no_product():
     assert all(w.nbytes == 0 for w in views)
 
 
+def test_an_element_that_stands_for_several_is_read_once():
+    def forward(params, batch: Rows):
+        return batch.x * batch.x[:, :1].expand(-1, 8)
+
+    fast = fg.graphify(forward, modes="NONE", stage="batch", limits=fg.Limits(4, 2))
+    low = fast.trace({}).split().lower()
+    (part,) = low.executable(()).count({"T": 3, "R": 1}, {"T": 3, "R": 1}, None)
+    (work,) = (w for w in part.works if w.kernels)
+    assert work.nbytes == 3 * 8 * 4 * 2 + 3 * 4
+
+
+def test_cuts_run_on_true_rows_and_pieces_on_padded_ones():
+    low, *_ = lowered(modes="PIECEWISE")
+    count, true, padded = (
+        low.executable(()).count,
+        {"B": 4, "T": 5, "R": 5},
+        {"B": 4, "T": 6, "R": 6},
+    )
+    mixed, all_true, all_padded = (
+        count(*sizes, 9) for sizes in ((padded, true), (true, true), (padded, padded))
+    )
+    for found, small, large in zip(mixed, all_true, all_padded, strict=True):
+        assert found == (small if found.cut else large) and small != large
+
+
 def test_passes_make_fewer_kernels_of_the_same_flops():
     plain, fused = (
         works(lowered(modes="NONE", passes=passes)[0], 6, 6) for passes in (None, "all")

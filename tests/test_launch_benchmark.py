@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fngraph as fg
-from benchmarks import launch
+from benchmarks import harness, launch
 from benchmarks.decode.models import MODELS
 from benchmarks.launch import beside, kernels, programs
 from fngraph.core import Work
@@ -89,6 +92,35 @@ def test_what_an_op_costs_is_found_from_mixes(monkeypatch: pytest.MonkeyPatch) -
     works, us = found.mixed
     assert us == pytest.approx(EACH * sum(work.kernels for work in works))
     assert "product" not in {work.kind for work in works}
+
+
+def test_weights_are_others_call_after_call_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+
+    def each_us(fns: Sequence[Any], device: str) -> float:
+        read.append([fn.__closure__[0].cell_contents.data_ptr() for fn in fns])
+        return 1.0 + len(read)
+
+    monkeypatch.setattr(kernels, "_calls", lambda us, nbytes: 4)
+    monkeypatch.setattr(kernels, "each_us", each_us)
+    sizes = kernels.Sizes((1,), (32, 64), (32,), (1,), 8, 8)
+    grid = kernels.products(sizes, "cuda" if torch.cuda.is_available() else "cpu")
+    assert grid.us == (2.0, 3.0)  # columns vary before rows, depth before columns
+    small, _ = read
+    assert all(at % 16 == 0 for at in small) and len(set(small)) == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_constants_are_the_devices(tmp_path: Path) -> None:
+    kept, figures = tmp_path / "constants.json", tmp_path / "launch.json"
+    harness.main(["launch", "--tiny", "--constants", str(kept), "--json", str(figures)])
+    constants = fg.core.Constants.loads(kept.read_text())
+    device, host = constants.device, constants.host
+    assert device.name == torch.cuda.get_device_name()
+    assert 0.3 < device.kernel_us < 20 and device.bytes_per_us > 1e5
+    assert 0 < host.replay_us < host.cut_us["attention"] < host.op_us["attention"]
+    rows = json.loads(figures.read_text())["figures"]["step"]
+    assert len(rows) == 9 and all(row["measured us"] > 0 for row in rows)
 
 
 def test_what_is_off_by_more_than_is_allowed_is_missed() -> None:

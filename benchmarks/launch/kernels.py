@@ -103,8 +103,8 @@ def products(sizes: Sizes, device: str) -> fg.core.Grid:
         x = torch.randn(M, K, device=device, dtype=BF16)
         likely = 2.0 + N * K * 2 / 3e6 + 2 * M * N * K / 5e8
         many = _calls(likely, N * K * 2) if device.startswith("cuda") else 2
-        starts = (i * N * K % (most - N * K + 1) for i in range(many))
-        weights = [pool[at : at + N * K].view(N, K).t() for at in starts]
+        blocks = pool[: most // (N * K) * N * K].view(-1, N, K)  # each begins where it may
+        weights = [blocks[i % len(blocks)].t() for i in range(many)]
         us.append(round(each_us([_product(x, w) for w in weights], device), 3))
     return fg.core.Grid(sizes.rows, sizes.columns, sizes.depth, tuple(us))
 

@@ -13,7 +13,6 @@ from fngraph.fx.loops.running import Control, run
 from fngraph.fx.nodes import is_loop
 from fngraph.fx.pieces.code import direct
 
-
 Asked = Callable[[torch.device], Control | None]
 
 

@@ -1,8 +1,8 @@
 """A loop becomes one node of the trace that goes on: what its functions may do, and what it gives.
 
 A function may write what it has made, and what the loop was given to keep: a carry that comes back
-as the same tensor, or a tensor from around it, that is donated or an intermediate. Such memory is an
-operand that the node writes. All else that a turn makes anew goes through the loop's own buffers.
+as the same tensor, or a tensor from around it, that is donated or an intermediate. Such memory is
+an operand that the node writes. What a turn makes anew goes through the loop's own buffers.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def while_loop(cond: Callable[[C], torch.Tensor], body: Callable[[C], C], carry:
             carry = body(carry)
         return carry
 
-    In a graph it is a WHILE node, whose predicate stays on the device. Both functions may close over
-    tensors: parameters, what forward has computed.
+    In a graph it is a WHILE node, whose predicate stays on the device. Both functions may close
+    over tensors: parameters, what forward has computed.
 
     Args:
         cond: of the carry; bool (), a tensor.
@@ -49,7 +49,8 @@ def while_loop(cond: Callable[[C], torch.Tensor], body: Callable[[C], C], carry:
         the last carry; the first one, where no turn is taken.
 
     Raises:
-        TreeError: a carry that comes back otherwise, with its path, or a predicate that is not bool ().
+        TreeError: a carry that comes back otherwise, with its path, or a predicate that is not
+            bool ().
         MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
         TransformError: a gradient is taken through it. `fori_loop` and `scan` have one.
     """
@@ -116,7 +117,7 @@ def fori_loop(
         x if isinstance(x, torch.Tensor) else torch.full((), x, device=device)
         for x in (lower, upper)
     ]
-    i, carry = while_loop(
+    _, carry = while_loop(
         lambda now: now[0] < ends[1], lambda now: (now[0] + 1, body(*now)), (ends[0], carry)
     )
     return carry
@@ -251,8 +252,8 @@ def _trace() -> PurityMode | None:
 def _refuse_rows(what: str) -> None:
     """Raise for turns that are as many as a key's rows."""
     error = RowsError(
-        f"{user_line()}: {what}, which in a key is the padded number: padding would take turns too. "
-        "Take as many turns as a number of the model says; or compute all rows at once"
+        f"{user_line()}: {what}, which in a key is the padded number: padding would take turns "
+        "too. Take as many turns as a number of the model says; or compute all rows at once"
     )
     mode = _trace()
     if mode is not None:
@@ -262,7 +263,7 @@ def _refuse_rows(what: str) -> None:
 
 @contextlib.contextmanager
 def _refusing(mode: PurityMode) -> Iterator[None]:
-    """Meanwhile what is raised of ours is a refusal of the trace, whatever `forward` does with it."""
+    """Meanwhile what is raised of ours is a refusal of the trace, whatever becomes of it."""
     try:
         yield
     except FnGraphError as error:

@@ -21,7 +21,7 @@ from fngraph.torch_facts.tracing import FakeTensor
 class Operand(NamedTuple):
     """A size that is an operand."""
 
-    index: int
+    place: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ def run(
         control: who records; None: nobody does, and Python loops.
     """
     rest = operands[loop.own :]
-    shapes = [[operands[n.index] if isinstance(n, tuple) else n for n in x] for x in loop.shapes]
+    shapes = [[operands[n.place] if isinstance(n, tuple) else n for n in x] for x in loop.shapes]
     made = [
         torch.empty(shape, dtype=x.dtype, device=x.device)
         for shape, x in zip(shapes, loop.results[len(loop.results) - len(shapes) :])
@@ -80,7 +80,7 @@ def _scan(
     """The turns of a scan: `init` is buffers that hold the carry, `stacked` is filled."""
     carry, last = init, loop.turns - 1
 
-    def turn(slices: Sequence[torch.Tensor], put: Callable[[torch.Tensor, Any], None]) -> None:
+    def turn(slices: Sequence[torch.Tensor], put: Callable[[torch.Tensor, Any], Any]) -> None:
         news = body(*carry, *slices, *rest)
         for ys, y in zip(stacked, news[loop.state :]):
             put(ys, y)  # before the carry is stored, of which it may be a part

@@ -187,7 +187,7 @@ def _facts(
 ) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
     """What is known of each value when it is made, and of each at the end."""
     found: dict[fx.Node, Any] = {}
-    states: dict[fx.Node, Kept | Mixed] = {}
+    states: dict[fx.Node, Any] = {}
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = enumerate(leaves)
     tokens = _tokens(gm, leaves)

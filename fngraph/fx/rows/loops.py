@@ -1,8 +1,8 @@
 """What is known of a loop's rows: facts go through its functions until a turn tells no more.
 
-What a carry is known to be at the beginning of a turn is what holds of the first one and of all that
-a turn gives. So a turn is run abstractly again and again, each time with less that is claimed of
-the carry, until what comes out claims no less. Bounds that go on growing are given up.
+What a carry is known to be at the beginning of a turn is what holds of the first one and of all
+that a turn gives. So a turn is run abstractly again and again, each time with less that is claimed
+of the carry, until what comes out claims no less. Bounds that go on growing are given up.
 
 How many turns a loop takes, or which way a choice goes, must not be for padding to say.
 """
@@ -51,7 +51,7 @@ class Several:
 def of_loop(node: fx.Node, states: Mapping[fx.Node, Any], run: Run) -> Several:
     """What is known of a loop's node, of what is known of its operands."""
     loop: Any = node.target
-    given = [_given(states[x]) if is_tensor(x) else Kept() for x in node.args]
+    given = [_given(states[x]) if is_tensor(x) else Kept() for x in node.args]  # type: ignore[index]
     state, rest = given[: loop.state], given[loop.own :]
     carries = loop.kind != "cond"
     for count in itertools.count():
@@ -87,7 +87,7 @@ _DOES = {"while_loop": "takes turns (fg.while_loop)", "cond": "chooses (fg.cond)
 
 
 class _Turn(NamedTuple):
-    """What is known of one function: of its values, of its results, and of its inputs at its end."""
+    """What is known of one function: its values, its results, and its inputs at its end."""
 
     facts: Facts
     outputs: tuple[Any, ...]

@@ -16,8 +16,8 @@ def recording_control(device: torch.device) -> Any:
     """The one that records on this thread; None: ops run as they are called.
 
     Either has `while_node(pred, run_body)` and `if_node(pred, run_body)`, which take a function
-    that launches a body. `pred` is bool () at an address that stays, read at replay; the body of a while
-    leaves the next one there.
+    that launches a body. `pred` is bool () at an address that stays, read at replay; the body of a
+    while leaves the next one there.
 
     Args:
         device: that of a loop's tensors. Outside a capture it is made ready for one there.

@@ -25,8 +25,8 @@ from fngraph.fx.loops.bodies import (
     node_of,
     outline,
     shape_of,
-    track,
     trace_function,
+    track,
 )
 from fngraph.fx.loops.node import Loop, Operand
 from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by

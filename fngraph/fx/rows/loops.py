@@ -213,9 +213,7 @@ def _same(a: Any, b: Any) -> bool:
         isinstance(x, str) == isinstance(y := b.fills[d], str) and _common(x, y) is not None
         for d, x in a.fills.items()
     )
-    value = (a.value is None) == (b.value is None) and (
-        a.value is None or _equal(a.value, b.value)
-    )
+    value = (a.value is None) == (b.value is None) and (a.value is None or _equal(a.value, b.value))
     rest = (a.said, a.unsaid, a.low, a.span, a.window, a.held, a.dirty)
     return fills and value and rest == (b.said, b.unsaid, b.low, b.span, b.window, b.held, b.dirty)
 

@@ -28,14 +28,14 @@ def flat_while(
 ) -> list[torch.Tensor]:
     """The last carry of a `while_loop`."""
     carry = list(map(alive, carry))
-    if not needs_rule(mode):
+    if not needs_rule(mode, called.name):
         return emit_while(mode, called, cond, body, carry)
     consts, now = used_by(mode, (cond, carry), (body, carry))
 
     def forth(operands: Tensors) -> list[torch.Tensor]:
         fixed, rest = operands[: len(consts)], operands[len(consts) :]
         test, turn = (with_others(fn, consts, fixed) for fn in (cond, body))
-        return flat_while(mode, called.unnamed(), test, turn, rest)
+        return flat_while(mode, called.of(fixed), test, turn, rest)
 
     return apply(Rule(called.name, forth, no_rule(called.name)), [*now, *carry])
 
@@ -46,7 +46,7 @@ def flat_scan(
 ) -> list[torch.Tensor]:  # fmt: skip
     """The last carry of a `scan`, and what it stacks."""
     carry, xs = list(map(alive, carry)), list(map(alive, xs))
-    if not needs_rule(mode):
+    if not needs_rule(mode, called.name):
         return emit_scan(mode, called, turn, carry, xs, turns, reverse)
     rows = [x.new_empty(x.shape[1:]) for x in xs]
     consts, now = used_by(mode, (turn, [*carry, *rows]))
@@ -54,11 +54,13 @@ def flat_scan(
     def of_all(given: Tensors) -> Sequence[torch.Tensor]:
         return with_others(turn, consts, given[: len(consts)])(given[len(consts) :])
 
-    def scan(fn: Flat, init: Tensors, rows: Tensors, n: int, back: bool) -> list[torch.Tensor]:
-        return flat_scan(mode, called.unnamed(), fn, init, rows, n, back)
+    def scan(
+        fn: Flat, init: Tensors, rows: Tensors, back: bool, given: Tensors | None = None
+    ) -> list[torch.Tensor]:
+        return flat_scan(mode, called.of(given), fn, init, rows, turns, back)
 
     many = len(consts), len(carry)
-    rule = scan_rule(called.name, of_all, scan, *many, turns, reverse)
+    rule = scan_rule(called.name, of_all, scan, *many, reverse)
     found = apply(rule, [*now, *carry, *xs])
     return found[: len(found) - len(carry)]
 
@@ -68,14 +70,16 @@ def flat_cond(
 ) -> list[torch.Tensor]:
     """What a `cond` gives."""
     pred = alive(pred)
-    if not needs_rule(mode):
+    if not needs_rule(mode, called.name):
         return emit_cond(mode, called, pred, a, b)
     consts, now = used_by(mode, (a, ()), (b, ()))
 
     def of_all(fn: Flat) -> Flat:
         return lambda given: with_others(fn, consts, given)(())
 
-    def cond(pred: torch.Tensor, a: Flat, b: Flat) -> list[torch.Tensor]:
-        return flat_cond(mode, called.unnamed(), pred, a, b)
+    def cond(
+        pred: torch.Tensor, a: Flat, b: Flat, given: Tensors | None = None
+    ) -> list[torch.Tensor]:
+        return flat_cond(mode, called.of(given), pred, a, b)
 
     return apply(cond_rule(called.name, [of_all(a), of_all(b)], cond), [pred, *now])

@@ -133,8 +133,9 @@ def no_rule(called: str) -> Callable[..., NoReturn]:
     def back(*_: Any) -> NoReturn:
         raise TransformError(
             f"{user_line()}: a gradient goes through {called}, whose turns are not counted, so "
-            "that they cannot be gone back over. Say how many there are at most: fg.fori_loop(0, n, ...) of ints, "
-            "or fg.scan, with torch.where for those that are not wanted"
+            "that they cannot be gone back over. Say how many there are at most: "
+            "fg.fori_loop(0, n, ...) of ints, or fg.scan, with torch.where for those that are not "
+            "wanted"
         )
 
     return back

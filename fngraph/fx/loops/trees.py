@@ -85,7 +85,7 @@ def check_pred(fn: str, what: str, pred: Any) -> torch.Tensor:
     """
     if isinstance(pred, torch.Tensor) and is_batched(pred):
         raise TransformError(
-            f"{user_line()}: {fn}: {what} mapped over by torch.vmap, so that each row has its own. "
+            f"{user_line()}: {fn}: {what} one that torch.vmap maps over: each row has its own. "
             "Choose row by row: torch.where(pred, a, b); take as many turns as the longest does"
         )
     if isinstance(pred, torch.Tensor) and pred.dtype is torch.bool and pred.dim() == 0:

@@ -121,6 +121,7 @@ def _serves(made: Policy, policy: Policy, shaped: bool) -> bool:
         all(getattr(made, name) == getattr(policy, name) for name in same)
         and (policy.max_tokens <= made.max_tokens and policy.max_reqs <= made.max_reqs)
         and max(policy.query_lens) <= max(made.query_lens)
+        and policy.decode_many <= made.decode_many
         and (bool(made.cascade) or not policy.cascade)
     )
 

@@ -54,6 +54,7 @@ from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.loops.bound import with_control
 from fngraph.fx.nodes import is_op
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.collectives import (
@@ -73,6 +74,7 @@ from fngraph.fx.signatures import Signature
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
+from fngraph.graphs.control import recording_control
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.ops.transforms import ASKED
@@ -396,7 +398,7 @@ def _kind(leaf: Leaf) -> str:
 
 
 def _piece_fn(piece: Piece, generators: Generators) -> InstructionFn:
-    gm = with_generators(piece.gm, generators)
+    gm = with_control(with_generators(piece.gm, generators), recording_control)
     forward = direct(gm)  # not gm(...): nn.Module.__call__ takes some 3 us a piece
 
     def call_piece(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from fngraph.core import Dim
 from fngraph.core.program import Instruction, Program, with_drops
 from fngraph.errors import BranchError
 from fngraph.fx.generators import drawn
-from fngraph.fx.nodes import is_op, is_size, is_tensor, line_of, mutates
+from fngraph.fx.nodes import is_loop, is_op, is_size, is_tensor, line_of, mutates
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.tracing import PythonReferenceAnalysis, sympy_interp
@@ -244,5 +244,7 @@ def _structure(graph: Graph, piece: fx.Graph) -> str:
 
 
 def _target(node: fx.Node) -> str:
+    if is_loop(node):
+        return node.target.text  # type: ignore[union-attr]
     named = is_op(node) or isinstance(node.target, str)
     return str(node.target) if named else getattr(node.target, "__name__", str(node.target))

@@ -102,7 +102,8 @@ def trace_function(
             for name, fake in zip(names, examples):
                 node = tracer.graph.create_node("call_function", _given, (), {}, name)
                 node.meta["stack_trace"] = line
-                track_tensor_tree(fake, tracer.proxy(node), constant=None, tracer=tracer)
+                with DisableTorchFunction():  # sizes that it keeps are nobody's of forward's
+                    track_tensor_tree(fake, tracer.proxy(node), constant=None, tracer=tracer)
                 inputs.append(node)
             mode.made.note(list(examples), line)
             results = list(fn(list(examples)))

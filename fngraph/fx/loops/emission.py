@@ -31,6 +31,7 @@ from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.tracing.purity import PurityMode, unwritable
 from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import DisableTorchFunction
 from fngraph.torch_facts.tracing import node_of_size, track_tensor_tree
 
 Paths = Sequence[str]
@@ -132,7 +133,8 @@ def _emit(
 def _result(tracer: Any, node: fx.Node, i: int, x: torch.Tensor) -> torch.Tensor:
     item = tracer.graph.create_node("call_function", operator.getitem, (node, i), {}, "getitem")
     item.meta["stack_trace"] = node.meta["stack_trace"]
-    return track_tensor_tree(x, tracer.proxy(item), constant=None, tracer=tracer)
+    with DisableTorchFunction():  # sizes that it keeps are nobody's of forward's
+        return track_tensor_tree(x, tracer.proxy(item), constant=None, tracer=tracer)
 
 
 def _threaded(body: Traced, state: Sequence[Any], inits: Sequence[fx.Node]) -> dict[int, fx.Node]:

@@ -86,9 +86,7 @@ def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
             rows = tuple(row._replace(drafts=()) for row in state.rows)
             state = dataclasses.replace(state, rows=rows)
     allowed, faults = ask(state.rows, state.faults, can.vocab_size) if can else ({}, {})
-    batch = lay_out(
-        state.rows, policy, steps.host_batch, state.faults, allowed, joint, state.turns
-    )
+    batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed, joint, state.turns)
     return dataclasses.replace(state, faults={**state.faults, **faults}) if faults else state, batch
 
 

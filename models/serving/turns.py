@@ -37,21 +37,22 @@ def many_forward(
     copied = {"query_start_loc", "block_tables", "logits_indices", "adapter_ids"}
 
     def decode(held: tuple[Any, ...], forward: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
+        valid_R = batch.left > 0  # padding has nothing left
         left_R, last_block = batch.left, batch.block_tables.shape[1] - 1
         column = torch.arange(turns, device=left_R.device)
         same = {name: x for name, x in vars(batch).items() if name in copied}
 
         def going(carry: dict[str, Any]) -> Tensor:
-            return (~carry["done"]).any()
+            return (valid_R & ~carry["done"]).any()
 
         def turn(carry: dict[str, Any]) -> dict[str, Any]:
-            done_R, drawn_R = carry["done"], carry["count"]
+            done_R, drawn_R = carry["done"] | ~valid_R, carry["count"]
             ahead_R = torch.minimum(drawn_R, (left_R - 1).clamp(min=0))  # who is done stays there
             places_R = batch.positions + ahead_R
-            block_R1 = (places_R // block_size).clamp(max=last_block)[:, None]
+            block_R1 = (places_R // block_size).clamp(0, last_block)[:, None]
             start_R = batch.block_tables.gather(1, block_R1)[:, 0].long() * block_size
             own = {
-                "token_ids": carry["token"],
+                "token_ids": torch.where(valid_R, carry["token"], 0),
                 "positions": places_R,
                 "slot_mapping": torch.where(done_R, -1, start_R + places_R % block_size),
                 "seq_lens": batch.seq_lens + ahead_R,
@@ -65,7 +66,7 @@ def many_forward(
             count_R = drawn_R + (~done_R).int()
             return {
                 "cache": cache,
-                "token": torch.where(done_R | (ids_R < 0), carry["token"], ids_R),
+                "token": torch.where(done_R, carry["token"], ids_R.clamp(min=0)),
                 "count": count_R,
                 "done": done_R | stopped_R | (ids_R < 0) | (count_R >= left_R),
                 "ids": torch.where(here_RK, ids_R[:, None], carry["ids"]),

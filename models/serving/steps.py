@@ -19,7 +19,13 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.models.families import lora
 from fngraph.models.families.rope import unscaled
-from fngraph.models.serving.ability import Ability, check_names, check_unused, count_blocks
+from fngraph.models.serving.ability import (
+    Ability,
+    check_many,
+    check_names,
+    check_unused,
+    count_blocks,
+)
 from fngraph.models.serving.batches import MANY, SHAPED, batch_type, empty_batch, limits_of
 from fngraph.models.serving.logits import Drawn, changed, drawn
 from fngraph.models.serving.policy import Policy
@@ -125,6 +131,7 @@ def make_steps(
     Raises:
         ValueError: what does not fit together, see `fngraph.models.serving.ability`.
     """
+    check_many(policy, modes, stage.total)
     blocks = count_blocks(cache, policy)
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
     captured: dict[Case, Any] = {}

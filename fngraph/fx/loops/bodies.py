@@ -69,6 +69,18 @@ def fake_like(x: torch.Tensor, shape: Sequence[Any] | None = None) -> FakeTensor
         return torch.empty(tuple(shape), dtype=x.dtype, device=x.device)  # type: ignore[return-value]
 
 
+def track(fake: Any, node: fx.Node, tracer: Any) -> Any:
+    """Say which node made a fake; the fake."""
+    with without_modes(), no_python_dispatcher(), DisableTorchFunction():
+        return track_tensor_tree(fake, tracer.proxy(node), constant=None, tracer=tracer)
+
+
+def shape_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's sizes, which nobody sees us ask for: they would seem to be kept by `forward`."""
+    with DisableTorchFunction():
+        return tuple(x.shape)
+
+
 def fakes_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Other fakes over the same memory, which a node's values are not to be."""
     with without_modes(), no_python_dispatcher(), DisableTorchFunction():
@@ -102,8 +114,7 @@ def trace_function(
             for name, fake in zip(names, examples):
                 node = tracer.graph.create_node("call_function", _given, (), {}, name)
                 node.meta["stack_trace"] = line
-                with DisableTorchFunction():  # sizes that it keeps are nobody's of forward's
-                    track_tensor_tree(fake, tracer.proxy(node), constant=None, tracer=tracer)
+                track(fake, node, tracer)
                 inputs.append(node)
             mode.made.note(list(examples), line)
             results = list(fn(list(examples)))

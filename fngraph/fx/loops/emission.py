@@ -24,15 +24,16 @@ from fngraph.fx.loops.bodies import (
     fakes_of,
     node_of,
     outline,
+    shape_of,
     trace_function,
+    track,
 )
 from fngraph.fx.loops.node import Loop, Operand
 from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.tracing.purity import PurityMode, unwritable
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import DisableTorchFunction
-from fngraph.torch_facts.tracing import node_of_size, track_tensor_tree
+from fngraph.torch_facts.tracing import node_of_size
 
 Paths = Sequence[str]
 
@@ -61,7 +62,7 @@ def emit_scan(
         paths: of the tensors of carry and of xs, for errors.
     """
     names = [f"carry_{i}" for i in range(len(carry))] + [f"x_{i}" for i in range(len(xs))]
-    examples = [fake_like(x) for x in carry] + [fake_like(x, x.shape[1:]) for x in xs]
+    examples = [fake_like(x) for x in carry] + [fake_like(x, shape_of(x)[1:]) for x in xs]
     turn = trace_function(mode, body, examples, names)
     return _emit(
         mode, line, "scan", (turn,), carry, xs, paths, {"turns": turns, "reverse": reverse}
@@ -99,7 +100,7 @@ def _emit(
     carried = [] if kind == "cond" else [i for i in range(len(state)) if i not in threaded]
     others = last.fakes[len(state) :] if last.carries else functions[0].fakes
     others = () if kind == "while_loop" else others
-    shapes = [(*((more["turns"],) if kind == "scan" else ()), *x.shape) for x in others]
+    shapes = [(*((more["turns"],) if kind == "scan" else ()), *shape_of(x)) for x in others]
     sizes = [n for shape in shapes for n in shape if not isinstance(n, int)]
     graphs, reads = outline(tracer, functions, threaded, [node_of_size(n, tracer) for n in sizes])
     args = (*own, *reads)
@@ -133,8 +134,7 @@ def _emit(
 def _result(tracer: Any, node: fx.Node, i: int, x: torch.Tensor) -> torch.Tensor:
     item = tracer.graph.create_node("call_function", operator.getitem, (node, i), {}, "getitem")
     item.meta["stack_trace"] = node.meta["stack_trace"]
-    with DisableTorchFunction():  # sizes that it keeps are nobody's of forward's
-        return track_tensor_tree(x, tracer.proxy(item), constant=None, tracer=tracer)
+    return track(x, item, tracer)  # type: ignore[no-any-return]
 
 
 def _threaded(body: Traced, state: Sequence[Any], inits: Sequence[fx.Node]) -> dict[int, fx.Node]:

@@ -88,7 +88,7 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
     for (is_cut, nodes), needed in zip(regions, needed_after):
         if is_cut:
             (node,) = nodes
-            part: Piece | Cut = _cut(graph, node)
+            part: Piece | Cut = cut_of(graph, node)
             reads: list[fx.Node] = [a for a in node.args if is_tensor(a)]  # type: ignore[misc]
             writes: list[fx.Node] = []
             key = _op_name(node)
@@ -161,7 +161,8 @@ def _needed_after(
     return found[::-1]
 
 
-def _cut(graph: Graph, node: fx.Node) -> Cut:
+def cut_of(graph: Graph, node: fx.Node) -> Cut:
+    """A call of a primitive, as it is in the graph."""
     template = tuple(None if is_tensor(a) else a for a in node.args)
     places = tuple(i for i, a in enumerate(node.args) if is_tensor(a))
     example: Any = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)

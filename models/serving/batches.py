@@ -29,7 +29,7 @@ Fields = dict[str, Callable[[], Any]]  # by name, what declares it
 COUNTS = slice(-1)  # of a spec, all but its host bounds
 SHAPED = (("logits", True),)  # of a batch in which a request wants more than a draw
 MANY = (("many", True),)  # of one whose requests draw several tokens, one after the other
-STOPS = 8  # tokens that stop a request while it does; what else does is seen on the host
+STOPS = 8  # of a request while it does so: tokens that stop it, and FAILED in one place at least
 
 PAGED: Fields = {
     "token_ids": partial(fg.buffer, "T", "int64", pad=0),
@@ -177,7 +177,7 @@ def lay_out(
         into["left"][:] = left
         into["stop_ids"].fill(-1)
         for own, request in zip(into["stop_ids"], asked):
-            tokens = [run[0] for run in request.stop if len(run) == 1][:STOPS]
+            tokens = [run[0] for run in request.stop if len(run) == 1][: STOPS - 1]
             own[: len(tokens)] = tokens
     return batch
 

@@ -37,50 +37,57 @@ def many_forward(
     copied = {"query_start_loc", "block_tables", "logits_indices", "adapter_ids"}
 
     def decode(held: tuple[Any, ...], forward: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
-        valid_R = batch.left > 0  # padding has nothing left
-        left_R, last_block = batch.left, batch.block_tables.shape[1] - 1
-        column = torch.arange(turns, device=left_R.device)
+        left_R, table_RB = batch.left.long(), batch.block_tables
+        last_R = left_R - 1
+        turn_K1 = torch.arange(turns, device=left_R.device)[:, None]
+        ahead_KR = torch.minimum(turn_K1, last_R.clamp(min=0))  # who is done stays there
+        place_KR = batch.positions + ahead_KR
+        block_KR = (place_KR // block_size).clamp(0, table_RB.shape[1] - 1)
+        slot_KR = table_RB.gather(1, block_KR.t()).t() * block_size + place_KR % block_size
+        slot_KR = torch.where(turn_K1 < left_R, slot_KR, -1)
+        length_KR = (batch.seq_lens + ahead_KR).int()
+        no_slot, undrawn, no_token = (  # as scalars each turn would make them anew
+            torch.full_like(last_R, value) for value in (-1, UNDRAWN, 0)
+        )
         same = {name: x for name, x in vars(batch).items() if name in copied}
 
         def going(carry: dict[str, Any]) -> Tensor:
-            return (valid_R & ~carry["done"]).any()
+            return ~carry["done"].all()
 
         def turn(carry: dict[str, Any]) -> dict[str, Any]:
-            done_R, drawn_R = carry["done"] | ~valid_R, carry["count"]
-            ahead_R = torch.minimum(drawn_R, (left_R - 1).clamp(min=0))  # who is done stays there
-            places_R = batch.positions + ahead_R
-            block_R1 = (places_R // block_size).clamp(0, last_block)[:, None]
-            start_R = batch.block_tables.gather(1, block_R1)[:, 0].long() * block_size
+            at, done_R = carry["turn"], carry["done"]
+            of_turn = lambda of_each_KR: of_each_KR.index_select(0, at)[0]  # noqa: E731
             own = {
-                "token_ids": torch.where(valid_R, carry["token"], 0),
-                "positions": places_R,
-                "slot_mapping": torch.where(done_R, -1, start_R + places_R % block_size),
-                "seq_lens": batch.seq_lens + ahead_R,
+                "token_ids": carry["token"],
+                "positions": of_turn(place_KR),
+                "slot_mapping": torch.where(done_R, no_slot, of_turn(slot_KR)),
+                "seq_lens": of_turn(length_KR),
             }
             if "states" in more:
-                own["state_slots"] = torch.where(done_R, -1, batch.state_slots)
+                own["state_slots"] = torch.where(done_R, no_slot, batch.state_slots)
             logits_RV, cache = forward(*held, carry["cache"], inner(**same, **own, spec=batch.spec))
-            ids_R = sample(logits_RV, batch, places_R + 1, greedy=greedy)
-            here_RK = (column == drawn_R[:, None]) & ~done_R[:, None]
-            stopped_R = (ids_R[:, None] == batch.stop_ids).any(-1)
-            count_R = drawn_R + (~done_R).int()
+            places_R = own["positions"] if greedy else own["positions"] + 1  # of the token drawn
+            ids_R = sample(logits_RV, batch, places_R, greedy=greedy)
+            drawn_R = torch.where(done_R, undrawn, ids_R)
+            ends_R = (ids_R[:, None] == batch.stop_ids).any(-1)  # FAILED is among them
+            done_R = done_R | ends_R | (at >= last_R)
             return {
                 "cache": cache,
-                "token": torch.where(done_R, carry["token"], ids_R.clamp(min=0)),
-                "count": count_R,
-                "done": done_R | stopped_R | (ids_R < 0) | (count_R >= left_R),
-                "ids": torch.where(here_RK, ids_R[:, None], carry["ids"]),
+                "turn": at + 1,
+                "token": torch.where(done_R, no_token, ids_R),
+                "done": done_R,
+                "ids": carry["ids"].index_copy_(0, at, drawn_R[None]),
             }
 
         start = {
             "cache": cache,
+            "turn": torch.zeros_like(turn_K1[0]),
             "token": batch.token_ids,
-            "count": torch.zeros_like(left_R),
             "done": left_R < 1,
-            "ids": torch.full_like(column, UNDRAWN).expand(left_R.shape[0], -1).clone(),
+            "ids": torch.full_like(place_KR, UNDRAWN),
         }
         end = fg.while_loop(going, turn, start)
-        return end["ids"], end["cache"]
+        return end["ids"].t(), end["cache"]
 
     def step(params: Any, cache: Any, batch: Any) -> tuple[Tensor, Any]:
         return decode((params,), forward, cache, batch)

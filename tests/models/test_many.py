@@ -315,7 +315,7 @@ def test_what_a_batch_of_several_turns_says():
     assert batch.spec[:3] == (2, 2, 1) and batch.spec.extra == MANY
     assert batch.spec.host == fg.HostBounds(1, 4 + 5)
     assert batch.left.tolist() == [6, 2] and batch.stop_ids.shape == (2, STOPS)
-    assert batch.stop_ids.tolist() == [list(range(20, 28)), [-1] * STOPS]
+    assert batch.stop_ids.tolist() == [[*range(20, 27), FAILED], [FAILED] * STOPS]
     declared = fg.core.buffers_of(kind)
     assert {str(leaf.dims) for leaf in declared.values()} & {"T", "R Q"} == set()
 

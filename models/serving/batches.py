@@ -24,7 +24,7 @@ from fngraph.models.serving.sampling import Settings
 
 HARMLESS = Request(-1, (0,), 1)  # asks for nothing, as a row does whose request will fail
 DIRECT = set(Settings._fields) - {"seed", "logit_bias"}  # settings that are leaves as they are
-Fields = dict[str, Callable[[], Any]]  # by name, what declares it
+Fields = dict[str, "partial[Any]"]  # by name, what declares it
 
 COUNTS = slice(-1)  # of a spec, all but its host bounds
 SHAPED = (("logits", True),)  # of a batch in which a request wants more than a draw
@@ -75,7 +75,7 @@ def batch_type(*more: str) -> type:
     if "many" in more:
         alike = {"T": "R", "R Q": "R"}
         fields = {
-            name: partial(fg.buffer, alike.get(x.args[0], x.args[0]), *x.args[1:], **x.keywords)
+            name: partial(fg.buffer, alike.get(dims := x.args[0], dims), *x.args[1:], **x.keywords)
             for name, x in fields.items()
         }
     members: dict[str, Any] = {name: declare() for name, declare in fields.items()}

@@ -38,7 +38,10 @@ SCHEDULES = {  # name -> policy, blocks, steps between arrivals, modes
     "one by one": (dataclasses.replace(ROOMY, max_reqs=1), 60, 0, "NONE"),
     "many": (dataclasses.replace(ROOMY, decode_many=6), 120, 3, "FULL_AND_PIECEWISE"),
     "many, few blocks": (
-        dataclasses.replace(ROOMY, share=False, decode_many=9), 18, 0, "FULL_DECODE_ONLY"
+        dataclasses.replace(ROOMY, share=False, decode_many=9),
+        18,
+        0,
+        "FULL_DECODE_ONLY",
     ),  # fmt: skip
     "small budget": (dataclasses.replace(ROOMY, max_tokens=7), 120, 2, "PIECEWISE"),
 }

@@ -27,7 +27,9 @@ def _while_loop(cond: Any, body: Any, carry: Any) -> Any:
 
 def _fori_loop(lower: Any, upper: Any, body: Any, carry: Any) -> Any:
     for i in range(int(lower), int(upper)):
-        carry = body(torch.tensor(i, device=upper.device if torch.is_tensor(upper) else None), carry)
+        carry = body(
+            torch.tensor(i, device=upper.device if torch.is_tensor(upper) else None), carry
+        )
     return carry
 
 

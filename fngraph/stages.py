@@ -48,7 +48,6 @@ from fngraph.core.text import count, did_you_mean, table
 from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
 from fngraph.executable import Executable, sizes_of
 from fngraph.fx.advice import in_own_names
-from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
@@ -71,6 +70,7 @@ from fngraph.fx.rows.pads import NOWHERE, check_pads
 from fngraph.fx.rows.state import OFFSETS
 from fngraph.fx.schemas import named
 from fngraph.fx.signatures import Signature
+from fngraph.fx.tracing.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace

@@ -8,7 +8,7 @@ left become a graph of their own, and what they read of the others becomes an op
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fngraph.fx.tracing.constants import COPIES
 from fngraph.fx.tracing.outside import foreign
 from fngraph.fx.tracing.purity import PurityMode
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import DisableTorchFunction, without_modes
+from fngraph.torch_facts.names import DisableTorchFunction, alive, without_modes
 from fngraph.torch_facts.tracing import (
     FakeTensor,
     get_proxy_slot,
@@ -136,6 +136,7 @@ def node_of(mode: PurityMode, x: torch.Tensor, line: str) -> fx.Node:
     Raises:
         ClosureError: it is none.
     """
+    x = alive(x)
     if not isinstance(x, FakeTensor) or not has_proxy_slot(x, mode.tracer):
         mode.refuse(error := foreign(line, x, mode.owners))
         raise error
@@ -153,14 +154,14 @@ def _own(region: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
         if node in inside or node.op == "get_attr":
             continue
         outer = inside.isdisjoint(node.all_input_nodes)
-        if outer and (is_size(node) or _is_constant(node, written)):
+        if outer and (is_size(node) or is_constant(node, written)):
             continue
         inside.add(node)
         found.append(node)
     return found
 
 
-def _is_constant(node: fx.Node, written: set[int]) -> bool:
+def is_constant(node: fx.Node, written: Collection[int] = ()) -> bool:
     """Whether it is a literal, or a copy of one that nothing writes."""
     while node.op == "call_function" and node.target in COPIES:
         if storage_key(node.meta["val"]) in written:

@@ -47,7 +47,7 @@ def _cond(pred: Any, a: Any, b: Any, *args: Any) -> Any:
 
 Python = SimpleNamespace(while_loop=_while_loop, fori_loop=_fori_loop, scan=_scan, cond=_cond)
 
-# --- steps: each draws its numbers when the program is made, and none when it runs -----------------
+# --- steps: each draws its numbers when the program is made, and none when it runs ----------------
 
 
 def _pick(rng: random.Random, many: int) -> int:
@@ -162,7 +162,7 @@ _LOOPS = [_while_step, _fori_step, _scan_step, _cond_step]
 
 
 def body_of(rng: random.Random, many: int, depth: int, outs: int, loops: int = 1) -> Any:
-    """A function of `many` values to `outs` of them or of its own: some as they came, some twice."""
+    """A function of `many` values to `outs` of them or of its own: some as they came, or twice."""
     kinds = [rng.choice(_LEAVES) for _ in range(rng.randint(1, 3))]
     if depth > 0:
         kinds += [rng.choice(_LOOPS) for _ in range(loops)]

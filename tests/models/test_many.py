@@ -220,19 +220,25 @@ def test_requests_that_draw_nothing_fail_as_in_single_steps(model: Model):
         assert served(dataclasses.replace(POLICY, decode_many=k)) == want
 
 
-def test_adapters_and_states_go_along(model: Model):
-    """A request under an adapter writes what single steps write; and so does a recurrent model."""
+@pytest.mark.sampled("bare")
+@pytest.mark.parametrize("mode", ["bare", "FULL_DECODE_ONLY"])
+def test_adapters_go_along(model: Model, mode: str):
+    """A request under an adapter writes what single steps write."""
     generator = torch.Generator().manual_seed(1)
-    slots = lora.slots(model.params, count=2, rank=4)
+    slots = lora.slots(model.params, count=2, rank=4, names=("wq", "w_down"))
     for leaf in naming.named(slots).values():
         leaf.copy_(torch.randn(leaf.shape, generator=generator) * 0.3)
     texts = []
     for policy in (SINGLE, POLICY):
         cache = llama.init_cache(model.params.config, BLOCKS, block_size=SIZE, device=model.device)
-        steps = make_steps(
-            llama.forward, model.params, cache, policy, modes="NONE", adapters=slots,
-            recorder=model.recorder, progress=False,
-        )  # fmt: skip
+        if mode == "bare":
+            options = {"adapters": slots, "device": model.device}
+            steps = bare_steps(llama.forward, model.params, policy, **options)
+        else:
+            steps = make_steps(
+                llama.forward, model.params, cache, policy, modes=mode, adapters=slots,
+                recorder=model.recorder, progress=False, sizes=(4, 32),
+            )  # fmt: skip
         state = start(BLOCKS, policy)
         for i in range(3):
             state = submit(state, policy, (5, 6, 7), 11, adapter=i - 1)

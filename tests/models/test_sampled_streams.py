@@ -31,18 +31,14 @@ PROFILE = Profile(10, Lengths(8, 0.6, 20), Lengths(14, 0.4, 24), systems=(9, 4),
 ARRIVALS = stream(PROFILE, 14, vocab_size=256, seed=3)
 ROOMY = Policy(24, 8, 14, block_size=4)
 SIZES = (1, 2, 4, 8, 16, 24)
+FEW = dataclasses.replace(ROOMY, share=False, decode_many=9)
 SCHEDULES = {  # name -> policy, blocks, steps between arrivals, modes
     "roomy": (ROOMY, 120, 0, "FULL_AND_PIECEWISE"),
     "few blocks": (dataclasses.replace(ROOMY, share=False), 18, 0, "FULL"),
     "drafts": (dataclasses.replace(ROOMY, query_lens=(1, 3), ngram=1), 120, 3, "FULL_DECODE_ONLY"),
     "one by one": (dataclasses.replace(ROOMY, max_reqs=1), 60, 0, "NONE"),
     "many": (dataclasses.replace(ROOMY, decode_many=6), 120, 3, "FULL_AND_PIECEWISE"),
-    "many, few blocks": (
-        dataclasses.replace(ROOMY, share=False, decode_many=9),
-        18,
-        0,
-        "FULL_DECODE_ONLY",
-    ),  # fmt: skip
+    "many, few blocks": (FEW, 18, 0, "FULL_DECODE_ONLY"),
     "small budget": (dataclasses.replace(ROOMY, max_tokens=7), 120, 2, "PIECEWISE"),
 }
 

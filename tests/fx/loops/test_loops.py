@@ -123,6 +123,25 @@ def test_the_trace_prints_its_loops_and_equal_ones_are_equal():
         assert not first.computes_as(third)
 
 
+def test_blocks_are_stamped_around_loops_and_within(recorder_name: str):
+    turn = fg.block(lambda h, layer: torch.tanh(h @ layer) + h)
+    looped = fg.block(lambda h, layer: fg.fori_loop(0, 3, lambda i, h: turn(h, layer), h))
+
+    def forward(w: Any, x: Any) -> Any:
+        h = x[0]
+        for layer in w:
+            h = looped(h, layer)
+        h = fg.fori_loop(0, 2, lambda i, h: turn(turn(h, w[0]), w[1]), h)
+        return turn(h, w[2])
+
+    device = DEVICES[recorder_name]
+    generator = torch.Generator().manual_seed(0)
+    w = [(torch.randn(4, 4, generator=generator) / 3).to(device) for _ in range(3)]
+    x = (torch.ones(2, 4, device=device),)
+    fast = fg.graphify(forward, stage="x", recorder=recorder_name, modes="FULL")
+    torch.testing.assert_close(fast(w, x), forward(w, x), **toys.CLOSE)
+
+
 def test_a_loop_that_nobody_reads_is_dropped():
     def forward(w: Any, x: Any) -> Any:
         fg.fori_loop(0, 3, lambda i, h: h @ w, x[0])
@@ -199,6 +218,17 @@ def over_layers(w: Any, cache: Any, batch: toys.Batch) -> Any:
     return h + norms.sum(0)[:, None], cache
 
 
+def adapted(w: Any, cache: Any, batch: toys.Batch) -> Any:
+    """Each token by an adapter of its own, as many layers long as the table is."""
+    h, which = w["embed"][batch.token_ids], batch.token_ids % 3
+    adapters = w["layers"].flip(0).unsqueeze(1).expand(-1, 3, -1, -1) / 4
+
+    def body(h: Any, table: Any) -> Any:
+        return h + torch.tanh(torch.bmm(h[:, None], table[which]))[:, 0], None
+
+    return fg.scan(body, h, adapters)[0], cache
+
+
 def masked_exit(w: Any, cache: Any, batch: toys.Batch) -> Any:
     def go(c: Any) -> Any:
         total = torch.where(real(batch), c[1].abs().sum(-1), 0).sum()
@@ -228,7 +258,9 @@ def counted(w: Any, cache: Any, batch: toys.Batch) -> Any:
     return h, {"s": s}
 
 
-@pytest.mark.parametrize("forward", [over_layers, masked_exit, masked_sum, masked_choice, counted])
+@pytest.mark.parametrize(
+    "forward", [over_layers, adapted, masked_exit, masked_sum, masked_choice, counted]
+)
 def test_true_rows_are_those_of_bare_forward(forward: Any, recorder_name: str):
     device = DEVICES[recorder_name]
     w, cache = toys.moved((params(), {"s": torch.zeros(toys.V, E)}), device)

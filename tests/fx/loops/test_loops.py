@@ -12,6 +12,7 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import OperatorError, RowsError
+from fngraph.fx.pieces.work import counter
 
 DEVICES = {"tape": "cpu", "cuda": "cuda"}
 E = toys.E
@@ -478,6 +479,26 @@ def test_the_estimate_counts_what_a_turn_takes():
     largest = max(lowered.table, key=lambda row: row[1].num_tokens)
     wide = 16 * E * 64 * 4
     assert lowered.estimate(*largest).pool >= plain.estimate(*largest).pool + wide
+
+
+def test_what_a_loop_does_is_counted_by_its_turns():
+    def unrolled(w: Any, cache: Any, batch: toys.Batch) -> Any:
+        h = w["embed"][batch.token_ids]
+        for layer in w["layers"]:
+            h = torch.tanh(h @ layer)
+        return h, cache
+
+    def looped(w: Any, cache: Any, batch: toys.Batch) -> Any:
+        h = w["embed"][batch.token_ids]
+        return fg.scan(lambda h, layer: (torch.tanh(h @ layer), None), h, w["layers"])[0], cache
+
+    counts = []
+    for forward in (unrolled, looped):
+        split = fg.graphify(forward, **OVER).trace(params(), {"s": torch.zeros(toys.V, E)}).split()
+        sizes = {"T": 8, "R": 2, "B": toys.B}
+        (part,) = counter(split.pieces, split.traced.graph)(sizes, sizes, None)
+        counts.append([work.flops for work in part.works if work.kind == "product"])
+    assert counts[0] == counts[1] and len(counts[0]) == 3
 
 
 def test_a_step_with_loops_sleeps_wakes_and_lets_go(recorder_name: str):

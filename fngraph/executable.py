@@ -19,10 +19,10 @@ from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes
 from fngraph.core.program import Program
-from fngraph.fx.ambient import Ambient
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.leaves import Leaf
+from fngraph.fx.tracing.ambient import Ambient
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.backend import Planner
 from fngraph.ranks.agreement import Peers

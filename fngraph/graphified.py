@@ -18,10 +18,10 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack, overload
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
 from fngraph.core.where import users_part
 from fngraph.errors import TreeError
-from fngraph.fx.ambient import check_no_transform
 from fngraph.fx.arguments import abstract_arguments
 from fngraph.fx.leaves import Role
 from fngraph.fx.signatures import Names, as_static, signature
+from fngraph.fx.tracing.ambient import check_no_transform
 from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.options import (

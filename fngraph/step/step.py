@@ -38,7 +38,8 @@ from fngraph.core.spec import COUNTS, Key
 from fngraph.core.stats import CompileKey
 from fngraph.errors import AmbientError, RankError, SpecError
 from fngraph.executable import Executable, launch_model_of
-from fngraph.fx.ambient import (
+from fngraph.fx.donation.table import DonationTable
+from fngraph.fx.tracing.ambient import (
     Ambient,
     check_no_dispatch_mode,
     check_no_transform,
@@ -46,7 +47,6 @@ from fngraph.fx.ambient import (
     plain_state,
     read,
 )
-from fngraph.fx.donation.table import DonationTable
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import Replay

@@ -42,6 +42,10 @@ count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 count_function_modes: Callable[[], int] = _C._len_torch_function_stack
 are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # or None
+level_of: Callable[[Any], int] = _C._functorch.maybe_get_level  # of a wrapper; -1: of none
+# a tensor; of one that a transform which is over has wrapped: what is in it
+alive: Callable[[torch.Tensor], torch.Tensor] = _C._functorch.unwrap_if_dead
+current_level: Callable[[], int | None] = _C._functorch.maybe_current_level
 # contexts of C++'s own, 1 us where torch.inference_mode() and torch.no_grad() take 15: the first
 # puts grad mode back as well
 InferenceMode: Callable[[bool], Any] = _C._InferenceMode
@@ -93,6 +97,22 @@ TensorGuards: Any = _C._dynamo.guards.TensorGuards
 def dual_level() -> int:
     """How deep tangents are nested that `torch.autograd.forward_ad` makes; -1: there are none."""
     return forward_ad._current_level
+
+
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """A tensor under all transforms' wrappers."""
+    while _C._functorch.is_functorch_wrapped_tensor(x):
+        x = _C._functorch.get_unwrapped(x)
+    return x
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether `torch.vmap` maps over a tensor, at any level."""
+    while _C._functorch.is_functorch_wrapped_tensor(x):
+        if _C._functorch.is_batchedtensor(x):
+            return True
+        x = _C._functorch.get_unwrapped(x)
+    return False
 
 
 # --- switches that choose among kernels of one op -------------------------------------------------
@@ -163,9 +183,11 @@ current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", _absent)
 current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _absent)
 is_capturing: Callable[[], bool] = getattr(_C, "_cuda_isCurrentStreamCapturing", _absent)
 launch_graph: Callable[[Any], None] = getattr(_C._CUDAGraph, "replay", _absent)  # 0.3 us less
-# what a failed capture_end leaves undone up to 2.13: (device, pool)
+# of torch.cuda.graph, and what a failed capture_end leaves undone up to 2.13: (device, pool)
 end_allocating: Callable[[int, Any], None] = _C._cuda_endAllocateToPool
 release_pool: Callable[[int, Any], None] = _C._cuda_releasePool
+# a pool takes what this thread allocates, on any stream: (device, pool), until `end_allocating`
+allocate_by_thread: Callable[[int, Any], None] = _C._cuda_beginAllocateCurrentThreadToPool
 keep_busy: Callable[[int], None] = torch.cuda._sleep  # a kernel that spins for so many cycles
 
 # --- attributes of torch's objects, read where the object is --------------------------------------

@@ -121,6 +121,7 @@ def _serves(made: Policy, policy: Policy, shaped: bool) -> bool:
         all(getattr(made, name) == getattr(policy, name) for name in same)
         and (policy.max_tokens <= made.max_tokens and policy.max_reqs <= made.max_reqs)
         and max(policy.query_lens) <= max(made.query_lens)
+        and policy.decode_many <= made.decode_many
         and (bool(made.cascade) or not policy.cascade)
     )
 
@@ -144,6 +145,25 @@ def count_blocks(cache: Any, policy: Policy) -> int | None:
             )
         counts.add(len(leaf))
     return min(counts, default=None)
+
+
+def check_many(policy: Policy, modes: str, stages: int) -> None:
+    """Refuse `Policy(decode_many=...)` where several tokens have no launch of their own.
+
+    Raises:
+        ValueError: modes without FULL decodes but with PIECEWISE ones; a stage of several.
+    """
+    asked = f"Policy(decode_many={policy.decode_many})"
+    if policy.decode_many > 1 and modes == "PIECEWISE":
+        raise ValueError(
+            f'{asked} takes its turns inside one graph, and modes="PIECEWISE" has none that holds '
+            'a whole step. Pass modes="FULL_AND_PIECEWISE", or leave decode_many out'
+        )
+    if policy.decode_many > 1 and stages > 1:
+        raise ValueError(
+            f"{asked} takes its turns on one device, and these are {stages} pipeline stages. Leave "
+            "it out"
+        )
 
 
 def check_unused(slot: int, state: State) -> None:

@@ -21,6 +21,7 @@ import fngraph as fg
 from fngraph.models.serving.batches import lay_out, own_spec, padding
 from fngraph.models.serving.grammars import ask
 from fngraph.models.serving.logits import first_rows, on_host
+from fngraph.models.serving.many import take_ahead
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.ranks.following import agree, follow, leading
 from fngraph.models.serving.requests import Event, Row, State
@@ -39,6 +40,8 @@ class Served(NamedTuple):
         events: what it did for its requests.
         seconds: of wall time, scheduling included.
         reused: tokens that requests which joined found computed by others.
+        turns: tokens that each request drew at most, one after the other.
+        single: why it was one, where `Policy(decode_many=...)` asks for more.
     """
 
     state: State
@@ -48,6 +51,8 @@ class Served(NamedTuple):
     events: tuple[Event, ...]
     seconds: float
     reused: int = 0
+    turns: int = 1
+    single: str = ""
 
 
 def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
@@ -69,6 +74,7 @@ def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
     joint = None
     if state.live or not agrees:
         state = plan(state, policy) if can is None else plan(state, policy, can.fault)
+        state = take_ahead(state, policy)
     else:
         state = dataclasses.replace(state, rows=())
     if agrees:
@@ -80,7 +86,7 @@ def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
             rows = tuple(row._replace(drafts=()) for row in state.rows)
             state = dataclasses.replace(state, rows=rows)
     allowed, faults = ask(state.rows, state.faults, can.vocab_size) if can else ({}, {})
-    batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed, joint)
+    batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed, joint, state.turns)
     return dataclasses.replace(state, faults={**state.faults, **faults}) if faults else state, batch
 
 
@@ -117,13 +123,14 @@ def serve(
             drawn, cache = steps.run(cache, batch)
             if not state.rows:  # it was for the others
                 continue
-            kind, spec, reused = kind_of(state.rows), batch.spec, state.reused
+            kind, spec, planned = kind_of(state.rows), batch.spec, state
             if steps.ranks.agrees:  # without what others bring
                 spec = own_spec(state.rows, policy, state.faults)
                 drawn = first_rows(drawn, len(state.rows))
             state, events = advance(state, *on_host(drawn, state.rows), now=clock())
             seconds = time.perf_counter() - began
-            yield Served(state, spec, kind, steps.dispatch(batch.spec), events, seconds, reused)
+            more = planned.reused, planned.turns, planned.single
+            yield Served(state, spec, kind, steps.dispatch(batch.spec), events, seconds, *more)
 
 
 def stream(served: Iterable[Served]) -> Iterator[Event]:

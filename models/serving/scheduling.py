@@ -24,6 +24,7 @@ depends on its request and place alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -41,7 +42,7 @@ from fngraph.models.serving.requests import (
     in_order,
     no_blocks,
 )
-from fngraph.models.serving.sampling import FAILED
+from fngraph.models.serving.sampling import FAILED, UNDRAWN
 from fngraph.models.serving.texts.endings import cut, read_on, rest
 
 NO_TOKEN = (
@@ -242,9 +243,10 @@ def advance(
     """The state after a step, and what it did.
 
     Args:
-        drawn: for each of `state.rows`, the tokens drawn at its last places. A row inside its
-            prompt computed a chunk, and what it drew is dropped. A request that drew FAILED, or
-            is among `state.faults`, ends there, and no other with it.
+        drawn: for each of `state.rows`, the tokens drawn at its last places, or one after the
+            other (`state.turns`), up to UNDRAWN. A row inside its prompt computed a chunk, and what
+            it drew is dropped. A request that drew FAILED, or is among `state.faults`, ends there,
+            and no other with it.
         logprobs: of the same places; None: no request of the step wants them.
         now: requests whose deadline it has reached end, those that wait too.
 
@@ -280,9 +282,12 @@ def advance(
         if computed < len(text):
             stepped[id] = job._replace(computed=computed)
             continue
-        new = accept(drafts, tokens) if drafts else (tokens[0],)
+        if state.turns > 1:
+            new = drawn_of(tokens)
+        else:
+            new = accept(drafts, tokens) if drafts else (tokens[0],)
         failed = False
-        if new[-1] == FAILED:  # behind drafts it is left to the next step, which draws it first
+        if new[-1] == FAILED:  # behind others it is left to the next step, which draws it first
             new, failed = new[:-1], len(new) == 1
         if request.decode is None:
             (new, end), said = cut(job, new), ""
@@ -302,8 +307,19 @@ def advance(
             done.append(job)
     running = tuple([stepped.get(job.request.id, job) for job in state.running])
     state = dataclasses.replace(state, running=running, rows=(), faults={}, pool=pool)
+    if state.turns > 1 or state.single:
+        state = dataclasses.replace(state, turns=1, single="")
     state = drop(state, done) if done else state
     return expire(state, events, now) if now >= state.soonest else (state, tuple(events))
+
+
+def drawn_of(tokens: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of a row that drew one after the other, up to where it was done.
+
+    >>> drawn_of((5, 6, -2, -2))
+    (5, 6)
+    """
+    return tuple(itertools.takewhile(lambda token: token != UNDRAWN, tokens))
 
 
 def expire(state: State, events: Iterable[Event], now: float) -> tuple[State, tuple[Event, ...]]:

@@ -19,7 +19,7 @@ from torch import fx
 from fngraph.core.costs.launch import Count, Part
 from fngraph.core.costs.roofline import Work
 from fngraph.errors import SpecError
-from fngraph.fx.nodes import flat, is_op, is_size, is_tensor, operands, written_by
+from fngraph.fx.nodes import flat, is_loop, is_op, is_size, is_tensor, operands, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.pieces.cuts import Cut, Pieces
 from fngraph.fx.schemas import COPIES, is_pointwise, named, plain_name, reads_nothing
@@ -120,11 +120,18 @@ def counter(pieces: Pieces, graph: Graph) -> Count:
 
 
 def _ops(graph: fx.Graph) -> list[Op]:
-    """Of the nodes of a piece."""
-    return [
-        _op(node) for node in graph.nodes
-        if node.op == "call_function" and is_op(node) and not is_size(node)
-    ]  # fmt: skip
+    """Of the nodes of a piece. Those in a loop count as often as it has turns: once where nobody
+    knows how many it takes; of a choice the first function's do."""
+    found: list[Op] = []
+    for node in graph.nodes:
+        if is_loop(node):
+            loop: Any = node.target
+            functions = loop.graphs[:1] if loop.kind == "cond" else loop.graphs
+            within = [op for inner in functions for op in _ops(inner.graph)]
+            found += within * (loop.turns if loop.kind == "scan" else 1)
+        elif node.op == "call_function" and is_op(node) and not is_size(node):
+            found.append(_op(node))
+    return found
 
 
 def _op(node: fx.Node) -> Op:

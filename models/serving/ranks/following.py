@@ -46,7 +46,16 @@ def over_ranks(
         steps: of `make_steps`, which each process has called with its own shard of the weights and
             of the cache.
         part: of an adapter for `load_slot`, that of this process.
+
+    Raises:
+        ValueError: steps that draw several tokens a launch, which one process does by itself.
     """
+    together = ranks.team.size > 1 or ranks.meet
+    if together and steps.can is not None and steps.can.policy.decode_many > 1:
+        raise ValueError(
+            f"Policy(decode_many={steps.can.policy.decode_many}) is for one process: where several "
+            "run each step together, they tell each other before each one. Leave it out"
+        )
 
     def load_own(slot: int, adapter: Any, state: Any) -> None:
         steps.load_slot(slot, part(adapter), state)

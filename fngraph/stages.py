@@ -54,6 +54,7 @@ from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.loops.bound import has_loops, with_control
+from fngraph.fx.loops.node import loops_of
 from fngraph.fx.nodes import is_op
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.collectives import (
@@ -149,6 +150,7 @@ class Compiled:
         codes = [piece.gm.code.strip() for piece in self.pieces]
         parts = [as_text(self.passes)] if self.passes else []
         parts += [f"# piece {i}\n{code}" for i, code in enumerate(codes)]
+        parts += [loop.as_text() for piece in self.pieces for loop in loops_of(piece.gm)]
         compiled, keys = self.executable.compiled, self.executable.table
         rows = [row for one in compiled for row in artefact_rows(one)]
         if rows:
@@ -589,9 +591,12 @@ class Traced:
         return alike and self.ambient.kernels == other.ambient.kernels
 
     def as_text(self) -> str:
-        """The traced ops as Python; before them, how often each pass has matched."""
-        code = self.graph.gm.code.strip()
-        return f"{as_text(self.passes)}\n\n{code}" if self.passes else code
+        """The traced ops as Python; before them, how often each pass has matched, and behind them
+        the functions of loops."""
+        gm = self.graph.gm
+        parts = [as_text(self.passes)] if self.passes else []
+        parts += [gm.code.strip(), *(loop.as_text() for loop in loops_of(gm))]
+        return "\n\n".join(parts)
 
     def __repr__(self) -> str:
         ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)

@@ -210,7 +210,8 @@ def _seat(hop: Hop, into: fx.Node, memory: Memory) -> None:
     node, i = hop.maker, int(hop.node.args[1])  # type: ignore[arg-type]
     value, (key,) = into.meta["val"], keys(hop.node)
     node.target = node.target.seated(i, value)  # type: ignore[union-attr]
-    node.meta["val"] = node.target.results  # type: ignore[union-attr]
+    others = node.meta["val"]
+    node.meta["val"] = (*others[:i], value, *others[i + 1 :])
     memory.members[key].remove(node)
     memory.members[keys(into)[0]].append(node)
 

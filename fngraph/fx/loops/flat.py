@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fngraph.fx.loops.bodies import node_of
 from fngraph.fx.loops.closures import Flat, with_others
 from fngraph.fx.loops.emission import Called, emit_cond, emit_scan, emit_while
 from fngraph.fx.loops.gradients import (
@@ -18,16 +19,28 @@ from fngraph.fx.loops.gradients import (
     used_by,
 )
 from fngraph.fx.tracing.purity import PurityMode
-from fngraph.torch_facts.names import alive
+from fngraph.torch_facts.names import alive, unwrapped
 
 Tensors = Sequence[torch.Tensor]
+
+
+def _given(mode: PurityMode, called: Called, values: Tensors) -> list[torch.Tensor]:
+    """What a loop is given, which must be of this trace.
+
+    Raises:
+        ClosureError: a tensor that is not.
+    """
+    found = list(map(alive, values))
+    for x in found:
+        node_of(mode, unwrapped(x), called.line)
+    return found
 
 
 def flat_while(
     mode: PurityMode, called: Called, cond: Flat, body: Flat, carry: Tensors
 ) -> list[torch.Tensor]:
     """The last carry of a `while_loop`."""
-    carry = list(map(alive, carry))
+    carry = _given(mode, called, carry)
     if not needs_rule(mode, called.name):
         return emit_while(mode, called, cond, body, carry)
     consts, now = used_by(mode, (cond, carry), (body, carry))
@@ -45,7 +58,7 @@ def flat_scan(
     reverse: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The last carry of a `scan`, and what it stacks."""
-    carry, xs = list(map(alive, carry)), list(map(alive, xs))
+    carry, xs = _given(mode, called, carry), _given(mode, called, xs)
     if not needs_rule(mode, called.name):
         return emit_scan(mode, called, turn, carry, xs, turns, reverse)
     rows = [x.new_empty(x.shape[1:]) for x in xs]
@@ -69,7 +82,7 @@ def flat_cond(
     mode: PurityMode, called: Called, pred: torch.Tensor, a: Flat, b: Flat
 ) -> list[torch.Tensor]:
     """What a `cond` gives."""
-    pred = alive(pred)
+    (pred,) = _given(mode, called, [pred])
     if not needs_rule(mode, called.name):
         return emit_cond(mode, called, pred, a, b)
     consts, now = used_by(mode, (a, ()), (b, ()))

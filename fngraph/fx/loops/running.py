@@ -37,7 +37,7 @@ def run(
         control: who records; None: nobody does, and Python loops.
     """
     rest = operands[loop.own :]
-    shapes = [[operands[n.place] if isinstance(n, tuple) else n for n in x] for x in loop.shapes]
+    shapes = [[operands[n[0]] if isinstance(n, tuple) else n for n in x] for x in loop.shapes]
     made = [
         torch.empty(shape, dtype=x.dtype, device=x.device)
         for shape, x in zip(shapes, loop.results[len(loop.results) - len(shapes) :])

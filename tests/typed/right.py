@@ -110,8 +110,8 @@ assert_type(
     fg.while_loop(lambda c: c[0] < 3, lambda c: (c[0], c[1]), (ids, ids)), tuple[Tensor, Tensor]
 )
 assert_type(fg.fori_loop(0, 3, lambda i, c: c + i, ids), Tensor)
-assert_type(fg.scan(lambda c, x: (c + x, c), ids, ids)[0], Tensor)
-assert_type(fg.cond(ids.sum() > 0, lambda x: x, lambda x: x + 1, ids), Tensor)
+last: Tensor = fg.scan(lambda c, x: (c + x, c), ids, ids)[0]
+chosen: Tensor = fg.cond(ids.sum() > 0, lambda x: x, lambda x: x + 1, ids)
 # 18 a module as a function
 apply, weights, buffers = fg.from_module(torch.nn.Linear(4, 4))
 # 19 errors, tests, other people's models

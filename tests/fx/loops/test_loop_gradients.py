@@ -75,7 +75,7 @@ def squares(loss: Any) -> Any:
     return lambda w, x: sum(g.pow(2).sum() for g in grad(loss)(w, x).values())
 
 
-@pytest.mark.sampled("nested", "backwards")
+@pytest.mark.sampled("backwards", "chosen")
 @pytest.mark.parametrize("name", losses(fg))
 def test_a_gradient_is_pythons(name: str, recorder_name: str):
     python, ours = losses(Python)[name], losses(fg)[name]

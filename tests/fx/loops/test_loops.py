@@ -95,6 +95,24 @@ def test_the_tape_has_a_loop_as_one_op_with_its_turn_within():
     assert replay.counts.others == 3
 
 
+def test_turns_may_swap_values_and_go_backwards(recorder_name: str):
+    device = DEVICES[recorder_name]
+
+    def rotated(w: Any, x: Any) -> Any:
+        return fg.while_loop(
+            lambda v: v[0][0] < x[0][0] + 2, lambda v: (v[1], v[2], v[0] + 1), (*x, x[0] * 3)
+        )
+
+    w = torch.arange(16.0, device=device).view(4, 4) / 8
+    x = tuple(torch.arange(4.0, device=device) + i for i in range(2))
+    swap = lambda w, x: fg.fori_loop(0, 5, lambda i, v: (v[1], v[0]), x)  # noqa: E731
+    turn = lambda c, row: (c * 2 + row, c + row)  # noqa: E731
+    back = lambda w, x: fg.scan(turn, x[0], w, reverse=True)  # noqa: E731
+    for fn in (swap, rotated, back):
+        fast = fg.graphify(fn, stage="x", recorder=recorder_name, modes="FULL")
+        torch.testing.assert_close(fast(w, x), fn(w, x))
+
+
 def test_the_trace_prints_its_loops_and_equal_ones_are_equal():
     fast = fg.graphify(turning, donate="state", stage="x", modes="FULL")
     given = torch.randn(4, 4), {"s": torch.zeros(())}
@@ -121,6 +139,25 @@ def test_the_trace_prints_its_loops_and_equal_ones_are_equal():
     for fn in (other, deeper):
         third = fg.graphify(fn, donate="state", stage="x").trace(*given, batch=batch)
         assert not first.computes_as(third)
+
+
+def test_blocks_are_stamped_around_loops_and_within(recorder_name: str):
+    turn = fg.block(lambda h, layer: torch.tanh(h @ layer) + h)
+    looped = fg.block(lambda h, layer: fg.fori_loop(0, 3, lambda i, h: turn(h, layer), h))
+
+    def forward(w: Any, x: Any) -> Any:
+        h = x[0]
+        for layer in w:
+            h = looped(h, layer)
+        h = fg.fori_loop(0, 2, lambda i, h: turn(turn(h, w[0]), w[1]), h)
+        return turn(h, w[2])
+
+    device = DEVICES[recorder_name]
+    generator = torch.Generator().manual_seed(0)
+    w = [(torch.randn(4, 4, generator=generator) / 3).to(device) for _ in range(3)]
+    x = (torch.ones(2, 4, device=device),)
+    fast = fg.graphify(forward, stage="x", recorder=recorder_name, modes="FULL")
+    torch.testing.assert_close(fast(w, x), forward(w, x), **toys.CLOSE)
 
 
 def test_a_loop_that_nobody_reads_is_dropped():
@@ -199,6 +236,17 @@ def over_layers(w: Any, cache: Any, batch: toys.Batch) -> Any:
     return h + norms.sum(0)[:, None], cache
 
 
+def adapted(w: Any, cache: Any, batch: toys.Batch) -> Any:
+    """Each token by an adapter of its own, as many layers long as the table is."""
+    h, which = w["embed"][batch.token_ids], batch.token_ids % 3
+    adapters = w["layers"].flip(0).unsqueeze(1).expand(-1, 3, -1, -1) / 4
+
+    def body(h: Any, table: Any) -> Any:
+        return h + torch.tanh(torch.bmm(h[:, None], table[which]))[:, 0], None
+
+    return fg.scan(body, h, adapters)[0], cache
+
+
 def masked_exit(w: Any, cache: Any, batch: toys.Batch) -> Any:
     def go(c: Any) -> Any:
         total = torch.where(real(batch), c[1].abs().sum(-1), 0).sum()
@@ -228,7 +276,9 @@ def counted(w: Any, cache: Any, batch: toys.Batch) -> Any:
     return h, {"s": s}
 
 
-@pytest.mark.parametrize("forward", [over_layers, masked_exit, masked_sum, masked_choice, counted])
+@pytest.mark.parametrize(
+    "forward", [over_layers, adapted, masked_exit, masked_sum, masked_choice, counted]
+)
 def test_true_rows_are_those_of_bare_forward(forward: Any, recorder_name: str):
     device = DEVICES[recorder_name]
     w, cache = toys.moved((params(), {"s": torch.zeros(toys.V, E)}), device)
@@ -299,6 +349,27 @@ def test_padding_that_reaches_true_rows_is_refused(forward: Any, text: str):
         fast.trace(params(), {"s": torch.zeros(toys.V, E)})
     line = re.search(r"test_loops.py:(\d+)", str(raised.value))
     assert line and 0 <= int(line[1]) - forward.__code__.co_firstlineno <= 6
+
+
+def a_promise_of_a_predicate(w: Any, cache: Any, batch: toys.Batch) -> Any:
+    h = w["embed"][batch.token_ids]
+    go = lambda h: fg.trust_rows(h.abs().sum()) < 60  # noqa: E731
+    return fg.while_loop(go, lambda h: h * 1.25, h), cache
+
+
+def a_promise_within_a_turn(w: Any, cache: Any, batch: toys.Batch) -> Any:
+    h = w["embed"][batch.token_ids]
+    turn = lambda i, h: h + fg.trust_rows(h.abs().sum())  # noqa: E731
+    return fg.fori_loop(0, 2, turn, h), cache
+
+
+@pytest.mark.parametrize("forward", [a_promise_of_a_predicate, a_promise_within_a_turn])
+def test_a_rehearsal_finds_promises_that_loops_do_not_keep(forward: Any):
+    w, cache = params(), {"s": torch.zeros(toys.V, E)}
+    tried = {k: v for k, v in OVER.items() if k != "sizes"}
+    assert fg.check(forward, w, cache, BATCHES[0], **tried).ok
+    report = fg.check(forward, w, cache, BATCHES[0], rehearse=True, **tried)
+    assert not report.ok and "trust_rows" in str(report), report
 
 
 # --- primitives -----------------------------------------------------------------------------------

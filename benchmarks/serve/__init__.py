@@ -34,7 +34,7 @@ from benchmarks.harness import (
     write,
 )
 from benchmarks.serve.beside import by_transformers
-from benchmarks.serve.many import launches, missed_by, streams
+from benchmarks.serve.many import few_at_a_time, launches, missed_by
 from benchmarks.serve.right import share_of_texts, wrong
 from benchmarks.serve.streams import served, shares
 from benchmarks.serve.turns import broken, by_batch, decode_batch, in_turns, on_device
@@ -153,7 +153,7 @@ def several(name: str, args: argparse.Namespace) -> dict[str, Any]:
         steps = dataclasses.replace(bench, policy=policy).steps("FULL_AND_PIECEWISE")
         held = steps, bench.cache, policy
         found["launches"] += launches(*held, sizes, args.context, vocab_size, args.device)
-        found["streams"] += streams(*held, bench.num_blocks, sizes, new, vocab_size)
+        found["streams"] += few_at_a_time(*held, bench.num_blocks, sizes, new, vocab_size)
         del steps, held
         release(args.device)
     show(found["launches"])

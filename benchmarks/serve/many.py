@@ -135,7 +135,7 @@ def stream_of(num_reqs: int, new: int, vocab_size: int) -> list[Arrival]:
     return arrivals
 
 
-def streams(
+def few_at_a_time(
     steps: Steps, cache: Any, policy: Policy, num_blocks: int, sizes: Sequence[int], new: int,
     vocab_size: int,
 ) -> list[dict[str, Any]]:  # fmt: skip

@@ -44,7 +44,6 @@ def many_forward(
         place_KR = batch.positions + ahead_KR
         block_KR = (place_KR // block_size).clamp(0, table_RB.shape[1] - 1)
         slot_KR = table_RB.gather(1, block_KR.t()).t() * block_size + place_KR % block_size
-        slot_KR = torch.where(turn_K1 < left_R, slot_KR, -1)
         length_KR = (batch.seq_lens + ahead_KR).int()
         no_slot, undrawn, no_token = (  # as scalars each turn would make them anew
             torch.full_like(last_R, value) for value in (-1, UNDRAWN, 0)

@@ -348,6 +348,9 @@ def test_where_several_turns_have_no_place(model: Model):
     stage = Stage(0, 2)
     with pytest.raises(ValueError, match="2 pipeline stages"):
         make_steps(llama.forward, model.params, cache, POLICY, modes="NONE", stage=stage)
+    for options in ({"compile": "pieces"}, {"passes": "all"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}= would change single steps"):
+            make_steps(llama.forward, model.params, cache, POLICY, modes="NONE", **options)
     with pytest.raises(ValueError, match="pass decode_many=1 or more"):
         Policy(32, 4, 10, decode_many=0)
     steps, _ = model.steps("bare")

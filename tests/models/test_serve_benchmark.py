@@ -314,7 +314,7 @@ def test_what_is_asked_of_several_tokens_a_launch():
     assert missed_by(found) == [] == missed_by({})
     for name, bad, said in (
         ("host us a launch", 41.0, "costs the host 41 us"), ("of a step", 1.02, "1.020 of a step"),
-        ("of 10 steps", 1.2, "done after 10 it takes 1.20 of them"), ("same", 0.5, "0.50 of the texts"),
+        ("of 10 steps", 1.2, "done after 10 it takes 1.20 of"), ("same", 0.5, "0.50 of the texts"),
     ):  # fmt: skip
         (line,) = missed_by({"launches": [launch | {name: bad}]})
         assert said in line and "128 tokens at batch 1" in line

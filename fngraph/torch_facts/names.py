@@ -42,6 +42,8 @@ count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 count_function_modes: Callable[[], int] = _C._len_torch_function_stack
 are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # or None
+transform_level: Callable[[], int | None] = _C._functorch.maybe_current_level  # of it, from 1 on
+level_of: Callable[[torch.Tensor], int] = _C._functorch.maybe_get_level  # whose it is; -1: nobody's
 # contexts of C++'s own, 1 us where torch.inference_mode() and torch.no_grad() take 15: the first
 # puts grad mode back as well
 InferenceMode: Callable[[bool], Any] = _C._InferenceMode

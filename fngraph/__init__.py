@@ -26,7 +26,7 @@ _EXPORTS = {
     "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
     "check": "checking",
-    "block": "fx.blocks.stamps", "checkpoint": "fx.blocks.checkpoint", "like": "stages",
+    "block": "fx.blocks.stamps", "checkpoint": "fx.blocks.checkpointing", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Step": "step.step", "ChangedRows": "step.changed_rows",
     # many processes
@@ -71,7 +71,7 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
     )
     from fngraph.encoder.run import encode as encode, encoder_limits as encoder_limits
     from fngraph.encoder.statistics import EncoderStats as EncoderStats
-    from fngraph.fx.blocks.checkpoint import checkpoint as checkpoint
+    from fngraph.fx.blocks.checkpointing import checkpoint as checkpoint
     from fngraph.fx.blocks.stamps import block as block
     from fngraph.fx.modules import from_module as from_module
     from fngraph.fx.rows.check import trust_rows as trust_rows

@@ -27,10 +27,17 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.command import device as device_of, new_file, real, run as run_command, whole
+from fngraph.models.command import (
+    device as device_of,
+    new_file,
+    new_folder,
+    real,
+    run as run_command,
+    whole,
+)
 from fngraph.models.families import llama
 from fngraph.models.training.adamw import AdamW, cosine, init
-from fngraph.models.training.corpus import HELD_OUT_EVERY, batch_at, corpus, cut
+from fngraph.models.training.english import HELD_OUT_EVERY, batch_at, corpus, cut
 from fngraph.models.training.flat import Flat, packed, unpacked
 from fngraph.models.training.picture import draw_losses
 from fngraph.models.training.saving import Run, blank_run, load_run, save_run
@@ -189,7 +196,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compile", choices=("none", "pieces"), default="none")
     p.add_argument("--seed", type=whole(0), default=0)
     p.add_argument("--threads", type=whole(), default=torch.get_num_threads())
-    p.add_argument("--run", type=Path, default=Path("runs/bytes"), help="folder to go on from")
+    p.add_argument(
+        "--run", type=new_folder, default=Path("runs/bytes"), help="folder to go on from"
+    )
     p.add_argument("--save-every", type=whole(), default=1, help="steps that a kill may cost")
     p.add_argument("--out", type=new_file, default=BYTES)
     return p
@@ -230,7 +239,7 @@ A byte-level Llama (`fngraph.models.train.tiny_bytes`) that gives the demo and t
 legible to write. It is no use for anything else.
 
 Data: language topics, docstrings and comments of Python's own standard library (by the Python
-authors, PSF license). Selected by `fngraph.models.training.corpus`, trained by
+authors, PSF license). Selected by `fngraph.models.training.english`, trained by
 `fngraph.models.train`.
 
 | | |

@@ -103,9 +103,7 @@ def all_layers(
     """
     kept, body = [], layer or decoder_layer
     for i, (weights, own) in enumerate(zip(params.layers, cache, strict=True)):
-        x_TE, own = body(
-            params.config, weights, x_TE, rope, own, batch, attention, mixture, norm
-        )
+        x_TE, own = body(params.config, weights, x_TE, rope, own, batch, attention, mixture, norm)
         x_TE = x_TE + added[i] if i < len(added) else x_TE
         kept.append(own)
     return x_TE, tuple(kept)

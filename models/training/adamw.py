@@ -100,7 +100,7 @@ def _decays(settings: AdamW, weights: Sequence[Tensor]) -> list[bool]:
 def blended(average: Any, params: Any, count: Tensor) -> Any:
     """The running average, moved towards the weights after `count` steps; None stays None.
 
-    It forgets the first steps soon, and later ones within a thousand.
+    It is of the last ninth of them, and of a thousand at most.
     """
     if average is None:
         return None

@@ -12,6 +12,7 @@ import functools
 import importlib
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def batch_at(data: Tensor, step: int, batch: int, context: int, seed: int) -> Te
 @functools.lru_cache(2)  # a step reads of two passes at most, unless the text is short
 def _starts(seed: int, turn: int, count: int, context: int) -> Tensor:
     """Where the sequences of one pass begin, in its order."""
-    generator = torch.Generator().manual_seed((seed << 32) + turn)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {turn}".encode()))  # 32 bits
     first = torch.randint(context, (), generator=generator)
     return first + context * torch.randperm(count, generator=generator)
 

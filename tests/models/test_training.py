@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +235,16 @@ def test_weights_come_back_as_they_were_packed(config, params):
                for w in again.values() if w.ndim > 1)  # fmt: skip
     narrow = naming.named(unpacked(llama.blank(config), flat, torch.bfloat16))
     assert all(w.dtype is torch.bfloat16 for w in narrow.values())
+
+
+def test_what_the_page_shows_runs(capsys):
+    page = (Path(fg.__file__).parent.parent / "docs/training.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "training.md", "exec"), {"__name__": "training"})
+    printed = capsys.readouterr().out
+    assert printed.count("in place") == 7 and "copied" not in printed
+    (kept, loss), (again, same) = (
+        (float(estimated), loss)
+        for loss, estimated in re.findall(r"^(\S+) Memory.*estimated: (\S+) MB", printed, re.M)
+    )
+    assert loss == same and again < 0.7 * kept

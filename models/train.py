@@ -88,11 +88,8 @@ def fit(
     Raises:
         CheckpointError: what is in the run's folder is of another run.
     """
-    generator = torch.Generator(flags.device).manual_seed(flags.seed)
-    fast = captured(config, flags, generator)
-    facts = facts_of(config, train, flags)
-    run = begun(config, facts, flags, generator)
-    generator.set_state(run.random)
+    fast, facts = captured(config, flags), facts_of(config, train, flags)
+    run = begun(config, facts, flags)
     held_NS = held_NS.to(flags.device)
     fields: dict[str, Any] = {"loss": float("nan"), "held_out": run.best}
     with Progress(*COLUMNS) as progress:
@@ -108,7 +105,7 @@ def fit(
             unsaved.append(metrics["loss"])
             looked = (step + 1) * flags.looks // flags.steps > step * flags.looks // flags.steps
             if looked or len(unsaved) == flags.save_every:
-                run = kept(run, unsaved, generator, time.monotonic() - began)
+                run = kept(run, unsaved, time.monotonic() - began)
                 run = look(run, config, held_NS, flags) if looked else run
                 save_run(flags.run / "run.safetensors", run, facts)
                 unsaved = []
@@ -118,37 +115,33 @@ def fit(
     return run, naming.named(best)
 
 
-def captured(config: llama.Config, flags: argparse.Namespace, generator: torch.Generator) -> Any:
+def captured(config: llama.Config, flags: argparse.Namespace) -> Any:
     """The step, as graphs."""
     loss = make_loss(config, dtype=DTYPES[flags.dtype], checkpoint=flags.checkpoint)
     settings = AdamW(weight_decay=flags.weight_decay, decays=Flat(True, False))
-    draw = functools.partial(dropped, share=flags.drop, generator=generator)
+    draw = functools.partial(dropped, share=flags.drop, seed=flags.seed)
     step = make_train_step(
         loss, settings, cosine(flags.lr, flags.steps), accumulate=flags.accumulate,
         draw=draw if flags.drop else None,
     )  # fmt: skip
     return fg.graphify(
         step, donate=("params", "opt"), stage="batch", modes="FULL", compile=flags.compile,
-        generators=(generator,),
     )  # fmt: skip
 
 
-def begun(
-    config: llama.Config, facts: Mapping[str, Any], flags: argparse.Namespace,
-    generator: torch.Generator,
-) -> Run:  # fmt: skip
+def begun(config: llama.Config, facts: Mapping[str, Any], flags: argparse.Namespace) -> Run:
     """The run of the folder, or one before its first step."""
     named = naming.named(llama.init_params(config, seed=flags.seed, device=flags.device))
     params = packed(named)
-    new = blank_run(params, init(params, average=True), generator)
+    new = blank_run(params, init(params, average=True))
     path = flags.run / "run.safetensors"
     return load_run(path, new, facts) if path.exists() else new
 
 
-def kept(run: Run, losses: list[Tensor], generator: torch.Generator, seconds: float) -> Run:
+def kept(run: Run, losses: list[Tensor], seconds: float) -> Run:
     """The run with the losses of its last steps; waits for the device."""
     all_losses = torch.cat([run.losses, torch.stack(losses).cpu()])
-    return run._replace(losses=all_losses, random=generator.get_state(), seconds=seconds)
+    return run._replace(losses=all_losses, seconds=seconds)
 
 
 def look(run: Run, config: llama.Config, held_NS: Tensor, flags: argparse.Namespace) -> Run:

@@ -24,10 +24,10 @@ from fngraph.models.weights.loading import CheckpointError
 
 
 class Run(NamedTuple):
-    """A run between two steps. Where in the text it is follows from its step.
+    """A run between two steps. Where in the text it is, and what its next step draws, follow from
+    its step and the seed.
 
     Attributes:
-        random: the state of the generator that steps draw from.
         losses: of each step, (steps,) float32.
         looks: (looks, 2) float32: the step, and the loss of held-out text after it.
         seconds: that it has taken so far, in all processes.
@@ -35,7 +35,6 @@ class Run(NamedTuple):
 
     params: Flat
     opt: Moments
-    random: Tensor
     losses: Tensor
     looks: Tensor
     seconds: float = 0.0
@@ -93,6 +92,6 @@ def load_run(path: Path, blank: Run, facts: Mapping[str, Any]) -> Run:
     return run._replace(seconds=float(said["seconds"]))
 
 
-def blank_run(params: Flat, opt: Moments, random: torch.Generator) -> Run:
+def blank_run(params: Flat, opt: Moments) -> Run:
     """A run before its first step."""
-    return Run(params, opt, random.get_state(), torch.zeros(0), torch.zeros(0, 2))
+    return Run(params, opt, torch.zeros(0), torch.zeros(0, 2))

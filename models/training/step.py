@@ -21,7 +21,7 @@ TrainStep = Callable[[Any, Moments, Any], tuple[Any, Moments, dict[str, Tensor]]
 
 def make_train_step(
     loss: LossFn, settings: AdamW, schedule: Schedule, *, accumulate: int = 1,
-    draw: Callable[[Any], Any] | None = None,
+    draw: Callable[[Any, Tensor], Any] | None = None,
 ) -> TrainStep:  # fmt: skip
     """What `fg.graphify` takes, with params and opt donated and the batch staged.
 
@@ -29,12 +29,13 @@ def make_train_step(
         loss: the mean over a batch, (), float32.
         accumulate: batches whose gradients are averaged in one step. Above 1 each leaf of the batch
             has them along its first dim, (accumulate, ...), and memory is that of one of them.
-        draw: what is random in a step, made of the weights: masks of dropout. It draws from a
-            generator that `graphify(generators=)` is told of, once a step.
+        draw: what is random in a step, once for all of its batches: masks of dropout. It is made
+            of the weights and the step's number, or drawn from a generator that
+            `graphify(generators=)` is told of.
     """
 
     def train_step(params: Any, opt: Moments, batch: Any) -> Any:
-        drawn = () if draw is None else (draw(params),)
+        drawn = () if draw is None else (draw(params, opt.step),)
         leaves, treedef = fg.core.trees.flatten(params)
 
         def on(batch: Any) -> tuple[Any, Tensor]:

@@ -41,10 +41,27 @@ def make_loss(
     return loss
 
 
-def dropped(flat: Flat, share: float, generator: torch.Generator) -> Tensor:
-    """(P,): 0 for a share of the matrices' elements, and as much more for the others."""
-    uniform_P = torch.rand(flat.matrices.shape, generator=generator, device=flat.matrices.device)
+def dropped(flat: Flat, step: Tensor, *, share: float, seed: int) -> Tensor:
+    """(P,): 0 for a share of the matrices' elements, and as much more for the others.
+
+    A pure function of the step and the seed: there is no generator whose state a run would have to
+    keep, and a GPU's masks are a CPU's.
+    """
+    element_P = torch.arange(len(flat.matrices), device=flat.matrices.device)
+    uniform_P = hashed(hashed(element_P + hashed(step + seed * 7919)) + step) / 2**32
     return (uniform_P >= share) / (1 - share)
+
+
+def hashed(x: Tensor) -> Tensor:
+    """Whole numbers of 32 bits, in int64, that look random; x >= 0 is taken by its low 32 bits.
+
+    Source: one of two rounds from the list of C. Wellons' hash-prospector; of its constants no
+    product overflows.
+    """
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
 
 
 def nats_a_token(params: llama.Params, tokens_NS: Tensor, *, checkpoint: bool = False) -> Tensor:

@@ -173,29 +173,32 @@ def test_layers_in_bfloat16_leave_masters_in_float32():
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
-def test_dropout_is_drawn_anew_at_each_step_and_goes_on():
-    generator = torch.Generator().manual_seed(1)
-    params = packed(naming.named(llama.init_params(SMALL)))
-    masks = [dropped(params, 0.25, generator) for _ in range(2)]
-    assert not torch.equal(*masks)
-    assert (masks[0] == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
-    assert masks[0].max().item() == pytest.approx(4 / 3)
-    runs = []
-    for recorder in ("tape", None):
-        generator.manual_seed(1)
-        step = make_train_step(
-            make_loss(SMALL), SETTINGS, SCHEDULE, draw=lambda p: dropped(p, 0.25, generator)
-        )
-        options: dict[str, Any] = {"donate": ("params", "opt"), "stage": "batch", "modes": "FULL"}
-        fast: Any = fg.graphify(step, generators=(generator,), **options) if recorder else step
-        flat, opt, losses = packed(naming.named(llama.init_params(SMALL))), None, []
-        opt = adamw.init(flat)
-        for batch in tokens(1, 4, 17).repeat(3, 1, 1):
-            flat, opt, found = fast(flat, opt, batch)
-            losses.append(found["loss"].item())
-        runs.append((losses, flat.matrices, generator.get_state()))
-    assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
-    assert torch.equal(runs[0][2], runs[1][2])
+def test_dropout_is_another_at_each_step():
+    flat = Flat(torch.zeros(64, 1000).flatten(), torch.zeros(3))
+    masks = [dropped(flat, torch.tensor(step), share=0.25, seed=seed)
+             for step, seed in ((0, 0), (1, 0), (0, 1), (1000, 0))]  # fmt: skip
+    assert torch.equal(dropped(flat, torch.tensor(1), share=0.25, seed=0), masks[1])
+    for mask in masks:
+        assert set(mask.tolist()) == {0, torch.tensor(4 / 3).item()}
+        rows = (mask.view(64, 1000) == 0).float().mean(1)  # 0.014 is what chance does
+        assert (rows - 0.25).abs().max() < 0.06 and 0.008 < rows.std() < 0.02
+    off = torch.stack([mask == 0 for mask in masks]).float()
+    apart = torch.corrcoef(off) - torch.eye(len(masks))
+    assert apart.abs().max() < 0.02  # 0.004 is what chance does
+    assert torch.corrcoef(torch.stack([off[0, 1:], off[0, :-1]]))[0, 1].abs() < 0.02
+
+
+def test_a_step_with_dropout_draws_on_the_device():
+    def draw(flat: Flat, step: Tensor) -> Tensor:
+        return dropped(flat, step, share=0.25, seed=1)
+
+    batches = tokens(1, 4, 17).repeat(3, 1, 1)
+    _, got, _, metrics = trained(SMALL, batches, "tape", draw=draw)
+    _, bare, _, same = trained(SMALL, batches, None, draw=draw)
+    _, other, *_ = trained(SMALL, batches, None)
+    assert [m["loss"] for m in metrics] == [m["loss"] for m in same]
+    assert torch.equal(got.matrices, bare.matrices)
+    assert not torch.equal(got.matrices, other.matrices)
 
 
 @pytest.mark.sampled(1)

@@ -26,6 +26,8 @@ _EXPORTS = {
     "from_module": "fx.modules",
     "trust_rows": "fx.rows.check",
     "check": "checking",
+    "while_loop": "fx.loops.functions", "fori_loop": "fx.loops.functions",
+    "scan": "fx.loops.functions", "cond": "fx.loops.functions",
     "block": "fx.blocks.stamps", "checkpoint": "fx.blocks.checkpointing", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Step": "step.step", "ChangedRows": "step.changed_rows",
@@ -73,6 +75,12 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
     from fngraph.encoder.statistics import EncoderStats as EncoderStats
     from fngraph.fx.blocks.checkpointing import checkpoint as checkpoint
     from fngraph.fx.blocks.stamps import block as block
+    from fngraph.fx.loops.functions import (
+        cond as cond,
+        fori_loop as fori_loop,
+        scan as scan,
+        while_loop as while_loop,
+    )
     from fngraph.fx.modules import from_module as from_module
     from fngraph.fx.rows.check import trust_rows as trust_rows
     from fngraph.graphified import graphify as graphify

@@ -11,15 +11,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from fngraph.core import BatchDescriptor, HostBounds, Support
+from fngraph.core import BatchDescriptor, HostBounds, Mode, Support
 from fngraph.core.program import Instruction
 from fngraph.core.text import did_you_mean
-from fngraph.errors import BackendError
+from fngraph.errors import BackendError, OperatorError
 from fngraph.fx.leaves import Leaf
-from fngraph.fx.pieces.cuts import Cut, Pieces
+from fngraph.fx.loops.bound import primitives_within
+from fngraph.fx.nodes import line_of
+from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, cut_of
+from fngraph.fx.tracing.tracer import Graph
 from fngraph.ops.backend import Backend, Bound, Planner
-from fngraph.ops.choice import Choice, Choices, choices_of
+from fngraph.ops.choice import Choice, Choices, Hybrid, choices_of
 from fngraph.ops.primitives import PRIMITIVES, Primitive
 
 
@@ -110,6 +114,48 @@ def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCa
         for op in dict.fromkeys(ops)
     }
     return tuple(_choose(name, cut, next(chosen[cut.op])) for name, cut in zip(names, cuts))
+
+
+def choose_within(
+    pieces: Sequence[Piece], graph: Graph, backends: Mapping[str, Choices]
+) -> dict[fx.Node, PrimitiveCall]:
+    """A backend, or two, for each primitive within a loop, by its node. What `backends` lists one
+    by one is for the calls outside of loops; these take what is suited then.
+
+    Raises:
+        BackendError: one that is unknown, cannot run the configuration, or plans on the host.
+    """
+    found: dict[fx.Node, PrimitiveCall] = {}
+    for piece in pieces:
+        for loop, node in primitives_within(piece.gm, PRIMITIVES):
+            cut = cut_of(graph, node)
+            choice = backends.get(PRIMITIVES[cut.op].name)
+            one = choice if isinstance(choice, str | Hybrid) else None
+            name = f"{PRIMITIVES[cut.op].name} {len(found)} in {loop}"
+            found[node] = call = _choose(name, cut, one)
+            if planned := [backend.name for backend in call.backends if backend.plan is not None]:
+                raise BackendError(
+                    f"{line_of(node)}: {name} would run on {planned[0]!r}, which plans on the host "
+                    "before each step, and a loop's turns differ. Choose another backend: "
+                    f'backends={{"{PRIMITIVES[cut.op].name}": "reference"}}'
+                )
+    return found
+
+
+def check_within(gm: fx.GraphModule, modes: Mode) -> None:
+    """Raise where PIECEWISE would have to cut within a loop.
+
+    Raises:
+        OperatorError: with the line of the primitive.
+    """
+    if Mode.PIECEWISE not in (modes.decode, modes.mixed):
+        return
+    for loop, node in primitives_within(gm, PRIMITIVES):
+        raise OperatorError(
+            f"{line_of(node)}: forward calls {node.target} within {loop}, where PIECEWISE cannot "
+            'cut. Capture the loop whole: modes="FULL", or "FULL_DECODE_ONLY"; or call it outside '
+            "of the loop"
+        )
 
 
 def _choose(name: str, cut: Cut, choice: Choice) -> PrimitiveCall:

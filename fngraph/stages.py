@@ -20,7 +20,7 @@ from typing import Any, Unpack
 import torch
 from torch import fx
 
-from fngraph.calls import PrimitiveCall, choose, with_planners
+from fngraph.calls import PrimitiveCall, check_within, choose, choose_within, with_planners
 from fngraph.compile.artefact import Source
 from fngraph.compile.disk import disk_of
 from fngraph.compile.key import own_source
@@ -54,6 +54,7 @@ from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.loops.bound import has_loops, with_control
 from fngraph.fx.nodes import is_op
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.collectives import (
@@ -73,6 +74,7 @@ from fngraph.fx.signatures import Signature
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
+from fngraph.graphs.control import recording_control
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.ops.transforms import ASKED
@@ -177,6 +179,7 @@ class Lowered:
         resolution: modes and sizes after the backends have had their say, with reasons.
         table: the dispatch table.
         plan: the static buffers.
+        inner: primitives within loops, by their nodes, with their backends.
     """
 
     split: Split
@@ -185,11 +188,13 @@ class Lowered:
     resolution: Resolution
     table: DispatchTable
     plan: BufferPlan
+    inner: Mapping[fx.Node, PrimitiveCall] = dataclasses.field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Why anything is not as it was asked for."""
-        passed_over = dict.fromkeys(call.note for call in self.calls if call.note)
+        calls = (*self.calls, *self.inner.values())
+        passed_over = dict.fromkeys(call.note for call in calls if call.note)
         reasons = self.resolution.reasons + self._level[1] + tuple(passed_over)
         return reasons + self.split.traced.notes + tuple(
             f"{name} is not compiled: {plan}"
@@ -246,7 +251,9 @@ class Lowered:
                     of_piece[id(piece)] = made
                     compiled.append(made)
                 else:
-                    of_piece[id(piece)] = _piece_fn(piece, options.generators)
+                    of_piece[id(piece)] = _piece_fn(piece, options.generators, self.inner)
+        for call in self.inner.values():
+            call.check_shipped()
         fns: list[InstructionFn] = []
         for part in self.split.pieces.parts:
             if isinstance(part, Cut):
@@ -373,7 +380,8 @@ class Lowered:
 
     def as_text(self) -> str:
         """Backends, modes, keys and buffers."""
-        rows = [[i, *pair] for i, c in enumerate(self.calls) for pair in c.levels()]
+        calls = (*self.calls, *self.inner.values())
+        rows = [[i, *pair] for i, c in enumerate(calls) for pair in c.levels()]
         parts = [self.table.as_text(), self.plan.as_text()]
         parts += [table(["cut", "primitive (backend)", "support"], rows)] if rows else []
         parts += self.notes
@@ -395,12 +403,21 @@ def _kind(leaf: Leaf) -> str:
     return f"{leaf.role.value} {what} on {leaf.device.type}"
 
 
-def _piece_fn(piece: Piece, generators: Generators) -> InstructionFn:
-    gm = with_generators(piece.gm, generators)
+def _piece_fn(
+    piece: Piece, generators: Generators, inner: Mapping[fx.Node, PrimitiveCall]
+) -> InstructionFn:
+    calls = {
+        node: lambda context, *tensors, call=call: call(*context, *tensors)
+        for node, call in inner.items()
+    }
+    looped = has_loops(piece.gm)
+    gm = with_generators(with_control(piece.gm, recording_control, calls), generators)
     forward = direct(gm)  # not gm(...): nn.Module.__call__ takes some 3 us a piece
 
     def call_piece(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
         try:
+            if looped:
+                return forward((sizes, host), sizes["T"], sizes["R"], *tensors)
             return forward(sizes["T"], sizes["R"], *tensors)
         except Exception as error:
             if (op := blame(gm, error)) is not None:
@@ -451,15 +468,19 @@ class Split:
         traced.graph.check_limits(limits)
         check_compile_sizes(options.compile_sizes, limits)
         calls = choose(self.pieces, options.backends)
-        support = dict(pair for call in calls for pair in call.levels()) or Support.ALWAYS
+        inner = choose_within(self.distinct, traced.graph, options.backends)
+        every = (*calls, *inner.values())
+        support = dict(pair for call in every for pair in call.levels()) or Support.ALWAYS
         resolution = resolve(
             options.modes, support, query_lens=options.query_lens, limits=limits,
             sizes=None if options.sizes is None else check_sizes(options.sizes, limits),
             **options.resolve,
         )  # fmt: skip
+        if inner:
+            check_within(traced.graph.gm, resolution.modes)
         dispatch_table = build_table(
             resolution.modes, resolution.sizes, limits, options.adapters, options.fields,
-            options.cost, own_uniform=any(call.uniform is not None for call in calls),
+            options.cost, own_uniform=any(call.uniform is not None for call in every),
             key_reqs=options.key_reqs,
         )  # fmt: skip
         top = key_sizes(dispatch_table.top, None, limits.max_reqs, limits.dims)
@@ -468,7 +489,7 @@ class Split:
         most = {**limits.dims, "T": limits.max_tokens, "R": limits.max_reqs}
         most |= {name: max(most[name], top[name]) for name in ("T", "R")}
         calls = with_planners(calls, self.pieces, traced.args.leaves, most)
-        return Lowered(self, limits, calls, resolution, dispatch_table, plan)
+        return Lowered(self, limits, calls, resolution, dispatch_table, plan, inner)
 
     def as_text(self) -> str:
         """One line an instruction, with the leaves that it reads by name; equal kinds are one."""
@@ -740,6 +761,9 @@ def _traced(
             graph, applied = run_passes(
                 options.passes_in_order, graph, args.leaves, vouched, refuse
             )
+    if options.modes is not None and not refuse.errors:
+        with refuse.catching():
+            check_within(graph.gm, options.modes)
     donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
     graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(

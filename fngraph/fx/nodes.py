@@ -59,11 +59,20 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return [x for x in found if is_tensor(x)]
 
 
+def is_loop(node: fx.Node) -> bool:
+    """Whether a node is a loop or a choice: see `fngraph.fx.loops.node`."""
+    return hasattr(node.target, "writes")
+
+
 def mutates(node: fx.Node) -> bool:
     """Whether a node's op writes any of its arguments."""
-    return is_op(node) and bool(node.target._schema.is_mutable)  # type: ignore[union-attr]
+    if is_op(node):
+        return bool(node.target._schema.is_mutable)  # type: ignore[union-attr]
+    return bool(written_by(node))
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node's op writes."""
-    return written(node.target, node.args, node.kwargs) if is_op(node) else []
+    if is_op(node):
+        return written(node.target, node.args, node.kwargs)
+    return [node.args[i] for i in getattr(node.target, "writes", ())]  # type: ignore[misc]

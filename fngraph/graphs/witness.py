@@ -15,6 +15,7 @@ import torch
 
 from fngraph.core.where import is_user, short_path, user_line
 from fngraph.errors import CaptureError
+from fngraph.graphs.cuda.conditional import is_body
 from fngraph.torch_facts.names import OpOverload, TorchDispatchMode, current_stream
 from fngraph.torch_facts.schemas import SYNCS, is_view
 
@@ -89,7 +90,8 @@ class Witness(TorchDispatchMode):
                     return func.decompose(*args, **kwargs)
             check_no_read(func, args, kwargs, self.within)
             check_no_wait(func, args, kwargs, self.within)
-        if current_stream(self.index) != self.stream and not is_view(func):
+        stream = current_stream(self.index)
+        if stream != self.stream and not is_body(stream) and not is_view(func):
             self.aside = op_at(func, self.within)
             if not torch.cuda.is_current_stream_capturing():
                 raise CaptureError(

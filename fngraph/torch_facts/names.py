@@ -165,9 +165,11 @@ current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", _absent)
 current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _absent)
 is_capturing: Callable[[], bool] = getattr(_C, "_cuda_isCurrentStreamCapturing", _absent)
 launch_graph: Callable[[Any], None] = getattr(_C._CUDAGraph, "replay", _absent)  # 0.3 us less
-# what a failed capture_end leaves undone up to 2.13: (device, pool)
+# of torch.cuda.graph, and what a failed capture_end leaves undone up to 2.13: (device, pool)
 end_allocating: Callable[[int, Any], None] = _C._cuda_endAllocateToPool
 release_pool: Callable[[int, Any], None] = _C._cuda_releasePool
+# a pool takes what this thread allocates, on any stream: (device, pool), until `end_allocating`
+allocate_by_thread: Callable[[int, Any], None] = _C._cuda_beginAllocateCurrentThreadToPool
 keep_busy: Callable[[int], None] = torch.cuda._sleep  # a kernel that spins for so many cycles
 
 # --- attributes of torch's objects, read where the object is --------------------------------------

@@ -80,6 +80,27 @@ _SHORT = 1000  # calls, of which each op is one to three
 
 
 @contextlib.contextmanager
+def preserved_proxies(tracer: Any) -> Iterator[None]:
+    """Meanwhile what is traced is tracked as always; afterwards `tracer` knows the tensors and
+    sizes that it knew before, by the nodes that they had. `sympy_expr_tracker` is newer than 2.9.
+    """
+    tensors = dict(tracer.tensor_tracker.items())
+    sizes, exprs = dict(tracer.symnode_tracker.sym_node_dict), dict(tracer.sympy_expr_tracker)
+    try:
+        yield
+    finally:
+        tracer.tensor_tracker.clear()
+        tracer.tensor_tracker.update(tensors)
+        tracer.symnode_tracker.sym_node_dict = sizes
+        tracer.sympy_expr_tracker = exprs
+
+
+def node_of_size(size: Any, tracer: Any) -> Any:
+    """The node of a number made of T and R; it may be made for it."""
+    return get_proxy_slot(size, tracer).force().node  # type: ignore[union-attr,attr-defined]
+
+
+@contextlib.contextmanager
 def unlogged() -> Iterator[None]:
     """Meanwhile torch writes no traceback of its own for an op of this thread that fails on fakes:
     the error is raised, and is the caller's to read once."""

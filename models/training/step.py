@@ -64,18 +64,8 @@ def mean_of(
         grads, value = on(batch)
         return added(carry, grads), value
 
-    total, values = scan(body, zeros, batches)
+    total, values = fg.scan(body, zeros, batches)
     return fg.core.trees.map_leaves(lambda g: g / count, total), values.mean()
-
-
-def scan(body: Any, carry: Any, xs: Any) -> tuple[Any, Tensor]:
-    """`body(carry, x) -> (carry, y)` over the first dim of xs."""
-    leaves, treedef = fg.core.trees.flatten(xs)
-    values = []
-    for i in range(len(leaves[0])):
-        carry, y = body(carry, fg.core.trees.unflatten(treedef, [x[i] for x in leaves]))
-        values.append(y)
-    return carry, torch.stack(values)
 
 
 def added(a: Any, b: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import line_of
+from fngraph.fx.nodes import is_loop, line_of
 from fngraph.torch_facts.names import OpOverload
 
 OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
@@ -50,15 +50,26 @@ def blame(gm: fx.GraphModule, error: BaseException) -> str | None:
 
     fx compiles a graph to a file `<eval_with_key>.N` with one statement a node, `name = op(...)`.
     """
-    by_name = {node.name: node for node in gm.graph.nodes}
+    by_file = _by_file(gm)
     found = None
     traceback = error.__traceback__
     while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if filename.startswith("<eval_with_key"):
-            statement = linecache.getline(filename, traceback.tb_lineno)
-            found = by_name.get(statement.partition("=")[0].strip().partition(":")[0], found)
+        names = by_file.get(traceback.tb_frame.f_code.co_filename)
+        if names is not None:
+            file = traceback.tb_frame.f_code.co_filename
+            statement = linecache.getline(file, traceback.tb_lineno)
+            found = names.get(statement.partition("=")[0].strip().partition(":")[0], found)
         traceback = traceback.tb_next
     if found is None:
         return None
     return f"{found.target}, from {line_of(found)}"
+
+
+def _by_file(gm: fx.GraphModule) -> dict[str, dict[str, fx.Node]]:
+    """A graph's nodes by name, by the file that fx has written; and those of its loops' graphs."""
+    forward: Any = type(gm).forward
+    found = {forward.__code__.co_filename: {node.name: node for node in gm.graph.nodes}}
+    for node in filter(is_loop, gm.graph.nodes):
+        for inner in node.target.graphs:  # type: ignore[union-attr]
+            found |= _by_file(inner)
+    return found

@@ -18,7 +18,7 @@ from fngraph.core import Dim
 from fngraph.core.program import Instruction, Program, with_drops
 from fngraph.errors import BranchError
 from fngraph.fx.generators import drawn
-from fngraph.fx.nodes import is_op, is_size, is_tensor, line_of, mutates
+from fngraph.fx.nodes import is_loop, is_op, is_size, is_tensor, line_of, mutates
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.tracing import PythonReferenceAnalysis, sympy_interp
@@ -88,7 +88,7 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
     for (is_cut, nodes), needed in zip(regions, needed_after):
         if is_cut:
             (node,) = nodes
-            part: Piece | Cut = _cut(graph, node)
+            part: Piece | Cut = cut_of(graph, node)
             reads: list[fx.Node] = [a for a in node.args if is_tensor(a)]  # type: ignore[misc]
             writes: list[fx.Node] = []
             key = _op_name(node)
@@ -161,7 +161,8 @@ def _needed_after(
     return found[::-1]
 
 
-def _cut(graph: Graph, node: fx.Node) -> Cut:
+def cut_of(graph: Graph, node: fx.Node) -> Cut:
+    """A call of a primitive, as it is in the graph."""
     template = tuple(None if is_tensor(a) else a for a in node.args)
     places = tuple(i for i, a in enumerate(node.args) if is_tensor(a))
     example: Any = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)
@@ -244,5 +245,7 @@ def _structure(graph: Graph, piece: fx.Graph) -> str:
 
 
 def _target(node: fx.Node) -> str:
+    if is_loop(node):
+        return node.target.text  # type: ignore[union-attr]
     named = is_op(node) or isinstance(node.target, str)
     return str(node.target) if named else getattr(node.target, "__name__", str(node.target))

@@ -9,6 +9,7 @@ does if padding adds nothing, so what is known of padding goes along.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -25,6 +26,7 @@ from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import (
     REFUSED,
     flat,
+    is_loop,
     is_op,
     is_size,
     is_tensor,
@@ -38,6 +40,7 @@ from fngraph.fx.rows.bounds import ANY, bounded, of_constant, of_leaf, size_of
 from fngraph.fx.rows.boxes import WHOLE, Boxes, joined
 from fngraph.fx.rows.dirty import part_of, seen_through, unreturnable, with_dirty
 from fngraph.fx.rows.fills import DIVISIONS, dtype_of
+from fngraph.fx.rows.loops import Several, failures, of_loop
 from fngraph.fx.rows.rules import is_primitive, keeps_finite, rule
 from fngraph.fx.rows.state import (
     OFFSETS,
@@ -72,9 +75,18 @@ def check_rows(
     """
     for error in row_errors(gm, facts, paths, updates):
         refuse(error)
-    for node in filter(is_trusted, gm.graph.nodes):
-        node.replace_all_uses_with(node.args[0])
-        gm.graph.erase_node(node)
+    _drop_trusted(gm)
+
+
+def _drop_trusted(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if is_trusted(node):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+        elif is_loop(node):
+            for inner in node.target.graphs:
+                _drop_trusted(inner)
+                inner.recompile()
 
 
 def row_errors(
@@ -101,8 +113,9 @@ def row_errors(
             told = f"{line_of(mixed.node)}: forward {mixed.why}"
             yield RowsError(f"{told}. It reaches {path}")
     known |= vouched_for(gm)
-    for node, mixed in facts.items():
-        if isinstance(mixed, Mixed) and mixed.fails and not {node, mixed.node} & known:
+    failing = [(x, s) for x, s in facts.items() if isinstance(s, Mixed) and s.fails]
+    for node, mixed in (*failing, *failures(facts)):
+        if not {node, mixed.node} & known:
             known.add(mixed.node)
             told = f"{line_of(node)}: forward {mixed.fails}"
             yield RowsError(f"{told}. No output is made of it, but it runs")
@@ -138,7 +151,9 @@ def facts_of(
     weights = set() if is_told else weights_of(gm, leaves, returns)
     with _on_the_cpu():
         for run in itertools.count():
-            found = _facts(gm, leaves, constants, text, weights, dirty, known or {}, claims or {})
+            found, _ = _facts(
+                gm, leaves, constants, text, weights, dirty, known or {}, claims or {}
+            )
             grown = {}
             for leaf, i in returns.items():
                 state, before = found[output][i], dirty.get(leaf, ())
@@ -169,18 +184,20 @@ def _facts(
     dirty: Mapping[int, Boxes],
     known: Mapping[fx.Node, Any],
     claims: Mapping[fx.Node, Any],
-) -> dict[fx.Node, Any]:
+) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+    """What is known of each value when it is made, and of each at the end."""
     found: dict[fx.Node, Any] = {}
-    states: dict[fx.Node, Kept | Mixed] = {}
+    states: dict[fx.Node, Any] = {}
     views: dict[int, list[fx.Node]] = {}  # by the memory that they are in
     inputs = enumerate(leaves)
     tokens = _tokens(gm, leaves)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            i, leaf = next(inputs)
+            i, leaf = next(inputs, (0, None))
             if node in known:
                 states[node] = known[node]
             else:
+                assert leaf is not None
                 was = dirty.get(i, ())
                 held = not was and node in weights
                 kept = dataclasses.replace(_leaf(leaf), held=held, dirty=was)
@@ -190,6 +207,8 @@ def _facts(
         elif node.op == "get_attr":
             value = constants[node.name].cpu()
             states[node] = of_constant(Kept(value=value, held=is_finite(value)))
+        elif is_loop(node):
+            states[node] = of_loop(node, states, functools.partial(_of_function, constants, text))
         elif node.op == "call_function":
             states[node] = own = _result(node, states, text)
             claim = claims.get(node, own)
@@ -204,8 +223,19 @@ def _facts(
         for target in written_by(node):
             others = views[storage_key(target.meta["val"])]
             views_of = [view for view in others if view is not node]
-            _rewrite(target, _after(target, state), states, views_of)
-    return found
+            after = state.left[target] if is_loop(node) else _after(target, state)
+            _rewrite(target, after, states, views_of)
+    return found, states
+
+
+def _of_function(
+    constants: Mapping[str, torch.Tensor],
+    text: Callable[[Any], str],
+    gm: fx.GraphModule,
+    given: Mapping[fx.Node, Any],
+) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+    """The same of a function of a loop, of whose inputs all is told."""
+    return _facts(gm, (), constants, text, (), {}, given, {})
 
 
 def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:
@@ -250,6 +280,8 @@ def _leaf(leaf: Leaf) -> Kept:
 
 
 def _result(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> Kept | Mixed:
+    if node.target is operator.getitem and isinstance(of := states[node.args[0]], Several):  # type: ignore[index]
+        return of.results[node.args[1]]  # type: ignore[index,no-any-return]
     if _is_inlined(node) and is_tensor(node):
         return _inlined(node, states)
     read = [] if reads_nothing(node.target) else map(states.get, node.all_input_nodes)

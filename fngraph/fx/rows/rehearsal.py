@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_op, line_of, written_by
+from fngraph.fx.loops.running import run as run_loop
+from fngraph.fx.nodes import is_loop, is_op, is_tensor, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.boxes import elements
 from fngraph.fx.rows.check import is_trusted, unfinished, vouched_for
+from fngraph.fx.rows.loops import Several
 from fngraph.fx.rows.state import (
     BEYOND,
     FINITE,
@@ -36,6 +39,7 @@ from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_NOTED = 24  # calls of a loop's functions that are looked at one by one
 _ODD = (0, -1, 7)
 _LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4,
@@ -78,7 +82,7 @@ def rehearse(
     Raises:
         whatever the graph raises on the true leaves, which then say nothing about its rows.
     """
-    return next(_differences(gm, facts, true, padded, poison), None)
+    return next(_differences(gm, facts, true, padded, poison, _sizes(gm, padded)), None)
 
 
 def _differences(
@@ -87,11 +91,12 @@ def _differences(
     true: Sequence[torch.Tensor],
     padded: Sequence[torch.Tensor],
     poison: bool,
+    sizes: Mapping[Any, int],
+    in_loop: bool = False,
 ) -> Iterator[Difference]:
     bare: dict[fx.Node, Any] = {}
     keyed: dict[fx.Node, Any] = {}
     leaves = iter(zip(true, padded))
-    sizes = _sizes(gm, padded)
     run = _needed(gm, facts)
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -101,8 +106,22 @@ def _differences(
             return
         if node.op == "placeholder":
             bare[node], keyed[node] = next(leaves)
-            if poison and facts[node].dirty:
+            if poison and isinstance(facts[node], Kept) and facts[node].dirty:
                 _spoil(facts[node], bare[node], keyed[node], sizes)
+            if poison and in_loop and isinstance(facts[node], Kept) and is_tensor(node):
+                _poison(node, facts[node], bare[node], keyed[node])
+        elif is_loop(node):
+            turns: list[_Turn] = []
+            bare[node] = _run_loop(node, bare, turns)
+            if node in run and all(x in keyed for x in node.all_input_nodes):
+                again: list[_Turn] = []
+                try:
+                    keyed[node] = _run_loop(node, keyed, again)
+                except Exception as error:
+                    yield Difference(node, "runs", f"padding makes it fail: {error}")
+                    return
+                yield from _of_turns(node, facts[node], turns, again, poison, sizes)
+            continue
         elif node.op == "get_attr":
             bare[node] = keyed[node] = _attribute(gm, str(node.target))
         else:
@@ -130,6 +149,45 @@ def _differences(
                     _spoil(fact, bare[x], keyed[x], sizes)
 
 
+class _Turn(NamedTuple):
+    """A call of a function of a loop: which one it is, and what it was given."""
+
+    number: int
+    given: list[Any]
+
+
+def _run_loop(node: fx.Node, values: Mapping[fx.Node, Any], turns: list[_Turn]) -> Any:
+    """A loop's results; the first calls of its functions are noted."""
+    loop: Any = node.target
+
+    def noting(number: int, gm: fx.GraphModule) -> Any:
+        def call(*given: Any) -> Any:
+            if len(turns) < _NOTED:
+                kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+                turns.append(_Turn(number, kept))
+            return gm.forward(*given)
+
+        return call
+
+    operands = [values[x] if isinstance(x, fx.Node) else x for x in node.args]
+    return run_loop(loop, [noting(i, gm) for i, gm in enumerate(loop.graphs)], None, operands)
+
+
+def _of_turns(
+    node: fx.Node, fact: Any, turns: Sequence[_Turn], again: Sequence[_Turn], poison: bool,
+    sizes: Mapping[Any, int],
+) -> Iterator[Difference]:  # fmt: skip
+    """What differs within a loop, call by call."""
+    if [turn.number for turn in turns] != [turn.number for turn in again]:
+        if any(isinstance(x, Kept) for x in fact.results):
+            yield Difference(node, "runs", "it takes other turns in a key")
+        return
+    loop: Any = node.target
+    for (number, true), (_, padded) in zip(turns, again):
+        gm, facts = loop.graphs[number], fact.graphs[number]
+        yield from _differences(gm, facts, true, padded, poison, sizes, in_loop=True)
+
+
 def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
     """What is run in a key: nodes of which something is claimed, what they read, and writes. Not
     what may fail at padding, and nobody vouches for: a bad index ends the process on a device."""
@@ -137,9 +195,10 @@ def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
     vouched = set(found)
     for node in reversed(gm.graph.nodes):
         fact = facts.get(node)
-        if node in found or isinstance(fact, Kept) or written_by(node):
+        if node in found or isinstance(fact, Kept | Several) or written_by(node):
             found.update((node, *node.all_input_nodes))
-        if isinstance(fact, Mixed) and fact.fails and node not in vouched:
+        fails = fact.fails if isinstance(fact, Mixed | Several) else ""
+        if fails and node not in vouched:
             found.discard(node)
     return found
 
@@ -339,7 +398,7 @@ def _poison(node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) 
 def _is_view(node: fx.Node) -> bool:
     """Whether other values may lie in the same memory."""
     if not is_op(node):
-        return True
+        return not (node.target is operator.getitem and is_loop(node.args[0]))  # type: ignore[arg-type]
     returns = node.target._schema.returns  # type: ignore[union-attr]
     reshaped = op_name(node) in ("reshape", "contiguous", "_to_copy", "to", "expand")
     return reshaped or any(r.alias_info is not None for r in returns)

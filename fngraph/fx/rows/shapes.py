@@ -82,14 +82,14 @@ def _viewed(call: OpCall, x: Any, dim: int, moving: Sequence[int]) -> torch.Tens
     """The view of one row of padding; of one number alone, that number."""
     fill = call.fill(x, dim)
     assert fill is not None
-    if call.name not in _PAIRS and (number := _number(fill)) is not None:
+    if call.name not in _PAIRS and (number := one_number(fill)) is not None:
         return number
     seen = evaluated(call, {x: fill.contiguous()})
     fits = seen is not None and seen.dim() == call.value.dim()
     return seen if seen is not None and fits and all(seen.shape[d] == 1 for d in moving) else None
 
 
-def _number(fill: Fill) -> torch.Tensor | None:
+def one_number(fill: Fill) -> torch.Tensor | None:
     """The one number that padding holds, if it is one."""
     if not isinstance(fill, torch.Tensor) or not fill.numel():
         return None
@@ -242,7 +242,7 @@ def parts(call: OpCall) -> Kept:
     if dim not in moving_dims(x):
         refuse_counts(call)
     state = call.rows(x)
-    one = {d: n for d, f in state.fills.items() if (n := _number(f)) is not None}
+    one = {d: n for d, f in state.fills.items() if (n := one_number(f)) is not None}
     gone = call.name.startswith("unbind")
     fills = {d - (gone and d > dim): n for d, n in one.items() if d != dim or not gone}
     return Kept(fills, said=state.said, unsaid=state.unsaid)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from fngraph.fx.leaves import Leaf, Role
-from fngraph.fx.nodes import is_op, operands, written_by
+from fngraph.fx.nodes import is_loop, is_op, operands, written_by
 from fngraph.fx.rows.boxes import is_one
 from fngraph.fx.rows.state import op_name
 from fngraph.fx.rows.writes import WRITES
@@ -62,6 +62,11 @@ def _lasting(gm: fx.GraphModule, donated: set[fx.Node]) -> set[fx.Node] | None:
     made, lasting, lost = set(donated), set(donated), set[fx.Node]()
     for node in gm.graph.nodes:
         if node.op != "call_function" or made.isdisjoint(node.all_input_nodes):
+            continue
+        if is_loop(node):
+            if any(storage_key(x.meta["val"]) in memory for x in written_by(node)):
+                return None
+            made.add(node)
             continue
         if not is_op(node):  # one of several results
             made.add(node)

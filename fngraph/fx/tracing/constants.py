@@ -17,7 +17,7 @@ from fngraph.fx.nodes import is_op, is_tensor, line_of, operands, written_by
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
-_COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,
+COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default,
            aten.clone.default, aten.detach.default}  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def hoist(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
             continue
         source = node.args[0] if node.args else None
         if (
-            node.target in _COPIES
+            node.target in COPIES
             and isinstance(source, fx.Node)
             and source in values
             and storage_key(node.meta["val"]) not in mutated

@@ -246,14 +246,19 @@ def write_errors(
             if func._schema.name.partition("::")[2] in _REBINDS:
                 yield rebound(line, func, leaf.path)
             continue
-        fix = "Write into a copy, x.clone()"
-        if leaf.role is Role.HELD:
-            donate = donated_with(leaf, owners)
-            fix += f", or donate the argument: fg.graphify(..., donate={donate})"
-        yield MutationError(
-            f"{line}: forward writes into {leaf.path} ({func}), which is {leaf.role.value}, not "
-            f"donated. {fix}"
-        )
+        yield unwritable(line, func, leaf, owners)
+
+
+def unwritable(line: str, func: Any, leaf: Leaf, owners: Mapping[int, Leaf]) -> MutationError:
+    """The error about writing a leaf that is not donated."""
+    fix = "Write into a copy, x.clone()"
+    if leaf.role is Role.HELD:
+        donate = donated_with(leaf, owners)
+        fix += f", or donate the argument: fg.graphify(..., donate={donate})"
+    return MutationError(
+        f"{line}: forward writes into {leaf.path} ({func}), which is {leaf.role.value}, not "
+        f"donated. {fix}"
+    )
 
 
 def donated_with(leaf: Leaf, owners: Mapping[int, Leaf]) -> str:

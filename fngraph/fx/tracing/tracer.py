@@ -30,7 +30,7 @@ from fngraph.errors import (
 )
 from fngraph.fx.generators import Generators, drawn
 from fngraph.fx.leaves import Leaf, Role, place
-from fngraph.fx.nodes import line_of
+from fngraph.fx.nodes import is_loop, line_of
 from fngraph.fx.schemas import is_plain
 from fngraph.fx.tracing.api import CallsMode, rebound
 from fngraph.fx.tracing.assumptions import Assumption, implied, lettered
@@ -110,8 +110,11 @@ def _compared(graph: Graph) -> list[Any]:
         unread = node.op == "placeholder" and not node.users
         return "" if unread else str(getattr(node.meta.get("val"), "dtype", ""))
 
+    def target(node: fx.Node) -> str:
+        return node.target.text if is_loop(node) else str(node.target)  # type: ignore[union-attr]
+
     values = [
-        (node.op, str(node.target) if node.op == "call_function" else "", str(plain(node.args)),
+        (node.op, target(node) if node.op == "call_function" else "", str(plain(node.args)),
          str(plain(dict(node.kwargs))), dtype(node), drawn(node))
         for node in names
     ]  # fmt: skip

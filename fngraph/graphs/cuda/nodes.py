@@ -1,40 +1,43 @@
 """The nodes of a `cudaGraph_t`, through `cuda.bindings`: kinds, kernel names, edges.
 
 The driver's interface, not the runtime's, which knows no function for the kernels that Triton
-launches. A child graph is a node of its own, followed by the nodes inside of it.
+launches. A child graph is a node of its own, followed by the nodes inside of it. So is a
+conditional node: its body counts once, however often it runs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from typing import Any
 
-from fngraph.errors import PackageError
+from fngraph.graphs.cuda.driver import checked, driver_for, newest
 from fngraph.graphs.inside import Node
 
 Edges = tuple[tuple[int, int], ...]
 
 
-def read(graph: int) -> tuple[tuple[Node, ...], Edges]:
-    """Nodes of the graph at this address, and (from, to) by index."""
+def read(graph: int, bodies: Mapping[int, int] | None = None) -> tuple[tuple[Node, ...], Edges]:
+    """Nodes of the graph at this address, and (from, to) by index.
+
+    Args:
+        bodies: the graph inside each conditional node, by the addresses of both; CUDA 13.0 tells it
+            nobody but who made the node.
+    """
     nodes: list[Node] = []
     edges: list[tuple[int, int]] = []
-    _read(_driver(), graph, nodes, edges)
+    _read(driver_for("looking inside a CUDA graph"), graph, nodes, edges, bodies or {})
     return tuple(nodes), tuple(sorted(edges))
 
 
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise PackageError(
-            "looking inside a CUDA graph needs cuda.bindings: pip install cuda-bindings"
-        ) from error
-    return driver
-
-
-def _read(driver: Any, graph: Any, nodes: list[Node], edges: list[tuple[int, int]]) -> None:
+def _read(
+    driver: Any,
+    graph: Any,
+    nodes: list[Node],
+    edges: list[tuple[int, int]],
+    bodies: Mapping[int, int],
+) -> None:
     graph = driver.CUgraph(init_value=int(graph))
     types = driver.CUgraphNodeType
     _, number = _checked(driver, driver.cuGraphGetNodes(graph))
@@ -54,9 +57,11 @@ def _read(driver: Any, graph: Any, nodes: list[Node], edges: list[tuple[int, int
             nodes.append(Node("other", word))
         if kind == types.CU_GRAPH_NODE_TYPE_GRAPH:
             (child,) = _checked(driver, driver.cuGraphChildGraphNodeGetGraph(node))
-            _read(driver, child, nodes, edges)
+            _read(driver, child, nodes, edges, bodies)
+        elif int(node) in bodies and kind == types.CU_GRAPH_NODE_TYPE_CONDITIONAL:
+            _read(driver, bodies[int(node)], nodes, edges, bodies)
     # the first cannot tell of programmatic launches before CUDA 13, where the second is gone
-    get_edges = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)
+    get_edges = newest(driver, "cuGraphGetEdges", "v2")
     number = _checked(driver, get_edges(graph))[-1]
     if number:
         sources, targets, *_ = _checked(driver, get_edges(graph, number))
@@ -76,10 +81,7 @@ def _kernel_name(driver: Any, node: Any) -> str:
 
 
 def _checked(driver: Any, result: tuple[Any, ...]) -> tuple[Any, ...]:
-    error, *values = result
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cannot read the graph: {error!r}")
-    return tuple(values)
+    return checked(driver, result, "cannot read the graph")
 
 
 @functools.cache

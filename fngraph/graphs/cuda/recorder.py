@@ -14,12 +14,13 @@ import gc
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fngraph.errors import CaptureError, FnGraphError
+from fngraph.graphs.cuda.conditional import bodies_of
 from fngraph.graphs.cuda.nodes import read
 from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
@@ -145,7 +146,7 @@ class CudaRecorder:
             if isinstance(failure, FnGraphError):
                 raise failure
             raise CaptureError(f"the capture failed: {describe(failure)}") from failure
-        return CudaRecording(graph, keeps), result
+        return CudaRecording(graph, keeps, bodies_of(graph.raw_cuda_graph())), result
 
     def _end_stray(self) -> None:
         """End a capture that an interrupt has left open, between `record`'s own lines."""
@@ -218,10 +219,16 @@ class CudaRecorder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaRecording:
-    """One captured graph."""
+    """One captured graph.
+
+    Attributes:
+        keeps: see `Recorder.record`.
+        bodies: the graph inside each of its conditional nodes, by CUDA's addresses of both.
+    """
 
     graph: torch.cuda.CUDAGraph
     keeps: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
+    bodies: Mapping[int, int] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def replay(self) -> Callable[[], None]:
@@ -231,12 +238,12 @@ class CudaRecording:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """See `Recording.nodes`."""
-        return read(self.graph.raw_cuda_graph())[0]
+        return read(self.graph.raw_cuda_graph(), self.bodies)[0]
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """See `Recording.edges`."""
-        return read(self.graph.raw_cuda_graph())[1]
+        return read(self.graph.raw_cuda_graph(), self.bodies)[1]
 
 
 def new_graph(

@@ -6,6 +6,7 @@ poisoned, from the arena.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from fngraph.errors import CaptureError
 from fngraph.graphs.tape.arena import Arena
-from fngraph.graphs.tape.ops import TapeOp
+from fngraph.graphs.tape.ops import Nested, TapeOp
 from fngraph.graphs.tape.shapes import Like, expected, mapped
 from fngraph.graphs.witness import check_no_read, op_at
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves
@@ -88,6 +89,22 @@ class TapeMode(TorchDispatchMode):
                 "to dense ones, or make it before the step and pass it"
             )
         return self.arena.empty(*expected[:3])
+
+    def while_node(self, pred: torch.Tensor, run_body: Callable[[], None]) -> None:
+        """See `fngraph.graphs.control`: the body's ops are a tape of their own, within this one."""
+        self._nested("while", pred, run_body)
+
+    def if_node(self, pred: torch.Tensor, run_body: Callable[[], None]) -> None:
+        """Likewise."""
+        self._nested("if", pred, run_body)
+
+    def _nested(self, kind: str, pred: torch.Tensor, run_body: Callable[[], None]) -> None:
+        outer, self.ops = self.ops, []
+        try:
+            run_body()
+        finally:
+            outer, self.ops = self.ops, outer
+        self.ops.append(TapeOp(Nested(kind, tuple(outer)), (self.arena.unowned(pred),), {}))
 
     def before_compiled_code(self) -> None:
         """Refuse it: see `fngraph.torch_facts.compiled`."""

@@ -26,7 +26,7 @@ class TapeOp(NamedTuple):
     """One op.
 
     Attributes:
-        fn: torch's overload.
+        fn: torch's overload, or `Nested`.
         into: where its results are copied to; nowhere, if it writes them itself. None for one that
             is no tensor.
     """
@@ -38,6 +38,53 @@ class TapeOp(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.fn.name()}({', '.join(map(_brief, self.args))})"
+
+
+class Nested(NamedTuple):
+    """Ops that are repeated while a predicate holds, or run if it does: a tape within a tape.
+
+    Attributes:
+        kind: "while" or "if".
+    """
+
+    kind: str
+    ops: tuple[TapeOp, ...]
+
+    def __call__(self, pred: torch.Tensor) -> None:
+        if self.kind == "if":
+            if pred.item():
+                perform(self.ops)
+            return
+        while pred.item():
+            perform(self.ops)
+
+    def name(self) -> str:
+        """What it is called among ops."""
+        return self.kind
+
+
+def perform(ops: Sequence[TapeOp]) -> None:
+    """Do each op again, in the memory that it was recorded with."""
+    for op in ops:
+        results = op.fn(*op.args, **op.kwargs)
+        if op.into:
+            deliver(op, results)
+
+
+def count_of(ops: Sequence[TapeOp]) -> int:
+    """How many ops there are, with those within others."""
+    inner = [op.fn.ops for op in ops if isinstance(op.fn, Nested)]
+    return len(ops) + sum(map(count_of, inner))
+
+
+def lines_of(ops: Sequence[TapeOp], depth: int = 0) -> list[str]:
+    """One line an op, in order; what is within another stands further in."""
+    found = []
+    for i, op in enumerate(ops):
+        found.append(f"{'    ' * depth}{i:4} {op}")
+        if isinstance(op.fn, Nested):
+            found += lines_of(op.fn.ops, depth + 1)
+    return found
 
 
 def deliver(op: TapeOp, results: Any) -> None:
@@ -99,6 +146,8 @@ def edges_of(ops: Sequence[TapeOp]) -> tuple[tuple[int, int], ...]:
 
 
 def _node(op: TapeOp) -> Node:
+    if isinstance(op.fn, Nested):
+        return Node("other", op.fn.kind)
     name = op.fn._schema.name
     target = _written(op)
     source = [x for x in _tensors(op.args) if not any(x is y for y in target)][:1]
@@ -115,11 +164,16 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _written(op: TapeOp) -> list[torch.Tensor]:
+    if isinstance(op.fn, Nested):
+        return [x for inner in op.fn.ops for x in _written(inner)]
     return _tensors([*written(op.fn, op.args, op.kwargs), *op.into])
 
 
 def _read(op: TapeOp) -> list[torch.Tensor]:
     """All but what is only written; what is updated in place is read too."""
+    if isinstance(op.fn, Nested):  # a turn that is not taken leaves what was written before
+        inner = [x for one in op.fn.ops for x in (*_read(one), *_written(one))]
+        return [*_tensors(op.args), *inner]
     outs = {a.name for a in op.fn._schema.arguments if a.is_out}
     args = op.args[1:] if op.fn._schema.name in _OVERWRITE else op.args
     return _tensors((args, {k: v for k, v in op.kwargs.items() if k not in outs}))

@@ -24,7 +24,7 @@ from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.tape.arena import POISON, Arena, subtract
 from fngraph.graphs.tape.mode import TapeMode
-from fngraph.graphs.tape.ops import TapeOp, deliver, edges_of, nodes_of
+from fngraph.graphs.tape.ops import TapeOp, count_of, edges_of, lines_of, nodes_of, perform
 from fngraph.graphs.turn import Turn
 from fngraph.torch_facts.compiled import tell_of_compiled_code
 from fngraph.torch_facts.names import DisableTorchFunction, dispatch_modes
@@ -52,10 +52,7 @@ class TapeRecording:
         cast = torch.is_autocast_enabled("cpu")
         off = torch.autocast("cpu", enabled=False) if cast else contextlib.nullcontext()
         with off, DisableTorchFunction():  # a default device would decide where zeros are made
-            for op in self.graph:
-                results = op.fn(*op.args, **op.kwargs)
-                if op.into:
-                    deliver(op, results)
+            perform(self.graph)
             for window in self.dead:
                 window.fill_(POISON)
 
@@ -70,8 +67,8 @@ class TapeRecording:
         return edges_of(self.graph)
 
     def as_text(self) -> str:
-        """One line an op, in the order of replay."""
-        return "\n".join(f"{i:4} {op}" for i, op in enumerate(self.graph))
+        """One line an op, in the order of replay; those of a loop stand further in."""
+        return "\n".join(lines_of(self.graph))
 
     def __repr__(self) -> str:
         return f"TapeRecording({len(self.graph)} ops)"
@@ -143,7 +140,7 @@ class TapeRecorder:
         for window in self.arena.windows(fresh):
             window.fill_(POISON)
         recording = TapeRecording(tuple(mode.ops), tuple(self.arena.windows(dead)), keeps)
-        nbytes = GRAPH_BYTES + NODE_BYTES * len(recording.graph)
+        nbytes = GRAPH_BYTES + NODE_BYTES * count_of(recording.graph)
         self._graph_bytes += nbytes
         weakref.finalize(recording, self._forget, nbytes).atexit = False
         return recording, result

@@ -1,0 +1,209 @@
+"""The functions of a loop, traced once each: what they leave in the graph is taken out again.
+
+A function is called in the trace that goes on, over tensors of its own that stand for what changes
+from turn to turn. So each op of it is looked at as any other of `forward`. The nodes that it has
+left become a graph of their own, and what they read of the others becomes an operand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fngraph.core.where import user_line
+from fngraph.fx.blocks.fakes import fakes_like
+from fngraph.fx.nodes import is_size, written_by
+from fngraph.fx.tracing.constants import COPIES
+from fngraph.fx.tracing.outside import foreign
+from fngraph.fx.tracing.purity import PurityMode
+from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import DisableTorchFunction, without_modes
+from fngraph.torch_facts.tracing import (
+    FakeTensor,
+    get_proxy_slot,
+    has_proxy_slot,
+    no_python_dispatcher,
+    preserved_proxies,
+    track_tensor_tree,
+)
+
+Flat = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """What one function has left at the end of the graph.
+
+    Attributes:
+        inputs: nodes of the tensors that it was given.
+        nodes: its own, in order.
+        outputs: nodes of what it returned, its own or others.
+        fakes: what it returned.
+        carries: whether its first outputs are new values of its first inputs.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    fakes: tuple[torch.Tensor, ...]
+    carries: bool = True
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        """What it reads, or returns, of the graph around it."""
+        own = {*self.inputs, *self.nodes}
+        read = [x for node in self.nodes for x in node.all_input_nodes]
+        return [x for x in dict.fromkeys((*read, *self.outputs)) if x not in own]
+
+
+def fake_like(x: torch.Tensor, shape: Sequence[Any] | None = None) -> FakeTensor:
+    """A fake in memory of its own: laid out as a copy of `x` is; of another shape: contiguous."""
+    assert isinstance(x, FakeTensor)
+    with without_modes(), x.fake_mode, no_python_dispatcher(), DisableTorchFunction():
+        if shape is None:
+            return torch.empty_like(x)  # type: ignore[return-value]
+        return torch.empty(tuple(shape), dtype=x.dtype, device=x.device)  # type: ignore[return-value]
+
+
+def track(fake: Any, node: fx.Node, tracer: Any) -> Any:
+    """Say which node made a fake; the fake."""
+    with without_modes(), no_python_dispatcher(), DisableTorchFunction():
+        return track_tensor_tree(fake, tracer.proxy(node), constant=None, tracer=tracer)
+
+
+def shape_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's sizes, which nobody sees us ask for: they would seem to be kept by `forward`."""
+    with DisableTorchFunction():
+        return tuple(x.shape)
+
+
+def fakes_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Other fakes over the same memory, which a node's values are not to be."""
+    with without_modes(), no_python_dispatcher(), DisableTorchFunction():
+        return [fakes_like(x, {storage_key(x): x}) for x in results]
+
+
+def trace_function(
+    mode: PurityMode,
+    fn: Flat,
+    examples: Sequence[FakeTensor],
+    names: Sequence[str],
+    carries: bool = True,
+) -> Traced:
+    """Call `fn` over `examples`, and tell what it has left in the graph.
+
+    Args:
+        examples: in memory of their own, one for each tensor that `fn` takes.
+        names: of their nodes.
+        carries: see `Traced`.
+
+    Raises:
+        ClosureError: it returned a tensor that is none of this trace.
+        whatever `fn` raises.
+    """
+    tracer, line = mode.tracer, user_line()
+    before = len(tracer.graph.nodes)
+    stamps, mode.blocks = mode.blocks, {}  # a stamp of a body is of nodes that go
+    try:
+        with preserved_proxies(tracer):
+            inputs = []
+            for name, fake in zip(names, examples):
+                node = tracer.graph.create_node("call_function", _given, (), {}, name)
+                node.meta["stack_trace"] = line
+                track(fake, node, tracer)
+                inputs.append(node)
+            mode.made.note(list(examples), line)
+            results = list(fn(list(examples)))
+            outputs = [node_of(mode, x, line) for x in results]
+    finally:
+        mode.blocks = stamps
+    region = list(tracer.graph.nodes)[before:]
+    own = _own(region, inputs)
+    return Traced(tuple(inputs), tuple(own), tuple(outputs), tuple(results), carries)
+
+
+def _given() -> None:
+    """What a function is given, until its nodes are a graph of their own."""
+
+
+def node_of(mode: PurityMode, x: torch.Tensor, line: str) -> fx.Node:
+    """The node of a tensor of this trace.
+
+    Raises:
+        ClosureError: it is none.
+    """
+    if not isinstance(x, FakeTensor) or not has_proxy_slot(x, mode.tracer):
+        mode.refuse(error := foreign(line, x, mode.owners))
+        raise error
+    slot: Any = get_proxy_slot(x, mode.tracer)
+    return slot.proxy.node  # type: ignore[no-any-return]
+
+
+def _own(region: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes of a function's own: not sizes of what is around it, nor constants, which are the
+    same at each turn."""
+    written = {storage_key(x.meta["val"]) for node in region for x in written_by(node)}
+    inside: set[fx.Node] = set(inputs)
+    found = []
+    for node in region:
+        if node in inside or node.op == "get_attr":
+            continue
+        outer = inside.isdisjoint(node.all_input_nodes)
+        if outer and (is_size(node) or _is_constant(node, written)):
+            continue
+        inside.add(node)
+        found.append(node)
+    return found
+
+
+def _is_constant(node: fx.Node, written: set[int]) -> bool:
+    """Whether it is a literal, or a copy of one that nothing writes."""
+    while node.op == "call_function" and node.target in COPIES:
+        if storage_key(node.meta["val"]) in written:
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "get_attr"
+
+
+def outline(
+    tracer: Any,
+    functions: Sequence[Traced],
+    threaded: Mapping[int, fx.Node],
+    more: Sequence[fx.Node] = (),
+) -> tuple[list[fx.GraphModule], list[fx.Node]]:
+    """Take the functions' nodes out of the graph: each as a graph, of what it was given and then of
+    all that any of them reads around them, which comes second.
+
+    Args:
+        threaded: inputs that are a node of the graph around them, by number.
+        more: nodes to count to what is read.
+    """
+    read = [x for one in functions for x in one.reads]
+    reads = list(dict.fromkeys((*read, *threaded.values(), *more)))
+    graphs = [_graph(one, reads, threaded) for one in functions]
+    for one in reversed(functions):
+        for node in reversed((*one.inputs, *one.nodes)):
+            tracer.graph.erase_node(node)
+    return graphs, reads
+
+
+def _graph(
+    one: Traced, reads: Sequence[fx.Node], threaded: Mapping[int, fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    own = [node for i, node in enumerate(one.inputs) if i not in threaded]
+    for node in (*own, *reads):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for i, node in threaded.items():
+        copies[one.inputs[i]] = copies[node]
+    for node in one.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    kept = [x for i, x in enumerate(one.outputs) if i not in threaded or not one.carries]
+    graph.output(tuple(copies[x] for x in kept))
+    return fx.GraphModule({}, graph)

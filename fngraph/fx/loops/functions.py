@@ -1,0 +1,272 @@
+"""`while_loop`, `fori_loop`, `scan`, `cond`: loops and choices whose predicates stay on the device.
+
+Called as it is, each is the Python that its docstring shows. In a trace it is one node, whose
+functions are traced once each: a graph takes its turns on the device, and Python never waits for a
+predicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from fngraph.core import trees
+from fngraph.core.where import user_line
+from fngraph.errors import FnGraphError, RowsError, TreeError
+from fngraph.fx.loops.emission import emit_cond, emit_scan, emit_while
+from fngraph.fx.loops.trees import (
+    brief,
+    check_alike,
+    check_pred,
+    flatten,
+    leading,
+    moving_first,
+)
+from fngraph.fx.tracing.purity import PurityMode, tracing_mode
+
+C = TypeVar("C")
+
+
+def while_loop(cond: Callable[[C], torch.Tensor], body: Callable[[C], C], carry: C) -> C:
+    """Take turns as long as `cond` holds.
+
+        while cond(carry):
+            carry = body(carry)
+        return carry
+
+    In a graph it is a WHILE node, whose predicate stays on the device. Both functions may close
+    over tensors: parameters, what forward has computed.
+
+    Args:
+        cond: of the carry; bool (), a tensor.
+        body: the carry to the next one, of equal structure, shapes and dtypes.
+        carry: a tree of tensors.
+
+    Returns:
+        the last carry; the first one, where no turn is taken.
+
+    Raises:
+        TreeError: a carry that comes back otherwise, with its path, or a predicate that is not
+            bool ().
+        MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
+        TransformError: a gradient is taken through it. `fori_loop` and `scan` have one.
+    """
+    fn = "fg.while_loop"
+    leaves, tree = flatten(carry, fn, "carry")
+    mode = _trace()
+
+    def test(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [check_pred(fn, "cond gives", cond(trees.unflatten(tree, list(flat))))]
+
+    def turn(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        new = body(trees.unflatten(tree, list(flat)))
+        return check_alike(fn, "body gives", (leaves, tree), new, "carry")
+
+    if mode is None:
+        now = leaves
+        while bool(test(now)[0]):
+            now = turn(now)
+        return trees.unflatten(tree, now)  # type: ignore[no-any-return]
+    with _refusing(mode):
+        paths = trees.paths(tree, "carry")
+        found = emit_while(mode, user_line(), test, turn, leaves, paths)
+    return trees.unflatten(tree, found)  # type: ignore[no-any-return]
+
+
+def fori_loop(
+    lower: int | torch.Tensor, upper: int | torch.Tensor, body: Callable[[torch.Tensor, C], C],
+    carry: C,
+) -> C:  # fmt: skip
+    """Take a turn for each number from `lower` to `upper`, the latter not included.
+
+        for i in range(lower, upper):
+            carry = body(torch.tensor(i), carry)
+        return carry
+
+    Of two ints the number of turns is known: it is a `scan` over them, and has a gradient. Of
+    tensors it is a `while_loop` on the device.
+
+    Args:
+        lower, upper: ints, or tensors int64 ().
+        body: (i, carry) to the next carry. i: int64 (), a tensor on the carry's device.
+        carry: see `while_loop`.
+
+    Raises: as `while_loop` and `scan` do.
+    """
+    fn = "fg.fori_loop"
+    leaves, _ = flatten(carry, fn, "carry")
+    device = leaves[0].device if leaves else torch.get_default_device()
+    for name, bound in (("lower", lower), ("upper", upper)):
+        if isinstance(bound, torch.SymInt):
+            _refuse_rows(f"fg.fori_loop: {name}= is {bound}")
+        whole = isinstance(bound, int) and not isinstance(bound, bool)
+        if not whole and (
+            not isinstance(bound, torch.Tensor) or bound.dtype is not torch.int64 or bound.dim()
+        ):
+            given = brief(bound) if isinstance(bound, torch.Tensor) else repr(bound)
+            raise TreeError(
+                f"{user_line()}: fg.fori_loop: {name}={given}, expected an int or int64 ()"
+            )
+    if isinstance(lower, int) and isinstance(upper, int):
+        numbers = torch.arange(lower, max(lower, upper), device=device)
+        return scan(lambda now, i: (body(i, now), None), carry, numbers)[0]
+    ends = [
+        x if isinstance(x, torch.Tensor) else torch.full((), x, device=device)
+        for x in (lower, upper)
+    ]
+    _, carry = while_loop(
+        lambda now: now[0] < ends[1], lambda now: (now[0] + 1, body(*now)), (ends[0], carry)
+    )
+    return carry
+
+
+def scan(
+    body: Callable[[C, Any], tuple[C, Any]], carry: C, xs: Any, length: int | None = None,
+    reverse: bool = False,
+) -> tuple[C, Any]:  # fmt: skip
+    """Take a turn for each row of `xs`, and stack what the turns give.
+
+        ys = []
+        for x in xs:                  # rows of each tensor of a tree; reversed(xs) if `reverse`
+            carry, y = body(carry, x)
+            ys.append(y)              # ys[i] is of xs[i], `reverse` or not
+        return carry, torch.stack(ys)
+
+    Args:
+        body: (carry, x) to the next carry, of equal structure, shapes and dtypes, and y, a tree of
+            tensors.
+        carry: a tree of tensors, or None.
+        xs: a tree of tensors with one first dim, or None.
+        length: the number of turns, where xs is None.
+        reverse: begin with the last row.
+
+    Returns:
+        the last carry, and the tree of y with a first dim of `length` before each of its shapes.
+
+    Raises:
+        TreeError: a carry or a y that comes back otherwise, with its path; xs of several lengths.
+        RowsError: in a trace, xs of T or R rows: a key has more of them than its batch.
+        MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
+    """
+    fn = "fg.scan"
+    leaves, tree = flatten(carry, fn, "carry")
+    rows, rows_tree = flatten(xs, fn, "xs")
+    for path, n in moving_first(rows, rows_tree):
+        _refuse_rows(f"fg.scan: {path} has {n} rows")
+    turns = leading(rows, rows_tree, length)
+    mode = _trace()
+    ys: list[Any] = []  # what the first turn gave: its tensors and their structure
+
+    def turn(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        now, x = flat[: len(leaves)], flat[len(leaves) :]
+        pair = body(trees.unflatten(tree, list(now)), trees.unflatten(rows_tree, list(x)))
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TreeError(
+                f"{user_line()}: fg.scan: body gives {type(pair).__name__}, expected (carry, y)"
+            )
+        new = check_alike(fn, "body gives", (leaves, tree), pair[0], "carry")
+        if not ys:
+            ys.append(flatten(pair[1], fn, "y"))
+            return new + list(ys[0][0])
+        return new + check_alike(fn, "body gives", ys[0], pair[1], "y")
+
+    if mode is None:
+        return _in_python(turn, leaves, tree, rows, turns, reverse, ys)
+    with _refusing(mode):
+        paths = trees.paths(tree, "carry") + trees.paths(rows_tree, "xs")
+        found = emit_scan(mode, user_line(), turn, leaves, rows, paths, turns, reverse)
+    last, stacked = found[: len(leaves)], found[len(leaves) :]
+    return trees.unflatten(tree, last), trees.unflatten(ys[0][1], stacked)
+
+
+def _in_python(
+    turn: Any, leaves: Sequence[torch.Tensor], tree: Any, rows: Sequence[torch.Tensor],
+    turns: int, reverse: bool, ys: list[Any],
+) -> Any:  # fmt: skip
+    now: Sequence[torch.Tensor] = leaves
+    given: list[Sequence[torch.Tensor]] = []
+    for i in range(turns - 1, -1, -1) if reverse else range(turns):
+        news = turn([*now, *[x[i] for x in rows]])
+        now = news[: len(leaves)]
+        given.append(news[len(leaves) :])
+    if turns == 0:  # of no row there is nothing to stack, but in which shapes?
+        shown = turn([*leaves, *[x.new_zeros(x.shape[1:]) for x in rows]])[len(leaves) :]
+        stacked = [y.new_empty((0, *y.shape)) for y in shown]
+    else:
+        stacked = [torch.stack(list(y)) for y in zip(*(given[::-1] if reverse else given))]
+    return trees.unflatten(tree, list(now)), trees.unflatten(ys[0][1], stacked)
+
+
+def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *args: Any) -> C:
+    """What one of two functions gives.
+
+        return a(*args) if pred else b(*args)
+
+    In a graph it is two IF nodes: one of the functions runs. To pick row by row, `torch.where`.
+
+    Args:
+        pred: bool (), a tensor; a bool of Python chooses now, and forever where it is traced.
+        a, b: give trees of tensors of equal structure, shapes and dtypes. Both may close over
+            tensors.
+        args: what both are given.
+
+    Raises:
+        TreeError: functions that give different things, with the path, or a predicate that is not
+            bool ().
+        MutationError, RandomError, OperatorError, AliasError: in a trace, what they may not do.
+    """
+    fn = "fg.cond"
+    if isinstance(pred, torch.SymBool):
+        _refuse_rows(f"fg.cond: pred is {pred}")
+    if isinstance(pred, bool):
+        return a(*args) if pred else b(*args)
+    check_pred(fn, "pred is", pred)
+    mode = _trace()
+    if mode is None:
+        return a(*args) if bool(pred) else b(*args)
+    found: list[Any] = []
+
+    def flat(branch: Callable[..., C]) -> Any:
+        def run(_: Any) -> list[torch.Tensor]:
+            found.append(flatten(branch(*args), fn, "result"))
+            return found[-1][0]  # type: ignore[no-any-return]
+
+        return run
+
+    def alike(*_: Any) -> None:
+        given = trees.unflatten(found[1][1], found[1][0])
+        check_alike(fn, "b gives", found[0], given, "result")
+
+    with _refusing(mode):
+        results = emit_cond(mode, user_line(), pred, flat(a), flat(b), alike)
+    return trees.unflatten(found[0][1], results)  # type: ignore[no-any-return]
+
+
+def _trace() -> PurityMode | None:
+    return None if torch.compiler.is_compiling() else tracing_mode()
+
+
+def _refuse_rows(what: str) -> None:
+    """Raise for turns that are as many as a key's rows."""
+    error = RowsError(
+        f"{user_line()}: {what}, which in a key is the padded number: padding would take turns "
+        "too. Take as many turns as a number of the model says; or compute all rows at once"
+    )
+    mode = _trace()
+    if mode is not None:
+        mode.refuse(error)
+    raise error
+
+
+@contextlib.contextmanager
+def _refusing(mode: PurityMode) -> Iterator[None]:
+    """Meanwhile what is raised of ours is a refusal of the trace, whatever becomes of it."""
+    try:
+        yield
+    except FnGraphError as error:
+        if not any(error is known for known in mode.refuse.errors):
+            mode.refuse(error)
+        raise

@@ -1,0 +1,238 @@
+"""What is known of a loop's rows: facts go through its functions until a turn tells no more.
+
+What a carry is known to be at the beginning of a turn is what holds of the first one and of all
+that a turn gives. So a turn is run abstractly again and again, each time with less that is claimed
+of the carry, until what comes out claims no less. Bounds that go on growing are given up.
+
+How many turns a loop takes, or which way a choice goes, must not be for padding to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fngraph.fx.nodes import is_tensor, line_of
+from fngraph.fx.rows.bounds import ANY
+from fngraph.fx.rows.boxes import WHOLE, joined
+from fngraph.fx.rows.dirty_moves import moved
+from fngraph.fx.rows.shapes import one_number
+from fngraph.fx.rows.state import FINITE, WRITTEN, Fill, Kept, Mixed, is_finite
+
+Facts = Mapping[fx.Node, Any]
+Run = Callable[[fx.GraphModule, Mapping[fx.Node, Any]], tuple[dict[fx.Node, Any], Facts]]
+"""A graph's facts, of what is known of its inputs; and what is known of each node at its end."""
+_TURNS = 4  # of which each may know of smaller bounds; the next ones know of none
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Several:
+    """What is known of a loop.
+
+    Attributes:
+        results: of each result.
+        graphs: of the values of each function, at any turn.
+        left: of each tensor that it writes, once it is done.
+        fails: how the loop itself may fail for padding: it may never end.
+    """
+
+    results: tuple[Kept | Mixed, ...]
+    graphs: tuple[Facts, ...]
+    left: Mapping[fx.Node, Kept | Mixed]
+    fails: Mixed | None = None
+
+
+def of_loop(node: fx.Node, states: Mapping[fx.Node, Any], run: Run) -> Several:
+    """What is known of a loop's node, of what is known of its operands."""
+    loop: Any = node.target
+    given = [_given(states[x]) if is_tensor(x) else Kept() for x in node.args]  # type: ignore[index]
+    state, rest = given[: loop.state], given[loop.own :]
+    carries = loop.kind != "cond"
+    for count in itertools.count():
+        own = [*state, *map(_slice, given[loop.state : loop.own])] if carries else []
+        told = [_turn(gm, (*own, *rest), run) for gm in loop.graphs]
+        news = told[-1].outputs[: loop.state] if carries else ()
+        later = [_join(a, b, x, count) for a, b, x in zip(state, news, _shapes(node))] or state
+        after = list(rest)
+        for i in loop.writes:
+            at = i - loop.own
+            for one in told:
+                mine = one.inputs[len(own) + at]
+                after[at] = _join(after[at], mine, _shapes(node)[i], count)
+        settled = all(map(_same, (*state, *rest), (*later, *after)))
+        state, rest = later, after
+        if settled or not carries:
+            break
+    left = {node.args[i]: rest[i - loop.own] for i in loop.writes}
+    choice = (
+        given[0] if not carries else told[0].outputs[0] if loop.kind == "while_loop" else Kept()
+    )
+    results = _results(loop, state, told, _shapes_of(loop))
+    if (why := _undecided(choice)) is None:
+        return Several(tuple(results), tuple(one.facts for one in told), left)  # type: ignore[arg-type]
+    mixed = Mixed(node, f"{_DOES[loop.kind]} by a predicate that padding can change: {why}")
+    fails = dataclasses.replace(mixed, fails=mixed.why) if loop.kind == "while_loop" else None
+    return Several(
+        (mixed,) * len(results), tuple(one.facts for one in told), dict.fromkeys(left, mixed), fails
+    )  # type: ignore[arg-type]
+
+
+_DOES = {"while_loop": "takes turns (fg.while_loop)", "cond": "chooses (fg.cond)"}
+
+
+class _Turn(NamedTuple):
+    """What is known of one function: its values, its results, and its inputs at its end."""
+
+    facts: Facts
+    outputs: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+
+
+def _turn(gm: fx.GraphModule, given: Sequence[Any], run: Run) -> _Turn:
+    inputs = [x for x in gm.graph.nodes if x.op == "placeholder"]
+    found, ends = run(gm, dict(zip(inputs, given, strict=True)))
+    (output,) = (x for x in gm.graph.nodes if x.op == "output")
+    return _Turn(found, tuple(found[output]), tuple(ends[x] for x in inputs))
+
+
+def _results(
+    loop: Any, state: Sequence[Any], told: Sequence[_Turn], shapes: Sequence[Any]
+) -> list[Kept | Mixed]:
+    if loop.kind == "cond":
+        a, b = told
+        return [_join(x, y, s, 0) for x, y, s in zip(a.outputs, b.outputs, shapes)]
+    if loop.kind == "while_loop":
+        return list(state)
+    (turn,) = told
+    carry = turn.outputs[: loop.state] if loop.turns else state  # of the last turn
+    return [*map(_plain, carry), *map(_stack, turn.outputs[loop.state :])]
+
+
+def _undecided(choice: Any) -> str | None:
+    """Why a predicate is not the same in a key as in its batch; None if it is."""
+    if isinstance(choice, Mixed):
+        return f"forward {choice.why} ({line_of(choice.node)}). Leave padding out of it: {_FIX}"
+    return f"{WRITTEN}. Leave such rows out of it" if choice.dirty else None
+
+
+_FIX = "torch.where(valid, x, 0), of a staged leaf that padding is told apart by"
+
+
+def _given(state: Any) -> Kept | Mixed:
+    """What is known of an operand, without the nodes of its own graph."""
+    if isinstance(state, Mixed):
+        return Mixed(state.node, state.why, state.fails)
+    return _plain(state)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mixed):
+        return state
+    return dataclasses.replace(state, reserved={}, left={}, skips={})
+
+
+def _slice(state: Kept | Mixed) -> Kept | Mixed:
+    """Of a row of a tensor, whichever row it is."""
+    return _shifted(state, -1)
+
+
+def _stack(state: Kept | Mixed) -> Kept | Mixed:
+    """Of a tensor of such rows."""
+    return _shifted(state, 1)
+
+
+def _shifted(state: Kept | Mixed, by: int) -> Kept | Mixed:
+    if isinstance(state, Mixed):
+        return state
+    fills: dict[int, Fill] = {}
+    for dim, fill in state.fills.items():
+        number = fill if isinstance(fill, str) and fill == FINITE else one_number(fill)
+        if number is not None and dim + by >= 0:
+            fills[dim + by] = number
+    dirty = tuple(moved(state.dirty, lambda d: d + by if d + by >= 0 else None))
+    return dataclasses.replace(_plain(state), fills=fills, value=None, dirty=dirty)
+
+
+def _join(a: Any, b: Any, shape: Sequence[Any], count: int) -> Any:
+    """What holds of both; after some turns, without what may go on growing.
+
+    Args:
+        count: turns so far.
+    """
+    if isinstance(a, Mixed) or isinstance(b, Mixed):
+        return a if isinstance(a, Mixed) else b
+    fills = {d: f for d, x in a.fills.items() if (f := _common(x, b.fills.get(d))) is not None}
+    one = a.value is not None and b.value is not None and _equal(a.value, b.value)
+    dirty = joined((*a.dirty, *b.dirty), shape)
+    low, span = min(a.low, b.low), _spans(a.span, b.span)
+    if count > _TURNS:
+        low = a.low if low == a.low else -math.inf
+        span = a.span if span == a.span else None
+        dirty = dirty if dirty == a.dirty else WHOLE
+    return Kept(
+        fills, a.value if one else None, a.said if a.said == b.said else "", a.unsaid or b.unsaid,
+        low, span, a.window or b.window, a.held and b.held, dirty=dirty,
+    )  # fmt: skip
+
+
+def _common(a: Fill, b: Fill | None) -> Fill | None:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _equal(a, b):
+        return a
+    if isinstance(a, str) and isinstance(b, str) and a == b:
+        return a
+    return FINITE if b is not None and is_finite(a) and is_finite(b) else None
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two say the same numbers; 0 and -0.0 are one."""
+    if a.dtype != b.dtype or (a.shape != b.shape and a.numel() != 1 and b.numel() != 1):
+        return False
+    x, y = (n.float() if n.is_floating_point() and n.itemsize == 1 else n for n in (a, b))
+    return bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def _spans(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return None
+    if ANY in (a, b):
+        return a if a == b else None
+    return a | b
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether as much is known of both."""
+    if isinstance(a, Mixed) or isinstance(b, Mixed):
+        return isinstance(a, Mixed) and isinstance(b, Mixed)
+    fills = a.fills.keys() == b.fills.keys() and all(
+        isinstance(x, str) == isinstance(y := b.fills[d], str) and _common(x, y) is not None
+        for d, x in a.fills.items()
+    )
+    value = (a.value is None) == (b.value is None) and (a.value is None or _equal(a.value, b.value))
+    rest = (a.said, a.unsaid, a.low, a.span, a.window, a.held, a.dirty)
+    return fills and value and rest == (b.said, b.unsaid, b.low, b.span, b.window, b.held, b.dirty)
+
+
+def _shapes(node: fx.Node) -> list[Any]:
+    return [x.meta["val"].shape if is_tensor(x) else () for x in node.args]  # type: ignore[union-attr]
+
+
+def _shapes_of(loop: Any) -> list[Any]:
+    return [x.shape for x in loop.results]
+
+
+def failures(facts: Facts) -> Iterator[tuple[fx.Node, Mixed]]:
+    """Of loops: what may fail at padding in their functions, or never end, with its node."""
+    for node, state in facts.items():
+        if not isinstance(state, Several):
+            continue
+        if state.fails is not None:
+            yield node, state.fails
+        for inner in state.graphs:
+            yield from ((x, s) for x, s in inner.items() if isinstance(s, Mixed) and s.fails)
+            yield from failures(inner)

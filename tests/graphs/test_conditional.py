@@ -1,0 +1,746 @@
+"""WHILE and IF nodes: what they compute, what their bodies may hold, and what is left behind.
+
+A GPU is needed where a graph is captured; which way is taken, what is found and what is said of
+what is missing shows on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import toys
+
+import fngraph as fg
+from fngraph.errors import CaptureError, PackageError
+from fngraph.graphs.cuda import conditional, setter
+from fngraph.graphs.cuda.conditional import bodies_of, if_node, while_node
+from fngraph.graphs.cuda.driver import newest
+from fngraph.graphs.cuda.nodes import read
+from fngraph.graphs.inside import Counts, Node
+
+gpu = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+
+
+class Counting:
+    """A loop: `n` counts its turns up to `limit`, both (1,) on the device."""
+
+    def __init__(self) -> None:
+        self.n = torch.zeros(1, dtype=torch.int64, device=CUDA)
+        self.limit = torch.zeros(1, dtype=torch.int64, device=CUDA)
+        self.pred = torch.zeros((), dtype=torch.bool, device=CUDA)
+
+    def ask(self) -> None:
+        self.pred.copy_((self.n < self.limit)[0])
+
+    def turn(self, then: Callable[[], object] = lambda: None) -> None:
+        self.n += 1
+        then()
+        self.ask()
+
+    def loop(self, then: Callable[[], object] = lambda: None) -> None:
+        self.n.zero_()
+        self.ask()
+        while_node(self.pred, lambda: self.turn(then))
+
+    def counted(self, replay: Callable[[], None], limit: int) -> int:
+        self.limit.fill_(limit)
+        replay()
+        return int(self.n)
+
+
+@pytest.fixture
+def recorder() -> Any:
+    """A recorder of this test's own."""
+    from fngraph.graphs.cuda.recorder import CudaRecorder
+
+    return CudaRecorder(CUDA)
+
+
+def plainly(fn: Callable[[], object], **options: Any) -> torch.cuda.CUDAGraph:
+    """`fn` captured by torch alone."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        fn()
+    return graph
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+@gpu
+def test_a_while_node_runs_as_often_as_the_device_says(recorder: Any):
+    loop = Counting()
+    recording, _ = recorder.record(loop.loop)
+    for limit in (5, 0, 1, 0, 1000, 3):
+        assert loop.counted(recording.replay, limit) == limit
+
+
+@gpu
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_in_a_capture_by_torch_alone(mode: str):
+    loop = Counting()
+    graph = plainly(loop.loop, capture_error_mode=mode)
+    assert [loop.counted(graph.replay, limit) for limit in (3, 0, 7)] == [3, 0, 7]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_an_if_node_runs_once_or_not(recorder: Any, dtype: torch.dtype):
+    pred = torch.zeros((), dtype=dtype, device=CUDA)
+    n = torch.zeros(1, device=CUDA)
+    recording, _ = recorder.record(lambda: if_node(pred, lambda: n.add_(1)))
+    seen = []
+    for value in (0, 1, 0, 1, 1):
+        pred.fill_(value)
+        recording.replay()
+        seen.append(int(n))
+    assert seen == [0, 1, 1, 2, 3]
+
+
+@gpu
+def test_nodes_in_nodes_and_one_after_the_other(recorder: Any):
+    outer, inner, last = Counting(), Counting(), Counting()
+    turns = torch.zeros(2, dtype=torch.int64, device=CUDA)
+    even = torch.zeros((), dtype=torch.bool, device=CUDA)
+
+    def odd_or_even() -> None:
+        turns[0:1].add_(1)
+        even.copy_((inner.n % 2 == 0)[0])
+        if_node(even, lambda: turns[1:2].add_(1))
+
+    def work() -> None:
+        outer.loop(lambda: inner.loop(odd_or_even))
+        last.loop()
+
+    recording, _ = recorder.record(work)
+    inner.limit.fill_(5)
+    last.limit.fill_(2)
+    for limit in (0, 3):
+        turns.zero_()
+        assert outer.counted(recording.replay, limit) == limit
+        assert turns.tolist() == [5 * limit, 2 * limit] and int(last.n) == 2
+
+
+@gpu
+def test_128_turns_in_one_launch(recorder: Any):
+    loop = Counting()
+    recording, _ = recorder.record(loop.loop)
+    loop.limit.fill_(128)
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        recording.replay()
+        times.append(time.perf_counter() - start)
+    assert int(loop.n) == 128
+    print(f"host {sorted(times)[10] * 1e6:.1f} us a launch")
+    assert sorted(times)[10] < 100e-6  # 17 us were seen
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def pools_of(tensors: list[torch.Tensor]) -> set[Any]:
+    """Pools that these are in."""
+    segments = torch.cuda.memory_snapshot()
+    return {
+        tuple(s["segment_pool_id"])
+        for x in tensors
+        for s in segments
+        if s["address"] <= x.data_ptr() < s["address"] + s["total_size"]
+    }
+
+
+@gpu
+def test_memory_of_a_body_is_of_the_graphs_own_pool(recorder: Any):
+    loop, made = Counting(), []
+    total = torch.zeros(1 << 20, device=CUDA)
+
+    def body() -> None:
+        one = torch.ones_like(total)  # 4 MB, and dead at the end of the turn
+        small = one[:8] * 2
+        made.append([one, small])
+        total.add_(one * 3)
+        total[:8].sub_(small)
+
+    def work() -> None:
+        loop.loop(body)
+        made.append([total * 2])  # after the node
+
+    recording, _ = recorder.record(work)
+    found = [pools_of(tensors) for tensors in made]
+    assert found == [{tuple(recorder.pool)}] * 2
+    made.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 20,), float("nan"), device=CUDA) for _ in range(64)]
+    assert loop.counted(recording.replay, 9) == 9
+    assert torch.equal(total[8:], torch.full_like(total[8:], 27)) and int(total[0]) == 9
+    assert all(x.isnan().all() for x in others)  # nobody else's memory was written
+
+
+@gpu
+def test_a_body_of_matrix_products_is_right_beside_eager_ones(recorder: Any):
+    loop = Counting()
+    w = torch.randn(256, 256, device=CUDA) / 16
+    x, out = torch.randn(64, 256, device=CUDA), torch.zeros(64, 256, device=CUDA)
+    recorder.warm_up(lambda: torch.tanh(out @ w))
+
+    def work() -> None:
+        out.copy_(x)
+        loop.loop(lambda: out.copy_(torch.tanh(out @ w)))
+
+    recording, _ = recorder.record(work)
+    want = x
+    for _ in range(6):
+        want = torch.tanh(want @ w)
+    for _ in range(3):
+        loop.counted(recording.replay, 6)
+        torch.randn(512, 512, device=CUDA) @ torch.randn(512, 512, device=CUDA)
+        torch.testing.assert_close(out, want)
+
+
+@gpu
+def test_captures_leave_nothing_behind(recorder: Any, held: Any):
+    loop, inner = Counting(), Counting()
+    inner.limit.fill_(2)
+
+    def work() -> None:
+        loop.loop(lambda: (torch.ones(1 << 20, device=CUDA), inner.loop()))
+
+    def cycle(times: int) -> None:
+        for _ in range(times):
+            recording, _ = recorder.record(work)
+            assert loop.counted(recording.replay, 2) == 2
+
+    cycle(50)
+    before = held()
+    start = time.perf_counter()
+    cycle(2000)
+    print(f"{(time.perf_counter() - start) / 2:.2f} ms a capture of two nodes")
+    held().check_flat(before)
+    assert not conditional._OPEN and len(conditional._BODIES) < 10
+
+
+@gpu
+def test_a_pool_that_is_renewed_gives_its_bodies_memory_back(recorder: Any):
+    loop = Counting()
+
+    def work() -> None:
+        loop.loop(lambda: torch.ones(64 << 20, device=CUDA))  # 256 MB
+
+    for _ in range(3):
+        gc.collect()
+        recorder.renew()
+        before = torch.cuda.memory_reserved()
+        recording, _ = recorder.record(work)
+        assert torch.cuda.memory_reserved() - before >= 256 << 20
+        assert loop.counted(recording.replay, 4) == 4
+        del recording
+        gc.collect()
+        recorder.renew()
+        assert torch.cuda.memory_reserved() - before <= 8 << 20
+
+
+@torch.library.custom_op("fngraph_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    """x * 2 ** times; times: (1,), on the device."""
+    out, left = x.clone(), times.clone()
+    pred = (left > 0)[0].clone()
+
+    def turn() -> None:
+        out.mul_(2)
+        left.sub_(1)
+        pred.copy_((left > 0)[0])
+
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        while_node(pred, turn)
+    else:
+        while pred:
+            turn()
+    return out
+
+
+@doubled.register_fake
+def _(x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def grow(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Rows of the weights; and a state that is doubled as often as the device says."""
+    return params["w"][batch.token_ids] * 2, doubled(state, params["times"])
+
+
+@gpu
+def test_a_step_with_a_loop_sleeps_and_wakes():
+    params = {"w": torch.ones(16, 2, device=CUDA), "times": torch.tensor([3], device=CUDA)}
+    state = torch.ones(3, device=CUDA)
+    example = toys.on(toys.batch(3, 2), CUDA)
+    options = {"donate": 1, "stage": "batch", "limits": toys.LIMITS, "sizes": (4, 8)}
+    fast = fg.graphify(grow, modes="FULL", **options)
+    step = fast.bind(params).capture(state, batch=example, progress=False)
+    assert "conditional" in {node.name for node in step[next(iter(step))].calls[0].nodes}
+    want = 1.0
+    for _ in range(3):
+        for times in (3, 0, 1):
+            params["times"].fill_(times)
+            want *= 2.0**times
+            out, state = step(state, example)
+            assert torch.equal(out, torch.full_like(out, 2)) and state.tolist() == [want] * 3
+        step.sleep()
+        step.wake()
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def usable(recorder: Any) -> None:
+    """A capture, an eager op and a replay go on as before."""
+    assert not torch.cuda.is_current_stream_capturing() and not conditional._OPEN
+    loop = Counting()
+    recording, _ = recorder.record(loop.loop)
+    assert loop.counted(recording.replay, 3) == 3
+    assert int(torch.ones(3, device=CUDA).sum()) == 3
+
+
+@gpu
+@pytest.mark.parametrize("deep", [False, True], ids=["body", "body in body"])
+def test_a_body_that_raises(recorder: Any, deep: bool):
+    loop, outer = Counting(), Counting()
+
+    def fails() -> None:
+        torch.ones(1 << 20, device=CUDA)
+        raise ZeroDivisionError("mine")
+
+    def work() -> None:
+        outer.loop(lambda: loop.loop(fails)) if deep else loop.loop(fails)
+
+    for _ in range(3):
+        with pytest.raises(CaptureError, match="mine") as raised:
+            recorder.record(work)
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+        usable(recorder)
+
+
+@gpu
+def test_a_body_that_waits_for_the_device(recorder: Any):
+    loop = Counting()
+    for watched in (True, False):
+        with pytest.raises(CaptureError):
+            recorder.record(lambda: loop.loop(lambda: loop.n.item()), watched=watched)
+        usable(recorder)
+
+
+@gpu
+def test_a_body_that_forks_and_does_not_join(recorder: Any):
+    loop, side = Counting(), torch.cuda.Stream()
+
+    def forks() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            loop.n.add_(0)
+
+    with pytest.raises(CaptureError, match="forked"):
+        recorder.record(lambda: loop.loop(forks))
+    usable(recorder)
+
+
+@gpu
+def test_a_body_that_forks_and_joins(recorder: Any):
+    loop, side = Counting(), torch.cuda.Stream()
+    twice = torch.zeros(1, dtype=torch.int64, device=CUDA)
+
+    def forks() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            twice.add_(loop.n * 2)
+        torch.cuda.current_stream().wait_stream(side)
+
+    recording, _ = recorder.record(lambda: (twice.zero_(), loop.loop(forks)))
+    assert loop.counted(recording.replay, 4) == 4 and int(twice) == 20
+
+
+@gpu
+def test_a_predicate_that_is_none(recorder: Any):
+    good = torch.zeros((), dtype=torch.bool, device=CUDA)
+    for pred in (good.reshape(1), good.float()):
+        with pytest.raises(CaptureError, match=r"must be \(\), bool or uint8"):
+            recorder.record(functools.partial(while_node, pred, int))
+    with pytest.raises(CaptureError, match="outside of a capture"):
+        while_node(good, int)
+    usable(recorder)
+
+
+# --- looking inside -------------------------------------------------------------------------------
+
+
+@gpu
+def test_nodes_of_a_body_are_seen(recorder: Any):
+    x = torch.zeros(4, device=CUDA)
+    pred = torch.ones((), dtype=torch.bool, device=CUDA)
+
+    def turn() -> None:
+        x.add_(1)
+        if_node(pred, lambda: x.mul_(2))
+
+    recording, _ = recorder.record(lambda: (x.sub_(1), while_node(pred, turn), x.exp_()))
+    nodes, edges = recording.nodes, recording.edges
+    counts = Counts.of(nodes)
+    assert counts.others == 2 and [n.name for n in nodes].count("conditional") == 2
+    assert [n.name for n in nodes].count(setter.NAME) == 3  # before each, and a WHILE's last
+    assert counts.kernels == 3 + 4
+    inside = [i for i, node in enumerate(nodes) if node.name == "conditional"]
+    assert len(edges) == len(nodes) - 3  # three graphs, each a chain
+    assert all(a < b for a, b in edges) and inside[0] > 0
+
+
+# --- on any machine -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_torchs_own_calls_are_taken_where_it_has_them(monkeypatch: pytest.MonkeyPatch, has: bool):
+    taken = []
+    graph = type("CUDAGraph", (), {"begin_capture_to_while_node": None} if has else {})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(conditional, "_check", lambda *_: None)
+    monkeypatch.setattr(conditional, "_by_torch", lambda kind, *_: taken.append(("torch", kind)))
+    monkeypatch.setattr(conditional, "_by_driver", lambda kind, *_: taken.append(("driver", kind)))
+    while_node(torch.tensor(True), int)
+    if_node(torch.tensor(True), int)
+    way = "torch" if has else "driver"
+    assert taken == [(way, "WHILE"), (way, "IF")]
+
+
+class Torchs:
+    """`torch.cuda.CUDAGraph` of 2.14, told what is done."""
+
+    done: ClassVar[list[Any]] = []
+    refuses = False
+
+    @classmethod
+    def get_currently_capturing_graph(cls) -> Torchs:
+        return cls()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> None:
+            self.done.append((name, *(str(x.dtype) for x in args)))
+            if self.refuses and name.startswith("end"):
+                raise RuntimeError("unjoined")
+
+        return call
+
+
+@pytest.fixture
+def torchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    Torchs.done, Torchs.refuses = [], False
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Torchs)
+    monkeypatch.setattr(conditional, "current_device", lambda: 0)
+    monkeypatch.setattr(conditional, "current_stream", lambda index: 7 + len(Torchs.done))
+    monkeypatch.setattr(conditional, "_check", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "cuda", None)  # without cuda.bindings, too
+    yield Torchs
+    assert not conditional._OPEN
+
+
+def test_by_torchs_own_calls(torchs: Any):
+    pred = torch.tensor(1, dtype=torch.uint8)
+    conditional._by_torch("WHILE", pred, lambda: torchs.done.append(conditional.is_body(8)))
+    conditional._by_torch("IF", pred, lambda: torchs.done.append("run"))
+    assert torchs.done == [
+        ("begin_capture_to_while_node", "torch.bool"), True,
+        ("set_conditional_handle_for_current_node", "torch.bool"),
+        ("end_capture_to_conditional_node",),
+        ("begin_capture_to_if_node", "torch.bool"), "run", ("end_capture_to_conditional_node",),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_torchs_node_is_ended_when_the_body_raises(torchs: Any, refuses: bool):
+    torchs.refuses = refuses
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        conditional._by_torch("WHILE", torch.tensor(True), fails)
+    assert [name for name, *_ in torchs.done][1:] == ["end_capture_to_conditional_node"]
+    if refuses:
+        with pytest.raises(CaptureError, match=r"forked and not joined.*unjoined"):
+            conditional._by_torch("IF", torch.tensor(True), int)
+
+
+def test_a_predicate_is_looked_at_before_anything_else():
+    for pred in (torch.zeros(1, dtype=torch.bool), torch.zeros(()), torch.tensor(True)):
+        with pytest.raises(CaptureError, match=r"WHILE node is \(.*must be \(\), bool or uint8"):
+            while_node(pred, int)
+
+
+def test_without_cuda_bindings_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    monkeypatch.setattr(conditional, "current_device", lambda: 0)
+    monkeypatch.setattr(conditional, "current_stream", lambda index: 7)
+    with pytest.raises(PackageError, match=r"conditional node.*pip install cuda-bindings"):
+        conditional._by_driver("WHILE", torch.tensor(True), int)
+
+
+class Drivers:
+    """`cuda.bindings.driver` of CUDA 12, told what is done; what `fails` answers with an error.
+
+    Stream 7 is being captured into graph 1, stream 8 is the one beside it; nodes are 100 and more.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Any, ...]] = []
+        self.fails: set[str] = set()
+        self.CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("CU"):  # an enumeration or a struct: its names stand for themselves
+            return Named(name)
+        versions = {"cuGraphAddNode_v2", "cuStreamGetCaptureInfo_v3"}
+        if "_v" in name and name not in versions:
+            raise AttributeError(name)
+
+        def call(*args: Any) -> Any:
+            if name == "cuStreamGetCaptureInfo_v3":
+                return (
+                    0,
+                    "CU_STREAM_CAPTURE_STATUS_ACTIVE",
+                    5,
+                    {7: 1, 8: 2}[args[0]],
+                    [99],
+                    [None],
+                    1,
+                )
+            self.done.append((name, *args))
+            made = {"cuGraphAddNode_v2": 100 + len(self.done), "cuGraphConditionalHandleCreate": 50}
+            if name == "cuGraphAddNode_v2":
+                args[-1].conditional.phGraph_out = [2]
+            return int(name in self.fails), made.get(name)
+
+        return call
+
+
+class Named(SimpleNamespace):
+    """A struct, or an enumeration whose names stand for themselves."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+
+    def __call__(self, init_value: int | None = None) -> Any:
+        return init_value if init_value is not None else SimpleNamespace(conditional=Named(""))
+
+    def __getattr__(self, name: str) -> Any:
+        return 1 if "SET_CAPTURE" in name else name
+
+
+@pytest.fixture
+def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drivers]:
+    written = Drivers()
+    monkeypatch.setattr(conditional, "driver_for", lambda what: written)
+    monkeypatch.setattr(conditional, "_BODIES", {})
+    streams = iter([7])
+    monkeypatch.setattr(conditional, "current_device", lambda: 0)
+    monkeypatch.setattr(conditional, "current_stream", lambda index: next(streams, 8))
+    monkeypatch.setattr(conditional, "_let_thread_allocate", lambda *_: written.done.append("pool"))
+    beside = SimpleNamespace(cuda_stream=8)
+    monkeypatch.setattr(conditional, "_stream_beside", lambda index, around: beside)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(setter, "load", lambda index: written.done.append("load"))
+    monkeypatch.setattr(
+        setter, "launch", lambda index, stream, handle, at: written.done.append((stream, handle))
+    )
+    yield written
+    assert not conditional._OPEN
+
+
+@pytest.mark.parametrize("kind", ["WHILE", "IF"])
+def test_what_the_driver_is_asked_for(drivers: Drivers, kind: str):
+    pred = torch.tensor(True)
+    conditional._by_driver(kind, pred, lambda: drivers.done.append(conditional.is_body(8)))
+    names = [x[0] if isinstance(x, tuple) and isinstance(x[0], str) else x for x in drivers.done]
+    assert names == [
+        "load", "pool", "cuCtxGetCurrent", "cuGraphConditionalHandleCreate", (7, 50),
+        "cuGraphAddNode_v2", "cuStreamUpdateCaptureDependencies", "cuStreamBeginCaptureToGraph",
+        True, *([(8, 50)] if kind == "WHILE" else []), "cuStreamEndCapture",
+    ]  # fmt: skip
+    told = dict((x[0], x[1:]) for x in drivers.done if isinstance(x, tuple) and len(x) > 2)
+    (*to, params) = told["cuGraphAddNode_v2"]
+    assert to == [1, [99], None, 1] and params.conditional.type == f"CU_GRAPH_COND_TYPE_{kind}"
+    assert params.conditional.handle == 50 and params.conditional.size == 1
+    (node,) = bodies_of(1)
+    assert told["cuStreamUpdateCaptureDependencies"] == (7, [node], None, 1, 1)
+    assert told["cuStreamBeginCaptureToGraph"][:2] == (8, 2)
+
+
+@pytest.mark.parametrize("failing", ["body", "cuStreamBeginCaptureToGraph", "cuStreamEndCapture"])
+def test_a_bodys_capture_is_ended_whatever_fails(drivers: Drivers, failing: str):
+    drivers.fails = {failing, "cuStreamEndCapture"}
+
+    def body() -> None:
+        conditional._BODIES[2] = {60: 3}  # of a node inside of it
+        if failing == "body":
+            raise ZeroDivisionError
+
+    wanted = {
+        "body": ZeroDivisionError, "cuStreamEndCapture": CaptureError,
+        "cuStreamBeginCaptureToGraph": RuntimeError,
+    }  # fmt: skip
+    with pytest.raises(wanted[failing]) as raised:
+        conditional._by_driver("WHILE", torch.tensor(True), body)
+    assert drivers.done[-1] == ("cuStreamEndCapture", 8) and not conditional._BODIES, failing
+    assert ("forked and not joined" in str(raised.value)) == (failing == "cuStreamEndCapture")
+
+
+def test_the_pool_of_the_capture_takes_what_its_thread_allocates(monkeypatch: pytest.MonkeyPatch):
+    done: list[Any] = []
+    for name in ("end_allocating", "allocate_by_thread", "release_pool"):
+        monkeypatch.setattr(
+            conditional, name, lambda index, pool, name=name: done.append((name, index, pool))
+        )
+    byte = torch.zeros(1, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: byte)
+    at = byte.data_ptr()
+    segments = [
+        {"device": device, "address": at + more, "total_size": 8, "segment_pool_id": pool}
+        for device, more, pool in ((1, 0, (0, 5)), (0, -8, (0, 6)), (0, 1, (0, 7)), (0, -7, (0, 8)))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    conditional._let_thread_allocate(0, 7)
+    names = ["end_allocating", "allocate_by_thread", "release_pool"]
+    assert done == [(name, 0, (0, 8)) for name in names]
+    with conditional._open(7):  # it is so already
+        conditional._let_thread_allocate(0, 7)
+    assert len(done) == 3
+    for left in (segments[:3], [{**segments[3], "segment_pool_id": (0, 0)}]):
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda left=left: left)
+        with pytest.raises(CaptureError, match="without a pool of its own"):
+            conditional._let_thread_allocate(0, 7)
+    assert len(done) == 3
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without CUDA; a folder of its own for what a test puts there."""
+    monkeypatch.setattr(setter.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(setter, "ARCHIVE", "libcudadevrt_of_no_machine.a")
+    monkeypatch.setattr(setter.shutil, "which", lambda name: None)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("version", "folder"), [("13.0", "cu13/lib"), ("12.8", "cuda_runtime/lib")]
+)
+def test_the_device_runtime_that_came_with_torch_is_found_first(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch, version: str, folder: str
+):
+    for place in ("nvidia/cu13/lib", "nvidia/cuda_runtime/lib", "home/lib64"):
+        (nowhere / place).mkdir(parents=True)
+    (nowhere / "home" / "lib64" / setter.ARCHIVE).touch()
+    monkeypatch.setenv("CUDA_HOME", str(nowhere / "home"))
+    monkeypatch.setattr(torch.version, "cuda", version)
+    spec = SimpleNamespace(submodule_search_locations=[str(nowhere / "nvidia")])
+    monkeypatch.setattr(setter.importlib.util, "find_spec", lambda name: spec)
+    assert setter.found_archive().parent == nowhere / "home" / "lib64"
+    (nowhere / "nvidia" / folder / setter.ARCHIVE).touch()
+    assert setter.found_archive().parent == nowhere / "nvidia" / folder
+
+
+def test_the_device_runtime_beside_nvcc_is_found(nowhere: Path, monkeypatch: pytest.MonkeyPatch):
+    archive = nowhere / "cuda" / "targets" / "x86_64-linux" / "lib" / setter.ARCHIVE
+    archive.parent.mkdir(parents=True)
+    archive.touch()
+    monkeypatch.setattr(setter.shutil, "which", lambda name: str(nowhere / "cuda" / "bin" / name))
+    assert setter.found_archive() == archive.resolve()
+
+
+@pytest.mark.parametrize(
+    ("version", "package"),
+    [("13.0", "nvidia-cuda-runtime,"), ("12.8", "nvidia-cuda-runtime-cu12,"),
+     (None, "nvidia-cuda-runtime,")],
+)  # fmt: skip
+def test_without_the_device_runtime_the_error_says_where_it_was_looked_for(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, package: str
+):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    with pytest.raises(PackageError, match="/usr/local/cuda/lib64") as raised:
+        setter.found_archive()
+    assert f"pip install {package}" in str(raised.value)
+    with pytest.raises(PackageError):
+        setter.linked.__wrapped__("sm_90")
+
+
+def test_the_kernel_links(monkeypatch: pytest.MonkeyPatch):
+    """Where nvJitLink and the device runtime are, if there is no GPU as well."""
+    nvjitlink = pytest.importorskip("cuda.bindings.nvjitlink")
+    try:
+        nvjitlink.destroy(nvjitlink.create(1, ["-arch=sm_90"]))
+        setter.found_archive()
+    except (PackageError, RuntimeError) as error:
+        pytest.skip(str(error))
+    for arch in ("sm_75", "sm_80", "sm_90"):
+        assert setter.linked.__wrapped__(arch)[:4] == b"\x7fELF"
+    monkeypatch.setattr(setter, "PTX", setter.PTX.replace("SetConditional", "SetNothing"))
+    with pytest.raises(CaptureError, match=r"does not link .*cudaGraphSetNothing"):
+        setter.linked.__wrapped__("sm_90")
+
+
+def test_newest_forms_of_the_drivers_functions():
+    old = SimpleNamespace(f=1, f_v2=2, f_v3=3, g=4)
+    assert newest(old, "f", "v3") == 3 and newest(old, "f", "v2") == 2
+    assert newest(old, "g", "v2") == 4
+
+
+def test_bodies_are_told_once_and_with_those_inside(monkeypatch: pytest.MonkeyPatch):
+    known = {1: {10: 2, 11: 3}, 3: {30: 4}, 9: {90: 5}}
+    monkeypatch.setattr(conditional, "_BODIES", known)
+    assert bodies_of(1) == {10: 2, 11: 3, 30: 4}
+    assert known == {9: {90: 5}} and bodies_of(1) == {}
+
+
+def test_a_conditional_node_is_followed_by_the_nodes_of_its_body(monkeypatch: pytest.MonkeyPatch):
+    graphs = {1: [(10, 0), (11, 1), (12, 0)], 2: [(20, 0), (21, 1)], 3: [(31, 0)]}
+    kinds = {node: kind for nodes in graphs.values() for node, kind in nodes}
+
+    def node_type(kind: int) -> Any:
+        return SimpleNamespace(name="CU_GRAPH_NODE_TYPE_CONDITIONAL")
+
+    vars(node_type).update(
+        CU_GRAPH_NODE_TYPE_KERNEL=0, CU_GRAPH_NODE_TYPE_CONDITIONAL=1, CU_GRAPH_NODE_TYPE_MEMCPY=2,
+        CU_GRAPH_NODE_TYPE_MEMSET=3, CU_GRAPH_NODE_TYPE_GRAPH=4,
+    )  # fmt: skip
+
+    def edges(graph: int, number: int = 0) -> Any:
+        chain = [node for node, _ in graphs[graph]]
+        return 0, chain[:-1][:number], chain[1:][:number], [], len(chain) - 1
+
+    written = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+        CUgraph=lambda init_value: init_value,
+        CUgraphNodeType=node_type,
+        cuGraphGetNodes=lambda g, n=0: (0, [node for node, _ in graphs[g]][:n], len(graphs[g])),
+        cuGraphNodeGetType=lambda node: (0, kinds[node]),
+        cuGraphGetEdges=edges,
+        cuGraphKernelNodeGetParams=lambda node: (0, SimpleNamespace(func=node, kern=0)),
+        cuFuncGetName=lambda function: (0, f"f{function}".encode()),
+    )
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=written))
+    nodes, chain = read(1, {11: 2, 21: 3, 12: 3})
+    node = Node("other", "conditional")
+    assert [n if n == node else n.name for n in nodes] == ["f10", node, "f20", node, "f31", "f12"]
+    assert chain == ((0, 1), (1, 5), (2, 3))
+    assert [n.name for n in read(1)[0]] == ["f10", "conditional", "f12"]

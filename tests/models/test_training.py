@@ -103,17 +103,19 @@ def test_each_leaf_is_updated_where_it_is():
     assert params.matrices.data_ptr() == before
 
 
-def test_batches_that_are_accumulated_are_one_large_batch():
-    batches = tokens(5, 6, 17)
-    _, want, _, of_one = trained(SMALL, batches, "tape")
-    parts = batches.unflatten(1, (3, 2))
-    fast, got, _, of_three = trained(SMALL, parts, "tape", accumulate=3)
+def test_batches_that_are_accumulated_are_one_large_batch_in_less_memory():
+    batches = tokens(3, 8, 33)
+    whole, want, _, of_one = trained(SMALL, batches, "tape")
+    parts = batches.unflatten(1, (4, 2))
+    fast, got, _, of_four = trained(SMALL, parts, "tape", accumulate=4)
     torch.testing.assert_close(got.matrices, want.matrices, atol=2e-6, rtol=0)
-    torch.testing.assert_close(of_three[-1]["loss"], of_one[-1]["loss"], atol=1e-6, rtol=0)
-    _, bare, _, _ = trained(SMALL, parts, None, accumulate=3)
+    torch.testing.assert_close(of_four[-1]["loss"], of_one[-1]["loss"], atol=1e-6, rtol=0)
+    _, bare, _, _ = trained(SMALL, parts, None, accumulate=4)
     assert torch.equal(got.matrices, bare.matrices)
     donated = fast.trace(got, adamw.init(got), batch=parts[0]).donation.rows
     assert {row.how for row in donated} == {"in place"}
+    pools = [step.steps[0].memory.rows[0].estimated.pool for step in (fast, whole)]
+    assert pools[0] < 0.4 * pools[1]
 
 
 @pytest.mark.parametrize("most, norm", [(None, 13.0), (20.0, 13.0), (2.6, 2.6)])

@@ -42,8 +42,10 @@ count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 count_function_modes: Callable[[], int] = _C._len_torch_function_stack
 are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # or None
-transform_level: Callable[[], int | None] = _C._functorch.maybe_current_level  # of it, from 1 on
-level_of: Callable[[torch.Tensor], int] = _C._functorch.maybe_get_level  # whose it is; -1: nobody's
+level_of: Callable[[Any], int] = _C._functorch.maybe_get_level  # of a wrapper; -1: of none
+# a tensor; of one that a transform which is over has wrapped: what is in it
+alive: Callable[[torch.Tensor], torch.Tensor] = _C._functorch.unwrap_if_dead
+current_level: Callable[[], int | None] = _C._functorch.maybe_current_level
 # contexts of C++'s own, 1 us where torch.inference_mode() and torch.no_grad() take 15: the first
 # puts grad mode back as well
 InferenceMode: Callable[[bool], Any] = _C._InferenceMode
@@ -95,6 +97,22 @@ TensorGuards: Any = _C._dynamo.guards.TensorGuards
 def dual_level() -> int:
     """How deep tangents are nested that `torch.autograd.forward_ad` makes; -1: there are none."""
     return forward_ad._current_level
+
+
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """A tensor under all transforms' wrappers."""
+    while _C._functorch.is_functorch_wrapped_tensor(x):
+        x = _C._functorch.get_unwrapped(x)
+    return x
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether `torch.vmap` maps over a tensor, at any level."""
+    while _C._functorch.is_functorch_wrapped_tensor(x):
+        if _C._functorch.is_batchedtensor(x):
+            return True
+        x = _C._functorch.get_unwrapped(x)
+    return False
 
 
 # --- switches that choose among kernels of one op -------------------------------------------------

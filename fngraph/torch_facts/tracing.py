@@ -95,6 +95,11 @@ def preserved_proxies(tracer: Any) -> Iterator[None]:
         tracer.sympy_expr_tracker = exprs
 
 
+def tracked(tracer: Any) -> list[Any]:
+    """The tensors that a trace has seen made and that are alive."""
+    return list(tracer.tensor_tracker.keys())
+
+
 def node_of_size(size: Any, tracer: Any) -> Any:
     """The node of a number made of T and R; it may be made for it."""
     return get_proxy_slot(size, tracer).force().node  # type: ignore[union-attr,attr-defined]

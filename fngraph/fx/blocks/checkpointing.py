@@ -24,9 +24,9 @@ from fngraph.torch_facts.names import (
     DisableTorchFunction,
     TorchDispatchMode,
     are_transforms_active,
+    current_level,
     dispatch_mode,
     level_of,
-    transform_level,
     tree_leaves,
 )
 from fngraph.torch_facts.tracing import get_proxy_mode, in_forward_mode
@@ -180,7 +180,7 @@ class _Arguments(TorchFunctionMode):
 
     def __init__(self, fn: Any) -> None:
         super().__init__()
-        self.fn, self.level = fn, transform_level() or 0
+        self.fn, self.level = fn, current_level() or 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in tree_leaves((args, kwargs)):

@@ -21,7 +21,7 @@ from fngraph.fx.tracing.constants import COPIES
 from fngraph.fx.tracing.outside import foreign
 from fngraph.fx.tracing.purity import PurityMode
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import DisableTorchFunction, without_modes
+from fngraph.torch_facts.names import DisableTorchFunction, alive, without_modes
 from fngraph.torch_facts.tracing import (
     FakeTensor,
     get_proxy_slot,
@@ -136,6 +136,7 @@ def node_of(mode: PurityMode, x: torch.Tensor, line: str) -> fx.Node:
     Raises:
         ClosureError: it is none.
     """
+    x = alive(x)
     if not isinstance(x, FakeTensor) or not has_proxy_slot(x, mode.tracer):
         mode.refuse(error := foreign(line, x, mode.owners))
         raise error

@@ -7,6 +7,7 @@ an operand that the node writes. What a turn makes anew goes through the loop's 
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,64 +36,73 @@ from fngraph.fx.tracing.purity import PurityMode, unwritable
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.tracing import node_of_size
 
-Paths = Sequence[str]
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """How the user has called a loop.
+
+    Attributes:
+        name: "fg.scan".
+        line: the user's.
+        paths: of what it is given, "carry['h']", in order.
+        pure: whether a gradient goes through it, which sees no memory that is written.
+    """
+
+    name: str
+    line: str
+    paths: tuple[str, ...] = ()
+    pure: bool = False
+
+    def unnamed(self) -> Called:
+        """The same, of other operands, under a gradient."""
+        return dataclasses.replace(self, paths=(), pure=True)
+
+    def path(self, i: int) -> str:
+        """The name of an operand."""
+        return self.paths[i] if i < len(self.paths) else "an operand"
 
 
 def emit_while(
-    mode: PurityMode, line: str, cond: Flat, body: Flat, carry: Sequence[Any], paths: Paths
+    mode: PurityMode, called: Called, cond: Flat, body: Flat, carry: Sequence[Any]
 ) -> list[torch.Tensor]:
-    """The node of a `while_loop`; its results.
-
-    Args:
-        paths: of the carry's tensors, for errors.
-    """
+    """The node of a `while_loop`; its results."""
     names = [f"carry_{i}" for i in range(len(carry))]
     test = trace_function(mode, cond, [fake_like(x) for x in carry], names, carries=False)
     turn = trace_function(mode, body, [fake_like(x) for x in carry], names)
-    return _emit(mode, line, "while_loop", (test, turn), carry, (), paths, {})
+    return _emit(mode, called, "while_loop", (test, turn), carry, (), {})
 
 
 def emit_scan(
-    mode: PurityMode, line: str, body: Flat, carry: Sequence[Any], xs: Sequence[Any],
-    paths: Paths, turns: int, reverse: bool,
+    mode: PurityMode, called: Called, body: Flat, carry: Sequence[Any], xs: Sequence[Any],
+    turns: int, reverse: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The node of a `scan`; the carry that it gives, and what it stacks.
-
-    Args:
-        paths: of the tensors of carry and of xs, for errors.
-    """
+    """The node of a `scan`; the carry that it gives, and what it stacks."""
     names = [f"carry_{i}" for i in range(len(carry))] + [f"x_{i}" for i in range(len(xs))]
     examples = [fake_like(x) for x in carry] + [fake_like(x, shape_of(x)[1:]) for x in xs]
     turn = trace_function(mode, body, examples, names)
-    return _emit(
-        mode, line, "scan", (turn,), carry, xs, paths, {"turns": turns, "reverse": reverse}
-    )
+    more = {"turns": turns, "reverse": reverse}
+    return _emit(mode, called, "scan", (turn,), carry, xs, more)
 
 
 def emit_cond(
-    mode: PurityMode, line: str, pred: torch.Tensor, a: Flat, b: Flat, alike: Any
+    mode: PurityMode, called: Called, pred: torch.Tensor, a: Flat, b: Flat
 ) -> list[torch.Tensor]:
-    """The node of a `cond`; its results.
-
-    Args:
-        alike: is told what both give, before there is a node.
-    """
+    """The node of a `cond`; its results."""
     yes = trace_function(mode, a, (), (), carries=False)
     no = trace_function(mode, b, (), (), carries=False)
-    alike(yes.fakes, no.fakes)
-    return _emit(mode, line, "cond", (yes, no), (pred,), (), ("pred",), {})
+    return _emit(mode, called, "cond", (yes, no), (pred,), (), {})
 
 
 def _emit(
-    mode: PurityMode, line: str, kind: str, functions: Sequence[Traced], state: Sequence[Any],
-    xs: Sequence[Any], paths: Paths, more: Mapping[str, Any],
+    mode: PurityMode, called: Called, kind: str, functions: Sequence[Traced], state: Sequence[Any],
+    xs: Sequence[Any], more: Mapping[str, Any],
 ) -> list[torch.Tensor]:  # fmt: skip
-    tracer, last = mode.tracer, functions[-1]
+    tracer, last, line = mode.tracer, functions[-1], called.line
     inits = [node_of(mode, x, line) for x in (*state, *xs)]
     threaded = _threaded(last, state, inits) if last.carries else {}
     try:
-        _check_ops(kind, functions)
-        _check_writes(mode, line, kind, functions, threaded, (*state, *xs), paths)
+        _check_ops(called, functions)
+        _check_writes(mode, called, kind, functions, threaded, (*state, *xs))
     except FnGraphError as error:
         mode.refuse(error)
         raise
@@ -116,11 +126,19 @@ def _emit(
     loop = Loop(
         kind, tuple(graphs), len(own) - len(xs), tuple(results),
         tuple(tuple(map(at, shape)) for shape in shapes), len(xs), line=line,
+        called=called.name,
         writes=tuple(
             i for i, x in enumerate(args)
             if i >= len(own) and is_tensor(x) and storage_key(x.meta["val"]) in written
         ), **more,
     )  # fmt: skip
+    if called.pure and loop.writes:
+        written_in_place = MutationError(
+            f"{line}: a function of {called.name} writes in place what the loop was given, and a "
+            "gradient goes through it. Return new values: x.index_put(...), x + y"
+        )
+        mode.refuse(written_in_place)
+        raise written_in_place
     node = tracer.graph.create_node("call_function", loop, args, {}, kind)
     node.meta |= {"stack_trace": line, "val": loop.results}
     made = [_result(tracer, node, i, x) for i, x in enumerate(fakes_of(loop.results))]
@@ -146,26 +164,27 @@ def _threaded(body: Traced, state: Sequence[Any], inits: Sequence[fx.Node]) -> d
     }
 
 
-def _check_ops(kind: str, functions: Sequence[Traced]) -> None:
+def _check_ops(called: Called, functions: Sequence[Traced]) -> None:
     """Raise for an op that a turn cannot do again as Python would."""
     for node in (node for one in functions for node in one.nodes):
         if drawn(node) is not None:
             raise RandomError(
-                f"{line_of(node)}: a function of fg.{kind} draws random numbers ({node.target}), "
-                "and a graph would draw the same ones at each turn. Draw them before the loop, a "
-                "row for each turn, and scan over them: xs=torch.rand(n, ..., generator=g)"
+                f"{line_of(node)}: a function of {called.name} draws random numbers "
+                f"({node.target}), and a graph would draw the same ones at each turn. Draw them "
+                "before the loop, a row for each turn, and scan over them: "
+                "xs=torch.rand(n, ..., generator=g)"
             )
         if is_op(node) and is_collective(node):
             raise OperatorError(
-                f"{line_of(node)}: a function of fg.{kind} calls the collective {node.target}, for "
-                "which all processes would have to take the same turns. Call it before the loop, "
-                "or after it"
+                f"{line_of(node)}: a function of {called.name} calls the collective {node.target}, "
+                "for which all processes would have to take the same turns. Call it before the "
+                "loop, or after it"
             )
 
 
 def _check_writes(
-    mode: PurityMode, line: str, kind: str, functions: Sequence[Traced],
-    threaded: Mapping[int, fx.Node], given: Sequence[Any], paths: Paths,
+    mode: PurityMode, called: Called, kind: str, functions: Sequence[Traced],
+    threaded: Mapping[int, fx.Node], given: Sequence[Any],
 ) -> None:  # fmt: skip
     """Raise where a function writes what is not the loop's to write, or what another reads."""
     outer: dict[int, fx.Node] = {}
@@ -175,7 +194,7 @@ def _check_writes(
         for node in one.nodes:
             for key in (storage_key(x.meta["val"]) for x in written_by(node)):
                 if key in of_input:
-                    _check_input(mode, kind, one, node, of_input[key], threaded, given, paths)
+                    _check_input(mode, called, one, node, of_input[key], threaded, given)
                     outer[storage_key(given[of_input[key]])] = node
                 elif key in around:
                     outer[key] = node
@@ -184,24 +203,25 @@ def _check_writes(
                         f"{line_of(node)}: cond of fg.while_loop writes ({node.target}). It may "
                         "only look: write in the body"
                     )
-    for i, (path, x) in enumerate(zip(paths, given)):
+    for i, x in enumerate(given):
         if i not in threaded and (writer := outer.get(storage_key(x))) is not None:
             raise AliasError(
-                f"{line}: {path} of fg.{kind} shares memory with a tensor that the loop writes at "
-                f"{line_of(writer)}. Pass a copy: {path}.clone()"
+                f"{called.line}: {called.path(i)} of {called.name} shares memory with a tensor "
+                f"that the loop writes at {line_of(writer)}. Pass a copy: {called.path(i)}.clone()"
             )
 
 
 def _check_input(
-    mode: PurityMode, kind: str, one: Traced, node: fx.Node, i: int,
-    threaded: Mapping[int, fx.Node], given: Sequence[Any], paths: Paths,
+    mode: PurityMode, called: Called, one: Traced, node: fx.Node, i: int,
+    threaded: Mapping[int, fx.Node], given: Sequence[Any],
 ) -> None:  # fmt: skip
     """The same of a write into what a function was given."""
     if i not in threaded or not one.carries:
         raise MutationError(
-            f"{line_of(node)}: a function of fg.{kind} writes into {paths[i]} ({node.target}), "
-            "which is another turn's too. Return a new value, x.index_put(...) or x + y; or, to "
-            "write it in place, return that very tensor as its new value"
+            f"{line_of(node)}: a function of {called.name} writes into {called.path(i)} "
+            f"({node.target}), which is another turn's too. Return a new value, "
+            "x.index_put(...) or x + y; or, to write it in place, return that very tensor as its "
+            "new value"
         )
     leaf = mode.owners.get(storage_key(given[i]))
     if leaf is not None and leaf.role is not Role.DONATED:

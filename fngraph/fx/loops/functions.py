@@ -16,7 +16,10 @@ import torch
 from fngraph.core import trees
 from fngraph.core.where import user_line
 from fngraph.errors import FnGraphError, RowsError, TreeError
-from fngraph.fx.loops.emission import emit_cond, emit_scan, emit_while
+from fngraph.fx.loops.closures import here
+from fngraph.fx.loops.emission import Called
+from fngraph.fx.loops.flat import flat_cond, flat_scan, flat_while
+from fngraph.fx.loops.gradients import without_gradient
 from fngraph.fx.loops.trees import (
     brief,
     check_alike,
@@ -69,10 +72,10 @@ def while_loop(cond: Callable[[C], torch.Tensor], body: Callable[[C], C], carry:
         now = leaves
         while bool(test(now)[0]):
             now = turn(now)
-        return trees.unflatten(tree, now)  # type: ignore[no-any-return]
+        return trees.unflatten(tree, without_gradient(fn, now))  # type: ignore[no-any-return]
     with _refusing(mode):
-        paths = trees.paths(tree, "carry")
-        found = emit_while(mode, user_line(), test, turn, leaves, paths)
+        called = Called(fn, user_line(), tuple(trees.paths(tree, "carry")))
+        found = flat_while(mode, called, test, turn, here(leaves))
     return trees.unflatten(tree, found)  # type: ignore[no-any-return]
 
 
@@ -112,7 +115,7 @@ def fori_loop(
             )
     if isinstance(lower, int) and isinstance(upper, int):
         numbers = torch.arange(lower, max(lower, upper), device=device)
-        return scan(lambda now, i: (body(i, now), None), carry, numbers)[0]
+        return _scan(fn, lambda now, i: (body(i, now), None), carry, numbers, None, False)[0]
     ends = [
         x if isinstance(x, torch.Tensor) else torch.full((), x, device=device)
         for x in (lower, upper)
@@ -151,7 +154,13 @@ def scan(
         RowsError: in a trace, xs of T or R rows: a key has more of them than its batch.
         MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
     """
-    fn = "fg.scan"
+    return _scan("fg.scan", body, carry, xs, length, reverse)
+
+
+def _scan(
+    fn: str, body: Callable[[C, Any], tuple[C, Any]], carry: C, xs: Any, length: int | None,
+    reverse: bool,
+) -> tuple[C, Any]:  # fmt: skip
     leaves, tree = flatten(carry, fn, "carry")
     rows, rows_tree = flatten(xs, fn, "xs")
     for path, n in moving_first(rows, rows_tree):
@@ -165,7 +174,7 @@ def scan(
         pair = body(trees.unflatten(tree, list(now)), trees.unflatten(rows_tree, list(x)))
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise TreeError(
-                f"{user_line()}: fg.scan: body gives {type(pair).__name__}, expected (carry, y)"
+                f"{user_line()}: {fn}: body gives {type(pair).__name__}, expected (carry, y)"
             )
         new = check_alike(fn, "body gives", (leaves, tree), pair[0], "carry")
         if not ys:
@@ -176,8 +185,12 @@ def scan(
     if mode is None:
         return _in_python(turn, leaves, tree, rows, turns, reverse, ys)
     with _refusing(mode):
-        paths = trees.paths(tree, "carry") + trees.paths(rows_tree, "xs")
-        found = emit_scan(mode, user_line(), turn, leaves, rows, paths, turns, reverse)
+        paths = (*trees.paths(tree, "carry"), *trees.paths(rows_tree, "xs"))
+        given = here([*leaves, *rows])
+        found = flat_scan(
+            mode, Called(fn, user_line(), paths), turn, given[: len(leaves)], given[len(leaves) :],
+            turns, reverse,
+        )  # fmt: skip
     last, stacked = found[: len(leaves)], found[len(leaves) :]
     return trees.unflatten(tree, last), trees.unflatten(ys[0][1], stacked)
 
@@ -227,22 +240,19 @@ def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *a
     mode = _trace()
     if mode is None:
         return a(*args) if bool(pred) else b(*args)
-    found: list[Any] = []
+    first: list[Any] = []  # what `a` gave: its tensors and their structure
 
-    def flat(branch: Callable[..., C]) -> Any:
-        def run(_: Any) -> list[torch.Tensor]:
-            found.append(flatten(branch(*args), fn, "result"))
-            return found[-1][0]  # type: ignore[no-any-return]
+    def of_a(_: Any) -> Sequence[torch.Tensor]:
+        first[:] = flatten(a(*args), fn, "result")
+        return first[0]  # type: ignore[no-any-return]
 
-        return run
-
-    def alike(*_: Any) -> None:
-        given = trees.unflatten(found[1][1], found[1][0])
-        check_alike(fn, "b gives", found[0], given, "result")
+    def of_b(_: Any) -> Sequence[torch.Tensor]:
+        return check_alike(fn, "b gives", (first[0], first[1]), b(*args), "result")
 
     with _refusing(mode):
-        results = emit_cond(mode, user_line(), pred, flat(a), flat(b), alike)
-    return trees.unflatten(found[0][1], results)  # type: ignore[no-any-return]
+        called = Called(fn, user_line(), ("pred",))
+        results = flat_cond(mode, called, here([pred])[0], of_a, of_b)
+    return trees.unflatten(first[1], results)  # type: ignore[no-any-return]
 
 
 def _trace() -> PurityMode | None:

@@ -40,6 +40,7 @@ class Loop:
         shapes: of the results that no operand is like: what a scan stacks, or a choice gives.
         writes: indices of the operands that it writes.
         line: the user's line.
+        called: what the user has called, "fg.fori_loop".
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Loop:
     reverse: bool = False
     writes: tuple[int, ...] = ()
     line: str = ""
+    called: str = ""
 
     @property
     def __name__(self) -> str:  # by which fx writes the call
@@ -81,13 +83,13 @@ class Loop:
         """Its functions as Python."""
         names = _NAMES[self.kind]
         parts = [
-            f"# {name} of {self.kind}, {self.line}\n{gm.code.strip()}"
+            f"# {name} of {self}, {self.line}\n{gm.code.strip()}"
             for name, gm in zip(names, self.graphs)
         ]
         return "\n\n".join([*parts, *(one.as_text() for gm in self.graphs for one in loops_of(gm))])
 
     def __str__(self) -> str:
-        return f"fg.{self.kind}"
+        return self.called
 
     __repr__ = __str__
 

@@ -17,7 +17,7 @@ from torch import fx
 from fngraph.core.memory import ALIGN, GRAPH_BYTES, NODE_BYTES, Bytes
 from fngraph.core.modes import Mode
 from fngraph.core.program import groups
-from fngraph.fx.nodes import mutates
+from fngraph.fx.nodes import is_loop, is_tensor, mutates
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
@@ -107,6 +107,15 @@ def _through(
             allocation = found.get(read)
             if allocation is not None:
                 allocation.dies = max(allocation.dies, now)
+        for inner in node.target.graphs if is_loop(node) else ():  # type: ignore[union-attr]
+            own = [None] * node.target.own  # type: ignore[union-attr]
+            rest = node.args[len(own) :]
+            around = [found.get(x) for x in rest if is_tensor(x)]  # type: ignore[arg-type]
+            now, more, _ = _through(inner, [*own, *around], allocations, now)
+            nodes += more
+            for allocation in around:  # each turn reads it again
+                if allocation is not None:
+                    allocation.dies = max(allocation.dies, now)
         values = value if isinstance(value, tuple | list) else (value,)
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         if node.target in _ALIASING:

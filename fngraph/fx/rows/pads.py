@@ -17,6 +17,7 @@ from fngraph.fx.advice import valid
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import line_of
 from fngraph.fx.rows.check import vouched_for
+from fngraph.fx.rows.loops import Several
 from fngraph.fx.rows.state import OFFSETS, Fill, Kept, moving_dims
 
 NOWHERE = "nowhere"  # a slot below 0
@@ -52,6 +53,10 @@ def check_pads(
                 continue
             if not _is(state.fills.get(0), what) and told not in vouched_for(gm):
                 refuse(_error(node, name, told, leaf_of.get(told), what))
+    for node, state in facts.items():
+        if isinstance(state, Several):
+            for inner, known in zip(node.target.graphs, state.graphs):  # type: ignore[union-attr]
+                check_pads(inner, (), known, asked, refuse)
 
 
 def _source(node: fx.Node) -> fx.Node:

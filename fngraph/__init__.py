@@ -28,7 +28,7 @@ _EXPORTS = {
     "check": "checking",
     "while_loop": "fx.loops.functions", "fori_loop": "fx.loops.functions",
     "scan": "fx.loops.functions", "cond": "fx.loops.functions",
-    "block": "fx.blocks.stamps", "like": "stages",
+    "block": "fx.blocks.stamps", "checkpoint": "fx.blocks.checkpointing", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Step": "step.step", "ChangedRows": "step.changed_rows",
     # many processes
@@ -73,6 +73,7 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
     )
     from fngraph.encoder.run import encode as encode, encoder_limits as encoder_limits
     from fngraph.encoder.statistics import EncoderStats as EncoderStats
+    from fngraph.fx.blocks.checkpointing import checkpoint as checkpoint
     from fngraph.fx.blocks.stamps import block as block
     from fngraph.fx.loops.functions import (
         cond as cond,

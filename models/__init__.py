@@ -20,7 +20,6 @@ _MODULES = {  # name -> wing
     "sampling": "serving",
     "loading": "weights", "naming": "weights",
     "command": "", "demo": "", "generate": "", "pictures": "", "text": "", "train": "",
-    "train_bytes": "",
 }  # fmt: skip
 _EXPORTS = {  # name -> module that holds it
     # requests, and what a server is set to

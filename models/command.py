@@ -134,6 +134,18 @@ def new_file(word: str) -> Path:
     return path
 
 
+def new_folder(word: str) -> Path:
+    """A folder that can be written in; it is made where it is not there yet."""
+    path = Path(word)
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        told = "is a file; pass a folder" if there == path else f"cannot be made: see {there}"
+        raise ArgumentTypeError(f"{word} {told}")
+    if not os.access(there, os.W_OK):
+        raise ArgumentTypeError(f"{word} cannot be written: see {there}")
+    return path
+
+
 def device(word: str) -> str:
     """A device of torch's that tensors can be on, with memory."""
     try:

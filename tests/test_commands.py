@@ -17,7 +17,7 @@ import pytest
 
 import fngraph as fg
 from fngraph.__main__ import main as cache
-from fngraph.models import command, demo, generate, train_bytes
+from fngraph.models import command, demo, generate, train
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,7 +90,7 @@ def wrong_values(action: argparse.Action) -> list[str]:
 
 def test_commands_are_found():
     found = {"fngraph.__main__", "benchmarks.__main__"}
-    found |= {f"fngraph.models.{name}" for name in ("demo", "generate", "train_bytes")}
+    found |= {f"fngraph.models.{name}" for name in ("demo", "generate", "train")}
     assert found <= set(modules())
 
 
@@ -175,12 +175,13 @@ def test_a_command_that_ctrl_c_ends_has_no_traceback(capsys):
         (generate.main, "--max-tokens 100000", "100000 is more than 65536"),
         (generate.main, f"--checkpoint {__file__}", "is no safetensors file"),
         (generate.main, "--checkpoint tests", "tests is a folder; pass a file"),
-        (generate.main, f"--prompts {train_bytes.BYTES}", "is no text in UTF-8"),
+        (generate.main, f"--prompts {train.BYTES}", "is no text in UTF-8"),
         (generate.main, f"--model {__file__}", "is a file; pass the folder it is in"),
         (generate.main, "--device meta", "'meta' has no memory; pass cpu"),
         (generate.main, "--tp 2", "wants 2 processes, and 1 is here. Start it with: torchrun"),
         (demo.main, "--tp 2", "wants 2 processes, and 1 is here. Start it with: torchrun"),
-        (train_bytes.main, "--out tests", "tests is a folder; pass a file in it"),
+        (train.main, "--out tests", "tests is a folder; pass a file in it"),
+        (train.main, f"--run {__file__}", "is a file; pass a folder"),
         (cache, "cache warm nowhere:f", "there is no module 'nowhere'"),
         (cache, "cache warm json.nowhere:f", "there is no module 'json.nowhere'"),
         (cache, "cache warm json:nowhere", "json has no 'nowhere'"),
@@ -212,8 +213,8 @@ def test_what_there_is_too_little_of_is_told(capsys, monkeypatch):
     assert ended(generate.main, ["--max-new", "200000", "--device", "cpu"]) == 2
     told = capsys.readouterr().err
     assert re.search(r"blocks takes \d+\.\d GB, and there are 1\.0 GB. Lower --max-new", told)
-    monkeypatch.setattr(train_bytes, "corpus", lambda: (b"a" * 90, b"b" * 40))
-    assert ended(train_bytes.main, ["--context", "64"]) == 2
+    monkeypatch.setattr(train, "corpus", lambda: (b"a" * 90, b"b" * 40))
+    assert ended(train.main, ["--context", "64"]) == 2
     assert "--context 64: the held-out text has 40 bytes" in capsys.readouterr().err
 
 

@@ -267,6 +267,19 @@ def test_what_draws_stays_as_it_was_traced():
     assert low.compile().executable.compiled == ()
 
 
+def test_dropout_that_is_off_draws_nothing():
+    """Attention has torch's mark of what draws, whatever its share of dropout."""
+
+    def attended(params: Any, state: Any, batch: toys.Batch) -> Any:
+        x = params["w"].view(1, 1, *params["w"].shape)
+        y = torch.nn.functional.scaled_dot_product_attention(x, x, x)[0, 0]
+        return y[batch.token_ids], state
+
+    low = lowered(rows_model()._replace(fn=attended), modes="NONE")
+    assert "_scaled_dot_product" in low.split.traced.graph.gm.code
+    assert low.notes == ()
+
+
 def views_alone(w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     whole, part = torch.zeros(toys.V, toys.E), torch.zeros(toys.V - 1, toys.E)
     return toys.double(toys.double(w, whole)[1:], part)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_loop, line_of, written_by
+from fngraph.fx.nodes import is_loop, is_op, line_of, written_by
 from fngraph.fx.pieces.collectives import keep_order
+from fngraph.fx.schemas import draws
 from fngraph.torch_facts.memory import storage_key
 
 
@@ -68,7 +69,7 @@ def plan_of(gm: fx.GraphModule) -> Plan | str:
     written = {storage_key(_fake(n)) for node in nodes for n in written_by(node)}
     if any(x.is_complex() or x.is_conj() or x.is_neg() for x in values):
         return "it computes with complex numbers"
-    if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes):
+    if any(is_op(n) and draws(n.target, n.args, n.kwargs) for n in nodes):
         return "it draws random numbers"
     if any(storages.count(key) > 1 for key in written & set(storages)):
         return "it writes memory that two of its arguments share"

@@ -14,6 +14,9 @@ from fngraph.torch_facts.names import copy_all
 
 LOG = logging.getLogger("fngraph")
 Emptied = list[tuple[torch.Tensor, int]]
+ON_DEVICE = 8 << 20
+"""Bytes that are put aside where they are. More goes to the host, or the state of a training step
+would need its memory twice, beside what the step itself needs."""
 
 
 @contextlib.contextmanager
@@ -24,7 +27,8 @@ def kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         return
     # without conjugate and negative bits, which `copy_all` refuses
     stored = [with_bits(x, x.is_conj(), x.is_neg()) for x in tensors]
-    saved = [x.clone() for x in stored]
+    nbytes = sum(x.numel() * x.itemsize for x in stored)
+    saved = [x.clone() if nbytes <= ON_DEVICE else x.to("cpu", copy=True) for x in stored]
     try:
         yield
     finally:

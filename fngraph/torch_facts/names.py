@@ -200,6 +200,7 @@ ATTRIBUTES = {
     "_can_decompose": "of an OpOverload: whether it is composite; with it goes `decompose`",
     "_dispatch_cache": "of an OpOverload, to be cleared when `py_kernels` has changed",
     "_cdata": "of a tensor, storage or generator: the address of its C++ object",
+    "_version": "of a tensor: how often its memory has been written",
     "_is_zerotensor": "of a tensor: a tangent that is zero and has no memory",
     "_buffers": "of a module: its own, by attribute",
     "_parameters": "of a module: likewise",

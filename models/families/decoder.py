@@ -28,6 +28,7 @@ from fngraph.models.weights.splits import Each, Split
 NormFn = Callable[[Tensor, Tensor, float], Tensor]
 AttentionFn = Callable[..., tuple[Tensor, Any]]
 AttendFn = Callable[..., tuple[Tensor, Any]]  # q_THD, k_TKD, v_TKD, kept, batch -> out_THD, kept
+LayerFn = Callable[..., tuple[Tensor, Any]]  # as `decoder_layer`
 MixtureFn = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 
@@ -71,6 +72,7 @@ def decode(
 def transformer(
     params: Params, cache: tuple[Any, ...], batch: Any, attention: AttentionFn,
     mixture: MixtureFn | None = None, *, rope_dim: int, norm: NormFn = rms_norm,
+    layer: LayerFn | None = None,
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
     """Hidden states (T, E) before the last norm, and the updated cache.
 
@@ -84,25 +86,24 @@ def transformer(
     else:
         x_TE = params.embed[batch.token_ids]
     rope = rotation(batch.positions, rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling)
-    return all_layers(params, x_TE, rope, cache, batch, attention, mixture, norm=norm)
+    return all_layers(params, x_TE, rope, cache, batch, attention, mixture, norm=norm, layer=layer)
 
 
 def all_layers(
     params: Params, x_TE: Tensor, rope: Any, cache: tuple[Any, ...], batch: Any,
     attention: AttentionFn, mixture: MixtureFn | None = None, *, norm: NormFn = rms_norm,
-    added: Sequence[Tensor] = (),
+    added: Sequence[Tensor] = (), layer: LayerFn | None = None,
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
     """As `transformer`, of embeddings and angles that are there already.
 
     Args:
+        layer: in place of `decoder_layer`, which training may mark.
         rope: what `attention` takes it for, a `Turn` or one for each kind of layer.
         added: (T, E) each, to what comes out of the first layers, one a layer.
     """
-    kept = []
-    for i, (layer, own) in enumerate(zip(params.layers, cache, strict=True)):
-        x_TE, own = decoder_layer(
-            params.config, layer, x_TE, rope, own, batch, attention, mixture, norm
-        )
+    kept, body = [], layer or decoder_layer
+    for i, (weights, own) in enumerate(zip(params.layers, cache, strict=True)):
+        x_TE, own = body(params.config, weights, x_TE, rope, own, batch, attention, mixture, norm)
         x_TE = x_TE + added[i] if i < len(added) else x_TE
         kept.append(own)
     return x_TE, tuple(kept)

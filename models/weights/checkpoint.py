@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from fngraph.models.families import llama, rope
@@ -22,12 +23,30 @@ BYTES = Path(__file__).parent.parent / "checkpoints" / "bytes.safetensors"
 
 def save_checkpoint(path: Path, config: llama.Config, named: Mapping[str, Tensor]) -> None:
     """Write weights by name, in the dtype that they have, with `config`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     said, scaling = dataclasses.asdict(config), config.rope_scaling
     if scaling is not None:
         said["rope_scaling"] = {"kind": type(scaling).__name__, **scaling._asdict()}
     metadata = {"config": json.dumps(said)}
-    save_file({n: w.detach().cpu().contiguous() for n, w in named.items()}, path, metadata)
+    write_whole(path, save({n: w.detach().cpu().contiguous() for n, w in named.items()}, metadata))
+
+
+def write_whole(path: Path, raw: bytes) -> None:
+    """Write a file, so that whenever this is cut short there is the old one or the new one.
+
+    On the disk before it has its name, and the name before this returns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load_checkpoint(
@@ -53,7 +72,7 @@ def load_checkpoint(
             raise CheckpointError(f"{path} is no safetensors file: {error}") from None
         raise CheckpointError(
             f"{path}: there is no such file. Make one with: "
-            f"python -m fngraph.models.train_bytes --out {path}"
+            f"python -m fngraph.models.train --out {path}"
         ) from None
     if described is None:
         raise CheckpointError(

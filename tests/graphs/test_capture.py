@@ -15,6 +15,7 @@ import fngraph as fg
 from fngraph.core import BatchDescriptor, Dim, HostBounds
 from fngraph.core.program import Instruction, Program, run_program, with_drops
 from fngraph.errors import CaptureError
+from fngraph.graphs import memory
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.replay import EagerCall, capture
 from fngraph.step import capture as ahead
@@ -154,7 +155,9 @@ def test_capture_leaves_the_state_as_it_was(kit, mode: fg.Mode):
     assert hand.state.tolist() == [3.5 + 2 * 4]
 
 
-def test_warm_up_leaves_what_is_written_as_it_was(kit):
+@pytest.mark.parametrize("on_device", [8 << 20, 0], ids=["a few bytes", "on the host"])
+def test_warm_up_leaves_what_is_written_as_it_was(kit, on_device, monkeypatch):
+    monkeypatch.setattr(memory, "ON_DEVICE", on_device)
     hand = Hand(kit, "pcp")
     hand.state.fill_(float("nan"))
     hand.state.view(torch.int32).bitwise_or_(77)  # a payload that a sum would lose

@@ -210,7 +210,7 @@ def test_a_bad_checkpoint_lists_all_that_is_wrong(config, params, tmp_path):
         load_checkpoint(tmp_path / "m.safetensors")
     for line in ("1.attn.wo: missing", "9.attn.wq: unknown", "0.attn.wq: expected (72, 32)"):
         assert line in str(error.value)
-    with pytest.raises(CheckpointError, match=r"python -m fngraph\.models\.train_bytes"):
+    with pytest.raises(CheckpointError, match=r"python -m fngraph\.models\.train"):
         load_checkpoint(tmp_path / "none.safetensors")
 
 

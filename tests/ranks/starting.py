@@ -25,7 +25,12 @@ import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["torch.distributed.device_mesh", "fngraph.graphified", "fngraph.models.demo"]
+    [
+        "torch.distributed.device_mesh",
+        "fngraph.graphified",
+        "fngraph.models.demo",
+        "fngraph.models.train",
+    ]
 )
 
 

@@ -1,0 +1,1 @@
+"""Training as pure functions: weights and optimizer in, weights and optimizer out."""

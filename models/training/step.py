@@ -1,0 +1,75 @@
+"""One step of training as a pure function: train_step(params, opt, batch) -> params, opt, metrics.
+
+train_step = make_train_step(loss, AdamW(), cosine(3e-3, steps=6000))
+fast = fg.graphify(train_step, donate=("params", "opt"), stage="batch", modes="FULL")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.models.training.adamw import AdamW, Moments, Schedule, clipped, update
+
+LossFn = Callable[..., Tensor]  # params, batch, and what `draw` gave if there is one -> ()
+TrainStep = Callable[[Any, Moments, Any], tuple[Any, Moments, dict[str, Tensor]]]
+
+
+def make_train_step(
+    loss: LossFn, settings: AdamW, schedule: Schedule, *, accumulate: int = 1,
+    draw: Callable[[Any, Tensor], Any] | None = None,
+) -> TrainStep:  # fmt: skip
+    """What `fg.graphify` takes, with params and opt donated and the batch staged.
+
+    Args:
+        loss: the mean over a batch, (), float32.
+        accumulate: batches whose gradients are averaged in one step. Above 1 each leaf of the batch
+            has them along its first dim, (accumulate, ...), and memory is that of one of them.
+        draw: what is random in a step, once for all of its batches: masks of dropout. It is made
+            of the weights and the step's number, or drawn from a generator that
+            `graphify(generators=)` is told of.
+    """
+
+    def train_step(params: Any, opt: Moments, batch: Any) -> Any:
+        drawn = () if draw is None else (draw(params, opt.step),)
+        leaves, treedef = fg.core.trees.flatten(params)
+
+        def on(batch: Any) -> tuple[Any, Tensor]:
+            def of(leaves: list[Tensor]) -> Tensor:
+                return loss(fg.core.trees.unflatten(treedef, leaves), batch, *drawn)
+
+            grads, value = torch.func.grad_and_value(of)(leaves)
+            return fg.core.trees.unflatten(treedef, grads), value
+
+        lr = schedule(opt.step)
+        grads, value = on(batch) if accumulate == 1 else mean_of(on, params, batch, accumulate)
+        grads, norm = clipped(grads, settings.clip)
+        params, opt = update(settings, params, grads, opt, lr)
+        return params, opt, {"loss": value, "norm": norm, "lr": lr}
+
+    return train_step
+
+
+def mean_of(
+    on: Callable[[Any], tuple[Any, Tensor]], params: Any, batches: Any, count: int
+) -> tuple[Any, Tensor]:
+    """Gradients and loss averaged over so many batches, one after the other."""
+    zeros = fg.core.trees.map_leaves(torch.zeros_like, params)
+
+    def body(carry: Any, batch: Any) -> tuple[Any, Tensor]:
+        grads, value = on(batch)
+        return added(carry, grads), value
+
+    total, values = fg.scan(body, zeros, batches)
+    return fg.core.trees.map_leaves(lambda g: g / count, total), values.mean()
+
+
+def added(a: Any, b: Any) -> Any:
+    """Two trees, leaf by leaf."""
+    leaves, treedef = fg.core.trees.flatten(a)
+    others = fg.core.trees.flatten(b)[0]
+    return fg.core.trees.unflatten(treedef, [x + y for x, y in zip(leaves, others)])

@@ -1,0 +1,255 @@
+"""The captured step of training against the plain loop of torch: weights, memory, donation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fngraph as fg
+from fngraph.models import llama, naming
+from fngraph.models.training import adamw
+from fngraph.models.training.flat import Flat, packed, unpacked
+from fngraph.models.training.step import make_train_step
+from fngraph.models.training.texts import dropped, make_loss, nats_a_token
+from tests.models.conftest import DEVICES
+
+SETTINGS = adamw.AdamW(betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, decays=Flat(True, False))
+SMALL = llama.Config(
+    vocab_size=256, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, dim=16, mlp_dim=24,
+    tied=True,
+)  # fmt: skip
+STEPS = 50
+SCHEDULE = adamw.cosine(3e-3, STEPS, warmup=0.1)
+
+
+def tokens(steps: int, *shape: int, device: Any = "cpu") -> Tensor:
+    """For each step, of a text whose next byte can be learned."""
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(200, (steps, *shape[:-1], 1), generator=generator)
+    return ((starts + 3 * torch.arange(shape[-1])) % 256).to(device)
+
+
+def plain_loop(
+    config: llama.Config, batches: Tensor, clip: float | None = 1.0
+) -> dict[str, Tensor]:
+    """As the tutorials of torch have it."""
+    named = naming.named(llama.init_params(config, device=batches.device))
+    for w in named.values():
+        w.requires_grad_()
+    params = naming.filled(llama.blank(config), named)
+    groups = [
+        {"params": [w for w in named.values() if w.ndim == 2], "weight_decay": 0.1},
+        {"params": [w for w in named.values() if w.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99))
+    with torch.enable_grad():
+        for i, batch in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = SCHEDULE(torch.tensor(i)).item()
+            nats_a_token(params, batch).backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(named.values(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {n: w.detach() for n, w in named.items()}
+
+
+def trained(
+    config: llama.Config, batches: Tensor, recorder: str | None, loss: Any = None, *,
+    average: bool = False, settings: adamw.AdamW = SETTINGS, **options: Any,
+) -> tuple[Any, Flat, adamw.Moments, list[dict[str, Tensor]]]:  # fmt: skip
+    """What was captured, weights, moments, and the metrics of each step. None: bare, uncaptured."""
+    params = packed(naming.named(llama.init_params(config, device=batches.device)))
+    opt = adamw.init(params, average=average)
+    step = make_train_step(loss or make_loss(config), settings, SCHEDULE, **options)
+    fast: Any = step
+    if recorder is not None:
+        fast = fg.graphify(
+            step, donate=("params", "opt"), stage="batch", modes="FULL", recorder=recorder
+        )
+    metrics = []
+    for batch in batches:
+        params, opt, found = fast(params, opt, batch)
+        metrics.append(found)
+    return fast, params, opt, metrics
+
+
+@pytest.mark.parametrize("device, recorder", DEVICES)
+def test_fifty_steps_are_those_of_the_plain_loop(config, device: str, recorder: str):
+    batches = tokens(STEPS, 4, 17, device=device)
+    want = plain_loop(config, batches)
+    fast, params, _, metrics = trained(config, batches, recorder)
+    got = naming.named(unpacked(llama.blank(config), params))
+    for name in want:
+        assert (got[name] - want[name]).abs().max() < 1e-6, name
+    losses = [m["loss"].item() for m in metrics]
+    assert losses[-1] < 0.8 * losses[0]
+    (step,) = fast.steps
+    assert {str(mode): n for (_, _, mode), n in step.stats.counts.items()} == {"FULL": STEPS}
+
+
+def test_each_leaf_is_updated_where_it_is():
+    fast, params, opt, _ = trained(SMALL, tokens(2, 4, 17), "tape", average=True)
+    donated = fast.trace(params, opt, batch=tokens(1, 4, 17)[0]).donation.rows
+    assert [row.path for row in donated][:3] == ["params.matrices", "params.vectors", "opt.step"]
+    assert len(donated) == 9 and {row.how for row in donated} == {"in place"}
+    before = params.matrices.data_ptr()
+    params, *_ = fast(params, opt, tokens(1, 4, 17)[0])
+    assert params.matrices.data_ptr() == before
+
+
+def test_batches_that_are_accumulated_are_one_large_batch_in_less_memory():
+    batches = tokens(3, 8, 33)
+    whole, want, _, of_one = trained(SMALL, batches, "tape")
+    parts = batches.unflatten(1, (4, 2))
+    fast, got, _, of_four = trained(SMALL, parts, "tape", accumulate=4)
+    torch.testing.assert_close(got.matrices, want.matrices, atol=2e-6, rtol=0)
+    torch.testing.assert_close(of_four[-1]["loss"], of_one[-1]["loss"], atol=1e-6, rtol=0)
+    _, bare, _, _ = trained(SMALL, parts, None, accumulate=4)
+    assert torch.equal(got.matrices, bare.matrices)
+    donated = fast.trace(got, adamw.init(got), batch=parts[0]).donation.rows
+    assert {row.how for row in donated} == {"in place"}
+    pools = [step.steps[0].memory.rows[0].estimated.pool for step in (fast, whole)]
+    assert pools[0] < 0.4 * pools[1]
+
+
+@pytest.mark.parametrize("most, norm", [(None, 13.0), (20.0, 13.0), (2.6, 2.6)])
+def test_clipping_is_by_the_norm_of_all_gradients(most: float | None, norm: float):
+    grads = {"a": torch.tensor([3.0, 4.0]), "b": (torch.tensor([[12.0]]),)}
+    clipped, was = adamw.clipped(grads, most)
+    assert was == 13
+    assert torch.cat([clipped["a"], clipped["b"][0][0]]).norm().item() == pytest.approx(norm)
+    assert (clipped["a"] / grads["a"]).diff() == 0
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_clipping_is_that_of_the_plain_loop(clip: float | None):
+    batches = tokens(STEPS, 4, 17)[:5]
+    want = plain_loop(SMALL, batches, clip)
+    _, params, _, metrics = trained(SMALL, batches, "tape", settings=SETTINGS._replace(clip=clip))
+    assert min(m["norm"].item() for m in metrics) > 0.2  # all would be clipped
+    got = naming.named(unpacked(llama.blank(SMALL), params))
+    assert all((got[n] - want[n]).abs().max() < 1e-6 for n in want)
+
+
+def test_the_schedule_goes_by_the_step_that_is_donated():
+    _, _, opt, metrics = trained(SMALL, tokens(STEPS, 2, 9), "tape")
+    rates = [m["lr"].item() for m in metrics]
+    assert opt.step.item() == STEPS
+    assert rates == pytest.approx([SCHEDULE(torch.tensor(i)).item() for i in range(STEPS)])
+    top = rates.index(max(rates))
+    assert 4 <= top <= 6 and max(rates) == pytest.approx(3e-3, rel=0.05)
+    assert rates[:top] == sorted(rates[:top]) and rates[top:] == sorted(rates[top:], reverse=True)
+    assert SCHEDULE(torch.tensor(STEPS)).item() == pytest.approx(0.02 * 3e-3)
+    assert SCHEDULE(torch.tensor(10 * STEPS)).item() == pytest.approx(0.02 * 3e-3)
+
+
+def test_the_average_is_of_the_last_steps():
+    _, params, opt, _ = trained(SMALL, tokens(1, 2, 9), None, average=True)
+    begun = packed(naming.named(llama.init_params(SMALL)))
+    expected = begun.matrices + 0.9 * (params.matrices - begun.matrices)
+    torch.testing.assert_close(opt.average.matrices, expected)
+    for steps, behind in ((2000, 200), (20_000, 1000)):  # of what grows by 1 a step
+        average = torch.zeros(())
+        for i in range(1, steps + 1):
+            average = adamw.blended(average, torch.tensor(float(i)), torch.tensor(float(i)))
+        assert (steps - average).item() == pytest.approx(behind, rel=0.02)
+
+
+def test_layers_in_bfloat16_leave_masters_in_float32():
+    batches = tokens(STEPS, 4, 17)[:10]
+    loss = make_loss(SMALL, dtype=torch.bfloat16)
+    _, got, opt, metrics = trained(SMALL, batches, "tape", loss)
+    _, bare, *_ = trained(SMALL, batches, None, loss)
+    _, wide, *_ = trained(SMALL, batches, "tape")
+    assert {x.dtype for x in fg.core.trees.flatten((got, opt.first))[0]} == {torch.float32}
+    assert torch.equal(got.matrices, bare.matrices)
+    # a master keeps what a weight of 8 bits would round off: most of its steps
+    assert not torch.equal(got.matrices, got.matrices.bfloat16().float())
+    assert 1e-6 < (got.matrices - wide.matrices).abs().max() < 0.02
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+def test_dropout_is_another_at_each_step():
+    flat = Flat(torch.zeros(64, 1000).flatten(), torch.zeros(3))
+    masks = [dropped(flat, torch.tensor(step), share=0.25, seed=seed)
+             for step, seed in ((0, 0), (1, 0), (0, 1), (1000, 0))]  # fmt: skip
+    assert torch.equal(dropped(flat, torch.tensor(1), share=0.25, seed=0), masks[1])
+    for mask in masks:
+        assert set(mask.tolist()) == {0, torch.tensor(4 / 3).item()}
+        rows = (mask.view(64, 1000) == 0).float().mean(1)  # 0.014 is what chance does
+        assert (rows - 0.25).abs().max() < 0.06 and 0.008 < rows.std() < 0.02
+    off = torch.stack([mask == 0 for mask in masks]).float()
+    apart = torch.corrcoef(off) - torch.eye(len(masks))
+    assert apart.abs().max() < 0.02  # 0.004 is what chance does
+    assert torch.corrcoef(torch.stack([off[0, 1:], off[0, :-1]]))[0, 1].abs() < 0.02
+
+
+def test_a_step_with_dropout_draws_on_the_device():
+    def draw(flat: Flat, step: Tensor) -> Tensor:
+        return dropped(flat, step, share=0.25, seed=1)
+
+    batches = tokens(1, 4, 17).repeat(3, 1, 1)
+    _, got, _, metrics = trained(SMALL, batches, "tape", draw=draw)
+    _, bare, _, same = trained(SMALL, batches, None, draw=draw)
+    _, other, *_ = trained(SMALL, batches, None)
+    assert [m["loss"] for m in metrics] == [m["loss"] for m in same]
+    assert torch.equal(got.matrices, bare.matrices)
+    assert not torch.equal(got.matrices, other.matrices)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_are_made_again_give_the_same_weights_in_less_memory(dtype: torch.dtype):
+    config = llama.Config(
+        vocab_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, dim=32, mlp_dim=96
+    )
+    batches = tokens(2, 8, 129) % 32
+    found = {}
+    for checkpoint in (False, True):
+        loss = make_loss(config, dtype=dtype, checkpoint=checkpoint)
+        fast, params, _, metrics = trained(config, batches, "tape", loss)
+        (row,) = fast.steps[0].memory.rows
+        found[checkpoint] = params, metrics[-1]["loss"], row.estimated.pool, row.measured.pool
+    (params, loss, estimated, measured), (again, same, less, fewer) = found[False], found[True]
+    assert torch.equal(params.matrices, again.matrices) and torch.equal(loss, same)
+    assert less < 0.6 * estimated and fewer < 0.7 * measured
+
+
+def test_adamw_of_a_tree_decays_what_has_two_dims():
+    leaves = {"w": torch.ones(2, 3), "b": torch.ones(3)}
+    grads = fg.core.trees.map_leaves(torch.zeros_like, leaves)
+    settings = adamw.AdamW(weight_decay=0.5)
+    new, opt = adamw.update(settings, leaves, grads, adamw.init(leaves), torch.tensor(0.1))
+    assert torch.equal(new["b"], leaves["b"]) and torch.allclose(new["w"], torch.tensor(0.95))
+    assert opt.step == 1 and opt.average is None
+
+
+def test_weights_come_back_as_they_were_packed(config, params):
+    named = naming.named(params)
+    flat = packed(named)
+    again = naming.named(unpacked(llama.blank(config), flat))
+    assert list(again) == list(named)
+    assert all(torch.equal(again[n], named[n]) for n in named)
+    assert all(w.data_ptr() % 256 == flat.matrices.data_ptr() % 256
+               for w in again.values() if w.ndim > 1)  # fmt: skip
+    narrow = naming.named(unpacked(llama.blank(config), flat, torch.bfloat16))
+    assert all(w.dtype is torch.bfloat16 for w in narrow.values())
+
+
+def test_what_the_page_shows_runs(capsys):
+    page = (Path(fg.__file__).parent.parent / "docs/training.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "training.md", "exec"), {"__name__": "training"})
+    printed = capsys.readouterr().out
+    assert printed.count("in place") == 7 and "copied" not in printed
+    (kept, loss), (again, same) = (
+        (float(estimated), loss)
+        for loss, estimated in re.findall(r"^(\S+) Memory.*estimated: (\S+) MB", printed, re.M)
+    )
+    assert loss == same and again < 0.7 * kept

@@ -54,7 +54,7 @@ from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
-from fngraph.fx.nodes import is_op
+from fngraph.fx.nodes import is_op, line_of
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.collectives import (
     are_of_rows,
@@ -65,8 +65,10 @@ from fngraph.fx.pieces.collectives import (
 )
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
-from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, row_errors
+from fngraph.fx.rows.boxes import Boxes
+from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, is_trusted, row_errors
 from fngraph.fx.rows.pads import NOWHERE, check_pads
+from fngraph.fx.rows.rehearsal import rehearsed
 from fngraph.fx.rows.state import OFFSETS
 from fngraph.fx.schemas import named
 from fngraph.fx.signatures import Signature
@@ -76,10 +78,11 @@ from fngraph.fx.tracing.tracer import Graph, trace
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.ops.transforms import ASKED
-from fngraph.options import CaptureDict, Options, check_names, check_outputs
+from fngraph.options import CaptureDict, Options, check_names, check_outputs, verify_of
 from fngraph.passes.running.frame import Applied, Pass, as_text, run_passes
 from fngraph.passes.shipped import name_of
 from fngraph.ranks.agreement import Peers
+from fngraph.shadow.verified import make_verified
 from fngraph.step.step import Step, make_step
 from fngraph.torch_facts.portable import versions
 
@@ -113,6 +116,7 @@ class Compiled:
             on_failure: of a key that cannot be captured: "raise", or "eager": its batches run
                 eagerly, and the reason is counted.
             guards: poison padding and expired results, to find what reads them.
+            verify: the share of steps to run again through bare `forward`; or a `fg.Verify`.
 
         What is left out or None, but for `progress` and `lazy`, is as `graphify` was told.
 
@@ -124,7 +128,9 @@ class Compiled:
         told, (guards, outputs) = self.options, (options.get("guards"), options.get("outputs"))
         check_names("capture", options, CaptureDict)
         check_outputs(told.outputs if outputs is None else outputs)
-        step = make_step(
+        verify = verify_of(told.verify if (v := options.get("verify")) is None else v)
+        make: Any = make_step if not verify.share else functools.partial(make_verified, verify)
+        step: Step[Any] = make(
             self.executable,
             bound,
             recorder=told.recorder if (named := options.get("recorder")) is None else named,
@@ -315,6 +321,9 @@ class Lowered:
                 dataclasses.replace(traced, passes=tuple(one.counted() for one in traced.passes)),
                 self.limits,
             ),
+            modules=tuple(p.gm if isinstance(p, Piece) else None for p in pieces.parts),
+            asked=traced.asked,
+            dirty=traced.dirty,
             peers=self._peers(),
         )
 
@@ -495,6 +504,7 @@ class Traced:
         passes: what each pass did to the graph, in order.
         alike: what processes that its collectives meet must have alike of it, by name, with lines.
         of_rows: whether they must bring as many tokens and requests.
+        dirty: index of an output to its elements that are not bare `forward`'s, kept for padding.
     """
 
     args: Arguments
@@ -509,6 +519,7 @@ class Traced:
     passes: tuple[Applied, ...] = ()
     alike: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     of_rows: bool = False
+    dirty: Mapping[int, Boxes] = dataclasses.field(default_factory=dict)
 
     @property
     def signature(self) -> Signature:
@@ -626,6 +637,20 @@ class Retracer:
             return False
         return new.computes_as(self.traced)
 
+    def rehearse(
+        self, true: Sequence[torch.Tensor], padded: Sequence[torch.Tensor]
+    ) -> tuple[str, str, str] | None:
+        """See `Maker`."""
+        found: list[tuple[str, str, str]] = []
+
+        def look(args: Arguments, limits: Limits, graph: Graph, facts: Mapping[Any, Any]) -> None:
+            for one in rehearsed(graph.gm, facts, true, padded):  # to its end, as other processes
+                op = "fg.trust_rows" if is_trusted(one.node) else str(one.node.target)
+                found.append((op, line_of(one.node), one.text))
+
+        trace_function(self.traced.args, self.traced.options, self.traced.limits, look=look)
+        return found[0] if found else None
+
     def accepts(self, leaves: Sequence[Leaf]) -> bool:
         """See `Maker`."""
         try:
@@ -731,6 +756,8 @@ def _traced(
     is_met = bool(collectives_of(graph.gm.graph))
     alike = told_of(graph.gm.graph, facts, graph.text, is_shared) if is_met else {}
     of_rows = are_of_rows(graph.gm.graph, facts)
+    of_outputs = enumerate(facts[nodes[-1]])
+    dirty = {i: x.dirty for i, x in of_outputs if getattr(x, "dirty", ())}
     vouched = as_vouched(graph.gm, facts)
     check_pads(graph.gm, args.leaves, facts, _told, refuse)
     check_rows(graph.gm, facts, paths, updates, refuse)
@@ -744,7 +771,7 @@ def _traced(
     graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(
         args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked),
-        applied, alike, of_rows,
+        applied, alike, of_rows, dirty,
     )  # fmt: skip
 
 

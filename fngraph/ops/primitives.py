@@ -31,6 +31,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Pages(NamedTuple):
+    """Which rows of its state a primitive reads and writes, told by integer arguments.
+
+    Attributes:
+        caches: arguments of state, of as many rows along their first dim.
+        rows: arguments whose numbers are such rows; below 0: none.
+        slots: arguments whose numbers are row * size of the second dim + place; below 0: nowhere.
+    """
+
+    caches: tuple[str, ...]
+    rows: tuple[str, ...]
+    slots: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Primitive:
     """An opaque op and the backends that can run it.
@@ -46,6 +60,7 @@ class Primitive:
         offsets: the argument that says where requests begin, (R + 1,); None: there is none.
         around: `around(backend, args, host)`: runs a backend, and before or behind it what it has
             no option for; None: it runs alone.
+        pages: which rows of its state it is about; None: that cannot be told, it may be any.
     """
 
     name: str
@@ -56,6 +71,7 @@ class Primitive:
     null_slots: str | None = None
     offsets: str | None = None
     around: Callable[[Backend, Any, HostBounds | None], Any] | None = None
+    pages: Pages | None = None
     _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
 
     def bind(
@@ -201,6 +217,7 @@ def define(
     null_slots: str | None = None,
     offsets: str | None = None,
     around: Callable[[Backend, Any, HostBounds | None], Any] | None = None,
+    pages: Pages | None = None,
 ) -> Primitive:
     """Make a primitive of one's own, at which PIECEWISE cuts; `backends={name: ...}` chooses.
 
@@ -231,6 +248,8 @@ def define(
             must not let them fall, as pad="stride" does not.
         around: `around(backend, args, host)`: runs a backend with what it has no option for done
             before or behind it, and returns what it returned; None: it runs alone.
+        pages: which rows of its state a call reads and writes, `fg.ops.Pages(...)`, so that a copy
+            of those is enough to run it a second time (`verify=`); None: it may be any.
 
     Raises:
         BackendError: the name is taken, the schema writes nothing or returns something, or a tensor
@@ -268,7 +287,7 @@ def define(
     LIBRARY.impl(name, lambda *given: refuse_transform(name), "FuncTorchBatched")
     torch.library.register_fake(f"fngraph::{name}", lambda *given: None, lib=LIBRARY)
     backends = {default.name: default}
-    made = Primitive(name, op, configure, make_args, backends, null_slots, offsets, around)
+    made = Primitive(name, op, configure, make_args, backends, null_slots, offsets, around, pages)
     PRIMITIVES[f"fngraph::{name}"] = made
     return made
 

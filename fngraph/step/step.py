@@ -255,6 +255,11 @@ class Step(Generic[R]):
         """The keys of every program."""
         return list({id(keys): keys for keys in (self.main, *self.by_ambient.values())}.values())
 
+    @property
+    def differences(self) -> Sequence[Any]:
+        """What `verify=` has found, the first ones; see `fg.Difference`."""
+        return ()
+
     # what runs as what
 
     @property
@@ -628,8 +633,12 @@ def make_step(
     outputs: str = "own",
     rules: Rules | None = None,
     guards: bool = False,
+    make: Callable[[Shared, Executable], Step[Any]] | None = None,
 ) -> Step[Any]:
     """A step over held and donated arguments, given in `forward`'s order; nothing is captured yet.
+
+    Args:
+        make: what makes it, if it is to be more than a `Step`.
 
     Raises:
         TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
@@ -649,4 +658,4 @@ def make_step(
         entry = dataclasses.replace(entry, leaves=tables.reader(args, entry.leaves))
     borrow = outputs == "borrow"
     shared = Shared(binding, made, entry, tables, rules or Rules(), borrow, guards, Stats())
-    return Step(shared, executable)
+    return (make or Step)(shared, executable)

@@ -35,7 +35,7 @@ from fngraph.fx.rows.state import (
 from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
-_UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _ODD = (0, -1, 7)
 _LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4,
@@ -78,16 +78,17 @@ def rehearse(
     Raises:
         whatever the graph raises on the true leaves, which then say nothing about its rows.
     """
-    return next(_differences(gm, facts, true, padded, poison), None)
+    return next(rehearsed(gm, facts, true, padded, poison), None)
 
 
-def _differences(
+def rehearsed(
     gm: fx.GraphModule,
     facts: Mapping[fx.Node, Any],
     true: Sequence[torch.Tensor],
     padded: Sequence[torch.Tensor],
-    poison: bool,
+    poison: bool = True,
 ) -> Iterator[Difference]:
+    """Every fact that does not hold, in the order of the graph; see `rehearse`."""
     bare: dict[fx.Node, Any] = {}
     keyed: dict[fx.Node, Any] = {}
     leaves = iter(zip(true, padded))
@@ -159,7 +160,7 @@ def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]
 def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
     result = node.target(*args, **kwargs)  # type: ignore[operator]
-    if is_op(node) and op_name(node) in _UNWRITTEN:  # whatever was there, the same in both
+    if is_op(node) and op_name(node) in UNWRITTEN:  # whatever was there, the same in both
         result = tree_map_only(torch.Tensor, _unwritten, result)
     return result
 

@@ -13,7 +13,8 @@ Any other leaf is copied whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -94,13 +95,11 @@ def parts_of(executable: Executable) -> Parts:
     donated = args.of(Role.DONATED)
     uses = _uses(executable)
     whole: dict[int, str] = {}
-    joined: list[set[int]] = []  # caches and the staged leaves that say their rows, joined
+    joined: list[set[int]] = []  # caches and the leaves that say their rows, joined
     for i in donated:
-        told = _told(executable, i, uses)
-        if isinstance(told, str):
-            whole[i] = told
-            continue
-        new = {i, *told[0], *told[1]}
+        if (why := _why_whole(executable, i, uses)) is not None:
+            whole[i] = why
+        new = {i, *_said(executable, i)}
         for one in [one for one in joined if one & new]:
             joined.remove(one)
             new |= one
@@ -108,6 +107,11 @@ def parts_of(executable: Executable) -> Parts:
     groups = []
     for one in joined:
         caches = sorted(one & set(donated))
+        other = [i for i in caches if i in whole]
+        if other:  # whose rows have the same numbers
+            why = f"{args.leaves[other[0]].path} is, which has the same rows"
+            whole |= {i: why for i in caches if i not in whole}
+            continue
         made = _group(executable, caches, one - set(caches), staged, uses)
         if isinstance(made, str):
             whole |= dict.fromkeys(caches, made)
@@ -136,33 +140,45 @@ def _uses(executable: Executable) -> dict[int, list[_Use]]:
     return found
 
 
-def _told(
-    executable: Executable, leaf: int, uses: Mapping[int, list[_Use]]
-) -> tuple[set[int], set[int]] | str:
-    """The leaves that say a cache's rows, and its slots; or why it is copied whole."""
-    rows: set[int] = set()
-    slots: set[int] = set()
+def _calls(executable: Executable, leaf: int) -> Iterator[tuple[str, Any, dict[str, int]]]:
+    """Who reads a leaf: the instruction's name, the primitive or None, arguments by name."""
+    for one, fn in zip(executable.program.instructions, executable.fns):
+        if leaf in one.reads and isinstance(fn, PrimitiveCall):
+            names = [a.name for a in fn.primitive.op._schema.arguments]
+            given = {names[place]: number for place, number in zip(fn.cut.places, one.reads)}
+            yield one.name, fn.primitive, given
+        elif leaf in one.reads:
+            yield one.name, None, {}
+
+
+def _said(executable: Executable, leaf: int) -> set[int]:
+    """The values of the program that say rows of a leaf to the primitives that read it."""
+    found = set()
+    for _, primitive, given in _calls(executable, leaf):
+        pages = None if primitive is None else primitive.pages
+        if pages is not None and leaf in [given.get(name) for name in pages.caches]:
+            found |= {given[name] for name in (*pages.rows, *pages.slots)}
+    return found
+
+
+def _why_whole(executable: Executable, leaf: int, uses: Mapping[int, list[_Use]]) -> str | None:
+    """Why a leaf is copied whole, as far as itself is concerned; None: it need not be."""
     if not uses[leaf]:
         return "nothing reads it, and it comes back"
-    for one, fn in zip(executable.program.instructions, executable.fns):
-        if leaf not in one.reads:
-            continue
-        if not isinstance(fn, PrimitiveCall):
-            return f"{one.name} of forward's own ops reads or writes it"
-        pages = fn.primitive.pages
-        names = [a.name for a in fn.primitive.op._schema.arguments]
-        given = {names[place]: number for place, number in zip(fn.cut.places, one.reads)}
+    args = executable.args
+    for name, primitive, given in _calls(executable, leaf):
+        if primitive is None:
+            return f"{name} of forward's own ops reads or writes it"
+        pages = primitive.pages
         if pages is None or leaf not in [given.get(n) for n in pages.caches]:
-            return f"{fn.primitive.name} does not say which rows of it are meant"
-        for said, kept in ((pages.rows, rows), (pages.slots, slots)):
-            for name in said:
-                number = given[name]
-                if number >= len(executable.args.leaves):
-                    return f"{one.name} is told its {name} by what forward computes"
-                if executable.args.leaves[number].role is not Role.STAGED:
-                    return f"{executable.args.leaves[number].path} is no leaf of the batch"
-                kept.add(number)
-    return rows, slots
+            return f"{primitive.name} does not say which rows of it are meant"
+        for argument in (*pages.rows, *pages.slots):
+            number = given[argument]
+            if number >= len(args.leaves):
+                return f"{name} is told its {argument} by what forward computes"
+            if args.leaves[number].role is not Role.STAGED:
+                return f"{args.leaves[number].path} is no leaf of the batch"
+    return None
 
 
 def _group(

@@ -7,7 +7,7 @@ A primitive is held to what bare `forward` calls there: the backend that suits, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from torch import fx
 from fngraph.calls import PrimitiveCall
 from fngraph.core import HostBounds, Mode
 from fngraph.core.program import Instruction
-from fngraph.fx.generators import with_generators
+from fngraph.fx.generators import preserved, with_generators
 from fngraph.fx.nodes import line_of, written_by
 from fngraph.fx.pieces.cuts import LETTERS
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import EagerCall
-from fngraph.shadow.nodes import Place, Tolerances, Walked, difference, name_of, true_part, walk
+from fngraph.shadow.inside import Found, look_inside
+from fngraph.shadow.nodes import Place, Tolerances, difference, name_of, true_part, walk
 from fngraph.shadow.saved import Ran, Saved
 from fngraph.shadow.sides import Sides
 from fngraph.step.capture import bounds_of, plan_step
@@ -107,97 +108,81 @@ def _recorded(run: _Run, fn: Any) -> Any:
 def _warmed(run: _Run, fn: Any, tensors: Sequence[torch.Tensor]) -> None:
     """A kernel's first run does what no recording may hold."""
     if run.recorder.lazy_kernels and run.mode is not Mode.NONE:
-        states = [g.get_state() for g in run.keys.executable.generators]
-        fn(*[x.clone() for x in tensors])
-        for generator, state in zip(run.keys.executable.generators, states):
-            generator.set_state(state)
+        with preserved(run.keys.executable.generators):
+            fn(*[x.clone() for x in tensors])
 
 
 def _piece(run: _Run, at: int, one: Instruction) -> None:
     executable = run.keys.executable
-    made = executable.modules[at]
-    assert made is not None
-    gm, fn = with_generators(made, executable.generators), executable.fns[at]
+    traced = executable.modules[at]
+    assert traced is not None
+    gm, fn = with_generators(traced, executable.generators), executable.fns[at]
     tensors = [run.values[i] for i in one.reads]
     written = _written(gm)
-    copies = [x.clone() if k in written else x for k, x in enumerate(tensors)]
+    copies, fresh = ([x.clone() if k in written else x for k, x in enumerate(tensors)]
+                     for _ in range(2))  # fmt: skip
     should = {k: run.should[i] for k, i in enumerate(one.reads) if i in run.should}
-    paths = _paths(run, one)
-    states = [g.get_state() for g in executable.generators]
-    walked = walk(
-        gm, run.sides.sizes, run.sides.true, copies, should, (at, one.name), paths, run.within
-    )
-    for generator, state in zip(executable.generators, states):
-        generator.set_state(state)
     sizes = run.sides.sizes
     host = run.bounds if run.mode is Mode.NONE else bounds_of(run.prepared.chosen.key)
+    with preserved(executable.generators):
+        walked = walk(
+            gm, sizes, run.sides.true, copies, should, (at, one.name), _paths(run, one), run.within
+        )
     _warmed(run, lambda *xs: fn(sizes, host, *xs), tensors)
     results = _recorded(run, lambda: fn(sizes, host, *tensors))
     run.places += walked.found
-    _hold_to_ops(run, at, one, gm, walked, results)
-    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"][2:]
-    for k in written:
-        _note(run, at, one, nodes[k], tensors[k], copies[k], "writes into an argument")
+    given = [node for node in gm.graph.nodes if node.op == "placeholder"][2:]
+    pairs = [(node, x, walked.made[node], "gives") for node, x in zip(_results(gm), results)]
+    pairs += [(given[k], tensors[k], copies[k], "leaves in an argument") for k in sorted(written)]
+    seen = [place for pair in pairs if (place := _other(run, at, one, gm, *pair)) is not None]
+    if seen or executable.peers is not None:  # who run it as often
+        with preserved(executable.generators):
+            inside = look_inside(gm, walked.made, lambda: fn(sizes, host, *fresh), run.within)
+        if seen:
+            run.places += _named(at, one, gm, inside) or [min(seen, key=lambda place: place.at)]
     run.values.update(zip(one.writes, results))
     for number, node in zip(one.writes, _results(gm)):
         if node in walked.should:
             run.should[number] = walked.should[node]
 
 
-def _hold_to_ops(
-    run: _Run, at: int, one: Instruction, gm: fx.GraphModule, walked: Walked, results: Sequence[Any]
-) -> None:
-    """Compare what the piece gave with what its ops gave, one by one."""
-    order = {node: k for k, node in enumerate(gm.graph.nodes)}
-    pairs = sorted(zip(_results(gm), results), key=lambda pair: order[pair[0]])
-    for node, got in pairs:
-        if _note(run, at, one, node, got, walked.made[node], "gives"):
-            return  # the first op; what it has fed comes later
-
-
-def _note(
-    run: _Run, at: int, one: Instruction, node: fx.Node, got: Any, want: Any, verb: str
-) -> bool:
-    """Keep the place, if the piece has something else there than its ops make."""
+def _other(
+    run: _Run, at: int, one: Instruction, gm: fx.GraphModule, node: fx.Node, got: Any, want: Any,
+    verb: str,
+) -> Place | None:  # fmt: skip
+    """Where the piece has something else than its ops one by one, by what makes that result."""
     sizes, true = run.sides.sizes, run.sides.true
-    letters = _letters(run, at)
-    a, b = (true_part(node, x, sizes, true, letters) for x in (got, want))
-    if a is None or b is None:
-        return False
-    what = difference(a, b, run.within)
+    a, b = (true_part(node, x, sizes, true, gm.meta[LETTERS]) for x in (got, want))
+    what = None if a is None or b is None else difference(a, b, run.within)
     if what is None:
-        return False
-    how = "compiled code" if not _is_plain(run, at) else "the piece, captured,"
-    text = f"{how} {verb} something else than its ops one by one: {what[0]}"
-    number = list(run_nodes(run, at)).index(_twin(run, at, node))
-    op = name_of(node) if node.op != "placeholder" else "a write"
-    run.places.append(Place((at, number), one.name, op, line_of(node), text, what[1]))
-    return True
-
-
-def run_nodes(run: _Run, at: int) -> Sequence[fx.Node]:
-    """The nodes of a piece as it was traced."""
-    made = run.keys.executable.modules[at]
-    assert made is not None
-    return list(made.graph.nodes)
-
-
-def _twin(run: _Run, at: int, node: fx.Node) -> fx.Node:
-    """The same node of the piece as it was traced, which one with generators is a copy of."""
-    nodes = run_nodes(run, at)
-    return nodes[list(node.graph.nodes).index(node)]
-
-
-def _letters(run: _Run, at: int) -> Mapping[Any, str]:
-    made = run.keys.executable.modules[at]
-    assert made is not None
-    found: Mapping[Any, str] = made.meta[LETTERS]
-    return found
-
-
-def _is_plain(run: _Run, at: int) -> bool:
+        return None
     executable = run.keys.executable
-    return all(one is not executable.fns[at] for one in executable.compiled)
+    is_compiled = any(piece is executable.fns[at] for piece in executable.compiled)
+    how = "compiled code" if is_compiled else "the piece, captured,"
+    text = f"{how} {verb} something else than its ops one by one: {what[0]}"
+    number = list(gm.graph.nodes).index(node)
+    writer = node
+    if node.op == "placeholder":
+        writes = [n for n in gm.graph.nodes if _touches(n, node)]
+        writer = writes[-1] if writes else node
+    return Place((at, number), one.name, name_of(writer), line_of(writer), text, what[1])
+
+
+def _touches(node: fx.Node, leaf: fx.Node) -> bool:
+    """Whether an op writes a leaf, or a view of it."""
+    fakes = [x.meta.get("val") for x in written_by(node)]
+    own = storage_key(leaf.meta["val"])
+    return any(isinstance(x, torch.Tensor) and storage_key(x) == own for x in fakes)
+
+
+def _named(at: int, one: Instruction, gm: fx.GraphModule, inside: Sequence[Found]) -> list[Place]:
+    """What was seen inside of a piece's function: the first op of it, and the first far off."""
+    order = list(gm.graph.nodes)
+    firsts = [next((x for x in inside if not x[2]), None), next(iter(inside), None)]
+    return [
+        Place((at, order.index(node)), one.name, name_of(node), line_of(node), text, is_close)
+        for node, text, is_close in dict.fromkeys(filter(None, firsts))
+    ]
 
 
 def _cut(run: _Run, at: int, one: Instruction) -> None:

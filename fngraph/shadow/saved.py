@@ -27,6 +27,7 @@ from fngraph.step.call import EXACT
 from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
+from fngraph.torch_facts.tracing import in_given_order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,7 +171,7 @@ def run_bare(keys: Keys, saved: Saved) -> Ran:
     if keys.shared.entry.spec_field is not None:
         batch.__dict__[keys.shared.entry.spec_field] = saved.spec
     mode = contextlib.nullcontext() if "grad" in executable.asked else torch.no_grad()
-    with drawn_from(keys, saved), mode:
+    with drawn_from(keys, saved), mode, in_given_order():  # of einsum, as it was traced
         result = sig.call(values)
     return ran_of(keys, result)
 

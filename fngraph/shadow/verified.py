@@ -95,7 +95,8 @@ class VerifiedStep(Step[R]):
         if (ambient := self.last.read_ambient()) != self.last.ambient:
             self._meet(ambient)
         keys = self.last.keys
-        named = {**kwargs, "allowed": allowed} if allowed and entry.takes_allowed else kwargs
+        is_own = allowed is not None and entry.takes_allowed  # an argument of forward's own
+        named = {**kwargs, "allowed": allowed} if is_own else kwargs
         why, saved = "", None
         try:
             values = args
@@ -109,8 +110,7 @@ class VerifiedStep(Step[R]):
         result = Step.__call__(self, *args, allowed=allowed, **kwargs)
         keys = self.last.keys
         if saved is not None:
-            decided = None if named is not kwargs else allowed
-            prepared = prepared_of(keys, saved, decided)
+            prepared = prepared_of(keys, saved, None if is_own else allowed)
             why = why_not(keys, prepared)
             if not why:
                 self._compare(number, keys, prepared, saved, result)

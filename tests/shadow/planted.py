@@ -142,27 +142,46 @@ def flipped(fn: Any, bit: int, element: int = 0) -> Any:
     return call
 
 
-def one_bit(recorder: str, device: Any, **options: Any) -> Planted:
-    """The kernel of the second layer's piece flips one bit of one element."""
-    params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
-    made = compiled(toys.attend, params, cache)
+def with_flipped_op(made: Any, op: str, occurrence: int, bit: int = 22) -> Any:
+    """A stage whose pieces flip one bit of what one op of them makes, the how many-th of its name,
+    counted from 0 over the program; the ops that it is held to do not."""
     executable = made.executable
-    pieces = [i for i, one in enumerate(executable.program.instructions) if not one.cut]
-    at = pieces[1]
-    fns = list(executable.fns)
-    fns[at] = flipped(fns[at], 22)
-    step = with_executable(made, fns=tuple(fns)).capture(
-        params, cache, recorder=recorder, **options
-    )
-    op, where = first_result(executable, at)
-    return Planted(step, cache, op, where, says="the piece, captured, gives something else")
+    fns, left = list(executable.fns), occurrence
+    for at, gm in enumerate(executable.modules):
+        if gm is None:
+            continue
+        nodes = [n for n in gm.graph.nodes if n.op == "call_function" and str(n.target) == op]
+        if left < len(nodes):
+            graph = torch.fx.Graph()
+            copies: dict[Any, Any] = {}
+            graph.output(graph.graph_copy(gm.graph, copies))
+            node = copies[nodes[left]]
+            node.target = _flipping(node.target, bit)
+            fns[at] = _as_function(torch.fx.GraphModule({}, graph))
+            return with_executable(made, fns=tuple(fns))
+        left -= len(nodes)
+    raise AssertionError(f"there are not so many {op}")
 
 
-def first_result(executable: Any, at: int) -> tuple[str, str]:
-    """The op that makes the first result of a piece, and its line."""
-    (output,) = (n for n in executable.modules[at].graph.nodes if n.op == "output")
-    node = output.args[0][0]
-    return str(node.target), node.meta["stack_trace"]
+def _as_function(gm: torch.fx.GraphModule) -> Any:
+    return lambda sizes, host, *xs: gm(sizes["T"], sizes["R"], *xs)
+
+
+def _flipping(op: Any, bit: int) -> Any:
+    def flipping(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = op(*args, **kwargs)
+        made.view(torch.int32).view(-1)[:1].bitwise_xor_(1 << bit)
+        return made
+
+    return flipping
+
+
+def one_bit(recorder: str, device: Any, **options: Any) -> Planted:
+    """The second layer's tanh flips one bit of one element, in the midst of its piece."""
+    params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
+    made = with_flipped_op(compiled(toys.attend, params, cache), "aten.tanh.default", 1)
+    step = made.capture(params, cache, recorder=recorder, **options)
+    return Planted(step, cache, "aten.tanh.default", line("torch.tanh("), says="1 element differs")
 
 
 def trusted(params: Any, cache: Any, batch: toys.Batch) -> Any:

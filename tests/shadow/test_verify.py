@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import itertools
 import sys
 import warnings
 from typing import Any
@@ -45,7 +46,7 @@ def test_each_window_has_one_step_and_all_windows_have_every_step(share: float):
         last = stop
     found = [verified_in(window, share) for window in range(2000)]
     assert found == sorted(set(found)) == [verified_in(window, share) for window in range(2000)]
-    assert max(b - a for a, b in zip(found, found[1:])) < 2 / share + 1
+    assert max(b - a for a, b in itertools.pairwise(found)) < 2 / share + 1
 
 
 def test_no_phase_of_periodic_traffic_is_left_out():
@@ -242,7 +243,8 @@ def test_a_difference_can_be_an_error_that_has_it():
 
 
 def test_tolerances_are_the_callers():
-    for within, found in ((1.0, 0), ({torch.float32: 1.0}, 0), ({torch.float16: 1.0}, 1), (1e-9, 1)):
+    cases = ((1.0, 0), ({torch.float32: 1.0}, 0), ({torch.float16: 1.0}, 1), (1e-9, 1))
+    for within, found in cases:
         fault = planted.stale_weight("tape", "cpu", verify=fg.Verify(1.0, within), lazy=True)
         fault.spoil()
         with warnings.catch_warnings():
@@ -267,7 +269,7 @@ def test_one_bit_is_a_difference_where_bits_are_claimed(recorder_name: str, devi
         step(state, toys.on(toys.decode(4), device))
     found = fg.bisect(step, step.differences[0])
     assert found.kind == "program"
-    assert found.line == planted.line("x_TE = params[\"w\"][batch.token_ids] * seen_V") 
+    assert found.line == planted.line('x_TE = params["w"][batch.token_ids] * seen_V')
 
 
 @fg.struct

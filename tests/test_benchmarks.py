@@ -28,6 +28,7 @@ QUICK = {
     "steps": ["--modes", "FULL_DECODE_ONLY"],  # fewer keys, and an eager batch
     "trace": ["--layers", "1"],
     "traffic": [],
+    "verify": [],
 }
 
 
@@ -65,6 +66,7 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("serve --tiny --speed 0", "--speed: 0 is not above 0"),
         ("serve --tiny --blocks 1", "--blocks 1"),
         ("traffic --requests x", "'x'"),
+        ("verify --tiny --share 0", "0 is not above 0"),
     ],
 )
 def test_a_mistake_is_told_in_a_line(argv: str, told: str, capsys):

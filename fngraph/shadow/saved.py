@@ -27,6 +27,7 @@ from fngraph.step.call import EXACT
 from fngraph.step.changed_rows import ChangedRows
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
+from fngraph.torch_facts.names import copy_all
 from fngraph.torch_facts.tracing import in_given_order
 
 
@@ -158,7 +159,10 @@ def run_bare(keys: Keys, saved: Saved) -> Ran:
     """
     executable = keys.executable
     args, sig = executable.args, executable.args.signature
-    state = {i: x.clone() for i, x in saved.state.items()}
+    state = {i: torch.empty_like(x) for i, x in saved.state.items()}
+    if state:
+        with torch.no_grad():
+            copy_all(list(state.values()), list(saved.state.values()))
     values: list[Any] = [None] * len(sig.names)
     for position in sig.positions(Role.HELD):
         values[position] = keys.shared.binding.containers[position]

@@ -99,6 +99,12 @@ def verify_of(given: float | Verify) -> Verify:
     return given if isinstance(given, Verify) else Verify(given)
 
 
+def check_record(record: Any) -> None:
+    """Raise `TypeError` unless it is a number of steps."""
+    if not _is_count(record) or record < 0:
+        raise TypeError(f"record={record!r}: expected how many of the last steps to keep; 0: none")
+
+
 class OptionsDict(ResolveDict, total=False):
     """The options of `graphify`; see there."""
 
@@ -125,6 +131,7 @@ class OptionsDict(ResolveDict, total=False):
     cache: bool
     passes: PassList
     verify: float | Verify
+    record: int
 
 
 class CaptureDict(TypedDict, total=False):
@@ -138,6 +145,7 @@ class CaptureDict(TypedDict, total=False):
     on_failure: str | None
     guards: bool | None
     verify: float | Verify | None
+    record: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +212,7 @@ class Options:
     cache: bool = True
     passes: tuple[Pass, ...] | None = None
     verify: float | Verify = 0.0
+    record: int = 0
     resolve: ResolveDict = dataclasses.field(default_factory=ResolveDict)
 
     def __post_init__(self) -> None:
@@ -229,6 +238,7 @@ class Options:
         check_outputs(self.outputs)
         check_name(self.recorder)
         verify_of(self.verify)
+        check_record(self.record)
         Rules(self.memory_budget, self.on_failure)
 
     @property

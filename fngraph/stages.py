@@ -78,10 +78,18 @@ from fngraph.fx.tracing.tracer import Graph, trace
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.ops.transforms import ASKED
-from fngraph.options import CaptureDict, Options, check_names, check_outputs, verify_of
+from fngraph.options import (
+    CaptureDict,
+    Options,
+    check_names,
+    check_outputs,
+    check_record,
+    verify_of,
+)
 from fngraph.passes.running.frame import Applied, Pass, as_text, run_passes
 from fngraph.passes.shipped import name_of
 from fngraph.ranks.agreement import Peers
+from fngraph.shadow.recorded import make_recorded
 from fngraph.shadow.verified import make_verified
 from fngraph.step.step import Step, make_step
 from fngraph.torch_facts.portable import versions
@@ -117,6 +125,7 @@ class Compiled:
                 eagerly, and the reason is counted.
             guards: poison padding and expired results, to find what reads them.
             verify: the share of steps to run again through bare `forward`; or a `fg.Verify`.
+            record: how many of the last steps `step.log` keeps.
 
         What is left out or None, but for `progress` and `lazy`, is as `graphify` was told.
 
@@ -129,7 +138,12 @@ class Compiled:
         check_names("capture", options, CaptureDict)
         check_outputs(told.outputs if outputs is None else outputs)
         verify = verify_of(told.verify if (v := options.get("verify")) is None else v)
-        make: Any = make_step if not verify.share else functools.partial(make_verified, verify)
+        check_record(last := told.record if (n := options.get("record")) is None else n)
+        make: Any = make_step
+        if last:
+            make = functools.partial(make_recorded, last, verify)
+        elif verify.share:
+            make = functools.partial(make_verified, verify)
         step: Step[Any] = make(
             self.executable,
             bound,

@@ -56,7 +56,7 @@ from fngraph.core.planner import plan_sizes, planned_cost
 from fngraph.core.stats import Stats
 
 # flight.py: recorded specs, replayed offline
-from fngraph.core.flight import Flight, Replayed
+from fngraph.core.flight import Flight, Flown, KeyLog, Log, Part, Replayed
 
 # memory.py: what keys cost
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
@@ -89,17 +89,21 @@ __all__ = [
     "Explanation",
     "Field",
     "Flight",
+    "Flown",
     "HostBounds",
     "Instruction",
     "Item",
     "Key",
     "KeyBounds",
+    "KeyLog",
     "KeyMemory",
     "Ladders",
     "Limits",
+    "Log",
     "MemoryTable",
     "Mode",
     "Packed",
+    "Part",
     "Path",
     "PlannedBuffer",
     "Program",

@@ -171,6 +171,9 @@ class Stats:
         rows = (Row(*key, steps) for key, steps in self.counts.items())
         return tuple(sorted(rows, key=lambda row: (-row.steps, row.num_tokens, row.padded)))
 
+    def _repr_html_(self) -> str:
+        return text.html(self.as_text())
+
     def as_text(self, modes: Mode | str | None = None, sizes: tuple[int, ...] = ()) -> str:
         """A Markdown table by falling count, then the reasons of eager steps.
 

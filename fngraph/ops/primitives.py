@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, get_t
 import torch
 
 from fngraph.core import HostBounds, Support
-from fngraph.core.text import did_you_mean, table
+from fngraph.core.text import did_you_mean, html, table
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.backend import Backend, Bound
@@ -389,6 +389,9 @@ class Listing(tuple[BackendRow, ...]):
         return table(BackendRow._fields, self)
 
     as_text = __repr__
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
 
 class Function(Generic[P, R]):

@@ -1,1 +1,2 @@
-"""Steps that check themselves: a share of them runs a second time through bare `forward`."""
+"""Steps that watch themselves: a share of them runs again through bare `forward`; the last ones are
+recorded."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fngraph.calls import PrimitiveCall
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 from fngraph.executable import Executable
 from fngraph.fx.leaves import Role
 
@@ -57,6 +57,9 @@ class Parts:
     whole: Mapping[int, str]
     paths: tuple[str, ...]
     nbytes: Mapping[int, int]
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """A table: what a verified step copies of each donated leaf."""

@@ -54,7 +54,7 @@ class VerifiedStep(Step[R]):
         super().__init__(shared, executable)
         self.verify = verify
         self._calls = itertools.count(1)
-        self._window, self._due = 0, verified_in(0, verify.share)
+        self._window, self._due = 0, verified_in(0, verify.share) if verify.share else 0
         self._parts: weakref.WeakKeyDictionary[Executable, Parts] = weakref.WeakKeyDictionary()
         self._kept: list[Difference] = []
         self._told: set[str] = set()  # what was warned of

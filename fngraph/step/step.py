@@ -25,6 +25,7 @@ from fngraph.core import (
     DispatchTable,
     Explanation,
     Limits,
+    Log,
     Mode,
     Stats,
     dispatch,
@@ -34,7 +35,7 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
 from fngraph.core.stats import CompileKey
-from fngraph.errors import AmbientError, RankError, SpecError
+from fngraph.errors import AmbientError, RankError, SpecError, TreeError
 from fngraph.executable import Executable
 from fngraph.fx.ambient import (
     Ambient,
@@ -259,6 +260,15 @@ class Step(Generic[R]):
     def differences(self) -> Sequence[Any]:
         """What `verify=` has found, the first ones; see `fg.Difference`."""
         return ()
+
+    @property
+    def log(self) -> Log:
+        """What its last steps were, for `record=`; see `fg.core.Log`.
+
+        Raises:
+            TreeError: its steps are not recorded.
+        """
+        raise TreeError("its steps are not recorded. Say how many: capture(..., record=1000)")
 
     # what runs as what
 

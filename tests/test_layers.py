@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.executable": (LOWER, set()),
     "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.step": (STEP, {"fngraph.report"}),  # likewise
-    "fngraph.__main__": (LOWER, set()),  # a command: python -m fngraph
+    "fngraph.__main__": (LOWER, {"fngraph.report"}),  # a command: python -m fngraph
     "fngraph.shadow": (SHADOW, set()),
     "fngraph.graphified": (TRANSFORMS, set()),
     "fngraph.checking": (TRANSFORMS, set()),

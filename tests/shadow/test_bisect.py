@@ -48,6 +48,20 @@ def test_a_stale_weight_is_named_in_every_mode(modes: str, recorder_name: str, d
     assert str(found.ran.mode) == modes
 
 
+def test_a_stale_weight_that_is_read_through_views_is_named_where_it_is_used():
+    def forward(params: Any, x: torch.Tensor) -> torch.Tensor:
+        w = params["w"].T.reshape(4, 4)
+        return torch.tanh(x @ w[:, :3])
+
+    params = {"w": torch.randn(4, 4)}
+    x = torch.randn(2, 4)
+    step = fg.graphify(forward, stage="x").bind(params).capture(batch=x, progress=False)
+    params["w"] = params["w"] + 1
+    found = fg.bisect(step, x)
+    assert found.op in ("aten.mm.default", "aten.clone.default") and "params['w']" in found.what
+    assert found.line.startswith("tests/shadow/test_bisect.py:")
+
+
 @pytest.mark.sampled(0)
 def test_compiled_code_is_named_by_the_op_of_its_first_wrong_result(
     recorder_name: str, device: Any

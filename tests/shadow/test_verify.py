@@ -170,6 +170,7 @@ def test_changed_rows_are_read_as_the_whole_leaf_that_they_make(recorder_name: s
         torch.tensor([1]), torch.tensor([[9, 10, 11]], dtype=torch.int32)
     )
     fields["slot_mapping"] = torch.tensor([3, 39, 27])
+    fields["token_ids"] = (like.token_ids + 1) % toys.V  # or the old row would hold the same
     asked(cache, Changed(**fields, spec=like.spec))
     assert asked.stats.verified == 2 and asked.stats.differences == 0
 
@@ -186,6 +187,27 @@ def test_generators_go_on_as_without_it_and_draw_the_same_twice(recorder_name: s
         drawn.append([fast(w, torch.zeros(2, 3, device=device)) for _ in range(3)])
     assert fast.stats.verified == 3 and fast.stats.differences == 0
     toys.assert_trees(drawn[1], drawn[0])
+
+
+def test_generators_go_on_where_bare_forward_fails_after_a_draw():
+    def noisy(w: Tensor, x: Tensor) -> Tensor:
+        x = x * w + torch.rand(x.shape, generator=generator)
+        if fails and len(drawn):
+            raise ValueError("no more")
+        return x
+
+    states, w = [], torch.ones(3)
+    for fails in (False, True):
+        generator, drawn = torch.Generator().manual_seed(3), []  # type: ignore[var-annotated]
+        fast = fg.graphify(noisy, stage="x", generators=(generator,), verify=1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                drawn.append(fast(w, torch.zeros(2, 3)))
+                generator.set_state(generator.get_state())
+        states.append((generator.get_state(), torch.cat(drawn)))
+        assert bool(fast.stats.unverified) is fails
+    toys.assert_trees(states[1], states[0])
 
 
 def test_draws_of_a_padded_key_are_refused_with_the_reason(recorder_name: str, device: Any):
@@ -319,9 +341,13 @@ def test_stats_of_verified_steps_add_up():
 
 def test_the_difference_is_kept_with_what_it_takes_to_run_it_again():
     fault = planted.one_bit("tape", "cpu", verify=fg.Verify(1.0, keep=3), lazy=True)
+    batch = toys.decode(2)
     with pytest.warns(UserWarning, match="differ"):
-        fault.step(fault.cache, toys.decode(2))
+        fault.step(fault.cache, batch)
     (kept,) = fault.step.differences
+    was = batch.token_ids.clone()
+    batch.token_ids.zero_()  # the caller's to refill
+    assert was.any() and torch.equal(kept.saved.leaves[0], was)
     assert kept.saved.spec == toys.decode(2).spec and kept.ran.mode is toys.FULL
     assert kept.saved.nbytes < 10_000 and "call 1, BatchSpec" in repr(kept)
     assert verified.is_padded(fault.step.main, fault.step.main.prepare(kept.saved.spec)) is False

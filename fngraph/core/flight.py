@@ -129,7 +129,7 @@ class Flown(NamedTuple):
         return self.padded - self.spec.num_tokens
 
 
-class Part(NamedTuple):
+class KeyPart(NamedTuple):
     """A graph or an eager call of a key.
 
     Attributes:
@@ -166,7 +166,7 @@ class KeyLog(NamedTuple):
     measured: tuple[int, int] | None = None
     captured: float = 0.0
     in_step: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[KeyPart, ...] = ()
 
 
 class Log(NamedTuple):
@@ -318,7 +318,7 @@ def _key_log(
     pool, graph = estimated
     taken = None if measured is None else (int(measured[0]), int(measured[1]))
     return KeyLog(key, tokens, (pool, graph), taken, captured, in_step,
-                  tuple(Part(*part) for part in parts))  # fmt: skip
+                  tuple(KeyPart(*part) for part in parts))  # fmt: skip
 
 
 def _fields(spec: BatchSpec) -> dict[str, object]:

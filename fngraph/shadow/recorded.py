@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fngraph.core import BatchDescriptor, BatchSpec, Flown, KeyLog, Log, Mode, Part
+from fngraph.core import BatchDescriptor, BatchSpec, Flown, KeyLog, KeyPart, Log, Mode
 from fngraph.core.dispatching import Allowed
 from fngraph.core.lookup import Dispatch
 from fngraph.core.spec import COUNTS, Key
@@ -119,10 +119,10 @@ class RecordedStep(VerifiedStep[R]):
                 if tuple(key) == (row.mode, row.key)]  # fmt: skip
         replay = self.main.replays.get((row.mode, row.key))
         times = self._measured.get((row.mode, row.key))
-        parts: tuple[Part, ...] = ()
+        parts: tuple[KeyPart, ...] = ()
         if times is not None and replay is not None:
             parts = tuple(
-                Part(name, us, paced, isinstance(call, EagerCall))
+                KeyPart(name, us, paced, isinstance(call, EagerCall))
                 for (name, us), paced, call in zip(times.rows, times.paced, replay.calls)
             )
         return KeyLog(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fngraph.__main__ import main
-from fngraph.core import BatchSpec, Flown, KeyLog, Log, Mode, Part
+from fngraph.core import BatchSpec, Flown, KeyLog, KeyPart, Log, Mode
 from fngraph.errors import SpecError
 from fngraph.report import charts_of, draw_log, page_of
 
@@ -39,9 +39,9 @@ LOG = Log(
     tuple(map(flown, range(120))),
     (
         KeyLog("FULL 4x4 q1", 4, (1000, 2000), (1_500_000, 700_000), 4000.0, 1,
-               (Part("graph 0", 50.0, 50.0, False),)),
+               (KeyPart("graph 0", 50.0, 50.0, False),)),
         KeyLog("PIECEWISE 16", 16, (1000, 2000), (0, 900_000), 9000.0, 0,
-               (Part("graph 0", 20.0, 22.0, False), Part("attention 0", 30.0, 70.0, True))),
+               (KeyPart("graph 0", 20.0, 22.0, False), KeyPart("attention 0", 30.0, 70.0, True))),
         *(KeyLog(f"PIECEWISE {n}", n, (1000, 2000)) for n in range(17, 90)),
     ),
     (("piece 0", "T 1..16", 3, False, 1.5e6), ("piece 1", "T 1..16", 2, True, 3e3)),

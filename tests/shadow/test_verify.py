@@ -189,12 +189,11 @@ def test_generators_go_on_as_without_it_and_draw_the_same_twice(recorder_name: s
     toys.assert_trees(drawn[1], drawn[0])
 
 
-def test_generators_go_on_where_bare_forward_fails_after_a_draw():
+def test_generators_go_on_where_bare_forward_fails_before_a_draw():
     def noisy(w: Tensor, x: Tensor) -> Tensor:
-        x = x * w + torch.rand(x.shape, generator=generator)
         if fails and len(drawn):
             raise ValueError("no more")
-        return x
+        return x * w + torch.rand(x.shape, generator=generator)
 
     states, w = [], torch.ones(3)
     for fails in (False, True):

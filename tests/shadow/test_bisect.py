@@ -24,6 +24,7 @@ def made(recorder: str, device: Any, **options: Any) -> Any:
     return stage.capture(params, cache, recorder=recorder, lazy=True), params, cache
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
 def test_where_nothing_differs_it_says_so_and_leaves_all_as_it_was(
     modes: str, recorder_name: str, device: Any
@@ -38,6 +39,7 @@ def test_where_nothing_differs_it_says_so_and_leaves_all_as_it_was(
         step(cache, batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
 def test_a_stale_weight_is_named_in_every_mode(modes: str, recorder_name: str, device: Any):
     step, params, _ = made(recorder_name, device, modes=modes)

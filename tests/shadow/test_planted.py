@@ -15,6 +15,7 @@ import fngraph as fg
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", planted.FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found_within_500_steps_and_its_line_is_named(
     fault: Callable[..., planted.Planted], recorder_name: str, device: Any

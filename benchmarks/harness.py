@@ -25,7 +25,7 @@ import fngraph as fg
 
 NAMES = ("attention", "capture", "compile", "decode", "dispatch", "encoder", "fp8", "host",
          "latent", "launch", "linear", "prefill", "ranks", "recurrent", "serve", "staging",
-         "startup", "steps", "trace", "traffic", "train")  # fmt: skip
+         "startup", "steps", "trace", "traffic", "train", "verify")  # fmt: skip
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 REFUSED = (fg.errors.BackendError, fg.errors.ModesError, fg.errors.PackageError,
            fg.errors.SizesError, fg.errors.SpecError)  # fmt: skip

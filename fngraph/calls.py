@@ -94,6 +94,12 @@ class PrimitiveCall:
         self.primitive.call(backend, args, self.config, host, **plan)
         return ()
 
+    def bare(self, *tensors: torch.Tensor) -> None:
+        """Call it as the op does outside of a graph: by what suits, over rows that are all true."""
+        backend = self.primitive.suited(self.config)
+        args, _ = self._given(backend, tensors, None)
+        self.primitive.call(backend, args, self.config, None)
+
     def _given(
         self, backend: Backend, tensors: Sequence[torch.Tensor], key: BatchDescriptor | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

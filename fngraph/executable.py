@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 
 from fngraph.compile.piece import CompiledPiece
 from fngraph.core import BatchDescriptor, BufferPlan, Dim, DispatchTable, Limits, Mode, key_sizes
@@ -22,6 +23,7 @@ from fngraph.core.program import Program
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.leaves import Leaf
+from fngraph.fx.rows.boxes import Boxes
 from fngraph.fx.tracing.ambient import Ambient
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.backend import Planner
@@ -50,6 +52,18 @@ class Maker(Protocol):
     def keeps_order(self, position: int, treedef: Any) -> bool:
         """Whether the function computes the same for an argument of that structure, which has the
         traced one's keys in another order; it does unless it goes by the order."""
+        ...
+
+    def rehearse(
+        self, true: Sequence[torch.Tensor], padded: Sequence[torch.Tensor]
+    ) -> tuple[str, str, str] | None:
+        """Run the function as it was traced on a batch, and on it in a key: the first op, the
+        user's line and what is said there of padding that is not so; None: all of it is.
+
+        Args:
+            true: all leaves at the batch's sizes. They are written where it writes them.
+            padded: the same at a key's.
+        """
         ...
 
     def accepts(self, leaves: Sequence[Leaf]) -> bool:
@@ -85,6 +99,9 @@ class Executable:
         level: of compilation.
         compiled: pieces that were compiled, each once.
         matches: how often each pass has matched, by its name.
+        modules: for each instruction its traced ops, `gm(T, R, *tensors)`; None for a primitive.
+        asked: which of "grad" and "inference" mode `forward` has asked for.
+        dirty: index of an output to its elements that are not bare `forward`'s, kept for padding.
         peers: the processes that its collectives meet; None: it has none.
     """
 
@@ -113,6 +130,9 @@ class Executable:
     compiled: tuple[CompiledPiece, ...]
     matches: Mapping[str, int]
     maker: Maker
+    modules: tuple[fx.GraphModule | None, ...] = ()
+    asked: frozenset[str] = frozenset()
+    dirty: Mapping[int, Boxes] = dataclasses.field(default_factory=dict)
     peers: Peers | None = None
 
     def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:

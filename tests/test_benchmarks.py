@@ -30,6 +30,7 @@ QUICK = {
     "trace": ["--layers", "1"],
     "traffic": [],
     "train": ["--levels", "none"],
+    "verify": [],
 }
 
 
@@ -69,6 +70,7 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("serve --tiny --blocks 1", "--blocks 1"),
         ("traffic --requests x", "'x'"),
         ("train --models 1B", "'1B'"),
+        ("verify --tiny --share 0", "0 is not above 0"),
     ],
 )
 def test_a_mistake_is_told_in_a_line(argv: str, told: str, capsys):

@@ -62,7 +62,7 @@ from fngraph.core.costs.launch import LaunchModel, Part, StepTime, crossing, pre
 from fngraph.core.stats import Stats
 
 # flight.py: recorded specs, replayed offline
-from fngraph.core.flight import Flight, Replayed
+from fngraph.core.flight import Flight, Flown, KeyLog, KeyPart, Log, Replayed
 
 # memory.py: what keys cost
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
@@ -98,6 +98,7 @@ __all__ = [
     "Explanation",
     "Field",
     "Flight",
+    "Flown",
     "Grid",
     "HostBounds",
     "HostConstants",
@@ -105,10 +106,13 @@ __all__ = [
     "Item",
     "Key",
     "KeyBounds",
+    "KeyLog",
     "KeyMemory",
+    "KeyPart",
     "Ladders",
     "LaunchModel",
     "Limits",
+    "Log",
     "MemoryTable",
     "Mode",
     "Packed",

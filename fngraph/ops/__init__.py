@@ -34,6 +34,7 @@ from fngraph.ops.paged.latent import (
 from fngraph.ops.paged.multi_head import ATTENTION as ATTENTION, attention as attention
 from fngraph.ops.primitives import (
     PRIMITIVES as PRIMITIVES,
+    Pages as Pages,
     Primitive as Primitive,
     define as define,
     primitive as primitive,

@@ -25,6 +25,7 @@ from fngraph.core import (
     DispatchTable,
     Explanation,
     Limits,
+    Log,
     Mode,
     Stats,
     dispatch,
@@ -36,7 +37,7 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
 from fngraph.core.stats import CompileKey
-from fngraph.errors import AmbientError, RankError, SpecError
+from fngraph.errors import AmbientError, RankError, SpecError, TreeError
 from fngraph.executable import Executable, launch_model_of
 from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.tracing.ambient import (
@@ -256,6 +257,20 @@ class Step(Generic[R]):
     def _family(self) -> list[Keys]:
         """The keys of every program."""
         return list({id(keys): keys for keys in (self.main, *self.by_ambient.values())}.values())
+
+    @property
+    def differences(self) -> Sequence[Any]:
+        """What `verify=` has found, the first ones; see `fg.Difference`."""
+        return ()
+
+    @property
+    def log(self) -> Log:
+        """What its last steps were, for `record=`; see `fg.core.Log`.
+
+        Raises:
+            TreeError: its steps are not recorded.
+        """
+        raise TreeError("its steps are not recorded. Say how many: capture(..., record=1000)")
 
     # what runs as what
 
@@ -635,8 +650,12 @@ def make_step(
     outputs: str = "own",
     rules: Rules | None = None,
     guards: bool = False,
+    make: Callable[[Shared, Executable], Step[Any]] | None = None,
 ) -> Step[Any]:
     """A step over held and donated arguments, given in `forward`'s order; nothing is captured yet.
+
+    Args:
+        make: what makes it, if it is to be more than a `Step`.
 
     Raises:
         TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
@@ -656,4 +675,4 @@ def make_step(
         entry = dataclasses.replace(entry, leaves=tables.reader(args, entry.leaves))
     borrow = outputs == "borrow"
     shared = Shared(binding, made, entry, tables, rules or Rules(), borrow, guards, Stats())
-    return Step(shared, executable)
+    return (make or Step)(shared, executable)

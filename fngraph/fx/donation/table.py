@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 from fngraph.errors import DonationError
 from fngraph.fx.donation.inplace import make_in_place
 from fngraph.fx.donation.liveness import Memory
@@ -48,6 +48,9 @@ class DonationTable:
     """Every donated leaf, in order."""
 
     rows: tuple[Donation, ...]
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """One line a leaf: path, how, why."""

@@ -16,7 +16,13 @@ from tests.models import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "tp2_ep2": {"tp": 2, "ep": 2}}
 APART = ("no_ops", "fold_constants")  # what a split vocabulary adds is for them as well
-NO_LINEARS = tuple(one.name for one in PASSES if "linears" not in one.name)
+REDUCED = "all_reduce_rms_norm"
+NO_LINEARS = tuple(one.name for one in PASSES if "linears" not in one.name and one.name != REDUCED)
+SUMS = {  # sums over processes with an addition and a norm behind
+    "llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3,
+    "gemma3_text": 0,  # its norms come before the addition
+    "qwen3_moe": 5, "mamba2": 1, "deepseek_v2": 5, "deepseek_v3": 5, "qwen3_next": 7,
+}  # fmt: skip
 
 
 def matches(family: Any, params: Any, passes: tuple[str, ...]) -> dict[str, int]:
@@ -55,3 +61,19 @@ def test_passes_match_on_a_part_as_often_as_on_the_whole(
         want["rms_norm"] -= len(params.layers)
     assert matches(family, own, NO_LINEARS) == want
     assert matches(family, own, ("linears",)) == matches(family, params, ("linears",))
+
+
+@pytest.mark.sampled("llama-tp2]", "gemma3_text-tp2]")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", tiny.GENERATIVE)
+def test_sums_over_processes_go_with_the_norms_behind_them(
+    name: str, sizes: dict[str, int], folder: Callable[[str], Path]
+):
+    """As often as there are such; each is a sum and a norm less for the pass of these. Never on the
+    whole."""
+    family = loading.family(folder(name))
+    _, params = family.load(folder(name))
+    own, sums = part(family, params, sizes), (REDUCED, "add_rms_norm")
+    assert matches(family, params, (REDUCED,)) == {REDUCED: 0}
+    found, alone = matches(family, own, sums), matches(family, own, sums[1:])
+    assert found == {REDUCED: SUMS[name], "add_rms_norm": alone["add_rms_norm"] - SUMS[name]}

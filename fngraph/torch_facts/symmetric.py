@@ -1,0 +1,62 @@
+"""Torch's private names of memory that processes read of each other, and what is made of them.
+
+Read in torch 2.11 and 2.13. `torch.distributed._symmetric_memory` may change, as it says of itself.
+Not yet run on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ON_ONE_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""An environment variable of torch's: "1" lets several processes share a device, for tests."""
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """A context in which torch makes no multicast objects over NVLink for such memory."""
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+
+
+def share(group: str, size: int, device: torch.device) -> tuple[Tensor, list[int], Any]:
+    """A block of zeros, where each process of a group has its own, as this one reads them, and what
+    keeps all of them alive. All of the group call it at once.
+
+    Raises:
+        RuntimeError: they cannot, as torch says.
+    """
+    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+
+    with _without_multicast():
+        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        own.zero_()
+        torch.cuda.synchronize(device)  # before a peer may write
+        handle = symmetric.rendezvous(own, group)
+    # addresses are of allocations; a tensor may lie further on in one, in all of them alike
+    further = own.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return own, [at + further for at in handle.buffer_ptrs], handle
+
+
+def timeout_s(group: Any) -> float:
+    """How long a process group waits; of several backends, the CPU's."""
+    from fngraph.torch_facts.names import serves_cpu
+
+    device = torch.device("cpu" if serves_cpu(group) else "cuda")
+    waits: float = group._get_backend(device).options._timeout.total_seconds()
+    return waits

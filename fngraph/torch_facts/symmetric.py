@@ -7,9 +7,10 @@ Not yet run on a device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,3 +61,27 @@ def timeout_s(group: Any) -> float:
     device = torch.device("cpu" if serves_cpu(group) else "cuda")
     waits: float = group._get_backend(device).options._timeout.total_seconds()
     return waits
+
+
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: str) -> Tensor:
+    """This process's of so many equal parts of the rows of the sum of every process's x @ w."""
+    ops = _ops()
+    with _without_multicast():
+        made: Tensor = ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
+    return made
+
+
+def all_gather_matmul(x: Tensor, weights: Sequence[Tensor], group: str) -> Sequence[Tensor]:
+    """Every process's rows, one behind the other, times each weight."""
+    ops = _ops()
+    with _without_multicast():  # nor what torch does where A is not asked for
+        made: Sequence[Tensor] = ops.fused_all_gather_matmul(
+            x, list(weights), 0, group, return_A=True
+        )[1]
+    return made
+
+
+@functools.cache
+def _ops() -> Any:
+    importlib.import_module("torch.distributed._symmetric_memory")  # which defines them
+    return torch.ops.symm_mem

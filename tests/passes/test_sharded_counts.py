@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "tp2_ep2": {"tp": 2, "ep": 2}}
 APART = ("no_ops", "fold_constants")  # what a split vocabulary adds is for them as well
 REDUCED = "all_reduce_rms_norm"
-NO_LINEARS = tuple(one.name for one in PASSES if "linears" not in one.name and one.name != REDUCED)
+ROWS = ("sequence_parallel", "matmul_reduce_scatter", "all_gather_matmul")
+NO_LINEARS = tuple(
+    one.name for one in PASSES if "linears" not in one.name and one.name not in (REDUCED, *ROWS)
+)
 SUMS = {  # sums over processes with an addition and a norm behind
     "llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3,
     "gemma3_text": 0,  # its norms come before the addition
@@ -74,6 +77,9 @@ def test_sums_over_processes_go_with_the_norms_behind_them(
     family = loading.family(folder(name))
     _, params = family.load(folder(name))
     own, sums = part(family, params, sizes), (REDUCED, "add_rms_norm")
-    assert matches(family, params, (REDUCED,)) == {REDUCED: 0}
+    assert set(matches(family, params, (REDUCED, *ROWS)).values()) == {0}
+    assert matches(family, own, ROWS[:1]) == {ROWS[0]: SUMS[name]}
+    if name == "llama":  # whose products are all by arguments
+        assert matches(family, own, ROWS) == dict.fromkeys(ROWS, 3)
     found, alone = matches(family, own, sums), matches(family, own, sums[1:])
     assert found == {REDUCED: SUMS[name], "add_rms_norm": alone["add_rms_norm"] - SUMS[name]}

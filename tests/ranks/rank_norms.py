@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,24 +77,31 @@ def make_forward(tp: fg.Axis, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def in_graphs(
-    rank: int, size: int, passes: tuple[str, ...], modes: tuple[str, ...], compile: str = "none"
-) -> dict[str, Any]:
-    """By mode: how far results are from bare forward's at most; by pass, how often it matched."""
+    rank: int, size: int, cases: Sequence[tuple[str, tuple[str, ...], str]], compile: str = "none"
+) -> dict[tuple[str, str], tuple[float, dict[str, int]]]:
+    """By name and mode: how far results are from bare forward's at most, and how often each pass
+    matched.
+
+    Args:
+        cases: a name, passes, a mode.
+    """
     warnings.simplefilter("ignore")
     tp = fg.make_mesh("cpu", timeout=60, tp=size)["tp"]
-    forward, weights, found = make_forward(tp), params(rank), {}
-    for mode in modes:
+    forward, weights = make_forward(tp), params(rank)
+    batches = [batch(i, T, R) for i, (T, R) in enumerate((*BATCHES, BATCHES[0]))]
+    wanted = [forward(weights, one) for one in batches]
+    found = {}
+    for name, passes, mode in cases:
         fast = fg.graphify(
             forward, stage="batch", modes=mode, sizes=(4, 8), passes=passes, compile=compile
         )
         step = fast.bind(weights).capture(LIMITS, guards=True, progress=False)
-        off = 0.0
-        for i, (T, R) in enumerate((*BATCHES, BATCHES[0])):
-            one = batch(i, T, R)
-            for got, want in zip(step(one), forward(weights, one), strict=True):
-                off = max(off, (got - want).abs().max().item())
-        found[mode] = off
-        found["matches"] = dict(step.stats.passes)
+        off = [
+            (got - want).abs().max().item()
+            for one, results in zip(batches, wanted)
+            for got, want in zip(step(one), results, strict=True)
+        ]
+        found[name, mode] = max(off), dict(step.stats.passes)
     return found
 
 

@@ -3,6 +3,8 @@ in every mode; on GPUs the kernel that reads the others' memory, on one device a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,24 +18,47 @@ MODES = ("FULL", "PIECEWISE", "NONE")
 REDUCED = "all_reduce_rms_norm"
 
 
+SEQUENCE = "sequence_parallel"
+BOTH = (SEQUENCE, "matmul_reduce_scatter", "all_gather_matmul")
+LISTS: dict[str, dict[str, int]] = {  # how often: the third sum's norm is of some rows alone
+    "reduced": {REDUCED: 2},
+    "sequence": {SEQUENCE: 2},
+    "overlapped": {SEQUENCE: 2, BOTH[1]: 2, BOTH[2]: 1},  # the second norm is returned as well
+}
+CASES = [("reduced", mode) for mode in MODES] + [("sequence", "NONE"), ("overlapped", "FULL")]
+COMPILED = [(one, (one,), "FULL") for one in (REDUCED, SEQUENCE)]
+
+
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    ran = starting.run(rank_norms.in_graphs, 2, 2, (REDUCED,), MODES)
-    return starting.values(ran)
+def ran() -> Callable[[int], list[dict[str, Any]]]:
+    """What each of so many processes finds, by list of passes."""
+
+    @functools.cache
+    def of(size: int) -> list[dict[str, Any]]:
+        cases = [(name, tuple(LISTS[name]), mode) for name, mode in CASES]
+        return starting.values(starting.run(rank_norms.in_graphs, size, size, cases))
+
+    return of
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_it_is_the_ops_that_it_stands_for(two: list[dict[str, Any]], mode: str) -> None:
-    for found in two:
-        assert found[mode] <= (0.0 if mode == "NONE" else 1e-5)  # products are of more rows there
-        assert found["matches"] == {REDUCED: 2}  # the third's norm is of some rows
+@pytest.mark.parametrize(("passes", "mode"), CASES)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.rest)])
+def test_it_is_the_ops_that_it_stands_for(
+    ran: Callable[[int], list[dict[str, Any]]], size: int, passes: str, mode: str
+) -> None:
+    """Of rows that can be shared out evenly, and not."""
+    for found in ran(size):
+        exact = mode == "NONE" and passes == "reduced"  # products are of more rows in graphs
+        off, matches = found[passes, mode]
+        assert off <= (0.0 if exact else 1e-5)
+        assert matches == LISTS[passes]
 
 
 @pytest.mark.rest  # Inductor and a C++ compiler
 def test_in_compiled_pieces() -> None:
-    ran = starting.run(rank_norms.in_graphs, 2, 2, (REDUCED,), ("FULL",), "pieces", within=200)
+    ran = starting.run(rank_norms.in_graphs, 2, 2, COMPILED, "pieces", within=300)
     for found in starting.values(ran):
-        assert found["FULL"] < 1e-5 and found["matches"] == {REDUCED: 2}
+        assert all(off < 1e-5 and matches for off, matches in found.values())
 
 
 HERE = Has("here", 0, "", (1, 2, 3))

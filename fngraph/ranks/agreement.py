@@ -3,8 +3,9 @@
 Where they agree it takes one exchange of some bytes a group. Where they do not, each sends all that
 it has to say, and each raises the same `RankError`, of the first thing that differs.
 
-The groups are those of a mesh's axes. One exchange along each axis in turn, with what the ones
-before have found, tells every process of the grid whether any two of them differ.
+One exchange along each axis of a mesh in turn, with what the ones before have found, tells every
+process of the grid whether any two of them differ. It has a group of its own, of gloo, made at the
+first: a process that is in a collective of the model's is not taken for one that agrees.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ import torch.distributed as dist
 
 from fngraph.errors import RankError
 from fngraph.ranks.faults import failing_as
-from fngraph.torch_facts.names import all_gather_into, serves_cpu
+from fngraph.torch_facts.names import all_gather_into, timeout_s
 
 Told = Mapping[str, str]
 """What a process says of itself, by name, in the order in which it is compared."""
@@ -128,7 +131,7 @@ def meet(
     wrong = int(trouble)
     for axis, group in peers.groups:
         with failing_as(f"the agreement to {what},", axis, group) as found:
-            rows = _gathered(found, [number, wrong, sum(1 << f for f in flags)])
+            rows = _gathered(agreeing(found), [number, wrong, sum(1 << f for f in flags)])
         wrong = int(any(w for _, w, _ in rows) or len({n for n, *_ in rows}) > 1)
         flags.update(_bits(rows))
     if not wrong:
@@ -146,7 +149,7 @@ def tell_all(peers: Peers, what: str, own: Told) -> dict[int, Told]:
     for axis, group in peers.groups:
         with failing_as(f"the agreement to {what},", axis, group) as found:
             parts: list[Any] = [None] * dist.get_world_size(found)
-            dist.all_gather_object(parts, told, group=found)
+            dist.all_gather_object(parts, told, group=agreeing(found))
         for part in parts:
             told |= part
     return told
@@ -157,10 +160,31 @@ def _bits(rows: Sequence[Sequence[int]]) -> Iterator[int]:
         yield from (i for i in range(mask.bit_length()) if mask >> i & 1)
 
 
+_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def agreeing(group: Any) -> Any:
+    """The group by which the processes of a model's group agree, in its order of ranks; all of them
+    come to the first call at once. It ends with `destroy_process_group`, as theirs does.
+
+    Raises:
+        RuntimeError: one of them does not come.
+    """
+    found = _GROUPS.get(group)
+    if found is None:
+        found = _GROUPS[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timedelta(seconds=timeout_s(group)),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="agreement",
+        )
+    return found
+
+
 def _gathered(group: Any, numbers: Sequence[int]) -> list[list[int]]:
     """Each process's numbers, in the order of ranks."""
-    device = "cpu" if serves_cpu(group) else torch.device("cuda", torch.cuda.current_device())
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    own = torch.tensor(numbers, dtype=torch.int64)
     out = own.new_empty(dist.get_world_size(group) * len(numbers))
     all_gather_into(out, own, group)
     found: list[list[int]] = out.view(-1, len(numbers)).tolist()

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from fngraph.errors import RankError
 from fngraph.ops.peers import LARGEST, PROGRAMS, Shared, block_bytes
 from fngraph.ranks.faults import failing_as, group_of
-from fngraph.torch_facts.names import is_capturing
-from fngraph.torch_facts.symmetric import ON_ONE_DEVICE, share, timeout_s
+from fngraph.torch_facts.names import is_capturing, timeout_s
+from fngraph.torch_facts.symmetric import ON_ONE_DEVICE, share
 
 
 class Has(NamedTuple):

@@ -54,15 +54,6 @@ def share(group: str, size: int, device: torch.device) -> tuple[Tensor, list[int
     return own, [at + further for at in handle.buffer_ptrs], handle
 
 
-def timeout_s(group: Any) -> float:
-    """How long a process group waits; of several backends, the CPU's."""
-    from fngraph.torch_facts.names import serves_cpu
-
-    device = torch.device("cpu" if serves_cpu(group) else "cuda")
-    waits: float = group._get_backend(device).options._timeout.total_seconds()
-    return waits
-
-
 def matmul_reduce_scatter(x: Tensor, w: Tensor, group: str) -> Tensor:
     """This process's of so many equal parts of the rows of the sum of every process's x @ w."""
     ops = _ops()

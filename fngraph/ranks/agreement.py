@@ -4,8 +4,8 @@ Where they agree it takes one exchange of some bytes a group. Where they do not,
 it has to say, and each raises the same `RankError`, of the first thing that differs.
 
 One exchange along each axis of a mesh in turn, with what the ones before have found, tells every
-process of the grid whether any two of them differ. It has a group of its own, of gloo, made at the
-first: a process that is in a collective of the model's is not taken for one that agrees.
+process of the grid whether any two of them differ. It has a group of its own, of gloo, which
+`make_mesh` makes: who is in a collective of the model's is not taken for one that agrees.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +21,8 @@ import torch.distributed as dist
 
 from fngraph.errors import RankError
 from fngraph.ranks.faults import failing_as
-from fngraph.torch_facts.names import all_gather_into, timeout_s
+from fngraph.ranks.mesh import agreeing
+from fngraph.torch_facts.names import all_gather_into, serves_cpu
 
 Told = Mapping[str, str]
 """What a process says of itself, by name, in the order in which it is compared."""
@@ -160,31 +159,10 @@ def _bits(rows: Sequence[Sequence[int]]) -> Iterator[int]:
         yield from (i for i in range(mask.bit_length()) if mask >> i & 1)
 
 
-_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def agreeing(group: Any) -> Any:
-    """The group by which the processes of a model's group agree, in its order of ranks; all of them
-    come to the first call at once. It ends with `destroy_process_group`, as theirs does.
-
-    Raises:
-        RuntimeError: one of them does not come.
-    """
-    found = _GROUPS.get(group)
-    if found is None:
-        found = _GROUPS[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timedelta(seconds=timeout_s(group)),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="agreement",
-        )
-    return found
-
-
 def _gathered(group: Any, numbers: Sequence[int]) -> list[list[int]]:
     """Each process's numbers, in the order of ranks."""
-    own = torch.tensor(numbers, dtype=torch.int64)
+    device = "cpu" if serves_cpu(group) else torch.device("cuda", torch.cuda.current_device())
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
     out = own.new_empty(dist.get_world_size(group) * len(numbers))
     all_gather_into(out, own, group)
     found: list[list[int]] = out.view(-1, len(numbers)).tolist()

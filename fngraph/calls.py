@@ -49,6 +49,11 @@ class PrimitiveCall:
         """All that may run it."""
         return (self.backend,) if self.uniform is None else (self.uniform, self.backend)
 
+    @property
+    def own_uniform(self) -> bool:
+        """Whether uniform batches should have keys of their own, whatever the mode."""
+        return self.uniform is not None or self.backend.own_uniform
+
     def levels(self) -> list[tuple[str, Support]]:
         """The level of each backend, by name and layer."""
         kinds = [""] if self.uniform is None else ["uniform: ", "mixed: "]

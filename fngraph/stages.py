@@ -459,7 +459,7 @@ class Split:
         )  # fmt: skip
         dispatch_table = build_table(
             resolution.modes, resolution.sizes, limits, options.adapters, options.fields,
-            options.cost, own_uniform=any(call.uniform is not None for call in calls),
+            options.cost, own_uniform=any(call.own_uniform for call in calls),
             key_reqs=options.key_reqs,
         )  # fmt: skip
         top = key_sizes(dispatch_table.top, None, limits.max_reqs, limits.dims)

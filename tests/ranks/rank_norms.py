@@ -199,8 +199,8 @@ def in_a_graph(rank: int, size: int, shares_device: bool, launches: int = 200) -
     return {"wrong": wrong, "us": begin.elapsed_time(end) / 50 / 8 * 1e3}
 
 
-def alone(rank: int, shares_device: bool) -> tuple[str, float]:
-    """What one is told, and after how many seconds, whose peer does not come."""
+def alone(rank: int, shares_device: bool) -> None:
+    """One whose peer does not come: its error says after how many seconds."""
     from fngraph.ops.peers import ONE_SHOT
     from fngraph.ops.triton.reducing import all_reduce_rms_norm
     from fngraph.ranks.symmetric import shared_of
@@ -211,12 +211,11 @@ def alone(rank: int, shares_device: bool) -> tuple[str, float]:
     x = torch.ones(2, 64, device="cuda")
     if rank == 1:
         time.sleep(8)
-        return "", 0.0
+        return
     began = time.monotonic()
     try:
         soon = dataclasses.replace(shared, wait_s=2)
         all_reduce_rms_norm(x, x, x[0], 1e-5, False, soon, ONE_SHOT)
         torch.cuda.synchronize()
     except RuntimeError as error:
-        return str(error), time.monotonic() - began
-    return "", time.monotonic() - began
+        raise RuntimeError(f"after {time.monotonic() - began:.0f} s: {error}") from None

@@ -50,6 +50,7 @@ NUM_BLOCKS = 14  # six requests would like some 24
 SIZES = (6, 24)
 CANCELLED = 5  # this request, before the step of this number
 AT = 8
+LATE = range(20, 50, 2)  # of these steps one team gets a request more
 
 
 class Asked(NamedTuple):
@@ -250,7 +251,8 @@ def failing(at: int) -> Callable[[State], State]:
 
 
 def ahead(mesh: fg.Mesh, steps: Steps, cache: Any) -> tuple[Ran, int, int]:
-    """The stream without drafts, whose steps are agreed on ahead; how many of all were not."""
+    """The stream without drafts, whose steps are agreed on ahead, and to which one team gets more
+    requests meanwhile; how many of all steps were not."""
     asked: list[int] = []
 
     def counting(ranks: Any, spec: Any) -> Any:
@@ -264,6 +266,8 @@ def ahead(mesh: fg.Mesh, steps: Steps, cache: Any) -> tuple[Ran, int, int]:
     def inbox(state: State) -> State:
         nonlocal number
         number += 1
+        if number in LATE and mesh["dp"].rank == 0:
+            return submit(state, policy, (number, 7, 9), 4)
         return cancel(state, CANCELLED) if number == AT else state
 
     loop.agree = counting  # type: ignore[attr-defined]

@@ -15,6 +15,8 @@ import torch
 
 from fngraph.compile.piece import CompiledPiece
 from fngraph.core import BatchDescriptor, BufferPlan, Dim, DispatchTable, Limits, Mode, key_sizes
+from fngraph.core.costs.launch import Count, LaunchModel
+from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes
 from fngraph.core.program import Program
 from fngraph.fx.ambient import Ambient
@@ -79,6 +81,7 @@ class Executable:
         query_lens: tokens a request of the uniform batches that will come.
         plan: the static buffers.
         estimate: bytes that a key will take, of its mode and descriptor.
+        count: what its instructions do, for a launch model.
         level: of compilation.
         compiled: pieces that were compiled, each once.
         matches: how often each pass has matched, by its name.
@@ -105,6 +108,7 @@ class Executable:
     query_lens: tuple[int, ...]
     plan: BufferPlan
     estimate: Callable[[Mode, BatchDescriptor], Bytes]
+    count: Count
     level: str
     compiled: tuple[CompiledPiece, ...]
     matches: Mapping[str, int]
@@ -125,3 +129,16 @@ class Executable:
 def sizes_of(descriptor: BatchDescriptor, limits: Limits) -> dict[str, int]:
     """{"T": padded tokens, "R": padded requests, ...} of a key."""
     return key_sizes(descriptor.num_tokens, descriptor.num_reqs, limits.max_reqs, limits.dims)
+
+
+COMPILED = (
+    "pieces are compiled, and counted op by op: fewer kernels will run, which move fewer bytes"
+)
+
+
+def launch_model_of(
+    count: Count, table: DispatchTable, level: str, constants: Constants, context: int | None
+) -> LaunchModel:
+    """See `Lowered.launch_model`."""
+    notes = () if level == "none" else (COMPILED,)
+    return LaunchModel(count, table, constants, notes, context)

@@ -42,11 +42,13 @@ from fngraph.core import (
     trees,
 )
 from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
+from fngraph.core.costs.launch import Count, LaunchModel
+from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Program
 from fngraph.core.text import count, did_you_mean, table
 from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
-from fngraph.executable import Executable, sizes_of
+from fngraph.executable import Executable, launch_model_of, sizes_of
 from fngraph.fx.advice import in_own_names
 from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
@@ -65,6 +67,7 @@ from fngraph.fx.pieces.collectives import (
 )
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
+from fngraph.fx.pieces.work import counter
 from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, row_errors
 from fngraph.fx.rows.pads import NOWHERE, check_pads
 from fngraph.fx.rows.state import OFFSETS
@@ -308,6 +311,7 @@ class Lowered:
             query_lens=traced.options.query_lens,
             plan=self.plan,
             estimate=self._estimate,
+            count=self._count,
             level=self.level,
             compiled=compiled,
             matches={one.one.name: one.matches for one in traced.passes},
@@ -370,6 +374,21 @@ class Lowered:
             return estimate(pieces, alive(), mode, sizes_of(descriptor, limits), outputs)
 
         return of_key
+
+    def launch_model(self, constants: Constants, context: int | None = None) -> LaunchModel:
+        """What steps will take in each mode, predicted: `print(model.as_text())`.
+
+        Args:
+            constants: of the machine, `fg.core.Constants.loads(text)`; what measures them is
+                `python -m benchmarks launch --constants FILE`.
+            context: tokens of each request where a batch's spec does not say.
+        """
+        return launch_model_of(self._count, self.table, self.level, constants, context)
+
+    @functools.cached_property
+    def _count(self) -> Count:
+        """What the parts do, without the stage."""
+        return counter(self.split.pieces, self.split.traced.graph)
 
     def as_text(self) -> str:
         """Backends, modes, keys and buffers."""

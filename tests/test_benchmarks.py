@@ -22,6 +22,7 @@ QUICK = {
     "dispatch": [],
     "fp8": ["--parts", "step"],
     "host": [],
+    "launch": ["--tokens", "1", "80"],
     "prefill": [],
     "ranks": ["--batch", "2", "--ways", "FULL-fused", "captured"],
     "startup": ["--top", "1", "--mode", "FULL"],  # one key; the second process compiles nothing
@@ -59,6 +60,7 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("compile --models 70B", "'70B'"),
         ("decode --ways FULL", "'FULL'"),
         ("decode --context 100", "multiple of 16"),
+        ("launch --tiny --given benchmarks", "--given benchmarks"),
         ("prefill --models 30B-A3B", "'30B-A3B'"),
         ("fp8 --device cpu --quick", "--parts step"),
         ("ranks --tiny --tp 1", "1 is not 2 or more"),

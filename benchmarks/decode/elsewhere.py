@@ -26,7 +26,7 @@ import fngraph as fg
 from benchmarks import plain
 from benchmarks.decode.bench import Bench, Made
 from benchmarks.decode.judging import Left
-from benchmarks.theirs import its_model
+from benchmarks.decode.theirs import its_model
 
 
 def found(name: str) -> Any:

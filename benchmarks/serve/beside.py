@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.decode.theirs import its_model
 from benchmarks.serve.streams import Clock, waits
-from benchmarks.theirs import its_model
 from benchmarks.traffic import Arrival
 from fngraph.models.families import llama
 

@@ -61,15 +61,16 @@ def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Til
     """By static shapes and bytes of an element; None: what matrix products by torch are faster for.
 
     On an H200, TB/s of weights, ours and cuBLAS's alone, for Llama-1B's and 8B's layers: one row
-    2.6 to 4.5 and 1.4 to 4.3. A layer of 1B at 8 rows takes 60 us with these tiles, 72 with a
-    product by torch before the residual; of 8B at two rows 150 on tensor cores, 190 without.
+    2.6 to 4.5 and 1.4 to 4.3. A layer of 1B takes 59 us at 8 rows, and 72 with a product by torch
+    before a residual; one of 8B takes 158 at two rows, and 190 without tensor cores.
     """
     if T > most_rows(normed, gated):
         return None
     if T == 1:
         return _tile_of_one(K, gated, normed)
-    if T == 2 and K <= 2048:
-        return Tile(2, min(2048 if normed else 1024, power_of_two(K)), 4)
+    if T == 2 and not gated and K <= (2048 if normed else 8192):
+        tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
+        return tile._replace(block=min(tile.block, power_of_two(K)))
     wide = lambda block: min(block * 2 // itemsize, power_of_two(-(-K // 4), at_least=16))  # noqa: E731
     if T > FEW_ROWS or K > 8192:
         return Tile(16, wide(128), 4, 4)
@@ -79,14 +80,14 @@ def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Til
 
 
 def _tile_of_one(K: int, gated: bool, normed: bool) -> Tile:
-    """A step of Llama-8B, whose rows of 4096 are read as a whole before the wait, takes 4.06 ms on
-    an H200, and 4.48 by parts of 2048; one of 1B, with rows of 2048, is no faster so."""
+    """Rows of 4096 are read as a whole before the wait, which spares a step of Llama-8B a tenth on
+    an H200; one of 1B, with rows of 2048, is no faster so."""
     whole = power_of_two(K)
     if whole > 4096:
-        return Tile(2, 4096, 8) if whole == 8192 else Tile(2, 2048, 4)
+        return Tile(4, 2048, 8)
     if whole <= 2048:
         return Tile(2, min(2048 if gated else 1024, whole), 4)
-    return Tile(1, whole, 8) if gated else Tile(4 if normed else 2, whole, 4)
+    return Tile(2, whole, 8) if gated else Tile(2 if normed else 1, whole, 4)
 
 
 def plain(

@@ -41,6 +41,7 @@ class Primitive:
         configure: the op's arguments (tensors or fakes) to a hashable configuration.
         make_args: `make_args(arguments, config, plan)`: the op's arguments as a backend gets them.
         backends: by name; the first one is the definition, which runs every configuration.
+        aliases: names by which others know a backend, to the one that it has here.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
             alone, or does not say.
         offsets: the argument that says where requests begin, (R + 1,); None: there is none.
@@ -56,6 +57,7 @@ class Primitive:
     null_slots: str | None = None
     offsets: str | None = None
     around: Callable[[Backend, Any, HostBounds | None], Any] | None = None
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
     _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
 
     def bind(
@@ -128,11 +130,13 @@ class Primitive:
                 yield backend, backend.refusal(config)
 
     def backend(self, name: str) -> Backend:
-        """The backend called `name`.
+        """The backend called `name`, here or elsewhere.
 
         Raises:
             BackendError: no such backend; lists those there are and the nearest name.
         """
+        if name not in self.backends:
+            name = self.aliases.get(name, name)
         if name not in self.backends:
             shipped = [repr(b.name) for b in self.backends.values() if b.shipped]
             raise BackendError(
@@ -174,9 +178,10 @@ class Primitive:
         Raises:
             BackendError: there is none of that name, or it is the definition.
         """
-        if self.backend(name) is next(iter(self.backends.values())):
+        found = self.backend(name)
+        if found is next(iter(self.backends.values())):
             raise BackendError(f"unregister: {name!r} is the definition of {self.name}")
-        del self.backends[name]
+        del self.backends[found.name]
         self._suited.clear()
 
     def function(self, fn: Callable[P, R]) -> Function[P, R]:

@@ -30,12 +30,14 @@ from fngraph.core import (
     dispatch,
     explain,
 )
+from fngraph.core.costs.launch import LaunchModel
+from fngraph.core.costs.roofline import Constants
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
 from fngraph.core.stats import CompileKey
 from fngraph.errors import AmbientError, RankError, SpecError
-from fngraph.executable import Executable
+from fngraph.executable import Executable, launch_model_of
 from fngraph.fx.ambient import (
     Ambient,
     check_no_dispatch_mode,
@@ -306,6 +308,11 @@ class Step(Generic[R]):
     def explain(self, spec: BatchSpec, allowed: Allowed = None) -> Explanation:
         """Why `spec` runs as it does, and why not as anything else."""
         return explain(self.table, _checked(spec), allowed)
+
+    def launch_model(self, constants: Constants, context: int | None = None) -> LaunchModel:
+        """What steps take in each mode, predicted; see `Lowered.launch_model`."""
+        made = self.main.executable
+        return launch_model_of(made.count, made.table, made.level, constants, context)
 
     @property
     def memory(self) -> MemoryTable:

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fngraph.ops.fused_linear import Tile
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.overlapping import let_next, overlap, wait
 from fngraph.ops.triton.rounding import as_rounded
@@ -208,11 +207,12 @@ def part_of(
 
 def run(
     x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, out: Tensor,
-    eps: float, tile: Tile, *, centred: bool, gated: bool, held: bool,
+    eps: float, tile: Any, *, centred: bool, gated: bool, held: bool,
 ) -> None:  # fmt: skip
     """x (T, K) by weights (N, K) into out (T, sum of N), or (T, N) if gated; see `fused_linear`.
 
     Args:
+        tile: a `fused_linear.Tile`.
         held: whether nothing writes the weights while a graph that this is recorded in runs.
     """
     T, K = x.shape

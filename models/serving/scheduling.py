@@ -53,12 +53,14 @@ NO_TOKEN = (
 
 
 def plan(
-    state: State, policy: Policy, fault: Callable[[Job], str | None] = lambda job: None
-) -> State:
+    state: State, policy: Policy, fault: Callable[[Job], str | None] = lambda job: None,
+    joins: bool = True,
+) -> State:  # fmt: skip
     """Decide what each request computes in the next step; `rows` of the new state say so.
 
     Args:
         fault: why a request that joins cannot be run; nobody shares what its row computes.
+        joins: whether any that wait may join.
 
     Raises:
         ValueError: nothing to do.
@@ -83,7 +85,7 @@ def plan(
             pool = publish(job, job.computed + row.new, pool)
     joined: list[Job] = []
     faults: dict[int, str] = {}
-    while waiting and left and not thrown and len(kept) + len(joined) < policy.max_reqs:
+    while joins and waiting and left and not thrown and len(kept) + len(joined) < policy.max_reqs:
         found = join(waiting[0], pool, slots, policy, len(kept) + len(joined))
         if found is None:
             break
@@ -105,6 +107,15 @@ def plan(
     reused = sum([job.computed for job in joined])
     now = (waiting, running, (*rows, *late), pool, slots)  # `replace` takes 2 us more
     return State(*now, state.submitted, faults, state.soonest, reused)
+
+
+def goes_on(state: State, policy: Policy) -> bool:
+    """Whether the step behind the one under way has at most its rows, of one token each, as long as
+    none joins: all of them draw now, nothing waits, and no step has drafts, or shares a prefix."""
+    if state.waiting or max(policy.query_lens) > 1 or policy.cascade:
+        return False
+    draws = all(row.job.computed + row.new >= len(row.job.tokens) for row in state.rows)
+    return draws and len(state.rows) == len(state.running)
 
 
 def over(job: Job) -> Job:

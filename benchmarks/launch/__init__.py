@@ -138,8 +138,11 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     else:
         constants = constants_of(flags)
     if flags.constants is not None:
-        flags.constants.parent.mkdir(parents=True, exist_ok=True)
-        flags.constants.write_text(constants.dumps())
+        try:
+            flags.constants.parent.mkdir(parents=True, exist_ok=True)
+            flags.constants.write_text(constants.dumps())
+        except OSError as error:
+            raise Mistake(f"--constants {flags.constants}: {error}") from error
     shown(constants)
     figures: dict[str, Any] = {"step": [], "kinds": []}
     for name in flags.models:

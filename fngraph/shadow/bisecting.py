@@ -143,14 +143,16 @@ def _bisect(keys: Keys, saved: Saved, prepared: Prepared, rule: Verify, is_kept:
     exact = claims_bits(keys, prepared)
     leaves = tuple(differences(keys, again.ran, want, rule, exact))
     found = Bisection(prepared.chosen, leaves)
-    if leaves:
-        found = _of_program(found, again, sides, exact)
     peers = keys.executable.peers
+    if leaves:
+        found = _of_program(found, again, sides, exact, rounding=peers is not None)
     if peers is None:
         if leaves and not found.kind:
             found = _of_padding(found, keys, saved, sides)
         if leaves and not found.kind:
             found = _of_trace(found, keys, saved)
+        if leaves and not found.kind:
+            found = _of_program(found, again, sides, exact)
         if not leaves:
             found = _of_graphs(found, keys, saved, prepared, rule, want, exact)
         return found
@@ -165,16 +167,19 @@ def _at(again: RanProgram, exact: bool) -> tuple[int, int] | None:
     return None if place is None else place.at
 
 
-def _chosen(places: Sequence[Place], exact: bool) -> Place | None:
-    """The first place that is beyond the tolerances; else, where rounding is none, the first."""
+def _chosen(places: Sequence[Place], exact: bool, rounding: bool = True) -> Place | None:
+    """The first place that is beyond the tolerances; else the first of those where both ran one
+    kernel; else, if `rounding` counts, the first where a backend rounds in another way."""
     in_order = sorted(places, key=lambda place: place.at)
     far = [place for place in in_order if not place.is_close]
     same_kernels = [p for p in in_order if exact or not p.op.startswith("fngraph.")]
-    return next(iter(far or same_kernels or in_order), None)
+    return next(iter(far or same_kernels or (in_order if rounding else ())), None)
 
 
-def _of_program(found: Bisection, again: RanProgram, sides: Sides, exact: bool) -> Bisection:
-    place = _chosen(again.places, exact)
+def _of_program(
+    found: Bisection, again: RanProgram, sides: Sides, exact: bool, rounding: bool = True
+) -> Bisection:
+    place = _chosen(again.places, exact, rounding)
     if place is None:
         return found
     why = "".join(f"; it reads {path}, {sides.told[path]}" for path in place.reads

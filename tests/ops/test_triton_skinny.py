@@ -29,7 +29,7 @@ WIDE = [64, 80, 2048, 4096, 8200] if GPU else [64, 80, 300]
 @kinds
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_kernel_is_as_near_to_float64_as_torch(kind: str, dtype: torch.dtype):
-    ran = set()
+    ran, squares = set(), []
     for rows, K in itertools.product(ROWS, WIDE):
         args = arguments(kind, rows, K, dtype, WHERE)
         x, weights, norm, more, eps, centred, gated, held, _ = args
@@ -52,8 +52,12 @@ def test_a_kernel_is_as_near_to_float64_as_torch(kind: str, dtype: torch.dtype):
         )
         off, theirs = ((y.double() - want).norm() / want.norm() for y in (got, torchs))
         one_by_one = 2.0**-24 * K**0.5  # float32 sums of K, none put together before the last
-        assert off <= 1.5 * theirs + one_by_one, (rows, K, off, theirs)
+        assert off <= 2.0 * theirs + one_by_one, (rows, K, off, theirs)  # of some 40 numbers
+        squares.append((float(off - one_by_one) ** 2, float(theirs) ** 2))
         ran.add(bool(tile.parts))
+    if squares and dtype != torch.float32:  # whose sums are in another order alone
+        ours, torchs_own = (sum(column) for column in zip(*squares))
+        assert ours <= 1.2**2 * torchs_own
     assert ran == {False, True} or dtype == torch.float16
 
 

@@ -38,7 +38,7 @@ def _scan(body: Any, carry: Any, xs: Any, length: Any = None, reverse: bool = Fa
     ys: list[Any] = [None] * n
     for i in reversed(range(n)) if reverse else range(n):
         carry, ys[i] = body(carry, None if xs is None else xs[i])
-    return carry, torch.stack(ys) if n else torch.zeros(0, *SHAPE, dtype=torch.float64)
+    return carry, torch.stack(ys) if n else carry[0].new_zeros(0, *SHAPE)
 
 
 def _cond(pred: Any, a: Any, b: Any, *args: Any) -> Any:
@@ -61,7 +61,7 @@ def _pointwise(rng: random.Random, many: int, depth: int) -> Step:
         lambda v: torch.tanh(v[i] + v[j]),
         lambda v: v[i] * scale - v[j],
         lambda v: torch.where(v[i] > v[j], v[j], v[k]),
-        lambda v: v[i].abs().clamp(max=3) + torch.tensor([scale, 1.0, 0.0], dtype=torch.float64),
+        lambda v: v[i].abs().clamp(max=3) + torch.tensor([scale, 1.0, 0.0]).to(v[i]),
         lambda v: torch.sin(v[i] @ v[j].t()) @ v[k],
         lambda v: torch.cat([v[i][1:], v[j][:1]]),
         lambda v: v[i].flip(0).t().contiguous().t(),

@@ -24,8 +24,8 @@ from typing import Any
 import fngraph as fg
 
 NAMES = ("attention", "capture", "compile", "decode", "dispatch", "encoder", "fp8", "host",
-         "latent", "linear", "prefill", "ranks", "recurrent", "serve", "staging", "startup",
-         "steps", "trace", "traffic", "train")  # fmt: skip
+         "latent", "launch", "linear", "prefill", "ranks", "recurrent", "serve", "staging",
+         "startup", "steps", "trace", "traffic", "train", "verify")  # fmt: skip
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 REFUSED = (fg.errors.BackendError, fg.errors.ModesError, fg.errors.PackageError,
            fg.errors.SizesError, fg.errors.SpecError)  # fmt: skip

@@ -31,6 +31,9 @@ _EXPORTS = {
     "block": "fx.blocks.stamps", "checkpoint": "fx.blocks.checkpointing", "like": "stages",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Step": "step.step", "ChangedRows": "step.changed_rows",
+    # steps that check themselves
+    "Verify": "options", "Difference": "shadow.difference",
+    "bisect": "shadow.bisecting", "Bisection": "shadow.bisecting",
     # many processes
     "Mesh": "ranks.mesh", "Axis": "ranks.mesh", "make_mesh": "ranks.mesh",
     "all_reduce": "ranks.collectives", "all_gather": "ranks.collectives",
@@ -84,6 +87,7 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
     from fngraph.fx.modules import from_module as from_module
     from fngraph.fx.rows.check import trust_rows as trust_rows
     from fngraph.graphified import graphify as graphify
+    from fngraph.options import Verify as Verify
     from fngraph.ranks.collectives import (
         all_gather as all_gather,
         all_reduce as all_reduce,
@@ -91,6 +95,8 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
         reduce_scatter as reduce_scatter,
     )
     from fngraph.ranks.mesh import Axis as Axis, Mesh as Mesh, make_mesh as make_mesh
+    from fngraph.shadow.bisecting import Bisection as Bisection, bisect as bisect
+    from fngraph.shadow.difference import Difference as Difference
     from fngraph.stages import (
         Compiled as Compiled,
         Lowered as Lowered,

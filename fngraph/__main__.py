@@ -1,4 +1,6 @@
-"""`python -m fngraph cache ls | clear | warm`: the folder in which compiled code is kept.
+"""`python -m fngraph report FILE`: a page of a run, FILE what `step.log.save(FILE)` wrote.
+
+`python -m fngraph cache ls | clear | warm`: the folder in which compiled code is kept.
 
     ls                  what is there, the most recently used first
     clear               remove all of it
@@ -20,7 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fngraph.compile.disk import Disk, difference, disk_of, is_same_piece
+from fngraph.core.flight import Log
 from fngraph.core.text import count, table
+from fngraph.errors import SpecError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,13 +32,28 @@ def main(argv: Sequence[str]) -> int:
     mistake in the command or the environment."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m fngraph", None, __doc__, formatter_class=shape)
-    cache = parser.add_subparsers(dest="cache", required=True).add_parser("cache")
+    words = parser.add_subparsers(dest="word", metavar="cache | report", required=True)
+    report = words.add_parser("report", help="one HTML page of a run")
+    report.add_argument("log", metavar="FILE", help="what step.log.save(FILE) wrote")
+    report.add_argument("--out", type=Path, help="the page; beside FILE, if it is not said")
+    report.add_argument("--trace", type=Path, help="also a trace, for Perfetto and TensorBoard")
+    cache = words.add_parser("cache", help="compiled code on the disk")
     verbs = cache.add_subparsers(dest="verb", metavar="ls | clear | warm", required=True)
     verbs.add_parser("ls", help="what is there")
     verbs.add_parser("clear", help="remove it")
     warm = verbs.add_parser("warm", help="fill it")
     warm.add_argument("call", metavar="MODULE:NAME", help="what compiles when it is called")
     flags = parser.parse_args(argv)
+    if flags.word == "report":
+        for name in ("out", "trace"):
+            path = getattr(flags, name)
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                report.error(f"--{name} {path}: name a file in a folder that there is")
+        try:
+            print(_reported(Path(flags.log), flags.out, flags.trace))
+        except (OSError, UnicodeDecodeError, SpecError) as error:
+            report.error(f"{flags.log}: {_why(error)}")
+        return 0
     try:
         disk = disk_of(os.environ)
     except ValueError as error:
@@ -54,6 +73,22 @@ def main(argv: Sequence[str]) -> int:
             warm.error(error.args[0])
         return _warm(disk, call)
     return 0
+
+
+def _reported(log: Path, out: Path | None, trace: Path | None) -> str:
+    """Write the page, and the trace if it is asked for; what was written."""
+    from fngraph.report.log_page import page_of
+
+    found = Log.loads(log.read_text())
+    page = out or log.with_suffix(".html")
+    page.write_text(page_of(found))
+    if trace is not None:
+        found.save_trace(trace)
+    return " ".join(map(str, filter(None, (page, trace))))
+
+
+def _why(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
 
 
 def _listed(disk: Disk) -> str:

@@ -53,6 +53,11 @@ class PrimitiveCall:
         """All that may run it."""
         return (self.backend,) if self.uniform is None else (self.uniform, self.backend)
 
+    @property
+    def own_uniform(self) -> bool:
+        """Whether uniform batches should have keys of their own, whatever the mode."""
+        return self.uniform is not None or self.backend.own_uniform
+
     def levels(self) -> list[tuple[str, Support]]:
         """The level of each backend, by name and layer."""
         kinds = [""] if self.uniform is None else ["uniform: ", "mixed: "]
@@ -88,6 +93,12 @@ class PrimitiveCall:
         args, plan = self._given(backend, tensors, key)
         self.primitive.call(backend, args, self.config, host, **plan)
         return ()
+
+    def bare(self, *tensors: torch.Tensor) -> None:
+        """Call it as the op does outside of a graph: by what suits, over rows that are all true."""
+        backend = self.primitive.suited(self.config)
+        args, _ = self._given(backend, tensors, None)
+        self.primitive.call(backend, args, self.config, None)
 
     def _given(
         self, backend: Backend, tensors: Sequence[torch.Tensor], key: BatchDescriptor | None

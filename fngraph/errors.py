@@ -139,6 +139,19 @@ class CompileError(FnGraphError, RuntimeError):
     """A piece that Inductor cannot compile, or a size that its compiled code does not serve."""
 
 
+class DifferenceError(FnGraphError, RuntimeError):
+    """A verified step and bare `forward` differ, and that is to be an error. Donated leaves hold
+    what the step has written.
+
+    Attributes:
+        difference: the `fg.Difference`, for `fg.bisect`.
+    """
+
+    def __init__(self, text: str, difference: object = None) -> None:
+        super().__init__(text)
+        self.difference = difference
+
+
 class PassError(FnGraphError, ValueError):
     """A pass that is unknown, or that returned a graph which is not what it was given."""
 

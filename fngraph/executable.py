@@ -12,15 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 
 from fngraph.compile.piece import CompiledPiece
 from fngraph.core import BatchDescriptor, BufferPlan, Dim, DispatchTable, Limits, Mode, key_sizes
+from fngraph.core.costs.launch import Count, LaunchModel
+from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes
 from fngraph.core.program import Program
-from fngraph.fx.ambient import Ambient
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.leaves import Leaf
+from fngraph.fx.rows.boxes import Boxes
+from fngraph.fx.tracing.ambient import Ambient
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.backend import Planner
 from fngraph.ranks.agreement import Peers
@@ -48,6 +52,18 @@ class Maker(Protocol):
     def keeps_order(self, position: int, treedef: Any) -> bool:
         """Whether the function computes the same for an argument of that structure, which has the
         traced one's keys in another order; it does unless it goes by the order."""
+        ...
+
+    def rehearse(
+        self, true: Sequence[torch.Tensor], padded: Sequence[torch.Tensor]
+    ) -> tuple[str, str, str] | None:
+        """Run the function as it was traced on a batch, and on it in a key: the first op, the
+        user's line and what is said there of padding that is not so; None: all of it is.
+
+        Args:
+            true: all leaves at the batch's sizes. They are written where it writes them.
+            padded: the same at a key's.
+        """
         ...
 
     def accepts(self, leaves: Sequence[Leaf]) -> bool:
@@ -79,9 +95,13 @@ class Executable:
         query_lens: tokens a request of the uniform batches that will come.
         plan: the static buffers.
         estimate: bytes that a key will take, of its mode and descriptor.
+        count: what its instructions do, for a launch model.
         level: of compilation.
         compiled: pieces that were compiled, each once.
         matches: how often each pass has matched, by its name.
+        modules: for each instruction its traced ops, `gm(T, R, *tensors)`; None for a primitive.
+        asked: which of "grad" and "inference" mode `forward` has asked for.
+        dirty: index of an output to its elements that are not bare `forward`'s, kept for padding.
         peers: the processes that its collectives meet; None: it has none.
     """
 
@@ -105,10 +125,14 @@ class Executable:
     query_lens: tuple[int, ...]
     plan: BufferPlan
     estimate: Callable[[Mode, BatchDescriptor], Bytes]
+    count: Count
     level: str
     compiled: tuple[CompiledPiece, ...]
     matches: Mapping[str, int]
     maker: Maker
+    modules: tuple[fx.GraphModule | None, ...] = ()
+    asked: frozenset[str] = frozenset()
+    dirty: Mapping[int, Boxes] = dataclasses.field(default_factory=dict)
     peers: Peers | None = None
 
     def sizes(self, descriptor: BatchDescriptor) -> dict[str, int]:
@@ -125,3 +149,16 @@ class Executable:
 def sizes_of(descriptor: BatchDescriptor, limits: Limits) -> dict[str, int]:
     """{"T": padded tokens, "R": padded requests, ...} of a key."""
     return key_sizes(descriptor.num_tokens, descriptor.num_reqs, limits.max_reqs, limits.dims)
+
+
+COMPILED = (
+    "pieces are compiled, and counted op by op: fewer kernels will run, which move fewer bytes"
+)
+
+
+def launch_model_of(
+    count: Count, table: DispatchTable, level: str, constants: Constants, context: int | None
+) -> LaunchModel:
+    """See `Lowered.launch_model`."""
+    notes = () if level == "none" else (COMPILED,)
+    return LaunchModel(count, table, constants, notes, context)

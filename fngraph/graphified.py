@@ -18,10 +18,10 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack, overload
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
 from fngraph.core.where import users_part
 from fngraph.errors import TreeError
-from fngraph.fx.ambient import check_no_transform
 from fngraph.fx.arguments import abstract_arguments
 from fngraph.fx.leaves import Role
 from fngraph.fx.signatures import Names, as_static, signature
+from fngraph.fx.tracing.ambient import check_no_transform
 from fngraph.fx.tracing.purity import is_tracing
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.options import (
@@ -109,6 +109,10 @@ def graphify(
         compile_sizes: numbers of tokens that "pieces" has code of their own for.
         cache: keep what is compiled, and load it in the next process, from the folder that the
             environment's FNGRAPH_CACHE says ("off": none), or `fngraph` in your cache folder.
+        verify: the share of steps, 1e-3 say, that run a second time through bare `forward`, on
+            copies of what is donated; or a `fg.Verify`, which has more to say. What differs is
+            counted in `stats`, kept in `step.differences`, and a warning; docs/instruments.md.
+        record: how many of the last steps `step.log` keeps: what each was, and its times; 0: none.
         guards: for finding bugs, at some cost: padding rows, where no pad is declared or relied on,
             hold NaN or a copy of a true row; borrowed results are poisoned when the next guarded
             call on the pool begins, and to use one then is a `StaleError`.

@@ -40,6 +40,71 @@ class ResolveDict(TypedDict, total=False):
     eager: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Which steps run a second time through bare `forward`, and what comes of a difference.
+
+        fg.graphify(forward, ..., verify=fg.Verify(1e-3, on_difference="raise"))
+
+    Attributes:
+        share: of the steps, 0 to 1, one in each window of 1 / share; 0: none.
+        within: what results and state may be off by, in parts of the largest element of a row (what
+            lies along the last dim), by dtype; those left out as `fngraph.shadow.compared` has it.
+            A float is for all dtypes of floats.
+        on_difference: "warn", once a step, or "raise" a `DifferenceError`; it is counted and kept.
+        keep: how many differences `step.differences` keeps, with a copy of the batch and of what it
+            needs of the state, each; the first ones.
+
+    Raises:
+        TypeError: values that mean nothing.
+    """
+
+    share: float = 0.0
+    within: Mapping[torch.dtype, float] | float = dataclasses.field(default_factory=dict)
+    on_difference: str = "warn"
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float):
+            raise TypeError(f"verify={self.share!r}: expected a share of the steps, 0 to 1")
+        if not 0 <= self.share <= 1:
+            raise TypeError(f"verify={self.share!r}: a share of the steps is 0 to 1; 1e-3 is usual")
+        if self.on_difference not in ("warn", "raise"):
+            raise TypeError(f'on_difference={self.on_difference!r}: "warn" or "raise"')
+        if not isinstance(self.keep, int) or self.keep < 0:
+            raise TypeError(f"keep={self.keep!r}: a number of differences")
+        values = self.within.values() if isinstance(self.within, Mapping) else [self.within]
+        if not all(isinstance(x, int | float) and x >= 0 for x in values):
+            raise TypeError(
+                f"within={self.within!r}: expected numbers from 0 on by dtype, "
+                "{torch.bfloat16: 5e-2}, or one for all"
+            )
+
+    @property
+    def by_dtype(self) -> Mapping[torch.dtype, float]:
+        """`within`, by dtype."""
+        if isinstance(self.within, Mapping):
+            return self.within
+        floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
+                  torch.complex128)  # fmt: skip
+        return dict.fromkeys(floats, float(self.within))
+
+
+def verify_of(given: float | Verify) -> Verify:
+    """What `verify=` says, in full.
+
+    Raises:
+        TypeError: a value that means nothing.
+    """
+    return given if isinstance(given, Verify) else Verify(given)
+
+
+def check_record(record: Any) -> None:
+    """Raise `TypeError` unless it is a number of steps."""
+    if not _is_count(record) or record < 0:
+        raise TypeError(f"record={record!r}: expected how many of the last steps to keep; 0: none")
+
+
 class OptionsDict(ResolveDict, total=False):
     """The options of `graphify`; see there."""
 
@@ -65,6 +130,8 @@ class OptionsDict(ResolveDict, total=False):
     compile_sizes: Iterable[int]
     cache: bool
     passes: PassList
+    verify: float | Verify
+    record: int
 
 
 class CaptureDict(TypedDict, total=False):
@@ -77,6 +144,8 @@ class CaptureDict(TypedDict, total=False):
     memory_budget: int | None
     on_failure: str | None
     guards: bool | None
+    verify: float | Verify | None
+    record: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +211,8 @@ class Options:
     compile_sizes: tuple[int, ...] = ()
     cache: bool = True
     passes: tuple[Pass, ...] | None = None
+    verify: float | Verify = 0.0
+    record: int = 0
     resolve: ResolveDict = dataclasses.field(default_factory=ResolveDict)
 
     def __post_init__(self) -> None:
@@ -166,6 +237,8 @@ class Options:
         check_level(self.compile, self.compile_sizes)
         check_outputs(self.outputs)
         check_name(self.recorder)
+        verify_of(self.verify)
+        check_record(self.record)
         Rules(self.memory_budget, self.on_failure)
 
     @property

@@ -42,20 +42,22 @@ from fngraph.core import (
     trees,
 )
 from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
+from fngraph.core.costs.launch import Count, LaunchModel
+from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Program
 from fngraph.core.text import count, did_you_mean, table
 from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
-from fngraph.executable import Executable, sizes_of
+from fngraph.executable import Executable, launch_model_of, sizes_of
 from fngraph.fx.advice import in_own_names
-from fngraph.fx.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.loops.bound import has_loops, with_control
-from fngraph.fx.nodes import is_op
+from fngraph.fx.loops.node import loops_of
+from fngraph.fx.nodes import is_op, line_of
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.collectives import (
     are_of_rows,
@@ -66,11 +68,15 @@ from fngraph.fx.pieces.collectives import (
 )
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.memory import estimate, lifetimes
-from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, row_errors
+from fngraph.fx.pieces.work import counter
+from fngraph.fx.rows.boxes import Boxes
+from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, is_trusted, row_errors
 from fngraph.fx.rows.pads import NOWHERE, check_pads
+from fngraph.fx.rows.rehearsal import rehearsed
 from fngraph.fx.rows.state import OFFSETS
 from fngraph.fx.schemas import named
 from fngraph.fx.signatures import Signature
+from fngraph.fx.tracing.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
@@ -78,10 +84,19 @@ from fngraph.graphs.control import recording_control
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.ops.transforms import ASKED
-from fngraph.options import CaptureDict, Options, check_names, check_outputs
+from fngraph.options import (
+    CaptureDict,
+    Options,
+    check_names,
+    check_outputs,
+    check_record,
+    verify_of,
+)
 from fngraph.passes.running.frame import Applied, Pass, as_text, run_passes
 from fngraph.passes.shipped import name_of
 from fngraph.ranks.agreement import Peers
+from fngraph.shadow.recorded import make_recorded
+from fngraph.shadow.verified import make_verified
 from fngraph.step.step import Step, make_step
 from fngraph.torch_facts.portable import versions
 
@@ -115,6 +130,8 @@ class Compiled:
             on_failure: of a key that cannot be captured: "raise", or "eager": its batches run
                 eagerly, and the reason is counted.
             guards: poison padding and expired results, to find what reads them.
+            verify: the share of steps to run again through bare `forward`; or a `fg.Verify`.
+            record: how many of the last steps `step.log` keeps.
 
         What is left out or None, but for `progress` and `lazy`, is as `graphify` was told.
 
@@ -126,7 +143,14 @@ class Compiled:
         told, (guards, outputs) = self.options, (options.get("guards"), options.get("outputs"))
         check_names("capture", options, CaptureDict)
         check_outputs(told.outputs if outputs is None else outputs)
-        step = make_step(
+        verify = verify_of(told.verify if (v := options.get("verify")) is None else v)
+        check_record(last := told.record if (n := options.get("record")) is None else n)
+        make: Any = make_step
+        if last:
+            make = functools.partial(make_recorded, last, verify)
+        elif verify.share:
+            make = functools.partial(make_verified, verify)
+        step: Step[Any] = make(
             self.executable,
             bound,
             recorder=told.recorder if (named := options.get("recorder")) is None else named,
@@ -149,6 +173,7 @@ class Compiled:
         codes = [piece.gm.code.strip() for piece in self.pieces]
         parts = [as_text(self.passes)] if self.passes else []
         parts += [f"# piece {i}\n{code}" for i, code in enumerate(codes)]
+        parts += [loop.as_text() for piece in self.pieces for loop in loops_of(piece.gm)]
         compiled, keys = self.executable.compiled, self.executable.table
         rows = [row for one in compiled for row in artefact_rows(one)]
         if rows:
@@ -315,6 +340,7 @@ class Lowered:
             query_lens=traced.options.query_lens,
             plan=self.plan,
             estimate=self._estimate,
+            count=self._count,
             level=self.level,
             compiled=compiled,
             matches={one.one.name: one.matches for one in traced.passes},
@@ -322,6 +348,9 @@ class Lowered:
                 dataclasses.replace(traced, passes=tuple(one.counted() for one in traced.passes)),
                 self.limits,
             ),
+            modules=tuple(p.gm if isinstance(p, Piece) else None for p in pieces.parts),
+            asked=traced.asked,
+            dirty=traced.dirty,
             peers=self._peers(),
         )
 
@@ -377,6 +406,21 @@ class Lowered:
             return estimate(pieces, alive(), mode, sizes_of(descriptor, limits), outputs)
 
         return of_key
+
+    def launch_model(self, constants: Constants, context: int | None = None) -> LaunchModel:
+        """What steps will take in each mode, predicted: `print(model.as_text())`.
+
+        Args:
+            constants: of the machine, `fg.core.Constants.loads(text)`; what measures them is
+                `python -m benchmarks launch --constants FILE`.
+            context: tokens of each request where a batch's spec does not say.
+        """
+        return launch_model_of(self._count, self.table, self.level, constants, context)
+
+    @functools.cached_property
+    def _count(self) -> Count:
+        """What the parts do, without the stage."""
+        return counter(self.split.pieces, self.split.traced.graph)
 
     def as_text(self) -> str:
         """Backends, modes, keys and buffers."""
@@ -480,7 +524,7 @@ class Split:
             check_within(traced.graph.gm, resolution.modes)
         dispatch_table = build_table(
             resolution.modes, resolution.sizes, limits, options.adapters, options.fields,
-            options.cost, own_uniform=any(call.uniform is not None for call in every),
+            options.cost, own_uniform=any(call.own_uniform for call in every),
             key_reqs=options.key_reqs,
         )  # fmt: skip
         top = key_sizes(dispatch_table.top, None, limits.max_reqs, limits.dims)
@@ -516,6 +560,7 @@ class Traced:
         passes: what each pass did to the graph, in order.
         alike: what processes that its collectives meet must have alike of it, by name, with lines.
         of_rows: whether they must bring as many tokens and requests.
+        dirty: index of an output to its elements that are not bare `forward`'s, kept for padding.
     """
 
     args: Arguments
@@ -530,6 +575,7 @@ class Traced:
     passes: tuple[Applied, ...] = ()
     alike: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     of_rows: bool = False
+    dirty: Mapping[int, Boxes] = dataclasses.field(default_factory=dict)
 
     @property
     def signature(self) -> Signature:
@@ -589,9 +635,12 @@ class Traced:
         return alike and self.ambient.kernels == other.ambient.kernels
 
     def as_text(self) -> str:
-        """The traced ops as Python; before them, how often each pass has matched."""
-        code = self.graph.gm.code.strip()
-        return f"{as_text(self.passes)}\n\n{code}" if self.passes else code
+        """The traced ops as Python; before them, how often each pass has matched, and behind them
+        the functions of loops."""
+        gm = self.graph.gm
+        parts = [as_text(self.passes)] if self.passes else []
+        parts += [gm.code.strip(), *(loop.as_text() for loop in loops_of(gm))]
+        return "\n\n".join(parts)
 
     def __repr__(self) -> str:
         ops = sum(n.op == "call_function" for n in self.graph.gm.graph.nodes)
@@ -646,6 +695,20 @@ class Retracer:
         except FnGraphError:
             return False
         return new.computes_as(self.traced)
+
+    def rehearse(
+        self, true: Sequence[torch.Tensor], padded: Sequence[torch.Tensor]
+    ) -> tuple[str, str, str] | None:
+        """See `Maker`."""
+        found: list[tuple[str, str, str]] = []
+
+        def look(args: Arguments, limits: Limits, graph: Graph, facts: Mapping[Any, Any]) -> None:
+            for one in rehearsed(graph.gm, facts, true, padded):  # to its end, as other processes
+                op = "fg.trust_rows" if is_trusted(one.node) else str(one.node.target)
+                found.append((op, line_of(one.node), one.text))
+
+        trace_function(self.traced.args, self.traced.options, self.traced.limits, look=look)
+        return found[0] if found else None
 
     def accepts(self, leaves: Sequence[Leaf]) -> bool:
         """See `Maker`."""
@@ -752,6 +815,8 @@ def _traced(
     is_met = bool(collectives_of(graph.gm.graph))
     alike = told_of(graph.gm.graph, facts, graph.text, is_shared) if is_met else {}
     of_rows = are_of_rows(graph.gm.graph, facts)
+    of_outputs = enumerate(facts[nodes[-1]])
+    dirty = {i: x.dirty for i, x in of_outputs if getattr(x, "dirty", ())}
     vouched = as_vouched(graph.gm, facts)
     check_pads(graph.gm, args.leaves, facts, _told, refuse)
     check_rows(graph.gm, facts, paths, updates, refuse)
@@ -768,7 +833,7 @@ def _traced(
     graph.gm.recompile()  # constants and donation have changed the graph since
     return Traced(
         args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked),
-        applied, alike, of_rows,
+        applied, alike, of_rows, dirty,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ _EXPORTS = {  # name -> module that holds it
     "gather": "serving.loop", "Tally": "serving.tally",
     # many processes
     "Ranks": "serving.ranks.circles", "make_ranks": "serving.ranks.circles",
-    "over_ranks": "serving.ranks.following", "follow": "serving.following",
+    "over_ranks": "serving.ranks.following", "follow": "serving.ranks.following",
     "leading": "serving.ranks.following",
     "spread": "serving.ranks.spreading", "stage_of": "serving.ranks.stages",
     "stages_of": "families.decoder",

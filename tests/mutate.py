@@ -93,7 +93,7 @@ def outcome(config: pytest.Config, path: Path, source: str, tests: list[Path]) -
 def names(test: Path, module: str) -> bool:
     """Whether the first line of a test says that it is about a module."""
     first = test.read_text().partition("\n")[0]
-    full = "fngraph.core" if module == "__init__" else f"fngraph.core.{module}"
+    full = "fngraph.core" if module == "__init__" else f"fngraph.core.{module.replace('/', '.')}"
     return f"`{full}`" in first or f"`{module}`" in first
 
 
@@ -118,7 +118,8 @@ def mutate(config: pytest.Config, modules: list[str]) -> None:
     plain = CORE / "__init__.py"
     assert outcome(config, plain, plain.read_text(), tests) == "survived", "the tests fail as it is"
     assert outcome(config, plain, "nothing", tests) == "killed", "no change reaches the tests"
-    for name in modules or sorted(path.stem for path in CORE.glob("*.py")):
+    files = (path.relative_to(CORE).with_suffix("") for path in CORE.rglob("*.py"))
+    for name in modules or sorted(map(str, files)):
         path, counts = CORE / f"{name}.py", Counter()
         source, own = path.read_text(), [test for test in every if names(test, name)]
         began = time.monotonic()

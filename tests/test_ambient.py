@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 import fngraph as fg
 from fngraph import stages
 from fngraph.errors import AmbientError
-from fngraph.fx.ambient import plain_state, read
+from fngraph.fx.tracing.ambient import plain_state, read
 from fngraph.step.step import MOST_AMBIENTS
 from fngraph.torch_facts.names import SWITCHES, get_precision, set_precision
 

@@ -22,6 +22,7 @@ QUICK = {
     "dispatch": [],
     "fp8": ["--parts", "step"],
     "host": [],
+    "launch": ["--tokens", "1", "80"],
     "prefill": [],
     "ranks": ["--batch", "2", "--ways", "FULL-fused", "captured"],
     "startup": ["--top", "1", "--mode", "FULL"],  # one key; the second process compiles nothing
@@ -29,6 +30,7 @@ QUICK = {
     "trace": ["--layers", "1"],
     "traffic": [],
     "train": ["--levels", "none"],
+    "verify": [],
 }
 
 
@@ -60,6 +62,7 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("compile --models 70B", "'70B'"),
         ("decode --ways FULL", "'FULL'"),
         ("decode --context 100", "multiple of 16"),
+        ("launch --tiny --given benchmarks", "--given benchmarks"),
         ("prefill --models 30B-A3B", "'30B-A3B'"),
         ("fp8 --device cpu --quick", "--parts step"),
         ("ranks --tiny --tp 1", "1 is not 2 or more"),
@@ -67,6 +70,7 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("serve --tiny --blocks 1", "--blocks 1"),
         ("traffic --requests x", "'x'"),
         ("train --models 1B", "'1B'"),
+        ("verify --tiny --share 0", "0 is not above 0"),
     ],
 )
 def test_a_mistake_is_told_in_a_line(argv: str, told: str, capsys):

@@ -182,6 +182,8 @@ def test_a_command_that_ctrl_c_ends_has_no_traceback(capsys):
         (demo.main, "--tp 2", "wants 2 processes, and 1 is here. Start it with: torchrun"),
         (train.main, "--out tests", "tests is a folder; pass a file in it"),
         (train.main, f"--run {__file__}", "is a file; pass a folder"),
+        (cache, "report tests/nowhere.json", "nowhere.json: No such file or directory"),
+        (cache, "report tests/conftest.py", "conftest.py: this is not a log that step.log.save"),
         (cache, "cache warm nowhere:f", "there is no module 'nowhere'"),
         (cache, "cache warm json.nowhere:f", "there is no module 'json.nowhere'"),
         (cache, "cache warm json:nowhere", "json has no 'nowhere'"),

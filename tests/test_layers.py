@@ -27,7 +27,8 @@ FACTS = {"fngraph.torch_facts", "torch"}
 PARTS = ("ops", "fx", "graphs", "passes", "compile", "ranks")
 LOWER = BASE | FACTS | {f"fngraph.{name}" for name in PARTS}
 STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
-STAGES = STEP | {"fngraph.calls", "fngraph.stages"}
+SHADOW = STEP | {"fngraph.calls", "fngraph.shadow"}
+STAGES = SHADOW | {"fngraph.stages"}
 TRANSFORMS = STAGES | {
     f"fngraph.{name}" for name in ("graphified", "checking", "rehearsing", "encoder")
 }
@@ -49,7 +50,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.executable": (LOWER, set()),
     "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
     "fngraph.step": (STEP, {"fngraph.report"}),  # likewise
-    "fngraph.__main__": (LOWER, set()),  # a command: python -m fngraph
+    "fngraph.__main__": (LOWER, {"fngraph.report"}),  # a command: python -m fngraph
+    "fngraph.shadow": (SHADOW, set()),
     "fngraph.graphified": (TRANSFORMS, set()),
     "fngraph.checking": (TRANSFORMS, set()),
     "fngraph.rehearsing": (TRANSFORMS, set()),

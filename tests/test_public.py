@@ -116,6 +116,18 @@ print(*made, set(fg.__all__) - set(dir()), graphify is fg.graphify)
     assert in_new_python(code) == "Graphified " * 4 + "set() True"
 
 
+def test_all_names_of_models_are_there():
+    import fngraph.models as models
+
+    missing = []
+    for name in models._EXPORTS:
+        try:
+            getattr(models, name)
+        except (ImportError, AttributeError) as error:
+            missing.append(f"{name}: {error}")
+    assert not missing and set(models._EXPORTS) <= set(dir(models))
+
+
 def test_type_checkers_are_told_the_same_names():
     """`__getattr__` is hidden from them; what they read stands under `TYPE_CHECKING`."""
     tree = ast.parse((ROOT / "fngraph/__init__.py").read_text())

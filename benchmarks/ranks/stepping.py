@@ -20,6 +20,9 @@ from benchmarks.device import once_ms, wait
 from benchmarks.plain import FORMS
 from benchmarks.ranks.sharing import Right, Task, own_heads
 from benchmarks.ranks.ways import OURS, Made, by_hand, captured_step, ours
+from fngraph.models.serving.ranks.circles import make_ranks
+from fngraph.models.serving.ranks.following import agree, agree_ahead, agreed_ahead
+from fngraph.models.serving.ranks.joining import promise
 
 Row = dict[str, Any]
 WARM = 5
@@ -118,5 +121,31 @@ def agreement_rows(task: Task, repeats: int) -> list[Row]:
                 took[name].append(time.perf_counter() - began)
             wait(task.mesh.device)
     decided, asked = (median(times) * 1e6 for times in took.values())
+    joint, ahead = meeting_us(task, lambda: step(cache, batch, allowed=chosen), repeats)
     return [{"batch": task.batches[0], "decided before, host us": decided,
-             "asked, host us": asked, "exchange us": asked - decided}]  # fmt: skip
+             "asked, host us": asked, "exchange us": asked - decided,
+             "teams meet, host us": joint, "ahead, host us": ahead}]  # fmt: skip
+
+
+def meeting_us(task: Task, call: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """What leaders of teams that meet spend on the size of a step: before it; and on that of the
+    next one, in all: begun behind a launch, while the device runs, and heard when it is done."""
+    ranks = make_ranks(task.mesh, apart=task.mesh.names, meet=True, ahead=True)
+    spec = fg.BatchSpec(task.batches[0], task.batches[0], query_len=1)
+    before, ahead = [], []
+    for turn in range(WARM + repeats):
+        began = time.perf_counter()
+        agree(ranks, spec)
+        agreed = time.perf_counter()
+        call()
+        launched = time.perf_counter()
+        coming = agree_ahead(ranks, promise(spec, True))
+        told = time.perf_counter()
+        wait(task.mesh.device)
+        done = time.perf_counter()
+        agreed_ahead(ranks, coming)
+        heard = time.perf_counter()
+        if turn >= WARM:
+            before.append(agreed - began)
+            ahead.append(told - launched + heard - done)
+    return median(before) * 1e6, median(ahead) * 1e6

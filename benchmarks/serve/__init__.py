@@ -4,8 +4,9 @@ decode     fixed batches, in turns with bare `forward`; see turns.py
 traffic    a stream of benchmarks/traffic.py through models/serving/loop.py: tokens a second, time
            to first token, time between tokens, what ran as what, padding; see streams.py. With
            --beside the same through transformers' continuous batching; see beside.py
+--many 128 128 tokens a request in one launch, beside 128 single steps, and no other part; many.py
 
-Both hold what is drawn to bare `forward`; see right.py. --tiny: small enough for the tape, on a
+All hold what is drawn to bare `forward`; see right.py. --tiny: small enough for the tape, on a
 CPU. Both models and all modes take some minutes on a GPU.
 """
 
@@ -33,6 +34,7 @@ from benchmarks.harness import (
     write,
 )
 from benchmarks.serve.beside import by_transformers
+from benchmarks.serve.many import few_at_a_time, launches, missed_by
 from benchmarks.serve.right import share_of_texts, wrong
 from benchmarks.serve.streams import served, shares
 from benchmarks.serve.turns import broken, by_batch, decode_batch, in_turns, on_device
@@ -131,6 +133,34 @@ def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
     return Bench(args, config, params, cache, policy, num_blocks, adapters)
 
 
+def several(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One model with several tokens a launch; printed on the way.
+
+    Raises:
+        Mistake: what such launches do not do.
+    """
+    if args.sampled or args.adapters:
+        raise Mistake("--many: its requests are greedy, so neither --sampled nor --adapters")
+    found: dict[str, Any] = {
+        "model": name, "decode": [], "traffic": [], "launches": [], "streams": []
+    }  # fmt: skip
+    bench = make_bench(name, args, TINY if args.quick else PROFILES[args.profile])
+    sizes = [n for n in args.batches if n <= 8]
+    vocab_size, new = bench.config.vocab_size, 12 if args.quick else 128
+    for turns in args.many:
+        policy = dataclasses.replace(bench.policy, decode_many=turns, share=False)
+        print(f"{name}: capturing {turns} tokens a launch", flush=True)
+        steps = dataclasses.replace(bench, policy=policy).steps("FULL_AND_PIECEWISE")
+        held = steps, bench.cache, policy
+        found["launches"] += launches(*held, sizes, args.context, vocab_size, args.device)
+        found["streams"] += few_at_a_time(*held, bench.num_blocks, sizes, new, vocab_size)
+        del steps, held
+        release(args.device)
+    show(found["launches"])
+    show(found["streams"])
+    return found
+
+
 def serving(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """All that is asked for of one model; printed on the way."""
     profile = dataclasses.replace(
@@ -194,6 +224,7 @@ def missed(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """What is drawn and wrong, and what is asked of a GPU and not met."""
     lines = [f"{one['model']}, {line}" for one in found for line in wrong(one)]
     if args.device == "cuda":
+        lines += [f"{one['model']}, {line}" for one in found for line in missed_by(one)]
         lines += [f"{one['model']}, {line}" for one in found for line in broken(one["decode"])]
         lines += [
             f"{one['model']}, {row['modes']}: {row['kernels compiled']} kernels in traffic"
@@ -235,6 +266,10 @@ FLAGS = {
     "--speed": factor(1.0, "times the profile's rate"),
     "--sampled": {"action": "store_true", "help": "draw by temperature and top-p"},
     "--adapters": count(0, "LoRA, used by half of the requests", least=0),
+    "--many": {
+        **count([], "tokens a request in one launch, in place of the parts", least=2),
+        "nargs": "*",
+    },
     "--beside": {
         "type": int,
         "nargs": "*",
@@ -255,6 +290,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Each model, kept as it is done."""
     found = []
     for name in args.models:
-        found.append(serving(name, args))
+        found.append(several(name, args) if args.many else serving(name, args))
         write(args, found)
     return found

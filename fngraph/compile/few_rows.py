@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fngraph.core.compiling import Range, Span, of_batches
-from fngraph.ops.fused_linear import MOST_ROWS, for_many_rows, most_rows
+from fngraph.ops.fused_linear import for_many_rows, most_rows
 from fngraph.ops.triton.launching import missing
 from fngraph.torch_facts.tracing import make_fx
 
@@ -22,14 +22,19 @@ _OP = torch.ops.fngraph.fused_linear.default
 DEVICES = ("cuda",)  # on which the op has a kernel, where there is Triton
 
 
-def few(gm: fx.GraphModule, within: Range, sizes: Iterable[tuple[int, int]]) -> Range | None:
-    """What is compiled apart: up to MOST_ROWS tokens; None: no such op, or no such sizes."""
-    if not any(_has_kernel(node) for node in gm.graph.nodes):
-        return None
-    rows = Span(within.tokens.low, min(MOST_ROWS, within.tokens.high))
-    part = of_batches(rows, within.reqs)
-    above_one = any(part.covers(*size) and size[0] > 1 for size in sizes)  # one is apart anyhow
-    return part if part != within and above_one else None
+def few(gm: fx.GraphModule, within: Range, sizes: Iterable[tuple[int, int]]) -> list[Range]:
+    """What is compiled apart: up to as many tokens as each kind of op has a kernel for, where
+    sizes come that no smaller one serves; []: no such op, or no such sizes."""
+    sizes = tuple(sizes)
+    parts: list[Range] = []
+    served = 1  # one token is apart anyhow
+    for most in sorted({_most(node) for node in gm.graph.nodes if _has_kernel(node)}):
+        rows = Span(within.tokens.low, min(most, within.tokens.high))
+        part = of_batches(rows, within.reqs)
+        if part != within and any(part.covers(*size) and size[0] > served for size in sizes):
+            parts.append(part)
+            served = most
+    return parts
 
 
 def _has_kernel(node: fx.Node) -> bool:

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fngraph.core.compiling import Range
-from fngraph.fx.ambient import Ambient, read
 from fngraph.fx.nodes import is_op
+from fngraph.fx.tracing.ambient import Ambient, read
 from fngraph.torch_facts import portable
 
 Pass = tuple[str, str]

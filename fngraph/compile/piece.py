@@ -82,8 +82,7 @@ class CompiledPiece:
         """
         sizes = tuple(sizes)
         self._make(self.within)
-        part = few(self.plan.gm, self.within, sizes)
-        if self.level == "pieces" and part is not None:
+        for part in few(self.plan.gm, self.within, sizes) if self.level == "pieces" else ():
             self._make(part)
         for num_tokens in exact:
             self._make(self.within.at(num_tokens))

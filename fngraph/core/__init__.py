@@ -49,14 +49,20 @@ from fngraph.core.agreement import Decision, Proposal, agree, propose, settle
 from fngraph.core.encoder_items import Balance, EncoderPlan, Item, Packed, Path, Run, balance, fit
 from fngraph.core.encoder_items import item_of, pack, plan_encoder, token_budgets
 
-# planner.py: sizes from measured traffic
-from fngraph.core.planner import plan_sizes, planned_cost
+# costs/planner.py: sizes from measured traffic
+from fngraph.core.costs.planner import plan_sizes, planned_cost
+
+# costs/roofline.py: what one op takes, by measured constants
+from fngraph.core.costs.roofline import Constants, Curve, DeviceConstants, Grid, HostConstants, Work
+
+# costs/launch.py: what a step takes in each mode, predicted
+from fngraph.core.costs.launch import LaunchModel, Part, StepTime, crossing, predict
 
 # stats.py: counts of what ran
 from fngraph.core.stats import Stats
 
 # flight.py: recorded specs, replayed offline
-from fngraph.core.flight import Flight, Replayed
+from fngraph.core.flight import Flight, Flown, KeyLog, KeyPart, Log, Replayed
 
 # memory.py: what keys cost
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
@@ -80,7 +86,10 @@ __all__ = [
     "BufferPlan",
     "Bytes",
     "Candidate",
+    "Constants",
+    "Curve",
     "Decision",
+    "DeviceConstants",
     "Dim",
     "Dispatch",
     "DispatchTable",
@@ -89,17 +98,25 @@ __all__ = [
     "Explanation",
     "Field",
     "Flight",
+    "Flown",
+    "Grid",
     "HostBounds",
+    "HostConstants",
     "Instruction",
     "Item",
     "Key",
     "KeyBounds",
+    "KeyLog",
     "KeyMemory",
+    "KeyPart",
     "Ladders",
+    "LaunchModel",
     "Limits",
+    "Log",
     "MemoryTable",
     "Mode",
     "Packed",
+    "Part",
     "Path",
     "PlannedBuffer",
     "Program",
@@ -113,7 +130,9 @@ __all__ = [
     "Sizes",
     "Span",
     "Stats",
+    "StepTime",
     "Support",
+    "Work",
     "adapter_counts",
     "agree",
     "balance",
@@ -122,6 +141,7 @@ __all__ = [
     "build_table",
     "check_declared",
     "check_sizes",
+    "crossing",
     "default_sizes",
     "dispatch",
     "dispatch_by_definition",
@@ -137,6 +157,7 @@ __all__ = [
     "plan_encoder",
     "plan_sizes",
     "planned_cost",
+    "predict",
     "propose",
     "resolve",
     "runtime_modes",

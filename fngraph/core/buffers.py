@@ -19,7 +19,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 from fngraph.errors import FieldError
 
 ITEMSIZE = {
@@ -186,6 +186,9 @@ class BufferPlan:
     def nbytes(self) -> int:
         """Bytes of all static buffers together."""
         return sum(b.nbytes for b in self.buffers)
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """One line a buffer: path, type, allocated shape, pad and bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from fngraph.core import text
@@ -50,11 +51,45 @@ class Explanation(NamedTuple):
         head = f"{self.spec!r}\n-> {mode} {descriptor!r}{padded}: {reason}"
         if not self.others:
             return head
-        rows = [(other.mode, repr(other.descriptor), other.why) for other in self.others]
-        return f"{head}\n\n{text.table(('mode', 'not this key', 'because'), rows)}"
+        return f"{head}\n\n{text.table(('mode', 'not this key', 'because'), self.folded())}"
+
+    def folded(self) -> list[tuple[str, str, str]]:
+        """Mode, keys and reason of each run of keys that are out for one reason, in a line each.
+
+        Where the reason has each key's own number, the first's and the last's are said.
+        """
+        runs: list[list[Candidate]] = []
+        for other in self.others:
+            if runs and _kind(runs[-1][-1]) == _kind(other):
+                runs[-1].append(other)
+            else:
+                runs.append([other])
+        found = []
+        for run in runs:
+            if len(run) < text.FOLDED:
+                found += [(str(one.mode), repr(one.descriptor), one.why) for one in run]
+                continue
+            first, last = run[0], run[-1]
+            keys = f"{first.descriptor!r} to {last.descriptor!r}, {len(run)} keys"
+            found.append((str(first.mode), keys, _joined(first.why, last.why)))
+        return found
+
+    def _repr_html_(self) -> str:
+        return text.html(self.as_text())
 
     def __str__(self) -> str:
         return self.as_text()
+
+
+def _kind(one: Candidate) -> tuple[Mode, str | None, str]:
+    """Alike for keys that are out for one reason, whatever number each of them has there."""
+    return one.mode, one.field, re.sub(r"\d+", "#", one.why) if one.field else one.why
+
+
+def _joined(first: str, last: str) -> str:
+    """Two reasons that differ in a key's own number: `num_tokens: 1..8 is less than 13`."""
+    words = [a if a == b else f"{a}..{b}" for a, b in zip(first.split(" "), last.split(" "))]
+    return " ".join(words)
 
 
 def explain(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> Explanation:

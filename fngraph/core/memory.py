@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fngraph.core.modes import Mode
 from fngraph.core.spec import BatchDescriptor
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 
 GRAPH_BYTES = 208 << 10
 """What a graph takes beside its nodes. Source: an H200 with torch 2.11 and CUDA 13.0, where
@@ -79,6 +79,9 @@ class MemoryTable:
         """Bytes with every key captured: the largest key's intermediates, and all graphs."""
         largest = max((row.estimated.pool for row in self.rows), default=0)
         return largest + sum(row.estimated.graph for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """One line a key, in MB, then the totals."""

@@ -76,9 +76,15 @@ class Stats:
         compiles: what was made of a piece -> likewise, for code that Inductor has made.
         passes: a pass that matched, by name -> how often, in all programs that were traced.
         shapes: exact shapes of batches without a spec, "float32[64, 4]" -> what ran at them.
+        verified: steps that ran a second time through bare `forward`.
+        differences: those of them that came to something else.
+        unverified: why steps whose turn it was did not -> how many.
     """
 
-    __slots__ = ("captures", "compiles", "counts", "passes", "reasons", "shapes")
+    __slots__ = (
+        "captures", "compiles", "counts", "differences", "passes", "reasons", "shapes",
+        "unverified", "verified",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -88,6 +94,9 @@ class Stats:
         compiles: Mapping[CompileKey, Took] | None = None,
         passes: Mapping[str, int] | None = None,
         shapes: Mapping[str, OfShape] | None = None,
+        verified: int = 0,
+        differences: int = 0,
+        unverified: Mapping[str, int] | None = None,
     ) -> None:
         self.counts = dict(counts or {})
         self.reasons = dict(reasons or {})
@@ -95,6 +104,8 @@ class Stats:
         self.compiles = dict(compiles or {})
         self.passes = dict(passes or {})
         self.shapes = dict(shapes or {})
+        self.verified, self.differences = verified, differences
+        self.unverified = dict(unverified or {})
 
     def observe(self, num_tokens: int, ran: Dispatch) -> None:
         """Counts one step of `num_tokens` true tokens that ran as `ran`."""
@@ -160,6 +171,9 @@ class Stats:
         rows = (Row(*key, steps) for key, steps in self.counts.items())
         return tuple(sorted(rows, key=lambda row: (-row.steps, row.num_tokens, row.padded)))
 
+    def _repr_html_(self) -> str:
+        return text.html(self.as_text())
+
     def as_text(self, modes: Mode | str | None = None, sizes: tuple[int, ...] = ()) -> str:
         """A Markdown table by falling count, then the reasons of eager steps.
 
@@ -178,6 +192,10 @@ class Stats:
         if self.reasons:
             why = sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
             parts.append(text.table(("eager because", "count"), why))
+        if self.verified or self.unverified:
+            came = [("the same", self.verified - self.differences), ("else", self.differences)]
+            came += [(f"not run: {why}", n) for why, n in sorted(self.unverified.items())]
+            parts.append(text.table(("verified: bare forward came to", "count"), came))
         if self.captures:
             slowest = sorted(self.captures.items(), key=lambda item: -item[1].us)
             taken = [(mode, key, "in a step" if in_step else "ahead", took.times, f"{took.ms:.1f}")
@@ -200,8 +218,9 @@ class Stats:
     def copy(self) -> Self:
         """The counts as they stand, to subtract later."""
         return type(self)(
-            self.counts, self.reasons, self.captures, self.compiles, self.passes, self.shapes
-        )
+            self.counts, self.reasons, self.captures, self.compiles, self.passes, self.shapes,
+            self.verified, self.differences, self.unverified,
+        )  # fmt: skip
 
     def __add__(self, other: Stats) -> Stats:
         return self._with(other, 1)
@@ -217,6 +236,9 @@ class Stats:
             _sum_took(self.compiles, other.compiles, sign),
             _sum(self.passes, other.passes, sign),
             _sum_of_shapes(self.shapes, other.shapes, sign),
+            self.verified + sign * other.verified,
+            self.differences + sign * other.differences,
+            _sum(self.unverified, other.unverified, sign),
         )
 
     def __eq__(self, other: object) -> bool:

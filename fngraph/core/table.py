@@ -91,6 +91,9 @@ class DispatchTable:
         plan = repr((str(self.modes), self.full, self.piecewise, rules, costs))
         return hashlib.sha256(plan.encode()).hexdigest()[:16]
 
+    def _repr_html_(self) -> str:
+        return text.html(self.as_text())
+
     def as_text(self) -> str:
         """The ladders as a text table: one row for each kind of key."""
         kinds: dict[tuple, list[int]] = {}

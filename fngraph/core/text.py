@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -18,6 +18,37 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
     rule = "|".join("-" * (width + 1) + (":" if r else "-") for width, r in zip(widths, right))
     return "\n".join([line(header), f"|{rule}|", *map(line, cells)])
+
+
+def html(text: str) -> str:
+    """Text with Markdown tables as HTML, for notebooks: `_repr_html_` of what prints tables."""
+    from html import escape
+
+    parts: list[str] = []
+    for block in text.split("\n\n"):
+        lines = block.splitlines()
+        at = next((i for i, line in enumerate(lines) if line.startswith("|")), len(lines))
+        if at:
+            parts.append(f"<pre>{escape(chr(10).join(lines[:at]))}</pre>")
+        if at < len(lines):
+            parts.append(_html_table(lines[at:], escape))
+    return "\n".join(parts)
+
+
+def _html_table(lines: Sequence[str], escape: Callable[[str], str]) -> str:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    header, rule, *rest = rows
+    sides = ["right" if mark.endswith(":") else "left" for mark in rule]
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        made = (
+            f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>'
+            for cell, side in zip(cells, sides)
+        )
+        return f"<tr>{''.join(made)}</tr>"
+
+    body = "".join(row(cells, "td") for cells in rest)
+    return f"<table><thead>{row(header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def _number(cell: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fngraph.core import EncoderPlan, Item, Packed, Path, Run, pack, plan_encoder, plan_sizes
-from fngraph.core.planner import Histogram
+from fngraph.core.costs.planner import Histogram
 from fngraph.encoder.model import EncoderModel, EncoderPath, Measured
 from fngraph.errors import SizesError
 

@@ -85,7 +85,9 @@ def with_generators(gm: fx.GraphModule, generators: Generators) -> fx.GraphModul
     for node in graph.nodes:
         if (index := drawn(node)) is not None:
             node.target = Draw(node.target, generators[index])
-    return fx.GraphModule({}, graph)
+    made = fx.GraphModule({}, graph)
+    made.meta.update(gm.meta)
+    return made
 
 
 class Draw:

@@ -14,6 +14,7 @@ from fngraph.ops.fp8 import (
     quantize_fp8_rows as quantize_fp8_rows,
     scaled_linear as scaled_linear,
 )
+from fngraph.ops.listed import listed_levels as listed_levels
 from fngraph.ops.paged.cascades import (
     CASCADE as CASCADE,
     CascadeArgs as CascadeArgs,
@@ -33,6 +34,7 @@ from fngraph.ops.paged.latent import (
 from fngraph.ops.paged.multi_head import ATTENTION as ATTENTION, attention as attention
 from fngraph.ops.primitives import (
     PRIMITIVES as PRIMITIVES,
+    Pages as Pages,
     Primitive as Primitive,
     define as define,
     primitive as primitive,

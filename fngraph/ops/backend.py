@@ -65,6 +65,9 @@ class Backend:
             they do between the graphs of PIECEWISE: what it does more cheaply the second time. It
             stands for `run` with all of the primitive's options. None: `run` it is.
         preferred: the configurations for which it is taken where none is named, if it can run.
+        own_uniform: whether it runs batches that are known to be uniform in another way than
+            others, and faster: they get keys of their own in every mode that captures them, FULL
+            too.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Backend:
     plan: Plan | None = None
     bind: Callable[[Any], Bound] | None = None
     preferred: Callable[[Any], bool] = lambda config: False
+    own_uniform: bool = False
 
     def __post_init__(self) -> None:
         """Raise where an attribute is something else than it is used as.

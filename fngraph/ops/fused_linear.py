@@ -26,11 +26,12 @@ from fngraph.ops.triton.launching import missing, power_of_two
 
 MOST_WEIGHTS = 3  # that one launch reads
 MOST_ROWS = 16  # of input that a kernel is for
+FEW_ROWS = 8  # one half of a tensor core's tile
 
 
 def most_rows(normed: bool, gated: bool) -> int:
     """Rows of input up to which one launch is faster than what is made of `for_many_rows`."""
-    return 2 if normed or gated else MOST_ROWS
+    return FEW_ROWS if normed or gated else MOST_ROWS
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,41 +47,47 @@ class Tile(NamedTuple):
         warps: of its kernel.
         parts: into which the columns are cut on tensor cores, with `block` columns each at a time;
             0: without tensor cores.
+        stages: of loads, on tensor cores.
     """
 
     rows: int
     block: int
     warps: int
     parts: int = 0
+    stages: int = 4
 
 
 def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Tile | None:
     """By static shapes and bytes of an element; None: what matrix products by torch are faster for.
 
     On an H200, TB/s of weights, ours and cuBLAS's alone, for Llama-1B's and 8B's layers: one row
-    2.6 to 4.5 and 1.4 to 4.3, two rows 2.2 to 3.5 and 1.5 to 3.7; eight and sixteen, without norm
-    and gate, 1.8 to 2.9 and 1.4 to 2.7.
+    2.6 to 4.5 and 1.4 to 4.3. A layer of 1B takes 59 us at 8 rows, and 72 with a product by torch
+    before a residual; one of 8B takes 158 at two rows, and 190 without tensor cores.
     """
     if T > most_rows(normed, gated):
         return None
-    if T > 2:
-        return Tile(16, min(512 // itemsize, power_of_two(-(-K // 4), at_least=16)), 4, 4)
     if T == 1:
         return _tile_of_one(K, gated, normed)
-    else:
+    if T == 2 and not gated and K <= (2048 if normed else 8192):
         tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
-    return tile._replace(block=min(tile.block, power_of_two(K)))
+        return tile._replace(block=min(tile.block, power_of_two(K)))
+    wide = lambda block: min(block * 2 // itemsize, power_of_two(-(-K // 4), at_least=16))  # noqa: E731
+    if T > FEW_ROWS or K > 8192:
+        return Tile(16, wide(128), 4, 4)
+    if gated:
+        return Tile(32, wide(64), 4, 4)
+    return Tile(32, wide(128), 4, 4) if normed else Tile(16, wide(256), 4, 4)
 
 
 def _tile_of_one(K: int, gated: bool, normed: bool) -> Tile:
-    """A step of Llama-8B, whose rows of 4096 are read as a whole before the wait, takes 4.06 ms on
-    an H200, and 4.48 by parts of 2048; one of 1B, with rows of 2048, is no faster so."""
+    """Rows of 4096 are read as a whole before the wait, which spares a step of Llama-8B a tenth on
+    an H200; one of 1B, with rows of 2048, is no faster so."""
     whole = power_of_two(K)
     if whole > 4096:
-        return Tile(2, 2048, 4)
+        return Tile(4, 2048, 8)
     if whole <= 2048:
         return Tile(2, min(2048 if gated else 1024, whole), 4)
-    return Tile(1, whole, 8) if gated else Tile(4 if normed else 2, whole, 4)
+    return Tile(2, whole, 8) if gated else Tile(2 if normed else 1, whole, 4)
 
 
 def plain(

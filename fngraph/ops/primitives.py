@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, get_t
 import torch
 
 from fngraph.core import HostBounds, Support
-from fngraph.core.text import did_you_mean, table
+from fngraph.core.text import did_you_mean, html, table
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.backend import Backend, Bound
@@ -29,6 +29,20 @@ from fngraph.torch_facts.names import BelowAutograd, parse_schema
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Pages(NamedTuple):
+    """Which rows of its state a primitive reads and writes, told by integer arguments.
+
+    Attributes:
+        caches: arguments of state, of as many rows along their first dim.
+        rows: arguments whose numbers are such rows; below 0: none.
+        slots: arguments whose numbers are row * size of the second dim + place; below 0: nowhere.
+    """
+
+    caches: tuple[str, ...]
+    rows: tuple[str, ...]
+    slots: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,11 +55,13 @@ class Primitive:
         configure: the op's arguments (tensors or fakes) to a hashable configuration.
         make_args: `make_args(arguments, config, plan)`: the op's arguments as a backend gets them.
         backends: by name; the first one is the definition, which runs every configuration.
+        aliases: names by which others know a backend, to the one that it has here.
         null_slots: the argument that says where it writes, -1 for nowhere; None: it writes `out`
             alone, or does not say.
         offsets: the argument that says where requests begin, (R + 1,); None: there is none.
         around: `around(backend, args, host)`: runs a backend, and before or behind it what it has
             no option for; None: it runs alone.
+        pages: which rows of its state it is about; None: that cannot be told, it may be any.
     """
 
     name: str
@@ -56,6 +72,8 @@ class Primitive:
     null_slots: str | None = None
     offsets: str | None = None
     around: Callable[[Backend, Any, HostBounds | None], Any] | None = None
+    pages: Pages | None = None
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
     _suited: dict[Any, Backend] = dataclasses.field(default_factory=dict, repr=False)
 
     def bind(
@@ -128,11 +146,13 @@ class Primitive:
                 yield backend, backend.refusal(config)
 
     def backend(self, name: str) -> Backend:
-        """The backend called `name`.
+        """The backend called `name`, here or elsewhere.
 
         Raises:
             BackendError: no such backend; lists those there are and the nearest name.
         """
+        if name not in self.backends:
+            name = self.aliases.get(name, name)
         if name not in self.backends:
             shipped = [repr(b.name) for b in self.backends.values() if b.shipped]
             raise BackendError(
@@ -174,9 +194,10 @@ class Primitive:
         Raises:
             BackendError: there is none of that name, or it is the definition.
         """
-        if self.backend(name) is next(iter(self.backends.values())):
+        found = self.backend(name)
+        if found is next(iter(self.backends.values())):
             raise BackendError(f"unregister: {name!r} is the definition of {self.name}")
-        del self.backends[name]
+        del self.backends[found.name]
         self._suited.clear()
 
     def function(self, fn: Callable[P, R]) -> Function[P, R]:
@@ -201,6 +222,7 @@ def define(
     null_slots: str | None = None,
     offsets: str | None = None,
     around: Callable[[Backend, Any, HostBounds | None], Any] | None = None,
+    pages: Pages | None = None,
 ) -> Primitive:
     """Make a primitive of one's own, at which PIECEWISE cuts; `backends={name: ...}` chooses.
 
@@ -231,6 +253,8 @@ def define(
             must not let them fall, as pad="stride" does not.
         around: `around(backend, args, host)`: runs a backend with what it has no option for done
             before or behind it, and returns what it returned; None: it runs alone.
+        pages: which rows of its state a call reads and writes, `fg.ops.Pages(...)`, so that a copy
+            of those is enough to run it a second time (`verify=`); None: it may be any.
 
     Raises:
         BackendError: the name is taken, the schema writes nothing or returns something, or a tensor
@@ -268,7 +292,7 @@ def define(
     LIBRARY.impl(name, lambda *given: refuse_transform(name), "FuncTorchBatched")
     torch.library.register_fake(f"fngraph::{name}", lambda *given: None, lib=LIBRARY)
     backends = {default.name: default}
-    made = Primitive(name, op, configure, make_args, backends, null_slots, offsets, around)
+    made = Primitive(name, op, configure, make_args, backends, null_slots, offsets, around, pages)
     PRIMITIVES[f"fngraph::{name}"] = made
     return made
 
@@ -370,6 +394,9 @@ class Listing(tuple[BackendRow, ...]):
         return table(BackendRow._fields, self)
 
     as_text = __repr__
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
 
 class Function(Generic[P, R]):

@@ -1,6 +1,5 @@
 """Passes: pure functions over traced graphs, in a list that is printed. See docs/compile.md."""
 
-from fngraph.passes.nearest import why_not as why_not
 from fngraph.passes.pattern import (
     Found as Found,
     call as call,
@@ -18,4 +17,5 @@ from fngraph.passes.pattern import (
 )
 from fngraph.passes.running.checks import Rewritten as Rewritten
 from fngraph.passes.running.frame import Applied as Applied, Pass as Pass
+from fngraph.passes.running.nearest import why_not as why_not
 from fngraph.passes.shipped import DEFAULTS as DEFAULTS, PASSES as PASSES

@@ -86,10 +86,14 @@ def roots(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
 
 
-def sum_and_norm_at(node: fx.Node) -> tuple[Found, Args] | None:
+def sum_and_norm_at(node: fx.Node, pattern: Any = _ADDED) -> tuple[Found, Args] | None:
     """The norm of a sum that ends in a node, both among what is found, as "total" and "normed";
-    and the arguments of its op."""
-    found = match(_ADDED, node, keeps=("total",))
+    and the arguments of its op.
+
+    Args:
+        pattern: of the norm of a "total", with the names "x" and "y" of what it adds.
+    """
+    found = match(pattern, node, keeps=("total",))
     if found is None:
         return None
     x, y, total = found["x"], found["y"], found["total"]

@@ -17,7 +17,7 @@ from torch import fx
 
 from fngraph.core.text import count, did_you_mean
 from fngraph.errors import PassError
-from fngraph.fx.nodes import flat, is_op, is_tensor
+from fngraph.fx.nodes import flat, is_loop, is_op, is_tensor
 from fngraph.torch_facts.names import OpOverload, OpOverloadPacket
 
 _TRACED = {  # of ops that have several overloads, the one that traces have
@@ -107,7 +107,7 @@ def check_call(node: fx.Node) -> str:
     if node.op in ("call_method", "call_module"):
         fix = meant(getattr(torch, str(node.target), None)) if node.op == "call_method" else ""
         return f"has put a {node.op} of {str(node.target)!r} there. Call an op, {fix or _EXAMPLE}"
-    if node.op != "call_function" or is_op(node) or _is_arithmetic(node):
+    if node.op != "call_function" or is_op(node) or is_loop(node) or _is_arithmetic(node):
         return ""
     return f"has put {named(node.target)} there, which is no op with its overload. Write " + meant(
         node.target

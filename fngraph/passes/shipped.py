@@ -34,6 +34,8 @@ from fngraph.passes.fp8.rounding import (
 from fngraph.passes.linears import fuse_linears
 from fngraph.passes.no_ops import drop_no_ops
 from fngraph.passes.norms import fuse_add_rms_norm, fuse_rms_norm
+from fngraph.passes.ranks.norms import fuse_all_reduce_rms_norm
+from fngraph.passes.ranks.sequence import gather_and_matmul, matmul_and_scatter, share_out_rows
 from fngraph.passes.rope import fuse_norm_rope, fuse_rope
 from fngraph.passes.running.frame import Pass
 from fngraph.passes.side_by_side import merge_side_by_side
@@ -46,6 +48,10 @@ PASSES: tuple[Pass, ...] = (
     Pass("rope", fuse_rope, "1", "rotary embedding"),
     Pass("rope_in_attention", rope_in_attention, "1", "what turns q and k, in attention's call"),
     Pass("attention_fp8", attention_fp8, "1", "attention, rounded to fp8 by a known scale"),
+    Pass("all_reduce_rms_norm", fuse_all_reduce_rms_norm, "1", "a sum over processes and its norm"),
+    Pass("sequence_parallel", share_out_rows, "1", "norms of sums over processes, of own rows"),
+    Pass("matmul_reduce_scatter", matmul_and_scatter, "1", "a product, while its rows are summed"),
+    Pass("all_gather_matmul", gather_and_matmul, "1", "products, while their rows are gathered"),
     Pass("linears_fp8", fuse_linears_fp8, "1", "linear layers in fp8 with what is around them"),
     Pass("add_rms_norm_fp8", fuse_add_rms_norm_fp8, "1", "a sum and its RMSNorm, rounded to fp8"),
     Pass("rms_norm_fp8", fuse_rms_norm_fp8, "1", "RMSNorm, rounded to fp8"),

@@ -1,5 +1,6 @@
 """Many processes that run one function: a mesh of them, and what they tell each other."""
 
+from fngraph.ranks import norms as norms, rows as rows  # ops that passes put into graphs
 from fngraph.ranks.collectives import (
     all_gather as all_gather,
     all_reduce as all_reduce,

@@ -3,8 +3,9 @@
 Where they agree it takes one exchange of some bytes a group. Where they do not, each sends all that
 it has to say, and each raises the same `RankError`, of the first thing that differs.
 
-The groups are those of a mesh's axes. One exchange along each axis in turn, with what the ones
-before have found, tells every process of the grid whether any two of them differ.
+One exchange along each axis of a mesh in turn, with what the ones before have found, tells every
+process of the grid whether any two of them differ. It has a group of its own, of gloo, which
+`make_mesh` makes: who is in a collective of the model's is not taken for one that agrees.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from fngraph.errors import RankError
 from fngraph.ranks.faults import failing_as
+from fngraph.ranks.mesh import agreeing
 from fngraph.torch_facts.names import all_gather_into, serves_cpu
 
 Told = Mapping[str, str]
@@ -128,7 +130,7 @@ def meet(
     wrong = int(trouble)
     for axis, group in peers.groups:
         with failing_as(f"the agreement to {what},", axis, group) as found:
-            rows = _gathered(found, [number, wrong, sum(1 << f for f in flags)])
+            rows = _gathered(agreeing(found), [number, wrong, sum(1 << f for f in flags)])
         wrong = int(any(w for _, w, _ in rows) or len({n for n, *_ in rows}) > 1)
         flags.update(_bits(rows))
     if not wrong:
@@ -146,7 +148,7 @@ def tell_all(peers: Peers, what: str, own: Told) -> dict[int, Told]:
     for axis, group in peers.groups:
         with failing_as(f"the agreement to {what},", axis, group) as found:
             parts: list[Any] = [None] * dist.get_world_size(found)
-            dist.all_gather_object(parts, told, group=found)
+            dist.all_gather_object(parts, told, group=agreeing(found))
         for part in parts:
             told |= part
     return told

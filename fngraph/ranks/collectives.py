@@ -149,7 +149,7 @@ def uneven(n: int, dim: int, x: Tensor, size: int) -> str:
     )
 
 
-def _reduced(x: Tensor, op: str, axis: str, group: str, after: Any = None) -> Tensor:
+def reduced(x: Tensor, op: str, axis: str, group: str, after: Any = None) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     wire = out.view(torch.uint8) if out.dtype is torch.bool else out
     with failing_as("all_reduce", axis, group) as found:
@@ -204,7 +204,7 @@ def _shorter(x: Tensor, dim: int, size: int, *_: Any) -> Tensor:
     return x.new_empty([n // size if i == dim else n for i, n in enumerate(x.shape)])
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def refused(name: str) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
         raise RankError(
             f"{user_line()}: {name} under a gradient or a transform of torch.func: whether it is "
@@ -215,13 +215,13 @@ def _refused(name: str) -> Callable[..., Any]:
     return refuse
 
 
-_WHO = "str axis, str group, Tensor? after=None"
+WHO = "str axis, str group, Tensor? after=None"
 for _name, _how, _run, _fake in (
-    ("all_reduce", "str op", _reduced, _same),
+    ("all_reduce", "str op", reduced, _same),
     ("all_gather", "int dim, int size", _gathered, _longer),
     ("reduce_scatter", "int dim, int size", _scattered, _shorter),
     ("all_to_all", "int dim, int size", _exchanged, _same),
 ):
     # `after`: one that must come before; see `fngraph.fx.pieces.collectives.keep_order`
-    _schema = f"(Tensor x, {_how}, {_WHO}) -> Tensor"
-    define_op(_name, _schema, _run, _fake, _refused(_name))
+    _schema = f"(Tensor x, {_how}, {WHO}) -> Tensor"
+    define_op(_name, _schema, _run, _fake, refused(_name))

@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -171,9 +173,34 @@ def make_mesh(device: str | None = None, *, timeout: float | None = None, **size
     made = init_device_mesh(device, shape, mesh_dim_names=names)
     for group in made.get_all_groups():  # which torch gives its own default
         group.set_timeout(timedelta(seconds=waits))
+    for name in names:
+        _make_agreeing(made, name, timedelta(seconds=waits))
     found = Mesh.over(made)
     axes = tuple(found[name] if name in names else Axis(name) for name in sizes)
     return dataclasses.replace(found, axes=axes)
+
+
+_AGREEING: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""By an axis's group, one of the same processes by which they agree: as torch keeps its groups."""
+
+
+def agreeing(group: Any) -> Any:
+    """The group by which the processes of an axis agree; of a mesh that `make_mesh` has not made,
+    their own."""
+    return _AGREEING.get(group, group)
+
+
+def _make_agreeing(mesh: DeviceMesh, name: str, waits: timedelta) -> None:
+    """Such groups of an axis, of all its rows: torch wants all processes at each. A group that is
+    all of them is every mesh's of one axis, and has one."""
+    own = mesh.get_group(name)
+    if own in _AGREEING:
+        return
+    ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1)  # type: ignore[union-attr]
+    for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
+        made = dist.new_group(row, waits, "gloo", group_desc="agreement")
+        if dist.get_rank() in row:
+            _AGREEING[own] = made
 
 
 def divisors(total: int) -> list[int]:

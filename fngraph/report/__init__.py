@@ -9,6 +9,11 @@ from fngraph.report.dispatch_grid import (
     uniform_strip as uniform_strip,
 )
 
+# log_charts.py: what is drawn of a run's log; log_page.py: as a page; log_pictures.py: as a picture
+from fngraph.report.log_charts import Chart as Chart, charts_of as charts_of
+from fngraph.report.log_page import page_of as page_of
+from fngraph.report.log_pictures import draw_log as draw_log
+
 # packed_runs.py: what an encoder packs into its graphs, as a picture
 from fngraph.report.packed_runs import (
     Bar as Bar,
@@ -20,6 +25,6 @@ from fngraph.report.packed_runs import (
 from fngraph.report.progress import track as track
 
 __all__ = [
-    "Bar", "Cell", "bars_of", "draw_runs", "draw_table", "explanation_table", "mixed_grid", "track",
-    "uniform_strip",
+    "Bar", "Cell", "Chart", "bars_of", "charts_of", "draw_log", "draw_runs", "draw_table",
+    "explanation_table", "mixed_grid", "page_of", "track", "uniform_strip",
 ]  # fmt: skip

@@ -251,7 +251,6 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
                     except Exception as error:
                         failure = _failure(key, error)
                     if (failure := after_capture(keys, key, failure)) is not None:
-                        keys.warm = {of: one for of, one in keys.warm.items() if one != key}
                         _refuse(keys, key, failure)
                 for spec in batches:
                     _run_eager(keys, spec)

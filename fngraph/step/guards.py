@@ -25,8 +25,8 @@ import torch
 from fngraph.core import BatchSpec, Buffer, BufferPlan, trees
 from fngraph.errors import TreeError
 from fngraph.executable import Executable
-from fngraph.fx.ambient import check_no_transform
 from fngraph.fx.leaves import Role
+from fngraph.fx.tracing.ambient import check_no_transform
 from fngraph.graphs.loans import Borrowed, Loans
 from fngraph.graphs.staging.buffers import StaticBuffers, true_sizes
 from fngraph.step.changed_rows import ChangedRows

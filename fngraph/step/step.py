@@ -25,18 +25,22 @@ from fngraph.core import (
     DispatchTable,
     Explanation,
     Limits,
+    Log,
     Mode,
     Stats,
     dispatch,
     explain,
 )
+from fngraph.core.costs.launch import LaunchModel
+from fngraph.core.costs.roofline import Constants
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
 from fngraph.core.stats import CompileKey
-from fngraph.errors import AmbientError, RankError, SpecError
-from fngraph.executable import Executable
-from fngraph.fx.ambient import (
+from fngraph.errors import AmbientError, RankError, SpecError, TreeError
+from fngraph.executable import Executable, launch_model_of
+from fngraph.fx.donation.table import DonationTable
+from fngraph.fx.tracing.ambient import (
     Ambient,
     check_no_dispatch_mode,
     check_no_transform,
@@ -44,7 +48,6 @@ from fngraph.fx.ambient import (
     plain_state,
     read,
 )
-from fngraph.fx.donation.table import DonationTable
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import Replay
@@ -255,6 +258,20 @@ class Step(Generic[R]):
         """The keys of every program."""
         return list({id(keys): keys for keys in (self.main, *self.by_ambient.values())}.values())
 
+    @property
+    def differences(self) -> Sequence[Any]:
+        """What `verify=` has found, the first ones; see `fg.Difference`."""
+        return ()
+
+    @property
+    def log(self) -> Log:
+        """What its last steps were, for `record=`; see `fg.core.Log`.
+
+        Raises:
+            TreeError: its steps are not recorded.
+        """
+        raise TreeError("its steps are not recorded. Say how many: capture(..., record=1000)")
+
     # what runs as what
 
     @property
@@ -306,6 +323,11 @@ class Step(Generic[R]):
     def explain(self, spec: BatchSpec, allowed: Allowed = None) -> Explanation:
         """Why `spec` runs as it does, and why not as anything else."""
         return explain(self.table, _checked(spec), allowed)
+
+    def launch_model(self, constants: Constants, context: int | None = None) -> LaunchModel:
+        """What steps take in each mode, predicted; see `Lowered.launch_model`."""
+        made = self.main.executable
+        return launch_model_of(made.count, made.table, made.level, constants, context)
 
     @property
     def memory(self) -> MemoryTable:
@@ -628,8 +650,12 @@ def make_step(
     outputs: str = "own",
     rules: Rules | None = None,
     guards: bool = False,
+    make: Callable[[Shared, Executable], Step[Any]] | None = None,
 ) -> Step[Any]:
     """A step over held and donated arguments, given in `forward`'s order; nothing is captured yet.
+
+    Args:
+        make: what makes it, if it is to be more than a `Step`.
 
     Raises:
         TreeError, AliasError: see `bind`. CaptureError: an unknown recorder.
@@ -649,4 +675,4 @@ def make_step(
         entry = dataclasses.replace(entry, leaves=tables.reader(args, entry.leaves))
     borrow = outputs == "borrow"
     shared = Shared(binding, made, entry, tables, rules or Rules(), borrow, guards, Stats())
-    return Step(shared, executable)
+    return (make or Step)(shared, executable)

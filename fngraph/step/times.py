@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from fngraph.core import HostBounds
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 from fngraph.graphs.inside import key_name
 from fngraph.graphs.memory import kept, preserved
 from fngraph.graphs.replay import EagerCall, Replay, launch
@@ -30,11 +30,17 @@ class Times:
         key: `fngraph FULL 8x8 q1`.
         rows: (name, us), median over the repeats, in the order of replay.
         total: us of the whole key, median. Its parts' medians need not add up to it.
+        paced: us of each part as the host launches it, median: what that is longer by is a gap, in
+            which the device waits. On the tape there is none.
     """
 
     key: str
     rows: tuple[tuple[str, float], ...]
     total: float
+    paced: tuple[float, ...] = ()
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """A table."""
@@ -50,7 +56,7 @@ def measure(keys: Keys, replay: Replay, repeats: int) -> Times:
     sizes, host = keys.executable.sizes(replay.descriptor), bounds_of(key)
     shared, ring = keys.shared, keys.ring
     timed = _on_cuda if shared.recorder.device.type == "cuda" else _on_cpu
-    rounds, lag = [], 0.0
+    rounds, paced, lag = [], [], 0.0
     with as_captured(keys):
         shared.binding.check()
         shared.recorder.loans.expire(keys.outputs, "times()")
@@ -61,6 +67,10 @@ def measure(keys: Keys, replay: Replay, repeats: int) -> Times:
                     plan_padding(keys, key, sizes)
                     us, lag = timed(replay, sizes, host, lag)
                     rounds.append(us)
+                    if timed is _on_cuda:
+                        ring.put_padding(keys.executable.plan, replay.descriptor.query_len or 0)
+                        plan_padding(keys, key, sizes)
+                        paced.append(timed(replay, sizes, host, 0.0)[0])
             except BaseException:
                 ring.resume()
                 raise
@@ -71,7 +81,8 @@ def measure(keys: Keys, replay: Replay, repeats: int) -> Times:
     ]
     medians = [statistics.median(column) for column in zip(*rounds)]
     total = statistics.median(map(sum, rounds))
-    return Times(key_name(*key), tuple(zip(names, medians)), total)
+    gaps = [statistics.median(column) for column in zip(*paced[1:])] if paced[1:] else medians
+    return Times(key_name(*key), tuple(zip(names, medians)), total, tuple(gaps))
 
 
 def _on_cpu(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tuple[Us, float]:
@@ -88,7 +99,8 @@ def _on_cuda(replay: Replay, sizes: Sizes, host: HostBounds, lag: float) -> tupl
     calls = replay.bind(sizes)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     torch.cuda.synchronize()
-    keep_busy(int(min(2 * lag, 0.1) * 2e9))  # cycles, at about 2 GHz
+    if lag:
+        keep_busy(int(min(2 * lag, 0.1) * 2e9))  # cycles, at about 2 GHz
     began = time.perf_counter()
     marks[0].record()
     for bound, mark in zip(calls, marks[1:]):

@@ -89,6 +89,13 @@ def serves_cpu(group: Any) -> bool:
     return torch.device("cpu") in group._device_types
 
 
+def timeout_s(group: Any) -> float:
+    """How long a process group waits; of several backends, the CPU's."""
+    device = torch.device("cpu" if serves_cpu(group) else "cuda")
+    waits: float = group._get_backend(device).options._timeout.total_seconds()
+    return waits
+
+
 # of some tensors: `check(*others)` says in one call whether all others have their types, sizes,
 # strides, dtypes, devices and dispatch keys (sparse, conjugated, negated, inference)
 TensorGuards: Any = _C._dynamo.guards.TensorGuards

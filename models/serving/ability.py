@@ -8,6 +8,7 @@ fit are errors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fngraph.models.serving.blocks import behind
@@ -121,6 +122,7 @@ def _serves(made: Policy, policy: Policy, shaped: bool) -> bool:
         all(getattr(made, name) == getattr(policy, name) for name in same)
         and (policy.max_tokens <= made.max_tokens and policy.max_reqs <= made.max_reqs)
         and max(policy.query_lens) <= max(made.query_lens)
+        and policy.decode_many <= made.decode_many
         and (bool(made.cascade) or not policy.cascade)
     )
 
@@ -144,6 +146,39 @@ def count_blocks(cache: Any, policy: Policy) -> int | None:
             )
         counts.add(len(leaf))
     return min(counts, default=None)
+
+
+def check_many(policy: Policy, modes: str, stages: int, options: Mapping[str, Any]) -> None:
+    """Refuse `Policy(decode_many=...)` where several tokens have no launch of their own, or one
+    that is slower than single steps.
+
+    Args:
+        options: of `fg.graphify`.
+
+    Raises:
+        ValueError: modes without FULL decodes but with PIECEWISE ones; a stage of several; passes
+            or a level of compilation, which stop at a loop.
+    """
+    asked = f"Policy(decode_many={policy.decode_many})"
+    if policy.decode_many > 1 and modes == "PIECEWISE":
+        raise ValueError(
+            f'{asked} takes its turns inside one graph, and modes="PIECEWISE" has none that holds '
+            'a whole step. Pass modes="FULL_AND_PIECEWISE", or leave decode_many out'
+        )
+    if policy.decode_many > 1 and stages > 1:
+        raise ValueError(
+            f"{asked} takes its turns on one device, and these are {stages} pipeline stages. Leave "
+            "it out"
+        )
+    reach = [
+        name for name in ("compile", "passes") if options.get(name, "none") not in ("none", ())
+    ]
+    if policy.decode_many > 1 and reach:
+        raise ValueError(
+            f"{asked} takes its turns in a loop, whose body stays as it was traced: {reach[0]}= "
+            "would change single steps alone, which then are faster and round otherwise. Leave "
+            "out either"
+        )
 
 
 def check_unused(slot: int, state: State) -> None:

@@ -19,15 +19,17 @@ from fngraph.models.serving.grammars import words_for
 from fngraph.models.serving.logits import LOGITS, fill
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.ranks.joining import pad_leaves
-from fngraph.models.serving.requests import Request, Row
+from fngraph.models.serving.requests import Request, Row, left_of
 from fngraph.models.serving.sampling import Settings
 
 HARMLESS = Request(-1, (0,), 1)  # asks for nothing, as a row does whose request will fail
 DIRECT = set(Settings._fields) - {"seed", "logit_bias"}  # settings that are leaves as they are
-Fields = dict[str, Callable[[], Any]]  # by name, what declares it
+Fields = dict[str, "partial[Any]"]  # by name, what declares it
 
 COUNTS = slice(-1)  # of a spec, all but its host bounds
 SHAPED = (("logits", True),)  # of a batch in which a request wants more than a draw
+MANY = (("many", True),)  # of one whose requests draw several tokens, one after the other
+STOPS = 8  # of a request while it does so: tokens that stop it, and FAILED in one place at least
 
 PAGED: Fields = {
     "token_ids": partial(fg.buffer, "T", "int64", pad=0),
@@ -50,6 +52,10 @@ MORE: dict[str, Fields] = {  # by what a step may need beside these
         "min_p": partial(fg.buffer, "R", "float32", pad=0),
     },
     "logits": LOGITS,
+    "many": {
+        "left": partial(fg.buffer, "R", "int32", pad=0),  # tokens that it may draw
+        "stop_ids": partial(fg.buffer, "R S", "int64", pad=-1),
+    },
     **{  # what an earlier stage has made of the tokens
         f"hidden {dtype}": {"hidden": partial(fg.buffer, "T E", dtype, pad=0)}
         for dtype in ("float32", "bfloat16", "float16")
@@ -59,10 +65,19 @@ MORE: dict[str, Fields] = {  # by what a step may need beside these
 
 @functools.cache
 def batch_type(*more: str) -> type:
-    """The struct of a batch with the fields of PAGED, of MORE by these names, and a spec."""
+    """The struct of a batch with the fields of PAGED, of MORE by these names, and a spec.
+
+    Of "many" each request has one token, so that what others have for each token has R, not T.
+    """
     fields = dict(PAGED)
     for name in more:
         fields |= MORE[name]
+    if "many" in more:
+        alike = {"T": "R", "R Q": "R"}
+        fields = {
+            name: partial(fg.buffer, alike.get(dims := x.args[0], dims), *x.args[1:], **x.keywords)
+            for name, x in fields.items()
+        }
     members: dict[str, Any] = {name: declare() for name, declare in fields.items()}
     hints = dict.fromkeys(fields, torch.Tensor) | {"spec": fg.BatchSpec}
     members |= {
@@ -76,9 +91,9 @@ def batch_type(*more: str) -> type:
 def limits_of(policy: Policy, vocab_size: int | None, width: int | None = None) -> fg.Limits:
     """The limits of steps, with the sizes of what `logits` stages where the vocabulary is known,
     and of hidden states where they come from an earlier stage."""
-    limits, sizes = policy.limits, {}
+    limits, sizes = policy.limits, {"S": STOPS} if policy.decode_many > 1 else {}
     if vocab_size is not None:
-        sizes = {"L": policy.max_blocks * policy.block_size, "K": policy.max_bias}
+        sizes |= {"L": policy.max_blocks * policy.block_size, "K": policy.max_bias}
         sizes["W"] = words_for(vocab_size)
     if width is not None:
         sizes["E"] = width
@@ -102,7 +117,7 @@ def empty_batch(
 def lay_out(
     rows: Sequence[Row], policy: Policy, host_batch: Callable[[fg.BatchSpec], Any],
     faults: Collection[int] = (), allowed: Mapping[int, np.ndarray] | None = None,
-    joint: fg.BatchSpec | None = None,
+    joint: fg.BatchSpec | None = None, turns: int = 1,
 ) -> Any:  # fmt: skip
     """The batch in which each job computes its next `new` tokens, and its drafts.
 
@@ -113,6 +128,7 @@ def lay_out(
         allowed: masks of those that have a grammar, see `grammars.ask`.
         joint: the counts of the batch, filled up with padding; None: just those of its rows. See
             `fngraph.models.serving.ranks.joining`.
+        turns: tokens that each row may draw, one after the other; of more than one it says so.
     """
     jobs = [row.job for row in rows]
     asked = [HARMLESS if faults and job.id in faults else job.request for job in jobs]
@@ -120,7 +136,8 @@ def lay_out(
     counts = np.array([row.new + len(row.drafts) for row in rows])
     alone = joint is not None and not joint.cascade
     shared = 0 if alone else prefix_blocks(rows, policy) * policy.block_size
-    spec = spec_of(rows, asked, counts, computed + counts, shared > 0)
+    left = [min(turns, left_of(job)) for job in jobs]
+    spec = spec_of(rows, asked, counts, computed + counts, shared > 0, left if turns > 1 else ())
     if joint is None or joint[COUNTS] == spec[COUNTS]:
         batch = host_batch(spec)
         into = {name: x.numpy() for name, x in vars(batch).items() if name != "spec"}
@@ -156,6 +173,12 @@ def lay_out(
     fill_more(jobs, asked, counts, shared, into)
     if "allowed" in into:
         fill(rows, asked, allowed or {}, into)
+    if "left" in into:
+        into["left"][:] = left
+        into["stop_ids"].fill(-1)
+        for own, request in zip(into["stop_ids"], asked):
+            tokens = [run[0] for run in request.stop if len(run) == 1][: STOPS - 1]
+            own[: len(tokens)] = tokens
     return batch
 
 
@@ -193,9 +216,15 @@ def own_spec(rows: Sequence[Row], policy: Policy, faults: Collection[int] = ()) 
 
 def spec_of(
     rows: Sequence[Row], asked: Sequence[Request], counts: np.ndarray, ends: np.ndarray,
-    cascade: bool,
+    cascade: bool, left: Sequence[int] = (),
 ) -> fg.BatchSpec:  # fmt: skip
-    """What dispatch looks at."""
+    """What dispatch looks at.
+
+    Args:
+        left: tokens that each row may draw, one after the other; (): one.
+    """
+    last = ends + np.array(left) - 1 if left else ends
+    more = SHAPED if any([request.shaped for request in asked]) else ()
     uniform = all(row.job.decoding for row in rows)
     return fg.BatchSpec(
         int(counts.sum()),
@@ -203,8 +232,8 @@ def spec_of(
         query_len=int(counts[0]) if uniform else None,
         adapters=len({request.adapter for request in asked} - {-1}),
         cascade=cascade,
-        extra=SHAPED if any([request.shaped for request in asked]) else (),
-        host=fg.HostBounds(int(counts.max()), int(ends.max())),
+        extra=more + MANY * bool(left),
+        host=fg.HostBounds(int(counts.max()), int(last.max())),
     )
 
 

@@ -15,7 +15,7 @@ multiplied as all who serve it do; presence and frequency penalties as OpenAI's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from fngraph.models.serving.grammars import words_for
 from fngraph.models.serving.requests import Logprob, Request, Row
 
 FOREVER = 2**31 - 1  # a place that no text reaches
-LOGITS: dict[str, Callable[[], Any]] = {  # leaves of a batch, by name: what declares them
+LOGITS: dict[str, partial[Any]] = {  # leaves of a batch, by name: what declares them
     "text": partial(fg.buffer, "R L", "int32", pad=0),  # from its start, drafts included
     "prompt_lens": partial(fg.buffer, "R", "int32", pad=0),
     "repetition_penalty": partial(fg.buffer, "R", "float32", pad=1),

@@ -21,10 +21,19 @@ import fngraph as fg
 from fngraph.models.serving.batches import lay_out, own_spec, padding
 from fngraph.models.serving.grammars import ask
 from fngraph.models.serving.logits import first_rows, on_host
+from fngraph.models.serving.many import take_ahead
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.ranks.following import agree, follow, leading
+from fngraph.models.serving.ranks.circles import Coming
+from fngraph.models.serving.ranks.following import (
+    agree,
+    agree_ahead,
+    agreed_ahead,
+    follow,
+    leading,
+)
+from fngraph.models.serving.ranks.joining import promise
 from fngraph.models.serving.requests import Event, Row, State
-from fngraph.models.serving.scheduling import advance, plan
+from fngraph.models.serving.scheduling import advance, goes_on, plan
 from fngraph.models.serving.steps import Steps
 
 
@@ -39,6 +48,8 @@ class Served(NamedTuple):
         events: what it did for its requests.
         seconds: of wall time, scheduling included.
         reused: tokens that requests which joined found computed by others.
+        turns: tokens that each request drew at most, one after the other.
+        single: why it was one, where `Policy(decode_many=...)` asks for more.
     """
 
     state: State
@@ -48,9 +59,13 @@ class Served(NamedTuple):
     events: tuple[Event, ...]
     seconds: float
     reused: int = 0
+    turns: int = 1
+    single: str = ""
 
 
-def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
+def schedule(
+    state: State, policy: Policy, steps: Steps, ahead: Coming | None = None
+) -> tuple[State, Any]:
     """Decide the next step's rows, and lay them out in the batch that `steps` hand out.
 
     A request that the steps cannot run has a row in which nothing of it is; `advance` ends it, with
@@ -59,6 +74,9 @@ def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
     Where teams meet (`Ranks.meet`), it is of the size that all of them agree on, of padding alone
     where this one has nothing to do, and None where no team has.
 
+    Args:
+        ahead: what teams have begun to agree on in the step before; see `agree_ahead`.
+
     Raises:
         ValueError: nothing to do; a policy or a pool that the steps were not made for.
         RankError: another team is gone.
@@ -66,21 +84,24 @@ def schedule(state: State, policy: Policy, steps: Steps) -> tuple[State, Any]:
     can, agrees = steps.can, steps.ranks.agrees
     if can is not None:
         can.check(state, policy)
-    joint = None
+    joint = agreed_ahead(steps.ranks, ahead) if ahead is not None else None
     if state.live or not agrees:
-        state = plan(state, policy) if can is None else plan(state, policy, can.fault)
+        fault = (lambda job: None) if can is None else can.fault
+        state = plan(state, policy, fault, joins=joint is None)
+        state = take_ahead(state, policy)
     else:
         state = dataclasses.replace(state, rows=())
     if agrees:
         own = own_spec(state.rows, policy, state.faults) if state.rows else None
-        joint = agree(steps.ranks, own)
+        if joint is None:
+            joint = agree(steps.ranks, own)
         if joint is None or own is None:
             return state, joint and padding(joint, steps.host_batch)
         if joint.query_len != own.query_len:
             rows = tuple(row._replace(drafts=()) for row in state.rows)
             state = dataclasses.replace(state, rows=rows)
     allowed, faults = ask(state.rows, state.faults, can.vocab_size) if can else ({}, {})
-    batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed, joint)
+    batch = lay_out(state.rows, policy, steps.host_batch, state.faults, allowed, joint, state.turns)
     return dataclasses.replace(state, faults={**state.faults, **faults}) if faults else state, batch
 
 
@@ -109,21 +130,26 @@ def serve(
     if not steps.ranks.leads:
         return follow(steps, cache)
     with leading(steps.ranks):
+        ahead = None
         while (state := inbox(state)).live or steps.ranks.agrees:
             began = time.perf_counter()
-            state, batch = schedule(state, policy, steps)
+            state, batch = schedule(state, policy, steps, ahead)
             if batch is None:
                 return
             drawn, cache = steps.run(cache, batch)
+            if steps.ranks.agrees and steps.ranks.ahead:  # while the device runs
+                own = own_spec(state.rows, policy, state.faults) if state.rows else None
+                ahead = agree_ahead(steps.ranks, promise(own, goes_on(state, policy)))
             if not state.rows:  # it was for the others
                 continue
-            kind, spec, reused = kind_of(state.rows), batch.spec, state.reused
+            kind, spec, planned = kind_of(state.rows), batch.spec, state
             if steps.ranks.agrees:  # without what others bring
                 spec = own_spec(state.rows, policy, state.faults)
                 drawn = first_rows(drawn, len(state.rows))
             state, events = advance(state, *on_host(drawn, state.rows), now=clock())
             seconds = time.perf_counter() - began
-            yield Served(state, spec, kind, steps.dispatch(batch.spec), events, seconds, reused)
+            more = planned.reused, planned.turns, planned.single
+            yield Served(state, spec, kind, steps.dispatch(batch.spec), events, seconds, *more)
 
 
 def stream(served: Iterable[Served]) -> Iterator[Event]:

@@ -11,6 +11,7 @@ import fngraph as fg
 LEAST = {  # of each number
     "max_tokens": 1, "max_reqs": 1, "max_blocks": 1, "block_size": 1, "ngram": 1, "cascade": 0,
     "cascade_reqs": 1, "reserve": 0, "num_slots": 0, "max_bias": 1, "max_logprobs": 1,
+    "decode_many": 1,
 }  # fmt: skip
 
 
@@ -47,6 +48,8 @@ class Policy:
         num_slots: slots of recurrent state, of which each running request has one; 0: no state.
         max_bias: tokens whose logits one request changes by name, `logit_bias` and barred stops.
         max_logprobs: of the likeliest tokens, that a request may have reported.
+        decode_many: tokens that each request gets at most from one launch, where nobody waits and
+            all are past their prompts; 1: one. See `fngraph.models.serving.many`.
     """
 
     max_tokens: int
@@ -62,6 +65,7 @@ class Policy:
     num_slots: int = 0
     max_bias: int = 64
     max_logprobs: int = 20
+    decode_many: int = 1
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():

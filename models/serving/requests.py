@@ -161,6 +161,8 @@ class State:
         faults: of the rows under way, by the request's number: why it fails at the end of the step.
         soonest: no deadline is before it.
         reused: tokens that requests which join in the step under way found computed.
+        turns: tokens that each row of the step under way may draw, one after the other.
+        single: why it is one, where `Policy(decode_many=...)` asks for more.
     """
 
     waiting: tuple[Job, ...]
@@ -172,6 +174,8 @@ class State:
     faults: Mapping[int, str] = dataclasses.field(default_factory=dict)
     soonest: float = math.inf
     reused: int = 0
+    turns: int = 1
+    single: str = ""
 
     @property
     def live(self) -> bool:
@@ -251,6 +255,11 @@ def user_of(state: State, adapter: int) -> Job | None:
     """The first request under an adapter that has not ended."""
     jobs = (*state.running, *state.waiting)
     return next((job for job in jobs if job.request.adapter == adapter), None)
+
+
+def left_of(job: Job) -> int:
+    """Tokens that a request may still get."""
+    return job.request.max_new - (len(job.tokens) - len(job.request.prompt))
 
 
 def in_order(some: tuple[Job, ...], others: tuple[Job, ...]) -> tuple[Job, ...]:

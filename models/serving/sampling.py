@@ -26,6 +26,7 @@ import fngraph as fg
 HOT = 1e38  # the highest temperature: from 3.5e38 on it is inf in float32, and -inf over it NaN
 COLD = 1e-5  # a temperature below it is greedy: logits over it would leave float32
 FAILED = -1  # in place of a token
+UNDRAWN = -2  # the same, behind the last one that was drawn
 WEIGHT_BITS = 34  # of the likeliest token: sums over 2**18 tokens are exact in a float64 too
 
 

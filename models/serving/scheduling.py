@@ -24,6 +24,7 @@ depends on its request and place alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -41,7 +42,7 @@ from fngraph.models.serving.requests import (
     in_order,
     no_blocks,
 )
-from fngraph.models.serving.sampling import FAILED
+from fngraph.models.serving.sampling import FAILED, UNDRAWN
 from fngraph.models.serving.texts.endings import cut, read_on, rest
 
 NO_TOKEN = (
@@ -52,12 +53,14 @@ NO_TOKEN = (
 
 
 def plan(
-    state: State, policy: Policy, fault: Callable[[Job], str | None] = lambda job: None
-) -> State:
+    state: State, policy: Policy, fault: Callable[[Job], str | None] = lambda job: None,
+    joins: bool = True,
+) -> State:  # fmt: skip
     """Decide what each request computes in the next step; `rows` of the new state say so.
 
     Args:
         fault: why a request that joins cannot be run; nobody shares what its row computes.
+        joins: whether any that wait may join.
 
     Raises:
         ValueError: nothing to do.
@@ -82,7 +85,7 @@ def plan(
             pool = publish(job, job.computed + row.new, pool)
     joined: list[Job] = []
     faults: dict[int, str] = {}
-    while waiting and left and not thrown and len(kept) + len(joined) < policy.max_reqs:
+    while joins and waiting and left and not thrown and len(kept) + len(joined) < policy.max_reqs:
         found = join(waiting[0], pool, slots, policy, len(kept) + len(joined))
         if found is None:
             break
@@ -104,6 +107,15 @@ def plan(
     reused = sum([job.computed for job in joined])
     now = (waiting, running, (*rows, *late), pool, slots)  # `replace` takes 2 us more
     return State(*now, state.submitted, faults, state.soonest, reused)
+
+
+def goes_on(state: State, policy: Policy) -> bool:
+    """Whether the step behind the one under way has at most its rows, of one token each, as long as
+    none joins: all of them draw now, nothing waits, and no step has drafts, or shares a prefix."""
+    if state.waiting or max(policy.query_lens) > 1 or policy.cascade:
+        return False
+    draws = all(row.job.computed + row.new >= len(row.job.tokens) for row in state.rows)
+    return draws and len(state.rows) == len(state.running)
 
 
 def over(job: Job) -> Job:
@@ -242,9 +254,10 @@ def advance(
     """The state after a step, and what it did.
 
     Args:
-        drawn: for each of `state.rows`, the tokens drawn at its last places. A row inside its
-            prompt computed a chunk, and what it drew is dropped. A request that drew FAILED, or
-            is among `state.faults`, ends there, and no other with it.
+        drawn: for each of `state.rows`, the tokens drawn at its last places, or one after the
+            other (`state.turns`), up to UNDRAWN. A row inside its prompt computed a chunk, and what
+            it drew is dropped. A request that drew FAILED, or is among `state.faults`, ends there,
+            and no other with it.
         logprobs: of the same places; None: no request of the step wants them.
         now: requests whose deadline it has reached end, those that wait too.
 
@@ -280,9 +293,12 @@ def advance(
         if computed < len(text):
             stepped[id] = job._replace(computed=computed)
             continue
-        new = accept(drafts, tokens) if drafts else (tokens[0],)
+        if state.turns > 1:
+            new = drawn_of(tokens)
+        else:
+            new = accept(drafts, tokens) if drafts else (tokens[0],)
         failed = False
-        if new[-1] == FAILED:  # behind drafts it is left to the next step, which draws it first
+        if new[-1] == FAILED:  # behind others it is left to the next step, which draws it first
             new, failed = new[:-1], len(new) == 1
         if request.decode is None:
             (new, end), said = cut(job, new), ""
@@ -302,8 +318,19 @@ def advance(
             done.append(job)
     running = tuple([stepped.get(job.request.id, job) for job in state.running])
     state = dataclasses.replace(state, running=running, rows=(), faults={}, pool=pool)
+    if state.turns > 1 or state.single:
+        state = dataclasses.replace(state, turns=1, single="")
     state = drop(state, done) if done else state
     return expire(state, events, now) if now >= state.soonest else (state, tuple(events))
+
+
+def drawn_of(tokens: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of a row that drew one after the other, up to where it was done.
+
+    >>> drawn_of((5, 6, -2, -2))
+    (5, 6)
+    """
+    return tuple(itertools.takewhile(lambda token: token != UNDRAWN, tokens))
 
 
 def expire(state: State, events: Iterable[Event], now: float) -> tuple[State, tuple[Event, ...]]:

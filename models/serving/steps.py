@@ -19,14 +19,21 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.models.families import lora
 from fngraph.models.families.rope import unscaled
-from fngraph.models.serving.ability import Ability, check_names, check_unused, count_blocks
-from fngraph.models.serving.batches import SHAPED, batch_type, empty_batch, limits_of
+from fngraph.models.serving.ability import (
+    Ability,
+    check_many,
+    check_names,
+    check_unused,
+    count_blocks,
+)
+from fngraph.models.serving.batches import MANY, SHAPED, batch_type, empty_batch, limits_of
 from fngraph.models.serving.logits import Drawn, changed, drawn
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.ranks.circles import ONE, Ranks
 from fngraph.models.serving.ranks.stages import WHOLE, Stage, run_stage
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.sampling import sample
+from fngraph.models.serving.turns import many_forward
 
 Forward = Callable[[Any, Any, Any], tuple[Tensor, Any]]
 
@@ -44,7 +51,8 @@ class Steps(NamedTuple):
 
     Attributes:
         host_batch: spec -> a batch to be filled.
-        run: cache, batch, allowed=None -> token ids (R, Q), cache; `Drawn` in place of ids where a
+        run: cache, batch, allowed=None -> token ids (R, Q), cache; of a batch of "many" (R,
+            decode_many), UNDRAWN behind each request's last; `Drawn` in place of ids where a
             request of the batch wants more than a draw. `allowed`: what was decided beforehand.
         dispatch: spec -> what it runs as; asked after the step, what it ran as.
         captured: the functions beneath, the one for plain batches first.
@@ -123,6 +131,7 @@ def make_steps(
     Raises:
         ValueError: what does not fit together, see `fngraph.models.serving.ability`.
     """
+    check_many(policy, modes, stage.total, options)
     blocks = count_blocks(cache, policy)
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
     captured: dict[Case, Any] = {}
@@ -135,11 +144,10 @@ def make_steps(
         own: dict[str, Any] = {"modes": case.modes(modes), "query_lens": query_lens}
         if case.adapted:
             own["adapters"] = (can.adapters,)
-        if case.shaped:
-            own["fields"] = (*options.get("fields", ()), SHAPED_FIELD)
-        whole = served_forward(
-            forward, *names, *hidden, max_logprobs=policy.max_logprobs, draws=stage.last
-        )
+        if case.shaped or case.many:
+            field = MANY_FIELD if case.many else SHAPED_FIELD
+            own["fields"] = (*options.get("fields", ()), field)
+        whole = case.forward(forward, policy, *names, *hidden, draws=stage.last)
         fast = fg.graphify(whole, donate="cache", stage="batch", **{**options, **own})
         if captured:
             options["recorder"] = captured[PLAIN].recorder
@@ -218,7 +226,7 @@ def bare_steps(
         leaves = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in vars(batch).items()}
         case = case_of(batch.spec)
         held = (params, adapters) if case.adapted else (params,)
-        step = served_forward(forward, *all_names[case], max_logprobs=policy.max_logprobs)
+        step = case.forward(forward, policy, *all_names[case])
         return step(*held, cache, type(batch)(**leaves))
 
     def dispatch(spec: fg.BatchSpec) -> fg.core.Dispatch:
@@ -235,19 +243,29 @@ class Case(NamedTuple):
     adapted: bool = False
     verify: bool = False
     shaped: bool = False
+    many: bool = False
 
     @property
     def text(self) -> str:
         """In words."""
-        named = zip(("cascade", "adapters", "verify", "logits"), self)
+        named = zip(("cascade", "adapters", "verify", "logits", "many"), self)
         return " ".join(name for name, has in named if has) or "plain"
 
     def modes(self, asked: str) -> str:
-        """The modes of its function: verify batches are uniform, so mixed ones have no keys."""
+        """The modes of its function: verify batches are uniform, so mixed ones have no keys, and
+        those of "many"; whose turns have no place between graphs for attention."""
         if self.cascade:
             return "PIECEWISE" if asked in ("PIECEWISE", "FULL_AND_PIECEWISE") else "NONE"
         mixed = asked in ("FULL", "FULL_AND_PIECEWISE")
-        return "FULL_DECODE_ONLY" if self.verify and mixed else asked
+        return "FULL_DECODE_ONLY" if (self.verify or self.many) and mixed else asked
+
+    def forward(
+        self, forward: Forward, policy: Policy, *names: str, draws: bool = True
+    ) -> Callable[..., tuple[Tensor | Drawn, Any]]:
+        """The function that is captured for its batches, which have what is named."""
+        if self.many:
+            return many_forward(forward, policy.decode_many, policy.block_size, *names)
+        return served_forward(forward, *names, max_logprobs=policy.max_logprobs, draws=draws)
 
     def policy(self, whole: Policy) -> Policy:
         """The policy of its batches: only those with drafts draw more than one token a request."""
@@ -255,14 +273,16 @@ class Case(NamedTuple):
 
 
 PLAIN, ADAPTED = Case(), Case(adapted=True)
-SHAPED_FIELD = fg.core.Field("logits", fg.core.Equal(), default=False)  # any value: see `Case`
+SHAPED_FIELD, MANY_FIELD = (
+    fg.core.Field(name, fg.core.Equal(), default=False)  # any value: see `Case`
+    for name in ("logits", "many")
+)
 
 
 def case_of(spec: fg.BatchSpec) -> Case:
     """The case of a batch."""
-    return Case(
-        spec.cascade, spec.adapters > 0, (spec.query_len or 1) > 1, SHAPED[0] in spec.extra
-    )  # fmt: skip
+    verify, shaped, many = (spec.query_len or 1) > 1, SHAPED[0] in spec.extra, MANY[0] in spec.extra
+    return Case(spec.cascade, spec.adapters > 0, verify, shaped, many)
 
 
 def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tuple[str, ...]]:
@@ -270,7 +290,7 @@ def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tu
     check_names(more, policy)
     either = (False, True)
     always = tuple(name for name in more if name != "logits")
-    return {
+    found = {
         Case(cascade, adapted, verify, shaped): (
             ("cascade",) * cascade + ("adapters",) * adapted + ("logits",) * shaped + always
         )
@@ -279,6 +299,9 @@ def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tu
         for adapted in either[: 1 + (adapters is not None)]
         for verify in either[: 1 + (max(policy.query_lens) > 1)]
     }
+    for adapted in either[: (policy.decode_many > 1) * (1 + (adapters is not None))]:
+        found[Case(adapted=adapted, many=True)] = ("adapters",) * adapted + ("many", *always)
+    return found
 
 
 def ability(

@@ -46,11 +46,12 @@ def test_few_rows_have_code_of_their_own_where_there_is_a_kernel(
     monkeypatch.setattr(few_rows, "DEVICES", kernels_on)
     toy = layer_model()
     limits = fg.Limits(max_tokens=32, max_reqs=4, B=toys.B)
-    step = captured(toy, "tape", modes="FULL", sizes=(1, 4, 32), limits=limits)
+    step = captured(toy, "tape", modes="FULL", sizes=(1, 4, 12, 32), limits=limits)
     for batch in steps("cpu"):
         check(toy, step, batch)
     spans = {tuple(made.range.tokens) for made in step.main.executable.compiled[0].artefacts}
-    assert ((2, 16) in spans) == ("cpu" in kernels_on) and (1, 1) in spans
+    assert ((2, 8) in spans) == ("cpu" in kernels_on) and (1, 1) in spans
+    assert ((2, 16) in spans) == ("cpu" in kernels_on)
 
 
 @pytest.mark.parametrize("laid", [False, True])
@@ -68,7 +69,7 @@ def test_what_is_taken_apart_computes_the_same(laid: bool, monkeypatch: pytest.M
         like = [i for i, w in enumerate(weights) if tuple(w.shape) == sizes(node)]
         given.append(weights.pop(like[0]) if like else tokens)  # of equal shapes the gate is first
     want = piece.gm(len(tokens), 1, *given)
-    for most, left in ((2, 2), (16, 1), (17, 0)):
+    for most, left in ((8, 2), (9, 1), (16, 1), (17, 0)):
         gm = torch.fx.GraphModule({}, torch.fx.Graph())
         gm.graph.output(gm.graph.graph_copy(piece.gm.graph, {}))
         part = Range(Span(2, most), Span(1, 8))

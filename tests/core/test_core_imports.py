@@ -17,7 +17,11 @@ import pytest
 
 import fngraph.core
 
-MODULES = [module.name for module in pkgutil.iter_modules(fngraph.core.__path__)]
+PREFIX = "fngraph.core."
+MODULES = [
+    module.name.removeprefix(PREFIX)
+    for module in pkgutil.walk_packages(fngraph.core.__path__, PREFIX)
+]
 
 
 def run(code: str, **env: str) -> str:

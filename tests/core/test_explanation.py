@@ -148,3 +148,18 @@ def test_every_key_is_chosen_or_explained():
             hit = found.chosen.mode is not Mode.NONE
             assert len(found.others) + hit == len(one)
             assert len({other[:2] for other in found.others}) == len(found.others)
+
+
+def test_runs_of_keys_that_are_out_for_one_reason_are_one_line():
+    many = build_table("FULL_AND_PIECEWISE", ladders(range(1, 33), (1,), 4), Limits(64, 4))
+    found = explain(many, BatchSpec(30, 3))
+    lines = found.folded()
+    assert (
+        "PIECEWISE", "BatchDescriptor(1) to BatchDescriptor(29), 29 keys",
+        "num_tokens: 1..29 is less than 30",
+    ) in lines  # fmt: skip
+    assert ("PIECEWISE", "BatchDescriptor(31)", "covers it, but BatchDescriptor(30) is less") in (
+        lines
+    )  # a run of two is told one by one
+    assert len(lines) < 10 < len(found.others) == 35
+    assert "29 keys" in str(found) and "<td" in found._repr_html_()

@@ -1,4 +1,4 @@
-"""`fngraph.core.planner`: exact against brute force, and saving on real traffic."""
+"""`fngraph.core.costs.planner`: exact against brute force, and saving on real traffic."""
 
 import random
 from collections import Counter

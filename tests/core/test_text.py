@@ -2,6 +2,7 @@
 
 import pytest
 
+from fngraph.core import text
 from fngraph.core.text import count, did_you_mean, ranges, table
 
 
@@ -55,3 +56,10 @@ def test_the_nearest_name():
     assert did_you_mean("sink", known) == " Did you mean 'Sinks'?"
     assert did_you_mean("BIDIRECTIONEL", known) == " Did you mean 'bidirectional'?"
     assert did_you_mean(7, known) == did_you_mean("sinks", ()) == ""
+
+
+def test_tables_are_tables_in_html_too():
+    made = text.html("a <head>\n\n" + text.table(("name", "us"), [("x & y", 1.5), ("z", 20)]))
+    assert made.startswith("<pre>a &lt;head&gt;</pre>\n<table>")
+    assert '<th style="text-align: right">us</th>' in made
+    assert '<td style="text-align: left">x &amp; y</td>' in made and made.count("<tr>") == 3

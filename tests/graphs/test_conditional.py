@@ -22,6 +22,7 @@ import toys
 
 import fngraph as fg
 from fngraph.errors import CaptureError, PackageError
+from fngraph.graphs.control import recording_control
 from fngraph.graphs.cuda import conditional, setter
 from fngraph.graphs.cuda.conditional import bodies_of, if_node, while_node
 from fngraph.graphs.cuda.driver import newest
@@ -744,3 +745,40 @@ def test_a_conditional_node_is_followed_by_the_nodes_of_its_body(monkeypatch: py
     assert [n if n == node else n.name for n in nodes] == ["f10", node, "f20", node, "f31", "f12"]
     assert chain == ((0, 1), (1, 5), (2, 3))
     assert [n.name for n in read(1)[0]] == ["f10", "conditional", "f12"]
+
+
+def test_a_warm_up_runs_each_body_once(monkeypatch: pytest.MonkeyPatch):
+    ran: list[int] = []
+    streams = SimpleNamespace(cuda_stream=5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", bool)
+    monkeypatch.setattr(conditional, "prepare", lambda device: ran.append(-1))
+    assert recording_control(CUDA) is None
+    with conditional.warmed(5):
+        control = recording_control(CUDA)
+        for pred in (False, True):
+            control.while_node(torch.tensor(pred), lambda: ran.append(1))
+            control.if_node(torch.tensor(pred), lambda: ran.append(2))
+        streams.cuda_stream = 6
+        assert recording_control(CUDA) is None
+    streams.cuda_stream = 5
+    assert recording_control(CUDA) is None and recording_control(torch.device("cpu")) is None
+    assert ran == [-1, 1, 2, 1, 2]
+
+
+@gpu
+def test_kernels_of_a_body_that_padding_never_runs_are_warmed_up(recorder: Any):
+    loop = Counting()  # no turn until `limit` says so
+    ran = []
+
+    def work() -> None:
+        control = recording_control(CUDA)
+        loop.ask()
+        control.while_node(loop.pred, lambda: (loop.turn(), ran.append(1)))
+
+    recorder.warm_up(work)
+    assert len(ran) == 1
+    recording, _ = recorder.record(work)
+    assert len(ran) == 2
+    loop.n.zero_()
+    assert loop.counted(recording.replay, 3) == 3

@@ -154,13 +154,15 @@ def test_greedy_tokens_of_graphs(case: Case):
 
 
 @pytest.mark.sampled(1)
-def test_served_with_others(case: Case):
-    """Five requests on two rows, joining and leaving; each gets what it gets alone."""
+@pytest.mark.parametrize("many", [1, 4])
+def test_served_with_others(case: Case, many: int):
+    """Five requests on two rows, joining and leaving; each gets what it gets alone, one token a
+    launch or several."""
     prompts = [tiny.PROMPT, tiny.PROMPT[:1], tiny.PROMPT[3:], [*tiny.PROMPT, *case.tokens[:9]], [8]]
     states = generate.family_states(case.family)
     policy = Policy(
         8, 2, 3, generate.BLOCK_SIZE, share=not states, num_slots=2 if states else 0,
-        query_lens=(1,) if states else (1, 3), ngram=1,
+        query_lens=(1,) if states else (1, 3), ngram=1, decode_many=many,
     )  # fmt: skip
     state = start(6, policy)
     for i, prompt in enumerate(prompts):
@@ -170,7 +172,9 @@ def test_served_with_others(case: Case):
         case.family.forward, case.params, cache, policy, *states, modes="FULL_AND_PIECEWISE",
         sizes=(2, 8), recorder=case.recorder,
     )  # fmt: skip
-    texts = gather(stream(serve(steps, cache, state, policy)))
+    ran = list(serve(steps, cache, state, policy))
+    texts = gather(stream(ran))
+    assert max(one.turns for one in ran) == many
     for i, prompt in enumerate(prompts):
         assert texts[i] == generate.reference(case.params, prompt, 3 + 2 * i, case.family)
     ran = sum((step.stats for step in steps.captured), fg.core.Stats())

@@ -1,4 +1,4 @@
-"""One stream of requests under five schedules, tokens drawn: each request writes the same text."""
+"""One stream of requests under seven schedules, tokens drawn: each request writes the same text."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from fngraph.models import (
     start,
     submit,
 )
+from fngraph.models.serving.loop import Served
 from fngraph.models.serving.sampling import sample, stack
 from tests.models.conftest import wide_params
 
@@ -30,11 +31,14 @@ PROFILE = Profile(10, Lengths(8, 0.6, 20), Lengths(14, 0.4, 24), systems=(9, 4),
 ARRIVALS = stream(PROFILE, 14, vocab_size=256, seed=3)
 ROOMY = Policy(24, 8, 14, block_size=4)
 SIZES = (1, 2, 4, 8, 16, 24)
+FEW = dataclasses.replace(ROOMY, share=False, decode_many=9)
 SCHEDULES = {  # name -> policy, blocks, steps between arrivals, modes
     "roomy": (ROOMY, 120, 0, "FULL_AND_PIECEWISE"),
     "few blocks": (dataclasses.replace(ROOMY, share=False), 18, 0, "FULL"),
     "drafts": (dataclasses.replace(ROOMY, query_lens=(1, 3), ngram=1), 120, 3, "FULL_DECODE_ONLY"),
     "one by one": (dataclasses.replace(ROOMY, max_reqs=1), 60, 0, "NONE"),
+    "many": (dataclasses.replace(ROOMY, decode_many=6), 120, 3, "FULL_AND_PIECEWISE"),
+    "many, few blocks": (FEW, 18, 0, "FULL_DECODE_ONLY"),
     "small budget": (dataclasses.replace(ROOMY, max_tokens=7), 120, 2, "PIECEWISE"),
 }
 
@@ -78,8 +82,8 @@ def wanted(config):
     return on
 
 
-def served(params: Any, recorder: str, schedule: str) -> tuple[dict, Tally, Sequence[State]]:
-    """The texts, what ran, and the states after each step."""
+def served(params: Any, recorder: str, schedule: str) -> tuple[dict, Tally, Sequence[Served]]:
+    """The texts, what ran, and the steps."""
     policy, num_blocks, apart, modes = SCHEDULES[schedule]
     device = params.embed.device
     cache = llama.init_cache(params.config, num_blocks, block_size=4, device=device)
@@ -87,7 +91,7 @@ def served(params: Any, recorder: str, schedule: str) -> tuple[dict, Tally, Sequ
         llama.forward, params, cache, policy, "sampling", modes=modes, recorder=recorder,
         sizes=[size for size in SIZES if size <= policy.max_tokens],
     )  # fmt: skip
-    coming, since, tally, states, events = list(ARRIVALS), apart, Tally(), [], []
+    coming, since, tally, ran, events = list(ARRIVALS), apart, Tally(), [], []
 
     def inbox(state: State) -> State:
         nonlocal since
@@ -100,18 +104,20 @@ def served(params: Any, recorder: str, schedule: str) -> tuple[dict, Tally, Sequ
 
     for one in tally.watch(serve(steps, cache, start(num_blocks, policy), policy, inbox)):
         events += one.events
-        states.append(one.state)
-    return gather(events), tally, states
+        ran.append(one)
+    return gather(events), tally, ran
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_request_writes_the_same_text(schedule, recorder_name, device, config, wanted):
     params = wide_params(config, device=str(device))
-    texts, tally, states = served(params, recorder_name, schedule)
+    texts, tally, steps = served(params, recorder_name, schedule)
+    states = [one.state for one in steps]
     assert [texts[i] for i in range(len(ARRIVALS))] == wanted(device)
     thrown = any(len(j.tokens) > len(j.request.prompt) for s in states for j in s.waiting)
-    assert thrown == (schedule == "few blocks")
+    assert thrown == ("few blocks" in schedule)
+    assert (max(one.turns for one in steps) > 1) == ("many" in schedule)
     assert ("verify" in tally.kinds) == (schedule == "drafts")
     assert (max(len(s.running) for s in states) == 1) == (schedule == "one by one")
 

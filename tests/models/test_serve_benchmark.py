@@ -12,6 +12,7 @@ import torch
 import fngraph as fg
 from benchmarks import harness, serve
 from benchmarks.serve import streams
+from benchmarks.serve.many import missed_by
 from benchmarks.serve.right import share_of_texts, share_right
 from benchmarks.serve.streams import Clock
 from benchmarks.serve.turns import DRAWN, beside, broken, decode_batch
@@ -281,6 +282,50 @@ def test_tiny_leaves_flags_that_were_given():
     args = harness.parse("serve", ["--tiny", "--requests", "5", "--backend", "sdpa"])
     assert (args.requests, args.backend) == (5, "sdpa")
     assert (args.models, args.device) == (["tiny"], "cpu")
+
+
+@pytest.mark.sampled(0)
+def test_several_tokens_a_launch(tmp_path, capsys):
+    flags = ["--tiny", "--many", "4", "--context", "9", "--json", str(tmp_path / "serve.json")]
+    assert harness.main(["serve", *flags]) == 0
+    (found,) = json.loads((tmp_path / "serve.json").read_text())["figures"]
+    assert [(row["batch"], row["tokens"], row["same"]) for row in found["launches"]] == [
+        (1, 4, 1), (3, 4, 1)
+    ]  # fmt: skip
+    for row in found["launches"]:
+        assert row["of a step"] == pytest.approx(row["ms a token"] / row["a step, device ms"])
+    by = {(row["at a time"], row["decode_many"]): row for row in found["streams"]}
+    assert set(by) == {(n, k) for n in (1, 3) for k in (1, 4)}
+    for (n, k), row in by.items():
+        assert row["same"] == 1 and row["new tokens"] == 4 * n * 12
+        assert k == 1 or row["steps"] < by[n, 1]["steps"]
+    assert harness.main(["serve", *flags, "--sampled"]) == 2
+    assert "neither --sampled nor --adapters" in capsys.readouterr().err
+
+
+def test_what_is_asked_of_several_tokens_a_launch():
+    launch = {
+        "tokens": 128, "batch": 1, "same": 1.0, "host us a launch": 30.0, "of a step": 1.0,
+        "of 10 steps": 1.05,
+    }  # fmt: skip
+    plain = {"at a time": 2, "decode_many": 1, "tokens/s": 100.0, "first token p50 ms": 10.0}
+    many = plain | {"decode_many": 8, "tokens/s": 120.0, "first token p50 ms": 10.5, "same": 1.0}
+    found = {"launches": [launch], "streams": [plain, many]}
+    assert missed_by(found) == [] == missed_by({})
+    for name, bad, said in (
+        ("host us a launch", 41.0, "costs the host 41 us"), ("of a step", 1.02, "1.020 of a step"),
+        ("of 10 steps", 1.2, "done after 10 it takes 1.20 of"), ("same", 0.5, "0.50 of the texts"),
+    ):  # fmt: skip
+        (line,) = missed_by({"launches": [launch | {name: bad}]})
+        assert said in line and "128 tokens at batch 1" in line
+        others = launch | {name: bad, "batch": 2}, launch | {name: bad, "tokens": 64}
+        assert len(missed_by({"launches": others})) == 2 * (name == "same")
+    for name, bad, said in (
+        ("tokens/s", 105.0, "1.05 times the tokens"), ("same", 0.9, "0.90 of the texts"),
+        ("first token p50 ms", 12.0, "comes 1.20 times as late"),
+    ):  # fmt: skip
+        (line,) = missed_by({"streams": [plain, many | {name: bad}]})
+        assert said in line and "2 at a time" in line
 
 
 def test_a_part_that_there_is_not(capsys):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from fngraph.models import Event, Policy, State, advance
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
+from fngraph.models.serving.many import take_ahead
+from fngraph.models.serving.sampling import UNDRAWN
 from fngraph.models.serving.scheduling import plan
 
 
@@ -38,6 +40,41 @@ def generate(
     return tuple(text[len(prompt) :])
 
 
+def look(
+    slots: dict[int, tuple[int, ...]], table: Any, text: Sequence[int], adapter: int, policy: Policy
+) -> None:
+    """Assert that each slot of a text holds what it should."""
+    for position in range(len(text)):
+        slot = slot_of(table, position, policy)
+        assert slots[slot] == (adapter, *text[: position + 1])
+
+
+def slot_of(table: Any, position: int, policy: Policy) -> int:
+    """Where a token is."""
+    block, offset = divmod(position, policy.block_size)
+    return int(table[block]) * policy.block_size + offset
+
+
+def go_on(
+    slots: dict[int, tuple[int, ...]], before: State, batch: Any,
+    texts: Sequence[tuple[int, ...]], drawn: Sequence[list[int]], policy: Policy,
+) -> list[list[int]]:  # fmt: skip
+    """The turns behind the first one, all rows side by side, as the device takes them."""
+    ids, now = [list(x) for x in drawn], list(texts)
+    for turn in range(1, before.turns):
+        for row, (job, _, _) in enumerate(before.rows):
+            adapter, table = job.request.adapter, batch.block_tables[row]
+            stops = {UNDRAWN, *batch.stop_ids[row].tolist()}
+            if turn >= batch.left[row] or ids[row][-1] in stops:
+                ids[row].append(UNDRAWN)
+                continue
+            now[row] = (*now[row], ids[row][-1])
+            slots[slot_of(table, len(now[row]) - 1, policy)] = (adapter, *now[row])
+            look(slots, table, now[row], adapter, policy)
+            ids[row].append(next_token(now[row], adapter))
+    return ids
+
+
 def simulate(
     state: State, policy: Policy, inbox: Callable[[State], State] = lambda state: state
 ) -> Iterator[Step]:
@@ -48,10 +85,12 @@ def simulate(
     """
     slots: dict[int, tuple[int, ...]] = {}
     while (state := inbox(state)).live:
-        before = plan(state, policy)
+        before = take_ahead(plan(state, policy), policy)
+        kind = batch_type(*["many"] * (before.turns > 1), "adapters")
         batch = lay_out(
-            before.rows, policy, lambda spec: empty_batch(batch_type("adapters"), policy, spec)
-        )
+            before.rows, policy, lambda spec, kind=kind: empty_batch(kind, policy, spec),
+            turns=before.turns,
+        )  # fmt: skip
         policy.limits.check(batch.spec)
         starts = batch.query_start_loc.tolist()
         tokens, where = batch.token_ids.tolist(), batch.slot_mapping.tolist()
@@ -68,14 +107,12 @@ def simulate(
         drawn = []
         for row, (job, _, _) in enumerate(before.rows):
             ids = []
-            for at in batch.logits_indices[row].tolist():
+            for at in batch.logits_indices[row].reshape(-1).tolist():
                 assert starts[row] <= at < starts[row + 1]
-                text = texts[at]
-                for position in range(len(text)):
-                    block = int(batch.block_tables[row, position // policy.block_size])
-                    slot = block * policy.block_size + position % policy.block_size
-                    assert slots[slot] == (job.request.adapter, *text[: position + 1])
-                ids.append(next_token(text, job.request.adapter))
+                ids.append(next_token(texts[at], job.request.adapter))
+                look(slots, batch.block_tables[row], texts[at], job.request.adapter, policy)
             drawn.append(ids)
+        if before.turns > 1:
+            drawn = go_on(slots, before, batch, texts, drawn, policy)
         state, events = advance(before, drawn)
         yield Step(before, batch, state, events)

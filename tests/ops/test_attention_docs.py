@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from fngraph.ops import ATTENTION, attention
+from fngraph.core import Support
+from fngraph.errors import BackendError
+from fngraph.ops import ATTENTION, Backend, attention, listed_levels
 
 PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 
@@ -39,3 +41,30 @@ def test_its_table_lists_what_is_shipped(ran):
         b.backend: b.level.name for b in attention.backends() if "not shipped" not in b.usable
     }
     assert rows == {name: level for name, level in shipped.items() if name != "mine"}
+
+
+def test_its_published_table_is_the_data():
+    text = listed_levels().as_text()
+    assert text in PAGE.read_text() and repr(listed_levels()) == text
+
+
+def test_a_published_name_is_found_and_differs_for_a_reason():
+    listed = listed_levels()
+    for one in listed:
+        assert attention.level(one.name) is one.ours
+        assert bool(one.why) == (one.level is not one.ours), one
+    assert attention.level("FlashInfer") is attention.level("flashinfer")
+    assert {one.where for one in listed} == {"table", "walk-through"} and len(listed) == 15
+    with pytest.raises(BackendError, match="FlashInfer 9"):
+        attention.level("FlashInfer 9")
+
+
+def test_a_published_name_chooses_the_backend_that_it_stands_for():
+    assert ATTENTION.backend("Triton Attention") is ATTENTION.backends["triton"]
+    mine = Backend("FlashInfer", None, support=lambda config: Support.NEVER)
+    ATTENTION.register(mine)  # one's own of that name goes before
+    try:
+        assert attention.level("FlashInfer") is Support.NEVER
+    finally:
+        ATTENTION.unregister("FlashInfer")
+    assert attention.level("FlashInfer") is Support.UNIFORM_SINGLE_TOKEN_DECODE

@@ -17,10 +17,13 @@ import pytest
 
 HERE = Path(__file__).parent
 SAMPLE = "strided or nothing_but_padding or mixed or quantising or no_number or no_row or as_near"
+SAMPLE += " or 2-one_shot or 4-two_shot"
 FILES: dict[str, tuple[Any, ...]] = {
     "a few of each": (40, "-k", SAMPLE, "test_triton_attention.py", "test_triton_latent.py",
                       "test_triton_recurrent.py", "test_triton_fused.py", "test_triton_fp8.py",
-                      "test_triton_skinny.py", "test_triton_skinny_fp8.py"),
+                      "test_triton_skinny.py", "test_triton_skinny_fp8.py",
+                      "test_triton_reducing.py"),
+    "over processes": (7, "test_triton_reducing.py"),
     "attention": (85, "test_triton_first_use.py", "test_triton_attention.py",
                   "test_triton_levels.py", "test_triton_splits.py",
                   "test_triton_split_edges.py"),

@@ -16,7 +16,16 @@ from tests.models import tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "tp2_ep2": {"tp": 2, "ep": 2}}
 APART = ("no_ops", "fold_constants")  # what a split vocabulary adds is for them as well
-NO_LINEARS = tuple(one.name for one in PASSES if "linears" not in one.name)
+REDUCED = "all_reduce_rms_norm"
+ROWS = ("sequence_parallel", "matmul_reduce_scatter", "all_gather_matmul")
+NO_LINEARS = tuple(
+    one.name for one in PASSES if "linears" not in one.name and one.name not in (REDUCED, *ROWS)
+)
+SUMS = {  # sums over processes with an addition and a norm behind
+    "llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3,
+    "gemma3_text": 0,  # its norms come before the addition
+    "qwen3_moe": 5, "mamba2": 1, "deepseek_v2": 5, "deepseek_v3": 5, "qwen3_next": 7,
+}  # fmt: skip
 
 
 def matches(family: Any, params: Any, passes: tuple[str, ...]) -> dict[str, int]:
@@ -55,3 +64,22 @@ def test_passes_match_on_a_part_as_often_as_on_the_whole(
         want["rms_norm"] -= len(params.layers)
     assert matches(family, own, NO_LINEARS) == want
     assert matches(family, own, ("linears",)) == matches(family, params, ("linears",))
+
+
+@pytest.mark.sampled("llama-tp2]", "gemma3_text-tp2]")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", tiny.GENERATIVE)
+def test_sums_over_processes_go_with_the_norms_behind_them(
+    name: str, sizes: dict[str, int], folder: Callable[[str], Path]
+):
+    """As often as there are such; each is a sum and a norm less for the pass of these. Never on the
+    whole."""
+    family = loading.family(folder(name))
+    _, params = family.load(folder(name))
+    own, sums = part(family, params, sizes), (REDUCED, "add_rms_norm")
+    assert set(matches(family, params, (REDUCED, *ROWS)).values()) == {0}
+    assert matches(family, own, ROWS[:1]) == {ROWS[0]: SUMS[name]}
+    if name == "llama":  # whose products are all by arguments
+        assert matches(family, own, ROWS) == dict.fromkeys(ROWS, 3)
+    found, alone = matches(family, own, sums), matches(family, own, sums[1:])
+    assert found == {REDUCED: SUMS[name], "add_rms_norm": alone["add_rms_norm"] - SUMS[name]}

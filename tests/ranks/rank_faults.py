@@ -107,6 +107,22 @@ def goes_on(rank: int) -> Any:
     return error, unchanged, gone, torch.equal(new["rows"][one.slot], want)
 
 
+def elsewhere(rank: int) -> Any:
+    """One comes to a collective of the model's by itself, which looks like an agreement."""
+    warnings.simplefilter("ignore")
+    tp = fg.make_mesh("cpu", timeout=TIMEOUT_S, tp=2)["tp"]
+    step, state = made(tp)
+    one = batch(0, 3, 2)
+    step(state, one)
+    kept = state["rows"].clone()
+    began = time.monotonic()
+    if rank == FAILING:
+        error = told(lambda: fg.all_gather(torch.zeros(3, dtype=torch.int64), tp))
+    else:
+        error = told(lambda: step(state, one))
+    return error, time.monotonic() - began, torch.equal(state["rows"], kept)
+
+
 def same_again(rank: int) -> Any:
     """A group that is destroyed and made again has the same names: what slept wakes over it."""
     tp = fg.make_mesh("cpu", timeout=20, tp=2)["tp"]

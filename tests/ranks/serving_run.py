@@ -30,8 +30,9 @@ from fngraph.models import (
     submit,
 )
 from fngraph.models.families.decoder import stages_of
+from fngraph.models.serving import loop
 from fngraph.models.serving.ranks.circles import make_ranks
-from fngraph.models.serving.ranks.following import over_ranks
+from fngraph.models.serving.ranks.following import agree, over_ranks
 from fngraph.models.serving.ranks.spreading import spread
 from fngraph.models.serving.ranks.stages import stage_of
 from fngraph.models.weights.adapters import shard_adapters
@@ -49,6 +50,7 @@ NUM_BLOCKS = 14  # six requests would like some 24
 SIZES = (6, 24)
 CANCELLED = 5  # this request, before the step of this number
 AT = 8
+LATE = range(20, 50, 2)  # of these steps one team gets a request more
 
 
 class Asked(NamedTuple):
@@ -248,6 +250,34 @@ def failing(at: int) -> Callable[[State], State]:
     return inbox
 
 
+def ahead(mesh: fg.Mesh, steps: Steps, cache: Any) -> tuple[Ran, int, int]:
+    """The stream without drafts, whose steps are agreed on ahead, and to which one team gets more
+    requests meanwhile; how many of all steps were not."""
+    asked: list[int] = []
+
+    def counting(ranks: Any, spec: Any) -> Any:
+        asked.append(1)
+        return agree(ranks, spec)
+
+    steps = steps._replace(ranks=dataclasses.replace(steps.ranks, ahead=True))
+    policy = dataclasses.replace(POLICY, query_lens=(1,))
+    state, number = submitted(start(NUM_BLOCKS, POLICY), mine(mesh)), -1
+
+    def inbox(state: State) -> State:
+        nonlocal number
+        number += 1
+        if number in LATE and mesh["dp"].rank == 0:
+            return submit(state, policy, (number, 7, 9), 4)
+        return cancel(state, CANCELLED) if number == AT else state
+
+    loop.agree = counting  # type: ignore[attr-defined]
+    try:
+        ran = observed(serve(steps, cache, state, policy, inbox))
+    finally:
+        loop.agree = agree  # type: ignore[attr-defined]
+    return ran, len(asked), number
+
+
 def led(steps: Steps, cache: Any) -> dict[str, Any]:
     """A leader that raises, one that closes its loop early, and the same steps after that."""
     state = submitted(start(NUM_BLOCKS, POLICY))
@@ -321,6 +351,7 @@ def streams(rank: int, world: int, modes: tuple[str, ...], device: str) -> dict[
         found["dp apart"] = stream(meshes["dp"], modes[-1], adapted=False)
         found["tp shaped"] = stream(meshes["tp"], modes[-1], shaped=True, adapted=False)
         found["dp spread"] = spread_out(*last["dp"])
+        found["dp ahead"] = ahead(meshes["dp"], *last["dp"])
         found |= led(*last["tp"])
         found |= met(meshes["dp"], *last["dp"])
         found |= follower_fails(*last["tp"])

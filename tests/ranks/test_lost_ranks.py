@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "survived": (2, rank_faults.survived, ()),
     "in a grid": (4, rank_faults.in_a_grid, ()),
     "others go on": (3, rank_faults.goes_on, ()),
+    "elsewhere": (2, rank_faults.elsewhere, ()),
     "the same again": (2, rank_faults.same_again, ()),
 }
 
@@ -104,3 +105,15 @@ def test_a_step_wakes_over_a_group_of_the_same_name(ran: dict[str, list[Ended]])
     for missing, same, right in starting.values(ran["the same again"]):
         assert missing.startswith("RankError: axis 'tp' has no processes")
         assert same and right
+
+
+def test_who_is_in_a_collective_by_itself_is_not_taken_for_one_that_agrees(
+    ran: dict[str, list[Ended]],
+) -> None:
+    """It has sent as many numbers as an agreement: nobody has them, and both are told in time."""
+    for one, where in zip(
+        ran["elsewhere"], ("the agreement to run a step", "all_gather over axis")
+    ):
+        error, seconds, unchanged = one.value
+        assert error.startswith("RankError: ") and where in error and "differ" not in error
+        assert unchanged and seconds <= TIMEOUT_S + ROLL_CALL_S + 1

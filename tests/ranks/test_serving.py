@@ -119,6 +119,18 @@ def test_ranks_that_meet_write_what_one_does(ranks, one, modes: str):
     assert all(any("verify" in kind for kind in ran.kinds) for ran in both)
 
 
+def test_a_step_may_be_agreed_on_while_the_one_before_runs(ranks, one):
+    """Drafts never change a text. Most steps decode, and ask nobody; all have as many of them."""
+    both = [found["dp ahead"] for found in ranks(2)]
+    late = {number: both[0][0].texts.pop(number) for number in range(15, 15 + len(run.LATE))}
+    assert all(len(tokens) == 4 for tokens in late.values())
+    for ran, asked, steps in both:
+        check(ran, one(), "FULL_AND_PIECEWISE")
+        assert 0 < asked < 0.8 * steps
+    assert len(both[0][0].texts) + len(both[1][0].texts) == 15
+    assert both[0][1:] == both[1][1:]
+
+
 def test_ranks_that_do_not_meet_go_by_themselves(ranks, one):
     both = [found["dp apart"] for found in ranks(2)]
     for ran in both:

@@ -68,6 +68,7 @@ def test_explanation_in_rich():
 def test_report_has_its_names_and_is_light_until_one_is_used():
     names = {"Bar", "Cell", "bars_of", "draw_runs", "draw_table", "explanation_table"}
     names |= {"mixed_grid", "track", "uniform_strip"}
+    names |= {"Chart", "charts_of", "draw_log", "page_of"}
     assert names == set(fg.report.__all__) and all(hasattr(fg.report, name) for name in names)
     code = "import sys, fngraph as fg; fg.report; print({'rich', 'matplotlib'} & {*sys.modules})"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -96,7 +96,7 @@ resolution = fg.resolve("FULL", {"attention": fg.Support.ALWAYS}, limits=limits)
 # 16 a check
 report = fg.check(forward, params, cache, batch, donate="cache", stage="batch")
 ok: bool = report.ok
-# 17 a trusted value, a block
+# 17 a trusted value, a block, loops
 trusted: Tensor = fg.trust_rows(ids)
 
 
@@ -106,6 +106,12 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:
 
 
 assert_type(layer(ids, ids), Tensor)
+assert_type(
+    fg.while_loop(lambda c: c[0] < 3, lambda c: (c[0], c[1]), (ids, ids)), tuple[Tensor, Tensor]
+)
+assert_type(fg.fori_loop(0, 3, lambda i, c: c + i, ids), Tensor)
+last: Tensor = fg.scan(lambda c, x: (c + x, c), ids, ids)[0]
+chosen: Tensor = fg.cond(ids.sum() > 0, lambda x: x, lambda x: x + 1, ids)
 # 18 a module as a function
 apply, weights, buffers = fg.from_module(torch.nn.Linear(4, 4))
 # 19 errors, tests, other people's models

@@ -18,9 +18,9 @@ from torch import fx
 
 from fngraph.core import trees
 from fngraph.core.structs import Exactly
-from fngraph.fx.ambient import kernels
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import SIZES
+from fngraph.fx.tracing.ambient import kernels
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import DisableTorchFunction, function_modes, innermost_transform
 from fngraph.torch_facts.tracing import FakeTensor, get_proxy_slot, in_forward_mode

@@ -7,6 +7,7 @@ left there. All ways are found here; `inplace` says which of them will do.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch import fx
 
 from fngraph.fx import schemas
 from fngraph.fx.donation.liveness import keys
-from fngraph.fx.nodes import is_op, is_tensor, line_of, mutates, written_by
+from fngraph.fx.nodes import is_loop, is_op, is_tensor, line_of, mutates, written_by
 
 _VISITS = 3  # of one op in the search, since a row of n diamonds has 2**n ways through it
 
@@ -27,8 +28,9 @@ class Hop:
 
     Attributes:
         how: "alias" (a view, or an op in place already), "same" (a clone, which falls away),
-            "twin", "scatter", "out" (see `fngraph.fx.schemas`), or "start" (out=, of nothing that
-            the buffer holds).
+            "twin", "scatter", "out" (see `fngraph.fx.schemas`), "carry" (a loop's result, in the
+            place of what the loop begins with), or "start" (out=, of nothing that the buffer
+            holds).
         operand: the argument in whose place the result goes; None for "start".
     """
 
@@ -36,12 +38,23 @@ class Hop:
     how: str
     operand: fx.Node | None
 
+    @property
+    def maker(self) -> fx.Node:
+        """The node that writes: of a loop's result, the loop."""
+        return self.node.args[0] if self.how == "carry" else self.node  # type: ignore[return-value]
+
     def __str__(self) -> str:
-        return f"{self.node.target} ({line_of(self.node)})"
+        return f"{self.maker.target} ({line_of(self.node)})"
 
 
 def hops(node: fx.Node) -> Iterator[Hop]:
     """Each way in which a node's value can take the place of one of its arguments."""
+    if node.target is operator.getitem and is_loop(node.args[0]):  # type: ignore[arg-type]
+        loop, i = node.args
+        carried = loop.target.kind != "cond" and i < loop.target.state  # type: ignore[union-attr,operator]
+        if carried and i not in loop.target.seats:  # type: ignore[union-attr]
+            yield Hop(node, "carry", loop.args[i])  # type: ignore[union-attr,index,arg-type]
+        return
     if not is_op(node) or not is_tensor(node):
         return
     op: Any = node.target

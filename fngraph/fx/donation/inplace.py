@@ -20,7 +20,7 @@ from fngraph.fx import schemas
 from fngraph.fx.donation.chains import Hop, leading_to
 from fngraph.fx.donation.liveness import Memory, keys
 from fngraph.fx.leaves import same_place, same_strides
-from fngraph.fx.nodes import is_op, mutates, operands, written_by
+from fngraph.fx.nodes import is_loop, is_op, mutates, operands, written_by
 from fngraph.fx.schemas import named
 from fngraph.torch_facts.memory import is_static, overlap, overlaps_itself
 from fngraph.torch_facts.tracing import enable_python_dispatcher
@@ -82,6 +82,8 @@ def _lies_otherwise(
         return None
     if here is None or overlaps_itself(here):
         return f"{hop} makes other elements than the buffer has"
+    if hop.how == "carry" and not same_strides(here, hop.node.meta["val"]):
+        return f"{hop} makes another layout than the buffer's"
     if not same_strides(here, hop.node.meta["val"]):
         if hop.how != "scatter" and not schemas.rounds_alike(hop.node.target):
             return f"{hop} makes another layout than the buffer's"
@@ -96,7 +98,7 @@ def _moves_strangely(node: fx.Node) -> bool:
     """Whether a view's place follows from more than that of what it views."""
     op: Any = node.target
     if not is_op(node):
-        return op is not operator.getitem  # a higher-order op
+        return op is not operator.getitem and not is_loop(node)  # a higher-order op
     if mutates(node) and not isinstance(node.meta["val"], torch.Tensor):
         return True
     return "as_strided" in op._schema.name or torch.Tag.inplace_view in op.tags
@@ -104,10 +106,14 @@ def _moves_strangely(node: fx.Node) -> bool:
 
 def _clash(hop: Hop, ours: set[int]) -> str | None:
     """Whether an op would read, through another argument, what it is about to write."""
+    message = f"{hop} still reads the old value where it would write the new one"
+    if hop.how == "carry":
+        i = hop.node.args[1]
+        others = [a for j, a in enumerate(hop.maker.args) if j != i and isinstance(a, fx.Node)]
+        return message if any(ours.intersection(keys(a)) for a in others) else None
     if schemas.reads_nothing(hop.node.target):
         return None
     arguments = [a for a in operands(hop.node) if ours.intersection(keys(a))]
-    message = f"{hop} still reads the old value where it would write the new one"
     if hop.operand is None:
         return message if arguments else None
     arguments.remove(hop.operand)
@@ -134,15 +140,15 @@ def still_needed(chain: Sequence[Hop], buffer: fx.Node, memory: Memory) -> str |
     storages = [keys(buffer)[0], *(keys(hop.node)[0] for hop in makers)]
     ends: list[float] = []  # when each version but the last is written over, latest first
     for hop, key in zip(reversed(makers), reversed(storages[1:])):
-        end: float = memory.at[hop.node]
+        end: float = memory.at[hop.maker]
         if hop.how == "same":  # a clone is the old value too, until either is written
             later = [u.time for u in memory.uses(key) if u.writes]
             end = min([*later, *ends[-1:]], default=math.inf)
         ends.append(end)
     for hop, key, end in zip(makers, storages, reversed(ends)):
         for use in memory.uses(key):
-            limit = memory.at[hop.node] if use.writes else end
-            if use.node is not hop.node and use.time >= limit and limit < math.inf:
+            limit = memory.at[hop.maker] if use.writes else end
+            if use.node is not hop.maker and use.time >= limit and limit < math.inf:
                 return f"{use} the old value after {hop} made the new one"
     return None
 
@@ -187,6 +193,9 @@ def _start(buffer: fx.Node, node: fx.Node, memory: Memory) -> fx.Node:
 def _write(hop: Hop, into: fx.Node, memory: Memory) -> None:
     """Insert the in-place form of an op: it writes `into`."""
     node, value = hop.node, into.meta["val"]
+    if hop.how == "carry":
+        _seat(hop, into, memory)
+        return
     op, args, kwargs = _form(hop, into)
     if hop.how == "scatter":
         region = _insert(op, args, kwargs, scatter_region(node, value), node, memory)
@@ -194,6 +203,17 @@ def _write(hop: Hop, into: fx.Node, memory: Memory) -> None:
         value = region.meta["val"]
     if op is not None:
         _insert(op, args, kwargs, value, node, memory)
+
+
+def _seat(hop: Hop, into: fx.Node, memory: Memory) -> None:
+    """Have a loop's carry lie in `into`."""
+    node, i = hop.maker, int(hop.node.args[1])  # type: ignore[arg-type]
+    value, (key,) = into.meta["val"], keys(hop.node)
+    node.target = node.target.seated(i, value)  # type: ignore[union-attr]
+    others = node.meta["val"]
+    node.meta["val"] = (*others[:i], value, *others[i + 1 :])
+    memory.members[key].remove(node)
+    memory.members[keys(into)[0]].append(node)
 
 
 def _form(hop: Hop, into: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

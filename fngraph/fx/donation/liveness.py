@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_op, is_size, line_of, mutates, written_by
+from fngraph.fx.nodes import is_loop, is_op, is_size, line_of, mutates, written_by
 from fngraph.fx.schemas import reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
@@ -91,6 +91,6 @@ def _looks_only(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node, member: fx.Node) -> bool:
-    if not is_op(node):
+    if not is_op(node) and not is_loop(node):
         return True  # a higher-order op: nothing says that it does not
     return member in written_by(node)

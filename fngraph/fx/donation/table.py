@@ -8,18 +8,20 @@ end, after everything that still reads the old one. `Donation` says which and wh
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 from fngraph.errors import DonationError
 from fngraph.fx.donation.inplace import make_in_place
 from fngraph.fx.donation.liveness import Memory
+from fngraph.fx.donation.loops import settle
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Leaf, same_place
-from fngraph.fx.nodes import is_op, line_of, mutates, written_by
+from fngraph.fx.nodes import is_loop, is_op, line_of, mutates, written_by
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
@@ -46,6 +48,9 @@ class DonationTable:
     """Every donated leaf, in order."""
 
     rows: tuple[Donation, ...]
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """One line a leaf: path, how, why."""
@@ -91,6 +96,7 @@ def donate(
             if (why := make_in_place(new, inputs[k], memory)) is not None:
                 copied[k] = f"{origin}; {why}"
 
+    settle(graph.gm)
     writers = _writers(graph.gm)
     rows = []
     for k in returns:
@@ -109,15 +115,23 @@ def donate(
 def drop_dead(graph: fx.Graph) -> None:
     """Erase ops whose results nobody reads: they would seem to need an old value, or mix rows."""
     for node in reversed(graph.nodes):
-        if node.users or not is_op(node) or not node.target._schema.returns:
+        if node.users or not (_is_of_loop(node) or (is_op(node) and node.target._schema.returns)):
             continue
         if not mutates(node) and drawn(node) is None:
             graph.erase_node(node)
 
 
+def _is_of_loop(node: fx.Node) -> bool:
+    """Whether it is a loop, or a result of one."""
+    result = node.target is operator.getitem and is_loop(node.args[0])  # type: ignore[arg-type]
+    return result or is_loop(node)
+
+
 def _origin(new: fx.Node, inputs: Sequence[fx.Node], leaves: Sequence[Leaf]) -> str:
     if new in inputs:
         return f"it is {leaves[inputs.index(new)].path}"
+    if _is_of_loop(new):
+        return f"{new.args[0].target} makes it ({line_of(new)})"  # type: ignore[union-attr]
     maker = new.target if new.op == "call_function" else "a constant"
     return f"{maker} makes it ({line_of(new)})"
 

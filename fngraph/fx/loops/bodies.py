@@ -8,7 +8,7 @@ left become a graph of their own, and what they read of the others becomes an op
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,14 +154,14 @@ def _own(region: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
         if node in inside or node.op == "get_attr":
             continue
         outer = inside.isdisjoint(node.all_input_nodes)
-        if outer and (is_size(node) or _is_constant(node, written)):
+        if outer and (is_size(node) or is_constant(node, written)):
             continue
         inside.add(node)
         found.append(node)
     return found
 
 
-def _is_constant(node: fx.Node, written: set[int]) -> bool:
+def is_constant(node: fx.Node, written: Collection[int] = ()) -> bool:
     """Whether it is a literal, or a copy of one that nothing writes."""
     while node.op == "call_function" and node.target in COPIES:
         if storage_key(node.meta["val"]) in written:

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.errors import AliasError, FnGraphError, MutationError, OperatorError, RandomError
+from fngraph.errors import (
+    AliasError,
+    FnGraphError,
+    MutationError,
+    OperatorError,
+    RandomError,
+    TransformError,
+)
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Role, same_place
 from fngraph.fx.loops.bodies import (
@@ -23,6 +30,7 @@ from fngraph.fx.loops.bodies import (
     Traced,
     fake_like,
     fakes_of,
+    is_constant,
     node_of,
     outline,
     shape_of,
@@ -45,17 +53,18 @@ class Called:
         name: "fg.scan".
         line: the user's.
         paths: of what it is given, "carry['h']", in order.
-        pure: whether a gradient goes through it, which sees no memory that is written.
+        given: where a gradient goes through it, the tensors that its functions may close over:
+            all that the gradient knows of. It sees no memory that is written.
     """
 
     name: str
     line: str
     paths: tuple[str, ...] = ()
-    pure: bool = False
+    given: tuple[torch.Tensor, ...] | None = None
 
-    def unnamed(self) -> Called:
+    def of(self, given: Sequence[torch.Tensor] | None = None) -> Called:
         """The same, of other operands, under a gradient."""
-        return dataclasses.replace(self, paths=(), pure=True)
+        return dataclasses.replace(self, paths=(), given=None if given is None else tuple(given))
 
     def path(self, i: int) -> str:
         """The name of an operand."""
@@ -132,13 +141,9 @@ def _emit(
             if i >= len(own) and is_tensor(x) and storage_key(x.meta["val"]) in written
         ), **more,
     )  # fmt: skip
-    if called.pure and loop.writes:
-        written_in_place = MutationError(
-            f"{line}: a function of {called.name} writes in place what the loop was given, and a "
-            "gradient goes through it. Return new values: x.index_put(...), x + y"
-        )
-        mode.refuse(written_in_place)
-        raise written_in_place
+    if called.given is not None and (refused := _hidden(mode, called, loop, reads)) is not None:
+        mode.refuse(refused)
+        raise refused
     node = tracer.graph.create_node("call_function", loop, args, {}, kind)
     node.meta |= {"stack_trace": line, "val": loop.results}
     made = [_result(tracer, node, i, x) for i, x in enumerate(fakes_of(loop.results))]
@@ -147,6 +152,29 @@ def _emit(
     for i, x in zip(carried, made):
         found[i] = x
     return [*found, *made[len(carried) :]]
+
+
+def _hidden(
+    mode: PurityMode, called: Called, loop: Loop, reads: Sequence[fx.Node]
+) -> FnGraphError | None:
+    """What is wrong with a loop that a gradient goes through, and which would not know of it."""
+    if loop.writes:
+        return MutationError(
+            f"{called.line}: a function of {called.name} writes in place what the loop was given, "
+            "and a gradient goes through it. Return new values: x.index_put(...), x + y"
+        )
+    known = {node_of(mode, x, called.line) for x in called.given or ()}
+    for x in reads:
+        value = x.meta.get("val")
+        smooth = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if smooth and x not in known and not is_constant(x):
+            return TransformError(
+                f"{called.line}: a function of {called.name} closes over a tensor "
+                f"({line_of(x)}) that it uses where it cannot be seen, as a "
+                "torch.autograd.Function does, and a gradient goes through the loop. Pass it in: "
+                "as a part of the carry"
+            )
+    return None
 
 
 def _result(tracer: Any, node: fx.Node, i: int, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fngraph.fx.loops.bodies import node_of
 from fngraph.fx.loops.closures import Flat, with_others
 from fngraph.fx.loops.emission import Called, emit_cond, emit_scan, emit_while
 from fngraph.fx.loops.gradients import (
@@ -18,24 +19,36 @@ from fngraph.fx.loops.gradients import (
     used_by,
 )
 from fngraph.fx.tracing.purity import PurityMode
-from fngraph.torch_facts.names import alive
+from fngraph.torch_facts.names import alive, unwrapped
 
 Tensors = Sequence[torch.Tensor]
+
+
+def _given(mode: PurityMode, called: Called, values: Tensors) -> list[torch.Tensor]:
+    """What a loop is given, which must be of this trace.
+
+    Raises:
+        ClosureError: a tensor that is not.
+    """
+    found = list(map(alive, values))
+    for x in found:
+        node_of(mode, unwrapped(x), called.line)
+    return found
 
 
 def flat_while(
     mode: PurityMode, called: Called, cond: Flat, body: Flat, carry: Tensors
 ) -> list[torch.Tensor]:
     """The last carry of a `while_loop`."""
-    carry = list(map(alive, carry))
-    if not needs_rule(mode):
+    carry = _given(mode, called, carry)
+    if not needs_rule(mode, called.name):
         return emit_while(mode, called, cond, body, carry)
     consts, now = used_by(mode, (cond, carry), (body, carry))
 
     def forth(operands: Tensors) -> list[torch.Tensor]:
         fixed, rest = operands[: len(consts)], operands[len(consts) :]
         test, turn = (with_others(fn, consts, fixed) for fn in (cond, body))
-        return flat_while(mode, called.unnamed(), test, turn, rest)
+        return flat_while(mode, called.of(fixed), test, turn, rest)
 
     return apply(Rule(called.name, forth, no_rule(called.name)), [*now, *carry])
 
@@ -45,8 +58,8 @@ def flat_scan(
     reverse: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The last carry of a `scan`, and what it stacks."""
-    carry, xs = list(map(alive, carry)), list(map(alive, xs))
-    if not needs_rule(mode):
+    carry, xs = _given(mode, called, carry), _given(mode, called, xs)
+    if not needs_rule(mode, called.name):
         return emit_scan(mode, called, turn, carry, xs, turns, reverse)
     rows = [x.new_empty(x.shape[1:]) for x in xs]
     consts, now = used_by(mode, (turn, [*carry, *rows]))
@@ -54,11 +67,13 @@ def flat_scan(
     def of_all(given: Tensors) -> Sequence[torch.Tensor]:
         return with_others(turn, consts, given[: len(consts)])(given[len(consts) :])
 
-    def scan(fn: Flat, init: Tensors, rows: Tensors, n: int, back: bool) -> list[torch.Tensor]:
-        return flat_scan(mode, called.unnamed(), fn, init, rows, n, back)
+    def scan(
+        fn: Flat, init: Tensors, rows: Tensors, back: bool, given: Tensors | None = None
+    ) -> list[torch.Tensor]:
+        return flat_scan(mode, called.of(given), fn, init, rows, turns, back)
 
     many = len(consts), len(carry)
-    rule = scan_rule(called.name, of_all, scan, *many, turns, reverse)
+    rule = scan_rule(called.name, of_all, scan, *many, reverse)
     found = apply(rule, [*now, *carry, *xs])
     return found[: len(found) - len(carry)]
 
@@ -67,15 +82,17 @@ def flat_cond(
     mode: PurityMode, called: Called, pred: torch.Tensor, a: Flat, b: Flat
 ) -> list[torch.Tensor]:
     """What a `cond` gives."""
-    pred = alive(pred)
-    if not needs_rule(mode):
+    (pred,) = _given(mode, called, [pred])
+    if not needs_rule(mode, called.name):
         return emit_cond(mode, called, pred, a, b)
     consts, now = used_by(mode, (a, ()), (b, ()))
 
     def of_all(fn: Flat) -> Flat:
         return lambda given: with_others(fn, consts, given)(())
 
-    def cond(pred: torch.Tensor, a: Flat, b: Flat) -> list[torch.Tensor]:
-        return flat_cond(mode, called.unnamed(), pred, a, b)
+    def cond(
+        pred: torch.Tensor, a: Flat, b: Flat, given: Tensors | None = None
+    ) -> list[torch.Tensor]:
+        return flat_cond(mode, called.of(given), pred, a, b)
 
     return apply(cond_rule(called.name, [of_all(a), of_all(b)], cond), [pred, *now])

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch.func import vjp
 
+from fngraph.core.where import user_line
 from fngraph.errors import TransformError
 from fngraph.fx.loops.closures import Flat, closed_over
 from fngraph.fx.tracing.purity import PurityMode
@@ -25,9 +26,18 @@ Tensors = Sequence[torch.Tensor]
 Emit = Callable[..., list[torch.Tensor]]
 
 
-def needs_rule(mode: PurityMode) -> bool:
-    """Whether a gradient or a transform may go through what is called now."""
-    if are_transforms_active() or in_forward_mode():
+def needs_rule(mode: PurityMode, called: str) -> bool:
+    """Whether a gradient or a transform may go through what is called now.
+
+    Raises:
+        TransformError: a forward-mode derivative may.
+    """
+    if in_forward_mode():
+        raise TransformError(
+            f"{user_line()}: a forward-mode derivative (jvp) is taken around {called}, which in a "
+            "trace has a rule for gradients alone: torch.func.grad, vjp. Write the loop in Python"
+        )
+    if are_transforms_active():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tracked(mode.tracer))
 
@@ -107,15 +117,8 @@ class _Loop(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, rule: Rule, *operands: Any) -> NoReturn:
         raise TransformError(
-            f"torch.vmap goes through {rule.called}, which has no rule for it in a trace. Give the "
-            "loop the whole batch: a dim of the carry"
-        )
-
-    @staticmethod
-    def jvp(ctx: Any, rule: Rule, *tangents: Any) -> NoReturn:
-        raise TransformError(
-            f"a forward-mode derivative goes through {rule.called}, which has a rule for gradients "
-            "alone (torch.func.grad, vjp). Take jvp outside, or of a loop of Python"
+            f"{user_line()}: torch.vmap goes through {rule.called}, which has no rule for it in a "
+            "trace. Give the loop the whole batch: a dim of the carry"
         )
 
 
@@ -129,9 +132,10 @@ def no_rule(called: str) -> Callable[..., NoReturn]:
 
     def back(*_: Any) -> NoReturn:
         raise TransformError(
-            f"a gradient goes through {called}, whose turns are not counted, so that they cannot "
-            "be gone back over. Say how many there are at most: fg.fori_loop(0, n, ...) of ints, "
-            "or fg.scan, with torch.where for those that are not wanted"
+            f"{user_line()}: a gradient goes through {called}, whose turns are not counted, so "
+            "that they cannot be gone back over. Say how many there are at most: "
+            "fg.fori_loop(0, n, ...) of ints, or fg.scan, with torch.where for those that are not "
+            "wanted"
         )
 
     return back
@@ -191,14 +195,13 @@ def pulled_back(
     return list(pull(tuple(grads)))
 
 
-def scan_rule(
-    called: str, turn: Flat, scan: Emit, consts: int, carry: int, turns: int, reverse: bool
-) -> Rule:
+def scan_rule(called: str, turn: Flat, scan: Emit, consts: int, carry: int, reverse: bool) -> Rule:
     """The rule of a scan, whose results are the carry, what it stacks, and each turn's first carry.
 
     Args:
         turn: one, of what it closes over, the carry, and rows of xs.
-        scan: `scan(turn, carry, xs, turns, reverse)`: another scan.
+        scan: `scan(turn, carry, xs, reverse, given)`: another scan, of functions that close over
+            `given` alone.
         consts: how many tensors it closes over; carry: how many it carries.
     """
 
@@ -210,7 +213,7 @@ def scan_rule(
 
     def forth(operands: Tensors) -> list[torch.Tensor]:
         fixed, rest = operands[:consts], operands[consts:]
-        return scan(noting(fixed), rest[:carry], rest[carry:], turns, reverse)
+        return scan(noting(fixed), rest[:carry], rest[carry:], reverse, fixed)
 
     def back(operands: Tensors, results: Tensors, grads: Sequence[Any]) -> list[Any]:
         fixed, init, xs = operands[:consts], operands[consts:][:carry], operands[consts + carry :]
@@ -240,7 +243,7 @@ def scan_rule(
 
         zeros = [torch.zeros_like(fixed[i]) for i in smooth_k]
         rows = [*firsts, *xs, *g_ys, *g_first]
-        found = scan(one, [*g_carry, *zeros], rows, turns, not reverse)
+        found = scan(one, [*g_carry, *zeros], rows, not reverse)
         all_of: list[Any] = [None] * len(operands)
         places = [
             *(consts + i for i in smooth_c), *smooth_k, *(consts + carry + i for i in smooth_x)
@@ -257,13 +260,14 @@ def cond_rule(called: str, branches: Sequence[Flat], cond: Emit) -> Rule:
 
     Args:
         branches: each of what both close over.
-        cond: `cond(pred, a, b)`: another choice, of functions of nothing.
+        cond: `cond(pred, a, b, given)`: another choice, of functions of nothing, that close over
+            `given` alone.
     """
 
     def forth(operands: Tensors) -> list[torch.Tensor]:
         pred, *rest = operands
         a, b = (lambda _, run=run: run(rest) for run in branches)
-        return cond(pred, a, b)
+        return cond(pred, a, b, rest)
 
     def back(operands: Tensors, results: Tensors, grads: Sequence[Any]) -> list[Any]:
         pred, *rest = operands

@@ -39,6 +39,7 @@ class Loop:
         results: fakes of what it gives: the carry, then what a scan stacks.
         shapes: of the results that no operand is like: what a scan stacks, or a choice gives.
         writes: indices of the operands that it writes.
+        seats: indices of the carries that lie in the operand that they begin with.
         line: the user's line.
         called: what the user has called, "fg.fori_loop".
     """
@@ -52,12 +53,19 @@ class Loop:
     turns: int = 0
     reverse: bool = False
     writes: tuple[int, ...] = ()
+    seats: tuple[int, ...] = ()
     line: str = ""
     called: str = ""
 
     @property
     def __name__(self) -> str:  # by which fx writes the call
         return self.kind
+
+    def seated(self, i: int, value: torch.Tensor) -> Loop:
+        """The same, whose carry `i` lies in its operand, of which `value` is a fake."""
+        results = (*self.results[:i], value, *self.results[i + 1 :])
+        writes, seats = (*self.writes, i), (*self.seats, i)
+        return dataclasses.replace(self, results=results, writes=writes, seats=seats)
 
     @property
     def own(self) -> int:
@@ -75,7 +83,7 @@ class Loop:
         """All that it does, as text: equal for equal loops."""
         head = (
             f"{self.kind} {self.state} {self.xs} {self.turns} {self.reverse} {self.shapes} "
-            f"{self.writes}"
+            f"{self.writes} {self.seats}"
         )
         return "\n".join([head, *map(_told, self.graphs)])
 

@@ -9,12 +9,9 @@ it is the same, with values where the others have buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from fngraph.fx.loops.node import Loop
 
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -30,16 +27,17 @@ class Control(Protocol):
 
 
 def run(
-    loop: Loop, runs: Sequence[Run], control: Control | None, operands: Sequence[Any]
+    loop: Any, runs: Sequence[Run], control: Control | None, operands: Sequence[Any]
 ) -> tuple[torch.Tensor, ...]:
     """The results of a loop.
 
     Args:
+        loop: a `Loop`, see `fngraph.fx.loops.node`.
         runs: its graphs as functions.
         control: who records; None: nobody does, and Python loops.
     """
     rest = operands[loop.own :]
-    shapes = [[operands[n.place] if isinstance(n, tuple) else n for n in x] for x in loop.shapes]
+    shapes = [[operands[n[0]] if isinstance(n, tuple) else n for n in x] for x in loop.shapes]
     made = [
         torch.empty(shape, dtype=x.dtype, device=x.device)
         for shape, x in zip(shapes, loop.results[len(loop.results) - len(shapes) :])
@@ -47,7 +45,7 @@ def run(
     if loop.kind == "cond":
         _cond(runs, control, operands[0], rest, made)
         return tuple(made)
-    carry = [_copy(x) for x in operands[: loop.state]]
+    carry = [x if i in loop.seats else _copy(x) for i, x in enumerate(operands[: loop.state])]
     if loop.kind == "while_loop":
         _while(runs, control, carry, rest)
     else:
@@ -74,7 +72,7 @@ def _while(
 
 
 def _scan(
-    loop: Loop, body: Run, control: Control | None, init: Sequence[torch.Tensor],
+    loop: Any, body: Run, control: Control | None, init: Sequence[torch.Tensor],
     xs: Sequence[torch.Tensor], rest: Sequence[Any], stacked: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
     """The turns of a scan: `init` is buffers that hold the carry, `stacked` is filled."""

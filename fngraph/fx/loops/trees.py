@@ -13,7 +13,8 @@ import torch
 
 from fngraph.core import trees
 from fngraph.core.where import user_line
-from fngraph.errors import TreeError
+from fngraph.errors import TransformError, TreeError
+from fngraph.torch_facts.names import is_batched
 
 
 def flatten(tree: Any, fn: str, root: str) -> tuple[list[torch.Tensor], Any]:
@@ -80,8 +81,13 @@ def check_pred(fn: str, what: str, pred: Any) -> torch.Tensor:
     """A predicate that is one bool.
 
     Raises:
-        TreeError: it is something else.
+        TreeError: it is something else. TransformError: `torch.vmap` maps over it.
     """
+    if isinstance(pred, torch.Tensor) and is_batched(pred):
+        raise TransformError(
+            f"{user_line()}: {fn}: {what} one that torch.vmap maps over: each row has its own. "
+            "Choose row by row: torch.where(pred, a, b); take as many turns as the longest does"
+        )
     if isinstance(pred, torch.Tensor) and pred.dtype is torch.bool and pred.dim() == 0:
         return pred
     given = brief(pred) if isinstance(pred, torch.Tensor) else f"{pred!r}"

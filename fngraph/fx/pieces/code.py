@@ -19,6 +19,10 @@ from torch import fx
 from fngraph.fx.nodes import is_loop, line_of
 from fngraph.torch_facts.names import OpOverload
 
+_INSTEAD = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+"""A view is made by the strides that torch's rule gives the op before it, and of some (such as
+`channel_shuffle` of what is expanded) the rule gives others than the op does. Then it is a copy:
+nothing is written through a view but of memory whose strides are known."""
 OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 
 
@@ -35,6 +39,7 @@ def direct(gm: fx.GraphModule) -> Callable[..., Any]:
         op: Any = getattr(getattr(getattr(torch.ops, found[1]), found[2]), found[3])
         if type(op) is not OpOverload:
             return found[0]
+        op = _INSTEAD.get(op, op)
         if op not in names:
             names[op] = f"{stem}{len(names)}"
             scope[names[op]] = op._op  # what calling an OpOverload does is to call this

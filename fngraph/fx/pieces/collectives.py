@@ -6,6 +6,7 @@ in the same order, or they wait for each other, or take what is not meant for th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -57,7 +58,17 @@ def keep_order(graph: fx.Graph) -> None:
         arguments = [a.name for a in node.target._schema.arguments]
         if before is not None and arguments[-1] == "after":
             node.args = (*node.args, before)
-        before = node
+        before = _tensor_of(graph, node)
+
+
+def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The node, or the first of its results where it has several."""
+    if is_tensor(node):
+        return node
+    with graph.inserting_after(node):
+        first = graph.call_function(operator.getitem, (node, 0))
+    first.meta = {**node.meta, "val": node.meta["val"][0]}
+    return first
 
 
 def are_of_rows(graph: fx.Graph, facts: Mapping[fx.Node, Any]) -> bool:

@@ -23,6 +23,8 @@ from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.tracing import PythonReferenceAnalysis, sympy_interp
 
+LETTERS = "fngraph.letters"  # in a piece's meta: symbols of its sizes to letters
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -34,6 +36,7 @@ class Cut:
         places: the positions of the tensors.
         row_dims: for each tensor argument, its first dim if that depends on T or R, else None.
         example: fakes and constants, for the primitive's configuration.
+        line: the user's, from which it is called.
     """
 
     op: str
@@ -41,6 +44,7 @@ class Cut:
     places: tuple[int, ...]
     row_dims: tuple[Dim | None, ...]
     example: tuple[Any, ...]
+    line: str = "forward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,7 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
             name, key = "piece", _structure(graph, piece)
             if key not in shared:
                 shared[key] = Piece(fx.GraphModule({}, piece), key)
+                shared[key].gm.meta[LETTERS] = graph.letters
             part = shared[key]
         for node in writes:
             numbers[node] = len(numbers)
@@ -168,7 +173,7 @@ def cut_of(graph: Graph, node: fx.Node) -> Cut:
     example: Any = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)
     firsts = [next((graph.dim(n) for n in example[i].shape[:1]), None) for i in places]
     row_dims = tuple(dim if dim is not None and dim.letters else None for dim in firsts)
-    return Cut(_op_name(node), template, places, row_dims, example)
+    return Cut(_op_name(node), template, places, row_dims, example, line_of(node))
 
 
 def _piece(

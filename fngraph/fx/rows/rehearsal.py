@@ -38,7 +38,7 @@ from fngraph.fx.rows.state import (
 from fngraph.fx.schemas import draws, named
 from fngraph.torch_facts.names import tree_map_only
 
-_UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _NOTED = 24  # calls of a loop's functions that are looked at one by one
 _ODD = (0, -1, 7)
 _LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
@@ -82,18 +82,24 @@ def rehearse(
     Raises:
         whatever the graph raises on the true leaves, which then say nothing about its rows.
     """
-    return next(_differences(gm, facts, true, padded, poison, _sizes(gm, padded)), None)
+    return next(rehearsed(gm, facts, true, padded, poison), None)
 
 
-def _differences(
+def rehearsed(
     gm: fx.GraphModule,
     facts: Mapping[fx.Node, Any],
     true: Sequence[torch.Tensor],
     padded: Sequence[torch.Tensor],
-    poison: bool,
-    sizes: Mapping[Any, int],
+    poison: bool = True,
+    sizes: Mapping[Any, int] | None = None,
     in_loop: bool = False,
 ) -> Iterator[Difference]:
+    """Every fact that does not hold, in the order of the graph; see `rehearse`.
+
+    Args:
+        sizes: of the key, in the facts' letters; None: those of `padded`.
+    """
+    sizes = _sizes(gm, padded) if sizes is None else sizes
     bare: dict[fx.Node, Any] = {}
     keyed: dict[fx.Node, Any] = {}
     leaves = iter(zip(true, padded))
@@ -185,7 +191,7 @@ def _of_turns(
     loop: Any = node.target
     for (number, true), (_, padded) in zip(turns, again):
         gm, facts = loop.graphs[number], fact.graphs[number]
-        yield from _differences(gm, facts, true, padded, poison, sizes, in_loop=True)
+        yield from rehearsed(gm, facts, true, padded, poison, sizes, in_loop=True)
 
 
 def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
@@ -218,7 +224,7 @@ def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]
 def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
     result = node.target(*args, **kwargs)  # type: ignore[operator]
-    if is_op(node) and op_name(node) in _UNWRITTEN:  # whatever was there, the same in both
+    if is_op(node) and op_name(node) in UNWRITTEN:  # whatever was there, the same in both
         result = tree_map_only(torch.Tensor, _unwritten, result)
     return result
 

@@ -45,7 +45,8 @@ def foreign(line: str, x: Any, owners: Mapping[int, Leaf]) -> PurityError:
     if isinstance(x, FakeTensor):
         return PurityError(
             f"{line}: forward uses a tensor that no op of this trace has made: another thread "
-            "has, or another trace. Compute it in forward, on its own thread"
+            "has, or another trace, or a function of a loop has made it, and its turn is over. "
+            "Compute it in forward, on its own thread; return from a loop what is to last"
         )
     name = _name_of(lambda v: v is x) or "a tensor"
     return _closed(line, f"{name}, {tuple(x.shape)} {x.dtype},")

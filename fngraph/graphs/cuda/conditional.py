@@ -31,6 +31,7 @@ from fngraph.torch_facts.names import (
 )
 
 _OPEN: set[int] = set()  # streams that bodies are being captured from, now
+_WARMED: set[int] = set()  # streams on which a recorder warms up, now
 _BODIES: dict[int, dict[int, int]] = {}  # of a graph: its conditional nodes, and the graph in each
 
 
@@ -66,6 +67,36 @@ def prepare(device: torch.device) -> None:
     if not _torch_has_nodes():
         with torch.cuda.device(device):
             setter.load(torch.cuda.current_device())
+
+
+class Once:
+    """In place of nodes where kernels are warmed up: each body runs, once, whatever `pred` says.
+
+    What is warmed up runs on padding, of which a loop may have no turn, and a choice takes one way;
+    but in a capture no kernel may be new.
+    """
+
+    @staticmethod
+    def while_node(pred: torch.Tensor, run_body: Callable[[], object]) -> None:
+        """See above."""
+        run_body()
+
+    if_node = while_node
+
+
+@contextlib.contextmanager
+def warmed(stream: int) -> Iterator[None]:
+    """Meanwhile a recorder warms up on that stream: see `Once`."""
+    _WARMED.add(stream)
+    try:
+        yield
+    finally:
+        _WARMED.discard(stream)
+
+
+def is_warmed(stream: int) -> bool:
+    """Whether a recorder warms up on that stream now."""
+    return stream in _WARMED
 
 
 def is_body(stream: int) -> bool:

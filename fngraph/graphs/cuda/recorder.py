@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fngraph.errors import CaptureError, FnGraphError
-from fngraph.graphs.cuda.conditional import bodies_of
+from fngraph.graphs.cuda.conditional import bodies_of, warmed
 from fngraph.graphs.cuda.nodes import read
 from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
@@ -72,11 +72,14 @@ class CudaRecorder:
         return f"CudaRecorder({self.device})"
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
-        """Run `fn` on the capture stream, ordered after and before the caller's work."""
+        """Run `fn` on the capture stream, ordered after and before the caller's work.
+
+        The body of a loop runs once there, and so do both ways of a choice.
+        """
         with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             try:
-                with torch.cuda.stream(self.stream):
+                with torch.cuda.stream(self.stream), warmed(self.stream.cuda_stream):
                     fn()
             finally:  # or what undoes a failed warm-up would run before it
                 torch.cuda.current_stream().wait_stream(self.stream)

@@ -21,7 +21,7 @@ from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import PAGED, QKV, Shapes
 from fngraph.ops.paged.config import AttentionConfig, AttentionMeta, meta_of, sees_nothing
 from fngraph.ops.paged.gathered import rows_of
-from fngraph.ops.primitives import define
+from fngraph.ops.primitives import Pages, define
 from fngraph.ops.slots import read_cache, some_at_a_time, write_cache
 
 
@@ -111,6 +111,7 @@ CASCADE = define(
     default=Backend("reference", run, support=lambda config: Support.NEVER),
     null_slots="slot_mapping",
     offsets="query_start_loc",
+    pages=Pages(("k_cache", "v_cache"), ("block_tables",), ("slot_mapping",)),
 )
 
 

@@ -19,7 +19,7 @@ from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import PAGED, Shapes
 from fngraph.ops.paged import reference
 from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, AttentionMeta, meta_of
-from fngraph.ops.primitives import define
+from fngraph.ops.primitives import Pages, define
 from fngraph.ops.slots import write_cache
 
 
@@ -98,6 +98,7 @@ MLA = define(
     ),
     null_slots="slot_mapping",
     offsets="query_start_loc",
+    pages=Pages(("cache",), ("block_tables",), ("slot_mapping",)),
 )
 
 

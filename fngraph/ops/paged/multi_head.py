@@ -18,7 +18,7 @@ from fngraph.ops.fp8 import quantize_fp8
 from fngraph.ops.paged import reference
 from fngraph.ops.paged.config import AttentionArgs, AttentionConfig, Turn, meta_of, turned
 from fngraph.ops.paged.inlined import inline
-from fngraph.ops.primitives import define
+from fngraph.ops.primitives import Pages, define
 from fngraph.ops.transforms import inlined, is_transformed
 
 
@@ -59,6 +59,7 @@ ATTENTION = define(
     default=reference.BACKEND,
     null_slots="slot_mapping",
     offsets="query_start_loc",
+    pages=Pages(("k_cache", "v_cache"), ("block_tables",), ("slot_mapping",)),
     around=_around,
 )
 

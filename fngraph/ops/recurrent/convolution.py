@@ -16,7 +16,7 @@ from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import STATES, Shapes
 from fngraph.ops.paged.config import owners
-from fngraph.ops.primitives import define
+from fngraph.ops.primitives import Pages, define
 from fngraph.ops.recurrent.requests import StateMeta, is_empty, load, meta_of, store
 
 
@@ -97,6 +97,7 @@ CAUSAL_CONV = define(
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
     offsets="query_start_loc",
+    pages=Pages(("state",), ("state_slots",)),
 )
 
 

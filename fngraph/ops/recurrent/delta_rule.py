@@ -17,7 +17,7 @@ from torch import Tensor
 from fngraph.core import HostBounds, Support
 from fngraph.ops.backend import Backend
 from fngraph.ops.check_shapes import STATES, Shapes
-from fngraph.ops.primitives import define
+from fngraph.ops.primitives import Pages, define
 from fngraph.ops.recurrent.requests import StateMeta, meta_of, scan
 
 
@@ -100,6 +100,7 @@ GATED_DELTA = define(
     default=Backend("reference", run, support=lambda config: Support.ALWAYS),
     null_slots="state_slots",
     offsets="query_start_loc",
+    pages=Pages(("state",), ("state_slots",)),
 )
 
 

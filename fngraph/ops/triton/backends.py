@@ -97,6 +97,7 @@ def backend(
     function: str = "run",
     options: tuple[str, ...] = (),
     preferred: bool = False,
+    own_uniform: bool = False,
 ) -> Backend:
     """One that serves any batch by a function of `module`, which is imported when it first runs.
 
@@ -104,6 +105,7 @@ def backend(
 
     Args:
         preferred: whether it is taken on CUDA where none is named.
+        own_uniform: see `Backend`.
     """
 
     @functools.cache
@@ -120,13 +122,13 @@ def backend(
     return Backend(
         name, run, lambda config: Support.ALWAYS, supports,
         options=options, needs="Triton, CUDA", missing=missing, bind=bind,
-        preferred=lambda config: preferred and config.device == "cuda",
+        preferred=lambda config: preferred and config.device == "cuda", own_uniform=own_uniform,
     )  # fmt: skip
 
 
 _OPTIONS = ("bidirectional", "sinks", "cache scales", "fp8 cache", "rope",
             "fp8 output")  # fmt: skip
-_DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True}
+_DECODE: dict[str, Any] = {"name": "triton_decode", "preferred": True, "own_uniform": True}
 ATTENTION = (
     backend("attention", "unified", supports, options=_OPTIONS),
     backend("attention", "decode", supports, options=_OPTIONS, **_DECODE),

@@ -19,7 +19,7 @@ from torch import Tensor
 from fngraph.ops.triton import skinny_fp8
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.overlapping import overlap
-from fngraph.ops.triton.skinny import around
+from fngraph.ops.triton.skinny import added, around
 
 
 class How(NamedTuple):
@@ -152,8 +152,8 @@ def few_kernel(
         by_column = tl.load(weight_scale + n * weight_step, mask=there, other=0.0)
         made = total * by_row[:, None] * by_column[None, :]
         kind = out.dtype.element_ty
-        others = more + t.to(tl.int64)[:, None] * more_row + n[None, :]
-        made = around(made, made, others, real, kind, False, ADDS)
+        by = added(more, t, n, T, there, more_row, ADDS)
+        made = around(made, made, by, kind, False, ADDS)
         at = t.to(tl.int64)[:, None] * out_row + n[None, :]
         tl.store(out + at, made.to(kind), mask=real)
 
@@ -175,5 +175,6 @@ def add_kernel(
     made = total * tl.load(x_scale + t * x_step) * by_column
     kind = out.dtype.element_ty
     row = t.to(tl.int64)
-    made = around(made, made, more + row * more_row + n, n < N, kind, False, ADDS)
+    by = tl.load(more + row * more_row + n, mask=n < N, other=0.0).to(tl.float32) if ADDS else 0.0
+    made = around(made, made, by, kind, False, ADDS)
     tl.store(out + row * out_row + n, made.to(kind), mask=n < N)

@@ -61,13 +61,13 @@ def norm_kernel(
     put(out, scale, scales, normed, t * E + e, t, real, QUANT)
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """(rows, columns), where x lies; copied if it has no such view."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
-def _warps(width: int) -> int:
+def warps_for(width: int) -> int:
     return 4 if width <= 1024 else 8 if width <= 4096 else 16
 
 
@@ -116,8 +116,8 @@ def _norm(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum, the norm, scales; what is not asked for is memory of another."""
-    rows = _rows(x)
-    others = rows if y is None else _rows(y)
+    rows = as_rows(x)
+    others = rows if y is None else as_rows(y)
     count, E = rows.shape
     out, scales = _results(x, quant)
     total = out if y is None else x.new_empty(x.shape)
@@ -128,7 +128,7 @@ def _norm(
         (total, out, scales),
         (rows.stride(0), others.stride(0), eps),
         early=True,
-        num_warps=_warps(E),
+        num_warps=warps_for(E),
         E=E,
         BLOCK=power_of_two(E),
         ADDS=y is not None,
@@ -183,7 +183,7 @@ def _gate(
     gate: Tensor, up: Tensor, quant: int = NO, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The product and its scales; a row that has a scale of its own is one program's."""
-    rows, others = _rows(gate), _rows(up)
+    rows, others = as_rows(gate), as_rows(up)
     count, F = rows.shape
     out, scales = _results(gate, quant)
     block = power_of_two(F) if quant == ROWS else min(1024, power_of_two(F))
@@ -194,7 +194,7 @@ def _gate(
         (out, scales),
         (rows.stride(0), others.stride(0)),
         early=True,
-        num_warps=_warps(block) if block <= 8192 else 32,
+        num_warps=warps_for(block) if block <= 8192 else 32,
         F=F,
         BLOCK=block,
         QUANT=quant,
@@ -271,7 +271,7 @@ def _turn(
     x_THD = x.reshape(-1, H, D)
     if x_THD.stride(-1) != 1:
         x_THD = x_THD.contiguous()
-    cos, sin, out = _rows(cos), _rows(sin), x.new_empty(x.shape)
+    cos, sin, out = as_rows(cos), as_rows(sin), x.new_empty(x.shape)
     half = min(cos.shape[-1], D // 2)
     launch(
         rope_kernel,

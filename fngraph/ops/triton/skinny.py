@@ -8,7 +8,8 @@ A norm's scale is one number for each row of input, so it is applied to the sums
 nothing waits for it, and the input is read once.
 
 Weights that nothing writes while a graph runs (`HELD`) are read before the wait for the kernel
-ahead, which hides that kernel's end behind the memory's latency.
+ahead, which hides that kernel's end behind the memory's latency. With more rows on tensor cores
+that does not pay: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
-from fngraph.ops.triton.overlapping import ask_for, let_next, wait
+from fngraph.ops.triton.overlapping import let_next, overlap, wait
 from fngraph.ops.triton.rounding import as_rounded
 
 
@@ -53,6 +54,7 @@ def vector_kernel(
     rows = x + m.to(tl.int64)[:, None, None] * x_row
     live = (m < T)[:, None, None]
     if BLOCK >= K:  # all of it has been read
+        by = added(more, m, first + n, T, n < size, more_row, ADDS)
         v = tl.load(rows + k, mask=live & (k < K), other=0.0).to(tl.float32)
         if NORMS:
             scale = tl.rsqrt(tl.sum(v * v, 2) / K + eps)
@@ -78,6 +80,7 @@ def vector_kernel(
             acc += now.to(tl.float32) * v
             if GATED:
                 acc_up += now_up.to(tl.float32) * v
+        by = added(more, m, first + n, T, n < size, more_row, ADDS)
         y = tl.sum(acc, 2)
         up = tl.sum(acc_up, 2) if GATED else y
         if NORMS:
@@ -85,22 +88,22 @@ def vector_kernel(
     if NORMS:
         y *= scale
         up *= scale
-    _finish(y, up, more, out, m, first + n, T, n < size, more_row, out_row, GATED, ADDS)
+    _finish(y, up, by, out, m, first + n, T, n < size, out_row, GATED, ADDS)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def rows_kernel(
-    x, a, b, c, more, out, T, A, B, C, x_row, more_row, out_row,
+    x, norm, a, b, c, more, out, T, A, B, C, x_row, more_row, out_row, eps,
     K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, AHEAD: tl.constexpr, WEIGHTS: tl.constexpr, ADDS: tl.constexpr,
-    FLOAT32: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, WEIGHTS: tl.constexpr, NORMS: tl.constexpr, CENTRED: tl.constexpr,
+    GATED: tl.constexpr, ADDS: tl.constexpr, FLOAT32: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """T <= M rows of input by ROWS rows of one weight, on tensor cores.
+    """T <= M rows of input by ROWS rows of one weight, with GATED of both, on tensor cores.
 
-    Each of PARTS parts of the columns has sums of its own, so that warps share K.
+    Each of PARTS parts of the columns has sums of its own, so that warps share K. The input is
+    multiplied by a norm's weight and rounded; the norm's scale is applied to the sums.
     """
-    let_next(EARLY)
-    weight, row, size, first = part_of(a, b, c, A, B, C, ROWS, WEIGHTS, False)
+    weight, row, size, first = part_of(a, b, c, A, B, C, ROWS, WEIGHTS, GATED)
     n = row + tl.arange(0, ROWS)
     m = tl.arange(0, M)
     part = tl.arange(0, PARTS)[:, None, None] * BLOCK
@@ -110,48 +113,69 @@ def rows_kernel(
     live = (m < T)[None, None, :]
     at = n.to(tl.int64)[None, :, None] * K + k
     at_v = m.to(tl.int64)[None, None, :] * x_row + k_v
-    if EARLY and HELD:
-        lines = tl.arange(0, AHEAD) * 64
-        known = (n < size)[:, None] & (lines < K)[None, :]
-        line = tl.where(known, n.to(tl.int64)[:, None] * K + lines[None, :], 0)
-        ask_for(weight + line)
-    wait(EARLY)
+    overlap(EARLY)
+    by = added(more, m, first + n, T, n < size, more_row, ADDS)
     acc = tl.zeros((PARTS, ROWS, M), tl.float32)
+    acc_up = acc
+    squares = tl.zeros((PARTS, BLOCK, M), tl.float32)
     precision: tl.constexpr = "ieee" if FLOAT32 else "tf32"
     for start in range(0, K, PARTS * BLOCK):
-        tile = tl.load(weight + at + start, mask=real & (start + k < K), other=0.0)
+        there = real & (start + k < K)
+        tile = tl.load(weight + at + start, mask=there, other=0.0)
         v = tl.load(x + at_v + start, mask=live & (start + k_v < K), other=0.0)
+        if NORMS:
+            wide = v.to(tl.float32)
+            squares += wide * wide
+            g = tl.load(norm + start + k_v, mask=start + k_v < K, other=0.0).to(tl.float32)
+            v = (wide * (1.0 + g if CENTRED else g)).to(v.dtype)
         acc = tl.dot(tile, v, acc, input_precision=precision)
+        if GATED:
+            other = tl.load(b + at + start, mask=there, other=0.0)
+            acc_up = tl.dot(other, v, acc_up, input_precision=precision)
     y = tl.trans(tl.sum(acc, 0))
-    _finish(y, y, more, out, m, first + n, T, n < size, more_row, out_row, False, ADDS)
+    up = tl.trans(tl.sum(acc_up, 0)) if GATED else y
+    if NORMS:
+        scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps)[:, None]
+        y *= scale
+        up *= scale
+    _finish(y, up, by, out, m, first + n, T, n < size, out_row, GATED, ADDS)
+
+
+@triton.jit
+def added(more, m, column, T, real, more_row, ADDS: tl.constexpr):
+    """What the result is added to, read before the sums are made; 0.0: nothing."""
+    if ADDS:
+        there = (m < T)[:, None] & real[None, :]
+        at = m.to(tl.int64)[:, None] * more_row + column[None, :]
+        by = tl.load(more + at, mask=there, other=0.0).to(tl.float32)
+    else:
+        by = 0.0
+    return by
 
 
 @triton.jit
 def _finish(
-    y, up, more, out, m, column, T, real, more_row, out_row, GATED: tl.constexpr,
-    ADDS: tl.constexpr,
+    y, up, by, out, m, column, T, real, out_row, GATED: tl.constexpr, ADDS: tl.constexpr
 ):  # fmt: skip
     """Sums (M, ROWS), gated and added to as is asked, into the result; rounded where the ops one by
     one round."""
     kind = out.dtype.element_ty
-    there = (m < T)[:, None] & real[None, :]
-    row = m.to(tl.int64)[:, None]
-    y = around(y, up, more + row * more_row + column[None, :], there, kind, GATED, ADDS)
-    tl.store(out + row * out_row + column[None, :], y.to(kind), mask=there)
+    y = around(y, up, by, kind, GATED, ADDS)
+    at = m.to(tl.int64)[:, None] * out_row + column[None, :]
+    tl.store(out + at, y.to(kind), mask=(m < T)[:, None] & real[None, :])
 
 
 @triton.jit
-def around(y, up, more, there, kind: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr):
-    """Sums in float32, gated and added to as is asked; what comes is still to be rounded."""
+def around(y, up, by, kind: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr):
+    """Sums in float32, gated, and with `by` as is asked; what comes is still to be rounded."""
     if GATED:
         gate = y.to(kind).to(tl.float32)
         silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
         y = silu * up.to(kind).to(tl.float32)
     if ADDS:
-        by = tl.load(more, mask=there, other=0.0)
         if GATED:
             y = as_rounded(y, kind)
-        y = y.to(kind).to(tl.float32) + by.to(tl.float32)
+        y = y.to(kind).to(tl.float32) + by
     return y
 
 
@@ -183,35 +207,35 @@ def part_of(
 
 def run(
     x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, out: Tensor,
-    eps: float, tile: tuple[int, int, int, int], *, centred: bool, gated: bool, held: bool,
+    eps: float, tile: Any, *, centred: bool, gated: bool, held: bool,
 ) -> None:  # fmt: skip
     """x (T, K) by weights (N, K) into out (T, sum of N), or (T, N) if gated; see `fused_linear`.
 
     Args:
+        tile: a `fused_linear.Tile`.
         held: whether nothing writes the weights while a graph that this is recorded in runs.
-        tile: see `fused_linear.Tile`; parts are for neither norm nor gate.
     """
     T, K = x.shape
-    rows, block, warps, parts = tile
     a, b, c = (*weights, *[weights[0]] * (3 - len(weights)))
     sizes = [w.shape[0] if i < len(weights) else 0 for i, w in enumerate((a, b, c))]
-    grid = (sum(-(-n // rows) for n in (sizes[:1] if gated else sizes)),)
-    added = x if more is None else more
-    strides = (x.stride(0), added.stride(0), out.stride(0))
+    grid = (sum(-(-n // tile.rows) for n in (sizes[:1] if gated else sizes)),)
+    beside = x if more is None else more
+    reads = (x, x if norm is None else norm, a, b, c, beside)
+    numbers = (T, *sizes, x.stride(0), beside.stride(0), out.stride(0), eps)
     constants: dict[str, Any] = {
-        "K": K, "ROWS": rows, "BLOCK": block, "WEIGHTS": len(weights),
-        "ADDS": more is not None, "num_warps": warps,
-        "HELD": held and x.is_cuda and torch.cuda.is_current_stream_capturing(),
+        "K": K, "ROWS": tile.rows, "BLOCK": tile.block, "WEIGHTS": len(weights),
+        "NORMS": norm is not None, "CENTRED": centred, "GATED": gated, "ADDS": more is not None,
+        "num_warps": tile.warps,
     }  # fmt: skip
-    if parts:
+    if tile.parts:
         launch(
-            rows_kernel, grid, (x, a, b, c, added), (out,), (T, *sizes, *strides), early=True,
-            M=power_of_two(T, at_least=16), PARTS=parts,
-            AHEAD=min(64, power_of_two(-(-K // 64))), FLOAT32=x.dtype == torch.float32, **constants,
+            rows_kernel, grid, reads, (out,), numbers, early=True, num_stages=tile.stages,
+            M=power_of_two(T, at_least=8), PARTS=tile.parts, FLOAT32=x.dtype == torch.float32,
+            **constants,
         )  # fmt: skip
         return
+    held = held and x.is_cuda and torch.cuda.is_current_stream_capturing()
     launch(
-        vector_kernel, grid, (x, x if norm is None else norm, a, b, c, added), (out,),
-        (T, *sizes, *strides, eps), early=True, M=power_of_two(T), NORMS=norm is not None,
-        CENTRED=centred, GATED=gated, **constants,
+        vector_kernel, grid, reads, (out,), numbers, early=True, M=power_of_two(T), HELD=held,
+        **constants,
     )  # fmt: skip

@@ -94,6 +94,7 @@ def one_kernel(
         line = tl.arange(0, (WIDE + EACH - 1) // EACH) * EACH
         ask_for(norm + tl.where(line < K, line, 0))
     wait(EARLY and HELD)
+    by = tl.load(more + first + n, mask=real, other=0.0).to(tl.float32) if ADDS else 0.0
     if WIDE >= K:  # it has been read
         v = tl.load(x + k, mask=live, other=0.0).to(tl.float32)
         if NORMS:
@@ -121,7 +122,7 @@ def one_kernel(
     y = y * by_row * by_column
     up = up * by_row * by_other
     kind = more.dtype.element_ty
-    y = around(y, up, more + first + n, real, kind, GATED, ADDS).to(kind)
+    y = around(y, up, by, kind, GATED, ADDS).to(kind)
     if ROUNDS:
         tl.store(out + first + n, as_fp8(y.to(tl.float32), tl.load(out_scale)), mask=real)
     else:

@@ -64,12 +64,14 @@ class Ranks:
         meet: whether teams meet in collectives of the model, so that their batches must have one
             size: they agree on it before each step. Else each serves by itself.
         axes: those of a team, outermost first.
+        ahead: whether they agree on a step's size while the one before runs, where they can.
     """
 
     team: Circle = ALONE
     peers: Circle = ALONE
     meet: bool = False
     axes: tuple[fg.Axis, ...] = ()
+    ahead: bool = False
 
     @property
     def leads(self) -> bool:
@@ -90,7 +92,7 @@ ONE = Ranks()  # a process by itself
 
 
 def make_ranks(
-    mesh: fg.Mesh, *, apart: Sequence[str] = ("dp",), meet: bool = False,
+    mesh: fg.Mesh, *, apart: Sequence[str] = ("dp",), meet: bool = False, ahead: bool = False,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Ranks:  # fmt: skip
     """The teams of a mesh. All of its processes call this, in the same order.
@@ -99,11 +101,15 @@ def make_ranks(
         apart: axes along which processes have requests of their own; those along all others are a
             team. A name that the mesh does not have is none.
         meet: whether the model has collectives along an axis of `apart`.
+        ahead: whether teams that meet agree on the size of a step while the one before runs, as
+            long as all of them decode, without drafts: what comes meanwhile waits for a step more.
+            A team that fails behind such a word is noticed in the model's collectives, after the
+            mesh's timeout; else before the step.
         timeout: how long one waits for another's word, and so how long a leader may do nothing, and
             how soon a process that stalls is noticed. One that has ended is noticed at once.
     """
     if mesh.size == 1:
-        return Ranks(meet=meet, axes=mesh.axes)
+        return Ranks(meet=meet, axes=mesh.axes, ahead=ahead)
     own = {axis.name: axis.rank for axis in mesh.axes}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
@@ -115,7 +121,7 @@ def make_ranks(
     members = [tuple(sorted(teams[place], key=order)) for place in sorted(teams)]
     found = [_circle(one, timeout) for one in (*members, tuple(one[0] for one in members))]
     team = next(circle for circle in found[:-1] if dist.get_rank() in circle.members)
-    return Ranks(team, found[-1], meet, within)
+    return Ranks(team, found[-1], meet, within, ahead)
 
 
 def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:
@@ -194,11 +200,28 @@ def _unpacked(receive: Callable[[Tensor], Any]) -> tuple[Any, Tensor]:
     return word, message[begin:length]
 
 
-def exchange(circle: Circle, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """The whole numbers of every process of the circle, in the order of their ranks.
+class Coming(NamedTuple):
+    """Numbers of every process of a circle, on their way."""
 
-    Where the last one of another is not 0, that one has left, and takes none.
-    """
+    found: list[Tensor]
+    works: list[Any]
+    going: Sent
+
+    def wait(self) -> list[tuple[int, ...]]:
+        """Those of each, in the order of their ranks.
+
+        Where the last one of another is not 0, that one has left, and takes none.
+        """
+        for work in self.works:
+            work.wait()
+        told = [tuple(one.tolist()) for one in self.found]
+        if not any(one[-1] for one in told):
+            self.going.wait()
+        return told
+
+
+def exchange(circle: Circle, numbers: Sequence[int]) -> Coming:
+    """Begin to tell whole numbers to all others of the circle, and to hear theirs."""
     own = torch.tensor(numbers, dtype=torch.int64)
     found = [own if i == circle.rank else torch.empty_like(own) for i in range(circle.size)]
     # each to each: an all-gather goes around the ring, and takes twice as long
@@ -207,13 +230,7 @@ def exchange(circle: Circle, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         for x, member in zip(found, circle.members)
         if x is not own
     ]
-    going = tell_each(circle, numbers)
-    for work in coming:
-        work.wait()
-    told = [tuple(one.tolist()) for one in found]
-    if not any(one[-1] for one in told):
-        going.wait()
-    return told
+    return Coming(found, coming, tell_each(circle, numbers))
 
 
 def tell_each(circle: Circle, numbers: Sequence[int], but: Container[int] = ()) -> Sent:

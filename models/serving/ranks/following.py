@@ -23,6 +23,7 @@ from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.ranks.circles import (
     PATIENCE,
     Circle,
+    Coming,
     Ranks,
     exchange,
     hear,
@@ -46,7 +47,16 @@ def over_ranks(
         steps: of `make_steps`, which each process has called with its own shard of the weights and
             of the cache.
         part: of an adapter for `load_slot`, that of this process.
+
+    Raises:
+        ValueError: steps that draw several tokens a launch, which one process does by itself.
     """
+    together = ranks.team.size > 1 or ranks.meet
+    if together and steps.can is not None and steps.can.policy.decode_many > 1:
+        raise ValueError(
+            f"Policy(decode_many={steps.can.policy.decode_many}) is for one process: where several "
+            "run each step together, they tell each other before each one. Leave it out"
+        )
 
     def load_own(slot: int, adapter: Any, state: Any) -> None:
         steps.load_slot(slot, part(adapter), state)
@@ -142,18 +152,46 @@ def agree(ranks: Ranks, spec: fg.BatchSpec | None) -> fg.BatchSpec | None:
     Raises:
         RankError: a team has left (`Left`), or is gone.
     """
-    peers = ranks.peers
+    with met(ranks):
+        coming = exchange(ranks.peers, NOTHING if spec is None else wish_of(spec))
+    return join(_wishes(ranks, coming), SHAPED)
+
+
+def agree_ahead(ranks: Ranks, promised: Wish) -> Coming:
+    """Begin to agree on the next step while one runs."""
+    with met(ranks):
+        return exchange(ranks.peers, promised)
+
+
+def agreed_ahead(ranks: Ranks, coming: Coming | None) -> fg.BatchSpec | None:
+    """What all teams are bound to in the next step; None: some are not, or no team has anything,
+    and they `agree` as ever.
+
+    Raises:
+        RankError: as `agree`.
+    """
+    found = _wishes(ranks, coming) if coming is not None else []
+    return join(found, SHAPED) if all(wish.bound for wish in found) else None
+
+
+def _wishes(ranks: Ranks, coming: Coming) -> list[Wish]:
+    with met(ranks):
+        found = [Wish(*one) for one in coming.wait()]
+    if left := [member for member, wish in zip(ranks.peers.members, found) if wish.gone]:
+        raise Left(left)
+    return found
+
+
+@contextlib.contextmanager
+def met(ranks: Ranks) -> Iterator[None]:
+    """Within, leaders tell each other something; RankError: one of them is gone."""
     try:
-        wishes = exchange(peers, NOTHING if spec is None else wish_of(spec))
+        yield
     except RuntimeError as error:
         raise fg.errors.RankError(
-            f"one of ranks {', '.join(map(str, peers.members))}, whose batches meet, is gone, or "
-            f"has told nothing for the timeout of make_ranks: {error}"
+            f"one of ranks {', '.join(map(str, ranks.peers.members))}, whose batches meet, is gone "
+            f"or has told nothing for the timeout of make_ranks: {error}"
         ) from error
-    found = [Wish(*one) for one in wishes]
-    if left := [member for member, wish in zip(peers.members, found) if wish.gone]:
-        raise Left(left)
-    return join(found, SHAPED)
 
 
 @contextlib.contextmanager

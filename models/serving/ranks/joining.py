@@ -32,6 +32,7 @@ class Wish(NamedTuple):
         query_len: 0: mixed.
         adapters: at work.
         cascade, shaped: whether its rows share a prefix; whether logits are changed.
+        bound: it will bring no more than this, whatever comes until then; see `promise`.
         gone: it is no longer there, and takes part in nothing more.
     """
 
@@ -41,6 +42,7 @@ class Wish(NamedTuple):
     adapters: int = 0
     cascade: int = 0
     shaped: int = 0
+    bound: int = 0
     gone: int = 0
 
 
@@ -53,6 +55,20 @@ def wish_of(spec: fg.BatchSpec) -> Wish:
         spec.num_tokens, spec.num_reqs, spec.query_len or 0, spec.adapters, int(spec.cascade),
         int(bool(spec.extra)),
     )  # fmt: skip
+
+
+def promise(spec: fg.BatchSpec | None, going_on: bool) -> Wish:
+    """What a team says of the next step while one runs: bound, where it will be no more than that.
+
+    Args:
+        spec: of the step that runs; None: this team has nothing to do in it.
+        going_on: whether all its rows are next to draw one token each, nothing waits, and there are
+            no drafts. Rows that end meanwhile, and what comes, change nothing.
+    """
+    if spec is None:
+        return NOTHING._replace(bound=int(going_on))
+    one = wish_of(spec)._replace(num_tokens=spec.num_reqs, query_len=1, cascade=0)
+    return one._replace(bound=int(going_on))
 
 
 def join(wishes: Sequence[Wish], extra: tuple[tuple[str, Any], ...]) -> fg.BatchSpec | None:

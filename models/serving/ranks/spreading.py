@@ -55,7 +55,7 @@ def spread(ranks: Ranks, policy: Policy, take: Take) -> Callable[[State], State]
             asked, _ = hear(peers)
         if not asked:
             return state
-        loads = [load for load, _ in exchange(peers, (outstanding(state), 0))]
+        loads = [load for load, _ in exchange(peers, (outstanding(state), 0)).wait()]
         for one, to in zip(asked, assign(loads, list(map(tokens_of, asked)))):
             if to == peers.rank:
                 state = submit(state, policy, **one)

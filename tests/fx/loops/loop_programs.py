@@ -27,7 +27,9 @@ def _while_loop(cond: Any, body: Any, carry: Any) -> Any:
 
 def _fori_loop(lower: Any, upper: Any, body: Any, carry: Any) -> Any:
     for i in range(int(lower), int(upper)):
-        carry = body(torch.tensor(i, device=upper.device if torch.is_tensor(upper) else None), carry)
+        carry = body(
+            torch.tensor(i, device=upper.device if torch.is_tensor(upper) else None), carry
+        )
     return carry
 
 
@@ -45,7 +47,7 @@ def _cond(pred: Any, a: Any, b: Any, *args: Any) -> Any:
 
 Python = SimpleNamespace(while_loop=_while_loop, fori_loop=_fori_loop, scan=_scan, cond=_cond)
 
-# --- steps: each draws its numbers when the program is made, and none when it runs -----------------
+# --- steps: each draws its numbers when the program is made, and none when it runs ----------------
 
 
 def _pick(rng: random.Random, many: int) -> int:
@@ -160,7 +162,7 @@ _LOOPS = [_while_step, _fori_step, _scan_step, _cond_step]
 
 
 def body_of(rng: random.Random, many: int, depth: int, outs: int, loops: int = 1) -> Any:
-    """A function of `many` values to `outs` of them or of its own: some as they came, some twice."""
+    """A function of `many` values to `outs` of them or of its own: some as they came, or twice."""
     kinds = [rng.choice(_LEAVES) for _ in range(rng.randint(1, 3))]
     if depth > 0:
         kinds += [rng.choice(_LOOPS) for _ in range(loops)]

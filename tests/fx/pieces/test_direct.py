@@ -53,6 +53,15 @@ def test_an_error_is_still_traced_to_its_op():
     assert (blame(gm, error.value) or "").startswith("aten.mm.default, from ")
 
 
+def test_a_view_of_what_lies_otherwise_than_torchs_rule_says_is_a_copy():
+    """As `channel_shuffle` of what is expanded does: eagerly `reshape` copies there."""
+    fn = direct(traced(lambda x: x.view(6) + 1, torch.ones(2, 3)))
+    turned = torch.arange(6.0).view(3, 2).t()
+    assert torch.equal(fn(turned), turned.reshape(6) + 1)
+    viewed = direct(traced(lambda x: x.view(6), torch.ones(2, 3)))
+    assert viewed(dense := torch.ones(2, 3)).data_ptr() == dense.data_ptr()
+
+
 def test_ops_whose_names_join_to_one_are_not_confused():
     kept = []
     for namespace, name, by in (("joined", "ary_op", 2.0), ("joined_ary", "op", 100.0)):

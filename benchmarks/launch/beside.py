@@ -1,0 +1,193 @@
+"""Steps of models in each mode, measured and predicted.
+
+Up to `DECODED` tokens a batch has one of each request, whose context is full; more are the first
+tokens of one request. The same weights and memory serve all. Before a mode is timed, its logits are
+held to those of the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+import fngraph as fg
+from benchmarks.decode import clocks
+from benchmarks.decode.bench import Bench, Made, make_bench
+from benchmarks.decode.judging import Wrong, off
+from benchmarks.decode.ours import greedy
+from benchmarks.device import release, wait
+from benchmarks.workload import BLOCK_SIZE, batch_of, to_device
+
+DECODED = 64  # tokens up to which a batch decodes
+MODES = ("NONE", "PIECEWISE", "FULL")
+ROUND_US, SLOW_US = 2e5, 2e4  # of a round of steps, and of a step that is measured less often
+MOST_OFF = 0.03  # of logits of two modes, by their norm: attention splits otherwise
+Row = dict[str, Any]
+
+
+class Steps(NamedTuple):
+    """Captured steps of one kind of batch, by mode, and what predicts them."""
+
+    steps: dict[str, Any]
+    model: fg.core.LaunchModel
+
+
+def opened(
+    bench: Bench, constants: fg.core.Constants, sizes: Sequence[int], decode: bool, context: int
+) -> Steps:
+    """NONE runs on the step of FULL."""
+    cache = bench.pages()
+    most_reqs = max(sizes) if decode else 1
+    limits = fg.Limits(max(sizes), most_reqs, B=-(-context // BLOCK_SIZE))
+
+    def made(modes: str) -> tuple[Any, fg.core.LaunchModel]:
+        fast = fg.graphify(
+            greedy(bench.model.family.forward), modes=modes, donate="cache", stage="batch",
+            sizes=tuple(sizes), backends={"attention": bench.backend}, outputs="borrow",
+        )  # fmt: skip
+        lowered = fast.trace(bench.params, cache, limits=limits).split().lower()
+        step = lowered.compile().capture(bench.params, cache)
+        return step, lowered.launch_model(constants)
+
+    if decode:  # keys of uniform batches, and of any
+        step, model = made("FULL_AND_PIECEWISE")
+        return Steps(dict.fromkeys(MODES, step), model)
+    full, model = made("FULL")
+    return Steps({"NONE": full, "PIECEWISE": made("PIECEWISE")[0], "FULL": full}, model)
+
+
+def point(
+    bench: Bench, found: Steps, tokens: int, decode: bool, repeats: int
+) -> Iterator[tuple[Row, Row | None]]:
+    """A row a mode; with FULL's, where its device time goes, as predicted and as seen."""
+    context = bench.context if decode else tokens
+    reqs, new = (tokens, 1) if decode else (1, tokens)
+    batch = batch_of(reqs, new, -(-context // BLOCK_SIZE) * BLOCK_SIZE)
+    spec = batch.spec._replace(host=fg.HostBounds(new, context))
+    columns = found.model.table.limits["B"]
+    tables = F.pad(batch.block_tables, (0, columns - batch.block_tables.shape[1]))
+    batch = dataclasses.replace(batch, spec=spec, block_tables=tables)
+    batch = to_device(batch, bench.device)
+    cache, logits = bench.pages(), {}
+    for mode in MODES:
+        step = found.steps[mode]
+        last: list[Any] = []
+
+        def once(step: Any = step, mode: str = mode, last: list[Any] = last) -> None:
+            last[:] = step(cache, batch, allowed=(mode,))
+
+        told = found.model.predict(spec, mode)
+        row = {
+            "tokens": tokens, "requests": reqs, "context": context, "mode": mode,
+            "attention": next(iter(step.backends.values())),
+            "predicted us": told.wall_us, "bound": told.bound, "predicted host us": told.host_us,
+            "predicted device us": told.device_us,
+        }  # fmt: skip
+        once()
+        wait(bench.device)
+        logits[mode] = last[1].float().clone()
+        error = off(logits[mode], logits["NONE"])
+        if not error < MOST_OFF:
+            raise Wrong(f"{mode}, {tokens} tokens: logits are off by {error:.3f}, of {MOST_OFF}")
+        row |= timed(once, bench.device, repeats, told.wall_us) | {"error": error}
+        kinds = None
+        if mode == "FULL":
+            kinds = {
+                "tokens": tokens, "predicted": kinds_of(found.model, spec),
+                "kernels": slowest_kernels(once, bench.device),
+            }  # fmt: skip
+        yield row, kinds
+
+
+def timed(once: Any, device: str, repeats: int, likely_us: float) -> Row:
+    """Wall, host and device times, as `decode` has them; of a slow step of fewer repeats."""
+    made = Made(lambda _: once(), lambda: None, lambda: [], lambda: wait(device))  # type: ignore[arg-type, return-value]
+    repeats = max(2, min(repeats, int(ROUND_US / max(likely_us, 1.0))))
+    for _ in range(2):
+        once()
+    walls = [clocks.wall_ms(made, None, repeats) * 1e3 for _ in range(3)]
+    if likely_us > SLOW_US:
+        began = time.perf_counter_ns()
+        once()
+        host_us = (time.perf_counter_ns() - began) / 1e3
+        steps, hold_s, rounds = 1, 1.5e-6 * host_us + 5e-4, 2
+    else:
+        host_us = median(clocks.host_us(made, None))
+        (steps, hold_s), rounds = clocks.burst_of(made, None), 3
+    ahead = [clocks.device_ms(made, None, steps, hold_s) for _ in range(rounds)]
+    known = all(was for _, was in ahead)  # else the host's waits are in it
+    return {
+        "measured us": median(walls), "measured host us": host_us,
+        "measured device us": median(ms for ms, _ in ahead) * 1e3 if known else None,
+    }  # fmt: skip
+
+
+def kinds_of(model: fg.core.LaunchModel, spec: fg.BatchSpec) -> dict[str, Any]:
+    """Predicted device time by kind of op, and how many there are."""
+    limits = model.table.limits
+    sizes = {"T": spec.num_tokens, "R": spec.num_reqs, **limits.dims}
+    us: dict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    for part in model.count(sizes, sizes, spec.host.max_seq_len):
+        for work in part.works:
+            us[work.kind] += model.constants.device.time(work)[0]
+            calls[work.kind] += work.kernels
+    return {kind: [calls[kind], round(t, 1)] for kind, t in _slowest(us) if t}
+
+
+def _slowest(us: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(us.items(), key=lambda one: -one[1])
+
+
+def slowest_kernels(once: Any, device: str) -> dict[str, Any]:
+    """The device's time of one step by kernel, number and sum, as the profiler sees them."""
+    if not device.startswith("cuda"):
+        return {}
+    activity = torch.profiler.ProfilerActivity
+    once()
+    wait(device)
+    with torch.profiler.profile(activities=[activity.CUDA], acc_events=True) as profile:
+        once()
+        wait(device)
+    us: dict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            name = event.name[:100]
+            us[name] += event.time_range.elapsed_us()
+            calls[name] += 1
+    return {name: [calls[name], round(t, 1)] for name, t in _slowest(us)[:16]}
+
+
+def rows_of(
+    name: str, tokens: Sequence[int], context: int, constants: fg.core.Constants, device: str,
+    backend: str | None, repeats: int,
+) -> Iterator[tuple[Row, Row | None]]:  # fmt: skip
+    """All rows of a model."""
+    decoded = [n for n in tokens if n <= DECODED]
+    chunks = [n for n in tokens if n > DECODED]
+    reqs = max(decoded, default=1)
+    room = -(-max([reqs * context, *chunks]) // (reqs * BLOCK_SIZE)) * BLOCK_SIZE
+    bench = dataclasses.replace(
+        make_bench(name, room, [reqs], device, backend), context=context
+    )  # fmt: skip
+    for sizes, decode in ((decoded, True), (chunks, False)):
+        if not sizes:
+            continue
+        longest = context if decode else max(sizes)
+        found = opened(bench, constants, sizes, decode, longest)
+        for size in sizes:
+            for row, kinds in point(bench, found, size, decode, repeats):
+                row["off"] = row["predicted us"] / row["measured us"] - 1
+                yield {"model": name, **row}, kinds and {"model": name, **kinds}
+        del found
+        release(device)
+    del bench
+    release(device)

@@ -1,0 +1,109 @@
+"""What verified steps cost: python -m benchmarks verify
+
+Decode steps of a Llama of random weights, each request with `--context` tokens in the cache: with
+no step verified and with a share of them, in turns of as many steps, so that clocks and neighbours
+are the same for both. `verified ms` is one verified step alone, device work and comparison done;
+`cost %` is measured over all steps, `told %` is what those numbers say it should be. `copied MB` is
+what a verified step copies of the cache, twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+import fngraph as fg
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, factor, over, show, some_of
+from benchmarks.steps import median_ms
+from benchmarks.workload import (
+    BF16,
+    BLOCK_SIZE,
+    SHAPES,
+    batch_of,
+    random_params,
+    to_device,
+)
+from fngraph.models.families import llama
+
+
+@Benchmark(
+    DEVICE
+    | BACKEND
+    | {
+        "--models": some_of(tuple(SHAPES), ["1B", "8B"]),
+        "--batch": count([1, 32, 64], "requests of a step"),
+        "--context": count(512, "tokens of each request", multiple_of=BLOCK_SIZE),
+        "--share": factor(1e-3, "of the steps that are verified"),
+        "--steps": count(1000, "of each turn: one of them is verified"),
+        "--turns": count(15, "of each of the two, of which the median counts"),
+        "--most": factor(1.0, "percent of throughput that it may cost"),
+    },
+    quick={"models": ["tiny"], "batch": [4], "context": 32, "share": 1e-2, "steps": 200,
+           "turns": 1, "most": 1000.0},
+    missed=lambda rows, flags: over(rows, "cost %", "at most %"),
+)  # fmt: skip
+@torch.no_grad()
+def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a model and batch."""
+    rows = []
+    for model in flags.models:
+        dtype = BF16 if flags.device.startswith("cuda") else torch.float32
+        params = random_params(SHAPES[model], flags.device, dtype, even=True)
+        for reqs in flags.batch:
+            rows.append(_row(flags, model, params, reqs, dtype))
+        del params
+    show(rows)
+    return rows
+
+
+def _row(
+    flags: argparse.Namespace, model: str, params: Any, reqs: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    blocks = flags.context // BLOCK_SIZE
+    cache = llama.init_cache(
+        params.config, reqs * blocks, block_size=BLOCK_SIZE, device=flags.device, dtype=dtype
+    )
+    for k, v in cache:
+        k.normal_(), v.normal_()
+    batch = to_device(batch_of(reqs, 1, flags.context), flags.device)
+    limits = fg.Limits(max_tokens=reqs, max_reqs=reqs, B=blocks)
+    backends = None if flags.backend is None else {"attention": flags.backend}
+    fast = fg.graphify(
+        llama.forward, donate="cache", stage="batch", modes="FULL", sizes=(reqs,),
+        backends=backends, outputs="borrow",
+    )  # fmt: skip
+    stage = fast.trace(params, cache, limits=limits).split().lower().compile()
+    steps = {name: stage.capture(params, cache, verify=fg.Verify(share, on_difference="raise"))
+             for name, share in (("plain", 0.0), ("some", flags.share), ("all", 1.0))}  # fmt: skip
+    ms = {name: median_ms(lambda: steps[name](cache, batch), 20, warm_up=5)  # noqa: B023
+          for name in ("plain", "all")}  # fmt: skip
+    took: dict[str, list[float]] = {"plain": [], "some": []}
+    for _ in range(flags.turns):
+        for name, found in took.items():
+            found.append(_turn(lambda: steps[name](cache, batch), flags))  # noqa: B023
+    plain, some = (median(took[name]) for name in ("plain", "some"))
+    stats = steps["some"].stats
+    nbytes = sum(x.numel() * x.itemsize for kv in cache for x in kv)  # all blocks are the batch's
+    return {
+        "model": model, "batch": reqs, "context": flags.context, "share": flags.share,
+        "plain ms": plain * 1e3, "with verify ms": some * 1e3, "verified ms": ms["all"],
+        "cost %": max((some / plain - 1) * 100, 0.0),
+        "told %": flags.share * (ms["all"] - ms["plain"]) / ms["plain"] * 100,
+        "at most %": flags.most, "verified": stats.verified, "differences": stats.differences,
+        "copied MB": nbytes / 1e6,
+    }  # fmt: skip
+
+
+def _turn(step: Callable[[], Any], flags: argparse.Namespace) -> float:
+    """Seconds a step, over many of them, the last one's device work done."""
+    began = time.perf_counter()
+    for _ in range(flags.steps):
+        step()
+    if flags.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / flags.steps

@@ -1,0 +1,1 @@
+"""What steps and keys take, in time: measured constants, predicted steps, planned sizes."""

@@ -1,0 +1,89 @@
+"""Memory that the processes of an axis read of each other: how it is laid out, and for what sizes.
+
+Each process has one such block, and knows where all of them are. In it, per program of a kernel:
+signals, one of each process, and two slots, which take turns. A program meets the programs of its
+number in the other processes, and nobody else, so what it writes is read by those alone, wherever
+in a batch it works. It writes a slot, meets them, and reads theirs. It comes back to a slot two
+turns later: by then all have met once more, and so have read it.
+
+Everything here is made once an axis, before any graph is captured, and stays where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+PROGRAMS = 64
+"""Of a kernel at most: all of them must run at once, beside each other, as they wait for peers."""
+ROW_BYTES = 32 << 10
+"""The longest row: 16,384 numbers in half precision."""
+MOST_PEERS = 8
+SIGNAL_BYTES = 8  # a number that only grows
+
+ONE_SHOT, TWO_SHOT, APART = "one_shot", "two_shot", "apart"
+
+LARGEST: dict[int, tuple[int, int]] = {
+    2: (4 << 20, 0),
+    3: (512 << 10, 4 << 20),
+    4: (256 << 10, 4 << 20),
+    5: (256 << 10, 4 << 20),
+    6: (128 << 10, 2 << 20),
+    7: (128 << 10, 2 << 20),
+    8: (128 << 10, 2 << 20),
+}
+"""By processes: the bytes of a tensor up to which each reads all of what each has (`ONE_SHOT`), and
+up to which each sums its own rows, which the others then read (`TWO_SHOT`); beyond, the collective
+and what follows are launched apart (`APART`). Of n processes one reads n - 1 tensors in one shot
+and 2 (n - 1) / n in two, so that two processes gain nothing by the second. Not measured."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """The blocks of an axis's processes, as one of them sees them.
+
+    Attributes:
+        own: this process's block, bytes; zeros at first.
+        addresses: (n,) int64 on the device: where each process's block is, as this one reads it.
+        turns: (PROGRAMS,) int64: how often each program has used its slots.
+        rank, size: of this process along the axis, and how many there are.
+        wait_s: how long a program waits for its peers before it ends the device's work.
+        kept: what must live as long as the addresses do.
+    """
+
+    own: Tensor
+    addresses: Tensor
+    turns: Tensor
+    rank: int
+    size: int
+    wait_s: int
+    kept: object = None
+
+    def way(self, rows: int, row_bytes: int) -> str:
+        """How as many rows are summed: `ONE_SHOT`, `TWO_SHOT` or `APART`."""
+        return way_of(rows, row_bytes, self.size)
+
+
+def way_of(rows: int, row_bytes: int, size: int) -> str:
+    """How so many rows are summed over so many processes."""
+    if row_bytes > ROW_BYTES or size not in LARGEST:
+        return APART
+    one, two = LARGEST[size]
+    total = rows * row_bytes
+    return ONE_SHOT if total <= one else TWO_SHOT if total <= two else APART
+
+
+def slot_bytes(size: int) -> int:
+    """Of one slot: a row, or for two shots a row of each process, and a sum."""
+    return ROW_BYTES * (1 if size == 2 else size + 1)
+
+
+def signals_bytes(size: int) -> int:
+    """Of all signals, which come before the slots."""
+    return PROGRAMS * size * SIGNAL_BYTES
+
+
+def block_bytes(size: int) -> int:
+    """Of a process's block."""
+    return signals_bytes(size) + 2 * PROGRAMS * slot_bytes(size)

@@ -1,0 +1,1 @@
+"""Passes over what processes tell each other."""

@@ -1,0 +1,78 @@
+"""Torch's private names of memory that processes read of each other, and what is made of them.
+
+Read in torch 2.11 and 2.13. `torch.distributed._symmetric_memory` may change, as it says of itself.
+Not yet run on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ON_ONE_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""An environment variable of torch's: "1" lets several processes share a device, for tests."""
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """A context in which torch makes no multicast objects over NVLink for such memory."""
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+
+
+def share(group: str, size: int, device: torch.device) -> tuple[Tensor, list[int], Any]:
+    """A block of zeros, where each process of a group has its own, as this one reads them, and what
+    keeps all of them alive. All of the group call it at once.
+
+    Raises:
+        RuntimeError: they cannot, as torch says.
+    """
+    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+
+    with _without_multicast():
+        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        own.zero_()
+        torch.cuda.synchronize(device)  # before a peer may write
+        handle = symmetric.rendezvous(own, group)
+    # addresses are of allocations; a tensor may lie further on in one, in all of them alike
+    further = own.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return own, [at + further for at in handle.buffer_ptrs], handle
+
+
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: str) -> Tensor:
+    """This process's of so many equal parts of the rows of the sum of every process's x @ w."""
+    ops = _ops()
+    with _without_multicast():
+        made: Tensor = ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
+    return made
+
+
+def all_gather_matmul(x: Tensor, weights: Sequence[Tensor], group: str) -> Sequence[Tensor]:
+    """Every process's rows, one behind the other, times each weight."""
+    ops = _ops()
+    with _without_multicast():  # nor what torch does where A is not asked for
+        made: Sequence[Tensor] = ops.fused_all_gather_matmul(
+            x, list(weights), 0, group, return_A=True
+        )[1]
+    return made
+
+
+@functools.cache
+def _ops() -> Any:
+    importlib.import_module("torch.distributed._symmetric_memory")  # which defines them
+    return torch.ops.symm_mem

@@ -1,0 +1,198 @@
+"""What a loop may not do is an error at trace, with the line, what was there, and the fix."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fngraph as fg
+from fngraph.errors import (
+    AliasError,
+    ClosureError,
+    HostSyncError,
+    MutationError,
+    RandomError,
+    TransformError,
+    TreeError,
+)
+
+G = torch.Generator()
+W = torch.ones(4)
+
+
+def zero() -> Any:
+    return torch.zeros(())
+
+
+# each: of (w, state, x) with w, state["s"] and x of 4 floats; what it is refused for
+def carry_of_another_dtype(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: {"h": [c["h"][0].half()]}, {"h": [x]})
+
+
+def carry_of_another_shape(w: Any, state: Any, x: Any) -> Any:
+    return fg.while_loop(lambda c: c[1].sum() > 0, lambda c: (c[0], c[1][:2]), (w, x))
+
+
+def carry_of_another_structure(w: Any, state: Any, x: Any) -> Any:
+    return fg.scan(lambda c, w: ([c[0]], None), [x, x], w)
+
+
+def carry_of_a_number(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c, (x, 0.0))
+
+
+def not_a_pair(w: Any, state: Any, x: Any) -> Any:
+    return fg.scan(lambda c, w: c + w, zero(), x)
+
+
+def a_predicate_of_rows(w: Any, state: Any, x: Any) -> Any:
+    return fg.while_loop(lambda c: c > 0, lambda c: c - 1, x)
+
+
+def a_predicate_of_a_number(w: Any, state: Any, x: Any) -> Any:
+    return fg.cond(x.sum(), lambda: w, lambda: x)
+
+
+def branches_that_differ(w: Any, state: Any, x: Any) -> Any:
+    return fg.cond(x.sum() > 0, lambda: {"y": x}, lambda: {"y": x.double()})
+
+
+def lengths_that_differ(w: Any, state: Any, x: Any) -> Any:
+    return fg.scan(lambda c, p: (c, None), zero(), (x, w[:3]))
+
+
+def no_length(w: Any, state: Any, x: Any) -> Any:
+    return fg.scan(lambda c, p: (c, None), zero(), None)
+
+
+def writes_a_weight(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c + w.add_(1), x * 1)
+
+
+def writes_a_held_carry(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c.add_(1), w).sum()
+
+
+def writes_a_carry_that_moves(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: (c[1], c[0].add_(1)), (x * 1, x * 2))[0]
+
+
+def writes_a_row_of_xs(w: Any, state: Any, x: Any) -> Any:
+    return fg.scan(lambda c, row: (c + row.mul_(2), None), zero(), x * 1)[0]
+
+
+def cond_writes(w: Any, state: Any, x: Any) -> Any:
+    return fg.while_loop(lambda c: state["s"].add_(1).sum() < 9, lambda c: c + 1, x * 1)
+
+
+def carry_of_what_is_written(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c + state["s"].add_(1), state["s"])
+
+
+def draws(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c + torch.rand(4, generator=G), x)
+
+
+def draws_from_nowhere(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c + torch.rand(4), x)
+
+
+def waits(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c * c.sum().item(), x)
+
+
+def closes_over_a_global(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c + W, x)
+
+
+def carries_a_global(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c + 1, W)
+
+
+def a_value_of_a_turn(w: Any, state: Any, x: Any) -> Any:
+    kept = []
+    fg.fori_loop(0, 3, lambda i, c: (kept.append(c + 1), c)[1], x)
+    return kept[0] + 1
+
+
+def a_gradient_of_while(w: Any, state: Any, x: Any) -> Any:
+    loss = lambda w: fg.while_loop(lambda c: c.sum() < 9, lambda c: c + w**2 + 1, x).sum()  # noqa: E731
+    return torch.func.grad(loss)(w)
+
+
+def a_tangent(w: Any, state: Any, x: Any) -> Any:
+    return torch.func.jvp(lambda x: fg.fori_loop(0, 3, lambda i, c: c * w, x), (x,), (w,))
+
+
+def mapped(w: Any, state: Any, x: Any) -> Any:
+    return torch.func.vmap(lambda x: fg.fori_loop(0, 3, lambda i, c: c * 2, x))(x)
+
+
+def a_gradient_of_what_is_written(w: Any, state: Any, x: Any) -> Any:
+    x = x.clone().requires_grad_()
+    y = fg.fori_loop(0, 3, lambda i, c: c + state["s"].add_(1), x)
+    return torch.autograd.grad(y.sum(), x)
+
+
+def a_gradient_within_and_around(w: Any, state: Any, x: Any) -> Any:
+    def loss(w: Any) -> Any:
+        inner = lambda c, x: (c + torch.func.grad(lambda w: (w * x).sum())(w), None)  # noqa: E731
+        return fg.scan(inner, w * 0, x)[0].sum()
+
+    return torch.func.grad(loss)(w)
+
+
+MISTAKES = [
+    (carry_of_another_dtype, TreeError,
+     r"fg.fori_loop: body gives .*\n  carry\['h'\]\[0\]: got float16 \(4,\) .*expected float32"),
+    (carry_of_another_shape, TreeError,
+     r"fg.while_loop: body gives .*\n  carry\[1\]: got float32 \(2,\) .*, expected float32 \(4,\)"),
+    (carry_of_another_structure, TreeError,
+     r"fg.scan: body gives another structure:\n  carry\[1\]: missing"),
+    (carry_of_a_number, TreeError, r"carry\[1\] of fg.fori_loop is 0.0 \(float\).*torch.tensor"),
+    (not_a_pair, TreeError, r"fg.scan: body gives .*Tensor, expected \(carry, y\)"),
+    (a_predicate_of_rows, TreeError,
+     r"fg.while_loop: cond gives bool \(4,\) on cpu, expected bool \(\).*torch.where"),
+    (a_predicate_of_a_number, TreeError, r"fg.cond: pred is float32 \(\) on cpu, expected bool"),
+    (branches_that_differ, TreeError, r"b gives .*\n  result\['y'\]: got float64 \(4,\)"),
+    (lengths_that_differ, TreeError, r"fg.scan: how many turns\? xs\[0\]: 4, xs\[1\]: 3"),
+    (no_length, TreeError, r"fg.scan: how many turns\? neither xs nor length"),
+    (writes_a_weight, MutationError, r"forward writes into w .*held, not donated"),
+    (writes_a_held_carry, MutationError, r"forward writes into w \(aten.add_.*held, not donated"),
+    (writes_a_carry_that_moves, MutationError,
+     r"a function of fg.fori_loop writes into carry\[0\] .*Return a new value"),
+    (writes_a_row_of_xs, MutationError, r"a function of fg.scan writes into xs .*Return a new"),
+    (cond_writes, MutationError, r"cond of fg.while_loop writes .*write in the body"),
+    (carry_of_what_is_written, AliasError, r"carry of fg.fori_loop shares memory .*clone\(\)"),
+    (draws, RandomError, r"a function of fg.fori_loop draws random numbers .*scan over them"),
+    (draws_from_nowhere, RandomError, r"not registered"),
+    (waits, HostSyncError, r"needs a tensor's value on the host"),
+    (closes_over_a_global, ClosureError, r"forward reads the global 'W'"),
+    (carries_a_global, ClosureError, r"forward reads .*\(4,\) torch.float32"),
+    (a_value_of_a_turn, fg.errors.PurityError, r"a function of a loop has made"),
+    (a_gradient_of_while, TransformError,
+     r"a gradient goes through fg.while_loop, whose turns are not counted.*fg.fori_loop\(0, n"),
+    (a_tangent, TransformError, r"forward-mode derivative \(jvp\) is taken around fg.fori_loop"),
+    (mapped, TransformError, r"torch.vmap goes through fg.fori_loop"),
+    (a_gradient_of_what_is_written, MutationError, r"writes in place .*a gradient goes through"),
+    (a_gradient_within_and_around, TransformError, r"takes a gradient of a tensor that it closes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("forward", "kind", "text"), MISTAKES, ids=[f.__name__ for f, *_ in MISTAKES]
+)
+def test_a_mistake_is_refused_with_its_line(forward: Any, kind: Any, text: str):
+    def whole(w: Any, state: Any, x: Any) -> Any:
+        return forward(w, state, x[0]), state
+
+    fast = fg.graphify(whole, donate="state", stage="x", recorder="tape", generators=(G,))
+    with pytest.raises(kind) as raised:
+        fast(torch.ones(4), {"s": torch.ones(4)}, (torch.ones(4),))
+    assert re.search(text, str(raised.value), re.DOTALL), raised.value
+    first = forward.__code__.co_firstlineno
+    line = re.search(r"test_mistakes.py:(\d+)", str(raised.value))
+    assert line and first <= int(line[1]) <= first + 6, raised.value

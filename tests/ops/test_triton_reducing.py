@@ -1,0 +1,168 @@
+"""The kernel that sums over processes, adds and norms, interpreted: processes of a fork share plain
+memory in place of GPUs that read each other's. Run by test_triton_interpreter.py; on CUDA,
+tests/ranks/test_symmetric.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fast_interpreter import speed_up
+from torch import Tensor
+
+from fngraph.ops import peers
+from fngraph.ops.fused import plain_add_rms_norm
+from fngraph.ops.triton.launching import interpreted
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="for the interpreter")
+if interpreted():
+    speed_up()
+
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-9}
+"""Of norms. The interpreter cuts bfloat16 off in place of rounding, here and in the sum."""
+
+
+class Call(NamedTuple):
+    rows: int
+    width: int
+    dtype: torch.dtype
+    way: str
+    centred: bool = False
+
+
+def shared_by(size: int) -> list[peers.Shared]:
+    """Blocks that a fork's processes see at one address."""
+    blocks = [torch.zeros(peers.block_bytes(size), dtype=torch.uint8) for _ in range(size)]
+    for block in blocks:
+        block.share_memory_()
+    addresses = torch.tensor([block.data_ptr() for block in blocks])
+    turns = [torch.zeros(peers.PROGRAMS, dtype=torch.int64) for _ in blocks]
+    return [
+        peers.Shared(block, addresses, turns[rank], rank, size, 10, blocks)
+        for rank, block in enumerate(blocks)
+    ]
+
+
+def arguments(call: Call, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, of this process alone; y and the weight. x and y are cut out of longer rows."""
+    own, alike = (torch.Generator().manual_seed(n) for n in (seed * 16 + rank, seed))
+    draw = lambda g, *shape: torch.randn(*shape, generator=g).to(call.dtype)  # noqa: E731
+    x, y = (draw(g, call.rows, call.width + 3)[:, : call.width] for g in (own, alike))
+    return x, y, draw(alike, call.width)
+
+
+def run(shared: peers.Shared, calls: Sequence[Call], seed: int, pipe: Any) -> None:
+    """One process; slow at other times than the others."""
+    from fngraph.ops.triton.reducing import all_reduce_rms_norm
+
+    torch.set_num_threads(1)
+    late = random.Random(seed * 16 + shared.rank)
+    made: Any = []
+    try:
+        for i, call in enumerate(calls):
+            x, y, weight = arguments(call, shared.rank, seed + i)
+            time.sleep(late.choice((0, 0, 0.003)))
+            made.append(all_reduce_rms_norm(x, y, weight, 1e-5, call.centred, shared, call.way))
+    except BaseException:
+        made = traceback.format_exc()
+    pipe.send([(a.float().numpy(), b.float().numpy()) for a, b in made] if made else made)
+    pipe.close()
+
+
+def run_all(size: int, calls: Sequence[Call], seed: int = 0) -> list[Any]:
+    """What each process made of each call."""
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe(duplex=False) for _ in range(size)]
+    started = [
+        fork.Process(target=run, args=(shared, calls, seed, ours), daemon=True)
+        for shared, (_, ours) in zip(shared_by(size), pipes)
+    ]
+    for one in started:
+        one.start()
+    try:
+        found = []
+        for theirs, _ in pipes:
+            assert theirs.poll(60), "they wait for each other"
+            found.append(theirs.recv())
+        return found
+    finally:
+        for one in started:
+            one.kill()
+            one.join()
+
+
+def check(size: int, calls: Sequence[Call], seed: int = 0) -> None:
+    """All have the same bits, which are the plain form's within a rounding."""
+    found = run_all(size, calls, seed)
+    for i, call in enumerate(calls):
+        given = [arguments(call, rank, seed + i) for rank in range(size)]
+        _, y, weight = given[0]
+        x = given[0][0].float()
+        for other, *_ in given[1:]:
+            x = x + other.float()
+        total, normed = plain_add_rms_norm(x.to(call.dtype), y, weight, 1e-5, call.centred)
+        for got in found:
+            for a, b in zip(got[i], found[0][i]):
+                assert (a == b).all(), (call, "other bits in another process")
+            bound = CLOSE[call.dtype]
+            off = bound if call.dtype == torch.bfloat16 else 0
+            for one, want, by in zip(got[i], (total, normed), (off, bound)):
+                close = torch.testing.assert_close
+                close(torch.from_numpy(one), want.float(), atol=by, rtol=by)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that some have several rows of few."""
+    from fngraph.ops.triton import reducing
+
+    monkeypatch.setattr(reducing, "PROGRAMS", 4)
+
+
+@pytest.mark.parametrize("way", [peers.ONE_SHOT, peers.TWO_SHOT])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_it_is_the_plain_form(size: int, way: str):
+    """Of rows fewer and more than programs and processes, and of no row; of every dtype."""
+    if size == 2 and way == peers.TWO_SHOT:
+        pytest.skip("two processes have no slots for two shots")
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    calls = [Call(rows, 20, torch.float32, way) for rows in (1, 0, 5, 4 * size + 3)]
+    calls += [Call(size, 24, kind, way, centred=True) for kind in kinds]
+    check(size, calls)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_slots_take_turns_whatever_comes_after_what(size: int):
+    """Many calls of random kinds, in processes that are late now and then."""
+    draw = random.Random(size)
+    ways = (peers.ONE_SHOT, peers.TWO_SHOT) if size > 2 else (peers.ONE_SHOT,)
+    calls = [
+        Call(draw.choice((1, 2, 3, 7, 18)), draw.choice((1, 8, 33)), torch.float32,
+             draw.choice(ways), draw.random() < 0.5)
+        for _ in range(40)
+    ]  # fmt: skip
+    check(size, calls, seed=100)
+
+
+def test_a_block_has_room_for_all_slots():
+    for size in peers.LARGEST:
+        slots = 2 * peers.PROGRAMS * peers.slot_bytes(size)
+        assert peers.block_bytes(size) == peers.signals_bytes(size) + slots
+        assert peers.signals_bytes(size) % 16 == 0
+        assert size == 2 or peers.slot_bytes(size) == (size + 1) * peers.ROW_BYTES
+
+
+def test_which_way_by_size():
+    """Two processes never sum in two shots; a row that has no room goes apart."""
+    assert peers.way_of(1, 8192, 2) == peers.ONE_SHOT
+    assert {peers.way_of(rows, 8192, 2) for rows in (512, 513)} == {peers.ONE_SHOT, peers.APART}
+    assert [peers.way_of(rows, 8192, 4) for rows in (32, 33, 512, 513)] == [
+        peers.ONE_SHOT, peers.TWO_SHOT, peers.TWO_SHOT, peers.APART
+    ]  # fmt: skip
+    assert peers.way_of(1, peers.ROW_BYTES + 1, 4) == peers.way_of(1, 64, 9) == peers.APART

@@ -1,0 +1,123 @@
+"""Passes over collectives: a sum over processes with the addition and the norm behind it, over gloo
+in every mode; on GPUs the kernel that reads the others' memory, on one device and on two."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rank_norms
+import starting
+import torch
+
+from fngraph.ranks.symmetric import Has, why_none
+
+MODES = ("FULL", "PIECEWISE", "NONE")
+REDUCED = "all_reduce_rms_norm"
+
+
+SEQUENCE = "sequence_parallel"
+BOTH = (SEQUENCE, "matmul_reduce_scatter", "all_gather_matmul")
+LISTS: dict[str, dict[str, int]] = {  # how often: the third sum's norm is of some rows alone
+    "reduced": {REDUCED: 2},
+    "sequence": {SEQUENCE: 2},
+    "overlapped": {SEQUENCE: 2, BOTH[1]: 2, BOTH[2]: 1},  # the second norm is returned as well
+}
+CASES = [("reduced", mode) for mode in MODES] + [("sequence", "NONE"), ("overlapped", "FULL")]
+COMPILED = [(one, (one,), "FULL") for one in (REDUCED, SEQUENCE)]
+
+
+@pytest.fixture(scope="module")
+def ran() -> Callable[[int], list[dict[str, Any]]]:
+    """What each of so many processes finds, by list of passes."""
+
+    @functools.cache
+    def of(size: int) -> list[dict[str, Any]]:
+        cases = [(name, tuple(LISTS[name]), mode) for name, mode in CASES]
+        return starting.values(starting.run(rank_norms.in_graphs, size, size, cases))
+
+    return of
+
+
+@pytest.mark.parametrize(("passes", "mode"), CASES)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.rest)])
+def test_it_is_the_ops_that_it_stands_for(
+    ran: Callable[[int], list[dict[str, Any]]], size: int, passes: str, mode: str
+) -> None:
+    """Of rows that can be shared out evenly, and not."""
+    for found in ran(size):
+        exact = mode == "NONE" and passes == "reduced"  # products are of more rows in graphs
+        off, matches = found[passes, mode]
+        assert off <= (0.0 if exact else 1e-5)
+        assert matches == LISTS[passes]
+
+
+@pytest.mark.rest  # Inductor and a C++ compiler
+def test_in_compiled_pieces() -> None:
+    ran = starting.run(rank_norms.in_graphs, 2, 2, COMPILED, "pieces", within=300)
+    for found in starting.values(ran):
+        assert all(off < 1e-5 and matches for off, matches in found.values())
+
+
+HERE = Has("here", 0, "", (1, 2, 3))
+NEXT = HERE._replace(device=1, reaches=(0, 2, 3))
+NONE: dict[str, tuple[list[Has], str]] = {
+    "alone": ([HERE], "2 to 8 processes"),
+    "on one GPU": ([HERE, HERE], "several of them are on one GPU"),
+    "elsewhere": ([HERE, NEXT._replace(host="there")], "on several hosts: here, there"),
+    "without Triton": ([HERE, NEXT._replace(lacks="Triton")], "process 1 lacks Triton"),
+    "out of reach": ([HERE, NEXT._replace(reaches=(2,))], "cuda:1 of process 1 cannot read cuda:0"),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_why_there_is_no_shared_memory(name: str) -> None:
+    have, why = NONE[name]
+    assert why in why_none(have, on_one=False)
+
+
+def test_where_there_is_shared_memory() -> None:
+    assert why_none([HERE, NEXT], on_one=False) == why_none([HERE, HERE], on_one=True) == ""
+
+
+# on GPUs
+
+WORLDS = [pytest.param(2, True, id="one device")] + [
+    pytest.param(
+        n, False, id=f"{n} devices",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"takes {n} CUDA devices"),
+    )
+    for n in (2, 4)
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes CUDA")
+@pytest.mark.parametrize(("size", "shares_device"), WORLDS)
+def test_the_kernel(size: int, shares_device: bool) -> None:
+    ran = starting.run(rank_norms.on_devices, size, size, shares_device, within=250)
+    for found in starting.values(ran):
+        assert not found["wrong"]
+        assert all(off < 1e-4 for off in found["steps"])
+        assert shares_device or found["matches"] == {REDUCED: 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes CUDA")
+@pytest.mark.parametrize(("size", "shares_device"), WORLDS)
+def test_in_one_graph_that_is_launched_again(size: int, shares_device: bool) -> None:
+    ran = starting.run(rank_norms.in_a_graph, size, size, shares_device, within=250)
+    for found in starting.values(ran):
+        assert found["wrong"] == 0
+        print(f"{size} processes: {found['us']:.1f} us an op of a (1, 4096) row")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes CUDA")
+@pytest.mark.parametrize(("size", "shares_device"), WORLDS[:2])
+def test_a_peer_that_does_not_come_is_not_waited_for(size: int, shares_device: bool) -> None:
+    waits, _ = starting.run(rank_norms.alone, size, shares_device)
+    assert re.search(r"RuntimeError: after [2-5] s: .*CUDA", waits.error), waits

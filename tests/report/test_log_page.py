@@ -1,0 +1,177 @@
+"""The page of a run: opened in a browser, as wide as a phone and as a screen; and what it is of."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fngraph.__main__ import main
+from fngraph.core import BatchSpec, Flown, KeyLog, KeyPart, Log, Mode
+from fngraph.errors import SpecError
+from fngraph.report import charts_of, draw_log, page_of
+
+LONG = (
+    "a reason that is so long that no phone could show it in one line, with_a_word_of_its_own" * 2
+)
+
+
+def flown(i: int) -> Flown:
+    """One of a few kinds of steps."""
+    kinds = (
+        (BatchSpec(3, 3, 1), Mode.FULL, "FULL 4x4 q1", 4, "least FULL key", 21.0),
+        (BatchSpec(13, 2), Mode.PIECEWISE, "PIECEWISE 16", 16, "least PIECEWISE key", 90.0),
+        (BatchSpec(900, 5, host=(7, 8)), Mode.NONE, "", 900, LONG, None),
+    )
+    spec, mode, key, padded, reason, device = kinds[i % 3]
+    return Flown(i * 100.0, spec, mode, key, padded, reason, 30.0 + i, device)
+
+
+LOG = Log(
+    "forward_of_a_model_with_a_long_name on <NVIDIA & others>",
+    tuple(map(flown, range(120))),
+    (
+        KeyLog("FULL 4x4 q1", 4, (1000, 2000), (1_500_000, 700_000), 4000.0, 1,
+               (KeyPart("graph 0", 50.0, 50.0, False),)),
+        KeyLog("PIECEWISE 16", 16, (1000, 2000), (0, 900_000), 9000.0, 0,
+               (KeyPart("graph 0", 20.0, 22.0, False), KeyPart("attention 0", 30.0, 70.0, True))),
+        *(KeyLog(f"PIECEWISE {n}", n, (1000, 2000)) for n in range(17, 90)),
+    ),
+    (("piece 0", "T 1..16", 3, False, 1.5e6), ("piece 1", "T 1..16", 2, True, 3e3)),
+    ((3, 4, "FULL", 60), (13, 16, "PIECEWISE", 30), (900, 900, "NONE", 10)),
+    {LONG: 10},
+    (4, 1),
+)  # fmt: skip
+
+
+def test_a_log_comes_back_as_it_was_saved(tmp_path: Path):
+    LOG.save(tmp_path / "run.json")
+    assert Log.loads((tmp_path / "run.json").read_text()) == LOG
+    assert LOG.flight.specs == tuple(step.spec for step in LOG.steps)
+    text = LOG.as_text(last=2)
+    assert text.count("\n|") == 4 and "PIECEWISE 16" in text and "<table>" in LOG._repr_html_()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "fngraph log 0"}', "nonsense"])
+def test_what_is_no_log_is_refused(text: str):
+    with pytest.raises(SpecError, match=r"not a log that step\.log\.save"):
+        Log.loads(text)
+
+
+def test_a_trace_has_each_step_and_part_on_its_track(tmp_path: Path):
+    LOG.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert all(e.keys() >= {"pid", "tid", "ts", "dur", "name"} for e in spans)
+    tracks: dict[Any, list[Any]] = {}
+    for e in spans:
+        tracks.setdefault((e["pid"], e["tid"]), []).append(e)
+    assert len(tracks[1, 1]) == 120 and len(tracks[1, 2]) == 80
+    assert [(e["name"], e["ts"], e["dur"]) for e in tracks[2, 2]] == [
+        ("gap", 0.0, 2.0), ("graph 0", 2.0, 20.0), ("gap", 22.0, 40.0), ("attention 0", 62.0, 30.0)
+    ]  # fmt: skip
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert named[2, 2] == "PIECEWISE 16" and named[1, 2] == "device"
+
+
+def test_charts_are_of_the_log():
+    charts = {chart.title: chart for chart in charts_of(LOG)}
+    assert [s.length for bar in charts["Modes"].bars for s in bar.spans] == [60, 30, 10]
+    full, piecewise, eager = charts["Ladder and traffic"].bars
+    assert [s.length for s in full.spans] == [40 * 3, 40] and full.note == "40 steps, 25% padding"
+    assert [s.length for s in piecewise.spans] == [40 * 13, 40 * 3]
+    assert [s.kind for s in eager.spans] == ["NONE"]
+    assert "73 keys of 75 served no step" in charts["Ladder and traffic"].left
+    (_, parts) = charts["Keys, part by part"].bars
+    assert [(s.kind, s.start, s.length) for s in parts.spans] == [
+        ("gap", 0, 2), ("graph", 2, 20), ("gap", 22, 40), ("eager", 62, 30)
+    ]  # fmt: skip
+    assert [bar.note for bar in charts["Memory"].bars] == ["2.20 MB", "0.90 MB"]
+    assert [b.spans[0].kind for b in charts["Captures and compilations"].bars] == [
+        "in step", "ahead", "ahead", "loaded"
+    ]  # fmt: skip
+    assert charts_of(Log("nothing", ())) == []
+
+
+def test_the_picture_has_a_panel_a_chart(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    figure = draw_log(LOG)
+    assert [axis.get_title() for axis in figure.axes] == [c.title for c in charts_of(LOG)]
+    figure.savefig(tmp_path / "log.png")
+    assert draw_log(Log("nothing", ())).axes
+
+
+def test_the_command_writes_the_page_and_the_trace(tmp_path: Path, capsys):
+    LOG.save(tmp_path / "run.json")
+    assert main(["report", str(tmp_path / "run.json"), "--trace", str(tmp_path / "t.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run.html'} {tmp_path / 't.json'}\n"
+    assert (tmp_path / "run.html").read_text() == page_of(LOG)
+    assert "traceEvents" in (tmp_path / "t.json").read_text()
+
+
+LOOK = """<script>
+const seen = {wide: innerWidth, page: document.documentElement.scrollWidth, cut: 0, empty: 0,
+  paper: getComputedStyle(document.body).backgroundColor, bars: 0};
+for (const x of document.querySelectorAll("h1, h2, p, .row, .legend, .scale, .wide"))
+  seen.cut += x.getBoundingClientRect().right > innerWidth;
+for (const x of document.querySelectorAll("svg.bar")) {
+  seen.bars += 1;
+  const drawn = [...x.querySelectorAll("rect")].every(r =>
+    r.getBoundingClientRect().width > 0 && getComputedStyle(r).fill.startsWith("rgb("));
+  seen.empty += !drawn || x.getBoundingClientRect().width < 100;
+}
+top.document.title = JSON.stringify(seen);
+</script>"""
+
+
+def opened(page: str, folder: Path, width: int, dark: bool = False) -> dict[str, Any]:
+    """What a browser has made of a page; fails if it says anything on its console."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        if os.environ.get("CI"):
+            pytest.fail("chromium is missing: apt-get install chromium")
+        pytest.skip("no chromium here: apt-get install chromium")
+    framed = html.escape(page.replace("</body>", f"{LOOK}</body>"))  # a window is 500 wide or more
+    (folder / "page.html").write_text(
+        '<!doctype html><meta name="color-scheme" content="light dark"><link rel="icon" '
+        f'href="data:,"><title></title><iframe srcdoc="{framed}" '
+        f'style="border: 0; width: {width}px; height: 900px"></iframe>'
+    )
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    ran = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/chr",
+         "--enable-logging=stderr", "--hide-scrollbars", "--window-size=1400,1000", *scheme,
+         "--dump-dom", str(folder / "page.html")],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "CONSOLE" not in ran.stderr, ran.stderr
+    found: dict[str, Any] = json.loads(
+        html.unescape(re.search(r"<title>(.*?)</title>", ran.stdout)[1])
+    )  # type: ignore[index]
+    return found
+
+
+def test_a_browser_draws_it_as_wide_as_a_phone_and_as_a_screen(tmp_path: Path):
+    page = page_of(LOG)
+    assert "http" not in page.replace("http-equiv", "")  # it needs nothing else
+    papers = []
+    for width, dark in ((390, True), (1280, False)):
+        seen = opened(page, tmp_path, width, dark)
+        assert seen["wide"] == width and seen["page"] <= width, seen
+        assert seen["cut"] == seen["empty"] == 0 and seen["bars"] == page.count("<svg"), seen
+        papers.append(seen["paper"])
+    assert papers == ["rgb(23, 24, 26)", "rgb(251, 251, 250)"]
+
+
+def test_a_page_that_is_too_wide_would_be_seen(tmp_path: Path):
+    page = page_of(LOG).replace("<h1>", '<h1 style="white-space: nowrap">').replace(
+        "max-width: 60rem", "max-width: 60rem; min-width: 700px"
+    )  # fmt: skip
+    assert opened(page, tmp_path, 390)["page"] > 390

@@ -1,0 +1,134 @@
+"""`fg.bisect` beside the planted faults: nothing to find, every mode, compiled code, graphs that
+are damaged themselves, and what it refuses. What it looks at is as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import planted
+import pytest
+import torch
+import toys
+
+import fngraph as fg
+from fngraph.graphs.tape.ops import TapeOp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+aten = torch.ops.aten
+
+
+def made(recorder: str, device: Any, **options: Any) -> Any:
+    params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
+    stage = planted.compiled(toys.attend, params, cache, **options)
+    return stage.capture(params, cache, recorder=recorder, lazy=True), params, cache
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
+def test_where_nothing_differs_it_says_so_and_leaves_all_as_it_was(
+    modes: str, recorder_name: str, device: Any
+):
+    step, _, cache = made(recorder_name, device, modes=modes)
+    for batch in planted.traffic(6):
+        batch = toys.on(batch, device)
+        before = toys.clone(cache)
+        found = fg.bisect(step, batch)
+        assert not found.kind and not found.leaves and "come to the same" in str(found)
+        toys.assert_trees(cache, before)
+        step(cache, batch)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("modes", ["NONE", "PIECEWISE", "FULL"])
+def test_a_stale_weight_is_named_in_every_mode(modes: str, recorder_name: str, device: Any):
+    step, params, _ = made(recorder_name, device, modes=modes)
+    params["head"] = params["head"] + 1
+    found = fg.bisect(step, toys.on(toys.batch(3), device))
+    assert (found.kind, found.op) == ("program", "aten.mm.default")
+    assert found.line == planted.line('x_TE @ params["head"]') and "params['head']" in found.what
+    assert str(found.ran.mode) == modes
+
+
+def test_a_stale_weight_that_is_read_through_views_is_named_where_it_is_used():
+    def forward(params: Any, x: torch.Tensor) -> torch.Tensor:
+        w = params["w"].T.reshape(4, 4)
+        return torch.tanh(x @ w[:, :3])
+
+    params = {"w": torch.randn(4, 4)}
+    x = torch.randn(2, 4)
+    step = fg.graphify(forward, stage="x").bind(params).capture(batch=x, progress=False)
+    params["w"] = params["w"] + 1
+    found = fg.bisect(step, x)
+    assert found.op in ("aten.mm.default", "aten.clone.default") and "params['w']" in found.what
+    assert found.line.startswith("tests/shadow/test_bisect.py:")
+
+
+@pytest.mark.sampled(0)
+def test_compiled_code_is_named_by_the_op_of_its_first_wrong_result(
+    recorder_name: str, device: Any
+):
+    params, state = toys.tally_params(device), toys.tally_state(device)
+    fast = fg.graphify(
+        toys.tally, donate="state", stage="batch", sizes=(4,), compile="pieces", verify=1.0
+    )
+    stage = fast.trace(params, state, limits=toys.LIMITS).split().lower().compile()
+    assert stage.executable.compiled
+    step = stage.capture(params, state, recorder=recorder_name, lazy=True)
+    batch = toys.on(toys.batch(3), device)
+    step(state, batch)
+    assert step.stats.differences == 0 and not fg.bisect(step, batch).kind
+    (piece,) = stage.executable.compiled
+    whole = piece.artefacts[0].made
+    wrong = whole._replace(call=off(whole.call))
+    piece.artefacts[0] = dataclasses.replace(piece.artefacts[0], made=wrong)
+    piece._known.clear()
+    found = fg.bisect(step, batch)
+    assert found.kind == "program" and "compiled code gives something else" in found.what
+    assert found.line.startswith("tests/toys.py:")
+
+
+def off(call: Any) -> Any:
+    """Code whose float results are off."""
+    return lambda *args: [x * 1.5 if x.is_floating_point() else x for x in call(*args)]
+
+
+def test_graphs_that_are_damaged_themselves_are_named_by_their_key():
+    """The program is right; so the tape is changed as a fault of memory would change a graph."""
+    step, _, cache = made("tape", "cpu", verify=1.0)
+    batch = toys.decode(4)
+    step(cache, batch)
+    (replay,) = step.replays.values()
+    (recording,) = replay.calls
+    at = [i for i, op in enumerate(recording.graph) if op.fn is aten.tanh.default][1]
+    graph = list(recording.graph)
+    graph[at] = TapeOp(aten.sin.default, *graph[at][1:])
+    object.__setattr__(recording, "graph", tuple(graph))
+    with pytest.warns(UserWarning, match="differ"):
+        step(cache, batch)
+    before = toys.clone(cache)
+    found = fg.bisect(step, step.differences[0])
+    assert found.kind == "graphs" and "step.recapture(BatchDescriptor(4, 4" in found.what
+    toys.assert_trees(cache, before)
+    step.recapture(replay.descriptor)
+    assert not fg.bisect(step, batch).kind
+
+
+def test_what_is_no_step_and_no_batch_of_it_is_refused():
+    step, *_ = made("tape", "cpu", verify=1.0)
+    fault = planted.one_bit("tape", "cpu", verify=1.0, lazy=True)
+    with pytest.warns(UserWarning, match="differ"):
+        fault.step(fault.cache, toys.decode(2))
+    with pytest.raises(fg.errors.TreeError, match="expected a step"):
+        fg.bisect(toys.attend, toys.decode(2))  # type: ignore[arg-type]
+    params, state = toys.tally_params(), toys.tally_state()
+    other = fg.graphify(toys.tally, donate="state", stage="batch").bind(params)
+    with pytest.raises(fg.errors.TreeError, match="another step's"):
+        fg.bisect(
+            other.capture(state, toys.LIMITS, progress=False, lazy=True), fault.step.differences[0]
+        )
+    with pytest.raises(fg.errors.TreeError):
+        fg.bisect(step, toys.decode(2).token_ids)
+    step.sleep()
+    with pytest.raises(fg.errors.SleepError):
+        fg.bisect(step, toys.decode(2))

@@ -1,0 +1,165 @@
+"""`python -m benchmarks launch`: on which shapes it measures, what it makes of clocks and asks."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fngraph as fg
+from benchmarks import harness, launch
+from benchmarks.decode.models import MODELS
+from benchmarks.launch import beside, kernels, programs
+from fngraph.core import Work
+
+PREDICTED = ("1B", "8B")
+
+
+def weights_of(config: Any) -> set[tuple[int, int]]:
+    """(columns, depth) of a Llama's products."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    E, F = config.dim, config.mlp_dim
+    return {(q, E), (kv, E), (E, q), (F, E), (E, F), (config.vocab_size, E)}
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_constants_are_of_other_shapes(name: str) -> None:
+    config = MODELS[name].config
+    sizes = kernels.WHOLE
+    assert not weights_of(config) & set(itertools.product(sizes.columns, sizes.depth))
+    assert {n for pair in weights_of(config) for n in pair}.isdisjoint((sizes.width, programs.E))
+    tokens = launch.measure.flags["--tokens"]["default"]
+    assert set(tokens).isdisjoint(set(sizes.rows) - {1})  # of one row there is one number alone
+    assert set(tokens).isdisjoint({*programs.WHOLE.chunks, *programs.WHOLE.reqs} - {1})
+    heads = [(one.queries, one.keys) for one in programs.WHOLE.heads]
+    assert (config.num_heads, config.num_kv_heads) not in heads
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_they_bracket_what_is_predicted(name: str) -> None:
+    config, sizes = MODELS[name].config, kernels.WHOLE
+    for columns, depth in weights_of(config):
+        assert sizes.columns[0] <= columns
+        assert sizes.depth[0] <= depth <= sizes.depth[-1]
+    assert sizes.rows[0] == 1 and sizes.rows[-1] > 8192
+    assert config.head_dim in {one.width for one in programs.WHOLE.heads}
+
+
+COSTS = {"view": 1.5, "pointwise": 4.0, "broadcast": 4.5, "reduction": 7.0, "cat": 6.0,
+         "index": 9.0, "product": 11.0}  # fmt: skip
+MADE: dict[str, tuple[str, ...]] = {
+    "pointwise": ("pointwise",), "broadcast": ("broadcast",), "view": ("view", "view"),
+    "reduction": ("reduction", "broadcast"), "cat": ("view", "view", "cat"),
+    "index": ("index", "pointwise"), "product": ("view", "product"),
+}  # fmt: skip
+STEP, EAGER, NODE, GAP, EACH = 30.0, 60.0, 0.02, 0.5, 1.25
+
+
+def law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixes that take what is written above."""
+
+    def mix(names: Sequence[str], device: str) -> programs.Mix:
+        works = tuple(
+            Work(kind, kernels=int(kind != "view")) for name in names for kind in MADE[name]
+        )
+        return programs.Mix(lambda: ("FULL", works), lambda: ("NONE", works), works)
+
+    def clocked(call: Callable[[], Any], device: str, bursts: int = 1) -> programs.Clocked:
+        mode, works = call()
+        count = sum(work.kernels for work in works)
+        if mode == "FULL":
+            return programs.Clocked(STEP + count * NODE, 9.0 + count * EACH)
+        host = EAGER + sum(COSTS[work.kind] for work in works)
+        return programs.Clocked(host, count * (EACH + GAP))
+
+    monkeypatch.setattr(programs, "mix", mix)
+    monkeypatch.setattr(programs, "clocked", clocked)
+
+
+def test_what_an_op_costs_is_found_from_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    law(monkeypatch)
+    found = programs.steps("cpu", blocks=2)
+    assert found.op_us == pytest.approx(COSTS)
+    assert found.eager_us == pytest.approx(EAGER) and found.full_us == pytest.approx(STEP + NODE)
+    assert found.node_us == pytest.approx(NODE)
+    assert found.gap_us == pytest.approx(GAP)
+    works, us = found.mixed
+    assert us == pytest.approx(EACH * sum(work.kernels for work in works))
+    assert "product" not in {work.kind for work in works}
+
+
+def test_weights_are_others_call_after_call_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+
+    def each_us(fns: Sequence[Any], device: str) -> float:
+        read.append([fn.__closure__[0].cell_contents.data_ptr() for fn in fns])
+        return 1.0 + len(read)
+
+    monkeypatch.setattr(kernels, "_calls", lambda us, nbytes: 4)
+    monkeypatch.setattr(kernels, "each_us", each_us)
+    sizes = kernels.Sizes((1,), (32, 64), (32,), (1,), 8, 8)
+    grid = kernels.products(sizes, "cuda" if torch.cuda.is_available() else "cpu")
+    assert grid.us == (2.0, 3.0)  # columns vary before rows, depth before columns
+    small, _ = read
+    assert all(at % 16 == 0 for at in small) and len(set(small)) == 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_constants_are_the_devices(tmp_path: Path) -> None:
+    kept, figures = tmp_path / "constants.json", tmp_path / "launch.json"
+    harness.main(["launch", "--tiny", "--constants", str(kept), "--json", str(figures)])
+    constants = fg.core.Constants.loads(kept.read_text())
+    device, host = constants.device, constants.host
+    assert device.name == torch.cuda.get_device_name()
+    assert 0.3 < device.kernel_us < 20 and device.bytes_per_us > 1e5
+    assert 0 < host.replay_us < host.cut_us["attention"] < host.op_us["attention"]
+    rows = json.loads(figures.read_text())["figures"]["step"]
+    assert len(rows) == 9 and all(row["measured us"] > 0 for row in rows)
+
+
+def test_what_is_off_by_more_than_is_allowed_is_missed() -> None:
+    row = {"model": "1B", "tokens": 8, "mode": "FULL", "predicted us": 116.0, "measured us": 100.0}
+    rows = [{**row, "off": off} for off in (0.16, 0.14, -0.16, -0.14)]
+    on_gpu, on_cpu = (argparse.Namespace(device=device) for device in ("cuda", "cpu"))
+    told = launch.missed({"step": rows}, on_gpu)
+    assert len(told) == 2 and told[0] == (
+        "1B, 8 tokens, FULL: off by 16%: 116 us predicted, 100 measured"
+    )
+    assert launch.missed({"step": rows}, on_cpu) == []
+
+
+def test_modes_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = beside.make_bench("tiny", 32, [2], "cpu", None)
+    found = beside.opened(made, programs.NOTHING, [2], True, 32)
+    monkeypatch.setattr(beside, "timed", lambda *rest: {"measured us": 1.0})
+    rows = [row for row, _ in beside.point(made, found, 2, True, 1)]
+    assert [row["mode"] for row in rows] == list(beside.MODES)
+    assert all(0 <= row["error"] < beside.MOST_OFF for row in rows)
+    step = found.steps["FULL"]
+
+    def wrong(cache: Any, batch: Any, allowed: Any) -> Any:
+        ids, logits, cache = step(cache, batch, allowed=allowed)
+        return ids, logits + (0.3 if "PIECEWISE" in allowed else 0.0), cache
+
+    wrong.backends = step.backends  # type: ignore[attr-defined]
+    broken = found._replace(steps=dict.fromkeys(beside.MODES, wrong))
+    with pytest.raises(beside.Wrong, match="PIECEWISE, 2 tokens"):
+        list(beside.point(made, broken, 2, True, 1))
+
+
+def test_a_predicted_step_is_split_by_kind() -> None:
+    made = beside.make_bench("tiny", 32, [2], "cpu", None)
+    device = fg.core.DeviceConstants("d", 1e6, {"bfloat16": 1e6}, 1.0)
+    constants = programs.NOTHING._replace(device=device)
+    model = beside.opened(made, constants, [2], True, 32).model
+    spec = fg.BatchSpec(2, 2, query_len=1, host=fg.HostBounds(1, 32))
+    told = beside.kinds_of(model, spec)
+    assert {"product", "decode attention", "reduction"} <= told.keys()
+    total = model.predict(spec, "FULL").device_us
+    assert sum(us for _, us in told.values()) == pytest.approx(total, abs=0.1 * len(told))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import fngraph as fg
-from benchmarks import plain
+from benchmarks.decode import plain
 from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of, write
 from benchmarks.steps import median_ms
 from benchmarks.workload import (
@@ -36,6 +36,7 @@ from benchmarks.workload import (
     attention_of,
     batch_of,
     new_cache,
+    nodes_of,
     random_params,
     shape,
     to_device,
@@ -89,14 +90,6 @@ def stepped(
             "kernels": sum(made.kernels for made in stats.compiles),
         }  # fmt: skip
     step.sleep()
-
-
-def nodes_of(replay: Any) -> dict[str, Any]:
-    """How many nodes a key's graphs have, if there is what reads them."""
-    try:
-        return {"nodes": replay.counts.nodes}
-    except fg.errors.PackageError as error:
-        return {"nodes failed": str(error)}
 
 
 def by_hand(

@@ -7,7 +7,7 @@ products of all its tokens, of the head for the last alone, and attention to tok
 
 PIECEWISE-none ...  fngraph: what serves prompts, and NONE and FULL, at levels none, fused, pieces
 bare                `forward`, called
-eager ...           benchmarks/plain.py's step with causal SDPA: called, captured by hand, under
+eager ...           decode/plain.py's step with causal SDPA: called, captured by hand, under
                     `torch.compile` in two modes and captured by hand
 """
 
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import plain
-from benchmarks.decode import ours, peers
+from benchmarks.decode import ours, peers, plain
 from benchmarks.decode.bench import Bench, Made, Right, make_bench
 from benchmarks.decode.judging import broken
 from benchmarks.decode.measuring import (

@@ -108,3 +108,11 @@ def to_device(batch: Any, device: Any) -> Any:
 def attention_of(step: Any) -> str:
     """The backend that a captured step's attention runs on."""
     return next(iter(step.backends.values()))
+
+
+def nodes_of(replay: Any) -> dict[str, Any]:
+    """How many nodes a key's graphs have, if there is what reads them."""
+    try:
+        return {"nodes": replay.counts.nodes}
+    except fg.errors.PackageError as error:
+        return {"nodes failed": str(error)}

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import benchmarks.compile
 import benchmarks.prefill
-from benchmarks import decode, harness, plain
-from benchmarks.decode import clocks, elsewhere, ours, peers
+from benchmarks import decode, harness
+from benchmarks.decode import clocks, elsewhere, ours, peers, plain
 from benchmarks.decode.bench import Bench, Made, Right, make_bench
 from benchmarks.decode.judging import LATE, Left, Wrong, judge, made_ready
 from benchmarks.decode.models import MODELS, bytes_read

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import plain
-from benchmarks.decode import clocks, elsewhere, ours, peers
+from benchmarks.decode import clocks, elsewhere, ours, peers, plain
 from benchmarks.decode.bench import Bench, Made, make_bench
 from benchmarks.decode.judging import Left, broken, told
 from benchmarks.decode.measuring import (

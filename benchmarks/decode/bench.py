@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fngraph as fg
-from benchmarks import plain
+from benchmarks.decode import plain
 from benchmarks.decode.models import MODELS, Model
 from benchmarks.workload import BF16, BLOCK_SIZE, random_params
 

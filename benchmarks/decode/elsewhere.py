@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from benchmarks import plain
+from benchmarks.decode import plain
 from benchmarks.decode.bench import Bench, Made
 from benchmarks.decode.judging import Left
 from benchmarks.decode.theirs import its_model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks import plain
+from benchmarks.decode import plain
 from benchmarks.workload import BF16, SHAPES
 from fngraph.models.families import llama, qwen3, qwen3_moe
 

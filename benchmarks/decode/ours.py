@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 import fngraph as fg
-from benchmarks.compile import nodes_of
 from benchmarks.decode.bench import Bench, Made
-from benchmarks.workload import BLOCK_SIZE, attention_of, batch_of, to_device
+from benchmarks.workload import BLOCK_SIZE, attention_of, batch_of, nodes_of, to_device
 from fngraph.models.families import llama
 
 MODES = ("FULL", "PIECEWISE", "NONE")

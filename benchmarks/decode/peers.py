@@ -1,4 +1,4 @@
-"""What one would use otherwise, of torch alone: benchmarks/plain.py's step, and how it is run.
+"""What one would use otherwise, of torch alone: plain.py's step, and how it is run.
 
 eager             called
 captured          captured by hand in one graph, with the next token's way back
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from benchmarks import plain
+from benchmarks.decode import plain
 from benchmarks.decode.bench import Bench, Made
 from benchmarks.decode.clocks import typical_us
 

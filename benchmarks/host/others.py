@@ -5,7 +5,7 @@
     gpt-fast's way      the same of a module whose cache is a buffer, fullgraph
     graphed callables   torch.cuda.make_graphed_callables of that module
 
-The last three are benchmarks/plain.py's step, over a static contiguous cache by torch's SDPA.
+The last three are decode/plain.py's step, over a static contiguous cache by torch's SDPA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from benchmarks import plain
+from benchmarks.decode import plain
 from benchmarks.workload import CONTEXT
 from fngraph.models.families import llama
 

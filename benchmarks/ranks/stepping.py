@@ -16,8 +16,8 @@ import torch
 
 import fngraph as fg
 from benchmarks.decode.judging import MOST_ERROR, off, told
+from benchmarks.decode.plain import FORMS
 from benchmarks.device import once_ms, wait
-from benchmarks.plain import FORMS
 from benchmarks.ranks.sharing import Right, Task, own_heads
 from benchmarks.ranks.ways import OURS, Made, by_hand, captured_step, ours
 from fngraph.models.serving.ranks.circles import make_ranks

@@ -1,7 +1,7 @@
 """Ways to take a step of a model that processes share: fngraph's, and by hand with plain
 `torch.distributed` collectives (`benchmarks ranks`).
 
-By hand, a step is `benchmarks/plain.py`'s: what attention and mlps give is summed by `all_reduce`,
+By hand, a step is `decode/plain.py`'s: what attention and mlps give is summed by `all_reduce`,
 logits are gathered. It is captured as it is, or under `torch.compile`; a CPU calls it.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fngraph as fg
-from benchmarks import plain
+from benchmarks.decode import plain
 from benchmarks.decode.ours import greedy
 from benchmarks.ranks.sharing import Task, newest, without_stands
 from benchmarks.workload import BLOCK_SIZE

@@ -84,7 +84,7 @@ def _tile_of_one(K: int, gated: bool, normed: bool) -> Tile:
     an H200; one of 1B, with rows of 2048, is no faster so."""
     whole = power_of_two(K)
     if whole > 4096:
-        return Tile(4, 2048, 8)
+        return Tile(2, 2048, 4) if whole == 8192 else Tile(4, 2048, 8)
     if whole <= 2048:
         return Tile(2, min(2048 if gated else 1024, whole), 4)
     return Tile(2, whole, 8) if gated else Tile(2 if normed else 1, whole, 4)

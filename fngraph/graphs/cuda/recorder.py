@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import gc
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,9 @@ def _gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+_CAPTURING = threading.RLock()
+"""One thread captures at a time: a wait for the device in another, which `recording` begins with,
+would end the capture, whatever its pool."""
 _ABANDONED: list[torch.cuda.CUDAGraph] = []  # see CudaRecorder._abandon
 
 
@@ -96,7 +100,7 @@ class CudaRecorder:
             return
         self._entered = True
         try:
-            with torch.cuda.device(self.device), warnings.catch_warnings():
+            with _CAPTURING, torch.cuda.device(self.device), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 torch.cuda.synchronize()
                 with torch.cuda.stream(self.stream), torch.no_grad(), _gc_paused():

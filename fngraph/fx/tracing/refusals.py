@@ -36,6 +36,7 @@ from fngraph.torch_facts.tracing import no_python_dispatcher
 # ruff: noqa: ISC004
 _NUMBERS = ("SymInt", "SymBool", "SymFloat", "PrintMethodNotImplementedError")
 _HOST = ("FakeTensor.__format__", ".numpy()", "data is not allocated", "Cannot access data pointer")
+_DEVICES = ("FakeTensor Device Propagation", "FakeTensorDeviceMismatch", "on the same device")
 _MEMORY = ("with symbolic sizes/strides", "Mixing fake modes", "FakeTensor", "UntypedStorage")
 _OPS = ("SparseTensorImpl", "NestedTensorImpl", "symbolically trace a dynamo-optimized", "MKLDNN")
 _LARGEST = 1 << 24  # elements of a call that is tried on zeros
@@ -44,6 +45,8 @@ _KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
      "torch.arange(x.shape[0], device=x.device)"),
     (_HOST, HostSyncError, "takes a tensor to the host, where a graph would freeze it. Stay in "
      "torch: torch.where(condition, a, b)"),
+    (_DEVICES, OperatorError, "has tensors of two devices in one op, which fails outside of a trace "
+     "too. Make them where the others are: torch.ones(n, device=x.device), y.to(x.device)"),
     (_MEMORY, PurityError, "looks at the memory behind a tensor, or copies it other than by an op. "
      "Stay with tensors: x.clone(), x.shape"),
     (("HiddenHostField",), HostFieldError, "reads a host field, which a graph would freeze. Read "

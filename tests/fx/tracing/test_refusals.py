@@ -73,3 +73,15 @@ def test_the_first_refusal_is_raised_even_if_forward_raises_another_error():
 
 def test_exceptions_of_forwards_own_may_be_swallowed():
     trace(lambda p, s, b: rows(p, b) * (1 + tried(lambda: {}["a"], KeyError)))
+
+
+def test_tensors_of_two_devices_in_one_op_are_told_as_that():
+    """Torch's rule raises an error of fakes, which is no word of memory or of copies."""
+    import fngraph as fg
+
+    def forward(p: Any, x: Any) -> Any:
+        return x + torch.ones(3, device="meta")
+
+    (error,) = fg.check(forward, torch.ones(3), torch.ones(2, 3), stage="x").errors
+    assert isinstance(error, errors.OperatorError)
+    assert "tensors of two devices" in str(error) and "test_refusals.py:" in str(error)

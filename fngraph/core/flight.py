@@ -216,7 +216,8 @@ class Log(NamedTuple):
         import json
 
         reasons = list(dict.fromkeys(step.reason for step in self.steps))
-        made = self._asdict() | {"eager": dict(self.eager), "format": FORMAT, "reasons": reasons}
+        made: dict[str, Any] = {name: getattr(self, name) for name in self._fields}
+        made |= {"eager": dict(self.eager), "format": FORMAT, "reasons": reasons}
         made["steps"] = [
             [s.at, _fields(s.spec), s.mode.name, s.key, s.padded, reasons.index(s.reason), s.host,
              s.device]

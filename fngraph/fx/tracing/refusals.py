@@ -45,7 +45,7 @@ _KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
      "torch.arange(x.shape[0], device=x.device)"),
     (_HOST, HostSyncError, "takes a tensor to the host, where a graph would freeze it. Stay in "
      "torch: torch.where(condition, a, b)"),
-    (_DEVICES, OperatorError, "has tensors of two devices in one op, which fails outside of a trace "
+    (_DEVICES, OperatorError, "has tensors of two devices in one op, which fails without a trace "
      "too. Make them where the others are: torch.ones(n, device=x.device), y.to(x.device)"),
     (_MEMORY, PurityError, "looks at the memory behind a tensor, or copies it other than by an op. "
      "Stay with tensors: x.clone(), x.shape"),

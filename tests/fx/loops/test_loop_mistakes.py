@@ -194,5 +194,5 @@ def test_a_mistake_is_refused_with_its_line(forward: Any, kind: Any, text: str):
         fast(torch.ones(4), {"s": torch.ones(4)}, (torch.ones(4),))
     assert re.search(text, str(raised.value), re.DOTALL), raised.value
     first = forward.__code__.co_firstlineno
-    line = re.search(r"test_mistakes.py:(\d+)", str(raised.value))
+    line = re.search(r"test_loop_mistakes.py:(\d+)", str(raised.value))
     assert line and first <= int(line[1]) <= first + 6, raised.value

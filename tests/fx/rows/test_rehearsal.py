@@ -246,8 +246,8 @@ WRONG: dict[str, tuple[Any, str, str, Callable[[Any, Any], Any]]] = {
         lambda p, b: b.x[(p["i"] * 0 + 255).to(torch.uint8).repeat(2).view(torch.int64)] * 1,
     ),
     "pairs of ones as one complex number": (
-        shapes, "if call.name not in _PAIRS and (number := _number(fill)) is not None",
-        "if (number := _number(fill)) is not None",
+        shapes, "if call.name not in _PAIRS and (number := one_number(fill)) is not None",
+        "if (number := one_number(fill)) is not None",
         lambda p, b: torch.view_as_real(
             torch.view_as_complex(b.y[:, None].expand(-1, 2).contiguous()).prod(0)
         ),

@@ -115,7 +115,7 @@ def bisect(step: Step[Any], batch: Any, *, within: Verify | None = None) -> Bise
         else:
             saved, chosen = save(keys, parts, batch), None
         prepared = _prepared(keys, saved, chosen)
-        return _bisect(keys, saved, prepared, rule, isinstance(batch, Difference))
+        return _bisect(keys, saved, prepared, rule)
 
 
 def _check_same(keys: Keys, saved: Saved) -> None:
@@ -136,7 +136,7 @@ def _prepared(keys: Keys, saved: Saved, chosen: Dispatch | None) -> Prepared:
     return prepared
 
 
-def _bisect(keys: Keys, saved: Saved, prepared: Prepared, rule: Verify, is_kept: bool) -> Bisection:
+def _bisect(keys: Keys, saved: Saved, prepared: Prepared, rule: Verify) -> Bisection:
     sides = sides_of(keys, saved, prepared)
     again = run_program_again(keys, saved, prepared, sides, rule.by_dtype)
     want = run_bare(keys, saved)
@@ -147,15 +147,13 @@ def _bisect(keys: Keys, saved: Saved, prepared: Prepared, rule: Verify, is_kept:
     if leaves:
         found = _of_program(found, again, sides, exact, rounding=peers is not None)
     if peers is None:
-        if leaves and not found.kind:
-            found = _of_padding(found, keys, saved, sides)
-        if leaves and not found.kind:
-            found = _of_trace(found, keys, saved)
-        if leaves and not found.kind:
-            found = _of_program(found, again, sides, exact)
         if not leaves:
-            found = _of_graphs(found, keys, saved, prepared, rule, want, exact)
-        return found
+            return _of_graphs(found, keys, saved, prepared, rule, want, exact)
+        if not found.kind:
+            found = _of_padding(found, keys, saved, sides)
+        if not found.kind:
+            found = _of_trace(found, keys, saved)
+        return found if found.kind else _of_program(found, again, sides, exact)
     own = {"at": repr(_at(again, exact) if leaves else None), "found": found.as_text()}
     own |= {name: str(getattr(found, name)) for name in ("kind", "instruction", "op", "line")}
     own |= {"what": found.what, "digest": _digest(again.ran), "bare": _digest(want)}

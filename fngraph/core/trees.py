@@ -10,14 +10,25 @@ import atexit
 import collections
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 from fngraph.core.structs import NAMESPACE, Exactly
 from fngraph.errors import TreeError
 
 
+_FIRST = threading.RLock()
+"""Held where something is registered, which is done once: several threads may come first."""
+
+
 @functools.cache
 def _optree() -> Any:
+    with _FIRST:
+        return _told_optree()
+
+
+@functools.cache
+def _told_optree() -> Any:
     """optree, told to keep the order of dicts' keys in our namespace: functions may go by it, so
     that another order is another structure."""
     import optree
@@ -59,10 +70,11 @@ def register_dataclasses(tree: Any) -> bool:
     A class is registered once, when it is first seen; what is registered already stays as it is.
     """
     found = False
-    while new := {type(x) for x in flatten(tree)[0] if _is_plain_dataclass(x)}:
+    while any(map(_is_plain_dataclass, flatten(tree)[0])):
         found = True
-        for cls in new:
-            _register(cls)
+        with _FIRST:
+            for cls in {type(x) for x in flatten(tree)[0] if _is_plain_dataclass(x)}:
+                _register(cls)
     return found
 
 

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -287,3 +289,42 @@ def test_a_dataclass_that_is_a_dict_as_well_has_its_items_again():
         TreeError, match="a Output is a dataclass and a dict, and 'more' is an item"
     ):
         trees.flatten(odd)
+
+
+# --- several threads ------------------------------------------------------------------------------
+
+TOGETHER = """
+import dataclasses, sys, threading
+from fngraph.core import trees
+
+sys.setswitchinterval(1e-6)
+failed = []
+
+
+def together(call):
+    start = threading.Barrier(8)
+
+    def run():
+        start.wait()
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    running = [threading.Thread(target=run) for _ in range(8)]
+    [thread.start() for thread in running]
+    [thread.join() for thread in running]
+
+
+together(lambda: trees.flatten((1, trees.Static(2))))
+for _ in range(200):
+    new = [dataclasses.make_dataclass(f"A{i}", ["x"])(i) for i in range(3)]
+    together(lambda: trees.register_dataclasses(new))
+sys.exit(f"{len(failed)} failed: {failed[0]!r}" if failed else 0)
+"""
+
+
+def test_several_threads_may_come_first():
+    """optree refuses what is registered twice; a process of its own, where nothing is yet."""
+    done = subprocess.run([sys.executable, "-c", TOGETHER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

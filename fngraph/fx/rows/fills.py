@@ -136,8 +136,11 @@ def constant(call: OpCall) -> torch.Tensor | None:
     """The result of an op on constants, if it is small."""
     if call.value.numel() > _LARGEST:
         return None
-    values = {x: call.rows(x).value for x in operands(call.node)}
-    return evaluated(call, values) if all(v is not None for v in values.values()) else None
+    values: dict[Any, Any] = {x: call.rows(x).value for x in operands(call.node)}
+    if any(v is None for v in values.values()):
+        return None
+    exact = not any(_wide(v).isnan().any() for v in values.values())
+    return evaluated(call, values) if exact else _computed(call, values)
 
 
 def _fill(call: OpCall, dim: int) -> Fill | None:
@@ -177,10 +180,11 @@ def _stays_number(call: OpCall, x: Any, fill: Fill | None) -> bool:
 
 
 def _computed(call: OpCall, known: Mapping[Any, Any]) -> Fill | None:
-    """The op on padding; none where it differs for 0 and -0.0, which a fill of 0 may be."""
+    """The op on padding; none where it differs for 0 and -0.0, which a fill of 0 may be, or for NaN
+    with its sign, which a CPU gives (log(-1)) and CUDA does not."""
     values = {x: _in_dims_of(x, fill) for x, fill in known.items()}
     result = evaluated(call, values)
-    signed = {x: v for x, v in values.items() if _has_zero(v)}
+    signed = {x: v for x, v in values.items() if _has_loose_sign(v)}
     if result is None or not signed:
         return result
     complexes = any(v.is_complex() for v in signed.values())
@@ -193,23 +197,27 @@ def _computed(call: OpCall, known: Mapping[Any, Any]) -> Fill | None:
 
 
 _PARTS = ((True, True), (True, False), (False, True))
-"""Which zeros may be of the other sign: of real and of imaginary parts. Real numbers are the first
-of both."""
+"""Which zeros and NaN may be of the other sign: of real and of imaginary parts. Real numbers are
+the first of both."""
 
 
-def _has_zero(fill: torch.Tensor) -> bool:
+def _has_loose_sign(fill: torch.Tensor) -> bool:
     if fill.is_complex():
-        return bool((torch.view_as_real(fill.resolve_conj()) == 0).any())
-    return fill.is_floating_point() and bool((_wide(fill) == 0).any())
+        fill = torch.view_as_real(fill.resolve_conj())
+    return fill.is_floating_point() and bool(_loose(_wide(fill)).any())
 
 
 def _negated(fill: torch.Tensor, real: bool, imaginary: bool) -> torch.Tensor:
-    """With its zeros of the other sign."""
+    """With its zeros and NaN of the other sign."""
     if fill.is_complex():
         a, b = fill.real, fill.imag
         return torch.complex(_negated(a, real, False), _negated(b, imaginary, False))
     wide = _wide(fill)
-    return torch.where(wide == 0, -wide, wide).to(fill.dtype) if real else fill
+    return torch.where(_loose(wide), -wide, wide).to(fill.dtype) if real else fill
+
+
+def _loose(x: torch.Tensor) -> torch.Tensor:
+    return (x == 0) | x.isnan()
 
 
 def _wide(fill: torch.Tensor) -> torch.Tensor:
@@ -296,7 +304,21 @@ def evaluated(call: OpCall, values: dict[Any, Any]) -> torch.Tensor | None:
         return None
     if not isinstance(result, torch.Tensor) or result.dtype != call.value.dtype:
         return None
+    if not _same_anywhere(result.dtype, values):
+        return None
     return result if result.numel() <= _LARGEST else None
+
+
+def _same_anywhere(dtype: torch.dtype, values: Mapping[Any, torch.Tensor]) -> bool:
+    """Whether every device has the same integers for these numbers: for NaN and for what is beyond
+    them each has its own."""
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return True
+    least, most = float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max)
+    if dtype == torch.int64:  # most is no float
+        most = math.nextafter(most, 0)
+    floats = [_wide(v).double() for v in values.values() if v.is_floating_point()]
+    return all(bool(((v.trunc() >= least) & (v.trunc() <= most)).all()) for v in floats)
 
 
 def is_all(fill: Fill | None, number: float) -> bool:

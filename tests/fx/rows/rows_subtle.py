@@ -8,6 +8,12 @@ import torch
 import torch.nn.functional as F
 from rows_given import INF, T_of, heads, masked, real
 
+
+def not_a_number(x: Any, b: Any) -> Any:
+    """Padding is NaN, of the sign that the device makes."""
+    return torch.where(real(b)[:, None], x, 0.0) / real(b)[:, None].float()
+
+
 SUBTLE: dict[str, Any] = {
     "sum over the T that R rows are expanded to": lambda x, p, b: (
         b.seq_lens[None, :].expand(T_of(b), b.seq_lens.shape[0]).sum(0)
@@ -56,6 +62,21 @@ SUBTLE: dict[str, Any] = {
     ),
     "the mask swapped": lambda x, p, b: torch.where(~real(b)[:, None], x, 0).sum(0),
     "-1 as uint8": lambda x, p, b: b.slot_mapping.to(torch.uint8).sum(),
+    **{  # a CPU has one, CUDA the other
+        f"the sign of padding's NaN is not {-by}": lambda x, p, b, by=by: (
+            torch.copysign(torch.ones_like(x), not_a_number(x, b)).add(by).sum(0)
+        )
+        for by in (1, -1)
+    },
+    "NaN as an integer": lambda x, p, b: (
+        not_a_number(x, b).long().clamp(max=-(1 << 62)) + (1 << 62)
+    ).sum(0),
+    "more than 32 bits": lambda x, p, b: (
+        torch.where(real(b)[:, None], x, -1e30).int().clamp(max=-(1 << 31)) + (1 << 31)
+    ).sum(0),
+    "-1.0 as uint8": lambda x, p, b: (
+        torch.where(real(b)[:, None], x, -1.0).to(torch.uint8) + 1
+    ).sum(0),
     "-1 // 2": lambda x, p, b: (b.slot_mapping // 2).sum(),
     "scattered into all but the last": lambda x, p, b: x.slice_scatter(x[:-1] * 2, 0, 0, -1),
     "scattered into the last": lambda x, p, b: x.select_scatter(p["w"][0], 0, -1),

@@ -16,7 +16,6 @@ from typing import Any
 from fngraph.core.structs import NAMESPACE, Exactly
 from fngraph.errors import TreeError
 
-
 _FIRST = threading.RLock()
 """Held where something is registered, which is done once: several threads may come first."""
 

@@ -138,9 +138,20 @@ class Recorder(Protocol):
         ...
 
 
+WAITS = ("operation not permitted when stream is capturing", "during CUDA graph capture")
+"""What CUDA and torch say of an op that waits for the device, or for a copy from or to the host."""
+
+
 def describe(error: BaseException) -> str:
-    """An exception's first line, with the op and the user's line that it came from."""
+    """An exception's first line, with the op and the user's line that it came from; and what to do
+    where a capture cannot hold the op."""
     first = (str(error) or type(error).__name__).partition("\n")[0]
     notes = list(getattr(error, "__notes__", ()))
     line = "" if notes else raised_at(error.__traceback__)
-    return ", ".join([first, *notes, *([f"at {line}"] if line and line not in first else [])])
+    told = ", ".join([first, *notes, *([f"at {line}"] if line and line not in first else [])])
+    if any(text in first for text in WAITS):
+        told += (
+            ". torch waits for the device in this op, which no graph can hold: call it outside of "
+            "the step, or run the step in mode NONE"
+        )
+    return told

@@ -17,6 +17,7 @@ import torch
 from fngraph.core import BatchDescriptor, Dim, HostBounds, Mode
 from fngraph.core.program import Program, groups
 from fngraph.core.text import count
+from fngraph.errors import CaptureError
 from fngraph.graphs.inside import Counts, dot, key_name
 from fngraph.graphs.ranges import RangedRecording, in_range
 from fngraph.graphs.recorder import Recorder, Recording
@@ -163,6 +164,19 @@ def launch(calls: BoundCalls, host: HostBounds | None) -> None:
             fn()
 
 
+def _deliver(i: int, into: torch.Tensor, made: torch.Tensor) -> None:
+    """Copy a result to where it is read, as which it must be of one kind: a copy would repeat the
+    elements of a smaller one, and convert them."""
+    if (into.shape, into.dtype) != (made.shape, made.dtype):
+        kinds = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (made, into)]
+        raise CaptureError(
+            f"result {i} of the graph is {kinds[0]}, and torch's rule for it says {kinds[1]}: some "
+            f"op's rule is wrong in torch {torch.__version__}. Write that op another way, or run "
+            "this in mode NONE"
+        )
+    into.copy_(made)
+
+
 def capture(
     recorder: Recorder,
     program: Program,
@@ -213,8 +227,8 @@ def capture(
             deliver()
 
     def deliver() -> None:
-        for into, j in zip(outputs, program.outputs):
-            into.copy_(env[j])
+        for i, (into, j) in enumerate(zip(outputs, program.outputs)):
+            _deliver(i, into, env[j])
 
     done = False
     try:

@@ -106,6 +106,18 @@ def test_a_replay_computes_the_program(kit, cuts: str, mode: fg.Mode):
         assert hand.step(replay, x) == expected(cuts, x)
 
 
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
+@pytest.mark.parametrize("wrong", ["shape", "dtype"])
+def test_a_result_that_is_another_than_traced_is_no_copy(kit, wrong: str, mode: fg.Mode):
+    """It would be repeated, or converted, without a word."""
+    hand = Hand(kit, "p")
+    hand.fns[0] = lambda sizes, host, x: (x[:1] if wrong == "shape" else x > 0,)
+    made = "float32[1]" if wrong == "shape" else "bool[4]"
+    says = re.escape(f"result 0 of the graph is {made}, and torch's rule for it says float32[4]")
+    with pytest.raises(CaptureError, match=says):
+        hand.capture(mode, 4)
+
+
 def test_full_is_one_graph_and_piecewise_one_a_run_of_pieces(kit):
     hand = Hand(kit, "ppcpcp")
     full, piecewise = hand.capture(FULL, 4), hand.capture(PIECEWISE, 4)

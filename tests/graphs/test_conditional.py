@@ -335,12 +335,33 @@ def test_a_body_that_raises(recorder: Any, deep: bool):
 
 
 @gpu
-def test_a_body_that_waits_for_the_device(recorder: Any):
-    loop = Counting()
+@pytest.mark.parametrize("deep", [False, True], ids=["body", "body in body"])
+@pytest.mark.parametrize("wait", ["item", "synchronize"])
+def test_a_body_that_waits_for_the_device(recorder: Any, wait: str, deep: bool):
+    """Behind which the driver destroyed a node's graph twice: collected, it ended the process."""
+    loop, outer = Counting(), Counting()
+
+    def waits() -> None:
+        loop.n.item() if wait == "item" else torch.cuda.synchronize()
+
+    def work() -> None:
+        outer.loop(lambda: loop.loop(waits)) if deep else loop.loop(waits)
+
     for watched in (True, False):
         with pytest.raises(CaptureError):
-            recorder.record(lambda: loop.loop(lambda: loop.n.item()), watched=watched)
+            recorder.record(work, watched=watched)
+        gc.collect()
         usable(recorder)
+
+
+@gpu
+def test_a_body_that_breaks_what_torch_alone_captures():
+    loop = Counting()
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            plainly(lambda: loop.loop(lambda: loop.n.item()), capture_error_mode="thread_local")
+        gc.collect()
+    assert loop.counted(plainly(loop.loop).replay, 3) == 3
 
 
 @gpu
@@ -352,9 +373,11 @@ def test_a_body_that_forks_and_does_not_join(recorder: Any):
         with torch.cuda.stream(side):
             loop.n.add_(0)
 
-    with pytest.raises(CaptureError, match="forked"):
-        recorder.record(lambda: loop.loop(forks))
-    usable(recorder)
+    for _ in range(3):
+        with pytest.raises(CaptureError, match="forked"):
+            recorder.record(lambda: loop.loop(forks))
+        gc.collect()
+        usable(recorder)
 
 
 @gpu
@@ -572,7 +595,8 @@ def test_what_the_driver_is_asked_for(drivers: Drivers, kind: str):
     conditional._by_driver(kind, pred, lambda: drivers.done.append(conditional.is_body(8)))
     names = [x[0] if isinstance(x, tuple) and isinstance(x[0], str) else x for x in drivers.done]
     assert names == [
-        "load", "pool", "cuCtxGetCurrent", "cuGraphConditionalHandleCreate", (7, 50),
+        "load", "pool", "cuStreamBeginCapture", True, "cuStreamEndCapture", "cuGraphDestroy",
+        "cuCtxGetCurrent", "cuGraphConditionalHandleCreate", (7, 50),
         "cuGraphAddNode_v2", "cuStreamUpdateCaptureDependencies", "cuStreamBeginCaptureToGraph",
         True, *([(8, 50)] if kind == "WHILE" else []), "cuStreamEndCapture",
     ]  # fmt: skip
@@ -586,7 +610,10 @@ def test_what_the_driver_is_asked_for(drivers: Drivers, kind: str):
 
 
 @pytest.mark.parametrize("failing", ["body", "cuStreamBeginCaptureToGraph", "cuStreamEndCapture"])
-def test_a_bodys_capture_is_ended_whatever_fails(drivers: Drivers, failing: str):
+def test_a_bodys_capture_is_ended_whatever_fails(
+    drivers: Drivers, failing: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(conditional, "_try", lambda *_: None)
     drivers.fails = {failing, "cuStreamEndCapture"}
 
     def body() -> None:
@@ -602,6 +629,26 @@ def test_a_bodys_capture_is_ended_whatever_fails(drivers: Drivers, failing: str)
         conditional._by_driver("WHILE", torch.tensor(True), body)
     assert drivers.done[-1] == ("cuStreamEndCapture", 8) and not conditional._BODIES, failing
     assert ("forked and not joined" in str(raised.value)) == (failing == "cuStreamEndCapture")
+
+
+@pytest.mark.parametrize("failing", ["body", "cuStreamBeginCapture", "cuStreamEndCapture"])
+def test_a_body_that_cannot_be_captured_gets_no_node(drivers: Drivers, failing: str):
+    """Of which the driver would destroy the graph twice."""
+    drivers.fails = {failing, "cuStreamEndCapture"}
+
+    def body() -> None:
+        assert conditional._TRIED == {8}
+        conditional._by_driver("IF", torch.tensor(True), lambda: drivers.done.append("within"))
+        if failing == "body":
+            raise ZeroDivisionError
+
+    wanted = {"body": ZeroDivisionError, "cuStreamEndCapture": CaptureError}
+    with pytest.raises(wanted.get(failing, RuntimeError)):
+        conditional._by_driver("WHILE", torch.tensor(True), body)
+    ends = [("cuStreamEndCapture", 8)] if failing != "cuStreamBeginCapture" else []
+    begun = next(i for i, x in enumerate(drivers.done) if x[0] == "cuStreamBeginCapture")
+    assert drivers.done[begun + 1 :] == [*["within"] * bool(ends), *ends]
+    assert not conditional._TRIED and not bodies_of(1)
 
 
 def test_the_pool_of_the_capture_takes_what_its_thread_allocates(monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ import toys
 import fngraph as fg
 from fngraph.errors import CaptureError
 from fngraph.graphs import witness
+from fngraph.graphs.recorder import WAITS, describe
 from fngraph.graphs.witness import Witness, check_no_wait
 from fngraph.ops import Backend, define
 
@@ -258,6 +259,22 @@ def waits_for_stream(x: torch.Tensor, out: torch.Tensor) -> None:
 @pytest.mark.parametrize("run", [literal, synchronize, waits_for_stream])
 def test_a_wait_that_is_no_op_is_named_by_its_line(run: Run):
     refused(run, "cuda", line_of(run))
+
+
+def svd(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x * torch.linalg.svdvals(x).sum())  # here
+
+
+@pytest.mark.gpu
+def test_an_op_that_waits_inside_is_named_and_what_to_do():
+    refused(svd, "cuda", line_of(svd), "waits for the device in this op, which no graph can hold")
+
+
+@pytest.mark.parametrize("text", WAITS)
+def test_what_to_do_about_an_op_that_waits_is_said(text: str):
+    told = describe(RuntimeError(f"CUDA error: {text}\nSearch for it"))
+    assert told.startswith(f"CUDA error: {text}. torch waits for the device in this op")
+    assert "NONE" in told and "NONE" not in describe(RuntimeError("no kernel image"))
 
 
 PINNED: list[torch.Tensor] = []

@@ -179,7 +179,7 @@ def _stays_number(call: OpCall, x: Any, fill: Fill | None) -> bool:
     return is_finite(fill) and torch.finfo(own).max <= torch.finfo(dtype).max
 
 
-def _computed(call: OpCall, known: Mapping[Any, Any]) -> Fill | None:
+def _computed(call: OpCall, known: Mapping[Any, Any]) -> torch.Tensor | None:
     """The op on padding; none where it differs for 0 and -0.0, which a fill of 0 may be, or for NaN
     with its sign, which a CPU gives (log(-1)) and CUDA does not."""
     values = {x: _in_dims_of(x, fill) for x, fill in known.items()}

@@ -31,6 +31,7 @@ from fngraph.torch_facts.names import (
 )
 
 _OPEN: set[int] = set()  # streams that bodies are being captured from, now
+_TRIED: set[int] = set()  # those of them whose capture is thrown away, see `_try`
 _WARMED: set[int] = set()  # streams on which a recorder warms up, now
 _BODIES: dict[int, dict[int, int]] = {}  # of a graph: its conditional nodes, and the graph in each
 
@@ -41,8 +42,8 @@ def while_node(pred: torch.Tensor, run_body: Callable[[], object]) -> None:
     Args:
         pred: (), bool or uint8, on the current device, at an address that stays: whether there is
             a first turn, written on the current stream.
-        run_body: called once, to launch one turn on the stream that is then the current one. It
-            leaves in `pred` whether there is another turn.
+        run_body: called to launch one turn on the stream that is then the current one, up to torch
+            2.13 twice (`_try`). It leaves in `pred` whether there is another turn.
 
     Raises:
         CaptureError: the current stream is not being captured, `pred` is something else, or the
@@ -185,8 +186,13 @@ def _remember_node(around: int) -> None:
 def _by_driver(kind: str, pred: torch.Tensor, run_body: Callable[[], object]) -> None:
     driver = driver_for(setter.WHAT)
     index, around = current_device(), current_stream(current_device())
+    if around in _TRIED:
+        run_body()
+        return
     setter.load(index)
     _let_thread_allocate(index, around)
+    if around not in _OPEN:
+        _try(driver, kind, index, around, run_body)
     graph, _ = _underway(driver, around)
     (context,) = checked(driver, driver.cuCtxGetCurrent(), "there is no context")
     made = driver.cuGraphConditionalHandleCreate(graph, context, 0, 0)
@@ -195,9 +201,8 @@ def _by_driver(kind: str, pred: torch.Tensor, run_body: Callable[[], object]) ->
     node, body = _added_node(driver, kind, handle, context, around)
     side = _stream_beside(index, around)
     raw = driver.CUstream(init_value=side.cuda_stream)
-    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     try:
-        begun = driver.cuStreamBeginCaptureToGraph(raw, body, None, None, 0, mode)
+        begun = driver.cuStreamBeginCaptureToGraph(raw, body, None, None, 0, _mode(driver))
         checked(driver, begun, f"cannot capture the body of a {kind} node")
         with torch.cuda.stream(side), _open(side.cuda_stream):
             run_body()
@@ -213,6 +218,47 @@ def _by_driver(kind: str, pred: torch.Tensor, run_body: Callable[[], object]) ->
         bodies_of(int(body))
         raise CaptureError(_refused(kind, error)) from error
     _BODIES.setdefault(int(graph), {})[int(node)] = int(body)
+
+
+def _try(driver: Any, kind: str, index: int, around: int, run_body: Callable[[], object]) -> None:
+    """Capture a body, with those within it, into a graph that is thrown away.
+
+    Where the capture of a body is broken, by a wait or a stream that was not joined, the driver
+    (580) destroys the graph inside the node, and again with the graph around it: the process ends.
+    So what breaks a capture is to break this one.
+    """
+    side = _stream_beside(index, around)
+    raw = driver.CUstream(init_value=side.cuda_stream)
+    begun = driver.cuStreamBeginCapture(raw, _mode(driver))
+    checked(driver, begun, f"cannot capture the body of a {kind} node")
+    _TRIED.add(side.cuda_stream)
+    try:
+        with torch.cuda.stream(side), _open(side.cuda_stream):
+            run_body()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # that the body has failed is said already
+            _drop(driver, driver.cuStreamEndCapture(raw))
+        raise
+    finally:
+        _TRIED.discard(side.cuda_stream)
+    try:
+        _drop(driver, driver.cuStreamEndCapture(raw))
+    except RuntimeError as error:
+        raise CaptureError(_refused(kind, error)) from error
+
+
+def _drop(driver: Any, ended: tuple[Any, ...]) -> None:
+    """Destroy the graph that a capture has ended with.
+
+    Raises:
+        RuntimeError: it has ended with none.
+    """
+    (graph,) = checked(driver, ended, "the capture of its body failed")
+    checked(driver, driver.cuGraphDestroy(graph), "cannot destroy a graph")
+
+
+def _mode(driver: Any) -> Any:
+    return driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 def _added_node(driver: Any, kind: str, handle: Any, context: Any, stream: int) -> tuple[Any, Any]:

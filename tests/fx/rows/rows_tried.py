@@ -33,6 +33,7 @@ from fngraph.fx.rows.rehearsal import Difference, rehearse
 from fngraph.fx.rows.state import op_name
 from fngraph.fx.rows.writes import WRITES
 from fngraph.fx.tracing.refusals import Refusals
+from fngraph.graphs.recorder import WAITS
 from fngraph.graphs.tape.shapes import expected
 from fngraph.rehearsing import padded_leaves
 
@@ -136,7 +137,7 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
 def _is_fault(error: FnGraphError) -> bool:
     """Whether what was accepted has failed after all: a batch of padding alone, in a capture. But
     not that torch itself waits for the device in some op, which CUDA says of captures alone."""
-    waits = "operation not permitted when stream is capturing" in str(error)
+    waits = any(text in str(error) for text in WAITS)
     return not str(error) or (isinstance(error, fg.errors.CaptureError) and not waits)
 
 

@@ -1,7 +1,7 @@
 """Python's collector of cycles, paused where hundreds of thousands of objects are made to stay.
 
-It looks at all of them again and again, and finds nothing: a quarter of an import's time, a third of
-a trace's.
+It looks at all of them again and again, and finds nothing: a quarter of the time of an import, a
+third of that of a trace.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import Witness
 from fngraph.torch_facts.names import end_allocating, launch_graph, release_pool, storage_at
 
-
 _CAPTURING = threading.RLock()
 """One thread captures at a time: a wait for the device in another, which `recording` begins with,
 would end the capture, whatever its pool."""
@@ -80,9 +79,9 @@ class CudaRecorder:
     def recording(self) -> Iterator[None]:
         """The capture stream, no garbage collection, and a device at rest before and after.
 
-        A graph is captured in 0.7 ms, and each of these would cost it 10 us and more. To free an old
-        graph's memory would end the capture. Collection is off rather than frozen: `gc.unfreeze`
-        would also free what the caller has frozen.
+        A graph is captured in 0.7 ms, and each of these would cost it 10 us and more; and to free
+        an old graph's memory would end the capture. Collection is off rather than frozen:
+        `gc.unfreeze` would also free what the caller has frozen.
         """
         if self._entered:
             yield

@@ -6,41 +6,35 @@ third of that of a trace.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
-from collections.abc import Iterator
 
 
-class _Pauses:
-    """How many there are now, in all threads: one that ends must not wake it for the others."""
+class Pauses:
+    """Those that go on now, in all threads: one that ends must not wake it for the others."""
 
     def __init__(self) -> None:
-        self.lock, self.number, self.was_enabled = threading.Lock(), 0, False
+        self._lock, self._number, self._was_enabled = threading.Lock(), 0, False
 
-    def begin(self) -> None:
-        with self.lock:
-            if self.number == 0:
-                self.was_enabled = gc.isenabled()
+    def __enter__(self) -> Pauses:
+        with self._lock:
+            if self._number == 0:
+                self._was_enabled = gc.isenabled()
                 gc.disable()
-            self.number += 1
+            self._number += 1
+        return self
 
-    def end(self) -> None:
-        with self.lock:
-            self.number -= 1
-            if self.number == 0 and self.was_enabled:
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._number -= 1
+            if self._number == 0 and self._was_enabled:
                 gc.enable()
 
 
-_PAUSES = _Pauses()
+_PAUSES = Pauses()
 
 
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
+def without_collector() -> Pauses:
     """Meanwhile nothing is collected but by `gc.collect()`, whatever ends in other threads. Then it
     is as it was before the first of those that overlap."""
-    _PAUSES.begin()
-    try:
-        yield
-    finally:
-        _PAUSES.end()
+    return _PAUSES

@@ -109,15 +109,21 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
 else:  # hidden from type checkers, which would take any name for one of ours
 
     def __getattr__(name):
-        import importlib
-
         if name in _MODULES:
-            return importlib.import_module(f"fngraph.{name}")
+            return _loaded(name)
         if name not in _EXPORTS:
             raise AttributeError(f"module 'fngraph' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"fngraph.{_EXPORTS[name]}"), name)
+        value = getattr(_loaded(_EXPORTS[name]), name)
         globals()[name] = value
         return value
+
+    def _loaded(module):
+        import importlib
+
+        from fngraph.core.collector import without_collector
+
+        with without_collector():
+            return importlib.import_module(f"fngraph.{module}")
 
     def __dir__():
         return sorted(__all__)

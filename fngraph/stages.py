@@ -41,6 +41,7 @@ from fngraph.core import (
     resolve,
     trees,
 )
+from fngraph.core.collector import without_collector
 from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
 from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
@@ -764,7 +765,7 @@ def trace_function(
     refuse = refuse or Refusals()
     refuse.own_names = lambda text: in_own_names(text, args.leaves, args.signature)
     try:
-        with _ONE_AT_A_TIME:
+        with _ONE_AT_A_TIME, without_collector():
             return _traced(args, options, limits, refuse, look)
     except FnGraphError as error:
         refuse.let_go()

@@ -16,6 +16,7 @@ from fngraph.compile.disk import Disk, Kept
 from fngraph.compile.few_rows import taken_apart
 from fngraph.compile.key import Pass, can_be_told, digest_of, facts_of
 from fngraph.compile.results import Plan, with_numbers
+from fngraph.core.collector import without_collector
 from fngraph.core.compiling import Range, examples, trimmed
 from fngraph.errors import CompileError
 from fngraph.torch_facts.inductor import (
@@ -97,10 +98,11 @@ def make_artefact(source: Source, part: Range) -> Artefact:
     with _ONE_AT_A_TIME, without_modes(), torch.inference_mode(False), torch.no_grad():
         began = time.perf_counter_ns()
         plan, device = source.plan, source.plan.inputs[0].device.type
-        settle_environment()
-        facts = facts_of(source.key, plan.gm, plan.inputs, part, source.passes)
-        digest, disk = digest_of(facts), source.disk if can_be_told(device) else None
-        artefact = None if disk is None else _found(disk, digest)
+        with without_collector():  # a compiler's work may take minutes, and has it
+            settle_environment()
+            facts = facts_of(source.key, plan.gm, plan.inputs, part, source.passes)
+            digest, disk = digest_of(facts), source.disk if can_be_told(device) else None
+            artefact = None if disk is None else _found(disk, digest)
         found = artefact is not None
         if artefact is None:
             if disk is not None:

@@ -31,6 +31,7 @@ from fngraph.core import (
     PlannedBuffer,
 )
 from fngraph.core.buffers import RAMPS
+from fngraph.core.collector import without_collector
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import Bytes
 from fngraph.core.program import run_program
@@ -212,7 +213,7 @@ def _named(key: Key) -> str:
 
 def capture_ahead(keys: Keys, wanted: Sequence[Key], progress: bool | str = False) -> None:
     """Capture these keys in order: one warm-up for each kind, then one session of the recorder."""
-    with telling(keys, "capture"):
+    with telling(keys, "capture"), without_collector():
         keys.check_ready()
         before_capture(keys, wanted)
         _capture_all(keys, wanted, progress)

@@ -151,6 +151,28 @@ def without_compiler() -> Iterator[None]:
             del sys.modules[_LOWERING]
 
 
+@contextlib.contextmanager
+def without_workers() -> Iterator[None]:
+    """Meanwhile this thread has what is missing of Triton's kernels compiled where it is.
+
+    Else torch starts a pool of processes, each of which imports torch, once it comes to the first
+    kernel; whether that is there, as it is in all that is kept, it looks later.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    kind: Any = AsyncCompile
+    was, here = vars(kind)["use_process_pool"], threading.get_ident()
+
+    def use_process_pool(cls: Any) -> Any:
+        return threading.get_ident() != here and was.__get__(None, cls)()
+
+    kind.use_process_pool = classmethod(use_process_pool)
+    try:
+        yield
+    finally:
+        kind.use_process_pool = was
+
+
 class _NothingRecorded(types.ModuleType):
     """Stands for what Inductor debugs with, as an attribute of its package: each call of its code
     asks there whether calls are recorded, which they are only once that module is loaded. Any other

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fngraph.torch_facts.lean import lightened, without_compiler, without_debugger
+from fngraph.torch_facts.lean import lightened, without_compiler, without_debugger, without_workers
 
 
 def dumped(call: Any) -> bytes | str:
@@ -37,7 +37,7 @@ def loaded(data: bytes) -> Callable[..., Any]:
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
     without_debugger()
-    with without_compiler():
+    with without_compiler(), without_workers():
         return AOTCompiledArtifact.deserialize(data)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import sys
 import threading
 import traceback
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fngraph.core.collector import without_collector
 from fngraph.errors import CaptureError, FnGraphError
 from fngraph.graphs.cuda.conditional import bodies_of, warmed
 from fngraph.graphs.cuda.nodes import read
@@ -29,19 +29,6 @@ from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.turn import Turn
 from fngraph.graphs.witness import Witness
 from fngraph.torch_facts.names import end_allocating, launch_graph, release_pool, storage_at
-
-
-@contextlib.contextmanager
-def _gc_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: freeing an old graph's memory would end the capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
 
 _CAPTURING = threading.RLock()
 """One thread captures at a time: a wait for the device in another, which `recording` begins with,
@@ -92,8 +79,9 @@ class CudaRecorder:
     def recording(self) -> Iterator[None]:
         """The capture stream, no garbage collection, and a device at rest before and after.
 
-        A graph is captured in 0.7 ms, and each of these would cost it 10 us and more. Collection
-        is off rather than frozen: `gc.unfreeze` would also free what the caller has frozen.
+        A graph is captured in 0.7 ms, and each of these would cost it 10 us and more; and to free
+        an old graph's memory would end the capture. Collection is off rather than frozen:
+        `gc.unfreeze` would also free what the caller has frozen.
         """
         if self._entered:
             yield
@@ -103,7 +91,7 @@ class CudaRecorder:
             with _CAPTURING, torch.cuda.device(self.device), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 torch.cuda.synchronize()
-                with torch.cuda.stream(self.stream), torch.no_grad(), _gc_paused():
+                with torch.cuda.stream(self.stream), torch.no_grad(), without_collector():
                     try:
                         yield
                     finally:

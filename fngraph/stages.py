@@ -100,7 +100,8 @@ from fngraph.options import (
     check_record,
     verify_of,
 )
-from fngraph.passes.running.frame import Applied, Pass, as_text, run_passes
+from fngraph.passes.running.everywhere import run_passes
+from fngraph.passes.running.frame import Applied, Pass, as_text
 from fngraph.passes.shipped import name_of
 from fngraph.ranks.agreement import Peers
 from fngraph.shadow.recorded import make_recorded

@@ -253,9 +253,16 @@ def is_trusted(node: fx.Node) -> bool:
 
 
 def as_vouched(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """`facts`, where what `trust_rows` was told of a value holds of the value itself."""
-    trusted = filter(is_trusted, gm.graph.nodes)
-    return {**facts, **{node.args[0]: facts[node] for node in trusted}}
+    """`facts`, where what `trust_rows` was told of a value holds of the value itself; so in the
+    functions of loops."""
+    found = dict(facts)
+    for node in gm.graph.nodes:
+        if is_trusted(node):
+            found[node.args[0]] = facts[node]
+        elif is_loop(node):
+            graphs = map(as_vouched, node.target.graphs, facts[node].graphs)
+            found[node] = dataclasses.replace(facts[node], graphs=tuple(graphs))
+    return found
 
 
 def vouched_for(gm: fx.GraphModule) -> set[fx.Node]:

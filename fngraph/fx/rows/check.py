@@ -223,7 +223,7 @@ def _facts(
         for target in written_by(node):
             others = views[storage_key(target.meta["val"])]
             views_of = [view for view in others if view is not node]
-            after = state.left[target] if is_loop(node) else _after(target, state)
+            after = _after(node, target, state)
             _rewrite(target, after, states, views_of)
     return found, states
 
@@ -430,8 +430,10 @@ def _grows(size: Any) -> bool:
     return sums and all(map(_grows, size.args))
 
 
-def _after(target: fx.Node, state: Kept | Mixed) -> Kept | Mixed:
+def _after(node: fx.Node, target: fx.Node, state: Any) -> Kept | Mixed:
     """What an op leaves in a tensor that it writes; a primitive writes true rows alone."""
+    if isinstance(state, Several):
+        return state.left[node.args.index(target)]
     if not isinstance(state, Kept):
         return state
     return dataclasses.replace(state, dirty=state.left.get(target, state.dirty), left={})

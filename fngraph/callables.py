@@ -1,7 +1,7 @@
 """What runs each piece of a program: its ops as they were traced, or what they were compiled to.
 
-A loop is traced ops in either case: what takes turns is whoever records, or Python. Where pieces are
-compiled, its functions are programs of their own, over pieces that are compiled like the others.
+A loop is traced ops in either case: what takes turns is whoever records, or Python. Where pieces
+are compiled, its functions are programs of their own, over pieces compiled like the others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Callables:
 
     Args:
         compiled: of the pieces that are, by `id`.
-        functions: those of loops that are programs; a loop whose functions are not here runs them as
-            they were traced.
+        functions: those of loops that are programs; a loop whose functions are not here runs them
+            as they were traced.
     """
 
     def __init__(

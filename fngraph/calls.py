@@ -112,8 +112,8 @@ class PrimitiveCall:
 
 
 class Asked:
-    """What `backends=` says of each call of a primitive, in the order of the trace: a call in a loop
-    has its number among them, one for all turns."""
+    """What `backends=` says of each call of a primitive, in the order of the trace: a call in a
+    loop has its number among them, one for all turns."""
 
     def __init__(self, gm: fx.GraphModule, backends: Mapping[str, Choices]) -> None:
         outside: dict[str, list[Choice]] = {}

@@ -250,8 +250,8 @@ class Lowered:
 
     @functools.cached_property
     def _plans(self) -> dict[str, tuple[Piece, Plan | str]]:
-        """Each piece, by name, with how its compiled code is called, or why it has none. A piece that
-        is a loop runs as it was traced, over the pieces of its functions."""
+        """Each piece, by name, with how its compiled code is called, or why it has none. A piece
+        that is a loop runs as it was traced, over the pieces of its functions."""
         if self.level == "none":
             return {}
         # a pass rewrites `p.gm` here; its name and version go into `Source.passes` in `_compiled`

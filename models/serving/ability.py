@@ -8,7 +8,6 @@ fit are errors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fngraph.models.serving.blocks import behind

@@ -106,8 +106,8 @@ def _scan(
 
 
 def _cond(
-    loop: Any, runs: Sequence[Run], control: Control | None, pred: torch.Tensor, rest: Sequence[Any],
-    results: Sequence[torch.Tensor],
+    loop: Any, runs: Sequence[Run], control: Control | None, pred: torch.Tensor,
+    rest: Sequence[Any], results: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
     def take(branch: Run) -> None:
         for i, (into, new) in enumerate(zip(results, branch(*rest), strict=True)):

@@ -1,7 +1,7 @@
 """The functions of loops as programs: split at primitives and at loops, as what is around them is.
 
-So what lies between is a piece like any other. It is compiled once, wherever it is: a body may share
-it with another body, or with what is outside of loops.
+So what lies between is a piece like any other. It is compiled once, wherever it is: a body may
+share it with another body, or with what is outside of loops.
 """
 
 from __future__ import annotations

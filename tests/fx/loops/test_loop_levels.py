@@ -144,7 +144,9 @@ def test_an_op_that_mixes_rows_is_refused_in_a_body_too():
         for node in list(graph.nodes):
             if node.target is aten.tanh.default:
                 with graph.inserting_before(node):
-                    node.replace_all_uses_with(graph.call_function(aten.flip.default, (node.args[0], [0])))
+                    node.replace_all_uses_with(
+                        graph.call_function(aten.flip.default, (node.args[0], [0]))
+                    )
         return graph
 
     def forward(w: Any, cache: Any, batch: toys.Batch) -> Any:
@@ -368,7 +370,7 @@ def wrong():
 def test_a_result_of_another_kind_than_traced_is_told(
     op: str, kind: str, wrong: Any, recorder_name: str
 ):
-    """A CUDA capture runs ops, as mode NONE does; the tape goes by the rule, and tells by itself."""
+    """A CUDA capture runs ops, as mode NONE does; the tape goes by the rule, and tells itself."""
     device = DEVICES[recorder_name]
 
     def forward(w: Any, x: Any) -> Any:

@@ -18,9 +18,7 @@ def check(seed: int, mode: str, recorder: str, **options: Any) -> None:
     """One program, with 0, 1 and 4 turns where the batch says how many."""
     program, device = forward_of(seed), DEVICES[recorder]
     python, ours = program(Python), program(fg)
-    fast = fg.graphify(
-        ours, donate="state", stage="x", modes=mode, recorder=recorder, **options
-    )
+    fast = fg.graphify(ours, donate="state", stage="x", modes=mode, recorder=recorder, **options)
     w, state, _ = given(seed, device, 0)
     for turns in (0, 1, 4, 1):
         x = given(seed + turns, device, turns)[2]

@@ -7,7 +7,7 @@ one of their own; what they plan on the host is settled then, too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fngraph.core.program import Instruction
 from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError, OperatorError
 from fngraph.fx.leaves import Leaf
-from fngraph.fx.loops.bound import primitives_within
+from fngraph.fx.loops.bound import calls_of, primitives_within
 from fngraph.fx.nodes import line_of
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, cut_of
 from fngraph.fx.tracing.tracer import Graph
@@ -111,7 +111,38 @@ class PrimitiveCall:
         return tuple(args), {} if planner is None else {"plan": planner.buffers(key)}
 
 
-def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCall, ...]:
+class Asked:
+    """What `backends=` says of each call of a primitive, in the order of the trace: a call in a
+    loop has its number among them, one for all turns."""
+
+    def __init__(self, gm: fx.GraphModule, backends: Mapping[str, Choices]) -> None:
+        outside: dict[str, list[Choice]] = {}
+        self.outside: dict[str, Iterator[Choice]] = {}
+        self.within: dict[fx.Node, Choice] = {}
+        calls = list(calls_of(gm, PRIMITIVES))
+        ops = [_op_of(node) for _, node in calls]
+        left = {
+            op: iter(choices_of(PRIMITIVES[op], backends.get(PRIMITIVES[op].name), ops.count(op)))
+            for op in dict.fromkeys(ops)
+        }
+        for op, (loop, node) in zip(ops, calls):
+            if loop is None:
+                outside.setdefault(op, []).append(next(left[op]))
+            else:
+                self.within[node] = next(left[op])
+        self.outside = {op: iter(found) for op, found in outside.items()}
+
+
+def _op_of(node: fx.Node) -> str:
+    return node.target._schema.name  # type: ignore[union-attr]
+
+
+def one_by_one(backends: Mapping[str, Choices]) -> bool:
+    """Whether backends are listed by the number of the call."""
+    return any(not isinstance(choice, str | Hybrid | None) for choice in backends.values())
+
+
+def choose(pieces: Pieces, asked: Asked) -> tuple[PrimitiveCall, ...]:
     """A backend, or two, for each cut.
 
     Raises:
@@ -119,19 +150,13 @@ def choose(pieces: Pieces, backends: Mapping[str, Choices]) -> tuple[PrimitiveCa
     """
     names = [one.name for one in pieces.program.instructions if one.cut]
     cuts = [part for part in pieces.parts if isinstance(part, Cut)]
-    ops = [cut.op for cut in cuts]
-    chosen = {
-        op: iter(choices_of(PRIMITIVES[op], backends.get(PRIMITIVES[op].name), ops.count(op)))
-        for op in dict.fromkeys(ops)
-    }
-    return tuple(_choose(name, cut, next(chosen[cut.op])) for name, cut in zip(names, cuts))
+    return tuple(_choose(name, cut, next(asked.outside[cut.op])) for name, cut in zip(names, cuts))
 
 
 def choose_within(
-    pieces: Sequence[Piece], graph: Graph, backends: Mapping[str, Choices]
+    pieces: Sequence[Piece], graph: Graph, asked: Asked
 ) -> dict[fx.Node, PrimitiveCall]:
-    """A backend, or two, for each primitive within a loop, by its node. What `backends` lists one
-    by one is for the calls outside of loops; these take what is suited then.
+    """A backend, or two, for each primitive within a loop, by its node.
 
     Raises:
         BackendError: one that is unknown, cannot run the configuration, or plans on the host.
@@ -140,10 +165,8 @@ def choose_within(
     for piece in pieces:
         for loop, node in primitives_within(piece.gm, PRIMITIVES):
             cut = cut_of(graph, node)
-            choice = backends.get(PRIMITIVES[cut.op].name)
-            one = choice if isinstance(choice, str | Hybrid) else None
             name = f"{PRIMITIVES[cut.op].name} {len(found)} in {loop}"
-            found[node] = call = _choose(name, cut, one)
+            found[node] = call = _choose(name, cut, asked.within[node])
             if planned := [backend.name for backend in call.backends if backend.plan is not None]:
                 raise BackendError(
                     f"{line_of(node)}: {name} would run on {planned[0]!r}, which plans on the host "

@@ -20,7 +20,16 @@ from typing import Any, Unpack
 import torch
 from torch import fx
 
-from fngraph.calls import PrimitiveCall, check_within, choose, choose_within, with_planners
+from fngraph.callables import Callables
+from fngraph.calls import (
+    Asked,
+    PrimitiveCall,
+    check_within,
+    choose,
+    choose_within,
+    one_by_one,
+    with_planners,
+)
 from fngraph.compile.artefact import Source
 from fngraph.compile.disk import disk_of
 from fngraph.compile.key import own_source
@@ -54,12 +63,11 @@ from fngraph.fx.advice import in_own_names
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
-from fngraph.fx.generators import Generators, check_untouched, preserved, with_generators
+from fngraph.fx.generators import check_untouched, preserved
 from fngraph.fx.leaves import Leaf, TensorSpec
-from fngraph.fx.loops.bound import has_loops, with_control
+from fngraph.fx.loops.bound import has_loops
 from fngraph.fx.loops.node import loops_of
 from fngraph.fx.nodes import is_op, line_of
-from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.collectives import (
     are_of_rows,
     collectives_of,
@@ -68,6 +76,7 @@ from fngraph.fx.pieces.collectives import (
     told_of,
 )
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
+from fngraph.fx.pieces.functions import Function, functions_of
 from fngraph.fx.pieces.memory import estimate, lifetimes
 from fngraph.fx.pieces.work import counter
 from fngraph.fx.rows.boxes import Boxes
@@ -81,7 +90,6 @@ from fngraph.fx.tracing.ambient import Ambient, check_no_dispatch_mode, noted, r
 from fngraph.fx.tracing.constants import pin
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph, trace
-from fngraph.graphs.control import recording_control
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
 from fngraph.ops.transforms import ASKED
@@ -93,7 +101,8 @@ from fngraph.options import (
     check_record,
     verify_of,
 )
-from fngraph.passes.running.frame import Applied, Pass, as_text, run_passes
+from fngraph.passes.running.everywhere import run_passes
+from fngraph.passes.running.frame import Applied, Pass, as_text
 from fngraph.passes.shipped import name_of
 from fngraph.ranks.agreement import Peers
 from fngraph.shadow.recorded import make_recorded
@@ -224,7 +233,7 @@ class Lowered:
         reasons = self.resolution.reasons + self._level[1] + tuple(passed_over)
         return reasons + self.split.traced.notes + tuple(
             f"{name} is not compiled: {plan}"
-            for name, plan in self._plans.items()
+            for name, (_, plan) in self._plans.items()
             if isinstance(plan, str)
         )  # fmt: skip
 
@@ -235,17 +244,23 @@ class Lowered:
 
     @functools.cached_property
     def _level(self) -> tuple[str, tuple[str, ...]]:
+        loops = [f"{loop}, {loop.line}" for p in self.split.distinct for loop in loops_of(p.gm)]
         return resolve_level(
-            self.split.traced.options.compile, tuple(call.name for call in self.calls)
+            self.split.traced.options.compile, tuple(call.name for call in self.calls), loops
         )
 
     @functools.cached_property
-    def _plans(self) -> dict[str, Plan | str]:
-        """For each piece, by name, how its compiled code is called, or why it has none."""
+    def _plans(self) -> dict[str, tuple[Piece, Plan | str]]:
+        """Each piece, by name, with how its compiled code is called, or why it has none. A piece
+        that is a loop runs as it was traced, over the pieces of its functions."""
         if self.level == "none":
             return {}
         # a pass rewrites `p.gm` here; its name and version go into `Source.passes` in `_compiled`
-        return {f"piece {i}": plan_of(p.gm) for i, p in enumerate(self.split.distinct)}
+        return {
+            f"piece {i}": (p, plan_of(p.gm))
+            for i, p in enumerate(self.split.pieces_within)
+            if not has_loops(p.gm)
+        }
 
     def compile(
         self, known: Sequence[CompiledPiece] = (), progress: bool | str = False
@@ -264,40 +279,36 @@ class Lowered:
         of_piece: dict[int, InstructionFn] = {}
         compiled, before = [], {one.key: one for one in known}
         with contextlib.ExitStack() as bar:
-            distinct: Iterable[Piece] = self.split.distinct
+            plans: Iterable[str] = self._plans
             if progress and self._plans:
                 from fngraph.report.progress import track
 
                 label = progress if isinstance(progress, str) else "compiling"
-                distinct = bar.enter_context(contextlib.closing(track(self.split.distinct, label)))
-            for i, piece in enumerate(distinct):
-                plan = self._plans.get(f"piece {i}")
+                plans = bar.enter_context(contextlib.closing(track(list(self._plans), label)))
+            for name in plans:
+                piece, plan = self._plans[name]
                 if isinstance(plan, Plan):
-                    made = before.get(piece.key) or self._compiled(f"piece {i}", piece, plan)
+                    made = before.get(piece.key) or self._compiled(name, piece, plan)
                     of_piece[id(piece)] = made
                     compiled.append(made)
-                else:
-                    of_piece[id(piece)] = _piece_fn(piece, options.generators, self.inner)
         for call in self.inner.values():
             call.check_shipped()
+        functions = self.split.functions if self.level != "none" else {}
+        callables = Callables(options.generators, self.inner, of_piece, functions)
         fns: list[InstructionFn] = []
         for part in self.split.pieces.parts:
             if isinstance(part, Cut):
                 fns.append(call := next(calls))
                 call.check_shipped()
             else:
-                fns.append(of_piece[id(part)])
+                fns.append(callables.of(part))
         made_of = self.executable(tuple(fns), tuple(compiled))
         passes = tuple(one.counted() for one in self.split.traced.passes)
         return Compiled(made_of, options, tuple(self.split.distinct), passes)
 
     def runs(self, compiled: Sequence[CompiledPiece]) -> bool:
         """Whether these are its compiled pieces: code is for shapes as well."""
-        wanted = {
-            piece.key
-            for piece, plan in zip(self.split.distinct, self._plans.values())
-            if isinstance(plan, Plan)
-        }
+        wanted = {piece.key for piece, plan in self._plans.values() if isinstance(plan, Plan)}
         return wanted == {one.key for one in compiled}
 
     def _compiled(self, name: str, piece: Piece, plan: Plan) -> CompiledPiece:
@@ -448,30 +459,6 @@ def _kind(leaf: Leaf) -> str:
     return f"{leaf.role.value} {what} on {leaf.device.type}"
 
 
-def _piece_fn(
-    piece: Piece, generators: Generators, inner: Mapping[fx.Node, PrimitiveCall]
-) -> InstructionFn:
-    calls = {
-        node: lambda context, *tensors, call=call: call(*context, *tensors)
-        for node, call in inner.items()
-    }
-    looped = has_loops(piece.gm)
-    gm = with_generators(with_control(piece.gm, recording_control, calls), generators)
-    forward = direct(gm)  # not gm(...): nn.Module.__call__ takes some 3 us a piece
-
-    def call_piece(sizes: Mapping[str, int], host: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        try:
-            if looped:
-                return forward((sizes, host), sizes["T"], sizes["R"], *tensors)
-            return forward(sizes["T"], sizes["R"], *tensors)
-        except Exception as error:
-            if (op := blame(gm, error)) is not None:
-                error.add_note(f"in {op}")
-            raise
-
-    return call_piece
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
     """Pieces of traced ops, with a primitive between one and the next."""
@@ -488,6 +475,18 @@ class Split:
     def distinct(self) -> list[Piece]:
         """Each distinct piece once; it is compiled once."""
         return list(dict.fromkeys(p for p in self.pieces.parts if isinstance(p, Piece)))
+
+    @functools.cached_property
+    def functions(self) -> Mapping[fx.GraphModule, Function]:
+        """The functions of loops as programs."""
+        return functions_of(self.traced.graph, self.distinct, tuple(PRIMITIVES))
+
+    @property
+    def pieces_within(self) -> list[Piece]:
+        """Each distinct piece once, and then each of the functions of loops."""
+        parts = [part for one in self.functions.values() for part in one.parts]
+        inner = (part for part in parts if isinstance(part, Piece))
+        return list(dict.fromkeys((*self.distinct, *inner)))
 
     @property
     def cuts(self) -> list[Cut]:
@@ -512,8 +511,9 @@ class Split:
             )
         traced.graph.check_limits(limits)
         check_compile_sizes(options.compile_sizes, limits)
-        calls = choose(self.pieces, options.backends)
-        inner = choose_within(self.distinct, traced.graph, options.backends)
+        asked = Asked(traced.graph.gm, options.backends)
+        calls = choose(self.pieces, asked)
+        inner = choose_within(self.distinct, traced.graph, asked)
         every = (*calls, *inner.values())
         support = dict(pair for call in every for pair in call.levels()) or Support.ALWAYS
         resolution = resolve(
@@ -628,7 +628,8 @@ class Traced:
         """Cut at every primitive; equal pieces become one."""
         returned = set(self.returns.values())
         outputs = [i for i in range(self.out_tree.num_leaves) if i not in returned]
-        return Split(self, split(self.graph, tuple(PRIMITIVES), outputs))
+        by_loops, apart = self.options.compile != "none", one_by_one(self.options.backends)
+        return Split(self, split(self.graph, tuple(PRIMITIVES), outputs, by_loops, apart))
 
     def computes_as(self, other: Traced) -> bool:
         """Whether two traces are the same program, run by the same kernels."""

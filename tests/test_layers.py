@@ -28,7 +28,7 @@ PARTS = ("ops", "fx", "graphs", "passes", "compile", "ranks")
 LOWER = BASE | FACTS | {f"fngraph.{name}" for name in PARTS}
 STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
 SHADOW = STEP | {"fngraph.calls", "fngraph.shadow"}
-STAGES = SHADOW | {"fngraph.stages"}
+STAGES = SHADOW | {"fngraph.callables", "fngraph.stages"}
 TRANSFORMS = STAGES | {
     f"fngraph.{name}" for name in ("graphified", "checking", "rehearsing", "encoder")
 }
@@ -46,6 +46,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.compile": (BASE | FACTS | {"fngraph.fx", "fngraph.ops", "fngraph.compile"}, set()),
     "fngraph.ranks": (BASE | FACTS | {"fngraph.ops", "fngraph.ranks"}, set()),
     "fngraph.calls": (LOWER, set()),
+    "fngraph.callables": (LOWER | {"fngraph.calls"}, set()),
     "fngraph.options": (LOWER, set()),
     "fngraph.executable": (LOWER, set()),
     "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for

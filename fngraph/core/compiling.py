@@ -118,21 +118,27 @@ def check_compile_sizes(sizes: Sequence[int], limits: Limits) -> None:
         )
 
 
-def resolve_level(level: str, cuts: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def resolve_level(
+    level: str, cuts: Sequence[str], loops: Sequence[str] = ()
+) -> tuple[str, tuple[str, ...]]:
     """The level that serves every mode, and why it is another than was asked for.
 
-    | asked for | no cut | cuts   |
-    |-----------|--------|--------|
-    | none      | none   | none   |
-    | stock     | stock  | pieces |
-    | once      | once   | pieces |
-    | pieces    | pieces | pieces |
+    | asked for | no cut, no loop | cuts or loops |
+    |-----------|-----------------|---------------|
+    | none      | none            | none          |
+    | stock     | stock           | pieces        |
+    | once      | once            | pieces        |
+    | pieces    | pieces          | pieces        |
 
     Args:
         cuts: the calls of primitives, each of which runs by a backend: eagerly, in PIECEWISE.
+        loops: those that take turns on the device, or choose there, with their lines.
     """
-    if level in ("stock", "once") and cuts:
-        more = f" and {len(cuts) - 1} more" if len(cuts) > 1 else ""
+    if level not in ("stock", "once") or not (cuts or loops):
+        return level, ()
+    more = f" and {len(cuts or loops) - 1} more" if len(cuts or loops) > 1 else ""
+    if cuts:
         why = f"{cuts[0]}{more} runs by a backend, which one compiled function cannot call"
-        return "pieces", (f'compile="{level}" -> "pieces": {why}',)
-    return level, ()
+    else:
+        why = f"{loops[0]}{more} is a node of its own, which one compiled function cannot hold"
+    return "pieces", (f'compile="{level}" -> "pieces": {why}',)

@@ -8,7 +8,6 @@ fit are errors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fngraph.models.serving.blocks import behind
@@ -148,16 +147,11 @@ def count_blocks(cache: Any, policy: Policy) -> int | None:
     return min(counts, default=None)
 
 
-def check_many(policy: Policy, modes: str, stages: int, options: Mapping[str, Any]) -> None:
-    """Refuse `Policy(decode_many=...)` where several tokens have no launch of their own, or one
-    that is slower than single steps.
-
-    Args:
-        options: of `fg.graphify`.
+def check_many(policy: Policy, modes: str, stages: int) -> None:
+    """Refuse `Policy(decode_many=...)` where several tokens have no launch of their own.
 
     Raises:
-        ValueError: modes without FULL decodes but with PIECEWISE ones; a stage of several; passes
-            or a level of compilation, which stop at a loop.
+        ValueError: modes without FULL decodes but with PIECEWISE ones; a stage of several.
     """
     asked = f"Policy(decode_many={policy.decode_many})"
     if policy.decode_many > 1 and modes == "PIECEWISE":
@@ -169,15 +163,6 @@ def check_many(policy: Policy, modes: str, stages: int, options: Mapping[str, An
         raise ValueError(
             f"{asked} takes its turns on one device, and these are {stages} pipeline stages. Leave "
             "it out"
-        )
-    reach = [
-        name for name in ("compile", "passes") if options.get(name, "none") not in ("none", ())
-    ]
-    if policy.decode_many > 1 and reach:
-        raise ValueError(
-            f"{asked} takes its turns in a loop, whose body stays as it was traced: {reach[0]}= "
-            "would change single steps alone, which then are faster and round otherwise. Leave "
-            "out either"
         )
 
 

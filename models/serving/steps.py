@@ -131,7 +131,7 @@ def make_steps(
     Raises:
         ValueError: what does not fit together, see `fngraph.models.serving.ability`.
     """
-    check_many(policy, modes, stage.total, options)
+    check_many(policy, modes, stage.total)
     blocks = count_blocks(cache, policy)
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
     captured: dict[Case, Any] = {}

@@ -49,6 +49,7 @@ def many_forward(
             torch.full_like(last_R, value) for value in (-1, UNDRAWN, 0)
         )
         same = {name: x for name, x in vars(batch).items() if name in copied}
+        same["logits_indices"] = batch.logits_indices[:, None]  # (R, 1), as in a single step
 
         def going(carry: dict[str, Any]) -> Tensor:
             return ~carry["done"].all()
@@ -64,9 +65,11 @@ def many_forward(
             }
             if "states" in more:
                 own["state_slots"] = torch.where(done_R, no_slot, batch.state_slots)
-            logits_RV, cache = forward(*held, carry["cache"], inner(**same, **own, spec=batch.spec))
+            logits_R1V, cache = forward(
+                *held, carry["cache"], inner(**same, **own, spec=batch.spec)
+            )
             places_R = own["positions"] if greedy else own["positions"] + 1  # of the token drawn
-            ids_R = sample(logits_RV, batch, places_R, greedy=greedy)
+            ids_R = sample(logits_R1V, batch, places_R[:, None], greedy=greedy)[:, 0]
             drawn_R = torch.where(done_R, undrawn, ids_R)
             ends_R = (ids_R[:, None] == batch.stop_ids).any(-1)  # FAILED is among them
             done_R = done_R | ends_R | (at >= last_R)

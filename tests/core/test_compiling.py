@@ -108,6 +108,21 @@ def test_a_level_that_cannot_call_backends_gives_way(level: str):
         assert reason.startswith(f'compile="{level}" -> "pieces": attention 0 and 2 more runs by')
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_of_one_function_gives_way_to_loops(level: str):
+    now, reasons = resolve_level(level, (), ("fg.scan, a.py:1", "fg.cond, a.py:2"))
+    if level in ("none", "pieces"):
+        assert (now, reasons) == (level, ())
+    else:
+        assert now == "pieces"
+        assert reasons[0].startswith(
+            f'compile="{level}" -> "pieces": fg.scan, a.py:1 and 1 more is a node of its own'
+        )
+    assert resolve_level(level, ("attention 0",), ("fg.scan",)) == resolve_level(
+        level, ("attention 0",)
+    )
+
+
 @pytest.mark.parametrize("size", [0, -1, 17])
 def test_sizes_beyond_the_limits_are_refused(size: int):
     check_compile_sizes((1, 16), LIMITS)

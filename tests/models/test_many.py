@@ -220,6 +220,37 @@ def test_requests_that_draw_nothing_fail_as_in_single_steps(model: Model):
         assert served(dataclasses.replace(POLICY, decode_many=k)) == want
 
 
+LEVELS: dict[str, dict[str, Any]] = {
+    "fused": {"passes": "all"}, "pieces": {"compile": "pieces"}
+}  # fmt: skip
+
+
+@pytest.mark.sampled("fused")
+@pytest.mark.parametrize("level", LEVELS)
+def test_texts_are_those_of_single_steps_of_the_same_level(model: Model, level: str):
+    """Passes match in the loop's body what they match in a single step, as often."""
+    params = fg.ops.lay_side_by_side(model.params)
+    texts, matches = [], []
+    for policy in (SINGLE, POLICY):
+        cache = llama.init_cache(params.config, BLOCKS, block_size=SIZE, device=model.device)
+        steps = make_steps(
+            llama.forward, params, cache, policy, "sampling", modes="FULL_AND_PIECEWISE",
+            recorder=model.recorder, progress=False, sizes=(4, 32), **LEVELS[level],
+        )  # fmt: skip
+        state = start(BLOCKS, policy)
+        for i in range(3):
+            state = submit(state, policy, (5 + i, 6, 7), 11, settings=settings_of(i))
+        ran = list(serve(steps, cache, state, policy))
+        texts.append(gather(event for one in ran for event in one.events))
+        assert max(one.turns for one in ran) == policy.decode_many
+        assert {one.ran.mode for one in ran if one.turns > 1} <= {fg.Mode.FULL}
+        matches.append(dict(steps.captured[-1].stats.passes))
+    assert texts[0] == texts[1] and len(set(texts[0].values())) == 3
+    views = ("no_ops", "fold_constants")  # of which what is around the model has its own
+    single, body = ({k: n for k, n in one.items() if k not in views} for one in matches)
+    assert single == body and single["linears"] >= 9 and single["rope_in_attention"] == 2
+
+
 @pytest.mark.sampled("bare")
 @pytest.mark.parametrize("mode", ["bare", "FULL_DECODE_ONLY"])
 def test_adapters_go_along(model: Model, mode: str):
@@ -348,9 +379,6 @@ def test_where_several_turns_have_no_place(model: Model):
     stage = Stage(0, 2)
     with pytest.raises(ValueError, match="2 pipeline stages"):
         make_steps(llama.forward, model.params, cache, POLICY, modes="NONE", stage=stage)
-    for options in ({"compile": "pieces"}, {"passes": "all"}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}= would change single steps"):
-            make_steps(llama.forward, model.params, cache, POLICY, modes="NONE", **options)
     with pytest.raises(ValueError, match="pass decode_many=1 or more"):
         Policy(32, 4, 10, decode_many=0)
     steps, _ = model.steps("bare")

@@ -7,7 +7,7 @@ loops hand on to what is in them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,32 +28,40 @@ def has_loops(gm: fx.GraphModule) -> bool:
     return any(map(is_loop, gm.graph.nodes))
 
 
-def primitives_within(gm: fx.GraphModule, names: Mapping[str, Any]) -> list[tuple[Loop, fx.Node]]:
-    """The primitives in a graph's loops, in order, each with the loop that it is in.
+def calls_of(
+    gm: fx.GraphModule, names: Container[str], loop: Loop | None = None
+) -> Iterator[tuple[Loop | None, fx.Node]]:
+    """The primitives that a graph calls, in order, with those in its loops; each with the loop that
+    it is in, None: it is in none.
 
     Args:
         names: of primitives, "fngraph::attention".
+        loop: that the graph is of.
     """
-    found: list[tuple[Loop, fx.Node]] = []
-    for node in filter(is_loop, gm.graph.nodes):
-        for inner in node.target.graphs:  # type: ignore[union-attr]
-            found += [
-                (node.target, x)  # type: ignore[misc]
-                for x in inner.graph.nodes
-                if is_op(x) and x.target._schema.name in names
-            ]
-            found += primitives_within(inner, names)
-    return found
+    for node in gm.graph.nodes:
+        if is_loop(node):
+            for inner in node.target.graphs:
+                yield from calls_of(inner, names, node.target)
+        elif is_op(node) and node.target._schema.name in names:
+            yield loop, node
+
+
+def primitives_within(gm: fx.GraphModule, names: Container[str]) -> list[tuple[Loop, fx.Node]]:
+    """Those in a graph's loops alone."""
+    return [(loop, node) for loop, node in calls_of(gm, names) if loop is not None]
 
 
 def with_control(
-    gm: fx.GraphModule, control: Asked, calls: Calls, within: bool = False
-) -> fx.GraphModule:
+    gm: fx.GraphModule, control: Asked, calls: Calls, within: bool = False,
+    made: Mapping[fx.GraphModule, Callable[..., Any]] | None = None,
+) -> fx.GraphModule:  # fmt: skip
     """The same module, whose loops ask who records when they run; itself where it has none.
 
     Args:
         calls: those of primitives within its loops, each with its tensors in order.
         within: whether it is in a loop itself.
+        made: for its loops' graphs, what runs in place of each: `f(context, *operands)`; those that
+            it lacks run as they were traced.
     """
     if not (within or has_loops(gm)):
         return gm
@@ -63,7 +71,7 @@ def with_control(
     graph.output(graph.graph_copy(gm.graph, copies))
     for old, node in copies.items():
         if is_loop(node):
-            node.target = Bound(node.target, control, calls)  # type: ignore[arg-type]
+            node.target = Bound(node.target, control, calls, made or {})  # type: ignore[arg-type]
             node.args = (context, *node.args)
         elif old in calls:
             given = [x for x in node.args if isinstance(x, fx.Node)]
@@ -89,10 +97,17 @@ class Call:
 class Bound:
     """A loop, with its functions as code."""
 
-    def __init__(self, loop: Loop, control: Asked, calls: Calls) -> None:
+    def __init__(
+        self, loop: Loop, control: Asked, calls: Calls,
+        made: Mapping[fx.GraphModule, Callable[..., Any]],
+    ) -> None:  # fmt: skip
         self.loop, self.control, self.__name__ = loop, control, loop.kind
-        self.graphs = [with_control(gm, control, calls, within=True) for gm in loop.graphs]
-        self.forwards = [direct(gm) for gm in self.graphs]
+        self.graphs: list[fx.GraphModule] = []  # those that run as they were traced
+        self.forwards = []
+        for gm in loop.graphs:
+            if gm not in made:
+                self.graphs.append(with_control(gm, control, calls, within=True))
+            self.forwards.append(made[gm] if gm in made else direct(self.graphs[-1]))
 
     @property
     def writes(self) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class Loop:
 
     def as_text(self) -> str:
         """Its functions as Python."""
-        names = _NAMES[self.kind]
+        names = NAMES[self.kind]
         parts = [
             f"# {name} of {self}, {self.line}\n{gm.code.strip()}"
             for name, gm in zip(names, self.graphs)
@@ -102,7 +102,7 @@ class Loop:
     __repr__ = __str__
 
 
-_NAMES = {"while_loop": ("cond", "body"), "scan": ("body",), "cond": ("if true", "if false")}
+NAMES = {"while_loop": ("cond", "body"), "scan": ("body",), "cond": ("if true", "if false")}
 
 
 def loops_of(gm: fx.GraphModule) -> Iterator[Loop]:

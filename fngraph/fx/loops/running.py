@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fngraph.errors import CaptureError
+
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -43,30 +45,31 @@ def run(
         for shape, x in zip(shapes, loop.results[len(loop.results) - len(shapes) :])
     ]
     if loop.kind == "cond":
-        _cond(runs, control, operands[0], rest, made)
+        _cond(loop, runs, control, operands[0], rest, made)
         return tuple(made)
     carry = [x if i in loop.seats else _copy(x) for i, x in enumerate(operands[: loop.state])]
     if loop.kind == "while_loop":
-        _while(runs, control, carry, rest)
+        _while(loop, runs, control, carry, rest)
     else:
         _scan(loop, runs[0], control, carry, operands[loop.state : loop.own], rest, made)
     return (*carry, *made)
 
 
 def _while(
-    runs: Sequence[Run], control: Control | None, carry: Sequence[torch.Tensor], rest: Sequence[Any]
-) -> None:
+    loop: Any, runs: Sequence[Run], control: Control | None, carry: Sequence[torch.Tensor],
+    rest: Sequence[Any],
+) -> None:  # fmt: skip
     """The turns of a loop: `carry` is buffers that hold it."""
     cond, body = runs
     if control is None:
         while bool(cond(*carry, *rest)[0]):
-            _store(carry, body(*carry, *rest))
+            _store(loop, carry, body(*carry, *rest))
         return
     pred = _copy(cond(*carry, *rest)[0])  # in memory of its own, which each turn writes
 
     def turn() -> None:
-        _store(carry, body(*carry, *rest))
-        pred.copy_(cond(*carry, *rest)[0])
+        _store(loop, carry, body(*carry, *rest))
+        _put(loop, "the predicate", pred, cond(*carry, *rest)[0])
 
     control.while_node(pred, turn)
 
@@ -80,9 +83,10 @@ def _scan(
 
     def turn(slices: Sequence[torch.Tensor], put: Callable[[torch.Tensor, Any], Any]) -> None:
         news = body(*carry, *slices, *rest)
-        for ys, y in zip(stacked, news[loop.state :]):
+        for i, (ys, y) in enumerate(zip(stacked, news[loop.state :])):
+            _check(loop, f"row {i} of what a turn stacks", ys[0], y)
             put(ys, y)  # before the carry is stored, of which it may be a part
-        _store(carry, news[: loop.state])
+        _store(loop, carry, news[: loop.state])
 
     if control is None or loop.turns < 2:
         for i in range(last, -1, -1) if loop.reverse else range(loop.turns):
@@ -102,12 +106,12 @@ def _scan(
 
 
 def _cond(
-    runs: Sequence[Run], control: Control | None, pred: torch.Tensor, rest: Sequence[Any],
-    results: Sequence[torch.Tensor],
+    loop: Any, runs: Sequence[Run], control: Control | None, pred: torch.Tensor,
+    rest: Sequence[Any], results: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
     def take(branch: Run) -> None:
-        for into, new in zip(results, branch(*rest), strict=True):
-            into.copy_(new)
+        for i, (into, new) in enumerate(zip(results, branch(*rest), strict=True)):
+            _put(loop, f"result {i}", into, new)
 
     if control is None:
         take(runs[0 if bool(pred) else 1])
@@ -123,11 +127,35 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.preserve_format)
 
 
-def _store(carry: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> None:
+def _check(loop: Any, what: str, into: torch.Tensor, made: torch.Tensor) -> None:
+    """Raise where something is not of the kind that torch's rule said at the trace: a copy would
+    repeat the elements of a smaller one, and convert them.
+
+    Raises:
+        CaptureError: so it is.
+    """
+    if (into.shape, into.dtype) != (made.shape, made.dtype):
+        kinds = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (made, into)]
+        raise CaptureError(
+            f"{loop.line}: {what} of {loop} is {kinds[0]}, and torch's rule for it says "
+            f"{kinds[1]}: some op's rule is wrong in torch {torch.__version__}. Write that op "
+            "another way"
+        )
+
+
+def _put(loop: Any, what: str, into: torch.Tensor, made: torch.Tensor) -> None:
+    """Copy what was made to where it is read, as which it must be of one kind."""
+    _check(loop, what, into, made)
+    into.copy_(made)
+
+
+def _store(loop: Any, carry: Sequence[torch.Tensor], news: Sequence[torch.Tensor]) -> None:
     """Copy new values into the carry's buffers. One that is (a part of) a buffer is moved out of
     the way first: the buffer of another may be written before it is read."""
     buffers = {x.untyped_storage().data_ptr() for x in carry}
-    moves = [(old, new) for old, new in zip(carry, news, strict=True) if not _is_there(old, new)]
+    for i, (old, new) in enumerate(zip(carry, news, strict=True)):
+        _check(loop, f"carry {i}", old, new)
+    moves = [(old, new) for old, new in zip(carry, news) if not _is_there(old, new)]
     moves = [
         (old, new.clone() if new.untyped_storage().data_ptr() in buffers else new)
         for old, new in moves

@@ -8,6 +8,7 @@ function of (T, R, tensors) and serves any batch.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,20 +76,54 @@ class Pieces:
     output_aliased: tuple[bool, ...]
 
 
-def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Pieces:
-    """Cut `graph` at each op named in `cut_ops`; return the outputs whose indices are given."""
+def split(
+    graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int], by_loops: bool = False,
+    apart: bool = False,
+) -> Pieces:  # fmt: skip
+    """Cut `graph` at each op named in `cut_ops`; return the outputs whose indices are given.
+
+    Args:
+        by_loops: whether each loop is a piece of its own.
+        apart: whether equal pieces are two if primitives are called in loops of theirs.
+    """
     gm = graph.gm
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     results = [output.args[0][i] for i in outputs]
-    inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+    program, parts = split_program(graph, cut_ops, results, {}, by_loops, apart)
+    dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
+    dtypes = tuple(n.meta["val"].dtype for n in results)
+    owned = {storage_key(n.meta["val"]) for n in _inputs(gm)}
+    aliased = []
+    for node in results:
+        storage = storage_key(node.meta["val"])
+        aliased.append(storage in owned)
+        owned.add(storage)
+    return Pieces(program, parts, dims, dtypes, tuple(aliased))
+
+
+def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+
+
+def split_program(
+    graph: Graph, cut_ops: Sequence[str], results: Sequence[fx.Node], shared: dict[str, Piece],
+    by_loops: bool, apart: bool = False,
+) -> tuple[Program, tuple[Piece | Cut, ...]]:  # fmt: skip
+    """The program that gives `results`, and its parts.
+
+    Args:
+        shared: pieces by their key, of which equal ones are one; it grows.
+        by_loops, apart: see `split`.
+    """
+    gm = graph.gm
+    inputs = _inputs(gm)
     numbers = {node: i for i, node in enumerate(inputs)}  # of the program's values
-    regions = _regions(gm, cut_ops, results)
+    regions = _regions(gm, cut_ops, results, by_loops)
     needed_after = _needed_after(regions, results)
 
     instructions: list[Instruction] = []
     parts: list[Piece | Cut] = []
     kinds: dict[str, int] = {}
-    shared: dict[str, Piece] = {}
     for (is_cut, nodes), needed in zip(regions, needed_after):
         if is_cut:
             (node,) = nodes
@@ -101,6 +136,8 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
             writes = [n for n in nodes if n in needed]
             piece, reads = _piece(graph, nodes, writes)
             name, key = "piece", _structure(graph, piece)
+            if apart and any(_calls_any(node, cut_ops) for node in nodes):
+                key += f"\n# call {len(instructions)}"
             if key not in shared:
                 shared[key] = Piece(fx.GraphModule({}, piece), key)
                 shared[key].gm.meta[LETTERS] = graph.letters
@@ -116,15 +153,15 @@ def split(graph: Graph, cut_ops: Sequence[str], outputs: Sequence[int]) -> Piece
         )  # fmt: skip
         parts.append(part)
     program = Program(len(inputs), tuple(instructions), tuple(numbers[n] for n in results))
-    dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
-    dtypes = tuple(n.meta["val"].dtype for n in results)
-    owned = {storage_key(n.meta["val"]) for n in inputs}
-    aliased = []
-    for node in results:
-        storage = storage_key(node.meta["val"])
-        aliased.append(storage in owned)
-        owned.add(storage)
-    return Pieces(with_drops(program), tuple(parts), dims, dtypes, tuple(aliased))
+    return with_drops(program), tuple(parts)
+
+
+def _calls_any(node: fx.Node, ops: Sequence[str]) -> bool:
+    """Whether a node calls one of these, or is a loop that does."""
+    if not is_loop(node):
+        return _op_name(node) in ops
+    inner = [x for gm in node.target.graphs for x in gm.graph.nodes]  # type: ignore[union-attr]
+    return any(_calls_any(x, ops) for x in inner)
 
 
 def _op_name(node: fx.Node) -> str:
@@ -132,7 +169,7 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _regions(
-    gm: fx.GraphModule, cut_ops: Sequence[str], results: Sequence[fx.Node]
+    gm: fx.GraphModule, cut_ops: Sequence[str], results: Sequence[fx.Node], by_loops: bool
 ) -> list[tuple[bool, list[fx.Node]]]:
     """Live ops in order, as (is a cut, its nodes). Sizes are left out: pieces make their own."""
     live: set[fx.Node] = set(results)
@@ -142,15 +179,25 @@ def _regions(
             live.add(node)
             live.update(a for a in node.all_input_nodes if not is_size(a))
     regions: list[tuple[bool, list[fx.Node]]] = []
+    is_open = False  # whether the last one takes more
     for node in ops:
-        if node not in live:
+        loop = by_loops and is_loop(node)
+        if node not in live or (by_loops and _is_result(node)):
             continue
         is_cut = _op_name(node) in cut_ops
-        if is_cut or not regions or regions[-1][0]:
+        if is_cut or loop or not is_open:
             regions.append((is_cut, [node]))
         else:
             regions[-1][1].append(node)
+        if loop:
+            regions[-1][1].extend(x for x in node.users if x in live)
+        is_open = not (is_cut or loop)
     return regions
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether it is one of the results of a loop."""
+    return node.target is operator.getitem and is_loop(node.args[0])  # type: ignore[arg-type]
 
 
 def _needed_after(

@@ -223,7 +223,7 @@ def _facts(
         for target in written_by(node):
             others = views[storage_key(target.meta["val"])]
             views_of = [view for view in others if view is not node]
-            after = state.left[target] if is_loop(node) else _after(target, state)
+            after = _after(node, target, state)
             _rewrite(target, after, states, views_of)
     return found, states
 
@@ -253,9 +253,16 @@ def is_trusted(node: fx.Node) -> bool:
 
 
 def as_vouched(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """`facts`, where what `trust_rows` was told of a value holds of the value itself."""
-    trusted = filter(is_trusted, gm.graph.nodes)
-    return {**facts, **{node.args[0]: facts[node] for node in trusted}}
+    """`facts`, where what `trust_rows` was told of a value holds of the value itself; so in the
+    functions of loops."""
+    found = dict(facts)
+    for node in gm.graph.nodes:
+        if is_trusted(node):
+            found[node.args[0]] = facts[node]
+        elif is_loop(node):
+            graphs = map(as_vouched, node.target.graphs, facts[node].graphs)
+            found[node] = dataclasses.replace(facts[node], graphs=tuple(graphs))
+    return found
 
 
 def vouched_for(gm: fx.GraphModule) -> set[fx.Node]:
@@ -423,8 +430,10 @@ def _grows(size: Any) -> bool:
     return sums and all(map(_grows, size.args))
 
 
-def _after(target: fx.Node, state: Kept | Mixed) -> Kept | Mixed:
+def _after(node: fx.Node, target: fx.Node, state: Any) -> Kept | Mixed:
     """What an op leaves in a tensor that it writes; a primitive writes true rows alone."""
+    if isinstance(state, Several):
+        return state.left[node.args.index(target)]
     if not isinstance(state, Kept):
         return state
     return dataclasses.replace(state, dirty=state.left.get(target, state.dirty), left={})

@@ -38,13 +38,13 @@ class Several:
     Attributes:
         results: of each result.
         graphs: of the values of each function, at any turn.
-        left: of each tensor that it writes, once it is done.
+        left: of each operand that it writes, by number, once it is done.
         fails: how the loop itself may fail for padding: it may never end.
     """
 
     results: tuple[Kept | Mixed, ...]
     graphs: tuple[Facts, ...]
-    left: Mapping[fx.Node, Kept | Mixed]
+    left: Mapping[int, Kept | Mixed]
     fails: Mixed | None = None
 
 
@@ -69,7 +69,7 @@ def of_loop(node: fx.Node, states: Mapping[fx.Node, Any], run: Run) -> Several:
         state, rest = later, after
         if settled or not carries:
             break
-    left = {node.args[i]: rest[i - loop.own] for i in loop.writes}
+    left = {i: rest[i - loop.own] for i in loop.writes}
     choice = (
         given[0] if not carries else told[0].outputs[0] if loop.kind == "while_loop" else Kept()
     )

@@ -7,6 +7,13 @@ kernel may find that several ahead of it still run; once it has waited, all of t
 Before the wait it may read what no such kernel writes: weights that are held, and the integers of a
 batch, which are staged or made by kernels that start nothing early. Into the cache that all
 processors share it may ask for anything: what is written later is written there.
+
+So it may be the first kernel of a loop's body, too. There it has none ahead in its graph, and waits
+for nothing: a body begins when all ahead of its node, or all of the turn before, has ended. What it
+reads before the wait no turn writes: passes call weights held that are held leaves of `forward`,
+never a carry, which lies in a buffer of the loop's own; and a turn's integers are made by kernels
+of torch's or Inductor's, which start nothing early, or by the turn before. The last kernel of a
+turn, which tells whether there is another, starts nothing early either.
 """
 
 from __future__ import annotations

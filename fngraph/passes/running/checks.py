@@ -182,7 +182,8 @@ def check_same(
             f"the pass {name!r} returns {count(len(_results(new)), 'output')}, and forward "
             f"{len(_results(old))}"
         )
-    owned = {storage_key(n.meta["val"]) for n in old.nodes if n.op in ("placeholder", "get_attr")}
+    given = (n for n in old.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n))
+    owned = {storage_key(n.meta["val"]) for n in given}
     made: set[int] = set()
     for i, (was, now) in enumerate(pairs):
         a, b = was.meta["val"], now.meta.get("val")

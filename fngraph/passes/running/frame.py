@@ -66,6 +66,8 @@ LOG = logging.getLogger("fngraph")
 
 
 PassFn = Callable[[fx.Graph], fx.Graph | Rewritten]
+Facts = Mapping[fx.Node, Any]
+"""What is known of the rows of each value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,10 @@ class Applied(NamedTuple):
     """What a pass did to one graph.
 
     Attributes:
+        matches, notes: those in the functions of its loops too.
         before, after: the graphs; None where nothing matched.
+        where: which function of a loop it is; "": `forward`.
+        within: the same of the functions of its loops.
     """
 
     one: Pass
@@ -132,17 +137,33 @@ class Applied(NamedTuple):
     notes: tuple[str, ...]
     before: fx.GraphModule | None = None
     after: fx.GraphModule | None = None
+    where: str = ""
+    within: tuple[Applied, ...] = ()
+
+    @classmethod
+    def merged(cls, parts: Sequence[Applied]) -> Applied:
+        """What a pass did to a graph, with what it did to the functions of its loops."""
+        first, *inner = parts
+        notes = dict.fromkeys(note for one in parts for note in one.notes)
+        matches = sum(one.matches for one in parts)
+        return first._replace(matches=matches, notes=tuple(notes), within=tuple(inner))
 
     def counted(self) -> Applied:
         """The same without graphs, which take memory."""
-        return self._replace(before=None, after=None)
+        return self._replace(before=None, after=None, within=())
 
     def diff(self) -> str:
-        """The graph's code before and after, as a unified diff; "" where nothing matched."""
+        """The graph's code before and after, as a unified diff, and then that of the functions of
+        its loops; "" where nothing matched."""
+        inner = [one.diff() for one in self.within]
         if self.before is None or self.after is None:
-            return ""
+            return "\n".join(filter(None, inner))
         name, old, new = self.one.name, _lines(self.before), _lines(self.after)
-        return "\n".join(difflib.unified_diff(old, new, f"before {name}", name, lineterm="", n=1))
+        place = f" in {self.where}" if self.where else ""
+        lines = difflib.unified_diff(
+            old, new, f"before {name}{place}", f"{name}{place}", lineterm="", n=1
+        )
+        return "\n".join(filter(None, ["\n".join(lines), *inner]))
 
 
 _CLEARED = re.compile(r"(?m);  \w+ = .*$")  # what is not read again, as fx prints it
@@ -161,17 +182,21 @@ def as_text(applied: Sequence[Applied]) -> str:
     return "\n".join([table(["pass", "matches", "what it does"], rows), *notes])
 
 
-def run_passes(
+def run_over(
     passes: Sequence[Pass],
     graph: Graph,
     leaves: Sequence[Leaf],
-    facts: Mapping[fx.Node, Any],
+    facts: Facts,
     refuse: Callable[[RowsError], None],
-) -> tuple[Graph, tuple[Applied, ...]]:
-    """The graph after all passes, and what each did. The one that is given stays as it is.
+    where: str = "",
+) -> tuple[Graph, tuple[Applied, ...], Facts]:
+    """One graph after all passes, what each did, and what is known of the rows then. The one that
+    is given stays as it is, and so do the functions of its loops.
 
     Args:
+        graph: nodes of arguments have their leaves, those of constants their values.
         facts: what is known of its rows, with what was vouched for.
+        where: which function of a loop it is; "": `forward`.
 
     Raises:
         PassError: a pass that fails, or returns what is not the same function.
@@ -181,10 +206,6 @@ def run_passes(
     gm = graph.gm
     known: Known = {}
     copy: Copy | None = None
-    for node, leaf in zip((n for n in gm.graph.nodes if n.op == "placeholder"), leaves):
-        node.meta["leaf"] = leaf
-    for node in constants_of(gm.graph):
-        node.meta["value"] = graph.constants[node.name]
     outside = outside_of(gm.graph)
     for one in passes:
         began = time.perf_counter()
@@ -201,7 +222,7 @@ def run_passes(
             drop_dead(result.graph)  # what it has replaced and not erased would still be computed
             differs = copy.differs(result.graph)
         if not differs:
-            applied.append(_said(Applied(one, 0, result.notes), began))
+            applied.append(_said(Applied(one, 0, result.notes, where=where), began))
             copy = copy if copy.has_its_metas() else None  # the next one's
             continue
         stays = {x: copy.twins[x] for x in result.graph.nodes if x in copy.twins}
@@ -211,20 +232,22 @@ def run_passes(
         outside = outside_of(result.graph)
         check_same(one.name, gm.graph, result.graph, before, outside, stays)
         check_constants(one.name, result.graph, stays)
-        after = _module(result.graph)
+        after = module_of(result.graph)
         claims = _claims(facts, stays, touched)
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)
         fewer = len(gm.graph.nodes) - len(result.graph.nodes)
         matches = result.matches if result.matches > 0 else len(claims) or max(fewer, 1)
-        applied.append(_said(Applied(one, matches, result.notes, gm, after), began))
+        applied.append(_said(Applied(one, matches, result.notes, gm, after, where), began))
         gm = after
     if gm is not graph.gm:  # what `diff` shows stays as it is while donation goes on
-        gm = _module((copy or Copy.of(gm.graph)).graph)
+        copy = copy or Copy.of(gm.graph)
+        facts = {x: facts[old] for x, old in copy.twins.items() if old in facts}
+        gm = module_of(copy.graph)
     constants = {node.name: node.meta["value"] for node in constants_of(gm.graph)}
-    return dataclasses.replace(graph, gm=gm, constants=constants), tuple(applied)
+    return dataclasses.replace(graph, gm=gm, constants=constants), tuple(applied), facts
 
 
-def _module(graph: fx.Graph) -> fx.GraphModule:
+def module_of(graph: fx.Graph) -> fx.GraphModule:
     """A graph as a module that has its constants."""
     return LazyGraphModule({str(n.target): n.meta["value"] for n in constants_of(graph)}, graph)
 
@@ -247,7 +270,7 @@ def _note(error: Exception, name: str) -> None:
 
 def _said(applied: Applied, began: float) -> Applied:
     ms = (time.perf_counter() - began) * 1e3
-    times = count(applied.matches, "time")
+    times = count(applied.matches, "time") + (f" in {applied.where}" if applied.where else "")
     LOG.info("the pass %s matched %s: %.0f ms", applied.one.name, times, ms)
     return applied
 

@@ -1,6 +1,8 @@
-"""Random loops equal Python's, in every mode, on both recorders."""
+"""Random loops equal Python's, in every mode, at every level, on both recorders."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,11 @@ DEVICES = {"tape": "cpu", "cuda": "cuda"}
 CLOSE = {"atol": 1e-9, "rtol": 1e-9}
 
 
-def check(seed: int, mode: str, recorder: str) -> None:
+def check(seed: int, mode: str, recorder: str, **options: Any) -> None:
     """One program, with 0, 1 and 4 turns where the batch says how many."""
     program, device = forward_of(seed), DEVICES[recorder]
     python, ours = program(Python), program(fg)
-    fast = fg.graphify(ours, donate="state", stage="x", modes=mode, recorder=recorder)
+    fast = fg.graphify(ours, donate="state", stage="x", modes=mode, recorder=recorder, **options)
     w, state, _ = given(seed, device, 0)
     for turns in (0, 1, 4, 1):
         x = given(seed + turns, device, turns)[2]
@@ -38,3 +40,15 @@ def check(seed: int, mode: str, recorder: str) -> None:
 @pytest.mark.parametrize("seed", range(200))
 def test_a_random_loop_equals_pythons(seed, recorder_name):
     check(seed, ("FULL", "FULL", "PIECEWISE", "NONE")[seed % 4], recorder_name)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", range(40, 80))
+def test_a_random_loop_under_passes(seed, recorder_name):
+    check(seed, ("FULL", "NONE")[seed % 2], recorder_name, passes="all")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(80, 92))
+def test_a_random_loop_compiled(seed, recorder_name):
+    check(seed, ("FULL", "FULL", "NONE")[seed % 3], recorder_name, compile="pieces")

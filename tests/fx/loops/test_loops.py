@@ -458,18 +458,6 @@ def test_slots_that_are_told_a_primitive_within_a_loop_are_checked():
 # --- what is around a step ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["stock", "pieces"])
-def test_a_piece_with_a_loop_stays_as_it_was_traced(level: str):
-    fast = fg.graphify(over_layers, recorder="tape", modes="FULL", compile=level, **OVER)
-    w, cache = params(), {"s": torch.zeros(toys.V, E)}
-    want, _ = over_layers(w, toys.clone(cache), BATCHES[0])
-    torch.testing.assert_close(fast(w, cache, BATCHES[0])[0], want, **toys.CLOSE)
-    (note,) = (note for note in fast.steps[0].notes if "not compiled" in note)
-    assert re.match(
-        r"piece 0 is not compiled: it has a loop \(fg.scan, .*test_loops.py:\d+\)", note
-    )
-
-
 def test_the_estimate_counts_what_a_turn_takes():
     def forward(w: Any, cache: Any, batch: toys.Batch) -> Any:
         def wide(i: Any, h: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+import fngraph as fg
 from benchmarks.device import release
 from benchmarks.harness import (
     BACKEND,
@@ -47,6 +48,9 @@ from fngraph.models.serving.steps import Steps, bare_steps, make_steps
 from fngraph.models.serving.texts.tokens import Tokens
 
 PARTS = ("decode", "traffic")
+LEVELS: dict[str, dict[str, Any]] = {
+    "none": {}, "fused": {"passes": "all"}, "pieces": {"compile": "pieces"}
+}  # fmt: skip
 AHEAD = 1.5  # times transformers' tokens a second
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384, 512)
 TINY = Profile(200, Lengths(9, 0.5, 24), Lengths(6, 0.5, 12), burst=3, systems=(8,))
@@ -79,6 +83,7 @@ class Bench:
             llama.forward, self.params, self.cache, self.policy, *self.more, modes=modes,
             sizes=tuple(size for size in SIZES if size <= self.policy.max_tokens),
             backends={"attention": self.args.backend}, outputs="borrow", adapters=self.adapters,
+            **LEVELS[self.args.level],
         )  # fmt: skip
 
     def bare(self) -> Steps:
@@ -121,7 +126,7 @@ def make_bench(name: str, args: argparse.Namespace, profile: Profile) -> Bench:
             "--beside: what both draw is held to each other, so neither --sampled nor --adapters"
         )
     torch.manual_seed(args.seed)
-    params = random_params(config, args.device, dtype)
+    params = fg.ops.lay_side_by_side(random_params(config, args.device, dtype))
     cache = llama.init_cache(
         config, num_blocks, block_size=block_size, device=args.device, dtype=dtype
     )
@@ -269,6 +274,11 @@ FLAGS = {
     "--many": {
         **count([], "tokens a request in one launch, in place of the parts", least=2),
         "nargs": "*",
+    },
+    "--level": {
+        "choices": [*LEVELS],
+        "default": "none",
+        "help": "passes or compilation of what is captured",
     },
     "--beside": {
         "type": int,

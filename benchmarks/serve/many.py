@@ -1,7 +1,8 @@
 """Several tokens a request from one launch, beside single steps (`benchmarks serve --many 128`).
 
 launches   fixed batches: N tokens a request in one launch and in N FULL steps, which read what the
-           launch has drawn; and a launch that is done after 10 of N
+           launch has drawn; a launch that is done after 10 of N; and one right behind another,
+           which the host, that has not slept meanwhile, makes in less
 streams    a few requests at a time through the loop, with and without `Policy(decode_many=N)`
 """
 
@@ -69,6 +70,16 @@ def spans(run: Callable[[], Any], device: str) -> tuple[float, float, float, Any
     return host * 1e6, begin.elapsed_time(end) if device == "cuda" else wall, wall, ids
 
 
+def behind_another(run: Callable[[], Any]) -> float:
+    """us of the host for the second of two launches, whose first still runs."""
+    run()
+    began = time.perf_counter()
+    ids = run()
+    host = time.perf_counter() - began
+    ids.tolist()
+    return host * 1e6
+
+
 @torch.no_grad()
 def launches(
     steps: Steps, cache: Any, policy: Policy, sizes: Sequence[int], context: int,
@@ -111,13 +122,15 @@ def launches(
             took["early"].append(spans(functools.partial(launch, early), device))
             took["steps"].append(spans(lambda: one_by_one(False), device))
             took["loop"].append(spans(lambda: one_by_one(True), device))
+        behind = median(behind_another(launch) for _ in range(ROUNDS))
         host, on_device, wall = (
             {name: median(one[i] for one in took[name]) for name in took} for i in range(3)
         )
         step = on_device["steps"] / turns
         rows.append({
             "batch": n, "tokens": turns, "same": same, "host us a launch": host["launch"],
-            "host us of the steps": host["steps"], "ms a token": wall["launch"] / turns,
+            "host us behind another": behind, "host us of the steps": host["steps"],
+            "ms a token": wall["launch"] / turns,
             "a step, device ms": step, "of a step": wall["launch"] / turns / step,
             "launch, device ms": on_device["launch"], "loop, ms a token": wall["loop"] / turns,
             f"of {EARLY} steps": on_device["early"] / (step * min(EARLY, turns)),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_loop, is_op, line_of, written_by
+from fngraph.fx.nodes import is_op, written_by
 from fngraph.fx.pieces.collectives import keep_order
 from fngraph.fx.schemas import draws
 from fngraph.torch_facts.memory import storage_key
@@ -59,9 +59,6 @@ class Plan:
 def plan_of(gm: fx.GraphModule) -> Plan | str:
     """How to call a piece as compiled code; or why it stays as it was traced."""
     nodes = list(gm.graph.nodes)
-    loops = [n for n in nodes if is_loop(n)]
-    if loops:
-        return f"it has a loop ({loops[0].target}, {line_of(loops[0])})"
     inputs = [n for n in nodes if isinstance(_fake(n), torch.Tensor) and n.op == "placeholder"]
     fakes = [_fake(n) for n in inputs]
     storages = [storage_key(x) for x in fakes]

@@ -103,6 +103,32 @@ def test_a_function_has_the_kernels_of_the_same_lines_outside(name: str, recorde
     assert fast.steps[0].stats.passes["linears"] == 2 * times
 
 
+@pytest.mark.gpu
+def test_a_kernel_that_begins_early_may_be_the_first_of_a_body_and_the_last():
+    """A gate in one launch, which reads its weights before it waits: nothing else is in a turn."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to("cuda", torch.bfloat16)  # noqa: E731
+    w = fg.ops.lay_side_by_side({"a": draw(512, 512) / 16, "b": draw(512, 512) / 16})
+
+    def forward(w: Any, x: Any) -> Any:
+        gate = lambda i, h: silu(h @ w["a"].t()) * (h @ w["b"].t())  # noqa: E731
+        h = gate(0, fg.fori_loop(0, 5, gate, gate(0, x[0])))
+        return fg.cond(h.sum() > 1e9, lambda: h, lambda: gate(0, h))
+
+    def unrolled(w: Any, x: Any) -> Any:
+        h = x[0]
+        for _ in range(8):
+            h = silu(h @ w["a"].t()) * (h @ w["b"].t())
+        return h
+
+    options: dict[str, Any] = {"stage": "x", "recorder": "cuda", "modes": "FULL", "passes": "all"}
+    looped, straight = (fg.graphify(fn, **options) for fn in (forward, unrolled))
+    for _ in range(20):
+        x = (draw(1, 512),)
+        assert torch.equal(looped(w, x), straight(w, x))
+    assert "fngraph.fused_linear.default" in ops_of(traced(looped).graph.gm)
+
+
 def test_what_a_pass_did_to_a_body_is_shown():
     fast = fg.graphify(in_a_loop_of_loops, stage="x", recorder="tape", modes="FULL", passes="all")
     told = fast.trace(weights(), batch=given())
@@ -334,16 +360,22 @@ def test_equal_loops_may_have_other_backends(noted: list[str]):
                 0, 2, lambda i, h: torch.sin(h) + toys.attend(one, cache[:1], batch)[0], out
             )
 
-        toys.attend(one, cache[:1], batch)
-        first = turns(start)
-        toys.attend(one, cache[:1], batch)
-        return turns(first), cache
+        out = start
+        for _ in range(4):
+            toys.attend(one, cache[:1], batch)
+            out = turns(out)
+        return out, cache
 
-    backends = {"attention": {1: "b1", 3: "b3", 0: "b0", 2: "b0"}}
-    fast = fg.graphify(forward, recorder="tape", modes="FULL", backends=backends, **OVER)
-    fast(toys.attention_params(), toys.attention_cache(), toys.batch(3, 5))
-    order = "".join(dict.fromkeys(noted))
-    assert order == "b0b1b3"
+    names = {0: "b0", 1: "b1", 2: "b0", 3: "b3", 4: "b0", 5: "b5", 6: "b0", 7: "b1"}
+    w, cache = toys.attention_params(), toys.attention_cache()
+    found = []
+    for backends in ({"attention": names}, {"attention": "b0"}):
+        fast = fg.graphify(forward, recorder="tape", modes="FULL", backends=backends, **OVER)
+        noted.clear()
+        fast(w, cache, toys.batch(3, 5))
+        found.append("".join(dict.fromkeys(noted)))
+        found.append(len(fast.trace(w, cache).split().distinct))
+    assert found == ["b0b1b3b5", 5, "b0", 3]
 
 
 # --- rules of torch's that are wrong --------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Processes that meet in a step's collectives capture the same keys at once, and run the same ones.
 
 A step whose graph has collectives says what it is about to do to all that its graph speaks to, and
-does it if they all are: some 64 bytes an axis, before anything is launched. What was decided for
-all of them already (`allowed=` a `Dispatch`, as of `fg.core.settle` or a plan that was broadcast)
-is not compared again. A step without collectives asks nobody.
+does it if they all are: some 64 bytes an axis, before anything is launched. What was decided before
+(`allowed=` a `Dispatch`, as of `fg.core.settle` or a plan that was broadcast) is compared as well:
+one who was told another plan, or has another table, would wait where nobody comes. A step without
+collectives asks nobody.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fngraph.core import BatchSpec, Dispatch, Mode
-from fngraph.core.dispatching import Allowed
+from fngraph.core import BatchSpec, Mode
 from fngraph.core.spec import Key
 from fngraph.core.text import count
 from fngraph.errors import CaptureError, RankError
@@ -22,7 +22,7 @@ from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
 
-def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowed) -> None:
+def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
     """Go on if all are about to run the same key on as many tokens and requests.
 
     Where some have captured it and some have not, all do so now, since its collectives run then.
@@ -34,7 +34,7 @@ def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowe
     if keys.has_failed:  # and that was survived
         keys.has_failed = False
         unsay()
-    if peers is None or isinstance(allowed, Dispatch):
+    if peers is None:
         return
     say = _step(keys, prepared, spec)
     if prepared.number is None:
@@ -59,7 +59,7 @@ def _step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> Callable[[], dict[
 
 
 def failed_step(
-    keys: Keys, prepared: Prepared | None, error: Exception, allowed: Allowed, met: bool
+    keys: Keys, prepared: Prepared | None, error: Exception, met: bool
 ) -> None:
     """Tell the others that this process does not go on; of an error that came from them, say where.
 
@@ -72,7 +72,7 @@ def failed_step(
     if isinstance(error, RankError):
         where = f"the step that runs as {_named(prepared.chosen.key)}" if prepared else "a step"
         _say_where(peers, error, where)
-    elif met or isinstance(allowed, Dispatch):
+    elif met:
         keys.has_failed = True
         say_failed(error)
     else:

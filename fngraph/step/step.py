@@ -176,7 +176,7 @@ class Step(Generic[R]):
                 keys.handed = None
                 leaves = leaves_of(keys, batch, prepared) if filled is None else None
                 if keys.executable.peers is not None:
-                    before_step(keys, prepared, spec, allowed)
+                    before_step(keys, prepared, spec)
                     met = True
                 if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
                     find_replay(keys, prepared, spec, allowed)
@@ -188,7 +188,7 @@ class Step(Generic[R]):
                 assembled: R = keys.assemble(results, args)
                 return assembled
             except Exception as error:
-                failed_step(last.keys, prepared, error, allowed, met)
+                failed_step(last.keys, prepared, error, met)
                 raise
 
     # which keys serve a call

@@ -32,9 +32,10 @@ SHARED = Path("/dev/shm")
 MOST = 8
 """Numbers that an exchange may have; each is of 63 bits, and not below 0."""
 SLOT = 2 * MOST  # words
-LEFT = 2 * SLOT  # the word that says that a process takes part no more
+LEFT = 2 * SLOT  # the word that says from which exchange on a process takes part no more
 ROW = 3 * SLOT  # words of a process
 TOKEN = 16  # bytes behind all rows, by which the file is known
+TURNS = 0x7FFFFFFF  # counts of exchanges; then from 0 again
 SPINS = 200  # looks before others may have the core: they come within some us if they run
 YIELDING_S, LOOK_S = 1e-3, 0.01  # how long only that; how often it is looked whether one has ended
 
@@ -68,7 +69,7 @@ class Board:
 
     def put(self, numbers: Sequence[int]) -> None:
         """Begin an exchange: say one's own; `take` before the next one."""
-        self._turn = (self._turn + 1) & 0x7FFFFFFF
+        self._turn = (self._turn + 1) & TURNS
         tag, at = self._turn << 32, self._slot(self.rank)
         words = self._words
         for number in numbers:
@@ -84,12 +85,16 @@ class Board:
                 self._check_takes_part(rank)
             return found
         except BaseException:
-            self.leave()
+            self._leave(self._turn)
             raise
 
     def leave(self) -> None:
         """Take part in nothing more: who comes to an exchange with this process is told."""
-        self._words[self.rank * ROW + LEFT] = 1
+        self._leave(self._turn + 1)
+
+    def _leave(self, turn: int) -> None:
+        if not self._words[self.rank * ROW + LEFT]:
+            self._words[self.rank * ROW + LEFT] = 1 << 32 | turn & TURNS
 
     def _slot(self, rank: int) -> int:
         return rank * ROW + (self._turn & 1) * SLOT
@@ -126,7 +131,8 @@ class Board:
                 time.sleep(min((now - began) / 20, 1e-3))
 
     def _check_takes_part(self, rank: int) -> None:
-        if self._words[rank * ROW + LEFT]:
+        left = self._words[rank * ROW + LEFT]
+        if left and (self._turn - left & TURNS) <= TURNS >> 1:  # and not in a later one
             raise RuntimeError(f"process {rank} of {self.size} has given up, and takes no more part")
 
     def _ended(self, rank: int) -> str:

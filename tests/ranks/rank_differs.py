@@ -114,12 +114,18 @@ def differs(rank: int) -> dict[str, Any]:
     chosen = step.dispatch(large.spec)
     assert isinstance(chosen, Dispatch)
     steps("decided for all", small, allowed=chosen)
+    steps("decided otherwise", small, allowed=chosen if rank else step.dispatch(small.spec))
+    steps("decided, other counts", large if rank else small, allowed=chosen)
+    steps("decided by one", small, allowed=chosen if rank else None)
+    steps("decided, one is refused", wrong if rank else small, allowed=chosen)
     if rank:
         step.release(chosen.descriptor)
     steps("one must capture it", large)
     found["captured"] = len(step)
     step.release()
     found["a few"] = [step.capture_some(0.0 if rank else 1e9) for _ in range(3)]
+    lazy, state = made(tp, sizes=(4, 8, 12) if rank else (4, 8), capture={"lazy": True})
+    found["decided, other tables"] = told(lambda: lazy(state, small, allowed=chosen)), len(lazy)
     for how in ("raise", "eager"):
         one, state = made(tp, late=True, capture={"lazy": True, "on_failure": how})
         if rank:

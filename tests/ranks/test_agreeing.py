@@ -95,6 +95,32 @@ def test_no_step_runs_as_other_keys(ranks: list[dict[str, Any]], name: str) -> N
         assert untouched and ran == 0
 
 
+DECIDED = {
+    "decided otherwise": STEPS["other keys"],
+    "decided, other counts": "differ in the batch: BatchSpec(num_tokens=3, num_reqs=2) on rank 0; "
+    "BatchSpec(num_tokens=7, num_reqs=2) on rank 1",
+    "decided by one": STEPS["other keys"],
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_was_decided_is_compared_too(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        error, untouched, ran = found[name]
+        assert error.startswith("RankError: ") and DECIDED[name] in error
+        assert untouched and ran == 2
+
+
+def test_a_table_that_differs_is_found_before_what_was_decided_of_it(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """Nothing was captured before, and nothing is."""
+    for found in ranks:
+        error, captured = found["decided, other tables"]
+        assert "differ in the dispatch table: DispatchTable(FULL: 2 FULL keys of 4..8)" in error
+        assert captured == 0
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("one is refused", "TreeError"), ("beyond the limits", "SpecError")]
 )
@@ -103,6 +129,12 @@ def test_what_one_cannot_run_none_does(ranks: list[dict[str, Any]], name: str, k
     assert own.startswith(kind)
     assert other.startswith("RankError: ") and f"rank 1 raised {kind}: " in other
     assert untouched == [True, 0]
+
+
+def test_what_was_decided_and_one_cannot_run_none_does(ranks: list[dict[str, Any]]) -> None:
+    (other, *untouched), (own, *_) = (found["decided, one is refused"] for found in ranks)
+    assert own.startswith("TreeError") and "rank 1 raised TreeError: " in other
+    assert untouched == [True, 2]
 
 
 def test_after_all_that_steps_go_on(ranks: list[dict[str, Any]]) -> None:

@@ -1,0 +1,49 @@
+"""Numbers that processes of a host tell each other over memory: right each time, and whoever waits
+for one that is gone is told."""
+
+from __future__ import annotations
+
+import pytest
+import rank_boards
+import starting
+
+from fngraph.ranks.faults import ROLL_CALL_S
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_have_the_numbers_of_all(ranks: int) -> None:
+    for wrong, later in starting.values(starting.run(rank_boards.exchanges, ranks)):
+        assert wrong == 0
+        assert later == [[rank, 5] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "within"),
+    [
+        ("dies", "process 1 of 2 has ended", 0.8),
+        ("stalls", "process 1 of 2 has not come for 1 s", 1.3),
+        ("gives up", "process 1 of 2 has given up", 0.8),
+    ],
+)
+def test_who_waits_is_told(how: str, why: str, within: float) -> None:
+    """And does so once; who comes late is told as well, though it finds a word of its turn."""
+    ours, theirs = starting.run(rank_boards.ends, 2, how)
+    assert not ours.error, ours.error
+    said, took, again = ours.value
+    assert said.startswith(f"RuntimeError: {why}") and took < within
+    assert again.startswith("RuntimeError: process ")
+    assert theirs.code == -9 if how == "dies" else "has given up" in theirs.value
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_where_one_has_no_such_memory_none_uses_it(who: int) -> None:
+    """And steps agree as ever."""
+    for none, error, differs in starting.values(starting.run(rank_boards.apart, 2, who)):
+        assert none and error == ""
+        assert differs.startswith("RankError: ") and "differ in the key that runs" in differs
+
+
+def test_who_destroys_its_groups_has_left() -> None:
+    (said, took), _ = starting.values(starting.run(rank_boards.left_by_destroying, 2))
+    assert said.startswith("RankError: the agreement to run a step") and "has ended, or" in said
+    assert took < ROLL_CALL_S + 1

@@ -36,6 +36,7 @@ _EXPORTS = {
     "bisect": "shadow.bisecting", "Bisection": "shadow.bisecting",
     # many processes
     "Mesh": "ranks.mesh", "Axis": "ranks.mesh", "make_mesh": "ranks.mesh",
+    "Board": "ranks.board", "make_board": "ranks.board",
     "all_reduce": "ranks.collectives", "all_gather": "ranks.collectives",
     "reduce_scatter": "ranks.collectives", "all_to_all": "ranks.collectives",
 }  # fmt: skip
@@ -94,6 +95,7 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
         all_to_all as all_to_all,
         reduce_scatter as reduce_scatter,
     )
+    from fngraph.ranks.board import Board as Board, make_board as make_board
     from fngraph.ranks.mesh import Axis as Axis, Mesh as Mesh, make_mesh as make_mesh
     from fngraph.shadow.bisecting import Bisection as Bisection, bisect as bisect
     from fngraph.shadow.difference import Difference as Difference

@@ -1,5 +1,8 @@
 """A board of numbers that the processes of one host share: each writes its own row, all read all.
 
+    board = fg.make_board(group, timeout_s=60)
+    board.exchange([3, 0])                     # [[3, 0], [5, 1]], in both processes
+
 An exchange over gloo goes through the kernel's sockets and wakes a thread, which takes 100 us and
 more; over memory that both map it takes some microseconds. It is the agreement before each step.
 
@@ -26,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from fngraph.errors import AbsentError
 
 SHARED = Path("/dev/shm")
 """Memory as files, of this host alone. Where there is none (macOS), there is no board."""
@@ -61,8 +66,11 @@ class Board:
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everybody's numbers, in the order of ranks; it waits.
 
+        Args:
+            numbers: up to 8, from 0 to 2**63 - 1; as many in each process.
+
         Raises:
-            RuntimeError: one has ended, has given up, or does not come within the timeout.
+            AbsentError: one has ended, has given up, or does not come within the timeout.
         """
         self.put(numbers)
         return self.take(len(numbers))
@@ -118,7 +126,7 @@ class Board:
             if all(word >> 32 == self._turn for word in found):
                 return found
             if why:
-                raise RuntimeError(f"process {rank} of {self.size} {why}")
+                raise self._absent(rank, why)
             now = time.monotonic()
             self._check_takes_part(rank)
             if now - began > self.timeout_s:
@@ -133,7 +141,10 @@ class Board:
     def _check_takes_part(self, rank: int) -> None:
         left = self._words[rank * ROW + LEFT]
         if left and (self._turn - left & TURNS) <= TURNS >> 1:  # and not in a later one
-            raise RuntimeError(f"process {rank} of {self.size} has given up, and takes no more part")
+            raise self._absent(rank, "has given up, and takes no more part", gave_up=True)
+
+    def _absent(self, rank: int, why: str, gave_up: bool = False) -> AbsentError:
+        return AbsentError(f"process {rank} of {self.size} {why}", rank, gave_up)
 
     def _ended(self, rank: int) -> str:
         """Why a process cannot come any more; "": it has its lock, and may."""
@@ -149,7 +160,11 @@ class Board:
 
 def make_board(group: Any, timeout_s: float) -> Board | None:
     """A board of a gloo group's processes, who all call this; None, for all of them, where they are
-    on several hosts, or one of them has no memory that others can map."""
+    on several hosts, or one of them has no memory that others can map.
+
+    Args:
+        timeout_s: how long one waits for the others in an exchange, in seconds.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     made = _new_file(size) if rank == 0 else None
     path, token = _told(group, made, size)[0] or ("", b"")

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fngraph.core import BatchSpec, Mode
-from fngraph.core.spec import Key
+from fngraph.core.spec import NO_BOUNDS, Key
 from fngraph.core.text import count
 from fngraph.errors import CaptureError, RankError
 from fngraph.ranks.agreement import RAISED, Peers, meet, tell_all
@@ -52,7 +52,8 @@ def _step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> Callable[[], dict[
     assert peers is not None
 
     def say() -> dict[str, str]:
-        counts = {"the batch": str(spec)} if peers.counts else {}
+        own = spec._replace(host=NO_BOUNDS)  # each process has bounds of its own
+        counts = {"the batch": str(own)} if peers.counts else {}
         return {"what is done": "a step", "the key that runs": _named(chosen.key), **counts}
 
     return say

@@ -117,6 +117,9 @@ def differs(rank: int) -> dict[str, Any]:
     steps("decided otherwise", small, allowed=chosen if rank else step.dispatch(small.spec))
     steps("decided, other counts", large if rank else small, allowed=chosen)
     steps("decided by one", small, allowed=chosen if rank else None)
+    bounds = fg.HostBounds(max_query_len=2 + rank, max_seq_len=9 + rank)
+    bounded = Batch(x=small.x, ids=small.ids, slot=small.slot, spec=BatchSpec(3, 2, host=bounds))
+    steps("other bounds", bounded, allowed=("FULL",))  # counts that were not prepared
     steps("decided, one is refused", wrong if rank else small, allowed=chosen)
     if rank:
         step.release(chosen.descriptor)

@@ -134,18 +134,19 @@ def test_what_one_cannot_run_none_does(ranks: list[dict[str, Any]], name: str, k
 def test_what_was_decided_and_one_cannot_run_none_does(ranks: list[dict[str, Any]]) -> None:
     (other, *untouched), (own, *_) = (found["decided, one is refused"] for found in ranks)
     assert own.startswith("TreeError") and "rank 1 raised TreeError: " in other
-    assert untouched == [True, 2]
+    assert untouched == [True, 3]
 
 
 def test_after_all_that_steps_go_on(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["then alike"] == ("", False, 1)
         assert found["decided for all"][::2] == ("", 2)
+        assert found["other bounds"][::2] == ("", 3), "each process has bounds of its own"
 
 
 def test_a_key_that_one_has_let_go_is_captured_by_both(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert found["one must capture it"] == ("", False, 3)
+        assert found["one must capture it"] == ("", False, 4)
         assert found["captured"] == 2
         assert found["a few"] == [1, 0, 0], "who has no time left stops both"
 

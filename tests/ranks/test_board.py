@@ -30,8 +30,8 @@ def test_who_waits_is_told(how: str, why: str, within: float) -> None:
     ours, theirs = starting.run(rank_boards.ends, 2, how)
     assert not ours.error, ours.error
     said, took, again = ours.value
-    assert said.startswith(f"RuntimeError: {why}") and took < within
-    assert again.startswith("RuntimeError: process ")
+    assert said.startswith(f"AbsentError: {why}") and took < within
+    assert again.startswith("AbsentError: process ")
     assert theirs.code == -9 if how == "dies" else "has given up" in theirs.value
 
 

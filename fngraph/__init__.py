@@ -89,13 +89,13 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
     from fngraph.fx.rows.check import trust_rows as trust_rows
     from fngraph.graphified import graphify as graphify
     from fngraph.options import Verify as Verify
+    from fngraph.ranks.board import Board as Board, make_board as make_board
     from fngraph.ranks.collectives import (
         all_gather as all_gather,
         all_reduce as all_reduce,
         all_to_all as all_to_all,
         reduce_scatter as reduce_scatter,
     )
-    from fngraph.ranks.board import Board as Board, make_board as make_board
     from fngraph.ranks.mesh import Axis as Axis, Mesh as Mesh, make_mesh as make_mesh
     from fngraph.shadow.bisecting import Bisection as Bisection, bisect as bisect
     from fngraph.shadow.difference import Difference as Difference

@@ -167,11 +167,13 @@ def make_board(group: Any, timeout_s: float) -> Board | None:
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     made = _new_file(size) if rank == 0 else None
-    path, token = _told(group, made, size)[0] or ("", b"")
-    board = _opened(path, token, rank, size, timeout_s)
-    everywhere = all(_told(group, board is not None, size))
-    if rank == 0 and path:
-        os.unlink(path)  # those who have it keep it
+    try:
+        path, token = _told(group, made, size)[0] or ("", b"")
+        board = _opened(path, token, rank, size, timeout_s)
+        everywhere = all(_told(group, board is not None, size))
+    finally:
+        if made is not None:
+            Path(made[0]).unlink()  # those who have it keep it
     return board if everywhere else None
 
 
@@ -179,9 +181,13 @@ def _new_file(size: int) -> tuple[str, bytes] | None:
     token = secrets.token_bytes(TOKEN)
     try:
         handle, path = tempfile.mkstemp(prefix="fngraph-", dir=SHARED)
-        with open(handle, "wb") as file:
-            file.write(bytes(_bytes(size)) + token)
     except OSError:
+        return None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(_bytes(size)) + token)  # all of it is there, or this fails
+    except OSError:
+        Path(path).unlink()
         return None
     return path, token
 

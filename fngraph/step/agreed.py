@@ -59,9 +59,7 @@ def _step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> Callable[[], dict[
     return say
 
 
-def failed_step(
-    keys: Keys, prepared: Prepared | None, error: Exception, met: bool
-) -> None:
+def failed_step(keys: Keys, prepared: Prepared | None, error: Exception, met: bool) -> None:
     """Tell the others that this process does not go on; of an error that came from them, say where.
 
     Args:

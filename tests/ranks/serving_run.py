@@ -302,6 +302,22 @@ def met(mesh: fg.Mesh, steps: Steps, cache: Any) -> dict[str, Any]:
     return {"left": ended(lambda: list(serve(steps, cache, state, POLICY, inbox)))}
 
 
+def taking_fails(mesh: fg.Mesh, steps: Steps, cache: Any) -> dict[str, Any]:
+    """Of a stream that is spread, the process that takes the requests fails between two steps."""
+    ranks, left = make_ranks(mesh, meet=True), 3
+
+    def take(state: State) -> list[dict[str, Any]]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError("on purpose")
+        return [{"prompt": [5, 6, 7], "max_new": 20}] * 2
+
+    steps, state = steps._replace(ranks=ranks), start(NUM_BLOCKS, POLICY)
+    inbox = spread(ranks, POLICY, take)
+    return {"taking": ended(lambda: list(serve(steps, cache, state, POLICY, inbox)))}
+
+
 def follower_fails(steps: Steps, cache: Any) -> dict[str, Any]:
     """One that follows raises in its fifth step, and leaves."""
     run, left = steps.run, 4
@@ -354,5 +370,6 @@ def streams(rank: int, world: int, modes: tuple[str, ...], device: str) -> dict[
         found["dp ahead"] = ahead(meshes["dp"], *last["dp"])
         found |= led(*last["tp"])
         found |= met(meshes["dp"], *last["dp"])
+        found |= taking_fails(meshes["dp"], *last["dp"])
         found |= follower_fails(*last["tp"])
     return found

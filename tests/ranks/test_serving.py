@@ -198,6 +198,13 @@ def test_a_rank_that_leaves_ends_those_that_it_meets(ranks):
     assert max(stays.seconds, leaves.seconds) < SOON
 
 
+def test_where_the_one_that_takes_requests_fails_all_are_told(ranks):
+    takes, waits = (found["taking"] for found in ranks(2))
+    assert takes.error == "ZeroDivisionError: on purpose"
+    assert waits.error.startswith("Left: rank 0 has left")
+    assert max(takes.seconds, waits.seconds) < SOON
+
+
 def test_a_follower_that_fails_ends_its_leader(ranks):
     leads, follows = (found["follower"] for found in ranks(2))
     assert follows.error == "ZeroDivisionError: on purpose"

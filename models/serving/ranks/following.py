@@ -176,6 +176,17 @@ def agreed_ahead(ranks: Ranks, coming: Coming | None) -> fg.BatchSpec | None:
     return join(found, SHAPED) if all(wish.bound for wish in found) else None
 
 
+def numbers_of_all(ranks: Ranks, *own: int) -> list[tuple[int, ...]]:
+    """Some numbers of every team, as many from each and fewer than a `Wish` has.
+
+    Raises:
+        RankError: as `agree`.
+    """
+    with met(ranks):
+        coming = exchange(ranks.peers, (*own, *NOTHING[len(own) :]))
+    return [wish[: len(own)] for wish in _wishes(ranks, coming)]
+
+
 def _wishes(ranks: Ranks, coming: Coming) -> list[Wish]:
     with met(ranks):
         try:

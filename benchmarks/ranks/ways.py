@@ -3,9 +3,9 @@
 
 fngraph's differ in what becomes of sums over processes: `fused`, each with its addition and norm is
 one kernel; `sums`, a collective of `torch.distributed`'s, and a kernel for the rest; `rows`, each
-process adds and norms rows of its own. `pieces` is compiled. By hand, a step is `decode/plain.py`'s:
-what attention and mlps give is summed by `all_reduce`, logits are gathered. It is captured as it
-is, or under `torch.compile`; a CPU calls it.
+process adds and norms rows of its own. `pieces` is compiled. By hand, a step is that of
+`decode/plain.py`: what attention and mlps give is summed by `all_reduce`, logits are gathered. It
+is captured as it is, or under `torch.compile`; a CPU calls it.
 """
 
 from __future__ import annotations

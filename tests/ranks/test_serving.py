@@ -20,16 +20,15 @@ ONE = {"dp": 1, "pp": 1, "tp": 1}
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Callable[..., list[dict[Any, Any]]]:
-    """What each of so many processes has found, which run once."""
-    kept: dict[Any, Any] = {}
+def ranks() -> Callable[..., list[starting.Found]]:
+    """What each of so many processes has found, which run once; what fails does so alone."""
+    kept: dict[Any, list[starting.Found]] = {}
 
-    def of(world: int, modes: tuple[str, ...] = BOTH, device: str = "cpu") -> list[dict[Any, Any]]:
+    def of(world: int, modes: tuple[str, ...] = BOTH, device: str = "cpu") -> list[starting.Found]:
         key = world, modes, device
         if key not in kept:
-            kept[key] = []  # where the run fails, it does so once
-            kept[key] = starting.values(starting.run(run.streams, world, *key, within=280))
-        assert kept[key], "see the first that failed"
+            jobs = run.jobs(world, modes)
+            kept[key] = starting.in_turn(run.streams, world, jobs, *key, within=280)
         return kept[key]
 
     return of

@@ -102,25 +102,50 @@ def after_capture(keys: Keys, key: Key, failure: CaptureError | None) -> Capture
     Raises:
         RankError: it failed in another process alone, and `on_failure="raise"`.
     """
+    named = _named(key)
+    found = _failure_of_any(keys, f"keep {named}, which was captured", failure)
+    if found is None or found is failure:
+        return found
+    keys.free([key])
+    keys.warm = {of: one for of, one in keys.warm.items() if one != key}
+    return _elsewhere(keys, f"{named} cannot be captured", named, found)
+
+
+def after_warming(keys: Keys, what: str, failure: CaptureError | None) -> CaptureError | None:
+    """Why something that comes before captures has failed, here or in another process: one that
+    went on by itself would come to other collectives than the others.
+
+    Args:
+        what: it was: "BatchSpec(...) without a graph".
+
+    Raises:
+        RankError: as `after_capture`.
+    """
+    found = _failure_of_any(keys, f"go on after {what}", failure)
+    if found is None or found is failure:
+        return found
+    return _elsewhere(keys, f"{what} cannot be run", what, found)
+
+
+def _failure_of_any(keys: Keys, what: str, failure: CaptureError | None) -> CaptureError | None:
+    """The failure of this process, or those of others in one; None: nobody has any."""
     peers = keys.executable.peers
     if peers is None:
         return failure
-    what = f"keep {_named(key)}, which was captured"
     say = {"what is done": what}
     flags = meet(peers, what, peers.number(say), failure is None, lambda: {**peers.told, **say})
     if 0 not in flags:
         return None
     told = tell_all(peers, what, _raised(failure) if failure else {})
-    if failure is not None:
-        return failure
-    keys.free([key])
-    keys.warm = {of: one for of, one in keys.warm.items() if one != key}
-    each = "; ".join(f"rank {rank}: {one[RAISED]}" for rank, one in told.items() if one)
+    each = (f"rank {rank}: {one[RAISED]}" for rank, one in told.items() if one)
+    return failure or CaptureError("; ".join(each))
+
+
+def _elsewhere(keys: Keys, what: str, named: str, failure: CaptureError) -> CaptureError:
+    """A failure of other processes, as one of this one; raised by `on_failure="raise"`."""
     if keys.shared.rules.on_failure == "raise":
-        raise RankError(
-            f"{_named(key)} cannot be captured by every process, so none keeps it: {each}"
-        )
-    return CaptureError(f"{_named(key)}: {each}")
+        raise RankError(f"{what} by every process, so none keeps it: {failure}")
+    return CaptureError(f"{named}: {failure}")
 
 
 def any_of(keys: Keys, here: bool) -> bool:

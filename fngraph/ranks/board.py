@@ -23,6 +23,7 @@ import mmap
 import os
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ class Board:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         # of its own descriptor: closing any that this process has of the file gives up the lock
         self._words = memoryview(mmap.mmap(file.fileno(), _bytes(size))).cast("Q")
-        self._turn = 0
+        self._turn, self._turns = 0, threading.Lock()
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everybody's numbers, in the order of ranks; it waits.
@@ -72,8 +73,9 @@ class Board:
         Raises:
             AbsentError: one has ended, has given up, or does not come within the timeout.
         """
-        self.put(numbers)
-        return self.take(len(numbers))
+        with self._turns:  # threads come one after the other, each whole
+            self.put(numbers)
+            return self.take(len(numbers))
 
     def put(self, numbers: Sequence[int]) -> None:
         """Begin an exchange: say one's own; `take` before the next one."""

@@ -39,12 +39,23 @@ def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
     say = _step(keys, prepared, spec)
     if prepared.number is None:
         prepared.number = peers.number(say())
-    is_ready = chosen.mode is Mode.NONE or chosen.key in keys.replays
-    flags = meet(peers, f"run a step as {_named(chosen.key)}", prepared.number, is_ready,
+    key = chosen.key
+    has = FAILED if key in keys.failed else MISSING
+    if chosen.mode is Mode.NONE or key in keys.replays:
+        has = READY
+    flags = meet(peers, f"run a step as {_named(key)}", prepared.number, has,
                  lambda: {**peers.told, **say()})  # fmt: skip
-    if 0 in flags and is_ready and chosen.mode is not Mode.NONE:
-        keys.free([chosen.key])
+    if flags == [READY] or chosen.mode is Mode.NONE:
+        return
+    if has == READY:
+        keys.free([key])
         prepared.replay = None
+    if FAILED in flags:  # who tries again does so with all others
+        keys.failed.setdefault(key, "it has failed in another process. Call recapture() in all")
+
+
+MISSING, READY, FAILED = range(3)
+"""Of the key that a step runs as, in a process."""
 
 
 def _step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> Callable[[], dict[str, str]]:
@@ -93,6 +104,20 @@ def before_capture(keys: Keys, wanted: Sequence[Key]) -> None:
     say = {"what is done": "captures", "the keys to capture": keyed, "recorder": recorder,
            "on_failure": rules.on_failure}  # fmt: skip
     what = f"capture {count(len(wanted), 'key')}"
+    meet(peers, what, peers.number(say), 0, lambda: {**peers.told, **say})
+
+
+def before_times(keys: Keys, key: Key, repeats: int) -> None:
+    """Go on if all are about to run this key so often.
+
+    Raises:
+        RankError: as `before_step`.
+    """
+    peers = keys.executable.peers
+    if peers is None:
+        return
+    what = f"measure {_named(key)}"
+    say = {"what is done": what, "repeats": str(repeats)}
     meet(peers, what, peers.number(say), 0, lambda: {**peers.told, **say})
 
 

@@ -125,6 +125,12 @@ def differs(rank: int) -> dict[str, Any]:
         step.release(chosen.descriptor)
     steps("one must capture it", large)
     found["captured"] = len(step)
+    found["times of one"] = told(
+        lambda: step.times(chosen.descriptor, 2) if rank else step(state, large)
+    )
+    found["times of both"] = told(lambda: step.times(chosen.descriptor, 2))
+    step.release(step.dispatch((large if rank else small).spec).descriptor)
+    found["others lack"] = told(lambda: step.capture_some(0.0))
     step.release()
     found["a few"] = [step.capture_some(0.0 if rank else 1e9) for _ in range(3)]
     lazy, state = made(tp, sizes=(4, 8, 12) if rank else (4, 8), capture={"lazy": True})
@@ -137,6 +143,13 @@ def differs(rank: int) -> dict[str, Any]:
         found[f"capture fails: {how}"] = error, [*one.failed.values()]
         ARMED.clear()
     found["and runs"] = told(lambda: one(state, small)), str(one.runs_as(small.spec).mode)
+    if rank:  # and would try again
+        one.release(one.dispatch(small.spec).descriptor)
+    other = batch(3, 2, 1)  # of counts that were not prepared: the same key
+    state["rows"].zero_()
+    error = told(lambda: one(state, other))
+    right = torch.equal(state["rows"][other.slot], 2 * torch.relu(other.x))
+    found["one would try again"] = error, right, len(one), str(one.runs_as(other.spec).mode)
     return found
 
 

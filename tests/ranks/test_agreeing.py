@@ -164,6 +164,50 @@ def test_a_capture_that_fails_in_one_is_kept_by_none(ranks: list[dict[str, Any]]
         assert found["and runs"] == ("", "NONE")
 
 
+def test_a_key_that_has_failed_in_one_is_tried_by_none(ranks: list[dict[str, Any]]) -> None:
+    """Or the collectives of one's capture would meet those of the other's eager step."""
+    for found in ranks:
+        assert found["one would try again"] == ("", True, 0, "NONE")
+
+
+def test_what_runs_keys_is_compared_too(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert "differ in what is done: a step on rank 0; measure FULL" in found["times of one"]
+        assert found["times of both"] == ""
+        assert "differ in the keys to capture: FULL BatchDescriptor(4, 4)" in found["others lack"]
+
+
+def test_axes_of_one_name_are_in_the_order_of_their_calls() -> None:
+    """Torch counts groups over all rows: 9 may be this row's first, and 10 another row's."""
+
+    def groups(first: str, second: str) -> Any:
+        a, b = fg.Axis("tp", 2, 0, first), fg.Axis("tp", 2, 0, second)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return fg.all_reduce(fg.all_reduce(x, a), b)
+
+        x = fg.like(torch.empty(3, 8, device="meta"))
+        lowered = fg.graphify(forward, stage="x").trace(batch=x).split().lower()
+        return lowered.compile().executable.peers.groups
+
+    assert groups("9", "11") == (("tp", "9"), ("tp", "11"))
+    assert groups("10", "12") == (("tp", "10"), ("tp", "12"))
+
+
+@pytest.mark.parametrize("how", ["cond", "while_loop"])
+def test_no_collective_depends_on_a_tensor(how: str) -> None:
+    """Whose value may be another in each process: it is refused in a trace, at the user's line."""
+    tp = fg.Axis("tp", 2, 0, "1")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if how == "cond":
+            return fg.cond(x.sum() > 0, lambda x: fg.all_reduce(x, tp), lambda x: x + 1, x)
+        return fg.while_loop(lambda x: x.sum() < 9, lambda x: fg.all_reduce(x, tp), x)
+
+    with pytest.raises(fg.errors.OperatorError, match=r"test_agreeing.py:\d+: a function of .*"):
+        fg.graphify(forward, stage="x").trace(batch=torch.ones(3, 8))
+
+
 def test_devices_of_other_numbers_are_alike() -> None:
     """Each process has its own: cuda:0 and cuda:1; and a group of another name."""
 

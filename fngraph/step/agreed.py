@@ -194,6 +194,7 @@ def telling(keys: Keys, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if peers is not None:
+            keys.has_failed = True
             say_failed(error)
         raise
 

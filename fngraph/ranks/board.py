@@ -18,13 +18,14 @@ nothing more, as those who come late must not take its old word for an answer.
 
 from __future__ import annotations
 
-import io
+import contextlib
 import mmap
 import os
 import secrets
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,19 @@ class Board:
     Attributes:
         rank, size: its row, of so many.
         timeout_s: how long it waits for the others.
+
+    Made by `make_board`, of a file that is open, and the board's from then on.
     """
 
-    def __init__(self, file: io.FileIO, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, file: int, rank: int, size: int, timeout_s: float) -> None:
         import fcntl  # where there is SHARED there is it
 
-        self.file, self.rank, self.size, self.timeout_s = file, rank, size, timeout_s
-        self._lock = fcntl
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._file, self._lock = file, fcntl
+        weakref.finalize(self, os.close, file)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         # of its own descriptor: closing any that this process has of the file gives up the lock
-        self._words = memoryview(mmap.mmap(file.fileno(), _bytes(size))).cast("Q")
+        self._words = memoryview(mmap.mmap(file, _bytes(size))).cast("Q")
         self._turn, self._turns = 0, threading.Lock()
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -153,10 +157,10 @@ class Board:
         if rank == self.rank:
             return ""
         try:
-            self._lock.lockf(self.file, self._lock.LOCK_SH | self._lock.LOCK_NB, 1, rank)
+            self._lock.lockf(self._file, self._lock.LOCK_SH | self._lock.LOCK_NB, 1, rank)
         except OSError:
             return ""
-        self._lock.lockf(self.file, self._lock.LOCK_UN, 1, rank)
+        self._lock.lockf(self._file, self._lock.LOCK_UN, 1, rank)
         return "has ended, or has destroyed its groups"
 
 
@@ -196,11 +200,14 @@ def _new_file(size: int) -> tuple[str, bytes] | None:
 
 def _opened(path: str, token: bytes, rank: int, size: int, timeout_s: float) -> Board | None:
     try:
-        file = io.FileIO(path, "r+")
-        if os.pread(file.fileno(), TOKEN, _bytes(size)) == token:
-            return Board(file, rank, size, timeout_s)
+        file = os.open(path, os.O_RDWR)
     except OSError:
-        pass
+        return None
+    if os.pread(file, TOKEN, _bytes(size)) == token:
+        with contextlib.suppress(OSError):
+            return Board(file, rank, size, timeout_s)
+    else:
+        os.close(file)
     return None
 
 

@@ -3,10 +3,16 @@ for one that is gone is told."""
 
 from __future__ import annotations
 
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import rank_boards
 import starting
 
+from fngraph.ranks.board import ROW, Board
 from fngraph.ranks.faults import ROLL_CALL_S
 
 
@@ -47,3 +53,20 @@ def test_who_destroys_its_groups_has_left() -> None:
     (said, took), _ = starting.values(starting.run(rank_boards.left_by_destroying, 2))
     assert said.startswith("RankError: the agreement to run a step") and "has ended, or" in said
     assert took < ROLL_CALL_S + 1
+
+
+def test_threads_come_one_after_the_other(tmp_path: Path) -> None:
+    """Two steps of one process may be called at once; each has its own exchange."""
+    path, before = tmp_path / "board", sys.getswitchinterval()
+    path.write_bytes(bytes(8 * ROW))
+    board = Board(os.open(path, os.O_RDWR), 0, 1, 1.0)
+
+    def wrong(own: int) -> int:
+        return sum(board.exchange([own, i]) != [[own, i]] for i in range(20000))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(wrong, (1, 2))) == [0, 0]
+    finally:
+        sys.setswitchinterval(before)

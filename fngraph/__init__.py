@@ -36,6 +36,7 @@ _EXPORTS = {
     "bisect": "shadow.bisecting", "Bisection": "shadow.bisecting",
     # many processes
     "Mesh": "ranks.mesh", "Axis": "ranks.mesh", "make_mesh": "ranks.mesh",
+    "Board": "ranks.board", "make_board": "ranks.board",
     "all_reduce": "ranks.collectives", "all_gather": "ranks.collectives",
     "reduce_scatter": "ranks.collectives", "all_to_all": "ranks.collectives",
 }  # fmt: skip
@@ -88,6 +89,7 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
     from fngraph.fx.rows.check import trust_rows as trust_rows
     from fngraph.graphified import graphify as graphify
     from fngraph.options import Verify as Verify
+    from fngraph.ranks.board import Board as Board, make_board as make_board
     from fngraph.ranks.collectives import (
         all_gather as all_gather,
         all_reduce as all_reduce,

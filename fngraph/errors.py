@@ -64,6 +64,19 @@ class RankError(FnGraphError, RuntimeError):
         self.at = at
 
 
+class AbsentError(RankError):
+    """A process does not come to an exchange on a board.
+
+    Attributes:
+        rank: which, of the board's.
+        gave_up: whether it has said that it comes no more; else it has ended, or is late.
+    """
+
+    def __init__(self, text: str, rank: int, gave_up: bool) -> None:
+        super().__init__(text)
+        self.rank, self.gave_up = rank, gave_up
+
+
 # --- purity of the traced function --------------------------------------------------------------
 
 

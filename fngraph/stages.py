@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -389,7 +390,13 @@ class Lowered:
             "collectives": ", ".join(f"{one.op} over {one.axis}" for one in found),
         }  # fmt: skip
         return Peers(
-            groups=tuple(sorted({(one.axis, one.group) for one in found})),
+            # names of groups differ from row to row, so that they are no order
+            groups=tuple(
+                sorted(
+                    dict.fromkeys((one.axis, one.group) for one in found),
+                    key=operator.itemgetter(0),
+                )
+            ),
             told=told,
             places={name: line for name, (_, line) in traced.alike.items()},
             counts=traced.of_rows,

@@ -1,10 +1,12 @@
 """Llama over processes, a GPU each: python -m benchmarks ranks --models 8B --tp 2
 
-Parts: `step`, a decode step of a model split over `--tp`, in FULL and PIECEWISE, beside the same
-in one process, and beside a step by hand whose collectives are `torch.distributed`'s, captured in
-one graph as it is and under torch.compile; `agreement`, what asking the others before each step
-costs the host; `stream`, tokens a second of a mixed stream that as many processes share, each with
-a whole model, beside one; `memory`, the most that each has while it loads its part of a folder.
+Parts: `step`, a decode step of a model split over `--tp`, in FULL with each sum over processes as
+`torch.distributed`'s collective (`sums`), as one kernel with its norm (`fused`), of own rows
+(`rows`) or compiled (`pieces`), and in PIECEWISE, beside the same in one process, and beside a step
+by hand whose collectives are `torch.distributed`'s, captured in one graph as it is and under
+torch.compile; `agreement`, what asking the others before each step costs the host; `stream`, tokens
+a second of a mixed stream that as many processes share, each with a whole model, beside one;
+`memory`, the most that each has while it loads its part of a folder.
 
 Of each figure the slowest process's is shown. Weights are random, the same in all ways, and a way
 is timed if its logits and what it keeps are those of one process. `bound ms` is what a process has
@@ -170,7 +172,7 @@ def missed(found: dict[str, list[Row]], flags: argparse.Namespace) -> list[str]:
         "--repeats": count(50),
     },
     quick={"models": ["tiny"], "batch": [1, 3], "context": 32, "repeats": 3, "requests": 8,
-           "ways": ["FULL-fused", "PIECEWISE-fused", "captured"]},
+           "ways": ["FULL-sums", "FULL-fused", "FULL-rows", "PIECEWISE-fused", "captured"]},
     missed=missed,
 )  # fmt: skip
 def measure(flags: argparse.Namespace) -> dict[str, list[Row]]:

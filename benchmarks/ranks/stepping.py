@@ -13,13 +13,14 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fngraph as fg
 from benchmarks.decode.judging import MOST_ERROR, off, told
 from benchmarks.decode.plain import FORMS
 from benchmarks.device import once_ms, wait
 from benchmarks.ranks.sharing import Right, Task, own_heads
-from benchmarks.ranks.ways import OURS, Made, by_hand, captured_step, ours
+from benchmarks.ranks.ways import OURS, SPLIT, Made, by_hand, captured_step, gather_into, ours
 from fngraph.models.serving.ranks.circles import make_ranks
 from fngraph.models.serving.ranks.following import agree, agree_ahead, agreed_ahead
 from fngraph.models.serving.ranks.joining import promise
@@ -38,6 +39,8 @@ def step_rows(
     """
     rows: list[Row] = []
     for way in ways:
+        if way in SPLIT and task.axis.size == 1:
+            continue
         forms = [""] if way in OURS else list(FORMS)
         for form in forms:
             name = f"{way}, {form}" if form else way
@@ -103,14 +106,17 @@ def clocked(call: Callable[[], Any], repeats: int, device: str) -> dict[str, flo
 
 
 def agreement_rows(task: Task, repeats: int) -> list[Row]:
-    """What the host spends on a step of the first batch whose key is decided for all before, and
-    on one that asks the others. By turns: a neighbour that changes meanwhile changes both."""
+    """What the host spends on a step of the first batch, on comparing it with the others before,
+    and on the same over gloo, as between hosts. By turns: a neighbour changes all of them."""
     step, cache = captured_step(task, "FULL-fused")
     batch = task.batch(task.batches[0])
-    chosen = step.dispatch(batch.spec)
+    board, group = fg.make_board(dist.group.WORLD, 60.0), dist.group.WORLD
+    own = torch.zeros(3, dtype=torch.int64)
+    every = own.new_empty(3 * task.axis.size)
     ways: dict[str, Callable[[], Any]] = {
-        "decided before": lambda: step(cache, batch, allowed=chosen),
-        "asked": lambda: step(cache, batch),
+        "step": lambda: step(cache, batch),
+        "board": lambda: board and board.exchange([1, 2, 3]),
+        "gloo": lambda: gather_into(every, own, group=group),
     }
     took: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(WARM + repeats):
@@ -120,10 +126,11 @@ def agreement_rows(task: Task, repeats: int) -> list[Row]:
             if turn >= WARM:
                 took[name].append(time.perf_counter() - began)
             wait(task.mesh.device)
-    decided, asked = (median(times) * 1e6 for times in took.values())
-    joint, ahead = meeting_us(task, lambda: step(cache, batch, allowed=chosen), repeats)
-    return [{"batch": task.batches[0], "decided before, host us": decided,
-             "asked, host us": asked, "exchange us": asked - decided,
+            dist.barrier()  # who comes late is not what is measured
+    whole, asked, gloo = (median(times) * 1e6 for times in took.values())
+    joint, ahead = meeting_us(task, lambda: step(cache, batch), repeats)
+    return [{"batch": task.batches[0], "step, host us": whole,
+             "exchange us": asked if board else gloo, "over gloo us": gloo,
              "teams meet, host us": joint, "ahead, host us": ahead}]  # fmt: skip
 
 

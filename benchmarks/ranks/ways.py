@@ -1,8 +1,11 @@
 """Ways to take a step of a model that processes share: fngraph's, and by hand with plain
 `torch.distributed` collectives (`benchmarks ranks`).
 
-By hand, a step is `decode/plain.py`'s: what attention and mlps give is summed by `all_reduce`,
-logits are gathered. It is captured as it is, or under `torch.compile`; a CPU calls it.
+fngraph's differ in what becomes of sums over processes: `fused`, each with its addition and norm is
+one kernel; `sums`, a collective of `torch.distributed`'s, and a kernel for the rest; `rows`, each
+process adds and norms rows of its own. `pieces` is compiled. By hand, a step is that of
+`decode/plain.py`: what attention and mlps give is summed by `all_reduce`, logits are gathered. It
+is captured as it is, or under `torch.compile`; a CPU calls it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,15 @@ from benchmarks.ranks.sharing import Task, newest, without_stands
 from benchmarks.workload import BLOCK_SIZE
 from fngraph.models.families import llama
 
-OURS = ("FULL-fused", "FULL-pieces", "PIECEWISE-fused", "PIECEWISE-pieces")
+OURS = (
+    "FULL-sums", "FULL-fused", "FULL-rows", "FULL-pieces", "PIECEWISE-fused", "PIECEWISE-pieces"
+)  # fmt: skip
+SPLIT = ("FULL-sums", "FULL-rows")
+"""Of one process they are FULL-fused: it has nothing to sum."""
+ONE_KERNEL = ("all_reduce_rms_norm",)
+OWN_ROWS = ("sequence_parallel", "matmul_reduce_scatter", "all_gather_matmul")
+LEFT_OUT = {"sums": (*ONE_KERNEL, *OWN_ROWS), "fused": OWN_ROWS, "rows": ONE_KERNEL}
+"""Passes, of all that are shipped."""
 HANDS = ("captured", "compile")
 gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name since 2.13
 
@@ -47,11 +58,13 @@ def captured_step(task: Task, way: str) -> tuple[Any, Any]:
     """fngraph's step of all batches, and its cache."""
     mode, level = way.split("-")
     cache, most, sizes = task.pages(), max(task.batches), tuple(sorted(task.batches))
+    without = LEFT_OUT.get(level)
+    passes = without and [one for one in fg.passes.PASSES if one.name not in without]
     fast = fg.graphify(
         greedy(llama.forward), modes=mode, donate="cache", stage="batch", sizes=sizes,
         compile="pieces" if level == "pieces" else "none",
         compile_sizes=sizes if level == "pieces" else (),
-        passes="all" if level == "fused" else None,
+        passes=passes,
     )  # fmt: skip
     limits = fg.Limits(most, most, B=task.context // BLOCK_SIZE)
     step = fast.bind(task.params).capture(cache, limits, outputs="borrow", progress=False)
@@ -70,12 +83,13 @@ def taken(task: Task, step: Any, cache: Any, num_reqs: int) -> Made:
     batch = task.batch(num_reqs)
     chosen = step.dispatch(batch.spec)
     found: list[Any] = []
+    sums = sum(step.stats.passes.get(name, 0) for name in (*ONE_KERNEL, *OWN_ROWS))
 
     def call() -> None:
         found[:] = step(cache, batch, allowed=chosen)
 
     return Made(call, lambda: found[1], lambda: newest(cache, num_reqs, task.context),
-                {"ran as": str(chosen.mode)})  # fmt: skip
+                {"ran as": str(chosen.mode), "sums matched": sums})  # fmt: skip
 
 
 def by_hand(task: Task, way: str, form: str) -> Iterator[tuple[int, Made]]:

@@ -4,8 +4,9 @@ Where they agree it takes one exchange of some bytes a group. Where they do not,
 it has to say, and each raises the same `RankError`, of the first thing that differs.
 
 One exchange along each axis of a mesh in turn, with what the ones before have found, tells every
-process of the grid whether any two of them differ. It has a group of its own, of gloo, which
-`make_mesh` makes: who is in a collective of the model's is not taken for one that agrees.
+process of the grid whether any two of them differ. It goes over a board of memory that processes
+of a host share, else over a group of its own, of gloo, both of which `make_mesh` makes: who is in a
+collective of the model's is not taken for one that agrees.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from fngraph.errors import RankError
 from fngraph.ranks.faults import failing_as
-from fngraph.ranks.mesh import agreeing
+from fngraph.ranks.mesh import Agreeing, agreeing
 from fngraph.torch_facts.names import all_gather_into, serves_cpu
 
 Told = Mapping[str, str]
@@ -130,7 +131,7 @@ def meet(
     wrong = int(trouble)
     for axis, group in peers.groups:
         with failing_as(f"the agreement to {what},", axis, group) as found:
-            rows = _gathered(agreeing(found), [number, wrong, sum(1 << f for f in flags)])
+            rows = _exchanged(agreeing(found), [number, wrong, sum(1 << f for f in flags)])
         wrong = int(any(w for _, w, _ in rows) or len({n for n, *_ in rows}) > 1)
         flags.update(_bits(rows))
     if not wrong:
@@ -148,7 +149,7 @@ def tell_all(peers: Peers, what: str, own: Told) -> dict[int, Told]:
     for axis, group in peers.groups:
         with failing_as(f"the agreement to {what},", axis, group) as found:
             parts: list[Any] = [None] * dist.get_world_size(found)
-            dist.all_gather_object(parts, told, group=agreeing(found))
+            dist.all_gather_object(parts, told, group=agreeing(found).group)
         for part in parts:
             told |= part
     return told
@@ -159,8 +160,11 @@ def _bits(rows: Sequence[Sequence[int]]) -> Iterator[int]:
         yield from (i for i in range(mask.bit_length()) if mask >> i & 1)
 
 
-def _gathered(group: Any, numbers: Sequence[int]) -> list[list[int]]:
+def _exchanged(by: Agreeing, numbers: Sequence[int]) -> list[list[int]]:
     """Each process's numbers, in the order of ranks."""
+    if by.board is not None:
+        return by.board.exchange(numbers)
+    group = by.group
     device = "cpu" if serves_cpu(group) else torch.device("cuda", torch.cuda.current_device())
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     out = own.new_empty(dist.get_world_size(group) * len(numbers))

@@ -14,7 +14,7 @@ import math
 import os
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fngraph.core import text
 from fngraph.errors import RankError
+from fngraph.ranks.board import Board, make_board
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,23 +175,35 @@ def make_mesh(device: str | None = None, *, timeout: float | None = None, **size
     for group in made.get_all_groups():  # which torch gives its own default
         group.set_timeout(timedelta(seconds=waits))
     for name in names:
-        _make_agreeing(made, name, timedelta(seconds=waits))
+        _make_agreeing(made, name, float(waits))
     found = Mesh.over(made)
     axes = tuple(found[name] if name in names else Axis(name) for name in sizes)
     return dataclasses.replace(found, axes=axes)
 
 
-_AGREEING: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""By an axis's group, one of the same processes by which they agree: as torch keeps its groups."""
+class Agreeing(NamedTuple):
+    """By what the processes of an axis agree.
+
+    Attributes:
+        group: of gloo where `make_mesh` has made it, and of the same processes.
+        board: for some numbers at a time; None: they are on several hosts.
+    """
+
+    group: Any
+    board: Board | None = None
 
 
-def agreeing(group: Any) -> Any:
-    """The group by which the processes of an axis agree; of a mesh that `make_mesh` has not made,
-    their own."""
-    return _AGREEING.get(group, group)
+_AGREEING: weakref.WeakKeyDictionary[Any, Agreeing] = weakref.WeakKeyDictionary()
+"""By an axis's group: as torch keeps its groups."""
 
 
-def _make_agreeing(mesh: DeviceMesh, name: str, waits: timedelta) -> None:
+def agreeing(group: Any) -> Agreeing:
+    """By what the processes of an axis agree; of a mesh that `make_mesh` has not made, their own
+    group."""
+    return _AGREEING.get(group) or Agreeing(group)
+
+
+def _make_agreeing(mesh: DeviceMesh, name: str, waits: float) -> None:
     """Such groups of an axis, of all its rows: torch wants all processes at each. A group that is
     all of them is every mesh's of one axis, and has one."""
     own = mesh.get_group(name)
@@ -198,9 +211,11 @@ def _make_agreeing(mesh: DeviceMesh, name: str, waits: timedelta) -> None:
         return
     ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1)  # type: ignore[union-attr]
     for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
-        made = dist.new_group(row, waits, "gloo", group_desc="agreement")
+        made = dist.new_group(row, timedelta(seconds=waits), "gloo", group_desc="agreement")
         if dist.get_rank() in row:
-            _AGREEING[own] = made
+            _AGREEING[own] = Agreeing(made)
+    group = _AGREEING[own].group
+    _AGREEING[own] = Agreeing(group, make_board(group, waits))
 
 
 def divisors(total: int) -> list[int]:

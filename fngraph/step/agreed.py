@@ -1,9 +1,10 @@
 """Processes that meet in a step's collectives capture the same keys at once, and run the same ones.
 
 A step whose graph has collectives says what it is about to do to all that its graph speaks to, and
-does it if they all are: some 64 bytes an axis, before anything is launched. What was decided for
-all of them already (`allowed=` a `Dispatch`, as of `fg.core.settle` or a plan that was broadcast)
-is not compared again. A step without collectives asks nobody.
+does it if they all are: some 64 bytes an axis, before anything is launched. What was decided before
+(`allowed=` a `Dispatch`, as of `fg.core.settle` or a plan that was broadcast) is compared as well:
+one who was told another plan, or has another table, would wait where nobody comes. A step without
+collectives asks nobody.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fngraph.core import BatchSpec, Dispatch, Mode
-from fngraph.core.dispatching import Allowed
-from fngraph.core.spec import Key
+from fngraph.core import BatchSpec, Mode
+from fngraph.core.spec import NO_BOUNDS, Key
 from fngraph.core.text import count
 from fngraph.errors import CaptureError, RankError
 from fngraph.ranks.agreement import RAISED, Peers, meet, tell_all
@@ -22,7 +22,7 @@ from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
 
-def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowed) -> None:
+def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
     """Go on if all are about to run the same key on as many tokens and requests.
 
     Where some have captured it and some have not, all do so now, since its collectives run then.
@@ -34,17 +34,28 @@ def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowe
     if keys.has_failed:  # and that was survived
         keys.has_failed = False
         unsay()
-    if peers is None or isinstance(allowed, Dispatch):
+    if peers is None:
         return
     say = _step(keys, prepared, spec)
     if prepared.number is None:
         prepared.number = peers.number(say())
-    is_ready = chosen.mode is Mode.NONE or chosen.key in keys.replays
-    flags = meet(peers, f"run a step as {_named(chosen.key)}", prepared.number, is_ready,
+    key = chosen.key
+    has = FAILED if key in keys.failed else MISSING
+    if chosen.mode is Mode.NONE or key in keys.replays:
+        has = READY
+    flags = meet(peers, f"run a step as {_named(key)}", prepared.number, has,
                  lambda: {**peers.told, **say()})  # fmt: skip
-    if 0 in flags and is_ready and chosen.mode is not Mode.NONE:
-        keys.free([chosen.key])
+    if flags == [READY] or chosen.mode is Mode.NONE:
+        return
+    if has == READY:
+        keys.free([key])
         prepared.replay = None
+    if FAILED in flags:  # who tries again does so with all others
+        keys.failed.setdefault(key, "it has failed in another process. Call recapture() in all")
+
+
+MISSING, READY, FAILED = range(3)
+"""Of the key that a step runs as, in a process."""
 
 
 def _step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> Callable[[], dict[str, str]]:
@@ -52,15 +63,14 @@ def _step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> Callable[[], dict[
     assert peers is not None
 
     def say() -> dict[str, str]:
-        counts = {"the batch": str(spec)} if peers.counts else {}
+        own = spec._replace(host=NO_BOUNDS)  # each process has bounds of its own
+        counts = {"the batch": str(own)} if peers.counts else {}
         return {"what is done": "a step", "the key that runs": _named(chosen.key), **counts}
 
     return say
 
 
-def failed_step(
-    keys: Keys, prepared: Prepared | None, error: Exception, allowed: Allowed, met: bool
-) -> None:
+def failed_step(keys: Keys, prepared: Prepared | None, error: Exception, met: bool) -> None:
     """Tell the others that this process does not go on; of an error that came from them, say where.
 
     Args:
@@ -72,7 +82,7 @@ def failed_step(
     if isinstance(error, RankError):
         where = f"the step that runs as {_named(prepared.chosen.key)}" if prepared else "a step"
         _say_where(peers, error, where)
-    elif met or isinstance(allowed, Dispatch):
+    elif met:
         keys.has_failed = True
         say_failed(error)
     else:
@@ -97,31 +107,70 @@ def before_capture(keys: Keys, wanted: Sequence[Key]) -> None:
     meet(peers, what, peers.number(say), 0, lambda: {**peers.told, **say})
 
 
+def before_times(keys: Keys, key: Key, repeats: int) -> None:
+    """Go on if all are about to run this key so often.
+
+    Raises:
+        RankError: as `before_step`.
+    """
+    peers = keys.executable.peers
+    if peers is None:
+        return
+    what = f"measure {_named(key)}"
+    say = {"what is done": what, "repeats": str(repeats)}
+    meet(peers, what, peers.number(say), 0, lambda: {**peers.told, **say})
+
+
 def after_capture(keys: Keys, key: Key, failure: CaptureError | None) -> CaptureError | None:
     """Why the key cannot be captured or warmed, here or in another process: then nobody keeps it.
 
     Raises:
         RankError: it failed in another process alone, and `on_failure="raise"`.
     """
+    named = _named(key)
+    found = _failure_of_any(keys, f"keep {named}, which was captured", failure)
+    if found is None or found is failure:
+        return found
+    keys.free([key])
+    keys.warm = {of: one for of, one in keys.warm.items() if one != key}
+    return _elsewhere(keys, f"{named} cannot be captured", named, found)
+
+
+def after_warming(keys: Keys, what: str, failure: CaptureError | None) -> CaptureError | None:
+    """Why something that comes before captures has failed, here or in another process: one that
+    went on by itself would come to other collectives than the others.
+
+    Args:
+        what: it was: "BatchSpec(...) without a graph".
+
+    Raises:
+        RankError: as `after_capture`.
+    """
+    found = _failure_of_any(keys, f"go on after {what}", failure)
+    if found is None or found is failure:
+        return found
+    return _elsewhere(keys, f"{what} cannot be run", what, found)
+
+
+def _failure_of_any(keys: Keys, what: str, failure: CaptureError | None) -> CaptureError | None:
+    """The failure of this process, or those of others in one; None: nobody has any."""
     peers = keys.executable.peers
     if peers is None:
         return failure
-    what = f"keep {_named(key)}, which was captured"
     say = {"what is done": what}
     flags = meet(peers, what, peers.number(say), failure is None, lambda: {**peers.told, **say})
     if 0 not in flags:
         return None
     told = tell_all(peers, what, _raised(failure) if failure else {})
-    if failure is not None:
-        return failure
-    keys.free([key])
-    keys.warm = {of: one for of, one in keys.warm.items() if one != key}
-    each = "; ".join(f"rank {rank}: {one[RAISED]}" for rank, one in told.items() if one)
+    each = (f"rank {rank}: {one[RAISED]}" for rank, one in told.items() if one)
+    return failure or CaptureError("; ".join(each))
+
+
+def _elsewhere(keys: Keys, what: str, named: str, failure: CaptureError) -> CaptureError:
+    """A failure of other processes, as one of this one; raised by `on_failure="raise"`."""
     if keys.shared.rules.on_failure == "raise":
-        raise RankError(
-            f"{_named(key)} cannot be captured by every process, so none keeps it: {each}"
-        )
-    return CaptureError(f"{_named(key)}: {each}")
+        raise RankError(f"{what} by every process, so none keeps it: {failure}")
+    return CaptureError(f"{named}: {failure}")
 
 
 def any_of(keys: Keys, here: bool) -> bool:
@@ -145,6 +194,7 @@ def telling(keys: Keys, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if peers is not None:
+            keys.has_failed = True
             say_failed(error)
         raise
 

@@ -46,7 +46,7 @@ from fngraph.graphs.recorder import describe
 from fngraph.graphs.replay import Replay, capture
 from fngraph.graphs.staging.buffers import Sizes, true_sizes
 from fngraph.graphs.staging.unpack import unpacker
-from fngraph.step.agreed import after_capture, before_capture, telling
+from fngraph.step.agreed import after_capture, after_warming, before_capture, telling
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
@@ -240,25 +240,39 @@ def _warm_ahead(keys: Keys, wanted: list[Key]) -> None:
     firsts, batches = _cold(keys, wanted), _cold_batches(keys)
     if not firsts and not batches:
         return
-    with as_captured(keys):
+    with as_captured(keys), contextlib.ExitStack() as held:
+        failure = None
         try:
-            with preserved(overwritten(keys)):
-                for key in firsts:
-                    failure = None
-                    try:
-                        _run_padding(keys, key)
-                    except RankError as error:
-                        raise RankError(f"{_named(key)}{error}", error.at) from error
-                    except Exception as error:
-                        failure = _failure(key, error)
-                    if (failure := after_capture(keys, key, failure)) is not None:
-                        _refuse(keys, key, failure)
-                for spec in batches:
-                    _run_eager(keys, spec)
-                keys.is_eager_warm = True
-        except CaptureError:  # no memory for the copies, as each key will find for itself
-            if keys.shared.rules.on_failure == "raise":
-                raise
+            held.enter_context(preserved(overwritten(keys)))
+        except CaptureError as error:  # no memory for the copies, as each key will find for itself
+            failure = error
+        if _is_off(keys, "copies of donated leaves", failure):
+            return
+        for key in firsts:
+            failure = None
+            try:
+                _run_padding(keys, key)
+            except RankError as error:
+                raise RankError(f"{_named(key)}{error}", error.at) from error
+            except Exception as error:
+                failure = _failure(key, error)
+            if (failure := after_capture(keys, key, failure)) is not None:
+                _refuse(keys, key, failure)
+        for spec in batches:
+            _is_off(keys, f"{spec} without a graph", _run_eager(keys, spec))
+        keys.is_eager_warm = True
+
+
+def _is_off(keys: Keys, what: str, failure: CaptureError | None) -> bool:
+    """Whether it has failed, here or in another process; then a step that needs it says so itself.
+
+    Raises:
+        CaptureError, RankError: it has, by `on_failure="raise"`.
+    """
+    failure = after_warming(keys, what, failure)
+    if failure is not None and keys.shared.rules.on_failure == "raise":
+        raise failure
+    return failure is not None
 
 
 def _cold_batches(keys: Keys) -> list[BatchSpec]:
@@ -279,12 +293,8 @@ def compiles_kernels(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _run_eager(keys: Keys, spec: BatchSpec) -> None:
-    """Run a batch of nothing but padding as a step without graphs runs it.
-
-    Raises:
-        CaptureError: it cannot be, and `on_failure="raise"`; else such a step says so itself.
-    """
+def _run_eager(keys: Keys, spec: BatchSpec) -> CaptureError | None:
+    """Run a batch of nothing but padding as a step without graphs runs it; why it cannot be."""
     executable = keys.executable
     sizes = true_sizes(spec, executable.limits.dims)
     try:
@@ -297,8 +307,10 @@ def _run_eager(keys: Keys, spec: BatchSpec) -> None:
     except RankError:
         raise
     except Exception as error:
-        if keys.shared.rules.on_failure == "raise":
-            raise CaptureError(f"{spec}, without a graph: {describe(error)}") from error
+        failure = CaptureError(f"{spec}, without a graph: {describe(error)}")
+        failure.__cause__ = error
+        return failure
+    return None
 
 
 def unlike_batches(

@@ -52,7 +52,14 @@ from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import Replay
 from fngraph.options import Rules
-from fngraph.step.agreed import any_of, before_step, failed_step
+from fngraph.step.agreed import (
+    any_of,
+    before_capture,
+    before_step,
+    before_times,
+    failed_step,
+    telling,
+)
 from fngraph.step.binding import bind
 from fngraph.step.call import leaves_of, results_of, spec_of
 from fngraph.step.capture import capture_ahead, find_replay, obtain
@@ -176,7 +183,7 @@ class Step(Generic[R]):
                 keys.handed = None
                 leaves = leaves_of(keys, batch, prepared) if filled is None else None
                 if keys.executable.peers is not None:
-                    before_step(keys, prepared, spec, allowed)
+                    before_step(keys, prepared, spec)
                     met = True
                 if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
                     find_replay(keys, prepared, spec, allowed)
@@ -188,7 +195,7 @@ class Step(Generic[R]):
                 assembled: R = keys.assemble(results, args)
                 return assembled
             except Exception as error:
-                failed_step(last.keys, prepared, error, allowed, met)
+                failed_step(last.keys, prepared, error, met)
                 raise
 
     # which keys serve a call
@@ -514,6 +521,7 @@ class Step(Generic[R]):
         with self.turn.taken():
             now = self._keys_of_now()
             now.check_ready()
+            before_capture(now, now.missing)
             until = time.perf_counter() + budget_ms / 1000
             for key in now.missing:
                 obtain(now, key)
@@ -601,7 +609,8 @@ class Step(Generic[R]):
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: at least 1")
         replay = self[descriptor]
-        with self.turn.taken():
+        with self.turn.taken(), telling(self.main, "times()"):
+            before_times(self.main, (replay.mode, replay.descriptor), repeats)
             return measure(self.main, replay, repeats)
 
     def show_ranges(self, on: bool = True) -> None:

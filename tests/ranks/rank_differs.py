@@ -114,12 +114,27 @@ def differs(rank: int) -> dict[str, Any]:
     chosen = step.dispatch(large.spec)
     assert isinstance(chosen, Dispatch)
     steps("decided for all", small, allowed=chosen)
+    steps("decided otherwise", small, allowed=chosen if rank else step.dispatch(small.spec))
+    steps("decided, other counts", large if rank else small, allowed=chosen)
+    steps("decided by one", small, allowed=chosen if rank else None)
+    bounds = fg.HostBounds(max_query_len=2 + rank, max_seq_len=9 + rank)
+    bounded = Batch(x=small.x, ids=small.ids, slot=small.slot, spec=BatchSpec(3, 2, host=bounds))
+    steps("other bounds", bounded, allowed=("FULL",))  # counts that were not prepared
+    steps("decided, one is refused", wrong if rank else small, allowed=chosen)
     if rank:
         step.release(chosen.descriptor)
     steps("one must capture it", large)
     found["captured"] = len(step)
+    found["times of one"] = told(
+        lambda: step.times(chosen.descriptor, 2) if rank else step(state, large)
+    )
+    found["times of both"] = told(lambda: step.times(chosen.descriptor, 2))
+    step.release(step.dispatch((large if rank else small).spec).descriptor)
+    found["others lack"] = told(lambda: step.capture_some(0.0))
     step.release()
     found["a few"] = [step.capture_some(0.0 if rank else 1e9) for _ in range(3)]
+    lazy, state = made(tp, sizes=(4, 8, 12) if rank else (4, 8), capture={"lazy": True})
+    found["decided, other tables"] = told(lambda: lazy(state, small, allowed=chosen)), len(lazy)
     for how in ("raise", "eager"):
         one, state = made(tp, late=True, capture={"lazy": True, "on_failure": how})
         if rank:
@@ -128,6 +143,13 @@ def differs(rank: int) -> dict[str, Any]:
         found[f"capture fails: {how}"] = error, [*one.failed.values()]
         ARMED.clear()
     found["and runs"] = told(lambda: one(state, small)), str(one.runs_as(small.spec).mode)
+    if rank:  # and would try again
+        one.release(one.dispatch(small.spec).descriptor)
+    other = batch(3, 2, 1)  # of counts that were not prepared: the same key
+    state["rows"].zero_()
+    error = told(lambda: one(state, other))
+    right = torch.equal(state["rows"][other.slot], 2 * torch.relu(other.x))
+    found["one would try again"] = error, right, len(one), str(one.runs_as(other.spec).mode)
     return found
 
 

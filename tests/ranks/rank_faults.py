@@ -66,6 +66,22 @@ def survived(rank: int) -> Any:
     return first, told(lambda: step(state, one))
 
 
+def survived_capture(rank: int) -> Any:
+    """A capture that raises in one, then a step that does not; then that one is killed."""
+    warnings.simplefilter("ignore")
+    tp = fg.make_mesh("cpu", timeout=TIMEOUT_S, tp=2)["tp"]
+    step, state = made(tp, late=True, capture={"lazy": True})
+    one = batch(0, 3, 2)
+    if rank == FAILING:
+        ARMED["now"] = _raise
+    first = told(step.capture_all)
+    ARMED.clear()
+    step(state, one)
+    if rank == FAILING:
+        die()
+    return first, told(lambda: step(state, one))
+
+
 def in_a_grid(rank: int) -> Any:
     """Two by two, of which the last is killed: one shares no axis with it."""
     warnings.simplefilter("ignore")

@@ -302,6 +302,22 @@ def met(mesh: fg.Mesh, steps: Steps, cache: Any) -> dict[str, Any]:
     return {"left": ended(lambda: list(serve(steps, cache, state, POLICY, inbox)))}
 
 
+def taking_fails(mesh: fg.Mesh, steps: Steps, cache: Any) -> dict[str, Any]:
+    """Of a stream that is spread, the process that takes the requests fails between two steps."""
+    ranks, left = make_ranks(mesh, meet=True), 3
+
+    def take(state: State) -> list[dict[str, Any]]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ZeroDivisionError("on purpose")
+        return [{"prompt": [5, 6, 7], "max_new": 20}] * 2
+
+    steps, state = steps._replace(ranks=ranks), start(NUM_BLOCKS, POLICY)
+    inbox = spread(ranks, POLICY, take)
+    return {"taking": ended(lambda: list(serve(steps, cache, state, POLICY, inbox)))}
+
+
 def follower_fails(steps: Steps, cache: Any) -> dict[str, Any]:
     """One that follows raises in its fifth step, and leaves."""
     run, left = steps.run, 4
@@ -328,31 +344,53 @@ STREAMS: dict[int, dict[str, dict[str, int]]] = {
 }
 
 
-@torch.no_grad()
-def streams(rank: int, world: int, modes: tuple[str, ...], device: str) -> dict[Any, Any]:
-    """All streams of so many processes, in these modes; and all faults of two in the last of all
-    modes, by its steps."""
+APART = ("dp apart", "tp shaped", "dp spread", "dp ahead", "led", "met", "taking", "follower")
+"""What two processes do besides, in the last mode; after the last of them they are no world."""
+
+
+def jobs(world: int, modes: tuple[str, ...]) -> list[Any]:
+    """All streams of so many processes, in these modes; and all that goes wrong in two."""
+    found: list[Any] = [(name, mode) for name in STREAMS[world] for mode in modes]
+    return [*found, *APART] if world == 2 and MODES[-1] in modes else found
+
+
+def streams(rank: int, world: int, modes: tuple[str, ...], device: str) -> Any:
+    """What does a job, by steps that are kept for those that come after it."""
     kind = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(kind, timeout=timedelta(minutes=2))
-    found: dict[Any, Any] = {}
     meshes = {
         name: fg.make_mesh(device, **{"dp": 1, "pp": 1, "tp": 1, **sizes})
         for name, sizes in STREAMS[world].items()
     }
     kept: dict[Any, Any] = {}
-    last: dict[str, Any] = {}
-    for name, mesh in meshes.items():
-        adapted = name != "pp tp"
-        for mode in modes:
+    last: dict[str, tuple[str, Any]] = {}
+
+    def steps_of(name: str, mode: str = modes[-1]) -> Any:
+        if name not in last or last[name][0] != mode:
             with traced_once(kept, name):
-                last[name] = made(mesh, mode, meet="dp" in name, adapted=adapted)
-            found[name, mode] = streamed(mesh, *last[name], adapted=adapted)
-    if world == 2 and MODES[-1] in modes:
-        found["dp apart"] = stream(meshes["dp"], modes[-1], adapted=False)
-        found["tp shaped"] = stream(meshes["tp"], modes[-1], shaped=True, adapted=False)
-        found["dp spread"] = spread_out(*last["dp"])
-        found["dp ahead"] = ahead(meshes["dp"], *last["dp"])
-        found |= led(*last["tp"])
-        found |= met(meshes["dp"], *last["dp"])
-        found |= follower_fails(*last["tp"])
-    return found
+                adapted = name != "pp tp"
+                last[name] = mode, made(meshes[name], mode, meet="dp" in name, adapted=adapted)
+        return last[name][1]
+
+    @torch.no_grad()
+    def do(job: Any) -> dict[Any, Any]:
+        if not isinstance(job, str):
+            name, mode = job
+            return {job: streamed(meshes[name], *steps_of(name, mode), adapted=name != "pp tp")}
+        if job == "dp apart":
+            return {job: stream(meshes["dp"], modes[-1], adapted=False)}
+        if job == "tp shaped":
+            return {job: stream(meshes["tp"], modes[-1], shaped=True, adapted=False)}
+        if job == "dp spread":
+            return {job: spread_out(*steps_of("dp"))}
+        if job == "dp ahead":
+            return {job: ahead(meshes["dp"], *steps_of("dp"))}
+        if job == "led":
+            return led(*steps_of("tp"))
+        if job == "met":
+            return met(meshes["dp"], *steps_of("dp"))
+        if job == "taking":
+            return taking_fails(meshes["dp"], *steps_of("dp"))
+        return follower_fails(*steps_of("tp"))
+
+    return do

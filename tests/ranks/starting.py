@@ -7,7 +7,6 @@ back, or what it raised, or the signal that ended it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import gc
@@ -18,6 +17,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -59,6 +59,65 @@ def run(
     Args:
         within: seconds, after which those that still run are killed, and the test fails.
     """
+    told, codes = _world(fn, ranks, args, None, within, env)
+    ended = [
+        dataclasses.replace(one[0] if one else Ended(), code=code)
+        for one, code in zip(told, codes, strict=True)
+    ]
+    late = [rank for rank, code in enumerate(codes) if code is None]
+    assert not late, f"ranks {late} still ran after {within} s: {ended}"
+    return ended
+
+
+def in_turn(
+    fn: Callable[..., Any], ranks: int, jobs: Sequence[Any], *args: Any, within: float = 60
+) -> list[Found]:
+    """What each of so many processes has found, job by job. Where one is lost (a process raises, is
+    killed, or is not done within its time), it is lost alone: others go on in a new world.
+
+    Args:
+        fn: `fn(rank, *args)` gives what does a job, and returns a dict of what it has found.
+        within: seconds for each world.
+    """
+    found, lost = [Found() for _ in range(ranks)], dict[Any, str]()
+    left = list(jobs)
+    while left:
+        told, codes = _world(fn, ranks, args, left, within, None)
+        done = min(sum(not one.error for one in by_rank) for by_rank in told)
+        for own, by_rank in zip(found, told, strict=True):
+            for one in by_rank[:done]:
+                own.update(one.value)
+        if done < len(left):
+            lost[left[done]] = "; ".join(
+                f"rank {rank}: {by_rank[done].error or 'done'}" if len(by_rank) > done
+                else f"rank {rank}: {'not done in time' if code is None else f'exit code {code}'}"
+                for rank, (by_rank, code) in enumerate(zip(told, codes, strict=True))
+            )  # fmt: skip
+        left = left[done + 1 :]
+    for own in found:
+        own.lost = lost
+    return found
+
+
+class Found(dict[Any, Any]):
+    """What a process has found, by name; who asks for what was lost is told why it was.
+
+    Attributes:
+        lost: by job.
+    """
+
+    lost: dict[Any, str]
+
+    def __missing__(self, name: Any) -> Any:
+        some = {name: self.lost[name]} if name in self.lost else self.lost
+        raise AssertionError("\n".join(f"{job} was lost: {why}" for job, why in some.items()))
+
+
+def _world(
+    fn: Callable[..., Any], ranks: int, args: Sequence[Any], jobs: Sequence[Any] | None,
+    within: float, env: Any,
+) -> tuple[list[list[Ended]], list[int | None]]:  # fmt: skip
+    """What each process has told, and its exit code; None: it was killed, being late."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
                           timeout=datetime.timedelta(seconds=within))  # fmt: skip
     told = {
@@ -66,33 +125,35 @@ def run(
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1", **(env or {}),
     }  # fmt: skip
-    began = time.monotonic()
+    until = time.monotonic() + within
     pipes = [PROCESSES.Pipe(duplex=False) for _ in range(ranks)]
     started = [
-        PROCESSES.Process(target=_main, args=(fn, rank, told, ours, args), daemon=True)
+        PROCESSES.Process(target=_main, args=(fn, rank, told, ours, args, jobs), daemon=True)
         for rank, (_, ours) in enumerate(pipes)
     ]
     for one in started:
         one.start()
     for _, ours in pipes:
         ours.close()  # so that the end of a process is the end of its pipe
-    ended: list[Ended] = [Ended(code=None)] * ranks
+    ended: list[list[Ended]] = [[] for _ in range(ranks)]
+    codes: list[int | None] = [None] * ranks
     try:
-        for rank, (theirs, _) in enumerate(pipes):
-            if theirs.poll(max(began + within - time.monotonic(), 0.01)):
-                with contextlib.suppress(EOFError):
-                    ended[rank] = pickle.loads(theirs.recv_bytes())
+        open_ones = {theirs: rank for rank, (theirs, _) in enumerate(pipes)}
+        while open_ones and (ready := wait([*open_ones], max(until - time.monotonic(), 0.01))):
+            for theirs in ready:
+                try:
+                    ended[open_ones[theirs]].append(pickle.loads(theirs.recv_bytes()))
+                except EOFError:
+                    del open_ones[theirs]
         for rank, one in enumerate(started):
-            one.join(max(began + within - time.monotonic(), 0.01))
-            ended[rank] = dataclasses.replace(ended[rank], code=one.exitcode)
+            one.join(max(until - time.monotonic(), 0.01))
+            codes[rank] = one.exitcode
     finally:
         for one in started:
             if one.is_alive():
                 one.kill()
                 one.join()
-    late = [rank for rank, one in enumerate(ended) if one.code is None]
-    assert not late, f"ranks {late} still ran after {within} s: {ended}"
-    return ended
+    return ended, codes
 
 
 def values(ended: Sequence[Ended]) -> list[Any]:
@@ -102,22 +163,33 @@ def values(ended: Sequence[Ended]) -> list[Any]:
     return [one.value for one in ended]
 
 
-def _main(fn: Callable[..., Any], rank: int, env: Any, pipe: Any, args: Sequence[Any]) -> None:
+def _main(
+    fn: Callable[..., Any], rank: int, env: Any, pipe: Any, args: Sequence[Any],
+    jobs: Sequence[Any] | None,
+) -> None:  # fmt: skip
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     gc.freeze()  # what is loaded is no garbage; looking at it takes half a second each time
-    began = time.monotonic()
+    began, failed = time.monotonic(), False
+
+    def tell(value: Any, error: str = "") -> None:
+        ended = Ended(value, error, s=time.monotonic() - began)
+        pipe.send_bytes(pickle.dumps(ended))  # tensors too, by their numbers: nothing is shared
+
     try:
-        ended = Ended(fn(rank, *args))
+        made = fn(rank, *args)
+        if jobs is None:
+            tell(made)
+        for job in jobs or ():
+            tell(made(job))
     except BaseException:
-        ended = Ended(error=traceback.format_exc())
-    ended = dataclasses.replace(ended, s=time.monotonic() - began)
-    pipe.send_bytes(pickle.dumps(ended))  # tensors too, by their numbers: nothing is shared
+        failed = True
+        tell(None, traceback.format_exc())
     pipe.close()
-    if dist.is_initialized() and not ended.error:
-        dist.destroy_process_group()
-    if ended.error:  # threads of a broken group wait for nobody
+    if failed:  # threads of a broken group wait for nobody
         os._exit(0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def die() -> None:

@@ -95,6 +95,32 @@ def test_no_step_runs_as_other_keys(ranks: list[dict[str, Any]], name: str) -> N
         assert untouched and ran == 0
 
 
+DECIDED = {
+    "decided otherwise": STEPS["other keys"],
+    "decided, other counts": "differ in the batch: BatchSpec(num_tokens=3, num_reqs=2) on rank 0; "
+    "BatchSpec(num_tokens=7, num_reqs=2) on rank 1",
+    "decided by one": STEPS["other keys"],
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_was_decided_is_compared_too(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        error, untouched, ran = found[name]
+        assert error.startswith("RankError: ") and DECIDED[name] in error
+        assert untouched and ran == 2
+
+
+def test_a_table_that_differs_is_found_before_what_was_decided_of_it(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """Nothing was captured before, and nothing is."""
+    for found in ranks:
+        error, captured = found["decided, other tables"]
+        assert "differ in the dispatch table: DispatchTable(FULL: 2 FULL keys of 4..8)" in error
+        assert captured == 0
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("one is refused", "TreeError"), ("beyond the limits", "SpecError")]
 )
@@ -105,15 +131,22 @@ def test_what_one_cannot_run_none_does(ranks: list[dict[str, Any]], name: str, k
     assert untouched == [True, 0]
 
 
+def test_what_was_decided_and_one_cannot_run_none_does(ranks: list[dict[str, Any]]) -> None:
+    (other, *untouched), (own, *_) = (found["decided, one is refused"] for found in ranks)
+    assert own.startswith("TreeError") and "rank 1 raised TreeError: " in other
+    assert untouched == [True, 3]
+
+
 def test_after_all_that_steps_go_on(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["then alike"] == ("", False, 1)
         assert found["decided for all"][::2] == ("", 2)
+        assert found["other bounds"][::2] == ("", 3), "each process has bounds of its own"
 
 
 def test_a_key_that_one_has_let_go_is_captured_by_both(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert found["one must capture it"] == ("", False, 3)
+        assert found["one must capture it"] == ("", False, 4)
         assert found["captured"] == 2
         assert found["a few"] == [1, 0, 0], "who has no time left stops both"
 
@@ -129,6 +162,50 @@ def test_a_capture_that_fails_in_one_is_kept_by_none(ranks: list[dict[str, Any]]
         assert all("no such luck" in why for why in failed)
         assert all(why.startswith("rank 1: ") for why in failed) == (rank == 0)
         assert found["and runs"] == ("", "NONE")
+
+
+def test_a_key_that_has_failed_in_one_is_tried_by_none(ranks: list[dict[str, Any]]) -> None:
+    """Or the collectives of one's capture would meet those of the other's eager step."""
+    for found in ranks:
+        assert found["one would try again"] == ("", True, 0, "NONE")
+
+
+def test_what_runs_keys_is_compared_too(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert "differ in what is done: a step on rank 0; measure FULL" in found["times of one"]
+        assert found["times of both"] == ""
+        assert "differ in the keys to capture: FULL BatchDescriptor(4, 4)" in found["others lack"]
+
+
+def test_axes_of_one_name_are_in_the_order_of_their_calls() -> None:
+    """Torch counts groups over all rows: 9 may be this row's first, and 10 another row's."""
+
+    def groups(first: str, second: str) -> Any:
+        a, b = fg.Axis("tp", 2, 0, first), fg.Axis("tp", 2, 0, second)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return fg.all_reduce(fg.all_reduce(x, a), b)
+
+        x = fg.like(torch.empty(3, 8, device="meta"))
+        lowered = fg.graphify(forward, stage="x").trace(batch=x).split().lower()
+        return lowered.compile().executable.peers.groups
+
+    assert groups("9", "11") == (("tp", "9"), ("tp", "11"))
+    assert groups("10", "12") == (("tp", "10"), ("tp", "12"))
+
+
+@pytest.mark.parametrize("how", ["cond", "while_loop"])
+def test_no_collective_depends_on_a_tensor(how: str) -> None:
+    """Whose value may be another in each process: it is refused in a trace, at the user's line."""
+    tp = fg.Axis("tp", 2, 0, "1")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if how == "cond":
+            return fg.cond(x.sum() > 0, lambda x: fg.all_reduce(x, tp), lambda x: x + 1, x)
+        return fg.while_loop(lambda x: x.sum() < 9, lambda x: fg.all_reduce(x, tp), x)
+
+    with pytest.raises(fg.errors.OperatorError, match=r"test_agreeing.py:\d+: a function of .*"):
+        fg.graphify(forward, stage="x").trace(batch=torch.ones(3, 8))
 
 
 def test_devices_of_other_numbers_are_alike() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fngraph.models.serving.batches import batch_type, empty_batch, lay_out, own
 from fngraph.models.serving.logits import first_rows
 from fngraph.models.serving.ranks.circles import Circle, Ranks
 from fngraph.models.serving.ranks.joining import NOTHING, join, pad_leaves, wish_of
-from fngraph.models.serving.ranks.spreading import assign, outstanding, spread, tokens_of
+from fngraph.models.serving.ranks.spreading import assign, moved, outstanding, spread, tokens_of
 from fngraph.models.serving.scheduling import plan
 
 SHAPED = (("logits", True),)
@@ -143,8 +144,19 @@ def test_what_padding_drew_is_left_out():
 def test_a_request_that_nobody_can_run_is_left_out_alone():
     policy = Policy(16, 4, 4)
     good = {"prompt": [1, 2], "max_new": 2}
-    coming = [good, {"prompt": [], "max_new": 2}, {**good, "grammar": lambda tokens: None}, good]
+    odd: Any = [None, {**good, "prompt": iter([1, 2])}]
+    coming = [good, {"prompt": [], "max_new": 2}, {**good, "grammar": lambda tokens: None}, *odd]
+    coming.append(good)
     with pytest.warns(UserWarning, match="a request is not served: ") as told:
         state = spread(Ranks(), policy, lambda state: coming)(start(8, policy))
     assert [job.request.prompt for job in state.waiting] == [(1, 2)] * 2
-    assert state.submitted == 2 and len(told) == 2
+    assert state.submitted == 2 and len(told) == 4
+
+
+def test_a_deadline_is_told_as_what_is_left_of_it():
+    """Each host's clock has a beginning of its own."""
+    asked = {"prompt": [1], "max_new": 2, "deadline": 107.0}
+    told = moved(asked, -100.0)
+    assert told["deadline"] == 7.0 and moved(told, 5000.0)["deadline"] == 5007.0
+    without = {"prompt": [1], "max_new": 2}
+    assert moved(without, -100.0) == without

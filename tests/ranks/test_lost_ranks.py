@@ -22,6 +22,7 @@ RUNS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "stalls after steps": (3, rank_faults.fails, ("stalls", "steps", 3)),
     "raises in an op": (2, rank_faults.fails, ("raises", "op")),
     "survived": (2, rank_faults.survived, ()),
+    "survived a capture": (2, rank_faults.survived_capture, ()),
     "in a grid": (4, rank_faults.in_a_grid, ()),
     "others go on": (3, rank_faults.goes_on, ()),
     "elsewhere": (2, rank_faults.elsewhere, ()),
@@ -75,8 +76,9 @@ def test_every_other_process_raises_in_time(ran: dict[str, list[Ended]], name: s
     assert any(WHO[name] in error for error in said), said
 
 
-def test_what_was_survived_is_not_blamed_later(ran: dict[str, list[Ended]]) -> None:
-    first, then = ran["survived"][0].value
+@pytest.mark.parametrize("name", ["survived", "survived a capture"])
+def test_what_was_survived_is_not_blamed_later(ran: dict[str, list[Ended]], name: str) -> None:
+    first, then = ran[name][0].value
     assert "no such luck" in first
     assert "rank 1 is gone" in then and "no such luck" not in then
 

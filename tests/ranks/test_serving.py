@@ -20,16 +20,15 @@ ONE = {"dp": 1, "pp": 1, "tp": 1}
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Callable[..., list[dict[Any, Any]]]:
-    """What each of so many processes has found, which run once."""
-    kept: dict[Any, Any] = {}
+def ranks() -> Callable[..., list[starting.Found]]:
+    """What each of so many processes has found, which run once; what fails does so alone."""
+    kept: dict[Any, list[starting.Found]] = {}
 
-    def of(world: int, modes: tuple[str, ...] = BOTH, device: str = "cpu") -> list[dict[Any, Any]]:
+    def of(world: int, modes: tuple[str, ...] = BOTH, device: str = "cpu") -> list[starting.Found]:
         key = world, modes, device
         if key not in kept:
-            kept[key] = []  # where the run fails, it does so once
-            kept[key] = starting.values(starting.run(run.streams, world, *key, within=280))
-        assert kept[key], "see the first that failed"
+            jobs = run.jobs(world, modes)
+            kept[key] = starting.in_turn(run.streams, world, jobs, *key, within=280)
         return kept[key]
 
     return of
@@ -198,8 +197,16 @@ def test_a_rank_that_leaves_ends_those_that_it_meets(ranks):
     assert max(stays.seconds, leaves.seconds) < SOON
 
 
+def test_where_the_one_that_takes_requests_fails_all_are_told(ranks):
+    takes, waits = (found["taking"] for found in ranks(2))
+    assert takes.error == "ZeroDivisionError: on purpose"
+    assert waits.error.startswith("Left: rank 0 has left")
+    assert max(takes.seconds, waits.seconds) < SOON
+
+
 def test_a_follower_that_fails_ends_its_leader(ranks):
     leads, follows = (found["follower"] for found in ranks(2))
     assert follows.error == "ZeroDivisionError: on purpose"
-    assert "Connection closed by peer" in leads.error, leads.error
+    assert leads.error.startswith("RankError: the agreement to run a step as ")
+    assert "rank 1 is gone" in leads.error, leads.error
     assert max(leads.seconds, follows.seconds) < SOON

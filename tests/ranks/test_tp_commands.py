@@ -34,6 +34,18 @@ def printed(rank: int, words: tuple[str, ...]) -> tuple[int, str]:
     return code, told.getvalue()
 
 
+def under_torchrun(module: str, *words: str) -> str:
+    """What two processes print together; fails if one does."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", module, "--tp", "2", *words,
+    ]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout
+
+
 @pytest.mark.sampled(0)
 def test_the_demo_keeps_its_word_over_two_processes(prompts: tuple[str, str]):
     words = (*prompts, "--tp", "2", "--max-new", "12")
@@ -44,18 +56,21 @@ def test_the_demo_keeps_its_word_over_two_processes(prompts: tuple[str, str]):
         assert len(re.findall(rf"(?m)^{modes} +tokens equal", told)) == 1, told
 
 
+@pytest.mark.sampled(0)
+def test_the_demo_runs_under_torchrun(prompts: tuple[str, str]):
+    """The clone's own name for it; the first process prints, the second nothing."""
+    told = under_torchrun("models.demo", *prompts, "--max-new", "6")
+    assert told.count("on cpu with the tape, shared by 2 processes") == 1
+    for modes in demo.MEANING:
+        assert len(re.findall(rf"(?m)^{modes} +tokens equal", told)) == 1, told
+
+
 def test_generate_writes_the_same_over_two_processes(
     prompts: tuple[str, str], capsys: pytest.CaptureFixture
 ):
     words = (*prompts, "--max-new", "12", "--modes", "NONE", "--drafts", "2")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-        "fngraph.models.generate", "--tp", "2", *words,
-    ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    told = under_torchrun("fngraph.models.generate", *words)
     assert generate.main([*words]) == 0
     texts = re.compile(r"(?m)^\d .*=> .*$")
     want = texts.findall(capsys.readouterr().out)
-    assert texts.findall(ran.stdout) == want and len(want) == 2
+    assert texts.findall(told) == want and len(want) == 2

@@ -36,11 +36,13 @@ class Circle(NamedTuple):
         group: torch's, of gloo; None where this one is alone.
         rank: its place among them; the first one leads.
         members: their numbers among all processes.
+        board: on which they `exchange` numbers; None: over the group, as on several hosts.
     """
 
     group: Any = None
     rank: int = 0
     members: tuple[int, ...] = (0,)
+    board: fg.Board | None = None
 
     @property
     def size(self) -> int:
@@ -121,7 +123,10 @@ def make_ranks(
     members = [tuple(sorted(teams[place], key=order)) for place in sorted(teams)]
     found = [_circle(one, timeout) for one in (*members, tuple(one[0] for one in members))]
     team = next(circle for circle in found[:-1] if dist.get_rank() in circle.members)
-    return Ranks(team, found[-1], meet, within, ahead)
+    peers = found[-1]
+    if meet and peers.size > 1 and peers.rank >= 0:
+        peers = peers._replace(board=fg.make_board(peers.group, timeout.total_seconds()))
+    return Ranks(team, peers, meet, within, ahead)
 
 
 def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:
@@ -203,15 +208,19 @@ def _unpacked(receive: Callable[[Tensor], Any]) -> tuple[Any, Tensor]:
 class Coming(NamedTuple):
     """Numbers of every process of a circle, on their way."""
 
-    found: list[Tensor]
-    works: list[Any]
-    going: Sent
+    board: fg.Board | None
+    length: int
+    found: Sequence[Tensor] = ()
+    works: Sequence[Any] = ()
+    going: Sent = Sent()
 
     def wait(self) -> list[tuple[int, ...]]:
         """Those of each, in the order of their ranks.
 
         Where the last one of another is not 0, that one has left, and takes none.
         """
+        if self.board is not None:
+            return list(map(tuple, self.board.take(self.length)))
         for work in self.works:
             work.wait()
         told = [tuple(one.tolist()) for one in self.found]
@@ -222,6 +231,9 @@ class Coming(NamedTuple):
 
 def exchange(circle: Circle, numbers: Sequence[int]) -> Coming:
     """Begin to tell whole numbers to all others of the circle, and to hear theirs."""
+    if circle.board is not None:
+        circle.board.put(numbers)
+        return Coming(circle.board, len(numbers))
     own = torch.tensor(numbers, dtype=torch.int64)
     found = [own if i == circle.rank else torch.empty_like(own) for i in range(circle.size)]
     # each to each: an all-gather goes around the ring, and takes twice as long
@@ -230,7 +242,7 @@ def exchange(circle: Circle, numbers: Sequence[int]) -> Coming:
         for x, member in zip(found, circle.members)
         if x is not own
     ]
-    return Coming(found, coming, tell_each(circle, numbers))
+    return Coming(None, len(numbers), found, coming, tell_each(circle, numbers))
 
 
 def tell_each(circle: Circle, numbers: Sequence[int], but: Container[int] = ()) -> Sent:

@@ -65,7 +65,7 @@ def over_ranks(
         return steps._replace(ranks=ranks, load_slot=load_own)
 
     def run(cache: Any, batch: Any, allowed: Any = None) -> tuple[Any, Any]:
-        ran = allowed or steps.dispatch(batch.spec)  # decided once, and so not compared again
+        ran = allowed or steps.dispatch(batch.spec)
         with listened_to(ranks.team):
             sent = tell(ranks.team, (STEP, batch.spec, ran), leaves_of(batch))
         results = steps.run(cache, batch, allowed=ran)  # meanwhile it is sent
@@ -121,7 +121,9 @@ def leading(ranks: Ranks) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # who does not listen any more
             tell(ranks.team, (END, reason)).wait(PATIENCE)
         with contextlib.suppress(RuntimeError):
-            if ranks.agrees:
+            if ranks.agrees and ranks.peers.board is not None:
+                ranks.peers.board.leave()
+            elif ranks.agrees:
                 left = error.members if isinstance(error, Left) else ()
                 tell_each(ranks.peers, NOTHING._replace(gone=1), left).wait(PATIENCE)
         raise
@@ -174,9 +176,26 @@ def agreed_ahead(ranks: Ranks, coming: Coming | None) -> fg.BatchSpec | None:
     return join(found, SHAPED) if all(wish.bound for wish in found) else None
 
 
+def numbers_of_all(ranks: Ranks, *own: int) -> list[tuple[int, ...]]:
+    """Some numbers of every team, as many from each and fewer than a `Wish` has.
+
+    Raises:
+        RankError: as `agree`.
+    """
+    with met(ranks):
+        coming = exchange(ranks.peers, (*own, *NOTHING[len(own) :]))
+    return [wish[: len(own)] for wish in _wishes(ranks, coming)]
+
+
 def _wishes(ranks: Ranks, coming: Coming) -> list[Wish]:
     with met(ranks):
-        found = [Wish(*one) for one in coming.wait()]
+        try:
+            found = [Wish(*one) for one in coming.wait()]
+        except fg.errors.AbsentError as error:
+            if not error.gave_up:
+                raise
+            found = [NOTHING] * ranks.peers.size
+            found[error.rank] = NOTHING._replace(gone=1)
     if left := [member for member, wish in zip(ranks.peers.members, found) if wish.gone]:
         raise Left(left)
     return found

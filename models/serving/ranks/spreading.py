@@ -12,31 +12,39 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fngraph.models.serving.policy import Policy
-from fngraph.models.serving.ranks.circles import Ranks, exchange, hear, tell
+from fngraph.models.serving.ranks.circles import Ranks, hear, tell
+from fngraph.models.serving.ranks.following import met, numbers_of_all
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.submitting import submit
 
 Take = Callable[[State], Sequence[Mapping[str, Any]]]
 
 
-def spread(ranks: Ranks, policy: Policy, take: Take) -> Callable[[State], State]:
+def spread(
+    ranks: Ranks, policy: Policy, take: Take, clock: Callable[[], float] = time.monotonic
+) -> Callable[[State], State]:
     """The inbox of a leader, for teams that meet: before each step, all leaders are there.
 
-    It costs a message of the first process each step, and an exchange where requests have come. A
-    request that no team could run ends alone, with a warning that says why, and has no number.
+    It costs an exchange of numbers each step, and a message of the first process where requests
+    have come. A request that no team could run, or that the team which has it cannot, ends alone,
+    with a warning that says why; one of the first kind has no number.
 
     Args:
         take: called by the first process alone, with its own state: what is to be submitted now,
             as `submit` takes it, {"prompt": ..., "max_new": ...}; pickle takes all of it. While it
             waits, all wait; where it returns none, and nobody has anything to do, the loops end.
+        clock: of deadlines, as of `serve`. What is told is how long each has left, since another
+            host's clock has another beginning.
 
     Raises:
         ValueError: teams that do not meet.
+        RankError: while it serves: another team has left (`Left`), or is gone.
     """
     peers = ranks.peers
     if peers.size > 1 and not ranks.meet:
@@ -46,18 +54,22 @@ def spread(ranks: Ranks, policy: Policy, take: Take) -> Callable[[State], State]
         )
 
     def inbox(state: State) -> State:
-        if peers.rank == 0:
-            asked = [dict(one) for one in take(state)]
-            asked = [one for one in asked if can_run(state, policy, one)]
-            sent = tell(peers, asked)
-            sent.wait()
-        else:
-            asked, _ = hear(peers)
-        if not asked:
+        asked = list(take(state)) if peers.rank == 0 else []
+        asked = [dict(one) for one in asked if can_run(state, policy, one)]
+        told = numbers_of_all(ranks, len(asked), outstanding(state))
+        if not told[0][0]:
             return state
-        loads = [load for load, _ in exchange(peers, (outstanding(state), 0)).wait()]
+        with met(ranks):
+            if peers.rank == 0:
+                now = clock()
+                tell(peers, [moved(one, -now) for one in asked]).wait()
+            else:
+                heard, _ = hear(peers)
+                now = clock()
+                asked = [moved(one, now) for one in heard]
+        loads = [load for _, load in told]
         for one, to in zip(asked, assign(loads, list(map(tokens_of, asked)))):
-            if to == peers.rank:
+            if to == peers.rank and can_run(state, policy, one):
                 state = submit(state, policy, **one)
             else:  # it has its number nevertheless
                 state = dataclasses.replace(state, submitted=state.submitted + one.get("n", 1))
@@ -66,12 +78,20 @@ def spread(ranks: Ranks, policy: Policy, take: Take) -> Callable[[State], State]
     return inbox
 
 
+def moved(asked: Mapping[str, Any], by: float) -> dict[str, Any]:
+    """A request whose deadline, if it has one, is by another clock."""
+    if "deadline" not in asked:
+        return dict(asked)
+    return {**asked, "deadline": asked["deadline"] + by}
+
+
 def can_run(state: State, policy: Policy, asked: Mapping[str, Any]) -> bool:
     """Whether `submit` takes a request, and pickle; if not, a warning says why not."""
     try:
         submit(state, policy, **asked)
         pickle.dumps(asked)
-    except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
+        tokens_of(asked)
+    except Exception as error:  # of whatever it is made
         warnings.warn(f"a request is not served: {error}", stacklevel=2)
         return False
     return True

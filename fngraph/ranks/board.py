@@ -1,0 +1,221 @@
+"""A board of numbers that the processes of one host share: each writes its own row, all read all.
+
+    board = fg.make_board(group, timeout_s=60)
+    board.exchange([3, 0])                     # [[3, 0], [5, 1]], in both processes
+
+An exchange over gloo goes through the kernel's sockets and wakes a thread, which takes 100 us and
+more; over memory that both map it takes some microseconds. It is the agreement before each step.
+
+Every word of 8 bytes has 32 bits of a number and the count of the exchange that it is of. So words
+may become visible in any order, and no fence is needed: a reader waits until all of a row are of
+its own exchange. Two slots take turns: who writes its third exchange has read the second of all,
+and so all have read the first.
+
+A process holds a lock on a byte of the file, which the kernel takes back when it ends, however it
+does: so that those who wait are told. Who gives up waiting writes that it has, and takes part in
+nothing more, as those who come late must not take its old word for an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fngraph.errors import AbsentError
+
+SHARED = Path("/dev/shm")
+"""Memory as files, of this host alone. Where there is none (macOS), there is no board."""
+MOST = 8
+"""Numbers that an exchange may have; each is of 63 bits, and not below 0."""
+SLOT = 2 * MOST  # words
+LEFT = 2 * SLOT  # the word that says from which exchange on a process takes part no more
+ROW = 3 * SLOT  # words of a process
+TOKEN = 16  # bytes behind all rows, by which the file is known
+TURNS = 0x7FFFFFFF  # counts of exchanges; then from 0 again
+SPINS = 200  # looks before others may have the core: they come within some us if they run
+YIELDING_S, LOOK_S = 1e-3, 0.01  # how long only that; how often it is looked whether one has ended
+
+
+class Board:
+    """A process's place at one. All of them call the same exchanges in the same order.
+
+    Attributes:
+        rank, size: its row, of so many.
+        timeout_s: how long it waits for the others.
+
+    Made by `make_board`, of a file that is open, and the board's from then on.
+    """
+
+    def __init__(self, file: int, rank: int, size: int, timeout_s: float) -> None:
+        import fcntl  # where there is SHARED there is it
+
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._file, self._lock = file, fcntl
+        weakref.finalize(self, os.close, file)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        # of its own descriptor: closing any that this process has of the file gives up the lock
+        self._words = memoryview(mmap.mmap(file, _bytes(size))).cast("Q")
+        self._turn, self._turns = 0, threading.Lock()
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Everybody's numbers, in the order of ranks; it waits.
+
+        Args:
+            numbers: up to 8, from 0 to 2**63 - 1; as many in each process.
+
+        Raises:
+            AbsentError: one has ended, has given up, or does not come within the timeout.
+        """
+        with self._turns:  # threads come one after the other, each whole
+            self.put(numbers)
+            return self.take(len(numbers))
+
+    def put(self, numbers: Sequence[int]) -> None:
+        """Begin an exchange: say one's own; `take` before the next one."""
+        self._turn = (self._turn + 1) & TURNS
+        tag, at = self._turn << 32, self._slot(self.rank)
+        words = self._words
+        for number in numbers:
+            words[at] = tag | number & 0xFFFFFFFF
+            words[at + 1] = tag | number >> 32
+            at += 2
+
+    def take(self, count: int) -> list[list[int]]:
+        """Everybody's numbers of the exchange that was begun, `count` each; see `exchange`."""
+        try:
+            found = [self._row(rank, 2 * count) for rank in range(self.size)]
+            for rank in range(self.size):  # whose word is there, and who waits no longer
+                self._check_takes_part(rank)
+            return found
+        except BaseException:
+            self._leave(self._turn)
+            raise
+
+    def leave(self) -> None:
+        """Take part in nothing more: who comes to an exchange with this process is told."""
+        self._leave(self._turn + 1)
+
+    def _leave(self, turn: int) -> None:
+        if not self._words[self.rank * ROW + LEFT]:
+            self._words[self.rank * ROW + LEFT] = 1 << 32 | turn & TURNS
+
+    def _slot(self, rank: int) -> int:
+        return rank * ROW + (self._turn & 1) * SLOT
+
+    def _row(self, rank: int, length: int) -> list[int]:
+        words, at, turn = self._words, self._slot(rank), self._turn
+        for _ in range(SPINS):
+            found = words[at : at + length].tolist()
+            if all(word >> 32 == turn for word in found):
+                break
+        else:
+            found = self._awaited(rank, at, length)
+        return [found[i] & 0xFFFFFFFF | (found[i + 1] & 0xFFFFFFFF) << 32
+                for i in range(0, length, 2)]  # fmt: skip
+
+    def _awaited(self, rank: int, at: int, length: int) -> list[int]:
+        began = looked = time.monotonic()
+        why = ""
+        while True:
+            found = self._words[at : at + length].tolist()
+            if all(word >> 32 == self._turn for word in found):
+                return found
+            if why:
+                raise self._absent(rank, why)
+            now = time.monotonic()
+            self._check_takes_part(rank)
+            if now - began > self.timeout_s:
+                why = f"has not come for {self.timeout_s:g} s"
+            elif now - looked > LOOK_S:
+                looked, why = now, self._ended(rank)
+            if now - began < YIELDING_S:
+                os.sched_yield()
+            elif not why:
+                time.sleep(min((now - began) / 20, 1e-3))
+
+    def _check_takes_part(self, rank: int) -> None:
+        left = self._words[rank * ROW + LEFT]
+        if left and (self._turn - left & TURNS) <= TURNS >> 1:  # and not in a later one
+            raise self._absent(rank, "has given up, and takes no more part", gave_up=True)
+
+    def _absent(self, rank: int, why: str, gave_up: bool = False) -> AbsentError:
+        return AbsentError(f"process {rank} of {self.size} {why}", rank, gave_up)
+
+    def _ended(self, rank: int) -> str:
+        """Why a process cannot come any more; "": it has its lock, and may."""
+        if rank == self.rank:
+            return ""
+        try:
+            self._lock.lockf(self._file, self._lock.LOCK_SH | self._lock.LOCK_NB, 1, rank)
+        except OSError:
+            return ""
+        self._lock.lockf(self._file, self._lock.LOCK_UN, 1, rank)
+        return "has ended, or has destroyed its groups"
+
+
+def make_board(group: Any, timeout_s: float) -> Board | None:
+    """A board of a gloo group's processes, who all call this; None, for all of them, where they are
+    on several hosts, or one of them has no memory that others can map.
+
+    Args:
+        timeout_s: how long one waits for the others in an exchange, in seconds.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    made = _new_file(size) if rank == 0 else None
+    try:
+        path, token = _told(group, made, size)[0] or ("", b"")
+        board = _opened(path, token, rank, size, timeout_s)
+        everywhere = all(_told(group, board is not None, size))
+    finally:
+        if made is not None:
+            Path(made[0]).unlink()  # those who have it keep it
+    return board if everywhere else None
+
+
+def _new_file(size: int) -> tuple[str, bytes] | None:
+    token = secrets.token_bytes(TOKEN)
+    try:
+        handle, path = tempfile.mkstemp(prefix="fngraph-", dir=SHARED)
+    except OSError:
+        return None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(_bytes(size)) + token)  # all of it is there, or this fails
+    except OSError:
+        Path(path).unlink()
+        return None
+    return path, token
+
+
+def _opened(path: str, token: bytes, rank: int, size: int, timeout_s: float) -> Board | None:
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    if os.pread(file, TOKEN, _bytes(size)) == token:
+        with contextlib.suppress(OSError):
+            return Board(file, rank, size, timeout_s)
+    else:
+        os.close(file)
+    return None
+
+
+def _bytes(size: int) -> int:
+    return 8 * ROW * size
+
+
+def _told(group: Any, own: Any, size: int) -> list[Any]:
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, own, group=group)
+    return parts

@@ -1,0 +1,87 @@
+"""What processes do at a board that they share, and without one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rank_differs import batch, made, told
+from starting import die
+
+import fngraph as fg
+from fngraph.ranks import board as boards
+from fngraph.ranks.board import Board, make_board
+from fngraph.ranks.mesh import agreeing
+from fngraph.torch_facts.names import resolve_group
+
+TIMEOUT_S = 1.0
+MANY = 3000
+
+
+def _board(timeout_s: float = TIMEOUT_S) -> Board:
+    made = make_board(dist.group.WORLD, timeout_s)
+    assert made is not None
+    return made
+
+
+def exchanges(rank: int) -> Any:
+    """Numbers of all sizes, many times; whether any was another one's, or another time's."""
+    dist.init_process_group("gloo")
+    board, size = _board(20), dist.get_world_size()
+    wrong = 0
+    for turn in range(MANY):
+        want = [[turn, other, (1 << 63) - 1 - turn * other] for other in range(size)]
+        wrong += board.exchange(want[rank]) != want
+    board.put([rank, 5])  # what is begun may be heard later
+    time.sleep(0.01 * rank)
+    return wrong, board.take(2)
+
+
+def ends(rank: int, how: str) -> Any:
+    """What rank 0 is told, and after how long, of rank 1, which dies, stalls or gives up."""
+    dist.init_process_group("gloo")
+    board = _board()
+    board.exchange([rank])
+    if rank == 1:
+        if how == "dies":
+            die()
+        if how == "gives up":
+            board.leave()
+            time.sleep(0.3)  # after which another one ends too
+            return told(lambda: board.exchange([1]))
+        time.sleep(TIMEOUT_S * 1.5)
+        return told(lambda: board.exchange([1]))  # its word of this turn is there
+    began = time.monotonic()
+    said = told(lambda: board.exchange([0]))
+    took = time.monotonic() - began
+    return said, took, told(lambda: board.exchange([0]))
+
+
+def apart(rank: int, who: int) -> Any:
+    """One has no memory that others can map, as on another host: none has a board."""
+    if rank == who == 0:
+        boards.SHARED = Path("/nowhere")
+    elif rank == who:
+        boards._opened = lambda *_: None
+    tp = fg.make_mesh("cpu", timeout=20, tp=2)["tp"]
+    step, state = made(tp)
+    one, large = batch(0, 3, 2), batch(1, 7, 2)
+    error = told(lambda: step(state, one))
+    by = agreeing(resolve_group(tp.group))
+    return by.board is None, error, told(lambda: step(state, large if rank else one))
+
+
+def left_by_destroying(rank: int) -> Any:
+    """One destroys its groups and goes on without: the other is told at once."""
+    tp = fg.make_mesh("cpu", timeout=20, tp=2)["tp"]
+    step, state = made(tp)
+    one = batch(0, 3, 2)
+    step(state, one)
+    if rank == 1:
+        dist.destroy_process_group()
+        time.sleep(6)
+        return None
+    began = time.monotonic()
+    return told(lambda: step(state, one)), time.monotonic() - began

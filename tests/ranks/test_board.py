@@ -1,0 +1,72 @@
+"""Numbers that processes of a host tell each other over memory: right each time, and whoever waits
+for one that is gone is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import rank_boards
+import starting
+
+from fngraph.ranks.board import ROW, Board
+from fngraph.ranks.faults import ROLL_CALL_S
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_have_the_numbers_of_all(ranks: int) -> None:
+    for wrong, later in starting.values(starting.run(rank_boards.exchanges, ranks)):
+        assert wrong == 0
+        assert later == [[rank, 5] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "within"),
+    [
+        ("dies", "process 1 of 2 has ended", 0.8),
+        ("stalls", "process 1 of 2 has not come for 1 s", 1.3),
+        ("gives up", "process 1 of 2 has given up", 0.8),
+    ],
+)
+def test_who_waits_is_told(how: str, why: str, within: float) -> None:
+    """And does so once; who comes late is told as well, though it finds a word of its turn."""
+    ours, theirs = starting.run(rank_boards.ends, 2, how)
+    assert not ours.error, ours.error
+    said, took, again = ours.value
+    assert said.startswith(f"AbsentError: {why}") and took < within
+    assert again.startswith("AbsentError: process ")
+    assert theirs.code == -9 if how == "dies" else "has given up" in theirs.value
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_where_one_has_no_such_memory_none_uses_it(who: int) -> None:
+    """And steps agree as ever."""
+    for none, error, differs in starting.values(starting.run(rank_boards.apart, 2, who)):
+        assert none and error == ""
+        assert differs.startswith("RankError: ") and "differ in the key that runs" in differs
+
+
+def test_who_destroys_its_groups_has_left() -> None:
+    (said, took), _ = starting.values(starting.run(rank_boards.left_by_destroying, 2))
+    assert said.startswith("RankError: the agreement to run a step") and "has ended, or" in said
+    assert took < ROLL_CALL_S + 1
+
+
+def test_threads_come_one_after_the_other(tmp_path: Path) -> None:
+    """Two steps of one process may be called at once; each has its own exchange."""
+    path, before = tmp_path / "board", sys.getswitchinterval()
+    path.write_bytes(bytes(8 * ROW))
+    board = Board(os.open(path, os.O_RDWR), 0, 1, 1.0)
+
+    def wrong(own: int) -> int:
+        return sum(board.exchange([own, i]) != [[own, i]] for i in range(20000))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(wrong, (1, 2))) == [0, 0]
+    finally:
+        sys.setswitchinterval(before)

@@ -1,7 +1,7 @@
 """A page for each public module, with every public name of it, read from the code by griffe.
 
-Nothing is imported, so that neither torch nor a device is needed. A name is public as the module says:
-`__all__`, or `_EXPORTS` and `_MODULES` where names come in when they are first asked for, or
+Nothing is imported, so that neither torch nor a device is needed. A name is public as the module
+says: `__all__`, or `_EXPORTS` and `_MODULES` where names come in when they are first asked for, or
 `import x as x`; and what a module that says none of these defines itself.
 """
 

@@ -1,8 +1,9 @@
 """Dispatch, to look at: a whole table as a picture, and one decision as a rich table.
 
 The picture shows tokens by requests, coloured by what a batch there runs as; the paler the colour,
-the more of the step is padding, as the bar at its side says. Below it, a strip for each query length
-of uniform batches. Where a table reaches far, its axes are logarithmic, so that small keys are seen.
+the more of the step is padding, as the bar at its side says. Below it, a strip for each query
+length of uniform batches. Where a table reaches far, its axes are logarithmic, so that small keys
+are seen.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fngraph.core import BatchSpec, DispatchTable, Explanation, Mode, dispatch
+from fngraph.report.figures import make_figure
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -72,13 +74,12 @@ def draw_table(
         max_reqs: the upper edge; None: the table's limit, or the right edge if that is less.
         adapters: of all batches shown.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     right = max_tokens or max(table.top + table.top // 8, 8)
     upper = max_reqs or min(table.limits.max_reqs, right)
     lengths = sorted({key.query_len for key in table.full if key.query_len is not None})
-    figure = Figure(figsize=(9, 3.6 + 0.45 * len(lengths)), layout="constrained")
+    figure = make_figure(9, 3.6 + 0.45 * len(lengths))
     grid = figure.add_gridspec(
         1 + len(lengths), 2, height_ratios=[8, *[1] * len(lengths)], width_ratios=[24, 1]
     )

@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fngraph.report.figures import make_figure
+
 if TYPE_CHECKING:
     import matplotlib.figure
 
@@ -42,11 +44,9 @@ def draw_padding(
         histogram: rows of a step -> how many steps had so many, as `Flight.histogram` counts them.
         ladders: capture sizes, ascending, by the name that the legend gives them.
     """
-    from matplotlib.figure import Figure
-
     top = max(histogram, default=1)
     counts = list(range(1, top + 1))
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = make_figure(9, 4.2)
     padding, traffic = figure.subplots(2, sharex=True, height_ratios=[2, 1])
     for i, (name, ladder) in enumerate(ladders.items()):
         share, color = padding_share(histogram, ladder), COLORS[i % len(COLORS)]

@@ -16,9 +16,7 @@ def test_a_step_runs_at_the_next_size():
 def test_the_share_is_what_the_planner_counts():
     ladder = plan_sizes(TRAFFIC, 2)
     rows = sum(n * steps for n, steps in TRAFFIC.items())
-    assert padding_share(TRAFFIC, ladder) == pytest.approx(
-        planned_cost(TRAFFIC, ladder) / rows - 1
-    )
+    assert padding_share(TRAFFIC, ladder) == pytest.approx(planned_cost(TRAFFIC, ladder) / rows - 1)
     assert padding_share(TRAFFIC, (1, 3, 7, 12)) == padding_share({}, (1,)) == 0
 
 

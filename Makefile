@@ -29,7 +29,7 @@ docs: .venv/ready
 
 # run all notebooks, and store what they print and draw; make notebooks ONLY="01 05"
 notebooks: .venv/ready
-	$(BIN)/python tests/notebooks_run.py $(ONLY)
+	$(BIN)/python -m tests.notebooks_run $(ONLY)
 
 lint: .venv/ready
 	$(BIN)/ruff check

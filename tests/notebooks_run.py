@@ -1,7 +1,7 @@
 """Run notebooks and store them with what they print and draw.
 
-    python tests/notebooks_run.py                 # all of them; or: make notebooks
-    python tests/notebooks_run.py 01 05           # those whose names begin so
+    python -m tests.notebooks_run                 # all of them; or: make notebooks
+    python -m tests.notebooks_run 01 05           # those whose names begin so
 
 Outputs that differ from the stored ones in fractions alone, such as times, stay as they are, and so
 does a picture of times (a cell with the tag `times`): a second run changes no file. Nothing of the
@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests.site.pages import ROOT, without_times
+
 FOLDER = ROOT / "notebooks"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-FRACTION = re.compile(r"-?\d+\.\d*(?:e[+-]?\d+)?|-?\d+e[+-]?\d+")
 CELL = re.compile(rf"{re.escape(tempfile.gettempdir())}/ipykernel_\d+/\d+\.py")  # a cell's own file
 COLOR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -80,23 +80,10 @@ def shown(cell: Any) -> list[tuple[str, str]]:
     return found
 
 
-def without_fractions(text: str) -> str:
-    """A text without what another run or machine has otherwise: fractions, and the rules and spaces
-    of tables, which are as wide as they."""
-    text = re.sub(r" +", " ", FRACTION.sub("#", text))
-    return re.sub(r"(?<=\|)[ :-]+(?=\|)", "-", text).strip()
-
-
 def same(one: Any, other: Any) -> bool:
-    """Whether two cells show the same, but for fractions."""
-    a, b = ([(k, without_fractions(t)) for k, t in shown(cell)] for cell in (one, other))
+    """Whether two cells show the same, but for times."""
+    a, b = ([(k, without_times(t)) for k, t in shown(cell)] for cell in (one, other))
     return a == b
-
-
-def pictures(cell: Any) -> list[str]:
-    """A cell's pictures and its HTML, as they are stored."""
-    found = [pair for output in cell["outputs"] for pair in output.get("data", {}).items()]
-    return [text.strip() for kind, text in found if kind != "text/plain"]
 
 
 def kept(notebook: Any, stored: Any) -> Any:
@@ -127,7 +114,9 @@ def _table(block: str) -> str:
         max(max(len(row[i]) for j, row in enumerate(cells) if j != 1), 3) for i in range(len(right))
     ]
     lines = [
-        "| " + " | ".join(x.rjust(w) if r else x.ljust(w) for x, w, r in zip(row, widths, right)) + " |"
+        "| "
+        + " | ".join(x.rjust(w) if r else x.ljust(w) for x, w, r in zip(row, widths, right))
+        + " |"
         for row in cells
     ]
     rules = ["-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right)]

@@ -74,10 +74,7 @@ def names_of(module: str) -> list[str]:
     again = [alias.name for n in imports for alias in n.names if alias.asname == alias.name]
     if again or path.name == "__init__.py":
         return again or [
-            alias.name
-            for n in imports
-            for alias in n.names
-            if (n.module or "").startswith(FIRST)
+            alias.name for n in imports for alias in n.names if (n.module or "").startswith(FIRST)
         ]
     own = (ast.FunctionDef, ast.ClassDef)
     return [n.name for n in tree.body if isinstance(n, own) and not n.name.startswith("_")]

@@ -100,7 +100,7 @@ def draw_table(
     if right >= FAR:
         _logarithmic(axes[-1].xaxis, right)
     patches = [Patch(color=color, label=str(mode)) for mode, color in COLORS.items()]
-    axes[0].legend(handles=patches, loc="upper left")
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
     _bar(figure.add_subplot(grid[0, 1]))
     return figure
 
@@ -136,6 +136,8 @@ def _paint(axis: Any, cells: list[list[Cell | None]]) -> None:
     """Cells as squares around their numbers, the first of which are 1 and 1."""
     columns, rows = ([k + 0.5 for k in range(n + 1)] for n in (len(cells[0]), len(cells)))
     image = [[_rgb(cell) for cell in row] for row in cells]
+    for along in (axis.xaxis, axis.yaxis):
+        along.get_major_locator().set_params(integer=True)
     axis.pcolormesh(columns, rows, image, rasterized=True)
 
 

@@ -62,10 +62,16 @@ def files_of(blocks: list[Block]) -> dict[str, str]:
 
 
 def without_times(text: str) -> str:
-    """A text with a mark for each number with a point that is no percentage, and without the widths
-    of tables, which go by those."""
-    text = re.sub(r"\d+\.\d+(?![\d%])", "#", text)
-    return re.sub(r"-+:?(?=\|)", "-", re.sub(r" +", " ", text)).strip()
+    """A text without what another run or machine has otherwise: a mark for each fraction that is no
+    percentage, and tables without their widths and the order of their rows, which go by those."""
+    text = re.sub(r"-?\d+\.\d*(?![\d%])(?:e[+-]?\d+)?|-?\d+e[+-]\d+", "#", text)
+    text = re.sub(r"-+:?(?=\|)", "-", re.sub(r" +", " ", text)).strip()
+    return re.sub(r"(?m)(^\|[ -].*\|$\n\|-.*\|$\n?)((?:^\|.*\|$\n?)+)", _sorted_rows, text)
+
+
+def _sorted_rows(table: re.Match[str]) -> str:
+    """A table's head, and its rows in an order that is no matter of time."""
+    return table[1] + "\n".join(sorted(table[2].splitlines())) + "\n"
 
 
 @contextlib.contextmanager

@@ -6,7 +6,16 @@ import warnings
 from pathlib import Path
 
 import pytest
-from pages import ROOT, Block, blocks_of, files_of, pages, printed_by, without_times
+
+from tests.site.pages import (
+    ROOT,
+    Block,
+    blocks_of,
+    files_of,
+    pages,
+    printed_by,
+    without_times,
+)
 
 ELSEWHERE = {"transformers": "tests/integrations/test_transformers_docs.py"}  # it needs models
 BLOCKS = [block for page in pages() if page.stem not in ELSEWHERE for block in blocks_of(page)]
@@ -49,7 +58,9 @@ def test_all_blocks_are_found() -> None:
 
 
 def test_a_page_that_says_another_number_would_be_seen() -> None:
-    shown = "| padded rows | 1207 |\n| rows | 18.8% |\n| ms | 47.9 |"
+    shown = "| what | is |\n|---|---:|\n| padded rows | 1207 |\n| rows | 18.8% |\n| ms | 47.9 |"
     assert without_times(shown) == without_times(shown.replace("47.9", "1542.3"))
+    swapped = "\n".join([*shown.splitlines()[:2], *reversed(shown.splitlines()[2:])])
+    assert without_times(shown) == without_times(swapped) != without_times(f"{shown}\n| a | 1 |")
     for old, new in (("1207", "1208"), ("18.8%", "18.9%")):
         assert without_times(shown) != without_times(shown.replace(old, new))

@@ -1,4 +1,4 @@
-# make demo, test, test-all, fuzz, lint, format, clean: each does its own set-up.
+# make demo, test, test-all, fuzz, docs, notebooks, lint, format, clean: each does its own set-up.
 PYTHONS := python3.13 python3.12 python3.11 python3 python
 # the first of them that runs, is 3.11 or newer and can make environments; or make PYTHON=...
 PYTHON ?= $(shell for python in $(PYTHONS); do \
@@ -6,7 +6,7 @@ PYTHON ?= $(shell for python in $(PYTHONS); do \
 	&& echo $$python && break; done)
 BIN := .venv/bin
 
-.PHONY: demo test test-all fuzz lint format clean
+.PHONY: demo test test-all fuzz docs notebooks lint format clean
 
 demo: .venv/ready
 	$(BIN)/python -m models.demo
@@ -22,6 +22,14 @@ test-all: .venv/ready
 PROGRAMS ?= 2000
 fuzz: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --coverage $(FUZZ)
+
+# the site, in build/site: open index.html there. It is read and built without a network
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file docs/site/mkdocs.yml
+
+# run all notebooks, and store what they print and draw; make notebooks ONLY="01 05"
+notebooks: .venv/ready
+	$(BIN)/python -m tests.notebooks_run $(ONLY)
 
 lint: .venv/ready
 	$(BIN)/ruff check

@@ -57,7 +57,7 @@ from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Program
-from fngraph.core.text import count, did_you_mean, table
+from fngraph.core.text import count, did_you_mean, html, table
 from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
 from fngraph.executable import Executable, launch_model_of, sizes_of
 from fngraph.fx.advice import in_own_names
@@ -177,6 +177,9 @@ class Compiled:
     def level(self) -> str:
         """The level of compilation, after primitives have had their say."""
         return self.executable.level
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """How often each pass matched; the code of each distinct piece; which compiled code serves
@@ -440,6 +443,9 @@ class Lowered:
     def _count(self) -> Count:
         """What the parts do, without the stage."""
         return counter(self.split.pieces, self.split.traced.graph)
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """Backends, modes, keys and buffers."""

@@ -68,6 +68,19 @@ def test_what_graphify_returns_has_docstrings_on_all_that_is_public(cls: type):
     assert [m for m, value in public_members(cls).items() if not inspect.getdoc(value)] == []
 
 
+def test_what_prints_a_table_is_one_in_a_notebook():
+    """Each class whose `as_text` makes a table shows that table."""
+    seen, bare = 0, []
+    for path in [*(ROOT / "fngraph").rglob("*.py"), *(ROOT / "models").rglob("*.py")]:
+        for cls in ast.walk(ast.parse(path.read_text())):
+            if isinstance(cls, ast.ClassDef):
+                own = {f.name: ast.unparse(f) for f in cls.body if isinstance(f, ast.FunctionDef)}
+                if "table(" in own.get("as_text", ""):
+                    seen += 1
+                    bare += [cls.name] if "html(" not in own.get("_repr_html_", "") else []
+    assert seen > 15 and bare == []
+
+
 def test_every_error_has_a_builtin_base_and_a_docstring():
     errors = [
         e

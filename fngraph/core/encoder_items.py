@@ -93,6 +93,9 @@ class EncoderPlan(NamedTuple):
         budgets = self.path_budgets[path]
         return sum(len({min(budget, n) for n in numbers}) for budget in budgets if budget)
 
+    def _repr_html_(self) -> str:
+        return text.html(self.as_text())
+
     def as_text(self) -> str:
         """The budgets of each path as a text table."""
         rows = [

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fngraph.core.modes import Mode
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +49,9 @@ class Program:
     def kinds(self) -> int:
         """Number of distinct callables; it does not grow with depth."""
         return len({(s.cut, s.kind) for s in self.instructions})
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self, names: Mapping[int, str] | None = None) -> str:
         """One line an instruction; values without a name print as %number."""

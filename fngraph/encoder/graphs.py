@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fngraph.core import EncoderPlan, Mode, Packed, trees
 from fngraph.core.memory import MemoryTable
+from fngraph.core.text import html
 from fngraph.encoder.model import EncoderModel, Measured
 from fngraph.encoder.planning import Budgets, Histograms, item_counts, pack_measured, plan_model
 from fngraph.encoder.ranks import Rows, gather, shares_of
@@ -297,6 +298,9 @@ class Encoder:
         """Take the memory again, and capture what was captured; see `Step.wake`."""
         for step in self.steps.values():
             step.wake()
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """The plan, why anything is not as it was asked for, and the statistics."""

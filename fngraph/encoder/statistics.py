@@ -110,6 +110,9 @@ class EncoderStats:
     def _of(self, path: str | None) -> Iterable[tuple[Served, Count]]:
         return [pair for pair in self.counts.items() if path in (None, pair[0].path)]
 
+    def _repr_html_(self) -> str:
+        return text.html(self.as_text())
+
     def as_text(self) -> str:
         """A table by path and budget, then why items ran eagerly."""
         rows: dict[tuple[str, int | None], list[int]] = {}

@@ -9,6 +9,13 @@ from fngraph.report.dispatch_grid import (
     uniform_strip as uniform_strip,
 )
 
+# ladder_padding.py: what ladders pad of a traffic, as a picture
+from fngraph.report.ladder_padding import (
+    draw_padding as draw_padding,
+    padded_sizes as padded_sizes,
+    padding_share as padding_share,
+)
+
 # log_charts.py: what is drawn of a run's log; log_page.py: as a page; log_pictures.py: as a picture
 from fngraph.report.log_charts import Chart as Chart, charts_of as charts_of
 from fngraph.report.log_page import page_of as page_of
@@ -25,6 +32,7 @@ from fngraph.report.packed_runs import (
 from fngraph.report.progress import track as track
 
 __all__ = [
-    "Bar", "Cell", "Chart", "bars_of", "charts_of", "draw_log", "draw_runs", "draw_table",
-    "explanation_table", "mixed_grid", "page_of", "track", "uniform_strip",
+    "Bar", "Cell", "Chart", "bars_of", "charts_of", "draw_log", "draw_padding", "draw_runs",
+    "draw_table", "explanation_table", "mixed_grid", "padded_sizes", "padding_share", "page_of",
+    "track", "uniform_strip",
 ]  # fmt: skip

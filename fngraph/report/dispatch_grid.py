@@ -1,7 +1,9 @@
 """Dispatch, to look at: a whole table as a picture, and one decision as a rich table.
 
 The picture shows tokens by requests, coloured by what a batch there runs as; the paler the colour,
-the more of the step is padding. Below it, a strip for each query length of uniform batches.
+the more of the step is padding, as the bar at its side says. Below it, a strip for each query
+length of uniform batches. Where a table reaches far, its axes are logarithmic, so that small keys
+are seen.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fngraph.core import BatchSpec, DispatchTable, Explanation, Mode, dispatch
+from fngraph.report.figures import make_figure
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -19,8 +22,10 @@ COLORS = {
     Mode.PIECEWISE: (0.90, 0.45, 0.10),
     Mode.NONE: (0.55, 0.55, 0.55),
 }
-PALEST = 0.25
+PALEST = 0.15
 """Strength of the colour of a step that is all padding; 1 for one without any."""
+FAR = 64
+"""Tokens or requests from which on an axis is logarithmic."""
 
 
 class Cell(NamedTuple):
@@ -69,27 +74,34 @@ def draw_table(
         max_reqs: the upper edge; None: the table's limit, or the right edge if that is less.
         adapters: of all batches shown.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     right = max_tokens or max(table.top + table.top // 8, 8)
     upper = max_reqs or min(table.limits.max_reqs, right)
     lengths = sorted({key.query_len for key in table.full if key.query_len is not None})
-    figure = Figure(figsize=(9, 3.6 + 0.45 * len(lengths)), layout="constrained")
-    rows = figure.subplots(
-        1 + len(lengths), sharex=True, squeeze=False, height_ratios=[8, *[1] * len(lengths)]
+    figure = make_figure(9, 3.6 + 0.45 * len(lengths))
+    grid = figure.add_gridspec(
+        1 + len(lengths), 2, height_ratios=[8, *[1] * len(lengths)], width_ratios=[24, 1]
     )
-    axes = [axis for (axis,) in rows]
+    axes = [figure.add_subplot(grid[0, 0])]
+    axes += [figure.add_subplot(grid[i, 0], sharex=axes[0]) for i in range(1, 1 + len(lengths))]
     _paint(axes[0], mixed_grid(table, right, upper, adapters))
     axes[0].set(title=repr(table), ylabel="requests (mixed)")
+    if upper >= FAR:
+        _logarithmic(axes[0].yaxis, upper)
     for axis, query_len in zip(axes[1:], lengths):
         strip = uniform_strip(table, query_len, right, table.limits.max_reqs, adapters)
         _paint(axis, [[cell or _next(strip, i) for i, cell in enumerate(strip)]])
         axis.set_yticks([])
         axis.set_ylabel(f"{query_len} each", rotation=0, ha="right", va="center")
-    axes[-1].set_xlabel("tokens; the paler, the more padding")
+    for axis in axes[:-1]:
+        axis.tick_params(labelbottom=False)
+    axes[-1].set_xlabel("tokens")
+    if right >= FAR:
+        _logarithmic(axes[-1].xaxis, right)
     patches = [Patch(color=color, label=str(mode)) for mode, color in COLORS.items()]
-    axes[0].legend(handles=patches, loc="upper left")
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
+    _bar(figure.add_subplot(grid[0, 1]))
     return figure
 
 
@@ -121,13 +133,37 @@ def _next(strip: list[Cell | None], at: int) -> Cell | None:
 
 
 def _paint(axis: Any, cells: list[list[Cell | None]]) -> None:
+    """Cells as squares around their numbers, the first of which are 1 and 1."""
+    columns, rows = ([k + 0.5 for k in range(n + 1)] for n in (len(cells[0]), len(cells)))
     image = [[_rgb(cell) for cell in row] for row in cells]
-    extent = (0.5, len(cells[0]) + 0.5, 0.5, len(cells) + 0.5)
-    axis.imshow(image, origin="lower", aspect="auto", interpolation="nearest", extent=extent)
+    for along in (axis.xaxis, axis.yaxis):
+        along.get_major_locator().set_params(integer=True)
+    axis.pcolormesh(columns, rows, image, rasterized=True)
+
+
+def _logarithmic(axis: Any, end: int) -> None:
+    """Ticks at powers of two up to `end`."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    ticks = [1 << k for k in range(end.bit_length())]
+    axis.set_ticks(ticks, [str(tick) for tick in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def _bar(axis: Any) -> None:
+    """The colour bar: how pale each mode is at which share of padding."""
+    modes = (Mode.FULL, Mode.PIECEWISE)  # NONE has no padding
+    shares = [k / 100 for k in range(101)]
+    image = [[_rgb(Cell(mode, share)) for mode in modes] for share in shares]
+    axis.imshow(image, origin="lower", aspect="auto", extent=(0, len(modes), 0, 1))
+    axis.yaxis.tick_right()
+    axis.yaxis.set_label_position("right")
+    axis.set(xticks=[], yticks=[k / 4 for k in range(5)], ylabel="padding, of the step")
+    axis.set_yticklabels([f"{k / 4:.0%}" for k in range(5)])
 
 
 def _rgb(cell: Cell | None) -> tuple[float, ...]:
     if cell is None:
         return (1.0, 1.0, 1.0)
-    strength = 1 - (1 - PALEST) * cell.padding
+    # by its root, or the few percent of a fine ladder could not be told from none
+    strength = 1 - (1 - PALEST) * cell.padding**0.5
     return tuple(1 - strength * (1 - part) for part in COLORS[cell.mode])

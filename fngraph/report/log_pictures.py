@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fngraph.core import Log
+from fngraph.report.figures import make_figure
 from fngraph.report.log_charts import KINDS, Chart, charts_of
 
 if TYPE_CHECKING:
@@ -22,11 +23,9 @@ def draw_log(log: Log) -> matplotlib.figure.Figure:
 
     In a notebook, the last line shows it.
     """
-    from matplotlib.figure import Figure
-
     charts = charts_of(log)
     heights = [1.1 + 0.28 * len(chart.bars) for chart in charts] or [1.0]
-    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
+    figure = make_figure(9, sum(heights))
     figure.suptitle(log.title)
     panels = figure.subplots(max(len(charts), 1), squeeze=False, height_ratios=heights)
     for (axis,), chart in zip(panels, charts):

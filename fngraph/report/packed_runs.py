@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fngraph.core import EncoderPlan, Item, Packed, item_of
+from fngraph.report.figures import make_figure
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -59,11 +60,9 @@ def draw_runs(
     Args:
         items: what was packed, as `fg.core.pack` takes them.
     """
-    from matplotlib.figure import Figure
-
     bars = bars_of(packed, items, plan)
     heights = [1 + 0.4 * len(rows) for rows in bars.values()]
-    figure = Figure(figsize=(9, 0.6 + sum(heights)), layout="constrained")
+    figure = make_figure(9, 0.6 + sum(heights))
     panels = figure.subplots(len(bars), squeeze=False, height_ratios=heights)
     for (axis,), (path, rows) in zip(panels, bars.items()):
         for y, bar in enumerate(rows):

@@ -78,6 +78,9 @@ class Tally:
         kinds = ", ".join(sorted(self.kinds))
         return f"Tally({self.total()} steps, {self.total('new')} new tokens; {kinds})"
 
+    def _repr_html_(self) -> str:
+        return fg.core.text.html(self.as_text())
+
     def as_text(self) -> str:
         """A Markdown table, most steps first."""
         head = ("batch", "mode", "key", "steps", "tokens", "padding", "new", "reused")

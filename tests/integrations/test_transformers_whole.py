@@ -123,12 +123,14 @@ def test_the_page_s_python_runs(monkeypatch: pytest.MonkeyPatch):
     models = {"google-bert/bert-base-uncased": bert, "openai/whisper-tiny": whisper}
     for kind in ("AutoModel", "AutoModelForSpeechSeq2Seq"):
         monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", lambda n: models[n]())
-    names = {**IDS, **MASK, "input_features": SOUND, **AFTER}
     (block,) = blocks
+    names: dict[str, Any] = {}
     exec(compile(block, "transformers.md", "exec"), names)
+    given = {name: names[name] for name in ("input_ids", "attention_mask")}
+    heard = {name: names[name] for name in ("input_features", "decoder_input_ids")}
     with torch.no_grad():
-        want = names["bert"](**IDS, **MASK).last_hidden_state
-        logits = names["whisper"](input_features=SOUND, **AFTER, use_cache=False).logits
+        want = names["bert"](**given).last_hidden_state
+        logits = names["whisper"](**heard, use_cache=False).logits
     torch.testing.assert_close(names["out"].last_hidden_state, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(names["logits"], logits, atol=1e-5, rtol=1e-5)
     tested = re.search(r"model's own numbers: ([\w, ]+)\.", PAGE)

@@ -35,23 +35,39 @@ def test_uniform_cells_are_what_dispatch_says():
 def test_picture_has_a_strip_for_each_query_length(tmp_path):
     pytest.importorskip("matplotlib")
     figure = draw_table(TABLE)
-    mixed, one, two = figure.axes
+    mixed, one, two, bar = figure.axes
     assert mixed.get_title() == repr(TABLE)
     assert [axis.get_ylabel() for axis in (one, two)] == ["1 each", "2 each"]
-    image = mixed.images[0].get_array()
-    assert image.shape == (3, 8, 3)
+    image = mixed.collections[0].get_array()
+    assert image.shape == (3, 8, 3) and mixed.get_xscale() == "linear"
     assert tuple(image[0, 1]) == pytest.approx(COLORS[Mode.PIECEWISE])  # 2 tokens: no padding
     assert tuple(image[0, 7]) == pytest.approx(COLORS[Mode.NONE])
     assert (image[0, 0] > image[0, 1]).all()  # 1 token: half padding, paler
     assert tuple(image[2, 0]) == (1, 1, 1)  # more requests than tokens
-    assert tuple(two.images[0].get_array()[0, 0]) == pytest.approx(COLORS[Mode.FULL])
+    assert tuple(two.collections[0].get_array()[0, 0]) == pytest.approx(COLORS[Mode.FULL])
+    shown = bar.images[0].get_array()  # from no padding, below, to all
+    assert tuple(shown[0, 0]) == pytest.approx(COLORS[Mode.FULL]) and shown.shape == (101, 2, 3)
+    assert tuple(shown[25, 1]) == pytest.approx(tuple(image[0, 2]))  # 3 tokens in 4
     figure.savefig(tmp_path / "grid.png")
+
+
+def test_a_default_ladder_is_legible():
+    """A row or two of padding in a hundred is another colour, and small keys are wide."""
+    pytest.importorskip("matplotlib")
+    limits = Limits(8192, 256)
+    table = build_table("FULL_AND_PIECEWISE", ladders(fg.core.default_sizes(limits)), limits)
+    mixed = draw_table(table).axes[0]
+    assert mixed.get_xscale() == mixed.get_yscale() == "log"
+    image = mixed.collections[0].get_array()[0]
+    assert abs(image[511 - 8] - image[511]).max() > 0.08  # 504 of 512
+    left, right = mixed.transData.transform([(1.5, 1), (2.5, 1)])[:, 0]
+    assert right - left > 20  # pixels, of a key of 2 tokens
 
 
 def test_picture_of_nothing():
     pytest.importorskip("matplotlib")
     empty = build_table("NONE", ladders((1,)), Limits(64, 3))
-    assert draw_table(empty, max_tokens=4, max_reqs=2).axes[0].images[0].get_array().shape == (
+    assert draw_table(empty, max_tokens=4, max_reqs=2).axes[0].collections[0].get_array().shape == (
         *(2, 4, 3),
     )
 
@@ -69,6 +85,7 @@ def test_report_has_its_names_and_is_light_until_one_is_used():
     names = {"Bar", "Cell", "bars_of", "draw_runs", "draw_table", "explanation_table"}
     names |= {"mixed_grid", "track", "uniform_strip"}
     names |= {"Chart", "charts_of", "draw_log", "page_of"}
+    names |= {"draw_padding", "padded_sizes", "padding_share"}
     assert names == set(fg.report.__all__) and all(hasattr(fg.report, name) for name in names)
     code = "import sys, fngraph as fg; fg.report; print({'rich', 'matplotlib'} & {*sys.modules})"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import json
-import os
-import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +12,7 @@ from fngraph.__main__ import main
 from fngraph.core import BatchSpec, Flown, KeyLog, KeyPart, Log, Mode
 from fngraph.errors import SpecError
 from fngraph.report import charts_of, draw_log, page_of
+from tests.browser import PHONE, SCREEN, View, looked_at
 
 LONG = (
     "a reason that is so long that no phone could show it in one line, with_a_word_of_its_own" * 2
@@ -116,7 +112,7 @@ def test_the_command_writes_the_page_and_the_trace(tmp_path: Path, capsys):
     assert "traceEvents" in (tmp_path / "t.json").read_text()
 
 
-LOOK = """<script>
+LOOK = """
 const seen = {wide: innerWidth, page: document.documentElement.scrollWidth, cut: 0, empty: 0,
   paper: getComputedStyle(document.body).backgroundColor, bars: 0};
 for (const x of document.querySelectorAll("h1, h2, p, .row, .legend, .scale, .wide"))
@@ -127,42 +123,22 @@ for (const x of document.querySelectorAll("svg.bar")) {
     r.getBoundingClientRect().width > 0 && getComputedStyle(r).fill.startsWith("rgb("));
   seen.empty += !drawn || x.getBoundingClientRect().width < 100;
 }
-top.document.title = JSON.stringify(seen);
-</script>"""
+seen
+"""
 
 
 def opened(page: str, folder: Path, width: int, dark: bool = False) -> dict[str, Any]:
     """What a browser has made of a page; fails if it says anything on its console."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        if os.environ.get("CI"):
-            pytest.fail("chromium is missing: apt-get install chromium")
-        pytest.skip("no chromium here: apt-get install chromium")
-    framed = html.escape(page.replace("</body>", f"{LOOK}</body>"))  # a window is 500 wide or more
-    (folder / "page.html").write_text(
-        '<!doctype html><meta name="color-scheme" content="light dark"><link rel="icon" '
-        f'href="data:,"><title></title><iframe srcdoc="{framed}" '
-        f'style="border: 0; width: {width}px; height: 900px"></iframe>'
-    )
-    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    ran = subprocess.run(
-        [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/chr",
-         "--enable-logging=stderr", "--hide-scrollbars", "--window-size=1400,1000", *scheme,
-         "--dump-dom", str(folder / "page.html")],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert "CONSOLE" not in ran.stderr, ran.stderr
-    found: dict[str, Any] = json.loads(
-        html.unescape(re.search(r"<title>(.*?)</title>", ran.stdout)[1])
-    )  # type: ignore[index]
-    return found
+    (folder / "page.html").write_text(page)
+    (seen,) = looked_at(folder, [View("page.html", width)], LOOK, folder / "profile", dark)
+    return seen
 
 
 def test_a_browser_draws_it_as_wide_as_a_phone_and_as_a_screen(tmp_path: Path):
     page = page_of(LOG)
     assert "http" not in page.replace("http-equiv", "")  # it needs nothing else
     papers = []
-    for width, dark in ((390, True), (1280, False)):
+    for width, dark in ((PHONE, True), (SCREEN, False)):
         seen = opened(page, tmp_path, width, dark)
         assert seen["wide"] == width and seen["page"] <= width, seen
         assert seen["cut"] == seen["empty"] == 0 and seen["bars"] == page.count("<svg"), seen
@@ -174,4 +150,4 @@ def test_a_page_that_is_too_wide_would_be_seen(tmp_path: Path):
     page = page_of(LOG).replace("<h1>", '<h1 style="white-space: nowrap">').replace(
         "max-width: 60rem", "max-width: 60rem; min-width: 700px"
     )  # fmt: skip
-    assert opened(page, tmp_path, 390)["page"] > 390
+    assert opened(page, tmp_path, PHONE)["page"] > PHONE

@@ -26,7 +26,7 @@ from fngraph.core.dispatching import dispatch
 from fngraph.core.modes import RUNTIME_MODES, Mode
 from fngraph.core.spec import BatchDescriptor, BatchSpec
 from fngraph.core.table import DispatchTable
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 from fngraph.errors import ModesError
 
 BatchOf = Callable[[int], BatchSpec]
@@ -296,6 +296,9 @@ class LaunchModel:
             after.wall_us - before.wall_us, after.bound, after.launches - before.launches,
             (latency, memory, compute),
         )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self, sizes: Iterable[int] = (), batch: BatchOf | None = None) -> str:
         """A line a size: each mode's time, what bounds it, and what FULL brings. Raises as

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fngraph.core import Mode, Support
-from fngraph.core.text import table
+from fngraph.core.text import html, table
 from fngraph.integrations.transformers.attention import Layer
 from fngraph.stages import Lowered
 
@@ -34,6 +34,9 @@ class ModelSupport:
     rows: tuple[LayerSupport, ...]
     modes: Mode
     notes: tuple[str, ...]
+
+    def _repr_html_(self) -> str:
+        return html(self.as_text())
 
     def as_text(self) -> str:
         """A table, the modes, and why they are not those that were asked for."""

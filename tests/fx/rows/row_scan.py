@@ -153,6 +153,7 @@ def verdicts(names: Iterator[str]) -> Iterator[tuple[Case, str]]:
 def row(case: Case, said: str) -> str:
     """A line of the page's tables."""
     code = case.code.replace(" | ", ": ").replace("|", "\\|")
+    said = said.replace("][", "]\\[")  # which Markdown would take for a link
     return f"| `{code}` | {said} |"
 
 

@@ -122,7 +122,7 @@ def trace_function(
     finally:
         mode.blocks = stamps
     region = list(tracer.graph.nodes)[before:]
-    own = _own(region, inputs)
+    own = own_of(region, inputs)
     return Traced(tuple(inputs), tuple(own), tuple(outputs), tuple(results), carries)
 
 
@@ -144,9 +144,9 @@ def node_of(mode: PurityMode, x: torch.Tensor, line: str) -> fx.Node:
     return slot.proxy.node  # type: ignore[no-any-return]
 
 
-def _own(region: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes of a function's own: not sizes of what is around it, nor constants, which are the
-    same at each turn."""
+def own_of(region: Sequence[fx.Node], inputs: Sequence[fx.Node] = ()) -> list[fx.Node]:
+    """The nodes of a function's own: not sizes of what is around it, which may be asked for again,
+    nor constants, which are the same at each turn."""
     written = {storage_key(x.meta["val"]) for node in region for x in written_by(node)}
     inside: set[fx.Node] = set(inputs)
     found = []

@@ -166,7 +166,9 @@ def is_constant(node: fx.Node, written: Collection[int] = ()) -> bool:
     while node.op == "call_function" and node.target in COPIES:
         if storage_key(node.meta["val"]) in written:
             return False
-        node = node.args[0]  # type: ignore[assignment]
+        if not isinstance(given := node.args[0], fx.Node):
+            return True  # a copy of a number
+        node = given
     return node.op == "get_attr"
 
 

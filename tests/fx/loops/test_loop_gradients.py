@@ -148,7 +148,7 @@ def test_gradients_are_accumulated_by_a_scan(recorder_name: str):
 
 
 def test_a_turn_asks_how_many_tokens_there_are():
-    """The first to ask for T makes its node, and what a loop closes over is found by a trial run."""
+    """The first to ask for T makes its node, and what a loop closes over is found by a run."""
 
     def forward(w: Any, batch: Rows) -> Any:
         def loss(w: Any) -> Any:

@@ -66,6 +66,7 @@ from fngraph.fx.donation.returns import match_donated
 from fngraph.fx.donation.table import DonationTable, donate, drop_dead
 from fngraph.fx.generators import check_untouched, preserved
 from fngraph.fx.leaves import Leaf, TensorSpec
+from fngraph.fx.loops.aliases import check_aliases
 from fngraph.fx.loops.bound import has_loops
 from fngraph.fx.loops.node import loops_of
 from fngraph.fx.nodes import is_op, line_of
@@ -821,6 +822,8 @@ def _traced(
     returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
     drop_dead(graph.gm.graph)
+    if not refuse.errors:
+        check_aliases(graph.gm, returns, refuse)
     updates = set(returns.values())
     facts, is_shared = _facts(graph, args, returns, lambda facts: [
         *row_errors(graph.gm, facts, paths, updates), *_pad_errors(graph, args, facts)

@@ -23,6 +23,7 @@ from fngraph.fx.schemas import draws
 from fngraph.torch_facts.names import (
     DisableTorchFunction,
     TorchDispatchMode,
+    alive,
     are_transforms_active,
     current_level,
     dispatch_mode,
@@ -107,7 +108,9 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        tensors: Sequence[torch.Tensor] = ctx.saved_tensors
+        # a pullback may be called when its transform is over, which has wrapped them
+        tensors: Sequence[torch.Tensor] = list(map(alive, ctx.saved_tensors))
+        grads = tuple(map(alive, grads))
         asked = ctx.needs_input_grad[2:]
         at = [i for i, x in enumerate(tensors) if asked[i] and _has_gradient(x)]
 

@@ -122,7 +122,7 @@ def trace_function(
     finally:
         mode.blocks = stamps
     region = list(tracer.graph.nodes)[before:]
-    own = _own(region, inputs)
+    own = own_of(region, inputs)
     return Traced(tuple(inputs), tuple(own), tuple(outputs), tuple(results), carries)
 
 
@@ -144,9 +144,9 @@ def node_of(mode: PurityMode, x: torch.Tensor, line: str) -> fx.Node:
     return slot.proxy.node  # type: ignore[no-any-return]
 
 
-def _own(region: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes of a function's own: not sizes of what is around it, nor constants, which are the
-    same at each turn."""
+def own_of(region: Sequence[fx.Node], inputs: Sequence[fx.Node] = ()) -> list[fx.Node]:
+    """The nodes of a function's own: not sizes of what is around it, which may be asked for again,
+    nor constants, which are the same at each turn."""
     written = {storage_key(x.meta["val"]) for node in region for x in written_by(node)}
     inside: set[fx.Node] = set(inputs)
     found = []
@@ -166,7 +166,9 @@ def is_constant(node: fx.Node, written: Collection[int] = ()) -> bool:
     while node.op == "call_function" and node.target in COPIES:
         if storage_key(node.meta["val"]) in written:
             return False
-        node = node.args[0]  # type: ignore[assignment]
+        if not isinstance(given := node.args[0], fx.Node):
+            return True  # a copy of a number
+        node = given
     return node.op == "get_attr"
 
 

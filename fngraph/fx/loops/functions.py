@@ -28,6 +28,7 @@ from fngraph.fx.loops.trees import (
     leading,
     moving_first,
 )
+from fngraph.fx.loops.trial import Trial
 from fngraph.fx.tracing.purity import PurityMode, tracing_mode
 
 C = TypeVar("C")
@@ -206,7 +207,8 @@ def _in_python(
         now = news[: len(leaves)]
         given.append(news[len(leaves) :])
     if turns == 0:  # of no row there is nothing to stack, but in which shapes?
-        shown = turn([*leaves, *[x.new_zeros(x.shape[1:]) for x in rows]])[len(leaves) :]
+        with Trial():
+            shown = turn([*leaves, *[x.new_zeros(x.shape[1:]) for x in rows]])[len(leaves) :]
         stacked = [y.new_empty((0, *y.shape)) for y in shown]
     else:
         stacked = [torch.stack(list(y)) for y in zip(*(given[::-1] if reverse else given))]

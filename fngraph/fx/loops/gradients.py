@@ -17,6 +17,7 @@ from torch.func import vjp
 
 from fngraph.core.where import user_line
 from fngraph.errors import TransformError
+from fngraph.fx.loops.bodies import own_of
 from fngraph.fx.loops.closures import Flat, closed_over
 from fngraph.fx.tracing.purity import PurityMode
 from fngraph.torch_facts.names import alive, are_transforms_active, unwrapped
@@ -66,9 +67,8 @@ def _used_by(mode: PurityMode, fn: Flat, given: Tensors) -> list[tuple[torch.Ten
             found = closed_over(fn, [torch.empty_like(x) for x in given], known)
     finally:
         mode.blocks = stamps
-    for node in reversed(list(tracer.graph.nodes)[before:]):
-        if not node.users:
-            tracer.graph.erase_node(node)
+    for node in reversed(own_of(list(tracer.graph.nodes)[before:])):
+        tracer.graph.erase_node(node)
     return found
 
 

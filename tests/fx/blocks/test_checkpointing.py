@@ -67,6 +67,35 @@ def test_a_captured_step_has_the_same_gradients(way: str, wx: Any):
     torch.testing.assert_close(loss, want_loss)
 
 
+def nested(mark: Any) -> Any:
+    """A marked body within a marked one."""
+    layers = mark(lambda w, x: mark(layer)(w, mark(layer)(w, x)))
+    return lambda w, x: layers(w / 4, layers(w / 4, x)).square().sum()
+
+
+def in_a_loop(mark: Any) -> Any:
+    """A marked body, of which a loop takes the gradient turn by turn."""
+    turn = mark(layer)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        weights = torch.stack([w, w.t()])
+        return fg.scan(lambda h, w: (turn(w, h), None), x, weights)[0].square().sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("where", [nested, in_a_loop])
+@pytest.mark.parametrize("way", ["grad", "of the second", "autograd"])
+def test_a_body_is_marked_within_others(where: Any, way: str, wx: Any):
+    want = WAYS[way](where(lambda body: body), *wx)
+    marked = where(fg.checkpoint)
+    torch.testing.assert_close(WAYS[way](marked, *wx), want)
+    fast = fg.graphify(
+        lambda w, x: WAYS[way](marked, w, x), stage="x", modes="FULL", recorder="tape"
+    )
+    torch.testing.assert_close(fast(*wx), want)
+
+
 def test_what_is_no_gradient_goes_through(wx: Any):
     def body(w: Tensor, tree: dict[str, Any]) -> Any:
         x = tree["x"]

@@ -15,6 +15,15 @@ DOUBLE = torch.float64
 DEVICES = {"tape": "cpu", "cuda": "cuda"}
 
 
+@fg.struct
+class Rows:
+    """Tokens, and which of them are there."""
+
+    x: torch.Tensor = fg.buffer("T 4", "float32")
+    real: torch.Tensor = fg.buffer("T", "bool")
+    spec: fg.BatchSpec = fg.host()
+
+
 def losses(fg: Any) -> dict[str, Any]:
     """By name, each of (weights, (2, 4))."""
 
@@ -136,6 +145,25 @@ def test_gradients_are_accumulated_by_a_scan(recorder_name: str):
         torch.testing.assert_close(loss, want)
         torch.testing.assert_close(params, plain)
     assert fast.steps[0].donation.rows[0].how == "in place"
+
+
+def test_a_turn_asks_how_many_tokens_there_are():
+    """The first to ask for T makes its node, and what a loop closes over is found by a run."""
+
+    def forward(w: Any, batch: Rows) -> Any:
+        def loss(w: Any) -> Any:
+            turn = lambda h, w: (torch.nn.functional.normalize(h @ w), None)  # noqa: E731
+            h, _ = fg.scan(turn, batch.x, w)
+            return torch.where(batch.real[:, None], h, 0).square().sum()
+
+        return grad(loss)(w)
+
+    fast = fg.graphify(forward, stage=1, sizes=(8,), limits=fg.Limits(8, 2), recorder="tape")
+    w = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+    for tokens in (5, 8, 1):
+        x = torch.randn(tokens, 4, generator=torch.Generator().manual_seed(tokens))
+        batch = Rows(x, torch.ones(tokens, dtype=torch.bool), fg.BatchSpec(tokens, 1))
+        torch.testing.assert_close(fast(w, batch), forward(w, batch))
 
 
 def test_outside_of_a_trace_a_while_loop_has_no_gradient():

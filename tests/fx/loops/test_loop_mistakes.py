@@ -145,6 +145,43 @@ def a_gradient_within_and_around(w: Any, state: Any, x: Any) -> Any:
     return torch.func.grad(loss)(w)
 
 
+def writes_what_a_choice_gives(w: Any, state: Any, x: Any) -> Any:
+    return fg.cond(x.sum() > 0, lambda: state["s"], lambda: x * 2).add_(1) * 1
+
+
+def writes_what_a_loop_begins_with(w: Any, state: Any, x: Any) -> Any:
+    return fg.while_loop(lambda c: c.sum() > 99, lambda c: c * 2, state["s"]).add_(1) * 1
+
+
+def writes_what_was_swapped(w: Any, state: Any, x: Any) -> Any:
+    y, z = x * 1, state["s"]
+    (a, _), _ = fg.scan(lambda c, _: ((c[1], c[0]), None), (y, z), None, length=3)
+    a.mul_(2)
+    return y * 1
+
+
+def writes_one_of_two_that_are_one(w: Any, state: Any, x: Any) -> Any:
+    a, b = fg.fori_loop(0, 3, lambda i, c: (c[0] * w,) * 2, (x, x))
+    a[:2].zero_()
+    return b * 1
+
+
+def writes_what_it_chose_from(w: Any, state: Any, x: Any) -> Any:
+    y = fg.cond(x.sum() > 0, lambda: state["s"][:2], lambda: w[:2])
+    state["s"].add_(1)
+    return y * 1
+
+
+def writes_in_a_later_loop(w: Any, state: Any, x: Any) -> Any:
+    y = fg.cond(x.sum() > 0, lambda: state["s"], lambda: x * 2)
+    return fg.fori_loop(0, 2, lambda i, c: c + y.add_(1), x)
+
+
+def writes_its_carry_by_another_name(w: Any, state: Any, x: Any) -> Any:
+    turn = lambda i, c: c + fg.cond(x.sum() > 0, lambda: c, lambda: c * 2).add_(1)  # noqa: E731
+    return fg.fori_loop(0, 2, turn, x)
+
+
 MISTAKES = [
     (carry_of_another_dtype, TreeError,
      r"fg.fori_loop: body gives .*\n  carry\['h'\]\[0\]: got float16 \(4,\) .*expected float32"),
@@ -167,6 +204,13 @@ MISTAKES = [
     (writes_a_row_of_xs, MutationError, r"a function of fg.scan writes into xs .*Return a new"),
     (cond_writes, MutationError, r"cond of fg.while_loop writes .*write in the body"),
     (carry_of_what_is_written, AliasError, r"carry of fg.fori_loop shares memory .*clone\(\)"),
+    (writes_what_a_choice_gives, AliasError, r"forward writes .*may be one with another"),
+    (writes_what_a_loop_begins_with, AliasError, r"forward writes .*may be one with another"),
+    (writes_what_was_swapped, AliasError, r"forward writes .*may be one with another"),
+    (writes_one_of_two_that_are_one, AliasError, r"forward writes .*may be one with another"),
+    (writes_what_it_chose_from, AliasError, r"forward writes .*may be one with another"),
+    (writes_in_a_later_loop, AliasError, r"forward writes .*may be one with another"),
+    (writes_its_carry_by_another_name, AliasError, r"forward writes .*may be one with another"),
     (draws, RandomError, r"a function of fg.fori_loop draws random numbers .*scan over them"),
     (draws_from_nowhere, RandomError, r"not registered"),
     (waits, HostSyncError, r"needs a tensor's value on the host"),

@@ -506,3 +506,46 @@ def test_a_step_with_loops_sleeps_wakes_and_lets_go(recorder_name: str):
     torch.testing.assert_close(again, first)
     want = counted(w, counted(w, {"s": torch.zeros_like(cache["s"])}, batch)[1], batch)[1]
     torch.testing.assert_close(cache, want)
+
+
+def test_what_a_loop_gives_may_be_written(recorder_name: str):
+    """Where nothing else can be that tensor, or nobody reads it any more."""
+
+    def forward(state: Any, batch: Any) -> Any:
+        (x,) = batch
+        fresh = fg.cond(x.sum() > 0, lambda: x + 1, lambda: x * 2).add_(1)
+        seen, last = fg.fori_loop(0, 3, lambda i, c: (c[1], c[0] + c[1]), (x, x * 2))
+        last.add_(1)
+
+        def turn(i: Any, c: Any) -> Any:
+            new = torch.zeros_like(c)
+            new.add_(c)
+            new[0] = c.sum()
+            return fg.fori_loop(0, 2, lambda j, d: d * 0.9, new).add_(c)
+
+        done = fg.fori_loop(0, (x.sum() > 0).long() * 2, turn, state)
+        done.add_(1)
+        return done, (fresh, seen, last)
+
+    device = DEVICES[recorder_name]
+    fast = fg.graphify(forward, donate=0, stage=1, recorder=recorder_name, modes="FULL")
+    state = torch.ones(4, device=device)
+    for sign in (1.0, -1.0, 1.0):
+        x = torch.arange(1.0, 5, device=device) * sign
+        want, results = forward(state.clone(), (x,))
+        back, got = fast(state, (x,))
+        torch.testing.assert_close((state, got), (want, results))
+        assert back is state
+
+
+def test_a_scan_of_no_turn_writes_nothing():
+    kept, carry = torch.zeros(4), torch.zeros(4)
+
+    def turn(c: Any, x: Any) -> Any:
+        kept[1:].add_(1)
+        c.mul_(2).add_(1)
+        return c, c + x
+
+    last, ys = fg.scan(turn, carry, torch.ones(0, 4))
+    assert last is carry and ys.shape == (0, 4)
+    assert not kept.any() and not carry.any()

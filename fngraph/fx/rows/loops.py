@@ -66,6 +66,10 @@ def of_loop(node: fx.Node, states: Mapping[fx.Node, Any], run: Run) -> Several:
                 mine = one.inputs[len(own) + at]
                 after[at] = _join(after[at], mine, _shapes(node)[i], count)
         settled = all(map(_same, (*state, *rest), (*later, *after)))
+        if settled and carries and loop.turns != 1:
+            grown = _without_growth(loop, state, own[loop.state :], rest, node, run)
+            settled = all(map(_same, state, grown))
+            later = grown
         state, rest = later, after
         if settled or not carries:
             break
@@ -81,6 +85,53 @@ def of_loop(node: fx.Node, states: Mapping[fx.Node, Any], run: Run) -> Several:
     return Several(
         (mixed,) * len(results), tuple(one.facts for one in told), dict.fromkeys(left, mixed), fails
     )  # type: ignore[arg-type]
+
+
+def _without_growth(
+    loop: Any, state: Sequence[Any], xs: Sequence[Any], rest: Sequence[Any], node: fx.Node, run: Run
+) -> list[Any]:
+    """What is known of the carry, but not that padding is finite where a turn makes a large number
+    a larger one: x * x and x * 2 overflow after some turns."""
+    dtypes = [x.meta["val"].dtype for x in node.args[: loop.state]]  # type: ignore[union-attr]
+    large = [
+        _with(x, lambda f, dtype=dtype: _large(dtype) if _is_known_finite(f, dtype) else f)  # type: ignore[misc]
+        for x, dtype in zip(state, dtypes)
+    ]
+    if not any(a is not b for a, b in zip(state, large)):
+        return list(state)
+    news = _turn(loop.graphs[-1], (*large, *xs, *rest), run).outputs
+    found = []
+    for x, new, dtype in zip(state, news, dtypes):
+        fills = {} if isinstance(x, Mixed) else dict(x.fills)
+        for dim, fill in list(fills.items()):
+            after = getattr(new, "fills", {}).get(dim)
+            if _is_known_finite(fill, dtype) and not _is_at_most(after, _large(dtype)):
+                del fills[dim]
+        found.append(x if isinstance(x, Mixed) else dataclasses.replace(x, fills=fills))
+    return found
+
+
+def _with(state: Any, change: Callable[[Fill], Fill]) -> Any:
+    if isinstance(state, Mixed):
+        return state
+    fills = {dim: change(fill) for dim, fill in state.fills.items()}
+    same = all(fills[dim] is fill for dim, fill in state.fills.items())
+    return state if same else dataclasses.replace(state, fills=fills)
+
+
+def _is_known_finite(fill: Fill, dtype: torch.dtype) -> bool:
+    return isinstance(fill, str) and fill == FINITE and dtype.is_floating_point
+
+
+def _large(dtype: torch.dtype) -> torch.Tensor:
+    """A number whose square is one of the dtype."""
+    return torch.tensor(torch.finfo(dtype).max ** 0.45, dtype=dtype)
+
+
+def _is_at_most(fill: Fill | None, large: torch.Tensor) -> bool:
+    if isinstance(fill, str):
+        return fill == FINITE
+    return fill is not None and bool((fill.abs() <= large).all())
 
 
 _DOES = {"while_loop": "takes turns (fg.while_loop)", "cond": "chooses (fg.cond)"}

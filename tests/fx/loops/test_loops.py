@@ -549,3 +549,40 @@ def test_a_scan_of_no_turn_writes_nothing():
     last, ys = fg.scan(turn, carry, torch.ones(0, 4))
     assert last is carry and ys.shape == (0, 4)
     assert not kept.any() and not carry.any()
+
+
+@pytest.mark.parametrize("grows", [lambda c: c * c, lambda c: c * 2])
+def test_padding_that_grows_from_turn_to_turn_is_not_taken_to_be_finite(grows: Any):
+    """0 * inf is NaN: a product with zeros is no mask of it. torch.where is, whatever grows."""
+
+    def forward(w: Any, batch: Growing) -> Any:
+        zero = torch.where(batch.real[:, None], batch.x, 0)
+        start = torch.where(batch.real[:, None], batch.x / 9, 2.0)
+        grown = fg.fori_loop(0, 130, lambda i, c: grows(c) * 1, start)
+        masked = grown if not w else torch.where(batch.real[:, None], grown, 0)
+        return (zero * masked).sum(0)
+
+    x = torch.zeros(5, 4)
+    batch = Growing(x, torch.ones(5, dtype=torch.bool), fg.BatchSpec(5, 1))
+    given = {"stage": 1, "sizes": (8,), "limits": fg.Limits(8, 2), "recorder": "tape"}
+    with pytest.raises(fg.errors.RowsError, match="A factor of 0 is no mask"):
+        fg.graphify(forward, **given)((), batch)
+    torch.testing.assert_close(
+        fg.graphify(forward, **given)((x,), batch), forward((x,), batch), equal_nan=True
+    )
+
+    def tame(w: Any, b: Growing) -> Any:
+        start = torch.where(b.real[:, None], b.x, 2.0)
+        bounded = fg.fori_loop(0, 130, lambda i, c: torch.tanh(c) + 1, start)
+        return (bounded * torch.where(b.real[:, None], b.x, 0)).sum(0)
+
+    torch.testing.assert_close(fg.graphify(tame, **given)((), batch), tame((), batch))
+
+
+@fg.struct
+class Growing:
+    """Tokens, and which of them are there."""
+
+    x: torch.Tensor = fg.buffer("T 4", "float32")
+    real: torch.Tensor = fg.buffer("T", "bool")
+    spec: fg.BatchSpec = fg.host()

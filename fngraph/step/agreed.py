@@ -3,8 +3,8 @@
 A step whose graph has collectives says what it is about to do to all that its graph speaks to, and
 does it if they all are: some 64 bytes an axis, before anything is launched. What was decided before
 (`allowed=` a `Dispatch`, as of `fg.core.settle` or a plan that was broadcast) is compared as well:
-one who was told another plan, or has another table, would wait where nobody comes. A step without
-collectives asks nobody.
+one who was told another plan, or has another table, would wait where nobody comes. But it may be
+for batches of different counts, which one key holds. A step without collectives asks nobody.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fngraph.core import BatchSpec, Mode
+from fngraph.core import BatchSpec, Dispatch, Mode
 from fngraph.core.spec import NO_BOUNDS, Key
 from fngraph.core.text import count
 from fngraph.errors import CaptureError, RankError
@@ -22,10 +22,13 @@ from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 
 
-def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
+def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec, decided: bool) -> None:
     """Go on if all are about to run the same key on as many tokens and requests.
 
     Where some have captured it and some have not, all do so now, since its collectives run then.
+
+    Args:
+        decided: a `Dispatch` was given, so that each may have tokens of its own in the key.
 
     Raises:
         RankError: they are not, or one cannot go on: on every process. One of them is gone.
@@ -36,14 +39,15 @@ def before_step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> None:
         unsay()
     if peers is None:
         return
-    say = _step(keys, prepared, spec)
-    if prepared.number is None:
-        prepared.number = peers.number(say())
+    say = _step(peers, chosen, spec, decided)
+    number = prepared.numbers.get(decided)
+    if number is None:
+        number = prepared.numbers[decided] = peers.number(say())
     key = chosen.key
     has = FAILED if key in keys.failed else MISSING
     if chosen.mode is Mode.NONE or key in keys.replays:
         has = READY
-    flags = meet(peers, f"run a step as {_named(key)}", prepared.number, has,
+    flags = meet(peers, f"run a step as {_named(key)}", number, has,
                  lambda: {**peers.told, **say()})  # fmt: skip
     if flags == [READY] or chosen.mode is Mode.NONE:
         return
@@ -58,14 +62,16 @@ MISSING, READY, FAILED = range(3)
 """Of the key that a step runs as, in a process."""
 
 
-def _step(keys: Keys, prepared: Prepared, spec: BatchSpec) -> Callable[[], dict[str, str]]:
-    peers, chosen = keys.executable.peers, prepared.chosen
-    assert peers is not None
+def _step(
+    peers: Peers, chosen: Dispatch, spec: BatchSpec, decided: bool
+) -> Callable[[], dict[str, str]]:
+    padded = chosen.mode is not Mode.NONE  # to the key's size, as which collectives see rows
 
     def say() -> dict[str, str]:
+        ran = _named(chosen.key) if padded or peers.counts else str(chosen.mode)
         own = spec._replace(host=NO_BOUNDS)  # each process has bounds of its own
-        counts = {"the batch": str(own)} if peers.counts else {}
-        return {"what is done": "a step", "the key that runs": _named(chosen.key), **counts}
+        counts = {"the batch": str(own)} if peers.counts and not (decided and padded) else {}
+        return {"what is done": "a step", "the key that runs": ran, **counts}
 
     return say
 

@@ -65,7 +65,7 @@ def find_replay(keys: Keys, prepared: Prepared, spec: BatchSpec, allowed: Allowe
     key = prepared.chosen.key
     replay = keys.replays.get(key) or obtain(keys, key, in_step=True)
     if replay is None:
-        prepared.chosen, prepared.number = keys.refused(key, spec, allowed), None
+        prepared.chosen, prepared.numbers = keys.refused(key, spec, allowed), {}
         return
     prepared.replay, prepared.calls = replay, replay.bind(prepared.true)
     prepared.ignores_grad_mode = key[0] is Mode.FULL

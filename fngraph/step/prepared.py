@@ -160,7 +160,8 @@ class Prepared:
         alike: whether leaves are as the last ones were that were found right, `kinds` and all
             that `in_place` depends on; None: there were none.
         in_place: whether a graph reads such leaves where they are.
-        number: that stands for it where processes agree on what they run; None: not yet worked out.
+        numbers: that stand for it where processes agree on what they run, by whether it was decided
+            before; those that were worked out.
         slots: batches over those of the ring, as `host_batch` hands them out.
     """
 
@@ -175,7 +176,7 @@ class Prepared:
     ignores_grad_mode: bool = False
     alike: Callable[..., bool] | None = None
     in_place: bool = False
-    number: int | None = None
+    numbers: dict[bool, int] = dataclasses.field(default_factory=dict)
     slots: dict[int, SlotBatch] = dataclasses.field(default_factory=dict)
 
 

@@ -183,7 +183,7 @@ class Step(Generic[R]):
                 keys.handed = None
                 leaves = leaves_of(keys, batch, prepared) if filled is None else None
                 if keys.executable.peers is not None:
-                    before_step(keys, prepared, spec)
+                    before_step(keys, prepared, spec, isinstance(allowed, Dispatch))
                     met = True
                 if prepared.replay is None and prepared.chosen.mode is not Mode.NONE:
                     find_replay(keys, prepared, spec, allowed)

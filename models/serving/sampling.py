@@ -206,7 +206,8 @@ def uniform(keys: Tensor, counters: Tensor) -> Tensor:
     x = y
     for add in (y, z, y):
         x = torch.addcmul(add, x, x)
-        x = x.unsqueeze(-1).view(torch.int32).flip(-1).view(torch.int64).squeeze(-1)  # swap halves
+        # its halves swapped; as int32 and flipped it is one kernel, which Inductor of 2.11 refuses
+        x = torch.add((x >> 32) & 0xFFFFFFFF, x, alpha=1 << 32)
     high = (torch.addcmul(z, x, x) >> 32) & 0xFFFFFFFF  # a shift that leaves the sign behind
     return high.double() * 2.0**-32
 

@@ -217,7 +217,7 @@ def test_few_kernels(recorder_name, device):
     step = fg.graphify(forward, stage="batch", sizes=(4,), recorder=recorder_name)
     step = step.bind(BANK.to(device)).capture(fg.Limits(4, 4), progress=False)
     if recorder_name == "tape":  # a sort is one call there, some kernels on CUDA
-        assert step[next(iter(step))].counts.nodes <= 50
+        assert step[next(iter(step))].counts.nodes <= 56
 
 
 def test_tokens_of_several_places_a_request():

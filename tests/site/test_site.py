@@ -1,4 +1,4 @@
-"""The site: built without a network, whole in itself, and drawn by a browser."""
+"""The site: built without a network and without torch, whole in itself, drawn by a browser."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ import socket, sys
 def refused(*args, **kwargs):
     raise OSError("the site is built without a network")
 socket.socket.connect = socket.getaddrinfo = refused
+sys.modules["torch"] = sys.modules["fngraph"] = None  # read, never imported
 from mkdocs.__main__ import cli
 cli()
 """

@@ -348,7 +348,8 @@ def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:
     try:
         rule(call)
     except Mixes as error:
-        return str(error) if error.fails else ""
+        if error.fails:
+            return str(error)
     for name in _JUDGED if not is_primitive(call) else ():
         for x in flat(call.args.get(name)):
             state = states.get(x)

@@ -310,10 +310,12 @@ def pad(call: OpCall) -> Kept:
 def drawn(call: OpCall) -> Kept:
     """rand, normal_, dropout, ...: each row has numbers of its own; which ones, a key decides."""
     counts = [x for name, x in call.args.items() if name != "size" and is_moving(x)]
-    if counts or (call.name == "multinomial" and _last_moves(call.args["self"])):
+    among = call.name == "multinomial" and _last_moves(call.args["self"])
+    if counts or among:
         raise Mixes(
             f"draws out of the padded number of rows ({call.name}). Draw uniform numbers, a row "
-            "for each token or request, and scale them by the true counts"
+            "for each token or request, and scale them by the true counts",
+            fails=among and not is_chance(call, call.args["self"]),
         )
     for name in {"bernoulli": ("self", "p"), "multinomial": ("self",), "normal": ("std",)}.get(
         call.name, ()

@@ -228,6 +228,12 @@ FAILING: dict[str, tuple[Any, str]] = {
     "chances that padding is in": (
         lambda x, p, b: (torch.multinomial((x.T @ x).softmax(-1), 1), x)[1] * 1,
         "gives multinomial what may be an error to it in padding"),
+    "chances among rows": (
+        lambda x, p, b: (torch.multinomial(b.slot_mapping + 0.5, 1), x)[1] * 1,
+        "draws out of the padded number of rows"),
+    "chances among rows that padding is in": (
+        lambda x, p, b: (torch.multinomial(x.sum(1).softmax(0).round(), 1), x)[1] * 1,
+        "draws out of the padded number of rows"),
     "an index that padding is in": (
         lambda x, p, b: torch.zeros_like(p["w"][b.slot_mapping.argmin()[None]]),
         "gives index what may be an error to it in padding"),

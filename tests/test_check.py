@@ -162,3 +162,48 @@ def test_nothing_of_a_check_is_left_behind():
 def test_a_wrong_name_is_raised():
     with pytest.raises(errors.TreeError):
         check(impure, donate="cache")
+
+
+def test_a_loop_that_goes_on_while_a_value_says_so_ends():
+    """With a stand-in value it would never."""
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        x = p["w"][b.token_ids]
+        while x.abs().max() > 1e-3:
+            x = x * 0.5
+        return x, s
+
+    report = fg.check(
+        forward, toys.tally_params(), toys.tally_state(), toys.batch(3, 2),
+        donate="s", stage="b", limits=toys.LIMITS,
+    )  # fmt: skip
+    first, last = report.errors
+    assert isinstance(first, errors.HostSyncError | errors.BranchError)
+    assert "test_check.py:" in str(first)
+    assert "the report ends here" in str(last) and "fg.while_loop" in str(last)
+
+
+def test_a_row_kept_for_padding_is_looked_at_in_its_own_index_alone():
+    """Row 0 is nobody's; place 0 of another row is."""
+
+    @fg.struct
+    class Batch:
+        x: Any = fg.buffer("T 8", "float32")
+        row: Any = fg.buffer("T", "int64", pad=0)
+        place: Any = fg.buffer("T", "int64")
+        spec: Any = fg.host()
+
+    def forward(cache: Any, b: Any) -> Any:
+        cache[b.row, b.place] = b.x
+        return cache[b.row].sum(1), cache
+
+    def errors_of(row: list[int]) -> Any:
+        spec = fg.BatchSpec(3, 2)
+        batch = Batch(torch.ones(3, 8), torch.tensor(row), torch.tensor([0, 1, 0]), spec)
+        cache, limits = torch.zeros(4, 3, 8), fg.Limits(16, 4)
+        return fg.check(
+            forward, cache, batch, donate="cache", stage="b", rehearse=True, limits=limits
+        ).errors
+
+    assert errors_of([1, 1, 2]) == ()
+    assert "true rows name [0] too" in str(errors_of([0, 1, 2]))

@@ -24,6 +24,7 @@ from fngraph.fx.nodes import is_loop, is_op, is_tensor, line_of, written_by
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.boxes import elements
 from fngraph.fx.rows.check import is_trusted, unfinished, vouched_for
+from fngraph.fx.rows.indices import by_dim
 from fngraph.fx.rows.loops import Several
 from fngraph.fx.rows.state import (
     BEYOND,
@@ -33,6 +34,7 @@ from fngraph.fx.rows.state import (
     Kept,
     Mixed,
     moving_dims,
+    ndim,
     op_name,
 )
 from fngraph.fx.schemas import draws, named
@@ -267,7 +269,10 @@ def _taken(
     node: fx.Node, fact: Kept, bare: torch.Tensor, facts: Mapping[fx.Node, Any]
 ) -> Iterator[Difference]:
     """Rows that are kept for padding, and that true rows name as well."""
-    places = [x for x in node.users if _reserved(x, facts) and node in _indices(x)]
+    places = [
+        x for x in node.users
+        if (rows := _reserved(x, facts)) and not rows.keys().isdisjoint(_dims_of(node, x))
+    ]  # fmt: skip
     for fill in fact.fills.values() if places else ():
         if isinstance(fill, torch.Tensor) and fill.numel() == 1 and (bare == fill).any():
             yield Difference(
@@ -284,10 +289,12 @@ def _named(node: fx.Node, fact: Any, bare: Mapping[fx.Node, Any]) -> Iterator[Di
             yield Difference(node, "reserved", text)
 
 
-def _indices(node: fx.Node) -> list[Any]:
-    """Where a write goes."""
-    args = named(node.target, node.args, node.kwargs)
-    return [args["index"]] if "index" in args else list(args["indices"])
+def _dims_of(index: fx.Node, write: fx.Node) -> set[int]:
+    """The target's dims along which an index says where a write goes."""
+    args = named(write.target, write.args, write.kwargs)  # type: ignore[arg-type]
+    if "index" in args:
+        return {args["dim"] % max(ndim(args["self"]), 1)} if args["index"] is index else set()
+    return {d for d, x in by_dim(args["indices"]).items() if x is index}
 
 
 def _reserved(node: fx.Node, facts: Mapping[fx.Node, Any]) -> Mapping[int, torch.Tensor]:

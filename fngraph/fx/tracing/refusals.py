@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,10 @@ _KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
 ]  # fmt: skip
 
 
+_AGAIN = 300
+"""How often one refusal may come before a report ends; a model has fewer layers."""
+
+
 class Refusals:
     """Errors in the order of the trace.
 
@@ -69,6 +74,7 @@ class Refusals:
     def __init__(self, go_on: bool = False) -> None:
         self.go_on = go_on
         self.errors: list[FnGraphError] = []
+        self.seen: Counter[str] = Counter()
         self.symbols: Any = None  # knows torch's names of T and R
         self.own_names: Callable[[str], str] = str  # puts the caller's into advice
 
@@ -79,6 +85,17 @@ class Refusals:
         self.errors.append(error)
         if not self.go_on:
             raise error
+        self.seen[error.args[0]] += 1
+        if self.seen[error.args[0]] == _AGAIN:  # with a stand-in value it may never end
+            line = error.args[0].partition(": ")[0]
+            self.errors.append(
+                PurityError(
+                    f"forward: the report ends here, since {line} has come {_AGAIN} times, as it "
+                    "does where a loop goes on for as long as a tensor's value says so: that is "
+                    "fg.while_loop"
+                )
+            )
+            raise self.errors[-1]
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:

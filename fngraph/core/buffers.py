@@ -73,6 +73,11 @@ def _parse_dim(text: str) -> tuple[types.CodeType, frozenset[str]]:
     letters = set()
     for node in ast.walk(tree.body):
         if isinstance(node, ast.Name):
+            if len(node.id) != 1 or not node.id.isupper():
+                raise FieldError(
+                    f"dim {text!r} has the letter {node.id!r}; they are single capitals: T tokens, "
+                    "R requests, others as Limits has them"
+                )
             letters.add(node.id)
         elif isinstance(node, ast.Constant):
             if type(node.value) is not int:
@@ -215,7 +220,9 @@ def buffer(
     """Declare a staged leaf of an `fg.struct`.
 
     Args:
-        dims: e.g. "T", "R + 1", "R B"; see the module's first lines.
+        dims: a word each, in order: T (tokens), R (requests), other capitals (one size for all
+            batches, given by `Limits`), numbers, and sums and products of these: "T", "R + 1",
+            "R B", "T 8".
         dtype: torch's, or its name: torch.int32 or "int32".
         pad: see `Buffer`; left out: 0.
         rows: "all", or "changed" for tables with a row for each request, such as block tables: a
@@ -230,6 +237,8 @@ def buffer(
     if rows not in ("all", "changed"):
         raise FieldError(f'rows={rows!r}: "all" or "changed"')
     name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if isinstance(pad, float) and name.startswith(("int", "uint", "bool")):
+        raise FieldError(f"pad={pad!r} of {name}: a whole number, which all of its rows can hold")
     declared = Buffer(
         parse_dims(dims), name, 0 if pad is None else pad, pad is not None, rows == "changed", min
     )

@@ -83,7 +83,16 @@ def test_a_dim_holds_nothing_but_arithmetic(text):
 
 
 def test_no_builtin_is_in_reach_of_a_dim():
-    assert refused(Dim("open")).startswith("dim 'open' needs a size for 'open'; known: []")
+    says = "they are single capitals: T tokens, R requests"
+    for name in ("open", "t", "seq"):
+        assert f"dim {name!r} has the letter {name!r}; {says}" in refused(buffer, name, "int64")
+        assert says in refused(Dim, name)
+
+
+def test_a_pad_of_integers_is_one():
+    for pad in (0.5, float("inf"), 1.0):
+        assert f"pad={pad!r} of int64: a whole number" in refused(buffer, "T", "int64", pad=pad)
+    assert buffer("T", "float32", pad=0.5) and buffer("T", "bool", pad=True)
 
 
 def test_a_dim_that_fails_points_at_the_users_line():

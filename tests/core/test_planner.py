@@ -8,7 +8,7 @@ import numpy
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fngraph.core import Limits, default_sizes, plan_sizes, planned_cost
+from fngraph.core import BatchSpec, Flight, Limits, default_sizes, plan_sizes, planned_cost
 from fngraph.errors import SizesError
 
 
@@ -201,6 +201,13 @@ def test_bad_input(arguments, message):
         plan_sizes(**arguments)
     assert str(info.value).startswith(message)
     assert message[-1] != "." or str(info.value).endswith(message) or message.count(".") < 2
+
+
+def test_recorded_specs_are_told_to_be_counted_in_few_words():
+    with pytest.raises(SizesError) as info:
+        plan_sizes(Flight((BatchSpec(3, 1),) * 5000), k=1)
+    assert "Flight(specs).histogram(query_len=1)" in str(info.value)
+    assert len(str(info.value)) < 400
 
 
 # --- three kinds of traffic -----------------------------------------------------------------------

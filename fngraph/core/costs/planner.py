@@ -7,6 +7,7 @@ costs, and how many steps each would hold.
 from __future__ import annotations
 
 import math
+import reprlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
@@ -100,9 +101,14 @@ def _counts(histogram: Histogram) -> dict[int, float]:
 
 
 def _check_whole(what: str, number: object) -> None:
-    if not isinstance(number, SupportsIndex) or isinstance(number, bool):
+    if isinstance(number, float):
         raise SizesError(
             f"{what} {number!r}, which is no whole number. Round it up: math.ceil(size)."
+        )
+    if not isinstance(number, SupportsIndex) or isinstance(number, bool):
+        raise SizesError(
+            f"{what} {reprlib.repr(number)}, which is no whole number. Of "
+            "recorded specs pass their sizes: Flight(specs).histogram(query_len=1)."
         )
 
 

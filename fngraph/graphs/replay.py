@@ -22,6 +22,7 @@ from fngraph.graphs.inside import Counts, dot, key_name
 from fngraph.graphs.ranges import RangedRecording, in_range
 from fngraph.graphs.recorder import Recorder, Recording
 from fngraph.graphs.staging.buffers import Sizes
+from fngraph.torch_facts.memory import other_kind
 
 InstructionFn = Callable[..., tuple[Any, ...]]  # fn(sizes, host, *tensors) -> tensors
 
@@ -165,15 +166,9 @@ def launch(calls: BoundCalls, host: HostBounds | None) -> None:
 
 
 def _deliver(i: int, into: torch.Tensor, made: torch.Tensor) -> None:
-    """Copy a result to where it is read, as which it must be of one kind: a copy would repeat the
-    elements of a smaller one, and convert them."""
-    if (into.shape, into.dtype) != (made.shape, made.dtype):
-        kinds = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (made, into)]
-        raise CaptureError(
-            f"result {i} of the graph is {kinds[0]}, and torch's rule for it says {kinds[1]}: some "
-            f"op's rule is wrong in torch {torch.__version__}. Write that op another way, or run "
-            "this in mode NONE"
-        )
+    """Copy a result to where it is read, as which it must be of one kind."""
+    if wrong := other_kind(into, made):
+        raise CaptureError(f"result {i} of the graph {wrong}, or run this in mode NONE")
     into.copy_(made)
 
 

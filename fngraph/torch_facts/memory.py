@@ -1,4 +1,5 @@
-"""Where tensors lie in memory: their storage, the bytes that they span, what they share."""
+"""Where tensors lie in memory: their storage, the bytes that they span, what they share; and of
+what kind they are."""
 
 from __future__ import annotations
 
@@ -90,3 +91,19 @@ def with_bits(x: torch.Tensor, conj: Any, neg: Any) -> torch.Tensor:
     """A view whose conjugate and negative bits are turned around where told."""
     x = conj_view(x) if conj else x
     return neg_view(x) if neg else x
+
+
+def kind_of(x: torch.Tensor) -> str:
+    """Dtype and shape as text: "float32[3, 8]"."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def other_kind(into: torch.Tensor, made: torch.Tensor) -> str:
+    """What is wrong where a result is not of the kind that torch's rule said at the trace; "" where
+    it is. A copy would repeat the elements of a smaller one, and convert them."""
+    if (into.shape, into.dtype) == (made.shape, made.dtype):
+        return ""
+    return (
+        f"is {kind_of(made)}, and torch's rule for it says {kind_of(into)}: some op's rule is "
+        f"wrong in torch {torch.__version__}. Write that op another way"
+    )

@@ -17,7 +17,7 @@ from torch import fx
 from fngraph.errors import AliasError
 from fngraph.fx.donation.liveness import Memory, keys
 from fngraph.fx.loops.node import Loop
-from fngraph.fx.nodes import line_of
+from fngraph.fx.nodes import is_loop, line_of
 from fngraph.torch_facts.memory import storage_key
 
 _Key = int | tuple[str, Any]  # of a storage; or ("earlier", key): what it was at an earlier turn
@@ -86,7 +86,7 @@ def _check(
     gm: fx.GraphModule, may: _May, news: Mapping[int, int], refuse: Callable[[AliasError], None]
 ) -> None:
     memory = Memory(gm.graph)
-    loops = [node for node in gm.graph.nodes if isinstance(node.target, Loop)]
+    loops = list(filter(is_loop, gm.graph.nodes))
     begins = {storage_key(x): node for node in loops for x in node.target.results}  # type: ignore[union-attr]
     inputs = {key for node in gm.graph.nodes if node.op == "placeholder" for key in keys(node)}
     here = {key: _reached(key, may) for key in memory.members if key in may}
@@ -114,16 +114,12 @@ def _error(
                 continue
             readers = [
                 use for use in memory.uses(b)
-                if use.time > write.time or (use.node is write.node and _is_loop(use.node))
+                if use.time > write.time or (use.node is write.node and is_loop(use.node))
             ]  # fmt: skip
             if readers or (b in inputs and a not in inputs and news.get(b) != a):
                 loop = next((begins[x] for x in (a, b) if x in begins), None)
                 return _told(write.node, loop, next((str(x) for x in readers), "the caller's own"))
     return None
-
-
-def _is_loop(node: fx.Node) -> bool:
-    return isinstance(node.target, Loop)
 
 
 def _told(write: fx.Node, loop: fx.Node | None, later: str) -> AliasError:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from fngraph.errors import CaptureError
+from fngraph.torch_facts.memory import other_kind
 
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -128,19 +129,13 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check(loop: Any, what: str, into: torch.Tensor, made: torch.Tensor) -> None:
-    """Raise where something is not of the kind that torch's rule said at the trace: a copy would
-    repeat the elements of a smaller one, and convert them.
+    """Raise where something is not of the kind that torch's rule said at the trace.
 
     Raises:
         CaptureError: so it is.
     """
-    if (into.shape, into.dtype) != (made.shape, made.dtype):
-        kinds = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (made, into)]
-        raise CaptureError(
-            f"{loop.line}: {what} of {loop} is {kinds[0]}, and torch's rule for it says "
-            f"{kinds[1]}: some op's rule is wrong in torch {torch.__version__}. Write that op "
-            "another way"
-        )
+    if wrong := other_kind(into, made):
+        raise CaptureError(f"{loop.line}: {what} of {loop} {wrong}")
 
 
 def _put(loop: Any, what: str, into: torch.Tensor, made: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from fngraph.errors import CaptureError
 from fngraph.graphs.inside import Node
 from fngraph.graphs.tape.arena import subtract
-from fngraph.torch_facts.memory import extent, overlaps_itself
+from fngraph.torch_facts.memory import extent, kind_of, overlaps_itself
 from fngraph.torch_facts.names import tree_leaves
 from fngraph.torch_facts.schemas import written
 
@@ -116,7 +116,7 @@ def deliver(op: TapeOp, results: Any) -> None:
 
 def _brief(arg: Any) -> str:
     if isinstance(arg, torch.Tensor):
-        return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
+        return kind_of(arg)
     if isinstance(arg, list | tuple):
         return f"[{', '.join(map(_brief, arg))}]"
     return str(arg)

@@ -69,7 +69,7 @@ from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.loops.aliases import check_aliases
 from fngraph.fx.loops.bound import has_loops
 from fngraph.fx.loops.node import loops_of
-from fngraph.fx.nodes import is_op, line_of
+from fngraph.fx.nodes import inputs_of, is_op, line_of, results_of
 from fngraph.fx.pieces.collectives import (
     are_of_rows,
     collectives_of,
@@ -817,9 +817,8 @@ def _traced(
             check_untouched(generators, states)
     with refuse.catching():
         pin(graph.gm, ambient.default_dtype)
-    nodes = list(graph.gm.graph.nodes)
-    inputs = [n for n in nodes if n.op == "placeholder"]
-    returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
+    inputs, results = inputs_of(graph.gm.graph), results_of(graph.gm.graph)
+    returns = match_donated(args, list(results), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
     drop_dead(graph.gm.graph)
     if not refuse.errors:
@@ -833,7 +832,7 @@ def _traced(
     is_met = bool(collectives_of(graph.gm.graph))
     alike = told_of(graph.gm.graph, facts, graph.text, is_shared) if is_met else {}
     of_rows = are_of_rows(graph.gm.graph, facts)
-    of_outputs = enumerate(facts[nodes[-1]])
+    of_outputs = enumerate(facts[graph.gm.graph.output_node()])
     dirty = {i: x.dirty for i, x in of_outputs if getattr(x, "dirty", ())}
     vouched = as_vouched(graph.gm, facts)
     check_pads(graph.gm, args.leaves, facts, _told, refuse)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fngraph.core.compiling import Range, Span, of_batches
+from fngraph.fx.nodes import inputs_of
 from fngraph.ops.fused_linear import for_many_rows, most_rows
 from fngraph.ops.triton.launching import missing
 from fngraph.torch_facts.tracing import make_fx
@@ -73,7 +74,7 @@ def _inlined(graph: fx.Graph, node: fx.Node) -> Any:
         return for_many_rows(first, ws, by, left.pop(0) if left else None, *options)  # type: ignore[arg-type]
 
     traced = make_fx(call)(*fakes).graph
-    env = dict(zip((n for n in traced.nodes if n.op == "placeholder"), given))
+    env = dict(zip(inputs_of(traced), given))
     known = set(graph.nodes)
     result: Any = graph.graph_copy(traced, env)
     for new in graph.nodes:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fngraph.core.where import user_line
 from fngraph.fx.blocks.fakes import fakes_like
-from fngraph.fx.nodes import is_size, written_by
+from fngraph.fx.nodes import is_size, storages_written
 from fngraph.fx.tracing.constants import COPIES
 from fngraph.fx.tracing.outside import foreign
 from fngraph.fx.tracing.purity import PurityMode
@@ -147,7 +147,7 @@ def node_of(mode: PurityMode, x: torch.Tensor, line: str) -> fx.Node:
 def own_of(region: Sequence[fx.Node], inputs: Sequence[fx.Node] = ()) -> list[fx.Node]:
     """The nodes of a function's own: not sizes of what is around it, which may be asked for again,
     nor constants, which are the same at each turn."""
-    written = {storage_key(x.meta["val"]) for node in region for x in written_by(node)}
+    written = storages_written(region)
     inside: set[fx.Node] = set(inputs)
     found = []
     for node in region:

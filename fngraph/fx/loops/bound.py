@@ -15,7 +15,7 @@ from torch import fx
 
 from fngraph.fx.loops.node import Loop
 from fngraph.fx.loops.running import Control, run
-from fngraph.fx.nodes import is_loop, is_op
+from fngraph.fx.nodes import is_loop, op_name
 from fngraph.fx.pieces.code import direct
 
 Asked = Callable[[torch.device], Control | None]
@@ -42,7 +42,7 @@ def calls_of(
         if is_loop(node):
             for inner in node.target.graphs:
                 yield from calls_of(inner, names, node.target)
-        elif is_op(node) and node.target._schema.name in names:
+        elif op_name(node) in names:
             yield loop, node
 
 

@@ -38,7 +38,7 @@ from fngraph.fx.loops.bodies import (
     track,
 )
 from fngraph.fx.loops.node import Loop, Operand
-from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
+from fngraph.fx.nodes import is_op, is_tensor, line_of, storages_written, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.tracing.purity import PurityMode, unwritable
 from fngraph.torch_facts.memory import storage_key
@@ -129,9 +129,7 @@ def _emit(
 
     results = [fake_like(state[i]) for i in carried]
     results += [fake_like(x, shape) for x, shape in zip(others, shapes)]
-    written = {
-        storage_key(x.meta["val"]) for gm in graphs for n in gm.graph.nodes for x in written_by(n)
-    }
+    written = storages_written(node for gm in graphs for node in gm.graph.nodes)
     loop = Loop(
         kind, tuple(graphs), len(own) - len(xs), tuple(results),
         tuple(tuple(map(at, shape)) for shape in shapes), len(xs), line=line,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from fngraph.core.program import Program
-from fngraph.fx.nodes import is_loop
+from fngraph.fx.nodes import is_loop, op_name, results_of
 from fngraph.fx.pieces.cuts import Cut, Piece, split_program
 from fngraph.fx.tracing.tracer import Graph
 
@@ -60,13 +60,7 @@ def _function(
     graph: Graph, gm: fx.GraphModule, cut_ops: Sequence[str], shared: dict[str, Piece]
 ) -> Function:
     own = Graph(gm, graph.letters, {}, (), ())
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    results: Any = output.args[0]
+    results = results_of(gm.graph)
     program, parts = split_program(own, cut_ops, results, shared, by_loops=True, apart=True)
-    is_cut = (node for node in gm.graph.nodes if _name(node) in cut_ops)
+    is_cut = (node for node in gm.graph.nodes if op_name(node) in cut_ops)
     return Function(program, parts, tuple(is_cut))
-
-
-def _name(node: fx.Node) -> str:
-    schema: Any = getattr(node.target, "_schema", None)
-    return "" if schema is None else schema.name

@@ -68,9 +68,6 @@ class Item(NamedTuple):
     number: int
 
 
-Pattern = Name | Call | Either | Item
-
-
 def name(text: str) -> Name:
     """Any argument, found as `text`."""
     return Name(text)

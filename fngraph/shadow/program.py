@@ -24,7 +24,7 @@ from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import EagerCall
 from fngraph.shadow.inside import Found, look_inside
 from fngraph.shadow.nodes import Place, Tolerances, difference, name_of, true_part, walk
-from fngraph.shadow.saved import Ran, Saved
+from fngraph.shadow.saved import Ran, Saved, drawn_from
 from fngraph.shadow.sides import Sides
 from fngraph.step.capture import bounds_of, plan_step
 from fngraph.step.keys import Keys
@@ -72,24 +72,17 @@ def run_program_again(
         keys, prepared, sides, saved.counts.bounds, recorder, within,
         dict(enumerate(sides.inputs)), dict(sides.should),
     )  # fmt: skip
-    states = [g.get_state() for g in executable.generators]
-    try:
-        for generator, state in zip(executable.generators, saved.generators):
-            generator.set_state(state)
-        with keys.fixed_ambient():
-            if executable.planners:
-                host = [x.cpu() for x in saved.rows.staged]
-                plan_step(keys, prepared.chosen, prepared.true, host)
-            for at, one in enumerate(executable.program.instructions):
-                (_cut if one.cut else _piece)(run, at, one)
-                for i in one.drops:
-                    run.values.pop(i, None)
-                    run.should.pop(i, None)
-            outputs = [run.values[i] for i in executable.program.outputs]
-            outputs = [x.clone() for x in keys.cut(outputs, prepared.true)]
-    finally:
-        for generator, state in zip(executable.generators, states):
-            generator.set_state(state)
+    with drawn_from(keys, saved), keys.fixed_ambient():
+        if executable.planners:
+            host = [x.cpu() for x in saved.rows.staged]
+            plan_step(keys, prepared.chosen, prepared.true, host)
+        for at, one in enumerate(executable.program.instructions):
+            (_cut if one.cut else _piece)(run, at, one)
+            for i in one.drops:
+                run.values.pop(i, None)
+                run.should.pop(i, None)
+        outputs = [run.values[i] for i in executable.program.outputs]
+        outputs = [x.clone() for x in keys.cut(outputs, prepared.true)]
     new = {i: sides.inputs[i] for i in saved.state}
     return RanProgram(Ran(tuple(outputs), new), tuple(run.places))
 

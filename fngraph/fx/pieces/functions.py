@@ -7,12 +7,13 @@ share it with another body, or with what is outside of loops.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
 from fngraph.core.program import Program
-from fngraph.fx.nodes import is_loop, op_name, results_of
+from fngraph.fx.loops.node import loops_of
+from fngraph.fx.nodes import op_name, results_of
 from fngraph.fx.pieces.cuts import Cut, Piece, split_program
 from fngraph.fx.tracing.tracer import Graph
 
@@ -52,8 +53,7 @@ def functions_of(
 
 def graphs_within(piece: Piece) -> list[fx.GraphModule]:
     """The functions of a piece's loops; not those of the loops in them."""
-    loops: list[Any] = [node.target for node in piece.gm.graph.nodes if is_loop(node)]
-    return [gm for loop in loops for gm in loop.graphs]
+    return [gm for loop in loops_of(piece.gm) for gm in loop.graphs]
 
 
 def _function(

@@ -16,6 +16,7 @@ from torch import fx
 
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf
+from fngraph.fx.loops.bound import has_loops
 from fngraph.fx.loops.node import NAMES, Loop
 from fngraph.fx.nodes import inputs_of, is_loop
 from fngraph.fx.tracing.tracer import Graph
@@ -51,7 +52,7 @@ def _over(
 ) -> tuple[Graph, tuple[Applied, ...]]:  # fmt: skip
     """The same of a graph whose nodes have their leaves and values."""
     after, applied, known = run_over(passes, graph, leaves, facts, refuse, where)
-    if not any(map(is_loop, after.gm.graph.nodes)):
+    if not has_loops(after.gm):
         return after, applied
     copy = Copy.of(after.gm.graph)
     found = [applied]

@@ -70,16 +70,9 @@ class RecordedStep(VerifiedStep[R]):
     def _what(self, args: Any, kwargs: Any, allowed: Allowed) -> tuple[BatchSpec, Dispatch | None]:
         """The counts of a batch, and what it ran as."""
         entry, keys = self.entry, self.last.keys
-        if entry.spec_field is None:
-            spec = EXACT
-        else:
-            named = dict(kwargs)
-            is_own = allowed is not None and entry.takes_allowed
-            if is_own:
-                named["allowed"], allowed = allowed, None
-            plain = len(args) == entry.count and not named
-            values = args if plain else entry.values(args, named)
-            spec = getattr(values[entry.staged_at], entry.spec_field)
+        values, allowed = entry.given(args, kwargs, allowed)
+        field = entry.spec_field
+        spec = EXACT if field is None else getattr(values[entry.staged_at], field)
         if allowed is not None:
             return spec, keys.prepare(spec, allowed).chosen
         prepared = keys.prepared.get(spec[COUNTS])

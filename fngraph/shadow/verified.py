@@ -91,18 +91,13 @@ class VerifiedStep(Step[R]):
         return found
 
     def _verify(self, number: int, args: Any, kwargs: Any, allowed: Allowed) -> R:
-        entry = self.entry
         if (ambient := self.last.read_ambient()) != self.last.ambient:
             self._meet(ambient)
         keys = self.last.keys
-        is_own = allowed is not None and entry.takes_allowed  # an argument of forward's own
-        named = {**kwargs, "allowed": allowed} if is_own else kwargs
-        why, saved = "", None
+        why, saved, decided = "", None, allowed
         try:
-            values = args
-            if named or len(args) != entry.count:
-                values = entry.values(args, named)
-            saved = save(keys, self._parts_of(keys), values[entry.staged_at])
+            values, decided = self.entry.given(args, kwargs, allowed)
+            saved = save(keys, self._parts_of(keys), values[self.entry.staged_at])
         except Exception as error:  # the step itself may go on, or says so better
             why = f"the batch and its state could not be copied: {_short(error)}"
         if any_of(keys.executable.peers, "verify a step", saved is None):
@@ -110,7 +105,7 @@ class VerifiedStep(Step[R]):
         result = Step.__call__(self, *args, allowed=allowed, **kwargs)
         keys = self.last.keys
         if saved is not None:
-            prepared = prepared_of(keys, saved, None if is_own else allowed)
+            prepared = prepared_of(keys, saved, decided)
             why = why_not(keys, prepared)
             if not why:
                 self._compare(number, keys, prepared, saved, result)

@@ -7,7 +7,7 @@ from html import escape
 
 from fngraph.core import Log
 from fngraph.core.text import count
-from fngraph.report.log_charts import KINDS, ChartBar, Chart, charts_of
+from fngraph.report.log_charts import KINDS, Chart, ChartBar, charts_of
 
 WIDTH = 1000  # of a bar, in units that stretch to the page
 SLOWEST = 10

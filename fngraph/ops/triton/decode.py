@@ -69,7 +69,7 @@ def attend(
     rows = Q * constants["GROUP"]
     widest = meta.block_tables.shape[1] * config.block_size
     how = how or how_to(config, rows, widest, R * K, processors(q_THD.device))
-    tile, split, programs, many, each, early = how
+    tile, split, programs, many, each, early, ahead = how
     units = how.units(widest)
     each = min(each or units, units)
     final = units == 1
@@ -94,6 +94,7 @@ def attend(
         SPLIT=split,
         SPAN=split if many is None else split * SPLITS,
         PER=SPLITS,
+        AHEAD=ahead or split,
         SHARED=each < units,
         FINAL=final,
         K_SCALED=args.k_scale is not None,
@@ -119,6 +120,7 @@ class How(NamedTuple):
         many: splits of a request, beyond which its programs take whole spans; None: never.
         each: programs that share the units of a request and a kv head; None: one for each unit.
         early: whether the kernel is launched while the one ahead still runs.
+        ahead: keys that a program asks for until that ends; None: a split.
     """
 
     tile: Tile
@@ -127,6 +129,7 @@ class How(NamedTuple):
     many: int | None
     each: int | None = None
     early: bool = True
+    ahead: int | None = None
 
     def units(self, widest: int) -> int:
         """The most that a request has of them under a block table of so many keys."""
@@ -189,9 +192,9 @@ def split_kernel(
     ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
-    FINAL: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr,
-    SINKS: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr, AHEAD: tl.constexpr,
+    SHARED: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
+    ROUNDS: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One unit of the keys that a request sees, or with SHARED every EACH-th of them.
 
@@ -223,7 +226,7 @@ def split_kernel(
     v_cache += head * v_head
     if EARLY:
         if count > unit:
-            n = within(first // size * size + unit * size + tl.arange(0, SPLIT), first, length)
+            n = within(first // size * size + unit * size + tl.arange(0, AHEAD), first, length)
             block = tl.load(table + n // SIZE).to(tl.int64)
             ask_for_rows(k_cache + block * k_block + n % SIZE * k_slot, D)
             ask_for_rows(v_cache + block * v_block + n % SIZE * v_slot, D)

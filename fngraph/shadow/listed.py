@@ -16,7 +16,8 @@ from fngraph.calls import PrimitiveCall
 from fngraph.core.where import user_line
 from fngraph.fx.generators import with_generators
 from fngraph.fx.nodes import line_of
-from fngraph.shadow.nodes import difference, is_unwritten, name_of
+from fngraph.fx.rows.rehearsal import is_unwritten
+from fngraph.shadow.nodes import difference, name_of
 from fngraph.shadow.saved import Saved, drawn_from, held_of, run_bare
 from fngraph.step.keys import Keys
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves

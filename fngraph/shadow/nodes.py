@@ -18,8 +18,7 @@ from torch import fx
 from fngraph.fx.nodes import is_op, line_of, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.pieces.cuts import LETTERS
-from fngraph.fx.rows.rehearsal import UNWRITTEN
-from fngraph.fx.rows.state import op_name
+from fngraph.fx.rows.rehearsal import is_unwritten
 from fngraph.shadow.compared import Compared, compare
 from fngraph.torch_facts.inductor import size_at
 from fngraph.torch_facts.schemas import is_view
@@ -167,11 +166,6 @@ def walk(
             else:
                 run.should.pop(x, None)
     return run
-
-
-def is_unwritten(node: fx.Node) -> bool:
-    """Whether its op makes memory that holds nothing yet."""
-    return is_op(node) and op_name(node) in UNWRITTEN
 
 
 def _go_on(

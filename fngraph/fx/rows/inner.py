@@ -22,8 +22,9 @@ from fngraph.fx.rows.bounds import at_most, size_of
 from fngraph.fx.rows.fills import is_all, pointwise, refuse_counts
 from fngraph.fx.rows.indices import check_index, is_there
 from fngraph.fx.rows.shapes import is_chance
-from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim, op_name
+from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.fx.rows.sums import finite_padding
+from fngraph.fx.schemas import plain_name
 
 _OVER_LAST: list[tuple[str, dict[str, int]]] = [
     (
@@ -217,7 +218,7 @@ def _size(x: Any) -> Any:
 
 def _step(offsets: Any) -> int | None:
     """The step of arange(0, n * T, n), whatever n and T are."""
-    if not is_op(offsets) or op_name(offsets) != "arange":
+    if not is_op(offsets) or plain_name(offsets.target) != "arange":
         return None
     args = dict(zip(("start", "end", "step"), offsets.args)) if len(offsets.args) == 3 else {}
     step = args.get("step")

@@ -357,12 +357,11 @@ def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:
     return ""
 
 
-_JUDGED = ("self", "other", "index", "indices", "target", "info", "p", "std")
+_JUDGED = ("self", "other", "index", "indices", "target", "p", "std")
 """Arguments whose numbers an op may refuse."""
 
 
-_JUDGING = {"multinomial": ("self",), "bernoulli": ("self", "p"), "normal": ("std",),
-            "_linalg_check_errors": ("info",)}  # fmt: skip
+_JUDGING = {"multinomial": ("self",), "bernoulli": ("self", "p"), "normal": ("std",)}
 """Ops that do, beside those that look up or divide, and of which arguments."""
 
 

@@ -91,8 +91,6 @@ def over_dims(call: OpCall) -> Kept:
             )
     _refuse_vectors(call)
     _refuse_pivots(call)
-    if call.args.get("check_errors"):
-        return raising(call)
     return Kept()
 
 
@@ -152,19 +150,6 @@ def _refuse_pivots(call: OpCall) -> None:
 
 def _results(source: Any) -> list[str]:
     return [r.name for r in source.target._schema.returns] if is_op(source) else []
-
-
-def raising(call: OpCall) -> Kept:
-    """What raises if any matrix, one of padding too, cannot be inverted or factored."""
-    if any(map(moving_dims, operands(call.node))):
-        name = str(call.args.get("api_name", f"torch.{call.name}")).removesuffix("_ex")
-        raise Mixes(
-            f"raises an error where {name} finds a matrix that it cannot take, and those of "
-            "padding may be such. Use the form that raises none: torch.linalg.inv_ex, solve_ex, "
-            "cholesky_ex, lu_factor_ex, ldl_factor_ex",
-            fails=True,
-        )
-    return Kept()
 
 
 def distances(call: OpCall) -> Kept:

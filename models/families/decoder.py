@@ -64,9 +64,19 @@ def decode(
     x_TE, cache = transformer(
         params, cache, batch, attention, mixture, rope_dim=rope_dim, norm=norm
     )
-    if params.norm is None:
-        return x_TE, cache
-    return logits(params, x_TE[batch.logits_indices], norm), cache
+    return left(params, x_TE, batch, norm), cache
+
+
+def entered(params: Params, batch: Any) -> Tensor:
+    """What the layers begin with, (T, E): embeddings, or of a later stage than the first `hidden`,
+    which is what the one before has left."""
+    found: Tensor = batch.hidden if params.embed is None else params.embed[batch.token_ids]
+    return found
+
+
+def left(params: Params, x_TE: Tensor, batch: Any, norm: NormFn = rms_norm) -> Tensor:
+    """The logits of rows `logits_indices`, (R, V); of a stage that is not the last, x itself."""
+    return x_TE if params.norm is None else logits(params, x_TE[batch.logits_indices], norm)
 
 
 def transformer(
@@ -81,10 +91,7 @@ def transformer(
     `slot_mapping`; the rest is for `attention`. Later stages than the first read `hidden`, (T, E).
     """
     config = params.config
-    if params.embed is None:
-        x_TE = batch.hidden
-    else:
-        x_TE = params.embed[batch.token_ids]
+    x_TE = entered(params, batch)
     rope = rotation(batch.positions, rope_dim, config.rope_theta, x_TE.dtype, config.rope_scaling)
     return all_layers(params, x_TE, rope, cache, batch, attention, mixture, norm=norm, layer=layer)
 
@@ -126,15 +133,19 @@ def decoder_layer(
 
 def logits(params: Params, x_RE: Tensor, norm: NormFn = rms_norm) -> Tensor:
     """(R, V): the last norm and the head."""
-    head_VE = params.embed if params.head is None else params.head
-    return linear(norm(x_RE, params.norm, params.config.norm_eps), head_VE)
+    return linear(norm(x_RE, params.norm, params.config.norm_eps), head_of(params))
+
+
+def head_of(params: Params) -> Any:
+    """(V, E), of a model that is whole, or of its last stage."""
+    return params.embed if params.head is None else params.head
 
 
 def stages_of(params: Params, count: int) -> tuple[Params, ...]:
     """A decoder in so many stages, each with its own layers and as many of them, give or take one;
     the first has the embedding, the last the norm and the head. Weights are shared, not copied.
 
-    `init_cache(stage.config, ...)` is the cache of a stage, of a family whose layers are alike.
+    `init_cache(stage.config, ...)` is the cache of a stage.
 
     Raises:
         ValueError: fewer layers than stages, or fewer than one.
@@ -143,8 +154,7 @@ def stages_of(params: Params, count: int) -> tuple[Params, ...]:
     if not 1 <= count <= total:
         raise ValueError(f"{count} stages of {total} layers: pass 1 to {total}")
     ends = [total * i // count for i in range(count + 1)]
-    head = params.embed if params.head is None else params.head
-    made = []
+    head, made = head_of(params), []
     for i, (begin, end) in enumerate(itertools.pairwise(ends)):
         first, last = i == 0, i == count - 1
         own: dict[str, Any] = {
@@ -152,10 +162,22 @@ def stages_of(params: Params, count: int) -> tuple[Params, ...]:
             "norm": params.norm if last else None,
             "head": (params.head if first else head) if last else None,
         }
-        config = dataclasses.replace(params.config, num_layers=end - begin)
+        config = of_layers(params.config, begin, end)
         layers = params.layers[begin:end]
         made.append(dataclasses.replace(params, layers=layers, config=config, **own))
     return tuple(made)
+
+
+def of_layers(config: Any, begin: int, end: int) -> Any:
+    """The config of these layers of a model, in which they are counted from 0."""
+    own: dict[str, Any] = {"num_layers": end - begin}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name.endswith("_layers") and isinstance(value, tuple):  # which ones are of a kind
+            own[field.name] = tuple(i - begin for i in value if begin <= i < end)
+        elif field.name == "num_dense":  # the first ones
+            own[field.name] = max(0, min(value, end) - begin)
+    return dataclasses.replace(config, **own)
 
 
 def params_of(config: Any, layers: Iterable[Any]) -> Params:

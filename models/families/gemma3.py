@@ -24,8 +24,9 @@ from fngraph.models.families.decoder import (
     WITHOUT_HEAD,
     Params as Params,
     all_layers,
+    entered,
     layer_of,
-    logits,
+    left,
     params_of,
 )
 from fngraph.models.families.layers import (
@@ -87,8 +88,9 @@ class Gated:
 def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
     c = params.config
-    x_TE = params.embed[batch.token_ids]
-    x_TE = x_TE * torch.full((), c.dim**0.5, dtype=x_TE.dtype, device=x_TE.device)
+    x_TE = entered(params, batch)
+    if params.embed is not None:
+        x_TE = x_TE * torch.full((), c.dim**0.5, dtype=x_TE.dtype, device=x_TE.device)
     ropes = tuple(
         rotation(batch.positions, c.head_dim, theta, x_TE.dtype, scaling)
         for theta, scaling in (
@@ -96,8 +98,10 @@ def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor
         )
     )  # fmt: skip
     x_TE, cache = all_layers(params, x_TE, ropes, cache, batch, attention, gated, norm=centred_norm)
-    out_RV = logits(params, x_TE[batch.logits_indices], centred_norm)
-    return (out_RV / c.softcap).tanh() * c.softcap if c.softcap else out_RV, cache
+    out_RV = left(params, x_TE, batch, centred_norm)
+    if c.softcap and params.norm is not None:
+        out_RV = (out_RV / c.softcap).tanh() * c.softcap
+    return out_RV, cache
 
 
 def attention(

@@ -19,6 +19,8 @@ import fngraph as fg
 from fngraph.models.families import layers
 from fngraph.models.families.decoder import (
     Params as Params,
+    entered,
+    head_of,
     logits,
     params_of,
     vocabulary_splits,
@@ -95,11 +97,13 @@ def forward(
 ) -> tuple[Tensor, tuple[State, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated states."""
     config, kept = params.config, []
-    x_TE = params.embed[batch.token_ids]
+    x_TE = entered(params, batch)
     for layer, state in zip(params.layers, cache, strict=True):
         x_TE, state = residual_layer(config, layer, x_TE, state, batch)
         kept.append(state)
-    x_RE = x_TE[batch.logits_indices].to(params.embed.dtype)
+    if params.norm is None:
+        return x_TE, tuple(kept)
+    x_RE = x_TE[batch.logits_indices].to(head_of(params).dtype)
     return logits(params, x_RE), tuple(kept)
 
 

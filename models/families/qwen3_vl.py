@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fngraph as fg
 from fngraph.models.families import llama, qwen3
-from fngraph.models.families.decoder import Params as Params, all_layers, logits
+from fngraph.models.families.decoder import Params as Params, all_layers, entered, left
 from fngraph.models.families.llama import KV, init_cache as init_cache
 from fngraph.models.families.qwen3 import attention, blank as blank
 from fngraph.models.families.rope import Sections, rotation, unscaled
@@ -61,7 +61,7 @@ class PictureBatch(Batch, Rows):
 
 def forward(params: Params, cache: tuple[KV, ...], batch: Batch) -> tuple[Tensor, tuple[KV, ...]]:
     """The logits of each request's rows `logits_indices`, (R, V), and the updated cache."""
-    return _decode(params, cache, batch, params.embed[batch.token_ids], ())
+    return _decode(params, cache, batch, entered(params, batch), ())
 
 
 def forward_pictures(
@@ -95,7 +95,7 @@ def _decode(
         batch.positions, c.head_dim, c.rope_theta, x_TE.dtype, c.rope_scaling, c.sections
     )
     x_TE, cache = all_layers(params, x_TE, rope, cache, batch, attention, added=added)
-    return logits(params, x_TE[batch.logits_indices]), cache
+    return left(params, x_TE, batch), cache
 
 
 # --- weights --------------------------------------------------------------------------------------

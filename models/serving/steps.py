@@ -30,7 +30,7 @@ from fngraph.models.serving.batches import MANY, SHAPED, batch_type, empty_batch
 from fngraph.models.serving.logits import Drawn, changed, drawn
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.ranks.circles import ONE, Ranks
-from fngraph.models.serving.ranks.stages import WHOLE, Stage, run_stage
+from fngraph.models.serving.ranks.stages import WHOLE, Stage, like_hidden, run_stage
 from fngraph.models.serving.requests import State
 from fngraph.models.serving.sampling import sample
 from fngraph.models.serving.turns import many_forward
@@ -136,7 +136,7 @@ def make_steps(
     can = ability(params, policy, more, adapters, blocks, vocab_size, max_len)
     captured: dict[Case, Any] = {}
     all_names, hidden = cases(policy, adapters, more), tuple[str, ...]()
-    like_E = params.layers[0].attn_norm if stage.total > 1 else None
+    like_E = like_hidden(params) if stage.total > 1 else None
     if like_E is not None and not stage.first:
         hidden = (f"hidden {str(like_E.dtype).removeprefix('torch.')}",)
     for case, names in all_names.items():

@@ -22,6 +22,7 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.models.serving.logits import Drawn
 from fngraph.models.serving.ranks.circles import Circle, Ranks, hear_one, tell_one
+from fngraph.models.weights import naming
 
 
 class Stage(NamedTuple):
@@ -81,6 +82,13 @@ def stage_of(ranks: Ranks, name: str = "pp") -> Stage:
     at = names.index(name)
     axis, inner = ranks.axes[at], ranks.axes[at + 1 :]
     return Stage(axis.rank, axis.size, math.prod(a.size for a in inner), ranks.team)
+
+
+def like_hidden(params: Any) -> Tensor:
+    """A vector as wide as hidden states between stages, of their dtype and on their device: the
+    norm of what comes into a layer, which is its first weight."""
+    first_E = next(iter(naming.named(params.layers[0]).values()))
+    return first_E.float() if getattr(params.config, "wide_residual", False) else first_E
 
 
 def run_stage(

@@ -10,6 +10,7 @@ import torch
 from fngraph.core import BatchSpec, Mode
 from fngraph.core.program import run_program
 from fngraph.errors import TreeError
+from fngraph.fx.arguments import Arguments
 from fngraph.graphs.staging.buffers import check_leaves
 from fngraph.step.capture import plan_step
 from fngraph.step.keys import Keys
@@ -32,16 +33,20 @@ def spec_of(keys: Keys, batch: Any) -> BatchSpec:
     spec = getattr(batch, field, None)
     if type(spec) is BatchSpec:
         return spec
-    args = keys.executable.args
+    raise no_spec(keys.executable.args, field, batch)
+
+
+def no_spec(args: Arguments, field: str, batch: Any) -> TreeError:
+    """The error about a batch without counts."""
     if args.batch_type is not None and not hasattr(batch, field):
         expected = args.batch_type.__name__
-        raise TreeError(
+        return TreeError(
             f"{args.batch_name} is a {type(batch).__name__}, not a {expected}, which says how each "
             f"leaf is padded. Pass {expected}(..., {field}=fg.BatchSpec(num_tokens=..., "
             "num_reqs=...))"
         )
-    raise TreeError(
-        f"{keys.executable.args.batch_name}.{field} is {spec!r}, not a BatchSpec. Say what the "
+    return TreeError(
+        f"{args.batch_name}.{field} is {getattr(batch, field)!r}, not a BatchSpec. Say what the "
         f"batch holds: {field}=fg.BatchSpec(num_tokens=..., num_reqs=...)"
     )
 

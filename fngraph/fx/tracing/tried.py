@@ -1,8 +1,8 @@
 """Calls that are tried on zeros of the same shapes: torch's rules for fakes are not its kernels.
 
-Some say no to what runs (`x[mask]` of a mask of bytes), some ask for less than a kernel does: that of
-`mm` compares no dtypes, so that float32 weights under bfloat16 activations trace, and fail at the
-first step.
+Some say no to what runs (`x[mask]` of a mask of bytes), some ask for less than a kernel does:
+that of `mm` compares no dtypes, so that float32 weights under bfloat16 activations trace, and fail
+at the first step.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ def results_of(
         filled: the batch as `host_batch` handed it out for this step, if it is that one.
     """
     ring, shared = keys.ring, keys.shared
+    number = next(shared.numbers)
     if keys.executable.planners:
         plan_step(keys, prepared.chosen, prepared.true, shared.entry.leaves(batch))
     if filled is not None and prepared.replay is not None and filled.is_in_place(ring.taken):
@@ -105,7 +106,7 @@ def results_of(
             ring.put_in_place(prepared.words, leaves)
         else:
             ring.put(prepared.words, leaves, own)
-    prepared.replay.used = ring.taken
+    prepared.replay.used = number
     bounds = None if prepared.chosen.mode is Mode.FULL else spec.bounds
     try:
         for fn, takes_host in prepared.calls:  # as `launch` does; a frame less, in each step

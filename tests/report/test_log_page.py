@@ -141,7 +141,7 @@ def test_charts_are_of_the_log():
 def test_the_picture_has_a_panel_a_chart(tmp_path: Path):
     pytest.importorskip("matplotlib")
     figure = draw_log(LOG)
-    assert [axis.get_title() for axis in figure.axes] == [c.title for c in charts_of(LOG)]
+    assert [axis.get_title("left") for axis in figure.axes] == [c.title for c in charts_of(LOG)]
     figure.savefig(tmp_path / "log.png")
     assert draw_log(Log("nothing", ())).axes
 

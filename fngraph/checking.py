@@ -16,6 +16,7 @@ import torch
 
 from fngraph.core import BatchSpec, Limits, host_field, plan_buffers, trees
 from fngraph.core.structs import HiddenHostField
+from fngraph.core.text import with_suggestions
 from fngraph.errors import FieldError, FnGraphError, PurityError, SpecError, TreeError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec, check_memory
@@ -66,6 +67,7 @@ class Report:
     __repr__ = as_text
 
 
+@with_suggestions
 def check(
     forward: Callable[..., Any],
     *args: Any,

@@ -28,6 +28,7 @@ from fngraph.options import (
     CaptureDict,
     Options,
     OptionsDict,
+    check_names,
     parse_options,
     signature_with_options,
 )
@@ -350,6 +351,7 @@ class Bound(Generic[R]):
             raise users_part(error)  # noqa: B904 - the same error
 
     def _capture(self, donated: tuple[Any, ...], batch: Any, options: CaptureDict) -> Step[R]:
+        check_names("capture", options, CaptureDict, ("batch",))
         fn = self.graphified
         limits, given = fn.options.limits, donated
         if donated and isinstance(donated[-1], Limits):

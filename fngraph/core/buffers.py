@@ -19,7 +19,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from fngraph.core.text import html, table
+from fngraph.core.text import did_you_mean, html, table, with_suggestions
 from fngraph.errors import FieldError
 
 ITEMSIZE = {
@@ -126,7 +126,8 @@ class Buffer:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
-            raise FieldError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZE)}")
+            near = did_you_mean(self.dtype, ITEMSIZE)
+            raise FieldError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZE)}.{near}")
         if self.min is not None and (type(self.min) is not int or "int" not in self.dtype):
             raise FieldError(f"min={self.min!r} of {self.dtype}: a whole number, of integers")
         if isinstance(self.pad, str):
@@ -220,6 +221,7 @@ def plan_buffers(fields: Mapping[str, Buffer], top: Sizes) -> BufferPlan:
     return BufferPlan(tuple(planned), dict(top))
 
 
+@with_suggestions
 def buffer(
     dims: str,
     dtype: Any,

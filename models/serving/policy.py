@@ -28,6 +28,7 @@ def whole(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r} is a {kind}: pass a whole number") from None
 
 
+@fg.core.text.with_suggestions
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
     """What a server is set to. Nothing here changes the tokens of a request that runs.

@@ -30,6 +30,7 @@ UNDRAWN = -2  # the same, behind the last one that was drawn
 WEIGHT_BITS = 34  # of the likeliest token: sums over 2**18 tokens are exact in a float64 too
 
 
+@fg.core.text.with_suggestions
 class Settings(NamedTuple):
     """How one request wants its tokens drawn.
 

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import fngraph as fg
 from fngraph.models.serving.blocks import blocks_for
 from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.requests import GREEDY, Job, Request, State, in_order, no_blocks
@@ -18,6 +19,7 @@ from fngraph.models.serving.texts.tokens import Tokens
 Stop = str | int | Sequence[int]
 
 
+@fg.core.text.with_suggestions
 def submit(
     state: State, policy: Policy, prompt: Iterable[int], max_new: int, *,
     stop: Sequence[Stop] = (), min_tokens: int = 0, adapter: int = -1, settings: Settings = GREEDY,

@@ -178,8 +178,8 @@ def test_dtypes_are_torchs_own_too():
 
 
 def test_dtypes_are_torch_names():
-    for dtype in ("long", "torch.int32"):
-        message = f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}"
+    for dtype, near in {"long": "", "torch.int32": " Did you mean 'int32'?"}.items():
+        message = f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}.{near}"
         assert refused(buffer, "T", dtype) == message
 
 

@@ -28,8 +28,8 @@ def whole(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r} is a {kind}: pass a whole number") from None
     if number.bit_length() > 63:
         raise ValueError(
-            f"{name} is a number of {number.bit_length()} bits, and none is beyond 64 bits here: "
-            "pass a smaller one"
+            f"{name} is far too large: a number of {number.bit_length()} bits, where no count has "
+            "more than 63. Pass a smaller one"
         )
     return number
 

@@ -60,13 +60,16 @@ def test_a_stop_token_needs_no_list_of_its_own():
         ({"stop": b"ab"}, TypeError, "pass a list"),
         ({"stop": [-1]}, ValueError, "stop has -1, which is no token"),
         ({"stop": [2**31]}, ValueError, "stop has 2147483648, which is no token"),
-        ({"stop": [[1, 10**5000]]}, ValueError, "stop is a number of 16610 bits, and none is"),
+        ({"stop": [[1, 10**5000]]}, ValueError, "stop is far too large: a number of 16610 bits"),
         ({"stop": itertools.count()}, ValueError, "stop has more than 1048576: pass fewer"),
         ({"stop": [itertools.count()]}, ValueError, "a stop has more than 1048576: pass fewer"),
-        ({"n": 10**30}, ValueError, "n is a number of 100 bits, and none is beyond 64 bits"),
+        ({"n": 10**30}, ValueError, "n is far too large: a number of 100 bits"),
         ({"n": 10**9}, ValueError, "n=1000000000: pass how many texts, 1 to 65536. Each is a req"),
         ({"n": 0}, ValueError, "n=0: pass how many texts, 1 to"),
-        *(({name: 10**5000}, ValueError, f"{name} is a number of 16610 bits") for name in COUNTS),
+        *(
+            ({name: 10**5000}, ValueError, f"{name} is far too large: a number of 16610")
+            for name in COUNTS
+        ),
         ({"prompt": itertools.count()}, ValueError, r"^65 or more prompt tokens and 4 new ones"),
         ({"prompt": range(10**12)}, ValueError, r"^1000000000000 prompt tokens and 4 new ones"),
         ({"prompt": range(10**30)}, ValueError, r"^65 or more prompt tokens and 4 new ones"),

@@ -5,6 +5,7 @@ from fngraph.ops import (
     fused_fp8 as fused_fp8,
     fused_linear as fused_linear,
     fused_linear_fp8 as fused_linear_fp8,
+    paired_linears as paired_linears,
     shipped as shipped,
 )
 from fngraph.ops.backend import Backend as Backend, Plan as Plan

@@ -4,9 +4,10 @@
     y = x @ w_o.t() + residual
 
 Its plain form is the torch ops that it stands for in their order, and what runs on the CPU, bit for
-bit. On CUDA few rows, which is decoding, are one launch (`triton/skinny.py`); more are matrix
-products by torch between the kernels of `fused.py`. Both round where the plain form rounds, but
-for the norm's scale, which is applied to the sums, and add up in another order.
+bit. On CUDA few rows, which is decoding, are one launch (`triton/skinny.py`); of up to 64 a gate is
+one too, and a sum two (`triton/wide.py`). All else is matrix products by torch between the kernels
+of `fused.py`. Each rounds where the plain form rounds, but for the norm's scale, which few rows
+apply to the sums, and adds up in another order.
 
 Gradients, tangents and `torch.func` go through the plain form.
 """
@@ -22,17 +23,11 @@ from torch import Tensor
 from fngraph.ops.fused import plain_rms_norm, plain_silu_mul
 from fngraph.ops.opaque import define_op
 from fngraph.ops.side_by_side import as_one, why_apart
-from fngraph.ops.triton.launching import missing, power_of_two
+from fngraph.ops.triton.launching import missing, power_of_two, processors, shared_bytes
 
 MOST_WEIGHTS = 3  # that one launch reads
-MOST_ROWS = 16  # of input that a kernel is for
-FEW_ROWS = 8  # one half of a tensor core's tile
-
-
-def most_rows(normed: bool, gated: bool) -> int:
-    """Rows of input up to which one launch is faster than what is made of `for_many_rows`."""
-    return FEW_ROWS if normed or gated else MOST_ROWS
-
+FEW_ROWS = 8  # of input, up to which the norm is made on the way: half of a tensor core's tile
+MOST_ROWS = 64  # that kernels are for; beyond, `for_many_rows` is as fast
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPS = torch.ops.fngraph
@@ -57,15 +52,35 @@ class Tile(NamedTuple):
     stages: int = 4
 
 
-def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Tile | None:
-    """By static shapes and bytes of an element; None: what matrix products by torch are faster for.
+class WideTile(NamedTuple):
+    """What a program takes of up to 64 rows of input.
+
+    Attributes:
+        rows: of a weight, or of each of two.
+        block: columns at a time.
+        split: parts of the columns, each with programs of its own.
+        warps: of its kernel.
+        stages: of loads.
+    """
+
+    rows: int
+    block: int
+    split: int
+    warps: int
+    stages: int
+
+
+def tile_of(
+    T: int, K: int, gated: bool, normed: bool, itemsize: int = 2, adds: bool = False
+) -> Tile | None:
+    """By static shapes and bytes of an element; None: what is faster otherwise.
 
     On an H200, TB/s of weights, ours and cuBLAS's alone, for Llama-1B's and 8B's layers: one row
     2.6 to 4.5 and 1.4 to 4.3. A layer of 1B takes 59 us at 8 rows, and 72 with a product by torch
     before a residual; one of 8B takes 158 at two rows, and 190 without tensor cores. At 8 rows one
     takes 160, and 151 with q, k and v by torch: 192 tiles leave a third of the processors idle.
     """
-    if T > most_rows(normed, gated) or (T > 2 and normed and not gated and K > 2048):
+    if T > FEW_ROWS or (T > 2 and K > 2048 and not gated and not adds):
         return None
     if T == 1:
         return _tile_of_one(K, gated, normed)
@@ -73,7 +88,7 @@ def tile_of(T: int, K: int, gated: bool, normed: bool, itemsize: int = 2) -> Til
         tile = Tile(2, 2048, 4) if normed else Tile(4 if K >= 4096 else 2, 1024, 4)
         return tile._replace(block=min(tile.block, power_of_two(K)))
     wide = lambda block: min(block * 2 // itemsize, power_of_two(-(-K // 4), at_least=16))  # noqa: E731
-    if T > FEW_ROWS or K > 8192:
+    if K > 8192:
         return Tile(16, wide(128), 4, 4)
     if gated:
         return Tile(32, wide(64), 4, 4)
@@ -89,6 +104,33 @@ def _tile_of_one(K: int, gated: bool, normed: bool) -> Tile:
     if whole <= 2048:
         return Tile(2, min(2048 if gated else 1024, whole), 4)
     return Tile(2, whole, 8) if gated else Tile(2 if normed else 1, whole, 4)
+
+
+def wide_of(
+    T: int, K: int, N: int, gated: bool, device: torch.device, itemsize: int = 2
+) -> WideTile | None:
+    """Likewise for a gate, or a sum, by weights of N rows; None: what torch's product is for.
+
+    On an H200, us at 64 rows, ours and cuBLAS's with what is around it (a sum, its addition and its
+    norm; a gate): Llama-1B down 12.8 and 19.8, attention's 6.0 and 9.8, gate and up 19.5 and 22.1;
+    8B 34.6 and 42.7, 13.6 and 16.1, 62.6 and 66.2. For q, k and v it is no faster.
+    """
+    if not 2 < T <= MOST_ROWS or K < _LEAST_PART or itemsize != 2:
+        return None
+    tiles, split = -(-N // _WIDE_ROWS), 1
+    while not gated and split < 8 and tiles * split * 2 <= processors(device):
+        if K // (split * 2) < _LEAST_PART:
+            break
+        split *= 2
+    row_bytes = (_WIDE_ROWS * (1 + gated) + power_of_two(T, at_least=16)) * itemsize
+    stages = min(4 if gated else 6, shared_bytes(device) * 9 // 10 // (row_bytes * _WIDE_BLOCK))
+    if stages < 2:
+        return None
+    return WideTile(_WIDE_ROWS, _WIDE_BLOCK, split, 4, stages)
+
+
+_WIDE_ROWS, _WIDE_BLOCK = 64, 128
+_LEAST_PART = 512  # columns
 
 
 def plain(
@@ -122,28 +164,63 @@ def _around(made: list[Tensor], more: Tensor | None, gated: bool) -> Tensor:
     return y if more is None else y + more
 
 
-def _run(
+def run(
     x: Tensor, weights: list[Tensor], norm: Tensor | None, more: Tensor | None, eps: float,
     centred: bool, gated: bool, held: bool, together: bool,
 ) -> Tensor:  # fmt: skip
-    if not x.is_cuda or missing("cuda") is not None:
+    """What the op does."""
+    if not has_kernels(x):
         return plain(x, weights, norm, more, eps, centred, gated).contiguous()
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    more = more if more is None or more.stride(-1) == 1 else more.contiguous()
+    x, more = dense_rows(x), None if more is None else dense_rows(more)
     if norm is not None and x.dtype == torch.float16:  # in which x * norm may overflow
         x, norm = _OPS.rms_norm(x, norm, eps, centred), None
-    is_plain = _is_plain(x, weights)
-    tile = (
-        tile_of(x.shape[0], x.shape[1], gated, norm is not None, x.itemsize) if is_plain else None
-    )
-    if tile is None:
-        x = x if norm is None else _OPS.rms_norm(x, norm, eps, centred)
-        return _by_torch(x, weights, more, gated)
-    from fngraph.ops.triton import skinny  # loads Triton
+    if (tile := few_of(x, weights, norm, more, gated)) is not None:
+        from fngraph.ops.triton import skinny  # loads Triton
 
-    out = x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
-    skinny.run(x, weights, norm, more, out, eps, tile, centred=centred, gated=gated, held=held)
+        out = x.new_empty(x.shape[0], weights[0].shape[0] if gated else _columns(weights))
+        skinny.run(x, weights, norm, more, out, eps, tile, centred=centred, gated=gated, held=held)
+        return out
+    x = x if norm is None else _OPS.rms_norm(x, norm, eps, centred)
+    if (wide := wide_tile(x, weights, more, gated)) is None:
+        return _by_torch(x, weights, more, gated)
+    from fngraph.ops.triton import wide as kernels  # loads Triton
+
+    if more is not None:
+        return kernels.summed(x, weights[0], more, None, 0.0, False, wide)[0]
+    out = x.new_empty(x.shape[0], weights[0].shape[0])
+    kernels.gated(x, weights, out, wide)
     return out
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether there are kernels where a tensor lies."""
+    return x.is_cuda and missing("cuda") is None
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x (T, N), of rows whose elements lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def few_of(
+    x: Tensor, weights: Sequence[Tensor], norm: Tensor | None, more: Tensor | None, gated: bool
+) -> Tile | None:
+    """The tile of one launch that does it all, if that is the fastest."""
+    if not _is_plain(x, weights):
+        return None
+    (T, K), adds = x.shape, more is not None
+    return tile_of(T, K, gated, norm is not None, x.itemsize, adds)
+
+
+def wide_tile(
+    x: Tensor, weights: Sequence[Tensor], more: Tensor | None, gated: bool
+) -> WideTile | None:
+    """The tile of a gate or of a sum, if that is the fastest."""
+    sums = more is not None and len(weights) == 1
+    if gated == sums or (gated and more is not None) or not _is_plain(x, weights):
+        return None
+    (T, K), N = x.shape, weights[0].shape[0]
+    return wide_of(T, K, N, gated, x.device, x.itemsize)
 
 
 def _is_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -180,7 +257,7 @@ define_op(
     "fused_linear",
     "(Tensor x, Tensor[] weights, Tensor? norm, Tensor? more, float eps, bool centred, bool gated, "
     "bool held, bool together) -> Tensor",
-    _run,
+    run,
     _fake,
     plain,
 )

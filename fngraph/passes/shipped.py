@@ -4,7 +4,7 @@
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
 | "pieces", "once" | no_ops, fold_constants, of rope, attention, fp8, linears, side_by_side |
-| "stock" | the same without linears, and without those in fp8 |
+| "stock" | the same without linears, paired or not, and without those in fp8 |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
 their own would stop it there. So those are for level "none", where one asks for them, since they
@@ -34,6 +34,7 @@ from fngraph.passes.fp8.rounding import (
 from fngraph.passes.linears import fuse_linears
 from fngraph.passes.no_ops import drop_no_ops
 from fngraph.passes.norms import fuse_add_rms_norm, fuse_rms_norm
+from fngraph.passes.paired_linears import pair_linears
 from fngraph.passes.ranks.norms import fuse_all_reduce_rms_norm
 from fngraph.passes.ranks.sequence import gather_and_matmul, matmul_and_scatter, share_out_rows
 from fngraph.passes.rope import fuse_norm_rope, fuse_rope
@@ -58,6 +59,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("silu_mul_fp8", fuse_silu_mul_fp8, "1", "silu(gate) * up, rounded to fp8"),
     Pass("quantize_once", quantize_once, "1", "what is rounded to fp8 several times, once"),
     Pass("linears", fuse_linears, "1", "linear layers with the norm, gate or sum around them"),
+    Pass("paired_linears", pair_linears, "1", "those with a sum and its norm between them"),
     Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
     Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
     Pass("silu_mul", fuse_silu_mul, "1", "silu(gate) * up"),
@@ -72,7 +74,7 @@ PASSES: tuple[Pass, ...] = (
 _COMPILED = (
     "no_ops", "fold_constants", "norm_rope", "rope", "rope_in_attention", "attention_fp8",
     "linears_fp8", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears",
-    "side_by_side", "held_fp8",
+    "paired_linears", "side_by_side", "held_fp8",
 )  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -17,7 +17,7 @@ from fngraph.ops.triton import launching
 
 def kernels(dtype: torch.dtype) -> list[str]:
     """What each case launches, compiled; their names."""
-    from fngraph.ops.triton import fused, skinny
+    from fngraph.ops.triton import fused, skinny, wide
 
     names = []
 
@@ -43,6 +43,13 @@ def kernels(dtype: torch.dtype) -> list[str]:
         given = (w[:rows], [w, w], norm, more, w[:rows, :512], 1e-5)
         if tile is not None:
             skinny.run(*given, tile, centred=False, gated=gated, held=True)
+    wide.launch = launch  # type: ignore[attr-defined]
+    for rows, K in product((3, 64), (2048, 3000)):
+        x, w, cpu = torch.zeros(rows, K, dtype=dtype), torch.zeros(256, K, dtype=dtype), x.device
+        if (tile := fused_linear.wide_of(rows, K, 256, True, cpu, dtype.itemsize)) is not None:
+            wide.gated(x, [w, w], x[:, :256], tile)
+        if (tile := fused_linear.wide_of(rows, K, 256, False, cpu, dtype.itemsize)) is not None:
+            wide.summed(x, w, x[:, :256], x[0, :256], 1e-5, False, tile)
     return names
 
 
@@ -58,7 +65,10 @@ def test_every_kernel_compiles_and_fits(tmp_path):
     for line in lines:
         names = line.split()
         assert names[: len(want)] == want
-        assert {"vector_kernel", "rows_kernel"} >= set(names[len(want) :]) >= {"vector_kernel"}
+        few, many = {"vector_kernel", "rows_kernel"}, {"wide_kernel", "sum_kernel"}
+        assert few | many >= set(names[len(want) :]) >= {"vector_kernel"}
+        assert names.count("wide_kernel") == 2 * names.count("sum_kernel") in (0, 8)
+    assert {"sum_kernel"} <= set(lines[0].split())  # in bfloat16
 
 
 if __name__ == "__main__":

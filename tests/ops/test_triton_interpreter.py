@@ -22,7 +22,7 @@ FILES: dict[str, tuple[Any, ...]] = {
     "a few of each": (40, "-k", SAMPLE, "test_triton_attention.py", "test_triton_latent.py",
                       "test_triton_recurrent.py", "test_triton_fused.py", "test_triton_fp8.py",
                       "test_triton_skinny.py", "test_triton_skinny_fp8.py",
-                      "test_triton_reducing.py"),
+                      "test_triton_wide.py", "test_triton_reducing.py"),
     "over processes": (7, "test_triton_reducing.py"),
     "attention": (85, "test_triton_first_use.py", "test_triton_attention.py",
                   "test_triton_levels.py", "test_triton_splits.py",
@@ -32,7 +32,7 @@ FILES: dict[str, tuple[Any, ...]] = {
                   "test_empty.py"),
     "fused, of few rows, and staging": (320, "test_triton_fused.py", "test_triton_fp8.py",
                                         "test_triton_skinny.py", "test_triton_skinny_fp8.py",
-                                        "test_triton_varlen.py",
+                                        "test_triton_varlen.py", "test_triton_wide.py",
                                         "../graphs/test_staging.py"),
 }  # fmt: skip  # how many tests there are at least, and pytest's arguments
 

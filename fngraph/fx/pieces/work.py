@@ -145,10 +145,11 @@ def _op(node: fx.Node) -> Op:
     dtype = str((reads or writes or [torch.empty(0)])[0].dtype).removeprefix("torch.")
     moved = tuple(map(_term, (*reads, *writes)))
     if (known := _PRODUCTS.get(f"{func.namespace}::{name}")) is not None:
-        rows, columns, depth, times = known(_values(named(func, node.args, node.kwargs)))
-        flops = (Term((rows, columns, depth, times), 2.0),)
-        shape = (rows, columns, depth) if times == 1 else None
-        return Op("product", moved, flops, 1, dtype, shape)
+        products = known(_values(named(func, node.args, node.kwargs)))
+        flops = tuple(Term(product, 2.0) for product in products)
+        *dims, times = products[0]
+        shape = tuple(dims) if len(products) == 1 and times == 1 else None
+        return Op("product", moved, flops, len(products), dtype, shape)
     if is_collective(node):
         return Op("collective", moved, dtype=dtype)
     if func.namespace == "fngraph":
@@ -200,17 +201,17 @@ def _term(x: torch.Tensor) -> Term:
 Product = tuple[Any, Any, Any, Any]  # rows, columns, depth, how many
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> Product:
+def _mm(a: torch.Tensor, b: torch.Tensor) -> tuple[Product]:
     *times, rows, depth = _dims(a)
-    return rows, _dims(b)[-1], depth, math.prod(times)
+    return ((rows, _dims(b)[-1], depth, math.prod(times)),)
 
 
-def _linear(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Product:
+def _linear(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[Product]:
     *rows, depth = _dims(x)
-    return math.prod(rows), sum(_dims(w)[0] for w in weights), depth, 1
+    return ((math.prod(rows), sum(_dims(w)[0] for w in weights), depth, 1),)
 
 
-_PRODUCTS: dict[str, Callable[[dict[str, Any]], Product]] = {
+_PRODUCTS: dict[str, Callable[[dict[str, Any]], tuple[Product, ...]]] = {
     "aten::mm": lambda a: _mm(a["self"], a["mat2"]),
     "aten::bmm": lambda a: _mm(a["self"], a["mat2"]),
     "aten::_scaled_mm": lambda a: _mm(a["self"], a["mat2"]),
@@ -219,6 +220,10 @@ _PRODUCTS: dict[str, Callable[[dict[str, Any]], Product]] = {
     "aten::linear": lambda a: _linear(a["input"], [a["weight"]]),
     "fngraph::fused_linear": lambda a: _linear(a["x"], a["weights"]),
     "fngraph::linear_side_by_side": lambda a: _linear(a["x"], a["weights"]),
+    "fngraph::paired_linears": lambda a: (
+        *_linear(a["x"], [a["weight"]]),
+        *_linear(a["more"], a["weights"]),
+    ),
     "fngraph::fused_linear_fp8": lambda a: _linear(a["x"], a["weights"]),
     "fngraph::scaled_linear": lambda a: _linear(a["x"], [a["weight"]]),
     "fngraph::scaled_linear_side_by_side": lambda a: _linear(a["x"], a["weights"]),

@@ -150,8 +150,8 @@ def how_to(config: Any, rows: int, widest: int, pairs: int, places: int) -> How:
         tile = Tile(rows, 32, 4, 1)
     elif width > 128 or rows > 16 or pairs * splits <= places:  # few programs: 1 x 512 gains 6 %
         tile = Tile(rows, keys, 4, 3)
-    else:
-        tile = Tile(rows, keys, 2, 3)
+    else:  # of wide heads three stages leave a processor two programs: 64 x 512 gains 11 of 48 us
+        tile = Tile(rows, keys, 2, 2 if keys * width > 4096 and pairs >= places else 3)
     how = How(tile, split, 4 if rows <= 32 and width <= 128 else 2, None)
     if many >= splits:
         return how

@@ -34,6 +34,20 @@ def put(out, scale, scales, row, at, t, real, QUANT: tl.constexpr):
 
 
 @triton.jit
+def normed_row(
+    wide, weight, e, real, eps, kind: tl.constexpr, E: tl.constexpr, CENTRED: tl.constexpr
+):  # fmt: skip
+    """A row of E in float32, zeros behind it, over its root mean square, times the weight."""
+    root = tl.rsqrt(tl.sum(wide * wide) / E + eps)
+    by = tl.load(weight + e, mask=real, other=0.0).to(tl.float32)
+    if CENTRED:
+        normed = wide * root * (1.0 + by)
+    else:
+        normed = (wide * root).to(kind).to(tl.float32) * by
+    return normed.to(kind).to(tl.float32)
+
+
+@triton.jit
 def norm_kernel(
     x, y, weight, scale, total, out, scales, x_row, y_row, eps,
     E: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, CENTRED: tl.constexpr,
@@ -50,14 +64,7 @@ def norm_kernel(
         b = tl.load(y + t * y_row + e, mask=real, other=0.0)
         a = (a.to(tl.float32) + b.to(tl.float32)).to(kind)
         tl.store(total + t * E + e, a, mask=real)
-    wide = a.to(tl.float32)
-    root = tl.rsqrt(tl.sum(wide * wide) / E + eps)
-    by = tl.load(weight + e, mask=real, other=0.0).to(tl.float32)
-    if CENTRED:
-        normed = wide * root * (1.0 + by)
-    else:
-        normed = (wide * root).to(kind).to(tl.float32) * by
-    normed = normed.to(kind).to(tl.float32)
+    normed = normed_row(a.to(tl.float32), weight, e, real, eps, kind, E, CENTRED)
     put(out, scale, scales, normed, t * E + e, t, real, QUANT)
 
 

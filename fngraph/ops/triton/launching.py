@@ -140,6 +140,15 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Of a multiprocessor's own memory, what one program may have."""
+    if device.type != "cuda":
+        return 1 << 20
+    known = torch.cuda.get_device_properties(device)
+    return int(getattr(known, "shared_memory_per_block_optin", known.shared_memory_per_block))
+
+
 def power_of_two(n: int, at_least: int = 1) -> int:
     """The least power of two that is neither below `n` nor below `at_least`."""
     return max(at_least, 1 << (max(n, 1) - 1).bit_length())

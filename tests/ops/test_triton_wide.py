@@ -1,0 +1,61 @@
+"""Triton's kernels of linear layers of up to 64 rows: on CUDA with `-m gpu`, else interpreted, by
+test_triton_interpreter.py. What they write is poisoned before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_cases import draw
+from triton_cases import GPU, WHERE
+
+from fngraph.ops.fused import plain_rms_norm
+from fngraph.ops.fused_linear import WideTile, plain, wide_of
+from fngraph.ops.triton import wide
+
+pytestmark = [pytest.mark.gpu] if GPU else []
+# Interpreted, products are in float32: bfloat16 is not known there
+DTYPE = torch.bfloat16 if GPU else torch.float32
+CLOSE = {"atol": 0.04, "rtol": 0.02} if GPU else {"atol": 1e-4, "rtol": 1e-4}
+SIZES = [(64, 80), (200, 512), (96, 384)]  # (N, K)
+TILES = [WideTile(64, 64, 1, 4, 3), WideTile(64, 128, 2, 4, 3), WideTile(32, 64, 4, 4, 2)]
+
+
+def weights(count: int, N: int, K: int) -> list[torch.Tensor]:
+    return [(draw(N, K, seed=i) / K**0.5).to(DTYPE).to(WHERE) for i in range(count)]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 21, 64] if GPU else [3, 21])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_gate_is_near_to_torchs(rows: int, size: tuple[int, int]):
+    x, ws = draw(rows, size[1] + 8, dtype=DTYPE).to(WHERE)[:, 8:], weights(2, *size)
+    out = x.new_full((rows, size[0]), float("nan"))
+    wide.gated(x, ws, out, TILES[0])
+    torch.testing.assert_close(out, plain(x, ws, None, None, 0.0, False, True), **CLOSE)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"in {tile.split}")
+@pytest.mark.parametrize("centred", [None, False, True])
+def test_a_sum_and_its_norm_are_near_to_torchs(tile: WideTile, centred: bool | None):
+    for rows in (1, 21, 64) if GPU else (21,):
+        for N, K in SIZES:
+            (w,), norm = weights(1, N, K), draw(N, dtype=DTYPE, seed=3).to(WHERE)
+            x = draw(rows, K, dtype=DTYPE).to(WHERE)
+            more = draw(rows, 2 * N, dtype=DTYPE, seed=4).to(WHERE)[:, N:]
+            by = None if centred is None else norm
+            total, normed = wide.summed(x, w, more, by, 1e-5, bool(centred), tile)
+            torch.testing.assert_close(total, x @ w.t() + more, **CLOSE)
+            want = total if centred is None else plain_rms_norm(total, norm, 1e-5, centred)
+            torch.testing.assert_close(normed, want, **CLOSE)
+
+
+def test_tiles_fill_the_processors_and_no_more():
+    """Two processors on the CPU, 132 of an H200: columns are cut until that many have a part."""
+    device = torch.device(WHERE, 0) if GPU else torch.device("cpu")
+    assert wide_of(64, 8192, 64, True, device).split == 1
+    assert wide_of(64, 8192, 64, False, device).split == (8 if GPU else 2)
+    assert wide_of(64, 8192, 64 * 200, False, device).split == 1
+    assert wide_of(64, 600, 64, False, device).split == 1  # of too few columns
+    assert [wide_of(T, 8192, 64, False, device) is None for T in (2, 3, 64, 65)] == [
+        True, False, False, True,
+    ]  # fmt: skip
+    assert wide_of(64, 8192, 64, False, device, itemsize=4) is None

@@ -114,7 +114,7 @@ def test_every_line_is_listed_by_a_check():
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], list[str]]] = {
     "sizes": (lambda p, b: b.x + p["v"], ["calls add", "size of tensor a", X, "p['v'], flo"]),
     "a layer norm": (lambda p, b: F.layer_norm(b.x, (7,), p["v"]), ["calls layer_norm", X]),
-    "indices": (lambda p, b: F.embedding(b.x, p["w"]), ["calls embedding", "'indices'", X, W]),
+    "indices": (lambda p, b: p["w"].gather(0, b.x), ["calls gather", "int32/int64", X, W]),
     "many": (lambda p, b: torch.stack([b.x, p["v"], p["w"], p["h"], b.x + 1, b.ids]),
              ["calls stack", X, "; and 2 tensors more"]),
 }  # fmt: skip

@@ -1,9 +1,10 @@
 """Linear layers of few rows, as decoding has them, against cuBLAS: python -m benchmarks linear
 
-Each layer of a Llama with what is around it in one launch (norm in front; gate; sum behind), in a
-graph of as many copies as fill 400 MB, each with weights of its own, one after the other. Beside it
-cuBLAS's product alone, without what is around it. TB/s are of weights. --sweep tries other tiles;
---only compiles them for one part of a list, so that several processes can do it ahead.
+Each layer of a Llama with what is around it in one launch (norm in front; gate; sum behind), or of
+more than 8 rows in two, in a graph of as many copies as fill 400 MB, each with weights of its own,
+one after the other. Beside it cuBLAS's product alone, without what is around it. TB/s are of
+weights. --sweep tries other tiles; --only compiles them for one part of a list, so that several
+processes can do it ahead.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ TILES = ((1, 1024, 2), (1, 2048, 4), (2, 512, 2), (2, 512, 4), (2, 1024, 4), (2,
          (2, 2048, 8), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (8, 512, 8))  # fmt: skip
 PARTED = ((16, 128, 4, 4), (16, 256, 4, 4), (16, 128, 8, 8), (16, 256, 8, 8), (32, 128, 4, 4),
           (16, 128, 2, 2))  # fmt: skip  # on tensor cores, without norm and gate
+WIDE = ((64, 128, 1, 4, 6), (64, 128, 2, 4, 6), (64, 128, 4, 4, 5), (64, 64, 4, 4, 8),
+        (64, 128, 2, 4, 3), (64, 128, 4, 4, 3), (32, 128, 2, 4, 6), (32, 256, 1, 4, 4),
+        (64, 128, 2, 8, 6))  # fmt: skip  # sums of more rows
+WIDE_GATED = ((64, 128, 1, 4, 4), (64, 64, 1, 4, 6), (64, 128, 1, 8, 4), (128, 64, 1, 8, 4),
+              (32, 128, 1, 4, 3))  # fmt: skip
 
 
 class Layer:
@@ -48,6 +54,7 @@ class Layer:
 
     def __init__(self, name: str, rows: int) -> None:
         self.kernels = importlib.import_module("fngraph.ops.triton.skinny")  # loads Triton
+        self.wide = importlib.import_module("fngraph.ops.triton.wide")
         sizes, K, self.kind = SHAPES[name]
         self.nbytes = sum(sizes) * K * 2
         self.copies = max(1, min(64, -(-400_000_000 // self.nbytes)))
@@ -61,11 +68,32 @@ class Layer:
 
     def fused(self, tile: Any) -> None:
         """Ours."""
+        if isinstance(tile, ops.fused_linear.WideTile):
+            self._of_many(tile)
+            return
         for weights in self.weights:
             self.kernels.run(
                 self.x, weights, None if self.kind == "sum" else self.norm, self.more, self.out,
                 1e-5, tile, centred=False, gated=self.kind == "gate", held=True,
             )  # fmt: skip
+
+    def _of_many(self, tile: Any) -> None:
+        for weights in self.weights:
+            if self.kind == "sum":
+                made = self.wide.summed(self.x, *weights, self.more, None, 0.0, False, tile)
+                self.out = made[0]
+            else:
+                normed = torch.ops.fngraph.rms_norm(self.x, self.norm, 1e-5, False)
+                self.wide.gated(normed, weights, self.out, tile)
+
+    def usual(self) -> Any:
+        """The tile that the op takes; None: cuBLAS's products."""
+        (rows, K), gated, adds = self.x.shape, self.kind == "gate", self.kind == "sum"
+        tile = ops.fused_linear.tile_of(rows, K, gated, not adds, self.x.itemsize, adds)
+        if tile is not None or self.kind == "norm":
+            return tile
+        N = self.weights[0][0].shape[0]
+        return ops.fused_linear.wide_of(rows, K, N, gated, self.x.device, self.x.itemsize)
 
     def products(self) -> None:
         """cuBLAS's, with nothing around."""
@@ -99,14 +127,15 @@ def point(name: str, rows: int, sweep: bool) -> Iterator[dict[str, Any]]:
     layer = Layer(name, rows)
     tbs = lambda us: layer.nbytes * layer.copies / us / 1e6  # noqa: E731
     theirs = tbs(device_us(layer.products, 1))
-    usual = ops.fused_linear.tile_of(
-        rows, layer.x.shape[1], layer.kind == "gate", layer.kind != "sum"
-    )
+    usual = layer.usual()
     tiles = [usual] if usual else []
     if sweep and rows <= 4:
         tiles += [ops.fused_linear.Tile(*t) for t in TILES]
-    if sweep and rows > 1 and layer.kind == "sum":
+    if sweep and 1 < rows <= 16 and layer.kind == "sum":
         tiles += [ops.fused_linear.Tile(*t) for t in PARTED]
+    if sweep and rows > 2 and layer.kind != "norm":
+        wide = WIDE if layer.kind == "sum" else WIDE_GATED
+        tiles += [ops.fused_linear.WideTile(*t) for t in wide]
     found = []
     for tile in dict.fromkeys(tiles):
         row: dict[str, Any] = {
@@ -128,7 +157,7 @@ def point(name: str, rows: int, sweep: bool) -> Iterator[dict[str, Any]]:
 
 @Benchmark(
     SWEEP | {
-        "--rows": count([1, 2, 4, 8, 16]), "--layers": some_of(list(SHAPES)),
+        "--rows": count([1, 2, 4, 8, 16, 64]), "--layers": some_of(list(SHAPES)),
         "--only": {"help": "i/n: the i-th of n parts"},
     },
     quick={"rows": [1], "layers": ["1b o"]}, needs_cuda=True,

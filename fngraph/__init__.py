@@ -28,7 +28,7 @@ _EXPORTS = {
     "check": "checking",
     "while_loop": "fx.loops.functions", "fori_loop": "fx.loops.functions",
     "scan": "fx.loops.functions", "cond": "fx.loops.functions",
-    "block": "fx.blocks.stamps", "checkpoint": "fx.blocks.checkpointing", "like": "stages",
+    "block": "fx.blocks.stamps", "checkpoint": "fx.blocks.checkpointing", "like": "tracing",
     "Traced": "stages", "Split": "stages", "Lowered": "stages", "Compiled": "stages",
     "Step": "step.step", "ChangedRows": "step.changed_rows",
     # steps that check themselves
@@ -104,10 +104,10 @@ if _typing.TYPE_CHECKING:  # the same for type checkers and editors; a test hold
         Lowered as Lowered,
         Split as Split,
         Traced as Traced,
-        like as like,
     )
     from fngraph.step.changed_rows import ChangedRows as ChangedRows
     from fngraph.step.step import Step as Step
+    from fngraph.tracing import like as like
 else:  # hidden from type checkers, which would take any name for one of ours
 
     def __getattr__(name):

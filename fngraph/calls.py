@@ -19,7 +19,7 @@ from fngraph.core.text import did_you_mean
 from fngraph.errors import BackendError, OperatorError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.loops.bound import calls_of, primitives_within
-from fngraph.fx.nodes import line_of
+from fngraph.fx.nodes import line_of, op_name
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, cut_of
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.ops.backend import Backend, Bound, Planner
@@ -120,7 +120,7 @@ class Asked:
         self.outside: dict[str, Iterator[Choice]] = {}
         self.within: dict[fx.Node, Choice] = {}
         calls = list(calls_of(gm, PRIMITIVES))
-        ops = [_op_of(node) for _, node in calls]
+        ops = [op_name(node) for _, node in calls]
         left = {
             op: iter(choices_of(PRIMITIVES[op], backends.get(PRIMITIVES[op].name), ops.count(op)))
             for op in dict.fromkeys(ops)
@@ -131,10 +131,6 @@ class Asked:
             else:
                 self.within[node] = next(left[op])
         self.outside = {op: iter(found) for op, found in outside.items()}
-
-
-def _op_of(node: fx.Node) -> str:
-    return node.target._schema.name  # type: ignore[union-attr]
 
 
 def one_by_one(backends: Mapping[str, Choices]) -> bool:

@@ -32,9 +32,10 @@ from fngraph.options import (
     parse_options,
     signature_with_options,
 )
-from fngraph.stages import Look, Traced, trace_function
+from fngraph.stages import Traced
 from fngraph.step.step import Step
 from fngraph.torch_facts.tracing import run_by_python
+from fngraph.tracing import Look, trace_function
 
 P = ParamSpec("P")
 R = TypeVar("R")

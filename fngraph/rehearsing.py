@@ -17,6 +17,7 @@ from fngraph.core.text import count
 from fngraph.errors import FnGraphError, RowsError, SpecError, TreeError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec
+from fngraph.fx.nodes import inputs_of
 from fngraph.fx.rows.rehearsal import Difference, rehearse
 from fngraph.graphs.staging.buffers import allocate, check_leaves
 from fngraph.graphs.staging.ring import make_ring
@@ -90,8 +91,7 @@ def _placed(difference: Difference, args: Arguments) -> str:
     """What differs; of a leaf, by its path, and that its field says otherwise."""
     if difference.node.op != "placeholder":
         return str(difference)
-    leaves = [node for node in difference.node.graph.nodes if node.op == "placeholder"]
-    leaf = args.leaves[leaves.index(difference.node)]
+    leaf = args.leaves[inputs_of(difference.node.graph).index(difference.node)]
     return f"{leaf.path} is not what its field says ({leaf.buffer}): {difference.text}"
 
 

@@ -4,7 +4,7 @@
 
 Every stage prints (`repr`, `as_text()`) and runs without a GPU. The last one hands down an
 `Executable`, which holds no stage. They stand here from the last to the first, since each makes the
-one above it; how a function is traced stands at the end.
+one above it; `fngraph.tracing` makes the first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import operator
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -49,52 +48,31 @@ from fngraph.core import (
     key_sizes,
     plan_buffers,
     resolve,
-    trees,
 )
-from fngraph.core.collector import without_collector
 from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
 from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Program
 from fngraph.core.text import count, did_you_mean, html, table
-from fngraph.errors import AmbientError, FnGraphError, PassError, RowsError, SpecError
-from fngraph.executable import Executable, launch_model_of, sizes_of
-from fngraph.fx.advice import in_own_names
+from fngraph.errors import PassError, SpecError
+from fngraph.executable import Executable, Maker, launch_model_of, sizes_of
 from fngraph.fx.arguments import Arguments
-from fngraph.fx.donation.returns import match_donated
-from fngraph.fx.donation.table import DonationTable, donate, drop_dead
-from fngraph.fx.generators import check_untouched, preserved
-from fngraph.fx.leaves import Leaf, TensorSpec
-from fngraph.fx.loops.aliases import check_aliases
+from fngraph.fx.donation.table import DonationTable
+from fngraph.fx.leaves import Leaf
 from fngraph.fx.loops.bound import has_loops
 from fngraph.fx.loops.node import loops_of
-from fngraph.fx.nodes import is_op, line_of, name_of as name_of_op
-from fngraph.fx.pieces.collectives import (
-    are_of_rows,
-    collectives_of,
-    nothing_said,
-    reads_dirty,
-    told_of,
-)
+from fngraph.fx.pieces.collectives import collectives_of
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
 from fngraph.fx.pieces.functions import Function, functions_of
 from fngraph.fx.pieces.memory import estimate, lifetimes
 from fngraph.fx.pieces.work import counter
 from fngraph.fx.rows.boxes import Boxes
-from fngraph.fx.rows.check import as_vouched, check_rows, facts_of, is_trusted, row_errors
-from fngraph.fx.rows.pads import NOWHERE, check_pads
-from fngraph.fx.rows.rehearsal import rehearsed
-from fngraph.fx.rows.state import OFFSETS
-from fngraph.fx.schemas import named
 from fngraph.fx.signatures import Signature
-from fngraph.fx.tracing.ambient import Ambient, check_no_dispatch_mode, noted, read, unchanged
-from fngraph.fx.tracing.constants import pin
-from fngraph.fx.tracing.refusals import Refusals
-from fngraph.fx.tracing.tracer import Graph, trace
+from fngraph.fx.tracing.ambient import Ambient
+from fngraph.fx.tracing.tracer import Graph
 from fngraph.graphs.replay import InstructionFn
 from fngraph.ops.primitives import PRIMITIVES
-from fngraph.ops.transforms import ASKED
 from fngraph.options import (
     CaptureDict,
     Options,
@@ -103,7 +81,6 @@ from fngraph.options import (
     check_record,
     verify_of,
 )
-from fngraph.passes.running.everywhere import run_passes
 from fngraph.passes.running.frame import Applied, Pass, as_text
 from fngraph.passes.shipped import name_of
 from fngraph.ranks.agreement import Peers
@@ -361,10 +338,7 @@ class Lowered:
             level=self.level,
             compiled=compiled,
             matches={one.one.name: one.matches for one in traced.passes},
-            maker=Retracer(
-                dataclasses.replace(traced, passes=tuple(one.counted() for one in traced.passes)),
-                self.limits,
-            ),
+            maker=traced.maker(self.limits),
             modules=tuple(p.gm if isinstance(p, Piece) else None for p in pieces.parts),
             asked=traced.asked,
             dirty=traced.dirty,
@@ -572,6 +546,7 @@ class Traced:
         returns: index of a donated leaf to the index of the output leaf that is its new value.
         ambient: the state of torch that it was traced under.
         asked: which of grad and inference mode `forward` has asked for; the others are all one.
+        maker_of: `Retracer`: what makes an executable of it again, within limits.
         passes: what each pass did to the graph, in order.
         alike: what processes that its collectives meet must have alike of it, by name, with lines.
         of_rows: whether they must bring as many tokens and requests.
@@ -587,6 +562,7 @@ class Traced:
     returns: Mapping[int, int]
     ambient: Ambient
     asked: frozenset[str]
+    maker_of: Callable[[Traced, Limits], Maker]
     passes: tuple[Applied, ...] = ()
     alike: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     of_rows: bool = False
@@ -645,6 +621,11 @@ class Traced:
         by_loops, apart = self.options.compile != "none", one_by_one(self.options.backends)
         return Split(self, split(self.graph, tuple(PRIMITIVES), outputs, by_loops, apart))
 
+    def maker(self, limits: Limits) -> Maker:
+        """What makes its executable again; without the graphs of passes, which take memory."""
+        passes = tuple(one.counted() for one in self.passes)
+        return self.maker_of(dataclasses.replace(self, passes=passes), limits)
+
     def computes_as(self, other: Traced) -> bool:
         """Whether two traces are the same program, run by the same kernels."""
         alike = self.graph.same_as(other.graph) and self.out_tree == other.out_tree
@@ -666,215 +647,3 @@ class Traced:
         passes = ", ".join(f"{one.one.name} x{one.matches}" for one in self.passes)
         ran = f", passes: {passes}" if passes else ""
         return f"Traced({self.signature!r}, {ops} ops, donated: {donated}{inlined}{ran})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Retracer:
-    """An executable's `Maker`: its first stage, to compare with, and the limits of the others."""
-
-    traced: Traced
-    limits: Limits
-
-    def for_leaves(self, old: Executable, leaves: Sequence[Leaf]) -> Executable:
-        """See `Maker`."""
-        new = self._trace(leaves)
-        lowered = new.split().lower(self.limits)
-        if new.computes_as(self.traced) and lowered.runs(old.compiled):
-            same = lowered.executable(old.fns, old.compiled)
-            return dataclasses.replace(same, planners=old.planners)  # what the old ones read
-        alike = new.ambient.kernels == self.traced.ambient.kernels
-        return lowered.compile(old.compiled if alike else ()).executable
-
-    def under(self, ambient: Ambient) -> Executable | None:
-        """See `Maker`."""
-        old = self.traced
-        free = {name: getattr(ambient, name) for name in ("grad", "inference")}
-        kept = {name: value for name, value in free.items() if name not in old.asked}
-        if old.ambient._replace(**kept) == ambient:
-            return None
-        new = self._trace(old.args.leaves)
-        if new.computes_as(old):
-            return None
-        if old.options.on_ambient == "error":
-            raise AmbientError(
-                f"ambient state is not the trace's: {old.ambient.changes(ambient)}, and forward "
-                "computes something else under it. Call under the same state, or "
-                'fg.graphify(..., on_ambient="recapture")'
-            )
-        return new.split().lower(self.limits).compile().executable
-
-    def keeps_order(self, position: int, treedef: Any) -> bool:
-        """See `Maker`."""
-        args = dataclasses.replace(self.traced.args, orders={position: treedef})
-        try:
-            new = trace_function(args, self.traced.options, self.traced.limits)
-        except FnGraphError:
-            return False
-        return new.computes_as(self.traced)
-
-    def rehearse(
-        self, true: Sequence[torch.Tensor], padded: Sequence[torch.Tensor]
-    ) -> tuple[str, str, str] | None:
-        """See `Maker`."""
-        found: list[tuple[str, str, str]] = []
-
-        def look(args: Arguments, limits: Limits, graph: Graph, facts: Mapping[Any, Any]) -> None:
-            for one in rehearsed(graph.gm, facts, true, padded):  # to its end, as other processes
-                op = "fg.trust_rows" if is_trusted(one.node) else name_of_op(one.node)
-                found.append((op, line_of(one.node), one.text))
-
-        trace_function(self.traced.args, self.traced.options, self.traced.limits, look=look)
-        return found[0] if found else None
-
-    def accepts(self, leaves: Sequence[Leaf]) -> bool:
-        """See `Maker`."""
-        try:
-            self._trace(leaves)
-        except RowsError:
-            return False
-        return True
-
-    def _trace(self, leaves: Sequence[Leaf]) -> Traced:
-        args = dataclasses.replace(self.traced.args, leaves=tuple(leaves))
-        return trace_function(args, self.traced.options, self.traced.limits)
-
-
-def like(tree: Any) -> Any:
-    """The same tree with shapes, dtypes and devices in place of memory, for `trace`."""
-    trees.register_dataclasses(tree)
-    return trees.map_leaves(TensorSpec.of, tree)
-
-
-_ONE_AT_A_TIME = threading.RLock()  # a trace changes functions of torch that all threads call
-Look = Callable[[Arguments, Limits, Graph, Mapping[Any, Any]], None]
-"""What is shown a graph and the facts of its rows."""
-
-
-def _told(node: fx.Node) -> dict[str, tuple[fx.Node, str]]:
-    """What a primitive, or its plain form, is told of a batch, and how that must be padded."""
-    if not is_op(node):
-        return {}
-    called, argument = node.meta.get("custom", {}).get(ASKED, ("", ""))
-    primitive = PRIMITIVES.get(f"fngraph::{called}" if called else node.target.name())  # type: ignore[union-attr]
-    if primitive is None:
-        return {}
-    args, kwargs = node.args, node.kwargs
-    given = {argument: node.all_input_nodes[0]} if called else named(node.target, args, kwargs)
-    roles = ((primitive.null_slots, NOWHERE), (primitive.offsets, OFFSETS))
-    return {name: (given[name], what) for name, what in roles if name and name in given}
-
-
-def trace_function(
-    args: Arguments,
-    options: Options,
-    limits: Limits,
-    refuse: Refusals | None = None,
-    look: Look | None = None,
-) -> Traced:
-    """Trace the function of `args`; see `fngraph.fx.tracing` for the errors, kept in `refuse`.
-
-    Args:
-        look: is shown the graph as it was traced, before donation changes it, and the facts of
-            its rows.
-    """
-    refuse = refuse or Refusals()
-    refuse.own_names = lambda text: in_own_names(text, args.leaves, args.signature)
-    try:
-        with _ONE_AT_A_TIME, without_collector():
-            return _traced(args, options, limits, refuse, look)
-    except FnGraphError as error:
-        refuse.let_go()
-        raise error.with_traceback(None)  # noqa: B904
-
-
-def _traced(
-    args: Arguments, options: Options, limits: Limits, refuse: Refusals, look: Look | None
-) -> Traced:
-    found: dict[str, Any] = {}
-    check_no_dispatch_mode()
-    ambient = read(args.device.type)
-
-    def flat_fn(leaves: list[torch.Tensor]) -> list[Any]:
-        values = args.unflatten(leaves, refuse)
-        given = [trees.flatten(value) for value in values]
-        with torch.set_grad_enabled(ambient.grad):
-            with refuse.catching(), unchanged(args.device.type, args.signature.fn):
-                found["result"] = args.signature.call(values)
-        if "result" not in found:
-            raise refuse.errors[-1]
-        with refuse.catching():
-            args.check_held(values, given)
-        result = found.pop("result")
-        trees.register_dataclasses(result)
-        outputs, found["tree"] = trees.flatten(args.in_their_order(result))
-        return outputs
-
-    generators = options.generators
-    states = [g.get_state() for g in generators]
-    with noted(ambient) as asked, preserved(generators):
-        graph = trace(flat_fn, args.leaves, limits, found, refuse, generators)
-        with refuse.catching():
-            check_untouched(generators, states)
-    with refuse.catching():
-        pin(graph.gm, ambient.default_dtype)
-    nodes = list(graph.gm.graph.nodes)
-    inputs = [n for n in nodes if n.op == "placeholder"]
-    returns = match_donated(args, list(nodes[-1].args[0]), found["tree"], inputs, refuse)
-    paths = trees.paths(found["tree"], "output")
-    drop_dead(graph.gm.graph)
-    if not refuse.errors:
-        check_aliases(graph.gm, returns, refuse)
-    updates = set(returns.values())
-    facts, is_shared = _facts(graph, args, returns, lambda facts: [
-        *row_errors(graph.gm, facts, paths, updates), *_pad_errors(graph, args, facts)
-    ])  # fmt: skip
-    if look is not None:
-        look(args, limits, graph, facts)
-    is_met = bool(collectives_of(graph.gm.graph))
-    alike = told_of(graph.gm.graph, facts, graph.text, is_shared) if is_met else {}
-    of_rows = are_of_rows(graph.gm.graph, facts)
-    of_outputs = enumerate(facts[nodes[-1]])
-    dirty = {i: x.dirty for i, x in of_outputs if getattr(x, "dirty", ())}
-    vouched = as_vouched(graph.gm, facts)
-    check_pads(graph.gm, args.leaves, facts, _told, refuse)
-    check_rows(graph.gm, facts, paths, updates, refuse)
-    applied: tuple[Applied, ...] = ()
-    if options.passes_in_order and not refuse.errors:
-        with refuse.catching():
-            graph, applied = run_passes(
-                options.passes_in_order, graph, args.leaves, vouched, refuse
-            )
-    if options.modes is not None and not refuse.errors:
-        with refuse.catching():
-            check_within(graph.gm, options.modes)
-    donation = donate(graph, args.leaves, returns, options.allow_copies, refuse)
-    graph.gm.recompile()  # constants and donation have changed the graph since
-    return Traced(
-        args, options, limits, graph, donation, found["tree"], returns, ambient, frozenset(asked),
-        applied, alike, of_rows, dirty,
-    )  # fmt: skip
-
-
-def _facts(
-    graph: Graph,
-    args: Arguments,
-    returns: Mapping[int, int],
-    errors: Callable[[Mapping[Any, Any]], Sequence[FnGraphError]],
-) -> tuple[dict[Any, Any], bool]:
-    """What is known of every value; whether that rests on other processes knowing the same.
-
-    What comes out of a collective depends on what others know of their padding. Where rows are
-    right whatever that is, nothing is said of it, and processes may know different things.
-    """
-    given = (graph.gm, args.leaves, graph.constants, graph.text, returns)
-    if claims := nothing_said(graph.gm.graph):
-        found = facts_of(*given, claims=claims)
-        if not reads_dirty(graph.gm.graph, found) and not errors(found):
-            return found, False
-    return facts_of(*given), bool(claims)
-
-
-def _pad_errors(graph: Graph, args: Arguments, facts: Mapping[Any, Any]) -> list[FnGraphError]:
-    found: list[FnGraphError] = []
-    check_pads(graph.gm, args.leaves, facts, _told, found.append)
-    return found

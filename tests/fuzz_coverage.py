@@ -29,8 +29,8 @@ from fngraph.fx.rows.state import (
     Mixed,
     Mixes,
     moving_dims,
-    op_name,
 )
+from fngraph.fx.schemas import plain_name
 
 FOLDER = Path(fngraph.fx.rows.__file__).parent
 NO_RULE = "an op without a rule"
@@ -82,7 +82,7 @@ def look(reached: Counter[str]) -> Callable[[], None]:
     def result(node: Any, states: Any, *args: Any) -> Any:
         found = plain_result(node, states, *args)
         if is_op(node) and is_tensor(node):
-            name = told("fact", op_name(node), rule_of(node))
+            name = told("fact", plain_name(node.target), rule_of(node))
             for given in {marks(x, states[x]) for x in operands(node)} or {"nothing"}:
                 reached[told(name, given, marks(node, found))] += 1
         return found
@@ -118,7 +118,7 @@ def marks(x: Any, state: Any) -> str:
 def rule_of(node: Any) -> str:
     """The name of the function that an op goes by."""
     target = node.target
-    known = rules._RULES.get(op_name(node)) if target.namespace == "aten" else None
+    known = rules._RULES.get(plain_name(target)) if target.namespace == "aten" else None
     if known is not None:
         return str(known.__name__)
     if target.namespace == "fngraph":

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import fngraph as fg
-from fngraph import stages
+from fngraph import tracing
 from fngraph.errors import AmbientError
 from fngraph.fx.tracing.ambient import plain_state, read
 from fngraph.step.step import MOST_AMBIENTS
@@ -129,7 +129,7 @@ def test_a_trace_leaves_the_state_as_it_was() -> None:
 def test_what_nobody_asks_for_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second trace of a large model takes seconds, in the middle of serving."""
     step, state = captured(rowwise)
-    monkeypatch.setattr(stages, "trace_function", None)
+    monkeypatch.setattr(tracing, "trace_function", None)
     with torch.inference_mode():
         step(state, toys.batch(3, 2))
     assert torch.is_grad_enabled is torch._C.is_grad_enabled  # torch's own is back
@@ -328,8 +328,10 @@ def squashed(p: Any, s: Any, b: Any) -> Any:
 def test_a_new_function_mode_at_each_call_is_traced_once(monkeypatch, by: Any) -> None:
     """It is what its class and its attributes are."""
     step, state = captured(squashed)
-    traced, trace = [], stages.trace_function
-    monkeypatch.setattr(stages, "trace_function", lambda *args: traced.append(args) or trace(*args))
+    traced, trace = [], tracing.trace_function
+    monkeypatch.setattr(
+        tracing, "trace_function", lambda *args: traced.append(args) or trace(*args)
+    )
     for _ in range(3):
         for one in by:
             with Scales(one):

@@ -28,7 +28,7 @@ PARTS = ("ops", "fx", "graphs", "passes", "compile", "ranks")
 LOWER = BASE | FACTS | {f"fngraph.{name}" for name in PARTS}
 STEP = LOWER | {"fngraph.options", "fngraph.executable", "fngraph.step"}
 SHADOW = STEP | {"fngraph.calls", "fngraph.shadow"}
-STAGES = SHADOW | {"fngraph.callables", "fngraph.stages"}
+STAGES = SHADOW | {"fngraph.callables", "fngraph.stages", "fngraph.tracing"}
 TRANSFORMS = STAGES | {
     f"fngraph.{name}" for name in ("graphified", "checking", "rehearsing", "encoder")
 }
@@ -50,6 +50,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "fngraph.options": (LOWER, set()),
     "fngraph.executable": (LOWER, set()),
     "fngraph.stages": (STAGES, {"fngraph.report"}),  # a progress bar, when one is asked for
+    "fngraph.tracing": (STAGES, set()),
     "fngraph.step": (STEP, {"fngraph.report"}),  # likewise
     "fngraph.__main__": (LOWER, {"fngraph.report"}),  # a command: python -m fngraph
     "fngraph.shadow": (SHADOW, set()),
@@ -306,7 +307,7 @@ PLANTED = {
     "rich at report's import": ("fngraph/report/progress.py", "import rich"),
     "transformers at import": ("fngraph/integrations/transformers/fixed.py", "import transformers"),
     "a module of no layer": ("fngraph/utils.py", "x = 1"),
-    "the front door is heavy": ("fngraph/__init__.py", "from fngraph.stages import like"),
+    "the front door is heavy": ("fngraph/__init__.py", "from fngraph.tracing import like"),
     "models reach in": ("models/families/llama.py", "from fngraph.core import trees"),
     "models reach in by module": ("models/families/llama.py", "import fngraph.core"),
     "models use another alias": ("models/families/llama.py", "import fngraph"),

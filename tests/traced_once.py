@@ -47,7 +47,7 @@ def graph_once(kept: Kept, label: Any) -> Iterator[None]:
     Args:
         label: stands for the function, and for the arguments that it is traced for.
     """
-    module: Any = importlib.import_module("fngraph.stages")
+    module: Any = importlib.import_module("fngraph.tracing")
     trace = module.trace
 
     def once(flat_fn: Any, leaves: Any, limits: Any, found: Any, refuse: Any, *more: Any) -> Any:

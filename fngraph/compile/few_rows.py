@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fngraph.core.compiling import Range, Span, of_batches
+from fngraph.fx.nodes import inputs_of
 from fngraph.ops import fused_linear, paired_linears
 from fngraph.ops.fused_linear import MOST_ROWS
 from fngraph.ops.triton.launching import missing
@@ -72,7 +73,7 @@ def _inlined(graph: fx.Graph, node: fx.Node) -> Any:
         return APART[node.target](*fx.map_arg(node.args, lambda _: next(left)))
 
     traced = make_fx(call)(*fakes).graph
-    env = dict(zip((n for n in traced.nodes if n.op == "placeholder"), given))
+    env = dict(zip(inputs_of(traced), given))
     known = set(graph.nodes)
     results: Any = graph.graph_copy(traced, env)
     for new in graph.nodes:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_op, written_by
+from fngraph.fx.nodes import inputs_of, is_op, is_tensor, results_of, storages_written, written_by
 from fngraph.fx.pieces.collectives import keep_order
 from fngraph.fx.schemas import draws
 from fngraph.torch_facts.memory import storage_key
@@ -59,11 +59,11 @@ class Plan:
 def plan_of(gm: fx.GraphModule) -> Plan | str:
     """How to call a piece as compiled code; or why it stays as it was traced."""
     nodes = list(gm.graph.nodes)
-    inputs = [n for n in nodes if isinstance(_fake(n), torch.Tensor) and n.op == "placeholder"]
+    inputs = list(filter(is_tensor, inputs_of(gm.graph)))
     fakes = [_fake(n) for n in inputs]
     storages = [storage_key(x) for x in fakes]
     values = [x for n in nodes if isinstance(x := _fake(n), torch.Tensor)]
-    written = {storage_key(_fake(n)) for node in nodes for n in written_by(node)}
+    written = storages_written(nodes)
     if any(x.is_complex() or x.is_conj() or x.is_neg() for x in values):
         return "it computes with complex numbers"
     if any(is_op(n) and draws(n.target, n.args, n.kwargs) for n in nodes):
@@ -77,11 +77,9 @@ def plan_of(gm: fx.GraphModule) -> Plan | str:
     for node in nodes:
         if isinstance(value := _fake(node), torch.Tensor):
             first.setdefault(storage_key(value), node)
-    (output,) = (n for n in nodes if n.op == "output")
-    results: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
     bases = [*inputs]
     views = []
-    for node in results:
+    for node in results_of(gm.graph):
         value = _fake(node)
         base = first[storage_key(value)]
         if base not in bases:
@@ -121,8 +119,7 @@ def with_numbers(gm: fx.GraphModule, numbers: Sequence[int | None]) -> fx.GraphM
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, env))
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for node, number in zip(placeholders, numbers):
+    for node, number in zip(inputs_of(graph), numbers):
         if number is None:
             continue
 

@@ -1,13 +1,15 @@
-"""What one node of a traced graph says: its op, its value, its arguments, and the user's line."""
+"""What a node of a traced graph says: its op, its value, its arguments, and the user's line."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import OpOverload
 from fngraph.torch_facts.schemas import written
 
@@ -33,6 +35,21 @@ def name_of(node: fx.Node) -> str:
 def is_op(node: fx.Node) -> bool:
     """Whether a node calls an op of torch's dispatcher, and not arithmetic or one of its kin."""
     return isinstance(node.target, OpOverload)
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten::sum` of a call of aten.sum.dim_IntList; "" of what calls no op."""
+    return node.target._schema.name if is_op(node) else ""  # type: ignore[union-attr]
+
+
+def inputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """A graph's placeholders, in order."""
+    return graph.find_nodes(op="placeholder")
+
+
+def results_of(graph: fx.Graph) -> Sequence[fx.Node]:
+    """What a graph gives."""
+    return graph.output_node().args[0]  # type: ignore[return-value]
 
 
 def is_tensor(x: Any) -> bool:
@@ -84,3 +101,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if is_op(node):
         return written(node.target, node.args, node.kwargs)
     return [node.args[i] for i in getattr(node.target, "writes", ())]  # type: ignore[misc]
+
+
+def storages_written(nodes: Iterable[fx.Node]) -> set[int]:
+    """The keys of the storages that nodes write."""
+    return {storage_key(x.meta["val"]) for node in nodes for x in written_by(node)}

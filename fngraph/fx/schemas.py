@@ -111,7 +111,7 @@ def out_form(op: OpOverload) -> tuple[OpOverload, str] | None:
     return None
 
 
-def plain_name(op: OpOverload) -> str:
+def plain_name(op: Any) -> str:
     """`sum` of aten.sum.dim_IntList and of aten.sum_; `__rshift__` of x >> 1 and of x >>= 1."""
     name = op._schema.name.partition("::")[2]
     return name.replace("__i", "__") if name.endswith("__") else name.removesuffix("_")

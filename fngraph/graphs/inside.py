@@ -68,8 +68,13 @@ class Counts:
 
 
 def key_name(mode: Mode, key: BatchDescriptor) -> str:
-    """A key in a few letters, for profiles: `fngraph FULL 8x8 q1`, tokens by requests."""
-    words = [f"fngraph {mode} {key.num_tokens}"]
+    """A key for profiles: `fngraph FULL 8x8 q1`."""
+    return f"fngraph {short_name(mode, key)}"
+
+
+def short_name(mode: Mode, key: BatchDescriptor) -> str:
+    """A key in a few letters: `FULL 8x8 q1`, tokens by requests."""
+    words = [f"{mode} {key.num_tokens}"]
     if key.num_reqs is not None:
         words[0] += f"x{key.num_reqs}"
     if key.query_len is not None:

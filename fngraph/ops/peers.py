@@ -19,7 +19,6 @@ PROGRAMS = 64
 """Of a kernel at most: all of them must run at once, beside each other, as they wait for peers."""
 ROW_BYTES = 32 << 10
 """The longest row: 16,384 numbers in half precision."""
-MOST_PEERS = 8
 SIGNAL_BYTES = 8  # a number that only grows
 
 ONE_SHOT, TWO_SHOT, APART = "one_shot", "two_shot", "apart"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_op, written_by
+from fngraph.fx.nodes import op_name, storages_written
 from fngraph.passes.pattern import (
     dtype_of,
     insert,
@@ -37,7 +37,7 @@ _ROPE, _NORM_ROPE = "fngraph::rope", "fngraph::norm_rope"
 
 def rope_in_attention(graph: fx.Graph) -> Rewritten:
     """Attention whose q and k are turned by one pair of angles, and read by nobody else."""
-    calls = [node for node in graph.nodes if _name(node) == "fngraph::attention"]
+    calls = [node for node in graph.nodes if op_name(node) == "fngraph::attention"]
     matches = sum(_put(graph, node) for node in calls)
     notes = () if matches or not calls else (_NOTE,)
     return Rewritten(graph, matches, notes)
@@ -52,7 +52,7 @@ _NOTE = (
 
 def attention_fp8(graph: fx.Graph) -> Rewritten:
     """Attention whose output is rounded to fp8 by a known scale, and read by nobody else."""
-    rounds = [node for node in graph.nodes if _name(node) == "fngraph::quantize_fp8"]
+    rounds = [node for node in graph.nodes if op_name(node) == "fngraph::quantize_fp8"]
     return Rewritten(graph, sum(_round_in_call(graph, node) for node in rounds))
 
 
@@ -62,7 +62,7 @@ def _round_in_call(graph: fx.Graph, rounds: fx.Node) -> bool:
     if not isinstance(seen, fx.Node) or seen.target is not aten.view.default:
         return False
     out: Any = seen.args[0]
-    calls = [user for user in out.users if _name(user) == "fngraph::attention"]
+    calls = [user for user in out.users if op_name(user) == "fngraph::attention"]
     if out.target is not aten.new_empty.default or set(out.users) != {*calls, seen}:
         return False
     if len(calls) != 1 or set(seen.users) != {rounds} or not calls[0] < seen:
@@ -94,18 +94,12 @@ def _is_rewritten(call: fx.Node, rounds: fx.Node) -> bool:
         if writes_any(node, memory):
             return True
         node = node.next
-    return storage_key(rounds.args[1].meta["val"]) in {  # type: ignore[union-attr]
-        storage_key(x.meta["val"]) for x in written_by(call)
-    }
+    return storage_key(rounds.args[1].meta["val"]) in storages_written([call])  # type: ignore[union-attr]
 
 
 def _arguments(call: fx.Node) -> dict[str, Any]:
     names = [a.name for a in call.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, call.args, strict=True))
-
-
-def _name(node: Any) -> str:
-    return node.target._schema.name if isinstance(node, fx.Node) and is_op(node) else ""  # type: ignore[union-attr]
 
 
 def _put(graph: fx.Graph, call: fx.Node) -> bool:
@@ -118,7 +112,7 @@ def _put(graph: fx.Graph, call: fx.Node) -> bool:
     if any(user is not call and user.target not in _ASK for x in pair for user in x.users):
         return False
     (x, *how), (y, *how_k) = q.args, k.args
-    norms = (how.pop(0), how_k.pop(0)) if _name(q) == _NORM_ROPE else (None, None)
+    norms = (how.pop(0), how_k.pop(0)) if op_name(q) == _NORM_ROPE else (None, None)
     if q.target is not k.target or not all(map(_are_one, how, how_k)):
         return False
     if is_written_between(sorted((q, k)), until=call):
@@ -150,7 +144,7 @@ def _rope_of(x: fx.Node) -> fx.Node | None:
         made = made.args[0]  # type: ignore[assignment]
         if len(made.users) > 1:
             return None
-    if _name(made) not in (_ROPE, _NORM_ROPE) or x.meta["val"].storage_offset() != 0:
+    if op_name(made) not in (_ROPE, _NORM_ROPE) or x.meta["val"].storage_offset() != 0:
         return None
     rows = sizes(made) if made is x else sizes(made)[1:]
     whole = made is x or sizes(made)[0] == 1

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fngraph.core.text import count
-from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
+from fngraph.fx.nodes import is_op, is_tensor, line_of, storages_written
 from fngraph.fx.schemas import is_functional
 from fngraph.passes.running.checks import Rewritten
 from fngraph.torch_facts.memory import storage_key
@@ -69,9 +69,8 @@ def _made_of_literals(
     Args:
         large: gets a line for each that is too large.
     """
-    apart = {storage_key(x.meta["val"]) for node in graph.nodes for x in written_by(node)}
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    apart |= {storage_key(x.meta["val"]) for x in output.all_input_nodes}
+    apart = storages_written(graph.nodes)
+    apart |= {storage_key(x.meta["val"]) for x in graph.output_node().all_input_nodes}
     for node in list(graph.nodes):
         if node.op == "get_attr":  # which nobody writes: a trace copies what is written
             values[node] = node.meta["value"].to(node.meta["val"].device)

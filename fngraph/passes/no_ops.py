@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_op, is_tensor, mutates, written_by
+from fngraph.fx.nodes import is_op, is_tensor, mutates, storages_written
 from fngraph.fx.schemas import COPIES
 from fngraph.passes.pattern import is_dense, sizes, strides
 from fngraph.passes.running.checks import Rewritten
@@ -102,8 +102,7 @@ def _lies_as(a: fx.Node, b: fx.Node) -> bool:
 def _nobody_can_tell(graph: fx.Graph, copy: fx.Node, x: fx.Node) -> bool:
     own, given = storage_key(copy.meta["val"]), storage_key(x.meta["val"])
     kept = {storage_key(n.meta["val"]) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
-    (output,) = (n for n in graph.nodes if n.op == "output")
-    kept |= {storage_key(n.meta["val"]) for n in output.all_input_nodes}
+    kept |= {storage_key(n.meta["val"]) for n in graph.output_node().all_input_nodes}
     if {own, given} & kept:
         return False
     after = False
@@ -115,7 +114,7 @@ def _nobody_can_tell(graph: fx.Graph, copy: fx.Node, x: fx.Node) -> bool:
             if node.op == "call_function" and after and _is_opaque(node):
                 return False
             continue
-        written = {storage_key(n.meta["val"]) for n in written_by(node)} if mutates(node) else set()
+        written = storages_written([node]) if mutates(node) else set()
         if after and written & {own, given}:
             return False
     return True

@@ -27,7 +27,7 @@ from torch import fx
 
 from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
-from fngraph.fx.nodes import is_tensor, line_of, mutates, written_by
+from fngraph.fx.nodes import is_tensor, line_of, mutates, storages_written
 from fngraph.passes.overloads import check_arguments, meant, named, overload_of
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import OpOverload
@@ -66,9 +66,6 @@ class Item(NamedTuple):
 
     of: Any
     number: int
-
-
-Pattern = Name | Call | Either | Item
 
 
 def name(text: str) -> Name:
@@ -233,7 +230,7 @@ def writes_any(node: fx.Node, memory: set[int]) -> bool:
     """Whether a node writes one of these storages."""
     if not mutates(node):
         return False
-    return any(storage_key(x.meta["val"]) in memory for x in written_by(node))
+    return not storages_written([node]).isdisjoint(memory)
 
 
 # --- putting something else there -----------------------------------------------------------------

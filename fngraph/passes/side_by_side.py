@@ -170,8 +170,7 @@ def why_not_one(graph: fx.Graph, run: Sequence[fx.Node], tried: dict[Any, bool])
     Args:
         tried: whether the views of products such as these can be made; it grows.
     """
-    (output,) = (n for n in graph.nodes if n.op == "output")
-    returned = {storage_key(n.meta["val"]) for n in output.all_input_nodes}
+    returned = {storage_key(n.meta["val"]) for n in graph.output_node().all_input_nodes}
     if any(storage_key(node.meta["val"]) in returned for node in run):
         return "forward returns one of the products, which must be memory of its own"
     read = {storage_key(x.meta["val"]) for node in run for x in node.all_input_nodes}

@@ -27,7 +27,7 @@ class Span(NamedTuple):
     name: str
 
 
-class Bar(NamedTuple):
+class ChartBar(NamedTuple):
     """One line of a chart."""
 
     label: str
@@ -47,7 +47,7 @@ class Chart(NamedTuple):
     title: str
     about: str
     unit: str
-    bars: tuple[Bar, ...]
+    bars: tuple[ChartBar, ...]
     left: str = ""
     whole: float = 0.0
 
@@ -99,7 +99,7 @@ def shares(log: Log) -> Chart:
         steps[mode] += number
     total = sum(steps.values())
     bars = [
-        Bar(mode, f"{n / total:.1%} of {count(total, 'step')}",
+        ChartBar(mode, f"{n / total:.1%} of {count(total, 'step')}",
             stacked([(100 * n / total, mode, f"{count(n, 'step')}")]))
         for mode, n in steps.items() if n
     ]  # fmt: skip
@@ -124,12 +124,12 @@ def ladder(log: Log) -> Chart:
     return Chart("Ladder and traffic", about, "tokens", tuple(bars), left if unused else "")
 
 
-def _used(name: str, kind: str, steps: Sequence[Flown]) -> Bar:
+def _used(name: str, kind: str, steps: Sequence[Flown]) -> ChartBar:
     true = sum(step.spec.num_tokens for step in steps)
     padding = sum(step.padding for step in steps)
     share = padding / max(true + padding, 1)
     spans = stacked([(true, kind, f"{true} true tokens"), (padding, "padding", f"{padding} more")])
-    return Bar(name, f"{count(len(steps), 'step')}, {share:.0%} padding", spans)
+    return ChartBar(name, f"{count(len(steps), 'step')}, {share:.0%} padding", spans)
 
 
 def timeline(log: Log) -> Chart:
@@ -144,7 +144,7 @@ def timeline(log: Log) -> Chart:
             for s in steps if (us := getattr(s, of)) is not None
         )  # fmt: skip
 
-    bars = [Bar(of, f"{sum(s.length for s in found):.1f} ms busy", found)
+    bars = [ChartBar(of, f"{sum(s.length for s in found):.1f} ms busy", found)
             for of in ("host", "device") if (found := spans(of))]  # fmt: skip
     about = f"The last {count(len(steps), 'step')}, each from when it was called."
     return Chart("Timeline", about, "ms", tuple(bars))
@@ -163,7 +163,7 @@ def parts(log: Log) -> Chart:
         if spans:
             us, gaps = (sum(s.length for s in spans if (s.kind == "gap") is is_gap)
                         for is_gap in (False, True))  # fmt: skip
-            bars.append(Bar(key.key, f"{us:.0f} us, gaps {gaps:.0f} us", spans))
+            bars.append(ChartBar(key.key, f"{us:.0f} us, gaps {gaps:.0f} us", spans))
     return Chart(
         "Keys, part by part", "As step.times(...) has measured them.", "us",
         tuple(bars[:MOST_BARS]), _more(bars),
@@ -180,7 +180,7 @@ def memory(log: Log) -> Chart:
             pool, graphs = (n / 1e6 for n in taken)
             spans = stacked([(pool, "pool", f"{pool:.2f} MB of intermediates"),
                              (graphs, "graphs", f"{graphs:.2f} MB of graphs")])  # fmt: skip
-            bars.append(Bar(key.key, f"{pool + graphs:.2f} MB", spans))
+            bars.append(ChartBar(key.key, f"{pool + graphs:.2f} MB", spans))
     about = "What the pool and the graphs grew by for each key, in the order of capture."
     if not is_measured:
         about = "Estimated: nothing is captured."
@@ -190,12 +190,12 @@ def memory(log: Log) -> Chart:
 def made(log: Log) -> Chart:
     """How long captures and compilations took."""
     bars = [
-        Bar(key.key, f"{key.captured / 1000:.1f} ms",
+        ChartBar(key.key, f"{key.captured / 1000:.1f} ms",
             stacked([(key.captured / 1000, "in step" if key.in_step else "ahead", "capture")]))
         for key in log.keys if key.captured
     ]  # fmt: skip
     bars += [
-        Bar(f"{piece}, {sizes}", f"{us / 1000:.1f} ms, {count(kernels, 'kernel')}",
+        ChartBar(f"{piece}, {sizes}", f"{us / 1000:.1f} ms, {count(kernels, 'kernel')}",
             stacked([(us / 1000, "loaded" if loaded else "ahead", "compilation")]))
         for piece, sizes, kernels, loaded, us in log.compiles
     ]  # fmt: skip
@@ -207,5 +207,5 @@ def _by_size(key: KeyLog) -> tuple[bool, int, str]:
     return not key.key.startswith("FULL"), key.tokens, key.key
 
 
-def _more(bars: Sequence[Bar]) -> str:
+def _more(bars: Sequence[ChartBar]) -> str:
     return f"{len(bars) - MOST_BARS} more are not shown." if len(bars) > MOST_BARS else ""

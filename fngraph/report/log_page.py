@@ -7,7 +7,7 @@ from html import escape
 
 from fngraph.core import Log
 from fngraph.core.text import count
-from fngraph.report.log_charts import KINDS, Bar, Chart, charts_of
+from fngraph.report.log_charts import KINDS, Chart, ChartBar, charts_of
 
 WIDTH = 1000  # of a bar, in units that stretch to the page
 SLOWEST = 10
@@ -91,7 +91,7 @@ def _chart(chart: Chart) -> str:
 {left}</section>"""
 
 
-def _row(bar: Bar, end: float) -> str:
+def _row(bar: ChartBar, end: float) -> str:
     rects = "".join(
         f'<rect class="{_class(span.kind)}" x="{span.start / end * WIDTH:.2f}" y="0" height="10" '
         f'width="{max(span.length / end * WIDTH, 0.5):.2f}"><title>{escape(span.name)}</title>'

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from fngraph.fx.generators import drawn
-from fngraph.fx.nodes import written_by
-from fngraph.shadow.nodes import Tolerances, difference, is_unwritten
+from fngraph.fx.nodes import storages_written
+from fngraph.fx.rows.rehearsal import is_unwritten
+from fngraph.shadow.nodes import Tolerances, difference
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import TorchDispatchMode
 
@@ -75,12 +76,7 @@ def look_inside(
         call: runs the function, on the same inputs.
     """
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
-    touched = {
-        storage_key(x.meta["val"])
-        for node in nodes
-        for x in written_by(node)
-        if isinstance(x.meta.get("val"), torch.Tensor)
-    }
+    touched = storages_written(nodes)
     kept = {
         node: x
         for node, x in made.items()

@@ -8,7 +8,7 @@ import torch
 from fngraph.core import Mode
 from fngraph.graphs.memory import preserved
 from fngraph.graphs.replay import launch
-from fngraph.shadow.parts import Parts, parts_of
+from fngraph.shadow.parts import Parts, copied, parts_of
 from fngraph.shadow.saved import Ran, Saved, donated_of, drawn_from
 from fngraph.step.capture import plan_step
 from fngraph.step.keys import Keys
@@ -39,9 +39,7 @@ def replayed(keys: Keys, saved: Saved, prepared: Prepared) -> Ran:
             ring.resume()
             raise
         outputs = tuple(view.clone() for view in prepared.views)
-        state = {i: leaves[i].clone() for i in parts.whole}
-        for group, numbers in zip(parts.groups, saved.rows.numbers):
-            state |= {i: leaves[i].index_select(0, numbers) for i in group.caches}
+        state = copied(parts, saved.rows, leaves)
         shared.recorder.synchronize()
     return Ran(outputs, state)
 

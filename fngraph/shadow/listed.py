@@ -20,7 +20,8 @@ from fngraph.core.where import user_line
 from fngraph.fx.generators import with_generators
 from fngraph.fx.loops.running import run as run_loop
 from fngraph.fx.nodes import is_loop, is_op, line_of, name_of
-from fngraph.shadow.nodes import difference, is_unwritten
+from fngraph.fx.rows.rehearsal import is_unwritten
+from fngraph.shadow.nodes import difference
 from fngraph.shadow.saved import Saved, drawn_from, held_of, run_bare
 from fngraph.step.keys import Keys
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves

@@ -21,8 +21,7 @@ from fngraph.fx.loops.running import Turn, run_noted
 from fngraph.fx.nodes import is_loop, is_op, line_of, name_of, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.pieces.cuts import LETTERS
-from fngraph.fx.rows.rehearsal import UNWRITTEN
-from fngraph.fx.rows.state import op_name
+from fngraph.fx.rows.rehearsal import is_unwritten
 from fngraph.shadow.compared import Compared, compare
 from fngraph.torch_facts.inductor import size_at
 from fngraph.torch_facts.schemas import is_view
@@ -237,11 +236,6 @@ def _turns(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Turn]:
     turns: list[Turn] = []
     run_noted(loop, operands, turns)
     return turns
-
-
-def is_unwritten(node: fx.Node) -> bool:
-    """Whether its op makes memory that holds nothing yet."""
-    return is_op(node) and op_name(node) in UNWRITTEN
 
 
 def _go_on(

@@ -248,13 +248,19 @@ def _renumbered(x: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tenso
     return torch.where(there, new, x)
 
 
-def copied(parts: Parts, rows: Rows, leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """A copy of what is needed of each donated leaf.
+def needed(parts: Parts, rows: Rows, leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What is needed of each donated leaf: itself where that is all of it, else a copy of its rows.
 
     Args:
         leaves: the donated ones, by their index.
     """
-    found = {i: leaves[i].clone() for i in parts.whole}
+    found = {i: leaves[i] for i in parts.whole}
     for group, numbers in zip(parts.groups, rows.numbers):
         found |= {i: leaves[i].index_select(0, numbers) for i in group.caches}
     return found
+
+
+def copied(parts: Parts, rows: Rows, leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """A copy of what is needed."""
+    found = needed(parts, rows, leaves)
+    return found | {i: found[i].clone() for i in parts.whole}

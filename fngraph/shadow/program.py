@@ -17,14 +17,14 @@ from fngraph.calls import PrimitiveCall
 from fngraph.core import HostBounds, Mode
 from fngraph.core.program import Instruction
 from fngraph.fx.generators import preserved, with_generators
-from fngraph.fx.nodes import line_of, name_of, written_by
+from fngraph.fx.nodes import inputs_of, line_of, name_of, results_of, storages_written
 from fngraph.fx.pieces.cuts import LETTERS
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import EagerCall
 from fngraph.shadow.inside import Found, look_inside
 from fngraph.shadow.nodes import Place, Tolerances, difference, true_part, walk
-from fngraph.shadow.saved import Ran, Saved
+from fngraph.shadow.saved import Ran, Saved, drawn_from
 from fngraph.shadow.sides import Sides
 from fngraph.step.capture import bounds_of, plan_step
 from fngraph.step.keys import Keys
@@ -72,24 +72,17 @@ def run_program_again(
         keys, prepared, sides, saved.counts.bounds, recorder, within,
         dict(enumerate(sides.inputs)), dict(sides.should),
     )  # fmt: skip
-    states = [g.get_state() for g in executable.generators]
-    try:
-        for generator, state in zip(executable.generators, saved.generators):
-            generator.set_state(state)
-        with keys.fixed_ambient():
-            if executable.planners:
-                host = [x.cpu() for x in saved.rows.staged]
-                plan_step(keys, prepared.chosen, prepared.true, host)
-            for at, one in enumerate(executable.program.instructions):
-                (_cut if one.cut else _piece)(run, at, one)
-                for i in one.drops:
-                    run.values.pop(i, None)
-                    run.should.pop(i, None)
-            outputs = [run.values[i] for i in executable.program.outputs]
-            outputs = [x.clone() for x in keys.cut(outputs, prepared.true)]
-    finally:
-        for generator, state in zip(executable.generators, states):
-            generator.set_state(state)
+    with drawn_from(keys, saved), keys.fixed_ambient():
+        if executable.planners:
+            host = [x.cpu() for x in saved.rows.staged]
+            plan_step(keys, prepared.chosen, prepared.true, host)
+        for at, one in enumerate(executable.program.instructions):
+            (_cut if one.cut else _piece)(run, at, one)
+            for i in one.drops:
+                run.values.pop(i, None)
+                run.should.pop(i, None)
+        outputs = [run.values[i] for i in executable.program.outputs]
+        outputs = [x.clone() for x in keys.cut(outputs, prepared.true)]
     new = {i: sides.inputs[i] for i in saved.state}
     return RanProgram(Ran(tuple(outputs), new), tuple(run.places))
 
@@ -131,8 +124,8 @@ def _piece(run: _Run, at: int, one: Instruction) -> None:
     _warmed(run, lambda *xs: fn(sizes, host, *xs), tensors)
     results = _recorded(run, lambda: fn(sizes, host, *tensors))
     run.places += walked.found
-    given = [node for node in gm.graph.nodes if node.op == "placeholder"][2:]
-    pairs = [(node, x, walked.made[node], "gives") for node, x in zip(_results(gm), results)]
+    given, made = inputs_of(gm.graph)[2:], results_of(gm.graph)
+    pairs = [(node, x, walked.made[node], "gives") for node, x in zip(made, results)]
     pairs += [(given[k], tensors[k], copies[k], "leaves in an argument") for k in sorted(written)]
     seen = [place for pair in pairs if (place := _other(run, at, one, gm, *pair)) is not None]
     if seen or executable.peers is not None:  # who run it as often
@@ -141,7 +134,7 @@ def _piece(run: _Run, at: int, one: Instruction) -> None:
         if seen:
             run.places += _named(at, one, gm, inside) or [min(seen, key=lambda place: place.at)]
     run.values.update(zip(one.writes, results))
-    for number, node in zip(one.writes, _results(gm)):
+    for number, node in zip(one.writes, made):
         if node in walked.should:
             run.should[number] = walked.should[node]
 
@@ -170,9 +163,7 @@ def _other(
 
 def _touches(node: fx.Node, leaf: fx.Node) -> bool:
     """Whether an op writes a leaf, or a view of it."""
-    fakes = [x.meta.get("val") for x in written_by(node)]
-    own = storage_key(leaf.meta["val"])
-    return any(isinstance(x, torch.Tensor) and storage_key(x) == own for x in fakes)
+    return storage_key(leaf.meta["val"]) in storages_written([node])
 
 
 def _named(at: int, one: Instruction, gm: fx.GraphModule, inside: Sequence[Found]) -> list[Place]:
@@ -229,18 +220,8 @@ def _paths(run: _Run, one: Instruction) -> dict[int, str]:
     return {k: leaves[i].path for k, i in enumerate(one.reads) if i < len(leaves)}
 
 
-def _results(gm: fx.GraphModule) -> list[fx.Node]:
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    return list(output.args[0])
-
-
 def _written(gm: fx.GraphModule) -> set[int]:
     """Which tensors a piece may write, by their place: those that an op writes, or a view of."""
-    given = [node for node in gm.graph.nodes if node.op == "placeholder"][2:]
-    touched = {
-        storage_key(x.meta["val"])
-        for node in gm.graph.nodes
-        for x in written_by(node)
-        if isinstance(x.meta.get("val"), torch.Tensor)
-    }
+    touched = storages_written(gm.graph.nodes)
+    given = inputs_of(gm.graph)[2:]
     return {k for k, x in enumerate(given) if storage_key(x.meta["val"]) in touched}

@@ -17,7 +17,7 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.lookup import Dispatch
 from fngraph.core.spec import COUNTS, Key
 from fngraph.executable import Executable
-from fngraph.graphs.inside import key_name
+from fngraph.graphs.inside import short_name
 from fngraph.graphs.replay import EagerCall
 from fngraph.options import Verify
 from fngraph.shadow.verified import VerifiedStep
@@ -70,16 +70,9 @@ class RecordedStep(VerifiedStep[R]):
     def _what(self, args: Any, kwargs: Any, allowed: Allowed) -> tuple[BatchSpec, Dispatch | None]:
         """The counts of a batch, and what it ran as."""
         entry, keys = self.entry, self.last.keys
-        if entry.spec_field is None:
-            spec = EXACT
-        else:
-            named = dict(kwargs)
-            is_own = allowed is not None and entry.takes_allowed
-            if is_own:
-                named["allowed"], allowed = allowed, None
-            plain = len(args) == entry.count and not named
-            values = args if plain else entry.values(args, named)
-            spec = getattr(values[entry.staged_at], entry.spec_field)
+        values, allowed = entry.given(args, kwargs, allowed)
+        field = entry.spec_field
+        spec = EXACT if field is None else getattr(values[entry.staged_at], field)
         if allowed is not None:
             return spec, keys.prepare(spec, allowed).chosen
         prepared = keys.prepared.get(spec[COUNTS])
@@ -126,22 +119,17 @@ class RecordedStep(VerifiedStep[R]):
                 for (name, us), paced, call in zip(times.rows, times.paced, replay.calls)
             )
         return KeyLog(
-            short(row.mode, row.key), row.key.num_tokens, tuple(row.estimated),
+            short_name(row.mode, row.key), row.key.num_tokens, tuple(row.estimated),
             None if row.measured is None else tuple(row.measured),
             float(sum(one.us for _, one in took)),
             sum(one.times for in_step, one in took if in_step), parts,
         )  # fmt: skip
 
 
-def short(mode: Mode, key: BatchDescriptor) -> str:
-    """A key in a few letters: `FULL 8x8 q1`."""
-    return key_name(mode, key).removeprefix("fngraph ")
-
-
 def _flown(one: _Seen, first: int) -> Flown:
     device = None if one.events is None else one.events[0].elapsed_time(one.events[1]) * 1e3
     mode, descriptor, reason = one.ran or (Mode.NONE, one.spec.descriptor(), "it is not known")
-    key = "" if mode is Mode.NONE else short(mode, descriptor)
+    key = "" if mode is Mode.NONE else short_name(mode, descriptor)
     padded = descriptor.num_tokens
     return Flown((one.began - first) / 1e3, one.spec, mode, key, padded, reason, one.host / 1e3,
                  device)  # fmt: skip

@@ -20,7 +20,6 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.spec import COUNTS
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role
-from fngraph.graphs.staging.buffers import true_sizes
 from fngraph.shadow.parts import Parts, Rows, copied, rows_of
 from fngraph.step.binding import flatten_as
 from fngraph.step.call import EXACT
@@ -129,11 +128,6 @@ def prepared_of(keys: Keys, saved: Saved, allowed: Allowed = None) -> Prepared:
     if allowed is not None:
         return keys.prepare(counts, allowed)
     return keys.prepared.get(counts[COUNTS]) or keys.prepare(counts)
-
-
-def true_of(keys: Keys, saved: Saved) -> dict[str, int]:
-    """Sizes of the batch."""
-    return true_sizes(saved.counts, keys.executable.limits.dims)
 
 
 def held_of(keys: Keys) -> dict[int, torch.Tensor]:

@@ -21,11 +21,10 @@ from fngraph.errors import DifferenceError
 from fngraph.executable import Executable
 from fngraph.fx.rows.boxes import Boxes, elements
 from fngraph.options import Verify
-from fngraph.ranks.agreement import Peers, meet
 from fngraph.ranks.faults import say_failed
 from fngraph.shadow.compared import Compared, compare
 from fngraph.shadow.difference import Difference
-from fngraph.shadow.parts import Parts, parts_of
+from fngraph.shadow.parts import Parts, needed, parts_of
 from fngraph.shadow.saved import (
     Ran,
     Saved,
@@ -37,6 +36,7 @@ from fngraph.shadow.saved import (
     save,
 )
 from fngraph.shadow.share import verified_in
+from fngraph.step.agreed import any_of
 from fngraph.step.keys import Keys, Shared
 from fngraph.step.prepared import Prepared
 from fngraph.step.step import R, Step, make_step
@@ -91,26 +91,21 @@ class VerifiedStep(Step[R]):
         return found
 
     def _verify(self, number: int, args: Any, kwargs: Any, allowed: Allowed) -> R:
-        entry = self.entry
         if (ambient := self.last.read_ambient()) != self.last.ambient:
             self._meet(ambient)
         keys = self.last.keys
-        is_own = allowed is not None and entry.takes_allowed  # an argument of forward's own
-        named = {**kwargs, "allowed": allowed} if is_own else kwargs
-        why, saved = "", None
+        why, saved, decided = "", None, allowed
         try:
-            values = args
-            if named or len(args) != entry.count:
-                values = entry.values(args, named)
-            saved = save(keys, self._parts_of(keys), values[entry.staged_at])
+            values, decided = self.entry.given(args, kwargs, allowed)
+            saved = save(keys, self._parts_of(keys), values[self.entry.staged_at])
         except Exception as error:  # the step itself may go on, or says so better
             why = f"the batch and its state could not be copied: {_short(error)}"
-        if any_cannot(keys.executable.peers, saved is None):
+        if any_of(keys.executable.peers, "verify a step", saved is None):
             saved, why = None, why or "another process could not copy its state"
         result = Step.__call__(self, *args, allowed=allowed, **kwargs)
         keys = self.last.keys
         if saved is not None:
-            prepared = prepared_of(keys, saved, None if is_own else allowed)
+            prepared = prepared_of(keys, saved, decided)
             why = why_not(keys, prepared)
             if not why:
                 self._compare(number, keys, prepared, saved, result)
@@ -134,7 +129,7 @@ class VerifiedStep(Step[R]):
         found = differences(keys, got, want, self.verify, claims_bits(keys, prepared))
         stats = self.shared.stats
         stats.verified += 1
-        if not any_differs(peers, bool(found)):
+        if not any_of(peers, "compare a verified step", bool(found)):  # what one finds, all keep
             return
         stats.differences += 1
         made = Difference(number, prepared.chosen, saved, tuple(found))
@@ -213,28 +208,7 @@ def _but_dirty(dirty: Boxes, got: torch.Tensor, want: torch.Tensor) -> torch.Ten
 @torch.no_grad()
 def _with_state(keys: Keys, parts: Parts, saved: Saved, ran: Ran) -> Ran:
     """The step's own outputs, and the bound leaves as they are now, cut to the rows."""
-    leaves = donated_of(keys)
-    found = {i: leaves[i] for i in parts.whole}
-    for group, numbers in zip(parts.groups, saved.rows.numbers):
-        found |= {i: leaves[i].index_select(0, numbers) for i in group.caches}
-    return Ran(ran.outputs, found)
-
-
-def any_cannot(peers: Peers | None, here: bool) -> bool:
-    """Whether any of the processes cannot verify this step; all are about to."""
-    if peers is None:
-        return here
-    say = {"what is done": "a step that is verified"}
-    flags = meet(peers, "verify a step", peers.number(say), here, lambda: say)
-    return 1 in flags
-
-
-def any_differs(peers: Peers | None, here: bool) -> bool:
-    """Whether any of the processes has found a difference, so that all of them keep it."""
-    if peers is None:
-        return here
-    say = {"what is done": "compares a verified step"}
-    return 1 in meet(peers, "compare a verified step", peers.number(say), here, lambda: say)
+    return Ran(ran.outputs, needed(parts, saved.rows, donated_of(keys)))
 
 
 def _short(error: Exception) -> str:

@@ -16,7 +16,7 @@ from fngraph.core import BatchSpec, Dispatch, Mode
 from fngraph.core.spec import NO_BOUNDS, Key
 from fngraph.core.text import count
 from fngraph.errors import CaptureError, RankError
-from fngraph.ranks.agreement import RAISED, Peers, meet, tell_all
+from fngraph.ranks.agreement import RAISED, Peers, Told, meet, tell_all
 from fngraph.ranks.faults import say_failed, unsay
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
@@ -109,8 +109,7 @@ def before_capture(keys: Keys, wanted: Sequence[Key]) -> None:
     rules, recorder = keys.shared.rules, keys.shared.recorder.name
     say = {"what is done": "captures", "the keys to capture": keyed, "recorder": recorder,
            "on_failure": rules.on_failure}  # fmt: skip
-    what = f"capture {count(len(wanted), 'key')}"
-    meet(peers, what, peers.number(say), 0, lambda: {**peers.told, **say})
+    _meet(peers, f"capture {count(len(wanted), 'key')}", say)
 
 
 def before_times(keys: Keys, key: Key, repeats: int) -> None:
@@ -123,8 +122,7 @@ def before_times(keys: Keys, key: Key, repeats: int) -> None:
     if peers is None:
         return
     what = f"measure {_named(key)}"
-    say = {"what is done": what, "repeats": str(repeats)}
-    meet(peers, what, peers.number(say), 0, lambda: {**peers.told, **say})
+    _meet(peers, what, {"what is done": what, "repeats": str(repeats)})
 
 
 def after_capture(keys: Keys, key: Key, failure: CaptureError | None) -> CaptureError | None:
@@ -163,9 +161,7 @@ def _failure_of_any(keys: Keys, what: str, failure: CaptureError | None) -> Capt
     peers = keys.executable.peers
     if peers is None:
         return failure
-    say = {"what is done": what}
-    flags = meet(peers, what, peers.number(say), failure is None, lambda: {**peers.told, **say})
-    if 0 not in flags:
+    if 0 not in _meet(peers, what, {"what is done": what}, failure is None):
         return None
     told = tell_all(peers, what, _raised(failure) if failure else {})
     each = (f"rank {rank}: {one[RAISED]}" for rank, one in told.items() if one)
@@ -179,13 +175,18 @@ def _elsewhere(keys: Keys, what: str, named: str, failure: CaptureError) -> Capt
     return CaptureError(f"{named}: {failure}")
 
 
-def any_of(keys: Keys, here: bool) -> bool:
-    """Whether it is so in this process, or in any that its collectives meet."""
-    peers = keys.executable.peers
-    if peers is None:
-        return here
-    say = {"what is done": "captures some keys"}
-    return 1 in meet(peers, "capture some keys", peers.number(say), here, lambda: say)
+def any_of(peers: Peers | None, what: str, here: bool) -> bool:
+    """Whether it is so in this process, or in any that its collectives meet.
+
+    Args:
+        what: all are about to do: "capture some keys".
+    """
+    return here if peers is None else 1 in _meet(peers, what, {"what is done": what}, here)
+
+
+def _meet(peers: Peers, what: str, say: Told, flag: int = 0) -> list[int]:
+    """`meet`, of what is said here and what stays as it is."""
+    return meet(peers, what, peers.number(say), flag, lambda: {**peers.told, **say})
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fngraph.core import BatchSpec, Dispatch, Mode, buffers_of, host_field, trees
+from fngraph.core.dispatching import Allowed
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role
 from fngraph.graphs.addresses import Watch
@@ -55,6 +56,20 @@ class Entry:
             TreeError: too few, too many, or an unknown name.
         """
         return tuple(self.args.signature.values(args, kwargs, *CALLED))
+
+    def given(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], allowed: Allowed
+    ) -> tuple[Sequence[Any], Allowed]:
+        """As `Step.__call__` reads a call: its arguments in order, and what it may run as.
+
+        Raises:
+            TreeError: see `values`.
+        """
+        if allowed is not None and self.takes_allowed:  # an argument of forward's own
+            kwargs, allowed = {**kwargs, "allowed": allowed}, None
+        if kwargs or len(args) != self.count:
+            args = self.values(args, kwargs)
+        return args, allowed
 
     @property
     def takes_allowed(self) -> bool:

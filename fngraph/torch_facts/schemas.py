@@ -16,7 +16,19 @@ aten = torch.ops.aten
 SYNCS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
 """Ops that bring a value back to the host, and wait for it."""
 
+_KNOWN_AT_TRACE = ("aten::_assert_tensor_metadata", "aten::sym_constrain_range")
+
 _OPTIONS = {"dtype", "layout", "device", "pin_memory"}  # which an out= argument answers
+
+
+def gives_nothing(func: Any) -> bool:
+    """Whether an op has no result, writes nothing, and so is there for something that no graph has:
+    to raise an error, to print. What a trace knows by then, dtypes and bounds of sizes, is no such.
+    """
+    schema = func._schema
+    if schema.returns or any(a.alias_info and a.alias_info.is_write for a in schema.arguments):
+        return False
+    return not schema.name.startswith(_KNOWN_AT_TRACE)
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:

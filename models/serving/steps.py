@@ -163,19 +163,26 @@ def make_steps(
         (only,) = functions
         return Steps(only.host_batch, only, only.runs_as, functions, can)
     of = lambda spec: captured[case_of(spec)]  # noqa: E731
-
-    def load_slot(slot: int, adapter: Any, state: State) -> None:
-        check_unused(slot, state)  # all functions hold the same slots
-        captured[ADAPTED].load_slot(slot, adapters=adapter)
-
     return Steps(
         lambda spec: of(spec).host_batch(spec),
         lambda cache, batch, allowed=None: of(batch.spec)(cache, batch, allowed=allowed),
         lambda spec: of(spec).runs_as(spec),
         functions,
         can,
-        load_slot if can.adapters else no_slots,
+        _loader(captured),
     )
+
+
+def _loader(captured: Mapping[Case, Any]) -> Callable[[int, Any, State], None]:
+    """`load_slot` of functions, all of which hold the same slots."""
+    if ADAPTED not in captured:
+        return no_slots
+
+    def load_slot(slot: int, adapter: Any, state: State) -> None:
+        check_unused(slot, state)
+        captured[ADAPTED].load_slot(slot, adapters=adapter)
+
+    return load_slot
 
 
 def _staged(
@@ -196,17 +203,13 @@ def _staged(
         kind = batch_type(*all_names[case], *hidden)
         return run_stage(stage, captured[case], cache, batch, allowed, kind, like_E)
 
-    def load_slot(slot: int, adapter: Any, state: State) -> None:
-        check_unused(slot, state)
-        captured[ADAPTED].load_slot(slot, adapters=adapter)
-
     return Steps(
         host_batch,
         run,
         lambda spec: captured[case_of(spec)].runs_as(spec),
         tuple(captured.values()),
         can,
-        load_slot if can.adapters else no_slots,
+        _loader(captured),
     )
 
 

@@ -132,3 +132,18 @@ def test_what_is_no_step_and_no_batch_of_it_is_refused():
     step.sleep()
     with pytest.raises(fg.errors.SleepError):
         fg.bisect(step, toys.decode(2))
+
+
+def test_what_is_drawn_is_drawn_again_and_generators_stay_as_they_were():
+    generator = torch.Generator().manual_seed(3)
+
+    def noisy(w: Any, x: Any) -> Any:
+        return x * w + torch.rand(x.shape, generator=generator)
+
+    fast = fg.graphify(noisy, stage="x", generators=(generator,), recorder="tape")
+    w, x = torch.rand(4), torch.rand(3, 4)
+    fast(w, x)
+    before = generator.get_state()
+    (step,) = fast.steps
+    assert (fg.bisect(step, x).kind, fg.bisect(step, x).leaves) == ("", ())
+    assert torch.equal(generator.get_state(), before)

@@ -70,3 +70,18 @@ def test_results_are_as_without(recorder_name: str, device: Any):
 def test_what_is_no_number_of_steps_is_refused(record: Any):
     with pytest.raises(TypeError, match="how many of the last steps"):
         fg.graphify(toys.attend, donate="cache", stage="batch", record=record)
+
+
+def test_an_argument_of_forwards_own_may_be_named_as_the_steps():
+    """So `allowed=` is what `forward` takes, and says nothing of modes."""
+    own = lambda p, allowed, b: toys.tally(p, allowed, b)  # noqa: E731
+    fast = fg.graphify(own, donate="allowed", stage="b", modes="FULL", sizes=toys.SIZES)
+    params, state = toys.tally_params(), toys.tally_state()
+    lowered = fast.trace(params, state, batch=toys.batch(3), limits=toys.LIMITS).split().lower()
+    step = lowered.compile().capture(
+        params, state, recorder="tape", lazy=True, record=3, verify=1.0
+    )
+    for n in (1, 3):
+        step(b=toys.batch(n), allowed=state)
+    assert (step.stats.verified, step.differences) == (2, ())
+    assert [one.mode for one in step.log.steps] == [toys.FULL, toys.FULL]

@@ -14,6 +14,7 @@ from fngraph.fx.donation.inplace import make_in_place
 from fngraph.fx.donation.liveness import Memory
 from fngraph.fx.leaves import same_place
 from fngraph.fx.loops.node import Loop
+from fngraph.fx.nodes import inputs_of, results_of
 
 
 def settle(gm: fx.GraphModule) -> None:
@@ -28,12 +29,10 @@ def settle(gm: fx.GraphModule) -> None:
         if loop.kind == "cond":
             continue
         body = loop.graphs[-1]
-        inputs = [x for x in body.graph.nodes if x.op == "placeholder"]
-        (output,) = (x for x in body.graph.nodes if x.op == "output")
-        memory = Memory(body.graph)
+        inputs, memory = inputs_of(body.graph), Memory(body.graph)
         for i in range(loop.state):
-            new, old = output.args[0][i], inputs[i]  # type: ignore[index]
-            if not same_place(old.meta["val"], new.meta["val"]):  # type: ignore[union-attr]
-                make_in_place(new, old, memory)  # type: ignore[arg-type]
+            new, old = results_of(body.graph)[i], inputs[i]  # the last one may have changed it
+            if not same_place(old.meta["val"], new.meta["val"]):
+                make_in_place(new, old, memory)
         body.graph.lint()
         body.recompile()

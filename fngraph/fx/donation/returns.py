@@ -11,7 +11,7 @@ from fngraph.core import trees
 from fngraph.errors import DonationError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, same_place
-from fngraph.fx.nodes import written_by
+from fngraph.fx.nodes import storages_written
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.torch_facts.memory import storage_key
 
@@ -78,8 +78,8 @@ def _narrow(fits: list[int], olds: list[Any], outputs: Sequence[fx.Node]) -> lis
     ]  # fmt: skip
     same = [s for s in alike if all(same_place(a, b) for a, b in zip(olds, news[s]))]
     nodes = outputs[0].graph.nodes if outputs else ()
-    written = {storage_key(x.meta["val"]) for node in nodes for x in written_by(node)}
-    return same if same and written.intersection(map(storage_key, olds)) else alike
+    written = storages_written(nodes).intersection(map(storage_key, olds))
+    return same if same and written else alike
 
 
 def _missing(

@@ -21,7 +21,16 @@ from fngraph.fx.donation.liveness import Memory
 from fngraph.fx.donation.loops import settle
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Leaf, same_place
-from fngraph.fx.nodes import is_loop, is_op, line_of, mutates, name_of, written_by
+from fngraph.fx.nodes import (
+    inputs_of,
+    is_loop,
+    is_op,
+    line_of,
+    mutates,
+    name_of,
+    results_of,
+    written_by,
+)
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
@@ -83,14 +92,12 @@ def donate(
         DonationError: an output has another shape or dtype than its leaf, or a leaf must be copied
             that is too large for it; with paths.
     """
-    nodes = graph.gm.graph.nodes
-    inputs = [n for n in nodes if n.op == "placeholder"]
-    (output,) = (n for n in nodes if n.op == "output")
-    returns = _fitting(graph, leaves, inputs, output.args[0], returns, refuse)
+    inputs = inputs_of(graph.gm.graph)
+    returns = _fitting(graph, leaves, inputs, results_of(graph.gm.graph), returns, refuse)
     memory = Memory(graph.gm.graph)
     copied: dict[int, str] = {}
     for k, out in returns.items():
-        new = output.args[0][out]
+        new = results_of(graph.gm.graph)[out]
         if not same_place(inputs[k].meta["val"], new.meta["val"]):
             origin = _origin(new, inputs, leaves)  # before the graph is changed
             if (why := make_in_place(new, inputs[k], memory)) is not None:
@@ -108,7 +115,7 @@ def donate(
         rows.append(Donation(leaves[k].path, *how, null_slots))
     _refuse_copies(leaves, copied, allow_copies, refuse)
     copies = {k: returns[k] for k in copied}
-    append_copies(graph.gm, inputs, output, copies, set(returns.values()))
+    append_copies(graph.gm, copies, set(returns.values()))
     return DonationTable(tuple(rows))
 
 
@@ -205,19 +212,14 @@ def _writers(gm: fx.GraphModule) -> dict[int, list[str]]:
     return found
 
 
-def append_copies(
-    gm: fx.GraphModule,
-    inputs: Sequence[fx.Node],
-    output: fx.Node,
-    copies: Mapping[int, int],
-    returned: set[int],
-) -> None:
+def append_copies(gm: fx.GraphModule, copies: Mapping[int, int], returned: set[int]) -> None:
     """Clone what still reads an old value, copy the new ones in, return the buffers themselves.
 
     A buffer that another one still needs is written after it, so that `a, b = new, a` clones
     nothing; a swap has no such order, and one side is cloned.
     """
-    results = list(output.args[0])  # type: ignore[arg-type]
+    inputs, output = inputs_of(gm.graph), gm.graph.output_node()
+    results = list(results_of(gm.graph))
     buffer = {k: storage_key(inputs[k].meta["val"]) for k in copies}
 
     def cloned(node: fx.Node) -> fx.Node:

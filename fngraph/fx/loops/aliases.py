@@ -17,7 +17,7 @@ from torch import fx
 from fngraph.errors import AliasError
 from fngraph.fx.donation.liveness import Memory, keys
 from fngraph.fx.loops.node import Loop
-from fngraph.fx.nodes import is_loop, line_of
+from fngraph.fx.nodes import inputs_of, is_loop, line_of, results_of
 from fngraph.torch_facts.memory import storage_key
 
 _Key = int | tuple[str, Any]  # of a storage; or ("earlier", key): what it was at an earlier turn
@@ -39,9 +39,8 @@ def check_aliases(
     may: _May = {}
     _collect(gm, may)
     if may:
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        (output,) = (node for node in gm.graph.nodes if node.op == "output")
-        news = {keys(inputs[k])[0]: keys(output.args[0][i])[0] for k, i in returns.items()}
+        inputs, results = inputs_of(gm.graph), results_of(gm.graph)
+        news = {keys(inputs[k])[0]: keys(results[i])[0] for k, i in returns.items()}
         _check(gm, may, news, refuse)
 
 
@@ -52,23 +51,19 @@ def _collect(gm: fx.GraphModule, may: _May) -> None:
         for inner in loop.graphs:
             _collect(inner, may)
         if loop.kind == "cond":
-            for result, *news in zip(loop.results, *map(_outputs, loop.graphs)):
+            for result, *news in zip(loop.results, *(results_of(gm.graph) for gm in loop.graphs)):
                 may[storage_key(result)] = {keys(new)[0] for new in news}
             continue
-        inputs = [x for x in loop.graphs[-1].graph.nodes if x.op == "placeholder"]
+        body = loop.graphs[-1].graph
+        inputs = inputs_of(body)
         same = {key for x in inputs for key in keys(x)}  # at each turn
         for given, mine in zip(node.args[: loop.own], inputs):
             may[keys(mine)[0]] = set(keys(given))
-        for mine, new, result in zip(inputs[: loop.state], _outputs(loop.graphs[-1]), loop.results):
+        for mine, new, result in zip(inputs[: loop.state], results_of(body), loop.results):
             before, after = keys(mine)[0], keys(new)[0]
             may[before] |= {x if x in same else ("earlier", x) for x in _reached(after, may)}
             no_turn = loop.kind == "while_loop" or not loop.turns
             may[storage_key(result)] = {after, *((before,) if no_turn else ())}
-
-
-def _outputs(gm: fx.GraphModule) -> tuple[fx.Node, ...]:
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    return output.args[0]  # type: ignore[return-value]
 
 
 def _reached(key: _Key, may: _May) -> set[_Key]:
@@ -88,7 +83,7 @@ def _check(
     memory = Memory(gm.graph)
     loops = list(filter(is_loop, gm.graph.nodes))
     begins = {storage_key(x): node for node in loops for x in node.target.results}  # type: ignore[union-attr]
-    inputs = {key for node in gm.graph.nodes if node.op == "placeholder" for key in keys(node)}
+    inputs = {key for node in inputs_of(gm.graph) for key in keys(node)}
     here = {key: _reached(key, may) for key in memory.members if key in may}
     for one, reached in here.items():
         others = [x for x in reached if x in memory.members]

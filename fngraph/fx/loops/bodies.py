@@ -7,8 +7,9 @@ left become a graph of their own, and what they read of the others becomes an op
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import fx
 
 from fngraph.core.where import user_line
 from fngraph.fx.blocks.fakes import fakes_like
-from fngraph.fx.nodes import is_size, written_by
+from fngraph.fx.loops.closures import Flat
+from fngraph.fx.nodes import is_size, storages_written
 from fngraph.fx.tracing.constants import COPIES
 from fngraph.fx.tracing.outside import foreign
 from fngraph.fx.tracing.purity import PurityMode
@@ -31,11 +33,9 @@ from fngraph.torch_facts.tracing import (
     track_tensor_tree,
 )
 
-Flat = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Traced:
+class Body:
     """What one function has left at the end of the graph.
 
     Attributes:
@@ -87,43 +87,51 @@ def fakes_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [fakes_like(x, {storage_key(x): x}) for x in results]
 
 
-def trace_function(
+@contextlib.contextmanager
+def left_by(mode: PurityMode) -> Iterator[list[fx.Node]]:
+    """A context in which a function is called; the list has, at its end, the nodes that it left."""
+    nodes, left = mode.tracer.graph.nodes, list[fx.Node]()
+    before = len(nodes)
+    stamps, mode.blocks = mode.blocks, {}  # a stamp of a body is of nodes that go
+    try:
+        with preserved_proxies(mode.tracer):
+            yield left
+    finally:
+        mode.blocks = stamps
+    left += list(nodes)[before:]
+
+
+def trace_body(
     mode: PurityMode,
     fn: Flat,
     examples: Sequence[FakeTensor],
     names: Sequence[str],
     carries: bool = True,
-) -> Traced:
+) -> Body:
     """Call `fn` over `examples`, and tell what it has left in the graph.
 
     Args:
         examples: in memory of their own, one for each tensor that `fn` takes.
         names: of their nodes.
-        carries: see `Traced`.
+        carries: see `Body`.
 
     Raises:
         ClosureError: it returned a tensor that is none of this trace.
         whatever `fn` raises.
     """
     tracer, line = mode.tracer, user_line()
-    before = len(tracer.graph.nodes)
-    stamps, mode.blocks = mode.blocks, {}  # a stamp of a body is of nodes that go
-    try:
-        with preserved_proxies(tracer):
-            inputs = []
-            for name, fake in zip(names, examples):
-                node = tracer.graph.create_node("call_function", _given, (), {}, name)
-                node.meta["stack_trace"] = line
-                track(fake, node, tracer)
-                inputs.append(node)
-            mode.made.note(list(examples), line)
-            results = list(fn(list(examples)))
-            outputs = [node_of(mode, x, line) for x in results]
-    finally:
-        mode.blocks = stamps
-    region = list(tracer.graph.nodes)[before:]
-    own = own_of(region, inputs)
-    return Traced(tuple(inputs), tuple(own), tuple(outputs), tuple(results), carries)
+    inputs = []
+    with left_by(mode) as left:
+        for name, fake in zip(names, examples):
+            node = tracer.graph.create_node("call_function", _given, (), {}, name)
+            node.meta["stack_trace"] = line
+            track(fake, node, tracer)
+            inputs.append(node)
+        mode.made.note(list(examples), line)
+        results = list(fn(list(examples)))
+        outputs = [node_of(mode, x, line) for x in results]
+    own = own_of(left, inputs)
+    return Body(tuple(inputs), tuple(own), tuple(outputs), tuple(results), carries)
 
 
 def _given() -> None:
@@ -147,7 +155,7 @@ def node_of(mode: PurityMode, x: torch.Tensor, line: str) -> fx.Node:
 def own_of(region: Sequence[fx.Node], inputs: Sequence[fx.Node] = ()) -> list[fx.Node]:
     """The nodes of a function's own: not sizes of what is around it, which may be asked for again,
     nor constants, which are the same at each turn."""
-    written = {storage_key(x.meta["val"]) for node in region for x in written_by(node)}
+    written = storages_written(region)
     inside: set[fx.Node] = set(inputs)
     found = []
     for node in region:
@@ -174,7 +182,7 @@ def is_constant(node: fx.Node, written: Collection[int] = ()) -> bool:
 
 def outline(
     tracer: Any,
-    functions: Sequence[Traced],
+    functions: Sequence[Body],
     threaded: Mapping[int, fx.Node],
     more: Sequence[fx.Node] = (),
 ) -> tuple[list[fx.GraphModule], list[fx.Node]]:
@@ -194,9 +202,7 @@ def outline(
     return graphs, reads
 
 
-def _graph(
-    one: Traced, reads: Sequence[fx.Node], threaded: Mapping[int, fx.Node]
-) -> fx.GraphModule:
+def _graph(one: Body, reads: Sequence[fx.Node], threaded: Mapping[int, fx.Node]) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     own = [node for i, node in enumerate(one.inputs) if i not in threaded]

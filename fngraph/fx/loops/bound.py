@@ -15,7 +15,7 @@ from torch import fx
 
 from fngraph.fx.loops.node import Loop
 from fngraph.fx.loops.running import Control, run
-from fngraph.fx.nodes import is_loop, is_op
+from fngraph.fx.nodes import is_loop, op_name
 from fngraph.fx.pieces.code import direct
 
 Asked = Callable[[torch.device], Control | None]
@@ -42,7 +42,7 @@ def calls_of(
         if is_loop(node):
             for inner in node.target.graphs:
                 yield from calls_of(inner, names, node.target)
-        elif is_op(node) and node.target._schema.name in names:
+        elif op_name(node) in names:
             yield loop, node
 
 
@@ -71,15 +71,15 @@ def with_control(
     graph.output(graph.graph_copy(gm.graph, copies))
     for old, node in copies.items():
         if is_loop(node):
-            node.target = Bound(node.target, control, calls, made or {})  # type: ignore[arg-type]
+            node.target = BoundLoop(node.target, control, calls, made or {})  # type: ignore[arg-type]
             node.args = (context, *node.args)
         elif old in calls:
             given = [x for x in node.args if isinstance(x, fx.Node)]
-            node.target, node.args, node.kwargs = Call(calls[old]), (context, *given), {}
+            node.target, node.args, node.kwargs = BoundCall(calls[old]), (context, *given), {}
     return fx.GraphModule({}, graph)
 
 
-class Call:
+class BoundCall:
     """A primitive within a loop."""
 
     __name__ = "primitive"
@@ -94,7 +94,7 @@ class Call:
         return str(self.call)
 
 
-class Bound:
+class BoundLoop:
     """A loop, with its functions as code."""
 
     def __init__(

@@ -26,19 +26,19 @@ from fngraph.errors import (
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Role, same_place
 from fngraph.fx.loops.bodies import (
-    Flat,
-    Traced,
+    Body,
     fake_like,
     fakes_of,
     is_constant,
     node_of,
     outline,
     shape_of,
-    trace_function,
+    trace_body,
     track,
 )
+from fngraph.fx.loops.closures import Flat
 from fngraph.fx.loops.node import Loop, Operand
-from fngraph.fx.nodes import is_op, is_tensor, line_of, written_by
+from fngraph.fx.nodes import is_op, is_tensor, line_of, storages_written, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.tracing.purity import PurityMode, unwritable
 from fngraph.torch_facts.memory import storage_key
@@ -76,8 +76,8 @@ def emit_while(
 ) -> list[torch.Tensor]:
     """The node of a `while_loop`; its results."""
     names = [f"carry_{i}" for i in range(len(carry))]
-    test = trace_function(mode, cond, [fake_like(x) for x in carry], names, carries=False)
-    turn = trace_function(mode, body, [fake_like(x) for x in carry], names)
+    test = trace_body(mode, cond, [fake_like(x) for x in carry], names, carries=False)
+    turn = trace_body(mode, body, [fake_like(x) for x in carry], names)
     return _emit(mode, called, "while_loop", (test, turn), carry, (), {})
 
 
@@ -88,7 +88,7 @@ def emit_scan(
     """The node of a `scan`; the carry that it gives, and what it stacks."""
     names = [f"carry_{i}" for i in range(len(carry))] + [f"x_{i}" for i in range(len(xs))]
     examples = [fake_like(x) for x in carry] + [fake_like(x, shape_of(x)[1:]) for x in xs]
-    turn = trace_function(mode, body, examples, names)
+    turn = trace_body(mode, body, examples, names)
     more = {"turns": turns, "reverse": reverse}
     return _emit(mode, called, "scan", (turn,), carry, xs, more)
 
@@ -97,13 +97,13 @@ def emit_cond(
     mode: PurityMode, called: Called, pred: torch.Tensor, a: Flat, b: Flat
 ) -> list[torch.Tensor]:
     """The node of a `cond`; its results."""
-    yes = trace_function(mode, a, (), (), carries=False)
-    no = trace_function(mode, b, (), (), carries=False)
+    yes = trace_body(mode, a, (), (), carries=False)
+    no = trace_body(mode, b, (), (), carries=False)
     return _emit(mode, called, "cond", (yes, no), (pred,), (), {})
 
 
 def _emit(
-    mode: PurityMode, called: Called, kind: str, functions: Sequence[Traced], state: Sequence[Any],
+    mode: PurityMode, called: Called, kind: str, functions: Sequence[Body], state: Sequence[Any],
     xs: Sequence[Any], more: Mapping[str, Any],
 ) -> list[torch.Tensor]:  # fmt: skip
     tracer, last, line = mode.tracer, functions[-1], called.line
@@ -129,9 +129,7 @@ def _emit(
 
     results = [fake_like(state[i]) for i in carried]
     results += [fake_like(x, shape) for x, shape in zip(others, shapes)]
-    written = {
-        storage_key(x.meta["val"]) for gm in graphs for n in gm.graph.nodes for x in written_by(n)
-    }
+    written = storages_written(node for gm in graphs for node in gm.graph.nodes)
     loop = Loop(
         kind, tuple(graphs), len(own) - len(xs), tuple(results),
         tuple(tuple(map(at, shape)) for shape in shapes), len(xs), line=line,
@@ -183,7 +181,7 @@ def _result(tracer: Any, node: fx.Node, i: int, x: torch.Tensor) -> torch.Tensor
     return track(x, item, tracer)  # type: ignore[no-any-return]
 
 
-def _threaded(body: Traced, state: Sequence[Any], inits: Sequence[fx.Node]) -> dict[int, fx.Node]:
+def _threaded(body: Body, state: Sequence[Any], inits: Sequence[fx.Node]) -> dict[int, fx.Node]:
     """Carries that come back as the tensors that they are, by number: they stay where they are."""
     return {
         i: inits[i]
@@ -192,7 +190,7 @@ def _threaded(body: Traced, state: Sequence[Any], inits: Sequence[fx.Node]) -> d
     }
 
 
-def _check_ops(called: Called, functions: Sequence[Traced]) -> None:
+def _check_ops(called: Called, functions: Sequence[Body]) -> None:
     """Raise for an op that a turn cannot do again as Python would."""
     for node in (node for one in functions for node in one.nodes):
         if drawn(node) is not None:
@@ -211,7 +209,7 @@ def _check_ops(called: Called, functions: Sequence[Traced]) -> None:
 
 
 def _check_writes(
-    mode: PurityMode, called: Called, kind: str, functions: Sequence[Traced],
+    mode: PurityMode, called: Called, kind: str, functions: Sequence[Body],
     threaded: Mapping[int, fx.Node], given: Sequence[Any],
 ) -> None:  # fmt: skip
     """Raise where a function writes what is not the loop's to write, or what another reads."""
@@ -240,7 +238,7 @@ def _check_writes(
 
 
 def _check_input(
-    mode: PurityMode, called: Called, one: Traced, node: fx.Node, i: int,
+    mode: PurityMode, called: Called, one: Body, node: fx.Node, i: int,
     threaded: Mapping[int, fx.Node], given: Sequence[Any],
 ) -> None:  # fmt: skip
     """The same of a write into what a function was given."""

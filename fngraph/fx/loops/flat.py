@@ -11,6 +11,7 @@ from fngraph.fx.loops.closures import Flat, with_others
 from fngraph.fx.loops.emission import Called, emit_cond, emit_scan, emit_while
 from fngraph.fx.loops.gradients import (
     Rule,
+    Tensors,
     apply,
     cond_rule,
     needs_rule,
@@ -20,8 +21,6 @@ from fngraph.fx.loops.gradients import (
 )
 from fngraph.fx.tracing.purity import PurityMode
 from fngraph.torch_facts.names import alive, unwrapped
-
-Tensors = Sequence[torch.Tensor]
 
 
 def _given(mode: PurityMode, called: Called, values: Tensors) -> list[torch.Tensor]:

@@ -17,11 +17,11 @@ from torch.func import vjp
 
 from fngraph.core.where import user_line
 from fngraph.errors import TransformError
-from fngraph.fx.loops.bodies import own_of
+from fngraph.fx.loops.bodies import left_by, own_of
 from fngraph.fx.loops.closures import Flat, closed_over
 from fngraph.fx.tracing.purity import PurityMode
 from fngraph.torch_facts.names import alive, are_transforms_active, unwrapped
-from fngraph.torch_facts.tracing import in_forward_mode, preserved_proxies, tracked
+from fngraph.torch_facts.tracing import in_forward_mode, tracked
 
 Tensors = Sequence[torch.Tensor]
 Emit = Callable[..., list[torch.Tensor]]
@@ -58,17 +58,11 @@ def used_by(
 
 
 def _used_by(mode: PurityMode, fn: Flat, given: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    tracer = mode.tracer
-    before = len(tracer.graph.nodes)
-    known = {id(x) for x in tracked(tracer)}
-    stamps, mode.blocks = mode.blocks, {}
-    try:
-        with preserved_proxies(tracer):
-            found = closed_over(fn, [torch.empty_like(x) for x in given], known)
-    finally:
-        mode.blocks = stamps
-    for node in reversed(own_of(list(tracer.graph.nodes)[before:])):
-        tracer.graph.erase_node(node)
+    known = {id(x) for x in tracked(mode.tracer)}
+    with left_by(mode) as left:
+        found = closed_over(fn, [torch.empty_like(x) for x in given], known)
+    for node in reversed(own_of(left)):
+        mode.tracer.graph.erase_node(node)
     return found
 
 

@@ -45,7 +45,7 @@ def check_alike(
     """The tensors of `got`, which must be as `expected` are.
 
     Args:
-        what: of which function `got` came, and what it should be like: "the body gives".
+        what: of which function `got` came, and what it should be like: "body gives".
 
     Raises:
         TreeError: with path, got and expected.

@@ -15,8 +15,8 @@ from torch import fx
 
 from fngraph.fx.nodes import flat, is_op, is_tensor, line_of, operands
 from fngraph.fx.rows.ranks import shown
-from fngraph.fx.rows.state import Kept, moving_dims, op_name
-from fngraph.fx.schemas import named
+from fngraph.fx.rows.state import Kept, moving_dims
+from fngraph.fx.schemas import named, plain_name
 
 
 class Collective(NamedTuple):
@@ -46,7 +46,9 @@ def collectives_of(graph: fx.Graph) -> tuple[Collective, ...]:
     found = []
     for node in filter(is_collective, graph.nodes):
         args = named(node.target, node.args, node.kwargs)
-        found.append(Collective(op_name(node), args["axis"], args["group"], line_of(node)))
+        found.append(
+            Collective(plain_name(node.target), args["axis"], args["group"], line_of(node))
+        )
     return tuple(found)
 
 

@@ -19,7 +19,16 @@ from fngraph.core import Dim
 from fngraph.core.program import Instruction, Program, with_drops
 from fngraph.errors import BranchError
 from fngraph.fx.generators import drawn
-from fngraph.fx.nodes import is_loop, is_op, is_size, is_tensor, line_of, mutates
+from fngraph.fx.nodes import (
+    is_loop,
+    is_op,
+    is_size,
+    is_tensor,
+    line_of,
+    mutates,
+    op_name,
+    results_of,
+)
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.tracing import PythonReferenceAnalysis, sympy_interp
@@ -87,8 +96,8 @@ def split(
         apart: whether equal pieces are two if primitives are called in loops of theirs.
     """
     gm = graph.gm
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    results = [output.args[0][i] for i in outputs]
+    given = results_of(gm.graph)
+    results = [given[i] for i in outputs]
     program, parts = split_program(graph, cut_ops, results, {}, by_loops, apart)
     dims = tuple(tuple(graph.dim(s) for s in n.meta["val"].shape) for n in results)
     dtypes = tuple(n.meta["val"].dtype for n in results)
@@ -130,7 +139,7 @@ def split_program(
             part: Piece | Cut = cut_of(graph, node)
             reads: list[fx.Node] = [a for a in node.args if is_tensor(a)]  # type: ignore[misc]
             writes: list[fx.Node] = []
-            key = _op_name(node)
+            key = op_name(node)
             name = key.partition("::")[2]
         else:
             writes = [n for n in nodes if n in needed]
@@ -159,13 +168,9 @@ def split_program(
 def _calls_any(node: fx.Node, ops: Sequence[str]) -> bool:
     """Whether a node calls one of these, or is a loop that does."""
     if not is_loop(node):
-        return _op_name(node) in ops
+        return op_name(node) in ops
     inner = [x for gm in node.target.graphs for x in gm.graph.nodes]  # type: ignore[union-attr]
     return any(_calls_any(x, ops) for x in inner)
-
-
-def _op_name(node: fx.Node) -> str:
-    return node.target._schema.name if is_op(node) else ""  # type: ignore[union-attr]
 
 
 def _regions(
@@ -184,7 +189,7 @@ def _regions(
         loop = by_loops and is_loop(node)
         if node not in live or (by_loops and _is_result(node)):
             continue
-        is_cut = _op_name(node) in cut_ops
+        is_cut = op_name(node) in cut_ops
         if is_cut or loop or not is_open:
             regions.append((is_cut, [node]))
         else:
@@ -220,7 +225,7 @@ def cut_of(graph: Graph, node: fx.Node) -> Cut:
     example: Any = tuple(a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args)
     firsts = [next((graph.dim(n) for n in example[i].shape[:1]), None) for i in places]
     row_dims = tuple(dim if dim is not None and dim.letters else None for dim in firsts)
-    return Cut(_op_name(node), template, places, row_dims, example, line_of(node))
+    return Cut(op_name(node), template, places, row_dims, example, line_of(node))
 
 
 def _piece(

@@ -7,12 +7,13 @@ share it with another body, or with what is outside of loops.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
 from fngraph.core.program import Program
-from fngraph.fx.nodes import is_loop
+from fngraph.fx.loops.node import loops_of
+from fngraph.fx.nodes import op_name, results_of
 from fngraph.fx.pieces.cuts import Cut, Piece, split_program
 from fngraph.fx.tracing.tracer import Graph
 
@@ -52,21 +53,14 @@ def functions_of(
 
 def graphs_within(piece: Piece) -> list[fx.GraphModule]:
     """The functions of a piece's loops; not those of the loops in them."""
-    loops: list[Any] = [node.target for node in piece.gm.graph.nodes if is_loop(node)]
-    return [gm for loop in loops for gm in loop.graphs]
+    return [gm for loop in loops_of(piece.gm) for gm in loop.graphs]
 
 
 def _function(
     graph: Graph, gm: fx.GraphModule, cut_ops: Sequence[str], shared: dict[str, Piece]
 ) -> Function:
     own = Graph(gm, graph.letters, {}, (), ())
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    results: Any = output.args[0]
+    results = results_of(gm.graph)
     program, parts = split_program(own, cut_ops, results, shared, by_loops=True, apart=True)
-    is_cut = (node for node in gm.graph.nodes if _name(node) in cut_ops)
+    is_cut = (node for node in gm.graph.nodes if op_name(node) in cut_ops)
     return Function(program, parts, tuple(is_cut))
-
-
-def _name(node: fx.Node) -> str:
-    schema: Any = getattr(node.target, "_schema", None)
-    return "" if schema is None else schema.name

@@ -20,8 +20,8 @@ from torch import fx
 
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import is_op, is_tensor
-from fngraph.fx.rows.state import OFFSETS, Kept, OpCall, op_name
-from fngraph.fx.schemas import named
+from fngraph.fx.rows.state import OFFSETS, Kept, OpCall
+from fngraph.fx.schemas import named, plain_name
 from fngraph.torch_facts.tracing import FloorDiv
 
 LARGEST = 1 << 24
@@ -211,7 +211,7 @@ def _result(call: OpCall, state: Kept, look: Callable[[OpCall, Any], Span]) -> S
     """What a result lies between, if its operands do between what `look` says."""
     whole = _whole(call.value.dtype)
     source, number = _source(call)
-    name, args = op_name(source), named(source.target, source.args, source.kwargs)
+    name, args = plain_name(source.target), named(source.target, source.args, source.kwargs)
     if state.value is not None:
         span = _of_value(state.value)
     elif name == "slice" and look is _true and _without_first(call, args):

@@ -26,6 +26,7 @@ from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import (
     REFUSED,
     flat,
+    inputs_of,
     is_loop,
     is_op,
     is_size,
@@ -103,7 +104,7 @@ def row_errors(
         paths: where each output is.
         updates: which outputs are new values of donated leaves.
     """
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    output = gm.graph.output_node()
     known = set()
     for i, (path, mixed, x) in enumerate(zip(paths, facts[output], output.args[0])):  # type: ignore[arg-type]
         if isinstance(mixed, Kept) and i not in updates and (why := unreturnable(x, mixed)):
@@ -144,10 +145,9 @@ def facts_of(
         by node, a `Kept` or a `Mixed`: of its value when it is made, and of what it writes then;
         by the output node, those of the results at the end.
     """
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    output = gm.graph.output_node()
     dirty: dict[int, Boxes] = {}
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    is_told = known is not None and all(node in known for node in inputs)
+    is_told = known is not None and all(node in known for node in inputs_of(gm.graph))
     weights = set() if is_told else weights_of(gm, leaves, returns)
     with _on_the_cpu():
         for run in itertools.count():
@@ -240,8 +240,7 @@ def _of_function(
 
 def _tokens(gm: fx.GraphModule, leaves: Sequence[Leaf]) -> Any:
     """T as an expression; None if no leaf has T rows."""
-    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for node, leaf in zip(nodes, leaves):
+    for node, leaf in zip(inputs_of(gm.graph), leaves):
         if leaf.buffer is not None and leaf.buffer.dims and leaf.buffer.dims[0].text == "T":
             return size_of(node.meta["val"].shape[0])
     return None
@@ -358,12 +357,11 @@ def _failure(node: fx.Node, states: Mapping[fx.Node, Any], text: Any) -> str:
     return ""
 
 
-_JUDGED = ("self", "other", "index", "indices", "target", "info", "p", "std")
+_JUDGED = ("self", "other", "index", "indices", "target", "p", "std")
 """Arguments whose numbers an op may refuse."""
 
 
-_JUDGING = {"multinomial": ("self",), "bernoulli": ("self", "p"), "normal": ("std",),
-            "_linalg_check_errors": ("info",)}  # fmt: skip
+_JUDGING = {"multinomial": ("self",), "bernoulli": ("self", "p"), "normal": ("std",)}
 """Ops that do, beside those that look up or divide, and of which arguments."""
 
 

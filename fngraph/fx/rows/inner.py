@@ -22,8 +22,9 @@ from fngraph.fx.rows.bounds import at_most, size_of
 from fngraph.fx.rows.fills import is_all, pointwise, refuse_counts
 from fngraph.fx.rows.indices import check_index, is_there
 from fngraph.fx.rows.shapes import is_chance
-from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim, op_name
+from fngraph.fx.rows.state import Kept, Mixes, OpCall, is_moving, moving_dims, ndim
 from fngraph.fx.rows.sums import finite_padding
+from fngraph.fx.schemas import plain_name
 
 _OVER_LAST: list[tuple[str, dict[str, int]]] = [
     (
@@ -90,8 +91,6 @@ def over_dims(call: OpCall) -> Kept:
             )
     _refuse_vectors(call)
     _refuse_pivots(call)
-    if call.args.get("check_errors"):
-        return raising(call)
     return Kept()
 
 
@@ -153,19 +152,6 @@ def _results(source: Any) -> list[str]:
     return [r.name for r in source.target._schema.returns] if is_op(source) else []
 
 
-def raising(call: OpCall) -> Kept:
-    """What raises if any matrix, one of padding too, cannot be inverted or factored."""
-    if any(map(moving_dims, operands(call.node))):
-        name = str(call.args.get("api_name", f"torch.{call.name}")).removesuffix("_ex")
-        raise Mixes(
-            f"raises an error where {name} finds a matrix that it cannot take, and those of "
-            "padding may be such. Use the form that raises none: torch.linalg.inv_ex, solve_ex, "
-            "cholesky_ex, lu_factor_ex, ldl_factor_ex",
-            fails=True,
-        )
-    return Kept()
-
-
 def distances(call: OpCall) -> Kept:
     """cdist: of each row of one to each of the other."""
     rows = False
@@ -217,7 +203,7 @@ def _size(x: Any) -> Any:
 
 def _step(offsets: Any) -> int | None:
     """The step of arange(0, n * T, n), whatever n and T are."""
-    if not is_op(offsets) or op_name(offsets) != "arange":
+    if not is_op(offsets) or plain_name(offsets.target) != "arange":
         return None
     args = dict(zip(("start", "end", "step"), offsets.args)) if len(offsets.args) == 3 else {}
     step = args.get("step")

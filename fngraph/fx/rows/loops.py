@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_tensor, line_of
+from fngraph.fx.nodes import inputs_of, is_tensor, line_of
 from fngraph.fx.rows.bounds import ANY
 from fngraph.fx.rows.boxes import WHOLE, joined
 from fngraph.fx.rows.dirty_moves import moved
@@ -146,10 +146,9 @@ class _Turn(NamedTuple):
 
 
 def _turn(gm: fx.GraphModule, given: Sequence[Any], run: Run) -> _Turn:
-    inputs = [x for x in gm.graph.nodes if x.op == "placeholder"]
+    inputs = inputs_of(gm.graph)
     found, ends = run(gm, dict(zip(inputs, given, strict=True)))
-    (output,) = (x for x in gm.graph.nodes if x.op == "output")
-    return _Turn(found, tuple(found[output]), tuple(ends[x] for x in inputs))
+    return _Turn(found, tuple(found[gm.graph.output_node()]), tuple(ends[x] for x in inputs))
 
 
 def _results(

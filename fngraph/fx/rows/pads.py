@@ -15,7 +15,7 @@ from torch import fx
 from fngraph.errors import FieldError, FnGraphError, RowsError
 from fngraph.fx.advice import valid
 from fngraph.fx.leaves import Leaf
-from fngraph.fx.nodes import line_of
+from fngraph.fx.nodes import inputs_of, line_of
 from fngraph.fx.rows.check import vouched_for
 from fngraph.fx.rows.loops import Several
 from fngraph.fx.rows.state import OFFSETS, Fill, Kept, moving_dims
@@ -41,8 +41,7 @@ def check_pads(
         FieldError: a leaf with another pad.
         RowsError: what `forward` makes, of which that is not known.
     """
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    leaf_of = dict(zip(inputs, leaves))
+    leaf_of = dict(zip(inputs_of(gm.graph), leaves))
     for node in gm.graph.nodes:
         for name, (told, what) in asked(node).items():
             state = facts.get(told)

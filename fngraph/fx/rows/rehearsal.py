@@ -20,7 +20,15 @@ import torch
 from torch import fx
 
 from fngraph.fx.loops.running import Turn, run_noted
-from fngraph.fx.nodes import is_loop, is_op, is_tensor, line_of, name_of, written_by
+from fngraph.fx.nodes import (
+    inputs_of,
+    is_loop,
+    is_op,
+    is_tensor,
+    line_of,
+    name_of,
+    written_by,
+)
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.boxes import elements
 from fngraph.fx.rows.check import is_trusted, unfinished, vouched_for
@@ -35,9 +43,8 @@ from fngraph.fx.rows.state import (
     Mixed,
     moving_dims,
     ndim,
-    op_name,
 )
-from fngraph.fx.schemas import draws, named
+from fngraph.fx.schemas import draws, named, plain_name
 from fngraph.torch_facts.names import tree_map_only
 
 UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
@@ -193,8 +200,7 @@ def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
 def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]:
     """What T and R are for these leaves."""
     found: dict[Any, int] = {}
-    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for node, leaf in zip(nodes, leaves):
+    for node, leaf in zip(inputs_of(gm.graph), leaves):
         for size, n in zip(node.meta["val"].shape, leaf.shape):
             for symbol in getattr(size_of(size), "free_symbols", set()) - found.keys():
                 first, second = (size_of(size).subs(symbol, i) for i in (0, 1))
@@ -205,9 +211,14 @@ def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]
 def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
     result = node.target(*args, **kwargs)  # type: ignore[operator]
-    if is_op(node) and op_name(node) in UNWRITTEN:  # whatever was there, the same in both
+    if is_unwritten(node):  # whatever was there, the same in both
         result = tree_map_only(torch.Tensor, _unwritten, result)
     return result
+
+
+def is_unwritten(node: fx.Node) -> bool:
+    """Whether a node's op makes memory that holds nothing yet."""
+    return is_op(node) and plain_name(node.target) in UNWRITTEN
 
 
 def _unwritten(x: torch.Tensor) -> torch.Tensor:
@@ -392,7 +403,7 @@ def _is_view(node: fx.Node) -> bool:
     if not is_op(node):
         return not (node.target is operator.getitem and is_loop(node.args[0]))  # type: ignore[arg-type]
     returns = node.target._schema.returns  # type: ignore[union-attr]
-    reshaped = op_name(node) in ("reshape", "contiguous", "_to_copy", "to", "expand")
+    reshaped = plain_name(node.target) in ("reshape", "contiguous", "_to_copy", "to", "expand")
     return reshaped or any(r.alias_info is not None for r in returns)
 
 

@@ -145,7 +145,6 @@ _RULES: dict[str, Callable[[OpCall], Kept]] = {
         indices.read: "index _unsafe_index index_select gather embedding",
         indices.search: "searchsorted bucketize",
         inner.over_dims: " ".join(inner.INNER),
-        inner.raising: "_linalg_check_errors",
         inner.distances: "_cdist_forward _euclidean_dist",
         inner.trilinear: "_trilinear",
         inner.bags: "_embedding_bag_forward_only _embedding_bag",

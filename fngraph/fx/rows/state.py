@@ -104,7 +104,7 @@ class OpCall:
     def of(cls, node: fx.Node, states: Mapping[fx.Node, Any], text: Callable[[Any], str]) -> OpCall:
         """The call of a node's op."""
         args = named(node.target, node.args, node.kwargs)
-        return cls(node, args, states, text, op_name(node))
+        return cls(node, args, states, text, plain_name(node.target))
 
     @property
     def value(self) -> torch.Tensor:
@@ -170,8 +170,3 @@ def is_finite(fill: Any) -> bool:
         wide = fill.float() if fill.itemsize == 1 else fill  # float8 has no isfinite
         return bool(wide.isfinite().all())
     return fill == FINITE
-
-
-def op_name(node: fx.Node) -> str:
-    """See `plain_name`."""
-    return plain_name(node.target)  # type: ignore[arg-type]

@@ -13,11 +13,18 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from fngraph.fx.leaves import Leaf, Role
-from fngraph.fx.nodes import is_loop, is_op, operands, written_by
+from fngraph.fx.nodes import (
+    inputs_of,
+    is_loop,
+    is_op,
+    operands,
+    results_of,
+    storages_written,
+    written_by,
+)
 from fngraph.fx.rows.boxes import is_one
-from fngraph.fx.rows.state import op_name
 from fngraph.fx.rows.writes import WRITES
-from fngraph.fx.schemas import named, reads_nothing
+from fngraph.fx.schemas import named, plain_name, reads_nothing
 from fngraph.torch_facts.memory import storage_key
 
 _BY_PLACE = (*WRITES, "slice_scatter", "select_scatter")
@@ -37,14 +44,14 @@ def weights_of(
     Args:
         returns: index of a donated leaf to the index of the output that is its new value.
     """
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = inputs_of(gm.graph)
     held = {node for node, leaf in zip(inputs, leaves) if leaf.role is Role.HELD}
     donated = {node for node, leaf in zip(inputs, leaves) if leaf.role is Role.DONATED}
     lasting = _lasting(gm, donated) if donated else None
     if lasting is None:
         return held
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    news = {inputs[leaf]: output.args[0][i] for leaf, i in returns.items()}  # type: ignore[index]
+    results = results_of(gm.graph)
+    news = {inputs[leaf]: results[i] for leaf, i in returns.items()}
     kept = {x for x, new in news.items() if x in lasting and new in lasting}
     trained = {x for x in kept if news[x] is not x or _is_written(x)}
     floats = any(x.meta["val"].dtype.is_floating_point for x in trained)
@@ -64,7 +71,7 @@ def _lasting(gm: fx.GraphModule, donated: set[fx.Node]) -> set[fx.Node] | None:
         if node.op != "call_function" or made.isdisjoint(node.all_input_nodes):
             continue
         if is_loop(node):
-            if any(storage_key(x.meta["val"]) in memory for x in written_by(node)):
+            if storages_written([node]) & memory:
                 return None
             made.add(node)
             continue
@@ -74,7 +81,7 @@ def _lasting(gm: fx.GraphModule, donated: set[fx.Node]) -> set[fx.Node] | None:
             continue
         if reads_nothing(node.target):
             continue
-        if op_name(node) in _BY_PLACE and node.args[0] in made:
+        if plain_name(node.target) in _BY_PLACE and node.args[0] in made:
             return None
         written = set(written_by(node))
         if any(storage_key(x.meta["val"]) in memory for x in written - donated):
@@ -89,7 +96,7 @@ def _lasting(gm: fx.GraphModule, donated: set[fx.Node]) -> set[fx.Node] | None:
 
 def _trains(node: fx.Node, lasting: set[fx.Node]) -> bool:
     """Whether something of an old value is left in each element of a new one."""
-    name = op_name(node).removeprefix("_foreach_")
+    name = plain_name(node.target).removeprefix("_foreach_")
     args = named(node.target, node.args, node.kwargs)
     if name == "copy":
         return args["src"] in lasting

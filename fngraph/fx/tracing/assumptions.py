@@ -21,7 +21,7 @@ from torch import fx
 
 from fngraph.core import Limits
 from fngraph.errors import BranchError
-from fngraph.fx.nodes import flat, is_op, line_of
+from fngraph.fx.nodes import flat, is_op, line_of, op_name
 from fngraph.fx.tracing.fits import Fit, needed
 from fngraph.torch_facts.tracing import in_forward_mode
 
@@ -103,7 +103,7 @@ def implied(gm: fx.GraphModule, letters: Mapping[Any, str]) -> Iterator[Assumpti
                     known = expr.free_symbols <= letters.keys()
                     if known and not expr.is_nonnegative:  # T - 2, of x[1:-1]: may be none at all
                         yield Assumption(lettered(expr, letters) >= 0, line_of(node))
-        ask = _BY_SIZE.get(node.target._schema.name)
+        ask = _BY_SIZE.get(op_name(node))
         for holds in ask(*node.args) if ask else ():
             yield Assumption(lettered(holds, letters), line_of(node))
         for fit in needed(node):

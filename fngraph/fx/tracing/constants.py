@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fngraph.errors import AmbientError
-from fngraph.fx.nodes import is_op, is_tensor, line_of, operands, written_by
+from fngraph.fx.nodes import is_op, is_tensor, line_of, operands, storages_written
 from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
@@ -24,9 +24,7 @@ COPIES = {aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.d
 @torch.inference_mode(False)
 def hoist(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Fold copies of constants in place; returns node name to value, one a get_attr node."""
-    mutated = {
-        storage_key(target.meta["val"]) for node in gm.graph.nodes for target in written_by(node)
-    }
+    mutated = storages_written(gm.graph.nodes)
     values: dict[fx.Node, torch.Tensor] = {}
     for node in list(gm.graph.nodes):
         if node.op == "get_attr":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fngraph.fx.nodes import op_name
 from fngraph.fx.schemas import named
 
 Fit = tuple[tuple[Any, Any], ...]
@@ -24,7 +25,7 @@ _COUNT = None  # the size of a dim that has an element for each that is true in 
 
 def needed(node: fx.Node) -> Iterator[Fit]:
     """What the kernel of an op's node wants of sizes, where its fake does not ask."""
-    namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    namespace, _, name = op_name(node).partition("::")
     wants = _WANTS.get(name.removesuffix("_")) if namespace == "aten" else None
     if wants is not None:
         yield from wants(named(node.target, node.args, node.kwargs))

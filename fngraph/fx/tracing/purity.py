@@ -36,7 +36,7 @@ from fngraph.torch_facts.names import (
     dispatch_modes,
     tree_map,
 )
-from fngraph.torch_facts.schemas import SYNCS, out_names, written
+from fngraph.torch_facts.schemas import SYNCS, gives_nothing, out_names, written
 from fngraph.torch_facts.tracing import (
     DataDependentOutputException,
     FakeTensor,
@@ -117,6 +117,9 @@ class PurityMode(TorchDispatchMode):
         if func in SYNCS and not all(is_literal(x) for x in args):
             self.refuse(sync_error(line, func, self.calls.name))
             return any_scalar(args[0]) if func is aten._local_scalar_dense.default else True
+        if gives_nothing(func) or kwargs.get("check_errors"):
+            self.refuse(nothing_error(line, func, args))
+            return func(*args, **kwargs)
         marks: dict[str, Any] = {}
         if draws(func, args, kwargs):
             index = source(func, args, kwargs, self.generators)
@@ -294,6 +297,25 @@ def sync_error(line: str, func: Any, call: str) -> HostSyncError:
     return HostSyncError(
         f"{line}: forward needs a tensor's value on the host ({func}, from .item(), int(), "
         f"if tensor, ...); a graph would freeze it. {fix}"
+    )
+
+
+def nothing_error(line: str, func: Any, args: Any) -> OperatorError:
+    """The error about what is called to raise an error, or to print."""
+    info = "return its info, which is 0 where it could, and look at that after the call"
+    if func is aten._linalg_check_errors.default:
+        name = "torch.linalg." + args[1].rpartition(".")[2]
+        called, fix = f"{name}, which raises where it cannot", f"Call {name}_ex, {info}"
+    elif func._schema.returns:
+        called, fix = f"{func} with check_errors=True", f"Without it, {info}"
+    elif func.__name__.startswith("_assert"):
+        called, fix = str(func), "Return the condition, and look at it after the call"
+    else:
+        called = f"{func}, which has no result"
+        fix = "Call it outside of forward, or let it give a tensor that forward returns"
+    return OperatorError(
+        f"{line}: forward calls {called}. A graph raises no error and prints nothing: it would "
+        f"leave that out. {fix}"
     )
 
 

@@ -30,7 +30,7 @@ from fngraph.errors import (
 )
 from fngraph.fx.generators import Generators, drawn
 from fngraph.fx.leaves import Leaf, Role, place
-from fngraph.fx.nodes import is_loop, line_of
+from fngraph.fx.nodes import is_loop, line_of, results_of
 from fngraph.fx.schemas import is_plain
 from fngraph.fx.tracing.api import CallsMode, rebound
 from fngraph.fx.tracing.assumptions import Assumption, implied, lettered
@@ -184,10 +184,9 @@ def trace(
     assumptions = tuple(dict.fromkeys((*symbols.assumed, *silent)))
     lines = tuple(dict.fromkeys(streams.lines))
     graph = Graph(gm, symbols.letters, hoist(gm), assumptions, _inlined(gm), lines)
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    names = paths(found["tree"], "output")
-    _check_owned(output.args[0], names, owners, refuse)
-    _check_dims(output.args[0], names, graph.dim, refuse)
+    results, names = results_of(gm.graph), paths(found["tree"], "output")
+    _check_owned(results, names, owners, refuse)
+    _check_dims(results, names, graph.dim, refuse)
     return graph
 
 

@@ -89,7 +89,8 @@ def attend_decode(
     )
     R, H, L = meta.seq_lens.shape[0], config.num_heads, config.rank
     widest = meta.block_tables.shape[1] * config.block_size
-    tile, split, programs, _, _, early = how or how_to(config, Q, widest)
+    how = how or how_to(config, Q, widest)
+    tile, split, programs = how.tile, how.split, how.programs
     known = constants(config, tile)
     splits = -(-widest // split)
     sums = empty(q_THC, R, 1, splits, Q * H, L)
@@ -104,14 +105,14 @@ def attend_decode(
         Q=Q,
         SPLIT=split,
         REQS=power_of_two(R, at_least=256),
-        early=early,
+        early=how.early,
         programs=programs,
         kept=kept,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **known,
     )  # fmt: skip
-    merge(sums, meta, out_THL, Q, split, early=early, kept=kept)
+    merge(sums, meta, out_THL, Q, split, early=how.early, kept=kept)
 
 
 def how_to(config: Any, Q: int, widest: int) -> How:

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_tensor
+from fngraph.fx.nodes import is_tensor, op_name
 from fngraph.ops.fused_linear import MOST_WEIGHTS
 from fngraph.passes.fp8.rounding import (
     BY_ROW,
     KNOWN,
     are_one,
     is_held,
-    kind_of,
     make_one,
     may_be_one,
     notes_of,
@@ -205,9 +204,9 @@ def _rounding(product: fx.Node) -> fx.Node | None:
     made: Any = values
     if values.target is by.target is operator.getitem:
         made = values.args[0]
-        if kind_of(made) != BY_ROW or [values.args, by.args] != [(made, 0), (made, 1)]:
+        if op_name(made) != BY_ROW or [values.args, by.args] != [(made, 0), (made, 1)]:
             return None
-    elif kind_of(values) != KNOWN or values.args[1] is not by:
+    elif op_name(values) != KNOWN or values.args[1] is not by:
         return None
     return made if dtype_of(made.args[0]) in _DTYPES else None
 
@@ -232,7 +231,7 @@ def _input_of(graph: fx.Graph, run: Sequence[fx.Node], until: fx.Node) -> _Input
     if not roundings:
         return _Input(run[0].args[0], run[0].args[1:2], ())
     source: Any = roundings[0].args[0]
-    alike = [y for y in source.users if kind_of(y) == kind_of(roundings[0])]
+    alike = [y for y in source.users if op_name(y) == op_name(roundings[0])]
     alike = sorted(y for y in alike if _way_of(y) == _way_of(roundings[0]))
     ours = all(reader in run for y in alike for reader in _readers(y))
     if ours and not is_written_between((*alike, *sorted(run)), max(until, *run)):
@@ -246,7 +245,7 @@ def _input_of(graph: fx.Graph, run: Sequence[fx.Node], until: fx.Node) -> _Input
 
 
 def _readers(rounding: fx.Node) -> list[fx.Node]:
-    if kind_of(rounding) == KNOWN:
+    if op_name(rounding) == KNOWN:
         return list(rounding.users)
     return [user for item in rounding.users for user in item.users]
 
@@ -261,7 +260,7 @@ def _drop_unread(graph: fx.Graph, input_: _Input) -> None:
 def _rounded_behind(graph: fx.Graph, gate: fx.Node) -> list[fx.Node]:
     """The ops that round a gate by one known scale, if these are all that reads it."""
     readers = sorted(gate.users)
-    if not readers or any(kind_of(x) != KNOWN or x.args[0] is not gate for x in readers):
+    if not readers or any(op_name(x) != KNOWN or x.args[0] is not gate for x in readers):
         return []
     scales: list[Any] = list(dict.fromkeys(x.args[1] for x in readers))
     ahead = all(is_tensor(scale) and scale < gate for scale in scales)

@@ -23,7 +23,7 @@ from torch import fx
 
 from fngraph.core.text import count
 from fngraph.fx.leaves import Role
-from fngraph.fx.nodes import is_op, line_of
+from fngraph.fx.nodes import line_of, op_name
 from fngraph.passes.norms import norm_at, roots, sum_and_norm_at
 from fngraph.passes.pattern import Found, insert, is_written_between, replace, writes_any
 from fngraph.passes.running.checks import Rewritten
@@ -53,7 +53,7 @@ def quantize_once(graph: fx.Graph) -> Rewritten:
     """What is rounded in one way several times."""
     ways: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
-        if kind_of(node) in (KNOWN, BY_ROW):
+        if op_name(node) in (KNOWN, BY_ROW):
             ways.setdefault((node.target, *node.args), []).append(node)
     matches = 0
     for readers in ways.values():
@@ -68,7 +68,7 @@ def hold_weights(graph: fx.Graph) -> Rewritten:
     matches = 0
     for node in graph.nodes:
         given = node.args[:5]
-        if kind_of(node) in _PRODUCTS and all(map(is_held, _nodes(given[2:4]))):
+        if op_name(node) in _PRODUCTS and all(map(is_held, _nodes(given[2:4]))):
             node.args = (*given, True)
             matches += 1
     return Rewritten(graph, matches)
@@ -82,11 +82,6 @@ def is_held(node: Any) -> bool:
     """Whether a node is a held leaf, which nothing writes."""
     leaf = node.meta.get("leaf")
     return leaf is not None and leaf.role is Role.HELD
-
-
-def kind_of(node: fx.Node) -> str:
-    """The name of a node's op: `KNOWN` and `BY_ROW` round; "": it has none."""
-    return node.target._schema.name if is_op(node) else ""  # type: ignore[union-attr]
 
 
 def _fuse(
@@ -105,7 +100,7 @@ def _fuse(
     apart: list[str] = []
     for made in nodes:
         readers = sorted(made.users)
-        kinds = set(map(kind_of, readers))
+        kinds = set(map(op_name, readers))
         by_row = kinds == {BY_ROW}
         if not by_row and kinds != {KNOWN}:
             continue
@@ -169,21 +164,20 @@ def may_be_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> bool:
     if is_written_between(readers):
         return False
     made = {storage_key(x) for reader in readers for x in _values(reader)}
-    (output,) = (n for n in graph.nodes if n.op == "output")
-    if any(storage_key(n.meta["val"]) in made for n in output.all_input_nodes):
+    if any(storage_key(n.meta["val"]) in made for n in graph.output_node().all_input_nodes):
         return False
     return not any(writes_any(node, made) for node in graph.nodes)
 
 
 def _values(reader: fx.Node) -> Sequence[torch.Tensor]:
     value = reader.meta["val"]
-    return value if kind_of(reader) == BY_ROW else (value,)
+    return value if op_name(reader) == BY_ROW else (value,)
 
 
 def make_one(graph: fx.Graph, readers: Sequence[fx.Node]) -> list[fx.Node]:
     """Let all that reads one of these read the first; its results."""
     first, *others = readers
-    if kind_of(first) == KNOWN:
+    if op_name(first) == KNOWN:
         for other in others:
             other.replace_all_uses_with(first)
             graph.erase_node(other)

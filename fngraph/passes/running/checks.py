@@ -9,7 +9,7 @@ import difflib
 import functools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from fngraph.core.text import count
 from fngraph.errors import PassError
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import same_place
-from fngraph.fx.nodes import is_tensor, line_of, operands, written_by
+from fngraph.fx.nodes import is_tensor, line_of, operands, results_of, written_by
 from fngraph.passes.overloads import check_call
 from fngraph.passes.pattern import sizes
 from fngraph.passes.running.copies import Copy
@@ -176,14 +176,14 @@ def check_same(
                 f"the pass {name!r} has changed the {what} of forward: "
                 f"{_difference(before[what], after[what])}. A pass changes what lies between them"
             )
-    pairs = list(zip(_results(old), _results(new)))
-    if len(_results(old)) != len(_results(new)):
+    wanted, given = results_of(old), results_of(new)
+    pairs: list[tuple[Any, Any]] = list(zip(wanted, given))
+    if len(wanted) != len(given):
         raise PassError(
-            f"the pass {name!r} returns {count(len(_results(new)), 'output')}, and forward "
-            f"{len(_results(old))}"
+            f"the pass {name!r} returns {count(len(given), 'output')}, and forward {len(wanted)}"
         )
-    given = (n for n in old.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n))
-    owned = {storage_key(n.meta["val"]) for n in given}
+    held = (n for n in old.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n))
+    owned = {storage_key(n.meta["val"]) for n in held}
     made: set[int] = set()
     for i, (was, now) in enumerate(pairs):
         a, b = was.meta["val"], now.meta.get("val")
@@ -229,7 +229,7 @@ def _difference(before: list[str], after: list[str]) -> str:
 
 def constants_of(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that read constants."""
-    return [node for node in graph.nodes if node.op == "get_attr"]
+    return graph.find_nodes(op="get_attr")
 
 
 def check_constants(name: str, new: fx.Graph, stays: Mapping[fx.Node, fx.Node]) -> None:
@@ -253,11 +253,6 @@ def check_constants(name: str, new: fx.Graph, stays: Mapping[fx.Node, fx.Node]) 
                 f"{value.dtype} {tuple(value.shape)}, and its fake is of {val.dtype} "
                 f"{tuple(val.shape)}"
             )
-
-
-def _results(graph: fx.Graph) -> Sequence[Any]:
-    (output,) = (n for n in graph.nodes if n.op == "output")
-    return output.args[0]  # type: ignore[return-value]
 
 
 def _brief(x: Any) -> str:

@@ -16,8 +16,9 @@ from torch import fx
 
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf
+from fngraph.fx.loops.bound import has_loops
 from fngraph.fx.loops.node import NAMES, Loop
-from fngraph.fx.nodes import is_loop
+from fngraph.fx.nodes import inputs_of, is_loop
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.passes.running.checks import constants_of
 from fngraph.passes.running.copies import Copy
@@ -38,7 +39,7 @@ def run_passes(
         PassError: a pass that fails, or returns what is not the same function.
         RowsError: a new op that mixes rows.
     """
-    for node, leaf in zip((n for n in graph.gm.graph.nodes if n.op == "placeholder"), leaves):
+    for node, leaf in zip(inputs_of(graph.gm.graph), leaves):
         node.meta["leaf"] = leaf
     for node in constants_of(graph.gm.graph):
         node.meta["value"] = graph.constants[node.name]
@@ -51,7 +52,7 @@ def _over(
 ) -> tuple[Graph, tuple[Applied, ...]]:  # fmt: skip
     """The same of a graph whose nodes have their leaves and values."""
     after, applied, known = run_over(passes, graph, leaves, facts, refuse, where)
-    if not any(map(is_loop, after.gm.graph.nodes)):
+    if not has_loops(after.gm):
         return after, applied
     copy = Copy.of(after.gm.graph)
     found = [applied]
@@ -101,7 +102,7 @@ def _opened(graph: Graph, gm: fx.GraphModule, node: fx.Node) -> _Open:
         if outside.op == "placeholder" and "leaf" in outside.meta:
             inside.meta["leaf"] = outside.meta["leaf"]
         elif outside.op == "get_attr":
-            with copy.graph.inserting_after(_inputs(copy.graph)[-1]):
+            with copy.graph.inserting_after(inputs_of(copy.graph)[-1]):
                 new = copy.graph.get_attr(str(outside.target))
             new.meta = inside.meta | {"value": outside.meta["value"]}
             inside.replace_all_uses_with(new)
@@ -114,7 +115,7 @@ def _pairs(inner: fx.Graph, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     that."""
     loop: Any = node.target
     rest = [x for x in node.args[loop.own :] if isinstance(x, fx.Node)]
-    inputs = _inputs(inner)
+    inputs = inputs_of(inner)
     return list(zip(inputs[len(inputs) - len(rest) :], rest, strict=True))
 
 
@@ -132,8 +133,8 @@ def _close(node: fx.Node, loop: Loop, graphs: Sequence[fx.GraphModule]) -> None:
         new.meta = dict(x.meta)
         node.args = (*node.args, new)
         for gm in graphs:
-            with gm.graph.inserting_after(_inputs(gm.graph)[-1]):
-                new = gm.graph.placeholder(f"constant_{len(_inputs(gm.graph))}")
+            with gm.graph.inserting_after(inputs_of(gm.graph)[-1]):
+                new = gm.graph.placeholder(f"constant_{len(inputs_of(gm.graph))}")
             new.meta = {key: value for key, value in x.meta.items() if key != "value"}
     closed = []
     for gm in graphs:
@@ -144,10 +145,6 @@ def _close(node: fx.Node, loop: Loop, graphs: Sequence[fx.GraphModule]) -> None:
         gm.graph.lint()
         closed.append(fx.GraphModule({}, gm.graph))
     node.target = dataclasses.replace(loop, graphs=tuple(closed))
-
-
-def _inputs(graph: fx.Graph) -> list[fx.Node]:
-    return [x for x in graph.nodes if x.op == "placeholder"]
 
 
 def _free(graph: fx.Graph, name: str) -> str:

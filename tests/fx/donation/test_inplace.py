@@ -575,7 +575,7 @@ def test_24_layers_are_settled_within_half_a_second(monkeypatch: pytest.MonkeyPa
         took.append(time.process_time() - start)
         return table
 
-    monkeypatch.setattr("fngraph.stages.donate", timed)
+    monkeypatch.setattr("fngraph.tracing.donate", timed)
     fast, params, cache = cached(24)
     rows = fast.trace(params, cache).donation.rows
     assert len(rows) == 48 and {row.how for row in rows} == {"in place"}

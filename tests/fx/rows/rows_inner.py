@@ -114,7 +114,7 @@ MATRICES: Stage = (
     finite(lambda m: torch.linalg.slogdet(m)[0]),
     finite(lambda m: torch.linalg.inv_ex(m)[1]),
     finite(lambda m: torch.linalg.inv_ex(m + 9 * torch.eye(2))[0]),
-    finite(torch.linalg.inv),
+    finite(lambda m: torch.linalg.inv_ex(m)[0]),
     finite(lambda m: torch.linalg.solve_ex(m + 9 * torch.eye(2), m)[0]),
     finite(lambda m: torch.linalg.cholesky_ex(m @ m.mT + 3 * torch.eye(2))[0]),
     finite(torch.linalg.svdvals),

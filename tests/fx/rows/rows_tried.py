@@ -30,8 +30,8 @@ from fngraph.errors import FnGraphError
 from fngraph.fx.nodes import is_op
 from fngraph.fx.rows.boxes import elements
 from fngraph.fx.rows.rehearsal import Difference, rehearse
-from fngraph.fx.rows.state import op_name
 from fngraph.fx.rows.writes import WRITES
+from fngraph.fx.schemas import plain_name
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphs.recorder import WAITS
 from fngraph.graphs.tape.shapes import expected
@@ -87,7 +87,7 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
 
     def look(args: Any, limits: Any, graph: Any, facts: Any) -> None:
         code.append(graph.gm.code)
-        ops = [op_name(node) for node in graph.gm.graph.nodes if is_op(node)]
+        ops = [plain_name(node.target) for node in graph.gm.graph.nodes if is_op(node)]
         poisoned.append(guards and not set(WRITES).isdisjoint(ops))  # what padding adds as well
         (results,) = (facts[node] for node in graph.gm.graph.nodes if node.op == "output")
         dirty.extend(getattr(fact, "dirty", ()) for fact in results)

@@ -356,11 +356,6 @@ WRONG |= {
     "distances of 26 rows": (
         inner, 'if rows and call.args.get("p") == 2', 'if False and call.args.get("p") == 2',
         lambda p, b: torch.ops.aten._cdist_forward(b.x.view(-1, 2), p["w"][:, :2] + 0, 2.0, None)),
-    "a singular matrix of padding": (
-        inner, "    if any(map(moving_dims, operands(call.node))):\n        name",
-        "    if False:\n        name",
-        lambda p, b: torch.linalg.inv(zeroed(b)[:, :4].view(-1, 2, 2) * 0
-                                      + torch.where(spread(b)[..., None], torch.eye(2), 0))),
     "what is not finite, decomposed": (
         inner, "if len(moving) > 1 or not all(finite_padding", "if not all(True or finite_padding",
         lambda p, b: torch.linalg.svdvals(

@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fngraph.fx.nodes import is_op, is_tensor
 from fngraph.fx.rows import bounds
-from fngraph.fx.rows.state import Kept, OpCall, op_name
+from fngraph.fx.rows.state import Kept, OpCall
+from fngraph.fx.schemas import plain_name
 from fngraph.torch_facts.tracing import FloorDiv
 
 aten = torch.ops.aten
@@ -151,7 +152,7 @@ def test_every_rule_is_tried() -> None:
     ruled = {*bounds._RULES, *bounds._ARGS, *bounds._SECOND, *bounds._CHOICES, *bounds._ALONG}
     ruled -= {"lift_fresh"}  # which make_fx leaves out
     ruled -= {"all_gather", "all_to_all"}  # which need processes: tests/ranks/rank_rows.py
-    assert ruled - set(map(op_name, ops)) == set()
+    assert ruled - {plain_name(node.target) for node in ops} == set()
 
 
 def test_bounds_of_sizes_with_quotients_hold_at_all_sizes():

@@ -116,11 +116,6 @@ CASES: dict[str, tuple[Any, str, Any]] = {
         'torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")',
         lambda x, p, b: torch.cdist(x, p["w"], compute_mode="donot_use_mm_for_euclid_dist"),
     ),
-    "matrices that cannot be inverted": (
-        lambda x, p, b: torch.linalg.inv(x.view(-1, 2, 4) @ x.view(-1, 4, 2)),
-        "Use the form that raises none: torch.linalg.inv_ex, solve_ex, cholesky_ex",
-        lambda x, p, b: torch.linalg.inv_ex(x.view(-1, 2, 4) @ x.view(-1, 4, 2))[1],
-    ),
     "numbers that are not finite": (
         lambda x, p, b: torch.linalg.svdvals((1 / x).view(-1, 2, 4)),
         "; or valid = b.slot_mapping >= 0; torch.where(valid[:, None, None], x, 0)",

@@ -551,3 +551,77 @@ def test_an_exception_of_forward_itself_comes_through():
 def test_a_shape_mistake_comes_through():
     with pytest.raises(RuntimeError, match=r"mat|shape|size|dim"):
         trace(lambda p, s, b: (p["w"] @ p["w"], s))
+
+
+# --- what is called to raise or to print ----------------------------------------------------------
+
+
+@torch.library.custom_op("test_purity::say", mutates_args=())
+def say(x: torch.Tensor) -> None:
+    """Without a result: a graph would leave it out."""
+
+
+@say.register_fake
+def _(x: torch.Tensor) -> None: ...
+
+
+square = lambda p: p["w"][:4, :4]  # noqa: E731
+CALLED_TO_RAISE: dict[str, tuple[Forward, str]] = {
+    "inv": (lambda p, s, b: (torch.linalg.inv(square(p)), s), "Call torch.linalg.inv_ex, return"),
+    "inverse": (lambda p, s, b: (square(p).inverse(), s), "torch.linalg.inv, which raises"),
+    "tensorinv": (
+        lambda p, s, b: (torch.linalg.tensorinv(square(p), 1), s), "Call torch.linalg.inv_ex",
+    ),
+    "solve": (
+        lambda p, s, b: (torch.linalg.solve(square(p), square(p)), s), "torch.linalg.solve_ex",
+    ),
+    "cholesky": (
+        lambda p, s, b: (torch.linalg.cholesky(square(p)), s), "torch.linalg.cholesky_ex, return",
+    ),
+    "lu": (lambda p, s, b: (torch.linalg.lu_factor(square(p))[0], s), "linalg.lu_factor_ex"),
+    "a power": (lambda p, s, b: (torch.linalg.matrix_power(square(p), -2), s), "linalg.inv_ex"),
+    "a check that is asked for": (
+        lambda p, s, b: (torch.linalg.inv_ex(square(p), check_errors=True)[0], s),
+        "aten.linalg_inv_ex.default with check_errors=True. A graph raises no error",
+    ),
+    "an assertion": (
+        lambda p, s, b: (torch._assert_async((p["w"] > 0).all()), (p["w"].sum(), s))[1],
+        "aten._assert_async.default. A graph raises no error and prints nothing: it would leave",
+    ),
+    "an assertion with a text": (
+        lambda p, s, b: (torch._assert_async((p["w"] > 0).all(), "no"), (p["w"].sum(), s))[1],
+        "Return the condition",
+    ),
+    "an op of one's own": (
+        lambda p, s, b: (say(p["w"]), (p["w"].sum(), s))[1],
+        "say.default, which has no result. A graph raises no error and prints nothing: it would",
+    ),
+    "in a loop": (
+        lambda p, s, b: (fg.fori_loop(0, 2, lambda i, x: torch.linalg.inv(x), square(p)), s),
+        "torch.linalg.inv_ex",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLED_TO_RAISE)
+def test_what_is_called_to_raise_or_to_print_is_refused_not_left_out(case: str):
+    refused(CALLED_TO_RAISE[case][0], OperatorError, CALLED_TO_RAISE[case][1])
+
+
+@pytest.mark.parametrize("case", CALLED_TO_RAISE)
+def test_a_report_of_it_goes_on(case: str):
+    made = fg.check(
+        CALLED_TO_RAISE[case][0], toys.tally_params(), toys.tally_state(), toys.batch(2),
+        donate="s", stage="b", limits=toys.LIMITS,
+    )  # fmt: skip
+    assert CALLED_TO_RAISE[case][1] in str(made)
+
+
+def test_forms_that_say_it_in_a_result_are_taken():
+    """And what a trace asserts of dtypes."""
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        inverse, info = torch.linalg.inv_ex(square(p).double())
+        return (inverse, info), s
+
+    trace(forward)

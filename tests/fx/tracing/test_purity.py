@@ -622,6 +622,6 @@ def test_forms_that_say_it_in_a_result_are_taken():
 
     def forward(p: Any, s: Any, b: Any) -> Any:
         inverse, info = torch.linalg.inv_ex(square(p).double())
-        return (inverse, info), s
+        return (inverse, info, F.one_hot(b.token_ids % 3, 3)), s
 
     trace(forward)

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 

@@ -6,6 +6,7 @@ items --measure, pack--> runs --collate, replay--> rows --gather--> --postproces
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -96,7 +97,8 @@ def graphify_encoder(
         FnGraphError: as `fg.graphify`, of a path's `forward`.
         SpecError: ranks for an encoder without graphs.
     """
-    check_names("graphify_encoder", options, OptionsDict)
+    own = inspect.signature(graphify_encoder).parameters
+    check_names("graphify_encoder", options, OptionsDict, tuple(own))
     for name in OURS:
         if name in options:
             raise TypeError(

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from fngraph.core import EncoderPlan, Item, Packed, Path, Run, pack, plan_encoder, plan_sizes
 from fngraph.core.costs.planner import Histogram
+from fngraph.core.text import did_you_mean
 from fngraph.encoder.model import EncoderModel, EncoderPath, Measured
 from fngraph.errors import SizesError
 
@@ -90,7 +91,8 @@ def _by_path(name: str, given: Any, model: EncoderModel) -> Mapping[str, Any]:
         if unknown := given.keys() - model.paths.keys():
             raise SizesError(
                 f"{name}={{{min(unknown)!r}: ...}}: the encoder has the paths "
-                f"{sorted(model.paths)}. Name one of those."
+                f"{sorted(model.paths)}.{did_you_mean(min(unknown), model.paths)} Name one of "
+                "those."
             )
         return given
     if len(model.paths) > 1:

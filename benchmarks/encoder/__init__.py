@@ -36,7 +36,7 @@ from benchmarks.encoder.ranked import in_ranks
 from benchmarks.encoder.requests import Request, chat, squares, videos
 from benchmarks.encoder.towers import two_towers
 from benchmarks.encoder.ways import SIZES, Tower, as_asked, as_seen, make_tower, named, way_of
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, kept, show, some_of
 from benchmarks.traffic import quantile
 
 PARTS = ("images", "video", "squares", "budgets", "towers", "attention")
@@ -208,15 +208,15 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     tower = make_tower(flags)
     for part in flags.parts:
         if part == "budgets":
-            found[part] = budget_sets(tower, flags)
+            rows = budget_sets(tower, flags)
         elif part == "towers":
-            found[part] = two_towers(flags, timed)
+            rows = two_towers(flags, timed)
         elif part == "attention":
-            found[part] = attention_alone(tower, flags.device)
+            rows = attention_alone(tower, flags.device)
         else:
-            found[part] = stream_part(part, tower, flags)
-        show(found[part], part)
+            rows = stream_part(part, tower, flags)
+        show(kept(flags, rows, found, part), part)
     if flags.ranks > 1:
-        found["squares over ranks"] = rows_of("squares over ranks", *in_ranks(flags))
-        show(found["squares over ranks"], f"squares over {flags.ranks} ranks")
+        rows, part = rows_of("squares over ranks", *in_ranks(flags)), "squares over ranks"
+        show(kept(flags, rows, found, part), f"squares over {flags.ranks} ranks")
     return found

@@ -6,8 +6,11 @@ it names, behind an object that tunes it.
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import hashlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -115,6 +118,8 @@ def _describe_function(fn: types.FunctionType, lines: list[str], seen: set[int])
     _describe(fn.__code__, lines, seen)
     names = dict.fromkeys(_names_in(fn.__code__))
     _describe_names(names, fn.__globals__, lines, seen, set())
+    for module in _imports_of(fn.__code__, fn.__globals__.get("__package__") or ""):
+        lines += [module, _file_hash(_file_of(module))]
     if (inner := getattr(fn, "__wrapped__", None)) is not None:
         _describe(inner, lines, seen)
 
@@ -141,6 +146,34 @@ def _names_in(code: types.CodeType) -> Iterable[str]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _names_in(const)
+
+
+def _imports_of(code: types.CodeType, package: str) -> Iterable[str]:
+    """Modules that a function imports when it runs, and what it takes of them, which may be
+    modules: the first call has not been yet, so their files are all that can be told."""
+    before: list[Any] = [None, None]  # what an import is preceded by: its level, then its names
+    for one in dis.get_instructions(code):
+        if one.opname == "EXTENDED_ARG":
+            continue
+        if one.opname == "IMPORT_NAME":
+            level, names = before
+            told = one.argval if not level else f"{'.' * level}{one.argval}"
+            with contextlib.suppress(ImportError):  # beyond its package
+                module = importlib.util.resolve_name(told, package)
+                if not _is_known(module):
+                    yield from (module, *(f"{module}.{name}" for name in names or ()))
+        before = [before[1], one.argval]
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _imports_of(const, package)
+
+
+def _file_of(module: str) -> str:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError, AttributeError):  # no package, or one without a file
+        return ""
+    return (spec and spec.origin) or ""
 
 
 def _file_hash(path: str) -> str:

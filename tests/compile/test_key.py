@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import re
@@ -486,6 +487,33 @@ def test_a_function_s_text_has_what_it_finds_in_modules(tmp_path, monkeypatch):
     assert text_of(space["body"]) != before
     others.write_text("def last(x):\n    return x * 2\n")
     assert text_of(space["body"]) == before
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "from lazy_kernels.inner import helper",
+        "from lazy_kernels import inner",
+        "import lazy_kernels.inner as inner",
+        "from .inner import helper",
+    ],
+)
+def test_a_function_s_text_has_what_it_imports_as_it_runs(tmp_path, monkeypatch, told: str):
+    package = tmp_path / "lazy_kernels"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text("")
+    inner = package / "inner.py"
+    inner.write_text("def helper(x):\n    return x * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("lazy_kernels", "lazy_kernels.inner"):
+        sys.modules.pop(name, None)  # another case's
+    space: dict[str, Any] = {"__package__": "lazy_kernels"}
+    exec(f"def body(x):\n    def then():\n        {told}\n    return then", space)
+    before = text_of(space["body"])
+    importlib.import_module("lazy_kernels.inner")
+    assert text_of(space["body"]) == before  # whether it is loaded or not
+    inner.write_text("def helper(x):\n    return x * 3\n")
+    assert text_of(space["body"]) != before
 
 
 TWO_KERNELS = """

@@ -114,7 +114,7 @@ else:  # hidden from type checkers, which would take any name for one of ours
         if name in _MODULES:
             return _loaded(name)
         if name not in _EXPORTS:
-            raise AttributeError(f"module 'fngraph' has no attribute {name!r}")
+            raise AttributeError(f"module 'fngraph' has no attribute {name!r}{_meant(name)}")
         value = getattr(_loaded(_EXPORTS[name]), name)
         globals()[name] = value
         return value
@@ -126,6 +126,14 @@ else:  # hidden from type checkers, which would take any name for one of ours
 
         with without_collector():
             return importlib.import_module(f"fngraph.{module}")
+
+    def _meant(name):
+        if name.startswith("_"):  # what Python itself looks for
+            return ""
+        from fngraph.core.text import did_you_mean
+
+        near = did_you_mean(name, __all__)
+        return f".{near}" if near else ""
 
     def __dir__():
         return sorted(__all__)

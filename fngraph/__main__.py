@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fngraph.compile.disk import Disk, difference, disk_of, is_same_piece
-from fngraph.core.flight import Log
+from fngraph.core.flight import MADE, Log
 from fngraph.core.text import count, table
 from fngraph.errors import SpecError
 
@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
         try:
             print(_reported(Path(flags.log), flags.out, flags.trace))
         except (OSError, UnicodeDecodeError, SpecError) as error:
-            report.error(f"{flags.log}: {_why(error)}")
+            made = "" if isinstance(error, SpecError) else f". {MADE}"  # which says it itself
+            report.error(f"{flags.log}: {_why(error)}{made}")
         return 0
     try:
         disk = disk_of(os.environ)
@@ -88,6 +89,8 @@ def _reported(log: Path, out: Path | None, trace: Path | None) -> str:
 
 
 def _why(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "this is no text"
     return (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
 
 

@@ -6,21 +6,28 @@ type, so that porting a model is one list and not one error a run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fngraph.core import Limits
-from fngraph.errors import FnGraphError, PurityError
-from fngraph.fx.leaves import Role
+from fngraph.core import BatchSpec, Limits, host_field, plan_buffers, trees
+from fngraph.core.structs import HiddenHostField
+from fngraph.core.text import with_suggestions
+from fngraph.errors import FieldError, FnGraphError, PurityError, SpecError, TreeError
+from fngraph.fx.arguments import Arguments
+from fngraph.fx.leaves import Role, TensorSpec, check_memory
 from fngraph.fx.signatures import Names
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.graphified import graphify
+from fngraph.graphs.staging.buffers import leaf_errors, true_sizes
 from fngraph.passes.shipped import PassList
 from fngraph.rehearsing import Keys, rehearsal
+from fngraph.step.call import no_spec
+from fngraph.step.prepared import reader
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -60,6 +67,7 @@ class Report:
     __repr__ = as_text
 
 
+@with_suggestions
 def check(
     forward: Callable[..., Any],
     *args: Any,
@@ -74,13 +82,18 @@ def check(
 ) -> Report:
     """Trace `forward` and report all that `graphify` would refuse, running nothing.
 
+    First what the first step would refuse of the arguments, in its words: a batch whose leaves are
+    not what its fields and its spec say, or that is beyond the limits. `fg.like` of a whole batch
+    leaves out its spec, and so the counts to compare with: `dataclasses.replace(fg.like(batch),
+    spec=batch.spec)` has them. Values are looked at by `rehearse` alone.
+
     Passes run where there is no error before them. What a pass raises ends the report.
 
     A later error may come of an earlier one's stand-in value (1, 1.0, True, a fresh tensor). Where
     `forward` cannot go on with one, the last entry says at which line the report ends.
 
     Args:
-        args: all of forward's arguments, as in a call; tensors or `fg.like` specs.
+        args: all of forward's arguments, as in a call; tensors, `fg.like` specs or meta tensors.
         donate, stage, limits, allow_copies, generators: as for `graphify`.
         compile, passes: likewise; nothing is compiled.
         rehearse: True: then run the traced ops, on copies of what is donated, for the batch as it
@@ -101,18 +114,73 @@ def check(
     refuse = Refusals(go_on=True)
     (staged,) = made.signature.positions(Role.STAGED)
     rehearsed: list[tuple[int, int]] = []
-    look = None
+    rehearsing = None
     if rehearse is not False:
         values = made.signature.values(args, {}, *Role)
-        look = rehearsal(values, values[staged], rehearse, refuse, rehearsed)
+        rehearsing = rehearsal(values, values[staged], rehearse, refuse, rehearsed)
+    unfit: list[FnGraphError] = []
+
+    def meet(values: list[Any], args: Arguments, limits: Limits) -> None:
+        _check_memory(values, args, refuse)
+        unfit.extend(_unfit(values[staged], args, limits))
+        for error in unfit:
+            refuse(error)
+
+    def look(*traced: Any) -> None:
+        if rehearsing is not None and not unfit:  # it runs on the batch
+            rehearsing(*traced)
+
     try:
         with refuse.catching():
-            made.trace_call(args, refuse, look).split()
+            made.trace_call(args, refuse, look, meet).split()
     except Exception as error:  # of a stand-in that no check was ready for, or of a pass
         text = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         why = "because of what is above " if refuse.errors else ""
         refuse(PurityError(f"forward: the report ends here, {why}({text})"))
     return Report(tuple(_distinct(refuse.errors)), tuple(rehearsed))
+
+
+def _check_memory(values: Sequence[Any], args: Arguments, refuse: Refusals) -> None:
+    """Refuse what cannot be bound of held and donated tensors."""
+    for i in args.signature.positions(Role.HELD, Role.DONATED):
+        leaves, tensors = args.leaves[args.span(i)], trees.flatten(values[i])[0]
+        for leaf, x in zip(leaves, tensors):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                with refuse.catching():
+                    check_memory(leaf.path, x, leaf.role is Role.DONATED)
+
+
+def _unfit(batch: Any, args: Arguments, limits: Limits) -> Iterator[FnGraphError]:
+    """What the first step would refuse of its batch, whose sizes are told by its spec."""
+    field = None if args.batch_type is None else host_field(args.batch_type)
+    if field is None:
+        return  # exact shapes: the batch is the key
+    spec = getattr(batch, field, None)
+    if type(spec) is HiddenHostField:
+        return  # of fg.like
+    if type(spec) is not BatchSpec:
+        yield no_spec(args, field, batch)
+        return
+    try:
+        limits.check(spec)
+    except SpecError as error:
+        yield error
+    (position,) = args.signature.positions(Role.STAGED)
+    try:
+        leaves = reader(args, position)(trees.map_leaves(_like_memory, batch))
+    except TreeError as error:
+        yield error
+        return
+    true = true_sizes(spec, limits.dims)
+    with contextlib.suppress(FieldError):  # of a letter that nobody has told; the trace says so
+        yield from leaf_errors(plan_buffers(args.fields, true), leaves, true)
+
+
+def _like_memory(x: Any) -> Any:
+    """A spec or a meta tensor as a tensor of its shape and dtype, over one element."""
+    if isinstance(x, TensorSpec) or (isinstance(x, torch.Tensor) and x.is_meta):
+        return torch.empty((), dtype=x.dtype).expand(x.shape)
+    return x
 
 
 def _distinct(errors: list[FnGraphError]) -> list[FnGraphError]:

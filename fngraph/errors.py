@@ -122,7 +122,7 @@ class HostFieldError(PurityError):
 
 
 class OperatorError(PurityError):
-    """`forward` calls an operator that a graph cannot hold."""
+    """`forward` calls an operator that a graph cannot hold, or a call that torch refuses."""
 
 
 class OutputError(PurityError):

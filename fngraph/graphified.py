@@ -18,7 +18,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack, overload
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
 from fngraph.core.where import users_part
 from fngraph.errors import TreeError
-from fngraph.fx.arguments import abstract_arguments
+from fngraph.fx.arguments import Arguments, abstract_arguments
 from fngraph.fx.leaves import Role
 from fngraph.fx.signatures import Names, as_static, signature
 from fngraph.fx.tracing.ambient import check_no_transform
@@ -28,6 +28,7 @@ from fngraph.options import (
     CaptureDict,
     Options,
     OptionsDict,
+    check_names,
     parse_options,
     signature_with_options,
 )
@@ -232,26 +233,37 @@ class Graphified(Generic[P, R]):
             parts = sig.together is not None and not isinstance(batch, sig.together)
             given[sig.names[staged]] = sig.together(*batch) if parts else batch
         try:
-            return self._trace(given, limits or self.options.limits or Limits(), Refusals())
+            args = abstract_arguments(sig, given)
+            return self._trace(args, limits or self.options.limits or Limits(), Refusals())
         except Exception as error:
             raise users_part(error)  # noqa: B904 - the same error
 
-    def trace_call(self, args: Sequence[Any], refuse: Refusals, look: Look | None = None) -> Traced:
-        """Trace over all arguments of a call; what is refused goes to `refuse`."""
+    def trace_call(
+        self,
+        args: Sequence[Any],
+        refuse: Refusals,
+        look: Look | None = None,
+        meet: Callable[[list[Any], Arguments, Limits], None] | None = None,
+    ) -> Traced:
+        """Trace over all arguments of a call; what is refused goes to `refuse`.
+
+        Args:
+            look: see `trace_function`.
+            meet: is shown the arguments before they are traced: as they are, as a trace has them,
+                and their limits.
+        """
         values = self._values(tuple(args), {})
         trees.register_dataclasses(values)
         (staged,) = self.signature.positions(Role.STAGED)
         limits = _with_dims(self.options.limits or Limits(), values[staged])
-        return self._trace(dict(zip(self.signature.names, values)), limits, refuse, look)
+        abstract = abstract_arguments(self.signature, dict(zip(self.signature.names, values)))
+        if meet is not None:
+            meet(values, abstract, limits)
+        return self._trace(abstract, limits, refuse, look)
 
     def _trace(
-        self,
-        given: Mapping[str, Any],
-        limits: Limits,
-        refuse: Refusals,
-        look: Look | None = None,
+        self, args: Arguments, limits: Limits, refuse: Refusals, look: Look | None = None
     ) -> Traced:
-        args = abstract_arguments(self.signature, given)
         if args.batch_type is None:  # exact shapes: one key of one "token"
             options = dataclasses.replace(self.options, sizes=(1,), query_lens=(1,))
             return trace_function(args, options, Limits(1, 1), refuse, look)
@@ -340,6 +352,7 @@ class Bound(Generic[R]):
             raise users_part(error)  # noqa: B904 - the same error
 
     def _capture(self, donated: tuple[Any, ...], batch: Any, options: CaptureDict) -> Step[R]:
+        check_names("capture", options, CaptureDict, ("batch",))
         fn = self.graphified
         limits, given = fn.options.limits, donated
         if donated and isinstance(donated[-1], Limits):

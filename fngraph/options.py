@@ -17,12 +17,13 @@ from fngraph.core import BatchDescriptor, Field, Limits, Mode, adapter_counts
 from fngraph.core.compiling import LEVELS
 from fngraph.core.resolution import OLD_FLAGS, check_cut
 from fngraph.core.sizes import check_rounding
-from fngraph.core.text import did_you_mean
+from fngraph.core.text import did_you_mean, nearest, with_suggestions
 from fngraph.errors import BackendError, CaptureError, DonationError, TreeError
 from fngraph.fx.donation.table import COPY_LIMIT
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import check_name
 from fngraph.ops.choice import Choices, check_choices
+from fngraph.ops.primitives import PRIMITIVES
 from fngraph.passes.running.frame import Pass
 from fngraph.passes.shipped import PassList, passes_of
 
@@ -40,6 +41,7 @@ class ResolveDict(TypedDict, total=False):
     eager: bool
 
 
+@with_suggestions
 @dataclasses.dataclass(frozen=True)
 class Verify:
     """Which steps run a second time through bare `forward`, and what comes of a difference.
@@ -259,7 +261,7 @@ def parse_options(given: Mapping[str, Any]) -> Options:
         ModesError, BackendError, DonationError, CaptureError, TreeError, TypeError: an option that
             means nothing, or is none.
     """
-    check_names("graphify", given, OptionsDict)
+    check_names("graphify", given, OptionsDict, ("donate", "stage"))
     options = dict(given)
     resolve: Any = {n: options.pop(n) for n in ResolveDict.__annotations__ if n in options}
     asked = options.pop("passes", None)
@@ -298,12 +300,23 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     )
 
 
-def check_names(verb: str, given: Iterable[str], known: type) -> None:
-    """Raise `TypeError` for a name that the `TypedDict` `known` does not have."""
+def check_names(verb: str, given: Iterable[str], known: type, others: Sequence[str] = ()) -> None:
+    """Raise `TypeError` for a name that the `TypedDict` `known` does not have.
+
+    Args:
+        others: arguments that `verb` takes besides, which may be meant too.
+    """
+    names = (*known.__annotations__, *others)
     for name in given:
         if name not in known.__annotations__:
-            advice = OLD_FLAGS.get(name) or f".{did_you_mean(name, known.__annotations__)}"
+            advice = OLD_FLAGS.get(name) or f".{did_you_mean(name, names) or _as_backend(name)}"
             raise TypeError(f"{verb}() takes no option {name!r}{advice}")
+
+
+def _as_backend(name: str) -> str:
+    """What to say of a primitive's name, which is no option."""
+    near = nearest(name, [primitive.name for primitive in PRIMITIVES.values()])
+    return f' Did you mean backends={{"{near}": ...}}?' if near is not None else ""
 
 
 def _is_count(x: Any) -> bool:

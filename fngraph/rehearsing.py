@@ -16,7 +16,7 @@ from fngraph.core import BatchSpec, Limits, host_field, plan_buffers, trees
 from fngraph.core.text import count
 from fngraph.errors import FnGraphError, RowsError, SpecError, TreeError
 from fngraph.fx.arguments import Arguments
-from fngraph.fx.leaves import Role
+from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.fx.nodes import inputs_of
 from fngraph.fx.rows.rehearsal import Difference, rehearse
 from fngraph.graphs.staging.buffers import allocate, check_leaves
@@ -44,7 +44,7 @@ def rehearsal(
     if keys is not True:
         keys = _read_keys(keys)
     leaves = [trees.flatten(value)[0] for value in values]
-    if not all(isinstance(x, torch.Tensor) for part in leaves for x in part):
+    if any(isinstance(x, TensorSpec) for part in leaves for x in part):
         raise TreeError("rehearse=True runs forward: pass tensors, not fg.like specs")
     field = host_field(type(batch))
     spec = getattr(batch, field) if field else BatchSpec(1, 1)

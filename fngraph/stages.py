@@ -130,7 +130,7 @@ class Compiled:
             CaptureError: a key that could not be captured.
         """
         told, (guards, outputs) = self.options, (options.get("guards"), options.get("outputs"))
-        check_names("capture", options, CaptureDict)
+        check_names("capture", options, CaptureDict, ("batch",))
         check_outputs(told.outputs if outputs is None else outputs)
         verify = verify_of(told.verify if (v := options.get("verify")) is None else v)
         check_record(last := told.record if (n := options.get("record")) is None else n)

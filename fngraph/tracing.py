@@ -26,7 +26,7 @@ from fngraph.fx.donation.table import donate, drop_dead
 from fngraph.fx.generators import check_untouched, preserved
 from fngraph.fx.leaves import Leaf, TensorSpec
 from fngraph.fx.loops.aliases import check_aliases
-from fngraph.fx.nodes import inputs_of, is_op, line_of, results_of
+from fngraph.fx.nodes import inputs_of, is_op, line_of, name_of, results_of
 from fngraph.fx.pieces.collectives import (
     are_of_rows,
     collectives_of,
@@ -236,7 +236,7 @@ class Retracer:
 
         def look(args: Arguments, limits: Limits, graph: Graph, facts: Mapping[Any, Any]) -> None:
             for one in rehearsed(graph.gm, facts, true, padded):  # to its end, as other processes
-                op = "fg.trust_rows" if is_trusted(one.node) else str(one.node.target)
+                op = "fg.trust_rows" if is_trusted(one.node) else name_of(one.node)
                 found.append((op, line_of(one.node), one.text))
 
         trace_function(self.traced.args, self.traced.options, self.traced.limits, look=look)

@@ -127,9 +127,19 @@ def __getattr__(name: str) -> Any:
     elif name in _EXPORTS:
         value = getattr(importlib.import_module(f"fngraph.models.{_EXPORTS[name]}"), name)
     else:
-        raise AttributeError(f"module 'fngraph.models' has no attribute {name!r}")
+        raise AttributeError(f"module 'fngraph.models' has no attribute {name!r}{_meant(name)}")
     globals()[name] = value
     return value
+
+
+def _meant(name: str) -> str:
+    """Which name may be meant; nothing of those that Python itself looks for."""
+    if name.startswith("_"):
+        return ""
+    import fngraph as fg
+
+    near = fg.core.text.did_you_mean(name, __all__)
+    return f".{near}" if near else ""
 
 
 def __dir__() -> list[str]:

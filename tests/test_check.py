@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ import toys
 
 import fngraph as fg
 from fngraph import errors
+from fngraph.core import trees
 
 WEIGHT = torch.ones(toys.E)
 KEPT: list[Any] = []
@@ -162,6 +164,80 @@ def test_nothing_of_a_check_is_left_behind():
 def test_a_wrong_name_is_raised():
     with pytest.raises(errors.TreeError):
         check(impure, donate="cache")
+
+
+GOOD = toys.batch(3, 2)
+BAD = {
+    "spec": {"spec": fg.BatchSpec(6, 2)},
+    "spec of requests": {"spec": fg.BatchSpec(5, 3)},
+    "no spec": {"spec": None},
+    "another spec": {"spec": (5, 2)},
+    "beyond the limits": {"spec": fg.BatchSpec(17, 2)},
+    "dtype": {"seq_lens": GOOD.seq_lens.long()},
+    "rank": {"token_ids": GOOD.token_ids[None]},
+    "width": {"block_tables": GOOD.block_tables[:, :1]},
+    "missing": {"slot_mapping": None},
+    "more": {"slot_mapping": {"a": GOOD.slot_mapping}},
+    "two": {"slot_mapping": {"a": GOOD.slot_mapping, "b": GOOD.slot_mapping}},
+    "sparse": {"seq_lens": GOOD.seq_lens.to_sparse()},
+    "number": {"seq_lens": 3},
+    "list": {"seq_lens": [3, 2]},
+}
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+@pytest.mark.parametrize("name", BAD)
+def test_a_batch_that_a_step_refuses_is_refused_in_the_same_words(name: str, rehearse: bool):
+    batch = dataclasses.replace(GOOD, **BAD[name])
+    args = toys.tally_params(), toys.tally_state(), batch
+    options = {"donate": "state", "stage": "batch", "limits": toys.LIMITS}
+    with pytest.raises(fg.errors.FnGraphError) as told:
+        fg.graphify(toys.tally, **options)(*args)
+    report = fg.check(toys.tally, *args, rehearse=rehearse, **options)
+    first = report.errors[0]
+    assert (type(first), str(first)) == (told.type, str(told.value))
+    assert not report.rehearsed
+    if name not in ("spec", "spec of requests", "beyond the limits"):
+        assert len(report.errors) == 1
+
+
+def test_all_leaves_that_do_not_fit_are_told_and_forward_too():
+    batch = dataclasses.replace(GOOD, spec=fg.BatchSpec(4, 2), seq_lens=GOOD.seq_lens.long())
+
+    def forward(p: Any, s: Any, b: Any) -> Any:
+        return p["w"][b.token_ids] * WEIGHT, s
+
+    told = fg.check(
+        forward, toys.tally_params(), toys.tally_state(), batch, donate="s", stage="b",
+        limits=toys.LIMITS,
+    ).errors  # fmt: skip
+    assert [str(e).partition(": ")[0] for e in told[:3]] == [
+        "b.token_ids", "b.slot_mapping", "b.seq_lens",
+    ]  # fmt: skip
+    assert [type(e).__name__ for e in told] == 3 * ["TreeError"] + ["ClosureError"]
+
+
+@pytest.mark.parametrize(
+    "made", [fg.like, lambda tree: trees.map_leaves(lambda x: x.to("meta"), tree)]
+)
+def test_a_batch_without_memory_is_compared_by_its_shapes_and_its_spec(made: Any):
+    state, options = toys.tally_state(), {"donate": "state", "stage": "batch"}
+    without = made(GOOD)  # its spec is hidden: there are no counts
+    assert fg.check(toys.tally, toys.tally_params(), state, without, **options).ok
+    right = dataclasses.replace(without, spec=GOOD.spec)
+    assert fg.check(toys.tally, toys.tally_params(), state, right, **options).ok
+    wrong = dataclasses.replace(right, seq_lens=made(GOOD.seq_lens[:1]))
+    (error,) = fg.check(toys.tally, toys.tally_params(), state, wrong, **options).errors
+    assert str(error).startswith("batch.seq_lens: expected int32[R] = [2] for R=2, got [1]")
+
+
+def test_a_leaf_that_cannot_be_written_is_told_as_a_call_tells_it():
+    state = toys.tally_state() | {"total": torch.zeros(toys.E).expand(toys.V, toys.E)}
+    options = {"donate": "state", "stage": "batch", "limits": toys.LIMITS}
+    with pytest.raises(fg.errors.AliasError) as told:
+        fg.graphify(toys.tally, **options)(toys.tally_params(), state, GOOD)
+    (error,) = fg.check(toys.tally, toys.tally_params(), state, GOOD, **options).errors
+    assert (type(error), str(error)) == (told.type, str(told.value))
 
 
 def test_a_loop_that_goes_on_while_a_value_says_so_ends():

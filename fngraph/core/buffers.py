@@ -19,7 +19,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from fngraph.core.text import html, table
+from fngraph.core.text import did_you_mean, html, table, with_suggestions
 from fngraph.errors import FieldError
 
 ITEMSIZE = {
@@ -101,7 +101,7 @@ RAMPS: dict[Any, int] = {"stride": 1, "last": 2}
 """Pads that are no number; by the numbers that the graph's first node knows them by."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Buffer:
     """What a staged leaf looks like and how it is padded.
 
@@ -126,7 +126,8 @@ class Buffer:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
-            raise FieldError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZE)}")
+            near = did_you_mean(self.dtype, ITEMSIZE)
+            raise FieldError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZE)}.{near}")
         if self.min is not None and (type(self.min) is not int or "int" not in self.dtype):
             raise FieldError(f"min={self.min!r} of {self.dtype}: a whole number, of integers")
         if isinstance(self.pad, str):
@@ -164,6 +165,17 @@ class Buffer:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.dims))}]"
+
+    def __repr__(self) -> str:
+        said = [_quoted(" ".join(map(str, self.dims))), _quoted(self.dtype)]
+        said += [f"pad={_quoted(self.pad)}"] if self.pad_given else []
+        said += ['rows="changed"'] if self.changed else []
+        said += [f"min={self.min}"] if self.min is not None else []
+        return f"fg.buffer({', '.join(said)})"
+
+
+def _quoted(x: Any) -> str:
+    return f'"{x}"' if isinstance(x, str) else repr(x)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,6 +221,7 @@ def plan_buffers(fields: Mapping[str, Buffer], top: Sizes) -> BufferPlan:
     return BufferPlan(tuple(planned), dict(top))
 
 
+@with_suggestions
 def buffer(
     dims: str,
     dtype: Any,
@@ -242,7 +255,27 @@ def buffer(
     declared = Buffer(
         parse_dims(dims), name, 0 if pad is None else pad, pad is not None, rows == "changed", min
     )
-    return dataclasses.field(metadata={"fngraph": declared})
+    return declare(declared, repr(declared))
+
+
+class Declared(dataclasses.Field):  # type: ignore[type-arg]
+    """A field of a struct as it is declared, which prints as the call that made it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self.metadata["fngraph.text"])
+
+
+def declare(role: Any, text: str, **options: Any) -> Any:
+    """A dataclass's field with a role, that prints as `text`.
+
+    Args:
+        options: those of `dataclasses.field`.
+    """
+    made: Any = dataclasses.field(metadata={"fngraph": role, "fngraph.text": text}, **options)
+    made.__class__ = Declared  # whose constructor takes what this Python's dataclasses pass
+    return made
 
 
 def key_sizes(

@@ -16,9 +16,11 @@ from fngraph.core.resolution import Resolution
 from fngraph.core.sizes import Ladders, check_sizes
 from fngraph.core.spec import BatchDescriptor, sorted_extra
 from fngraph.core.table import Cost, DispatchTable
+from fngraph.core.text import with_suggestions
 from fngraph.errors import SizesError, SpecError
 
 
+@with_suggestions
 def build_table(
     modes: Mode | str | Resolution,
     ladders: Ladders | Limits | None = None,

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fngraph.core import text
+from fngraph.core.text import with_suggestions
 from fngraph.errors import SizesError, SpecError
 
 Budgets = tuple[int, ...]
@@ -129,6 +130,7 @@ def fit(tokens: int, budgets: Budgets) -> int | None:
     return budgets[at] if at < len(budgets) else None
 
 
+@with_suggestions
 def plan_encoder(
     low: int,
     high: int,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fngraph.core import text
 from fngraph.core.dispatching import Allowed, dispatch
+from fngraph.core.foreign import what_is_off
 from fngraph.core.modes import Mode
 from fngraph.core.spec import BatchSpec, HostBounds, Key
 from fngraph.core.stats import Stats
@@ -249,9 +250,8 @@ class Log(NamedTuple):
             verified, differ = found["verified"]
             return cls(**{**found, "verified": (verified, differ)})
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise SpecError(
-                f"this is not a log that step.log.save(path) wrote: {type(error).__name__}: {error}"
-            ) from error
+            off = what_is_off(dumped, error, FORMAT)
+            raise SpecError(f"this is not a log that step.log.save wrote: {off}. {MADE}") from error
 
     def save(self, path: str | Path) -> None:
         """Write it, for `python -m fngraph report FILE`."""
@@ -266,6 +266,8 @@ class Log(NamedTuple):
 
 
 FORMAT = "fngraph log 1"
+MADE = "A step that is captured with record=1000 writes one: step.log.save('run.json')"
+"""How to make a file with a log."""
 
 
 def trace_events(log: Log) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fngraph.core.spec import BatchSpec
+from fngraph.core.text import did_you_mean
 from fngraph.errors import SpecError
 
 
@@ -34,9 +35,10 @@ class Limits:
                 )
         for name in dims:
             if len(name) != 1 or not name.isupper():
+                near = did_you_mean(name, ("max_tokens", "max_reqs"))
                 raise SpecError(
-                    f"Limits({name}={dims[name]}): {name!r} is no shape letter. Pass max_tokens=, "
-                    "max_reqs=, and single capitals such as B=512."
+                    f"Limits({name}={dims[name]}): {name!r} is no shape letter.{near} Pass "
+                    "max_tokens=, max_reqs=, and single capitals such as B=512."
                 )
         if clash := {"T", "R"} & dims.keys():
             letter = min(clash)

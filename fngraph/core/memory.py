@@ -46,7 +46,8 @@ class KeyMemory(NamedTuple):
 
     Attributes:
         measured: None while it is not captured.
-        last_used: the step that used it last, counted from 1; 0: none; None: it is not captured.
+        last_used: the step's call that used it last, from 1, those without graphs counted too; 0:
+            none has; None: it is not captured.
     """
 
     mode: Mode

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fngraph.core.limits import Limits
 from fngraph.core.modes import Mode, Support
 from fngraph.core.sizes import Ladders, check_query_lens, default_sizes, ladders
+from fngraph.core.text import with_suggestions
 from fngraph.errors import ModesError
 
 DEFAULT_MODES = Mode.FULL_AND_PIECEWISE
@@ -44,6 +45,7 @@ class Resolution(NamedTuple):
         return "\n".join(lines)
 
 
+@with_suggestions
 def resolve(
     modes: Mode | str | None = None,
     support: Support | Mapping[str, Support] = Support.ALWAYS,

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fngraph.core.limits import Limits
+from fngraph.core.text import with_suggestions
 from fngraph.errors import SizesError
 
 Ladder = tuple[int, ...]
 
 
+@with_suggestions
 def default_sizes(
     limits: Limits,
     query_lens: Sequence[int] = (1,),
@@ -119,6 +121,7 @@ def check_rounding(align: str, beyond: str) -> None:
         raise SizesError(f'beyond={beyond!r} is unknown. Pass beyond="cut" or beyond="drop".')
 
 
+@with_suggestions
 def ladders(
     sizes: Iterable[int],
     query_lens: Sequence[int] = (1,),

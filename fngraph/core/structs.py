@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, dataclass_transform
 
-from fngraph.core.buffers import Buffer, buffer
+from fngraph.core.buffers import Buffer, buffer, declare
 from fngraph.core.where import is_user, user_line
 from fngraph.errors import FieldError, HostFieldError
 
@@ -26,12 +26,13 @@ NAMESPACE = "fngraph"  # of the optree registry; global registrations are seen t
 
 def host() -> Any:
     """Declare a host field: data for dispatch that is no leaf and that `forward` may not read."""
-    return dataclasses.field(default=None, metadata={"fngraph": host})
+    return declare(host, "fg.host()", default=None)
 
 
 def static(**kwargs: Any) -> Any:
     """Declare a static field: hashable configuration that is part of the tree's structure."""
-    return dataclasses.field(metadata={"fngraph": static}, **kwargs)
+    said = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+    return declare(static, f"fg.static({said})", **kwargs)
 
 
 class HiddenHostField:

@@ -1,8 +1,14 @@
-"""Small text tables: what every `as_text` of core is made of."""
+"""Small text tables, what every `as_text` of core is made of; and the nearest of known names."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -68,6 +74,45 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     by_lower = {each.lower(): each for each in reversed(list(known))}
     near = difflib.get_close_matches(str(name).lower(), by_lower)
     return by_lower[near[0]] if near else None
+
+
+def with_suggestions(made: F) -> F:
+    """A function or a class whose `TypeError` about an unknown keyword says which may be meant.
+
+    Python itself says so from 3.13 on; there it is left as it is. Not for what runs at each step,
+    since it is a frame more, nor for what takes any keyword.
+    """
+    if sys.version_info >= (3, 13):
+        return made
+    if not isinstance(made, type):
+        return _told(made, made.__name__)
+    name = "__init__" if "__init__" in vars(made) else "__new__"
+    maker = vars(made)[name]
+    told = _told(getattr(maker, "__func__", maker), made.__name__)
+    setattr(made, name, told if name == "__init__" else staticmethod(told))
+    return made
+
+
+def _told(fn: Any, name: str) -> Any:
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # of what it does
+            known = inspect.signature(fn).parameters
+            unknown = [word for word in kwargs if word not in known]
+            if not unknown:
+                raise
+            raise TypeError(unexpected(name, unknown[0], known)) from None
+
+    return call
+
+
+def unexpected(name: str, word: str, known: Iterable[str]) -> str:
+    """What to say of a keyword that a function does not have, as Python does from 3.13 on."""
+    return f"{name}() got an unexpected keyword argument {word!r}.{did_you_mean(word, known)}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

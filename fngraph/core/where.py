@@ -51,6 +51,11 @@ def users_part(error: Exception) -> Exception:
 HIDDEN = "frames of torch and fngraph are left out; FNGRAPH_TRACEBACK=all shows them"
 
 
+def runs_users_code(traceback: TracebackType | None) -> bool:
+    """Whether an error has come through code of the user's, from where a traceback begins."""
+    return any(is_user(frame) for frame, _ in _raised(traceback))
+
+
 def is_user(frame: FrameType) -> bool:
     """Whether a frame runs code that is not ours, torch's, Python's or generated."""
     return _is_users(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))

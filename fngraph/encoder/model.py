@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from fngraph.core.text import did_you_mean, with_suggestions
 from fngraph.errors import SizesError, SpecError, TreeError
 
 
@@ -37,6 +38,7 @@ class Measured(NamedTuple):
     frames: int = 0
 
 
+@with_suggestions
 @dataclasses.dataclass(frozen=True)
 class EncoderPath:
     """One tower of an encoder, with budgets and graphs of its own.
@@ -96,6 +98,7 @@ def rows_of_the_only_path(outputs: Mapping[str, Any], item: Any) -> Any:
     return rows
 
 
+@with_suggestions
 @dataclasses.dataclass(frozen=True)
 class EncoderModel:
     """An encoder as pure functions; `fg.graphify_encoder` makes graphs of it.
@@ -104,8 +107,8 @@ class EncoderModel:
         paths: by name, {"default": EncoderPath(forward, 64)}.
         measure: item -> what it brings. On the host, and without a look at tensors' values.
         collate: (path, items) -> the batch of one run over these items, which all bring the path
-            tokens; on the host. Its spec counts true tokens and sequences, the sums of what
-            `measure` says.
+            tokens, in any order; on the host. Its spec counts true tokens and sequences, the sums
+            of what `measure` says.
         token_range: output tokens of the smallest item, and the most that a graph is for, over all
             its items: usually what a step of the decoder takes.
         postprocess: (rows by path, item) -> the item's output, a tensor or a tree. The rows are the
@@ -168,7 +171,8 @@ class EncoderModel:
             if name not in self.paths:
                 raise SpecError(
                     f"{where}: measure counts tokens or sequences of the path {name!r}, and the "
-                    f"encoder has {sorted(self.paths)}. Name one of those."
+                    f"encoder has {sorted(self.paths)}.{did_you_mean(name, self.paths)} Name one "
+                    "of those."
                 )
         counts = {path: tokens.get(path, 0) for path in self.paths}
         given = {path: sequences.get(path, min(n, 1)) for path, n in counts.items()}

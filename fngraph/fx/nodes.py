@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ REFUSED = "fngraph.refused"
 def line_of(node: fx.Node) -> str:
     """The user's line that a node comes from."""
     return node.meta.get("stack_trace", "forward")  # type: ignore[no-any-return]
+
+
+def name_of(node: fx.Node) -> str:
+    """An op as messages call it, "aten.mm.default", "fg.scan"; one of its results as itself."""
+    if node.target is operator.getitem and isinstance(source := node.args[0], fx.Node):
+        return name_of(source)
+    return str(node.target)
 
 
 def is_op(node: fx.Node) -> bool:

@@ -112,16 +112,21 @@ def _misfit(
     """What is wrong with the arguments of a call that takes `names`."""
     missing = [repr(name) for name in names if name not in known]
     twice = [repr(name) for name in names[: len(args)] if name in kwargs]
-    strange = [repr(name) for name in kwargs if name not in names]
+    strange = [name for name in kwargs if name not in names]
     told = [f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"] * bool(missing)
     if len(args) > len(names):
         told.append(
             f"{len(args)} were passed: those before a step's own were bound, and are not passed "
             "again"
         )
-    told += [f"{name} is none of them" for name in strange]
+    told += [f"{name!r} is none of them{_meant(name, names)}" for name in strange]
     told += [f"{name} was passed twice" for name in twice]
     return f"expected the arguments {', '.join(map(repr, names))}; {'; '.join(told)}"
+
+
+def _meant(name: str, names: Sequence[str]) -> str:
+    near = text.nearest(name, names)
+    return f" (did you mean {near!r}?)" if near is not None else ""
 
 
 def as_static(value: Any, is_default: bool = False) -> Any:

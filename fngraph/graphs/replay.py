@@ -72,7 +72,7 @@ class Replay:
         calls: graphs to replay and eager calls, in order.
         outputs: static output buffers, cut to the key's rows.
         unpack: the node that takes a batch in.
-        used: the step that used it last, counted from 1; 0: none. The one that changes.
+        used: the number of the call that used it last, from 1; 0: none. The one that changes.
     """
 
     mode: Mode

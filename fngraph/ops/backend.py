@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from fngraph.core import BatchDescriptor, HostBounds, Support
-from fngraph.core.text import did_you_mean
+from fngraph.core.text import did_you_mean, with_suggestions
 from fngraph.errors import BackendError
 
 
@@ -41,6 +41,7 @@ class Bound(Protocol):
         """Write the output of one call."""
 
 
+@with_suggestions
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
     """One way to run a primitive.

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, get_t
 import torch
 
 from fngraph.core import HostBounds, Support
-from fngraph.core.text import did_you_mean, html, table
+from fngraph.core.text import did_you_mean, html, table, with_suggestions
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.backend import Backend, Bound
@@ -212,6 +212,7 @@ LIBRARY = torch.library.Library("fngraph", "FRAGMENT")
 PRIMITIVES: dict[str, Primitive] = {}  # by op name, "fngraph::attention"
 
 
+@with_suggestions
 def define(
     name: str,
     schema: str,
@@ -356,7 +357,8 @@ def primitive(name: str) -> Primitive:
         return PRIMITIVES[f"fngraph::{name}"]
     except KeyError:
         known = sorted(p.name for p in PRIMITIVES.values())
-        raise BackendError(f"no primitive {name!r}; there are {known}") from None
+        near = did_you_mean(name, known)
+        raise BackendError(f"no primitive {name!r}; there are {', '.join(known)}.{near}") from None
 
 
 def refuse_transform(name: str) -> NoReturn:

@@ -112,7 +112,10 @@ class Mesh:
         for axis in self.axes:
             if axis.name == name:
                 return axis
-        raise RankError(f"there is no axis {name!r} in {self!r}. Make it: make_mesh({name}=2)")
+        near = text.did_you_mean(name, self.names)
+        raise RankError(
+            f"there is no axis {name!r} in {self!r}.{near} Make it: make_mesh({name}=2)"
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self.names

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fngraph.core import BatchSpec, DispatchTable, Explanation, Mode, dispatch
+from fngraph.core.text import with_suggestions
 from fngraph.report.figures import make_figure
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def uniform_strip(
     ]
 
 
+@with_suggestions
 def draw_table(
     table: DispatchTable,
     *,

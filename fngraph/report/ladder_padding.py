@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fngraph.report.figures import make_figure
+from fngraph.report.figures import legend_above, make_figure
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -56,7 +56,7 @@ def draw_padding(
         padding.step(counts, rows, where="mid", color=color, label=label, linewidth=1.4)
     padding.set(ylabel="rows of padding")
     padding.set_ylim(bottom=0)
-    padding.legend(loc="upper left")
+    legend_above(padding)
     traffic.bar(list(histogram), list(histogram.values()), width=0.9, color="#1c1c1a")
     traffic.set(xlabel="rows of a step", ylabel="steps")
     return figure

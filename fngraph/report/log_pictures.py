@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fngraph.core import Log
-from fngraph.report.figures import make_figure
+from fngraph.report.figures import legend_above, make_figure
 from fngraph.report.log_charts import KINDS, Chart, charts_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def draw_log(log: Log) -> matplotlib.figure.Figure:
 def _draw(axis: object, chart: Chart) -> None:
     from matplotlib.patches import Patch
 
-    axis.set(title=chart.title, xlabel=chart.unit)  # type: ignore[attr-defined]
+    axis.set_title(chart.title, loc="left")  # type: ignore[attr-defined]
+    axis.set_xlabel(chart.unit)  # type: ignore[attr-defined]
     for y, bar in enumerate(chart.bars):
         for kind in chart.kinds:
             spans = [(s.start, s.length) for s in bar.spans if s.kind == kind]
@@ -48,4 +49,4 @@ def _draw(axis: object, chart: Chart) -> None:
     axis.set_xlim(0, chart.end)  # type: ignore[attr-defined]
     axis.invert_yaxis()  # type: ignore[attr-defined]
     patches = [Patch(color=COLORS[kind], label=KINDS[kind]) for kind in chart.kinds]
-    axis.legend(handles=patches, loc="lower right", fontsize="small")  # type: ignore[attr-defined]
+    legend_above(axis, patches, len(patches))

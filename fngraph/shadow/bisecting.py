@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from fngraph.core import Dispatch, Mode
+from fngraph.core.text import with_suggestions
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role
 from fngraph.options import Verify
@@ -87,6 +88,7 @@ class Bisection:
     __str__ = __repr__ = as_text
 
 
+@with_suggestions
 def bisect(step: Step[Any], batch: Any, *, within: Verify | None = None) -> Bisection:
     """The first op and the user's line at which a step and bare `forward` differ.
 

@@ -8,16 +8,20 @@ result is another one is where `forward` and its trace part.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from fngraph.calls import PrimitiveCall
 from fngraph.core.where import user_line
 from fngraph.fx.generators import with_generators
-from fngraph.fx.nodes import line_of
+from fngraph.fx.loops.running import run as run_loop
+from fngraph.fx.nodes import is_loop, is_op, line_of, name_of
 from fngraph.fx.rows.rehearsal import is_unwritten
-from fngraph.shadow.nodes import difference, name_of
+from fngraph.shadow.nodes import difference
 from fngraph.shadow.saved import Saved, drawn_from, held_of, run_bare
 from fngraph.step.keys import Keys
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves
@@ -52,12 +56,12 @@ def first_not_traced(keys: Keys, saved: Saved) -> tuple[str, str, str] | None:
     with listing:
         run_bare(keys, saved)
     traced = _traced(keys, saved)
+    places = [(_plain(name), line) for name, line, _ in listing.ops]
     at = 0
     for name, line, got in traced:
-        found = next(
-            (k for k in range(at, len(listing.ops)) if listing.ops[k][:2] == (name, line)), None
-        )
-        if found is None:
+        try:
+            found = places.index((_plain(name), line), at)
+        except ValueError:
             continue
         at = found + 1
         want = listing.ops[found][2]
@@ -65,8 +69,13 @@ def first_not_traced(keys: Keys, saved: Saved) -> tuple[str, str, str] | None:
             continue
         if (what := difference(got, want, {})) is not None:
             text = f"forward gives something else there than when it was traced: {what[0]}"
-            return name, line, text
+            return listing.ops[found][0], line, text
     return None
+
+
+def _plain(name: str) -> str:
+    """`aten.add` of aten.add.Tensor, and of the forms into which donation may have put it."""
+    return ".".join(name.split(".")[:2]).removesuffix("_")
 
 
 @torch.no_grad()
@@ -92,18 +101,34 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
                 continue
             assert made is not None
             gm = with_generators(made, executable.generators)
-            given: dict[Any, Any] = {}
-            rest = iter([true["T"], true["R"], *tensors])
-            for node in gm.graph.nodes:
-                if node.op == "placeholder":
-                    given[node] = next(rest)
-                elif node.op == "call_function":
-                    look = lambda x: given[x]  # noqa: B023, E731
-                    own, named = torch.fx.map_arg((node.args, dict(node.kwargs)), look)
-                    given[node] = node.target(*own, **named)
-                    held = None if is_unwritten(node) else _first(given[node])
-                    found.append((name_of(node), line_of(node), held))
-                elif node.op == "output":
-                    results = torch.fx.map_arg(node.args[0], lambda x: given[x])  # noqa: B023
+            results = _listed(gm, [true["T"], true["R"], *tensors], found)
             values.update(zip(one.writes, results))
     return found
+
+
+def _listed(gm: fx.GraphModule, given: Sequence[Any], found: list[_Op]) -> Any:
+    """What a graph gives, with its ops listed, those of its loops' functions turn by turn."""
+    values: dict[Any, Any] = {}
+    rest = iter(given)
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            values[node] = next(rest)
+        elif node.op == "get_attr":
+            values[node] = getattr(gm, str(node.target))
+        else:
+            own, named = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
+            if is_loop(node):
+                runs = [functools.partial(_called, one, found) for one in node.target.graphs]  # type: ignore[union-attr]
+                values[node] = run_loop(node.target, runs, None, own)
+                continue
+            values[node] = node.target(*own, **named)  # type: ignore[operator]
+            if is_op(node):
+                held = None if is_unwritten(node) else _first(values[node])
+                found.append((name_of(node), line_of(node), held))
+    return fx.map_arg(node.args[0], values.__getitem__)
+
+
+def _called(gm: fx.GraphModule, found: list[_Op], *given: Any) -> Any:
+    return _listed(gm, given, found)

@@ -9,13 +9,16 @@ on as two, since an op may come that lets padding into true rows.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_op, line_of, written_by
+from fngraph.fx.loops.node import NAMES
+from fngraph.fx.loops.running import Turn, run_noted
+from fngraph.fx.nodes import is_loop, is_op, line_of, name_of, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.pieces.cuts import LETTERS
 from fngraph.fx.rows.rehearsal import is_unwritten
@@ -60,12 +63,32 @@ class Walked:
     Attributes:
         made: what each node gave the step.
         should: what it should have given, where that is not the same.
-        found: where they differ: the first op beyond the tolerances, the first at all.
+        found: where they differ, in order.
+        inside: of loops: the first op of their functions that differs, as text.
     """
 
     made: dict[fx.Node, Any]
     should: dict[fx.Node, Any]
     found: list[Place] = dataclasses.field(default_factory=list)
+    inside: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """What is the same all through a piece.
+
+    Attributes:
+        sizes: of the key.
+        true: of the batch.
+        letters: of the piece's symbols.
+        named: index of the instruction, and its name.
+    """
+
+    sizes: Mapping[str, int]
+    true: Mapping[str, int]
+    letters: Mapping[Any, str]
+    named: tuple[int, str]
+    within: Tolerances
 
 
 def true_part(
@@ -114,16 +137,25 @@ def walk(
         named: index of the instruction, and its name.
         paths: of those arguments that are leaves.
     """
-    letters = gm.meta[LETTERS]
+    walk = Walk(sizes, true, gm.meta[LETTERS], named, within)
+    given = [sizes["T"], sizes["R"], *tensors]
+    behind = {i + 2: path for i, path in paths.items()}
+    return _walk(walk, gm, given, {i + 2: x for i, x in should.items()}, behind)
+
+
+def _walk(
+    walk: Walk, gm: fx.GraphModule, given: Sequence[Any], should: Mapping[int, torch.Tensor],
+    paths: Mapping[int, str],
+) -> Walked:  # fmt: skip
+    """`walk`, over all that a graph is given: sizes of a piece, too."""
     run = Walked({}, {})
     sources: dict[fx.Node, set[str]] = {}  # leaves behind a value that is not what it should be
-    given = iter([sizes["T"], sizes["R"], *tensors])
     for number, node in enumerate(gm.graph.nodes):
         if node.op == "placeholder":
-            run.made[node] = next(given)
-            if number - 2 in should:
-                run.should[node] = should[number - 2]
-                sources[node] = {paths[number - 2]} if number - 2 in paths else set()
+            run.made[node] = given[number]
+            if number in should:
+                run.should[node] = should[number]
+                sources[node] = {paths[number]} if number in paths else set()
             continue
         if node.op == "output":
             break
@@ -135,6 +167,8 @@ def walk(
             run.made[node] = _call(node, run.made)
             continue
         mixed = {**run.made, **run.should}
+        if is_loop(node):
+            run.inside[node] = _inside(walk, node, run.made, mixed)
         writes = written_by(node)
         for x in writes:
             mixed[x] = mixed[x].clone()
@@ -153,19 +187,55 @@ def walk(
             if viewed:
                 _go_on(run, sources, x, want, behind)
                 continue
-            a, b = (true_part(x, y, sizes, true, letters) for y in (got, want))
-            what = None if a is None or b is None else difference(a, b, within)
+            a, b = (true_part(x, y, walk.sizes, walk.true, walk.letters) for y in (got, want))
+            what = None if a is None or b is None else difference(a, b, walk.within)
             if what is not None:
                 text, is_close = what
+                source = node.args[0] if node.target is operator.getitem else node
+                text += run.inside.get(source, "")  # type: ignore[arg-type]
+                at, instruction = walk.named
                 run.found.append(
-                    Place((named[0], number), named[1], name_of(node), line_of(node), text,
-                          is_close, tuple(sorted(behind)))
+                    Place((at, number), instruction, name_of(node), line_of(node), text, is_close,
+                          tuple(sorted(behind)))
                 )  # fmt: skip
-            elif difference(got, want, within) is not None:  # in padding, which goes on
+            elif difference(got, want, walk.within) is not None:  # in padding, which goes on
                 _go_on(run, sources, x, want, behind)
             else:
                 run.should.pop(x, None)
     return run
+
+
+def _inside(
+    walk: Walk, node: fx.Node, made: Mapping[fx.Node, Any], mixed: Mapping[fx.Node, Any]
+) -> str:
+    """The first op of a loop's functions at which its turns differ; "" where none is seen."""
+    loop: Any = node.target
+    ours, should = _turns(node, made), _turns(node, mixed)
+    for k, (one, other) in enumerate(zip(ours, should)):
+        if one.number != other.number:
+            return ", and it takes other turns"
+        apart = {
+            i: y
+            for i, (x, y) in enumerate(zip(one.given, other.given))
+            if isinstance(x, torch.Tensor) and difference(x, y, walk.within) is not None
+        }
+        found = _walk(walk, loop.graphs[one.number], one.given, apart, {}).found
+        if found:
+            first = next((place for place in found if not place.is_close), found[0])
+            turn = sum(before.number == one.number for before in ours[:k])
+            name = NAMES[loop.kind][one.number]
+            where = f"branch {name!r}" if loop.kind == "cond" else f"{name}, turn {turn}"
+            return f"; in its {where}: first {first.op}, from {first.line}: {first.what}"
+    return ""
+
+
+def _turns(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Turn]:
+    loop: Any = node.target
+    operands: list[Any] = [values[x] if isinstance(x, fx.Node) else x for x in node.args]
+    operands = [x.clone() if i in loop.writes else x for i, x in enumerate(operands)]
+    turns: list[Turn] = []
+    run_noted(loop, operands, turns)
+    return turns
 
 
 def _go_on(
@@ -179,11 +249,6 @@ def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     look = lambda x: values[x]  # noqa: E731
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), look)  # type: ignore[misc]
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def name_of(node: fx.Node) -> str:
-    """An op, as it is printed in a graph."""
-    return str(node.target)
 
 
 def difference(

@@ -17,13 +17,13 @@ from fngraph.calls import PrimitiveCall
 from fngraph.core import HostBounds, Mode
 from fngraph.core.program import Instruction
 from fngraph.fx.generators import preserved, with_generators
-from fngraph.fx.nodes import inputs_of, line_of, results_of, storages_written
+from fngraph.fx.nodes import inputs_of, line_of, name_of, results_of, storages_written
 from fngraph.fx.pieces.cuts import LETTERS
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
 from fngraph.graphs.replay import EagerCall
 from fngraph.shadow.inside import Found, look_inside
-from fngraph.shadow.nodes import Place, Tolerances, difference, name_of, true_part, walk
+from fngraph.shadow.nodes import Place, Tolerances, difference, true_part, walk
 from fngraph.shadow.saved import Ran, Saved, drawn_from
 from fngraph.shadow.sides import Sides
 from fngraph.step.capture import bounds_of, plan_step

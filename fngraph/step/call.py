@@ -10,6 +10,7 @@ import torch
 from fngraph.core import BatchSpec, Mode
 from fngraph.core.program import run_program
 from fngraph.errors import TreeError
+from fngraph.fx.arguments import Arguments
 from fngraph.graphs.staging.buffers import check_leaves
 from fngraph.step.capture import plan_step
 from fngraph.step.keys import Keys
@@ -32,16 +33,20 @@ def spec_of(keys: Keys, batch: Any) -> BatchSpec:
     spec = getattr(batch, field, None)
     if type(spec) is BatchSpec:
         return spec
-    args = keys.executable.args
+    raise no_spec(keys.executable.args, field, batch)
+
+
+def no_spec(args: Arguments, field: str, batch: Any) -> TreeError:
+    """The error about a batch without counts."""
     if args.batch_type is not None and not hasattr(batch, field):
         expected = args.batch_type.__name__
-        raise TreeError(
+        return TreeError(
             f"{args.batch_name} is a {type(batch).__name__}, not a {expected}, which says how each "
             f"leaf is padded. Pass {expected}(..., {field}=fg.BatchSpec(num_tokens=..., "
             "num_reqs=...))"
         )
-    raise TreeError(
-        f"{keys.executable.args.batch_name}.{field} is {spec!r}, not a BatchSpec. Say what the "
+    return TreeError(
+        f"{args.batch_name}.{field} is {getattr(batch, field)!r}, not a BatchSpec. Say what the "
         f"batch holds: {field}=fg.BatchSpec(num_tokens=..., num_reqs=...)"
     )
 
@@ -83,6 +88,7 @@ def results_of(
         filled: the batch as `host_batch` handed it out for this step, if it is that one.
     """
     ring, shared = keys.ring, keys.shared
+    number = next(shared.numbers)
     if keys.executable.planners:
         plan_step(keys, prepared.chosen, prepared.true, shared.entry.leaves(batch))
     if filled is not None and prepared.replay is not None and filled.is_in_place(ring.taken):
@@ -100,7 +106,7 @@ def results_of(
             ring.put_in_place(prepared.words, leaves)
         else:
             ring.put(prepared.words, leaves, own)
-    prepared.replay.used = ring.taken
+    prepared.replay.used = number
     bounds = None if prepared.chosen.mode is Mode.FULL else spec.bounds
     try:
         for fn, takes_host in prepared.calls:  # as `launch` does; a frame less, in each step

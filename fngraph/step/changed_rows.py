@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fngraph.core import Limits, buffers_of, host_field
+from fngraph.core.text import did_you_mean
 from fngraph.errors import TreeError
 from fngraph.fx.arguments import Arguments
 from fngraph.step.prepared import Reader
@@ -183,7 +184,8 @@ def put_changed(tables: Tables | None, batch: Any, changed: Mapping[str, Changed
     for name in changed:
         if name not in known:
             raise TreeError(
-                f'{name!r} takes no ChangedRows; fields that do, by rows="changed": {known}'
+                f'{name!r} takes no ChangedRows; fields that do, by rows="changed": '
+                f"{', '.join(known) or 'none'}.{did_you_mean(name, known)}"
             )
     vars(batch).update(changed)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fngraph.core import trees
+from fngraph.core.text import did_you_mean
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role, TensorSpec, check_memory
 from fngraph.step.binding import Binding, flatten_as
@@ -76,7 +77,10 @@ def _is_by_path(value: Mapping[Any, Any], places: Mapping[str, int], name: str) 
     unknown = [path for path in value if path not in places]
     if unknown:
         some = ", ".join(list(places)[:3])
-        raise TreeError(f"no such leaves: {', '.join(unknown)}. Paths are written {some}, ...")
+        near = did_you_mean(unknown[0], places)
+        raise TreeError(
+            f"no such leaves: {', '.join(unknown)}.{near} Paths are written {some}, ..."
+        )
     return True
 
 

@@ -11,6 +11,7 @@ import torch
 
 from fngraph.core import BatchDescriptor, BatchSpec, Mode
 from fngraph.core.spec import COUNTS
+from fngraph.core.text import did_you_mean
 from fngraph.core.trees import is_frozen
 from fngraph.errors import SpecError, TreeError
 from fngraph.graphs.addresses import Watch
@@ -67,5 +68,6 @@ def buffer_of(keys: Keys, descriptor: BatchDescriptor, leaf: str) -> torch.Tenso
     paths = [planned.path for planned in executable.plan.buffers]
     path = leaf if leaf in paths else f"{name}.{leaf}"
     if path not in paths:
-        raise TreeError(f"{leaf!r} is no leaf of {name}; there are {', '.join(paths)}")
+        near = did_you_mean(path, paths)
+        raise TreeError(f"{leaf!r} is no leaf of {name}; there are {', '.join(paths)}.{near}")
     return keys.static.views(executable.sizes(descriptor))[paths.index(path)]

@@ -47,6 +47,7 @@ class Shared(NamedTuple):
         borrow: whether results are views of the outputs, good until the next call.
         guards: whether padding and expired results are poisoned.
         stats: what ran, counted.
+        numbers: of its calls, from 1: warm-ups and measurements are none.
     """
 
     binding: Binding
@@ -57,6 +58,7 @@ class Shared(NamedTuple):
     borrow: bool
     guards: bool
     stats: Stats
+    numbers: Iterator[int]
 
 
 class Asleep(NamedTuple):

@@ -88,15 +88,15 @@ def make_entry(args: Arguments, binding: Binding) -> Entry:
     return Entry(
         args, len(positions), donated, positions.index(staged),
         None if args.batch_type is None else host_field(args.batch_type),
-        _reader(args, staged),
+        reader(args, staged),
     )  # fmt: skip
 
 
 _NEVER = object()
 
 
-def _reader(args: Arguments, position: int) -> Reader:
-    """A flat struct's leaves are its fields; any other batch is flattened."""
+def reader(args: Arguments, position: int) -> Reader:
+    """How a batch's leaves are read: a flat struct's are its fields, any other is flattened."""
     cls = args.batch_type
     names = list(buffers_of(cls)) if cls is not None else []
     roles = getattr(cls, "__fngraph_roles__", {})

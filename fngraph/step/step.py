@@ -11,6 +11,7 @@ the state of now; what is released, of all.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -684,5 +685,8 @@ def make_step(
     if tables is not None:
         entry = dataclasses.replace(entry, leaves=tables.reader(args, entry.leaves))
     borrow = outputs == "borrow"
-    shared = Shared(binding, made, entry, tables, rules or Rules(), borrow, guards, Stats())
+    numbers = itertools.count(1)
+    shared = Shared(
+        binding, made, entry, tables, rules or Rules(), borrow, guards, Stats(), numbers
+    )
     return (make or Step)(shared, executable)

@@ -11,6 +11,7 @@ import torch
 
 from fngraph.core import HostBounds, Support
 from fngraph.core.spec import KeyBounds
+from fngraph.core.text import with_suggestions
 from fngraph.errors import BackendError, CaptureError, SpecError
 from fngraph.graphs.recorder import Recorder
 from fngraph.graphs.recorders import make_recorder
@@ -38,6 +39,7 @@ class Checked(NamedTuple):
         return "\n".join(lines + [f"{n} calls refused: {why}" for why, n in self.refused.items()])
 
 
+@with_suggestions
 def check_backend(
     name: str, *, query_len: int | None = None, device: torch.device | str = "cpu"
 ) -> Checked:

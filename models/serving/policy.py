@@ -16,18 +16,25 @@ LEAST = {  # of each number
 
 
 def whole(name: str, value: Any) -> int:
-    """A whole number, of whatever type.
+    """A whole number, of whatever type, as machines have them.
 
     Raises:
-        TypeError: it is none, with its name.
+        TypeError: it is none, with its name. ValueError: one of more than 64 bits.
     """
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         kind = type(value).__name__
         raise TypeError(f"{name}={value!r} is a {kind}: pass a whole number") from None
+    if number.bit_length() > 63:
+        raise ValueError(
+            f"{name} is far too large: a number of {number.bit_length()} bits, where no count has "
+            "more than 63. Pass a smaller one"
+        )
+    return number
 
 
+@fg.core.text.with_suggestions
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
     """What a server is set to. Nothing here changes the tokens of a request that runs.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fngraph.models.serving.blocks import Pool, behind, new_pool, release, unname
-from fngraph.models.serving.policy import Policy
+from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.sampling import Settings
 from fngraph.models.serving.texts.detokenize import Reading
 from fngraph.models.serving.texts.tokens import Tokens
@@ -194,10 +194,13 @@ def start(num_blocks: int, policy: Policy) -> State:
     A state goes with that cache from then on: what it keeps of texts that have ended is in there.
 
     Raises:
-        TypeError: what is no policy.
+        TypeError: what is no policy, or no whole number. ValueError: a number that no cache has.
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"start takes num_blocks, policy; the second is a {type(policy).__name__}")
+    num_blocks = whole("num_blocks", num_blocks)
+    if not 0 <= num_blocks < 2**31:
+        raise ValueError(f"num_blocks={num_blocks}: pass as many as the cache has, below 2**31")
     pool = new_pool(num_blocks, policy.block_size if policy.share else 0)
     return State((), (), (), pool, tuple(range(policy.num_slots)), 0)
 

@@ -30,6 +30,7 @@ UNDRAWN = -2  # the same, behind the last one that was drawn
 WEIGHT_BITS = 34  # of the likeliest token: sums over 2**18 tokens are exact in a float64 too
 
 
+@fg.core.text.with_suggestions
 class Settings(NamedTuple):
     """How one request wants its tokens drawn.
 
@@ -114,7 +115,9 @@ def _check_changes(settings: Settings, subject: str) -> None:
         ) from None
     for token, value in biases.items():
         number = isinstance(token, numbers.Integral) and isinstance(value, numbers.Real)
-        if not (number and token >= 0 and (abs(value) <= HOT or value == -math.inf)):  # nor NaN
+        if not (
+            number and 0 <= token < 2**31 and (abs(value) <= HOT or value == -math.inf)
+        ):  # nor NaN
             raise ValueError(
                 f"{subject}logit_bias has {token!r}: {value!r}. Pass tokens, counted from 0, and "
                 "what is added to their logits, up to 1e38 or -inf"

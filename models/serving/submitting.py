@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import fngraph as fg
 from fngraph.models.serving.blocks import blocks_for
 from fngraph.models.serving.policy import Policy, whole
 from fngraph.models.serving.requests import GREEDY, Job, Request, State, in_order, no_blocks
@@ -18,6 +20,7 @@ from fngraph.models.serving.texts.tokens import Tokens
 Stop = str | int | Sequence[int]
 
 
+@fg.core.text.with_suggestions
 def submit(
     state: State, policy: Policy, prompt: Iterable[int], max_new: int, *,
     stop: Sequence[Stop] = (), min_tokens: int = 0, adapter: int = -1, settings: Settings = GREEDY,
@@ -51,7 +54,8 @@ def submit(
     Raises:
         TypeError: a prompt or settings of another type; numbers that are not whole.
         ValueError: a request that could never run, so that it would wait for ever; tokens that no
-            model has; settings out of their range.
+            model has; settings out of their range; more than 65536 texts, or numbers of more than
+            64 bits.
     """
     if not (isinstance(state, State) and isinstance(policy, Policy)):
         raise TypeError(
@@ -66,15 +70,19 @@ def submit(
         raise TypeError(f"stop={stop!r}: pass a list, stop=[{'' if stop is None else repr(stop)}]")
     if not hasattr(prompt, "__iter__"):
         raise TypeError(f"prompt={prompt!r}: pass a list of tokens")
-    given = tuple(prompt)
+    room = min(policy.max_blocks, state.pool.num_blocks) * policy.block_size
+    given = tuple(itertools.islice(prompt, room + 1))  # one more is too many, however many come
     try:
         tokens = tuple(map(operator.index, given))
     except TypeError:  # found once more, to be named
         tokens = tuple(whole(f"prompt[{i}]", token) for i, token in enumerate(given))
-    strings = tuple(one for one in stop if isinstance(one, str))
-    ends = tuple(run_of(one) for one in stop if not isinstance(one, str))
-    if (least := min((token for run in ends for token in run), default=0)) < 0:
-        raise ValueError(f"stop has {least}, which is no token: leave it out where there is none")
+    stops = _at_most(MOST_STOPS, "stop", stop)
+    strings = tuple(one for one in stops if isinstance(one, str))
+    ends = tuple(run_of(one) for one in stops if not isinstance(one, str))
+    if strange := [token for run in ends for token in run if not 0 <= token < 2**31]:
+        raise ValueError(
+            f"stop has {_brief(strange[0])}, which is no token: leave it out where there is none"
+        )
     max_new, adapter = whole("max_new", max_new), whole("adapter", adapter)
     min_tokens, n, priority = (
         whole("min_tokens", min_tokens), whole("n", n), whole("priority", priority)
@@ -88,13 +96,18 @@ def submit(
         )
     if not 0 <= min(tokens) <= max(tokens) < 2**31:
         at = next(i for i, token in enumerate(tokens) if not 0 <= token < 2**31)
-        raise ValueError(f"prompt[{at}]={tokens[at]} is no token: they are counted from 0")
+        raise ValueError(
+            f"prompt[{at}]={_brief(tokens[at])} is no token: they are counted from 0, up to 2**31"
+        )
     if adapter < -1:
         raise ValueError(f"adapter={adapter}: pass a slot's number, from 0 on; -1 for none")
     if not 0 <= min_tokens <= max_new:
         raise ValueError(f"min_tokens={min_tokens}: pass 0 to max_new={max_new}")
-    if n < 1:
-        raise ValueError(f"n={n}: pass how many texts, 1 or more")
+    if not 1 <= n <= MOST_TEXTS:
+        raise ValueError(
+            f"n={n}: pass how many texts, 1 to {MOST_TEXTS}. Each is a request of its own, which "
+            "waits with all that it needs: for more, submit again when some have ended"
+        )
     for name, given_fn in (("decode", decode), ("grammar", grammar)):
         if given_fn is not None and not callable(given_fn):
             raise TypeError(f"{name}={given_fn!r}: pass a function, of tokens")
@@ -104,27 +117,60 @@ def submit(
         raise ValueError(f"deadline={deadline!r}: pass time.monotonic() and so many seconds")
     needed = blocks_for(len(tokens) + max_new, policy.block_size)
     if needed > min(policy.max_blocks, state.pool.num_blocks):
+        known = len(tokens) if len(tokens) <= room else _length(prompt)
+        count = known or len(tokens)
+        needed = blocks_for(count + max_new, policy.block_size)
         raise ValueError(
-            f"{len(tokens)} prompt tokens and {max_new} new ones take {needed} blocks of "
-            f"{policy.block_size}, but a request may have {policy.max_blocks} and the cache has "
-            f"{state.pool.num_blocks}. Pass Policy(max_blocks={needed}) and a larger cache, or "
-            "shorten the request"
+            f"{count}{'' if known else ' or more'} prompt tokens and {max_new} new ones take "
+            f"{needed} blocks of {policy.block_size}, but a request may have {policy.max_blocks} "
+            f"and the cache has {state.pool.num_blocks}. Pass Policy(max_blocks={needed}) and a "
+            "larger cache, or shorten the request"
         )
     check_settings(settings)
     barred = min_tokens > 0 and any(len(run) == 1 for run in ends)
     shaped = barred or grammar is not None or logprobs is not None or settings.changes_logits
     first = state.submitted if settings.seed is None else settings.seed
+    jobs = []
     for i in range(n):
         request = Request(
-            state.submitted, tokens, max_new, ends, adapter, settings, key_of(first + i),
+            state.submitted + i, tokens, max_new, ends, adapter, settings, key_of(first + i),
             min_tokens, strings, decode, logprobs, grammar, priority, deadline, shaped,
         )  # fmt: skip
-        job = Job(request, Tokens(tokens), 0, no_blocks(), -1)
-        state = dataclasses.replace(
-            state, waiting=in_order(state.waiting, (job,)), submitted=state.submitted + 1,
-            soonest=min(state.soonest, deadline),
-        )  # fmt: skip
-    return state
+        jobs.append(Job(request, Tokens(tokens), 0, no_blocks(), -1))
+    return dataclasses.replace(
+        state, waiting=in_order(state.waiting, tuple(jobs)), submitted=state.submitted + n,
+        soonest=min(state.soonest, deadline),
+    )  # fmt: skip
+
+
+MOST_TEXTS = 1 << 16  # of one prompt
+MOST_STOPS = 1 << 20  # and tokens of one
+
+
+def _at_most(most: int, name: str, given: Iterable[Any]) -> tuple[Any, ...]:
+    """What an iterable gives, which may have no end.
+
+    Raises:
+        ValueError: more than so many.
+    """
+    found = tuple(itertools.islice(given, most + 1))
+    if len(found) > most:
+        raise ValueError(f"{name} has more than {most}: pass fewer")
+    return found
+
+
+def _brief(token: int) -> str:
+    """A token that is none; of thousands of digits Python would make no text."""
+    bits = token.bit_length()
+    return str(token) if bits < 128 else f"a number of {bits} bits"
+
+
+def _length(prompt: Any) -> int | None:
+    """How many tokens a prompt has, where it says so."""
+    try:
+        return len(prompt)
+    except (TypeError, OverflowError):
+        return None
 
 
 def run_of(stop: Sequence[int] | int) -> tuple[int, ...]:
@@ -136,5 +182,5 @@ def run_of(stop: Sequence[int] | int) -> tuple[int, ...]:
     try:
         return (operator.index(stop),)  # type: ignore[arg-type]
     except TypeError:
-        run = stop if hasattr(stop, "__iter__") else (stop,)
+        run = _at_most(MOST_STOPS, "a stop", stop) if hasattr(stop, "__iter__") else (stop,)
         return tuple(whole("stop", token) for token in run)

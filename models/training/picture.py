@@ -27,7 +27,7 @@ def draw_losses(path: Path, losses: Tensor, looks: Tensor, title: str) -> None:
         axis.plot(*looks.T.tolist(), "o-", color="#e6731a", markersize=3, label="held out")
     axis.set(title=title, xlabel="step", ylabel="nats a byte", yscale="log")
     axis.grid(alpha=0.3, which="both")
-    axis.legend()
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})
 

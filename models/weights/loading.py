@@ -99,8 +99,8 @@ def family(folder: str | Path, *, generative: bool = False) -> ModuleType:
     kind = read_json(Path(folder)).get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
-            f"{folder}: model_type {kind!r} is none of {', '.join(FAMILIES)}, "
-            "the families of fngraph.models.weights.loading.FAMILIES"
+            f"{folder}: model_type {kind!r} is none of {', '.join(FAMILIES)}, the families of "
+            f"fngraph.models.weights.loading.FAMILIES.{fg.core.text.did_you_mean(kind, FAMILIES)}"
         )
     if generative and kind in POOLING:
         raise CheckpointError(

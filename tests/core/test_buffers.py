@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import fngraph as fg
 from fngraph.core import Buffer, Dim, buffer, key_sizes, plan_buffers
 from fngraph.core.buffers import ITEMSIZE, parse_dims
 from fngraph.core.where import short_path, user_line
@@ -135,6 +136,31 @@ def test_a_declaration_is_a_dataclass_field_that_holds_the_buffer():
     assert str(declared("", "bool", pad=True)) == "bool[]"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'fg.buffer("T", "int64")', 'fg.buffer("R + 1", "int32", pad="stride")',
+        'fg.buffer("R B", "int32", pad=0, rows="changed", min=0)',
+        'fg.buffer("", "bool", pad=True)',
+        'fg.buffer("T 2 * B", "float32", pad=-1.5)', "fg.host()", "fg.static(default=3)",
+        "fg.static()",
+    ],
+)  # fmt: skip
+def test_a_declaration_prints_as_the_call_that_makes_it(text):
+    made = eval(text, {"fg": fg})
+    assert repr(made) == text
+    role = made.metadata["fngraph"]
+    if isinstance(role, Buffer):
+        assert repr(role) == text
+    cls = type("One", (), {"x": made, "__annotations__": {"x": "object"}})
+    (field,) = dataclasses.fields(fg.struct(cls))
+    assert repr(field) == text and field.name == "x"
+
+
+def test_what_is_left_at_its_default_is_not_printed():
+    assert repr(buffer("T", "int64", rows="all", min=None)) == 'fg.buffer("T", "int64")'
+
+
 def test_shape_and_rows_under_sizes():
     sizes = {"T": 40, "R": 8, "B": 16}
     blocks = declared("R + 1 2*B", "int32")
@@ -152,8 +178,8 @@ def test_dtypes_are_torchs_own_too():
 
 
 def test_dtypes_are_torch_names():
-    for dtype in ("long", "torch.int32"):
-        message = f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}"
+    for dtype, near in {"long": "", "torch.int32": " Did you mean 'int32'?"}.items():
+        message = f"dtype {dtype!r} is none of {', '.join(ITEMSIZE)}.{near}"
         assert refused(buffer, "T", dtype) == message
 
 

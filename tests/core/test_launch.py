@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -221,8 +222,13 @@ def test_what_is_no_curve_is_refused(make):
 
 def test_constants_come_back_as_they_were_written():
     assert Constants.loads(MACHINE.dumps()) == MACHINE
-    for text in ("", "[]", '{"device": {}}', MACHINE.dumps().replace("kernel_us", "kernel")):
-        with pytest.raises(SpecError, match="python -m benchmarks launch"):
+    for text, why in {
+        "": "it is empty", "{}": "it lacks 'device'", "[]": "it is JSON of a list",
+        "no": "it is no JSON (", '{"device": {}}': "it lacks 'host'",
+        MACHINE.dumps().replace("kernel_us", "kernel"): "a part of it cannot be read (TypeError: ",
+    }.items():  # fmt: skip
+        said = rf"these are no constants: {re.escape(why)}[^$]*python -m benchmarks launch"
+        with pytest.raises(SpecError, match=said):
             Constants.loads(text)
 
 

@@ -1,7 +1,6 @@
 """`fngraph.core.limits`: bounds by letter, and specs beyond them."""
 
 import pickle
-import re
 
 import pytest
 
@@ -42,8 +41,8 @@ def test_frozen_hashable_and_shown():
         (
             {"max_token": 5},
             (
-                "Limits(max_token=5): 'max_token' is no shape letter. Pass max_tokens=, max_reqs=, "
-                "and single capitals such as B=512."
+                "Limits(max_token=5): 'max_token' is no shape letter. Did you mean 'max_tokens'? "
+                "Pass max_tokens=, max_reqs=, and single capitals such as B=512."
             ),
         ),
         (
@@ -94,6 +93,8 @@ def test_check_names_the_limit():
 @pytest.mark.parametrize("name", ["max_token", "b", "BB"])
 def test_a_letter_that_is_none(name):
     """A misspelled bound must not pass for a shape letter and leave the real one at its default."""
-    message = f"Limits({name}=4): {name!r} is no shape letter. Pass max_tokens=, max_reqs=, and"
-    with pytest.raises(SpecError, match=re.escape(message)):
+    message = (
+        rf"Limits\({name}=4\): {name!r} is no shape letter\..* Pass max_tokens=, max_reqs=, and"
+    )
+    with pytest.raises(SpecError, match=message):
         Limits(64, 8, **{name: 4})

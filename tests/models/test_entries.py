@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from fngraph.models.serving.scheduling import plan
 from tests.models import tiny
 
 POLICY = Policy(max_tokens=32, max_reqs=2, max_blocks=4)
+COUNTS = ("n", "max_new", "min_tokens", "adapter", "priority", "logprobs")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,22 @@ def test_a_stop_token_needs_no_list_of_its_own():
         ({"stop": None}, TypeError, r"stop=None: pass a list, stop=\[\]"),
         ({"stop": b"ab"}, TypeError, "pass a list"),
         ({"stop": [-1]}, ValueError, "stop has -1, which is no token"),
+        ({"stop": [2**31]}, ValueError, "stop has 2147483648, which is no token"),
+        ({"stop": [[1, 10**5000]]}, ValueError, "stop is far too large: a number of 16610 bits"),
+        ({"stop": itertools.count()}, ValueError, "stop has more than 1048576: pass fewer"),
+        ({"stop": [itertools.count()]}, ValueError, "a stop has more than 1048576: pass fewer"),
+        ({"n": 10**30}, ValueError, "n is far too large: a number of 100 bits"),
+        ({"n": 10**9}, ValueError, "n=1000000000: pass how many texts, 1 to 65536. Each is a req"),
+        ({"n": 0}, ValueError, "n=0: pass how many texts, 1 to"),
+        *(
+            ({name: 10**5000}, ValueError, f"{name} is far too large: a number of 16610")
+            for name in COUNTS
+        ),
+        ({"prompt": itertools.count()}, ValueError, r"^65 or more prompt tokens and 4 new ones"),
+        ({"prompt": range(10**12)}, ValueError, r"^1000000000000 prompt tokens and 4 new ones"),
+        ({"prompt": range(10**30)}, ValueError, r"^65 or more prompt tokens and 4 new ones"),
+        ({"prompt": [10**5000]}, ValueError, r"prompt\[0\]=a number of 16610 bits is no token"),
+        ({"settings": Settings(logit_bias={2**31: 1.0})}, ValueError, "logit_bias has 2147483648"),
         ({"deadline": -1}, ValueError, r"deadline=-1: pass time\.monotonic\(\)"),
         ({"prompt": 5}, TypeError, "prompt=5: pass a list of tokens"),
         ({"settings": Settings("0.8")}, TypeError, "temperature='0.8' is a str, no number"),
@@ -91,6 +110,33 @@ def test_arguments_in_another_order():
         submit(POLICY, state, [1], 4)
     with pytest.raises(TypeError, match=r"query_lens=4: pass some, \(1, 4\)"):
         Policy(8, 2, 2, query_lens=4)
+
+
+def test_texts_of_one_prompt_are_requests_in_a_row():
+    state = submit(start(16, POLICY), POLICY, [1], 4, n=3, settings=Settings(1.0, seed=7))
+    state = submit(state, POLICY, [2], 4, priority=-1, deadline=9.0)
+    state = submit(state, POLICY, [3], 4, n=2, deadline=11.0)
+    assert [job.id for job in state.waiting] == [3, 0, 1, 2, 4, 5]
+    keys = [job.request.key for job in state.waiting]
+    alone = [
+        submit(start(16, POLICY), POLICY, [1], 4, settings=Settings(1.0, seed=7 + i))
+        .waiting[0].request.key for i in range(3)
+    ]  # fmt: skip
+    assert keys[1:4] == alone and len(set(keys)) == 6
+    assert (state.submitted, state.soonest) == (6, 9.0)
+
+
+def test_as_many_texts_as_there_may_be_are_there_at_once():
+    began = time.perf_counter()
+    state = submit(start(16, POLICY), POLICY, [1], 4, n=1 << 16)
+    assert len(state.waiting) == state.submitted == 1 << 16
+    assert time.perf_counter() - began < 20  # one by one it took minutes
+
+
+@pytest.mark.parametrize("blocks", [-1, 2**31, 10**30])
+def test_a_cache_of_a_number_that_none_has(blocks: int):
+    with pytest.raises(ValueError, match="num_blocks"):
+        start(blocks, POLICY)
 
 
 def test_a_state_is_advanced_once():

@@ -78,13 +78,13 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], int, int]] = {  # pairs, ot
     "a norm's weight that comes later": (
         lambda p, x: (lambda y: gate(p, rms_norm(y, p["g"].sin(), EPS)))(total(p, x)), 0, 2,
     ),
-    "a sum that is written in between": (
-        lambda p, x: (lambda y: gate(p, norm(p, changed(y, lambda z: z.add_(1)))))(total(p, x)),
-        0, 2,
+    "a sum that a view of it writes in between": (
+        lambda p, x: (lambda y: gate(p, norm(p, changed(y, lambda z: z.view(-1)[:3].add_(1)))))(
+            total(p, x)), 0, 2,
     ),
     "a norm's weight that is written in between": (
         lambda p, x: (lambda g: (lambda y: gate(p, rms_norm(
-            y, changed(g, lambda z: z.add_(1)), EPS)))(total(p, x)))(p["g"].sin()),
+            y, changed(g, lambda z: z.view(-1)[:3].add_(1)), EPS)))(total(p, x)))(p["g"].sin()),
         0, 2,
     ),
 }  # fmt: skip

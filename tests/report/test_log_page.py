@@ -55,10 +55,52 @@ def test_a_log_comes_back_as_it_was_saved(tmp_path: Path):
     assert text.count("\n|") == 4 and "PIECEWISE 16" in text and "<table>" in LOG._repr_html_()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "fngraph log 0"}', "nonsense"])
-def test_what_is_no_log_is_refused(text: str):
-    with pytest.raises(SpecError, match=r"not a log that step\.log\.save"):
+FOREIGN = {
+    "": "it is empty.",
+    "[]": "it is JSON of a list.",
+    "{}": "it is JSON of something else, which holds nothing.",
+    '{"model": 1, "b": 2}': "it is JSON of something else, which holds 'model', 'b'.",
+    '{"traceEvents": []}': "it is a trace, for Perfetto and TensorBoard.",
+    '{"format": "fngraph log 0"}': "it is of another version of fngraph ('fngraph log 0', and",
+    '{"format": 3}': "it is JSON of something else, which holds 'format'.",
+    "nonsense": "it is no JSON (Expecting value: line 1 column 1 (char 0)).",
+    LOG.dumps()[:100]: "it is no JSON (",
+    LOG.dumps().replace('"counted"', '"count"'): "it lacks 'counted'.",
+    LOG.dumps().replace('"FULL"', '"FUL"'): "a part of it cannot be read (",
+}
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_what_is_no_log_is_told_in_one_line(text: str, tmp_path: Path, capsys: Any):
+    with pytest.raises(SpecError) as caught:
         Log.loads(text)
+    told = str(caught.value)
+    assert told.startswith(f"this is not a log that step.log.save wrote: {FOREIGN[text]}")
+    assert told.endswith("record=1000 writes one: step.log.save('run.json')")
+    assert "KeyError" not in told
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(SystemExit) as status:
+        main(["report", str(tmp_path / "run.json")])
+    assert status.value.code == 2 and not (tmp_path / "run.html").exists()
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert last.endswith(f"run.json: {told.splitlines()[0]}")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: None, "No such file or directory"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "this is no text"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_in_one_line(make: Any, why: str, tmp_path, capsys):
+    make(tmp_path / "run.json")
+    with pytest.raises(SystemExit) as status:
+        main(["report", str(tmp_path / "run.json")])
+    assert status.value.code == 2
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert f"run.json: {why}. A step that is captured with record=1000 writes one: step.log" in last
 
 
 def test_a_trace_has_each_step_and_part_on_its_track(tmp_path: Path):
@@ -99,7 +141,7 @@ def test_charts_are_of_the_log():
 def test_the_picture_has_a_panel_a_chart(tmp_path: Path):
     pytest.importorskip("matplotlib")
     figure = draw_log(LOG)
-    assert [axis.get_title() for axis in figure.axes] == [c.title for c in charts_of(LOG)]
+    assert [axis.get_title("left") for axis in figure.axes] == [c.title for c in charts_of(LOG)]
     figure.savefig(tmp_path / "log.png")
     assert draw_log(Log("nothing", ())).axes
 

@@ -116,7 +116,7 @@ def test_a_batch_of_host_batch_gives_whole_rows_or_changed_ones(recorder_name, d
         got, _ = step({}, filled)
         want, _ = forward(params, {}, batch(table[:4].to(device), 4))
         assert torch.equal(got[0], want[0])
-    with pytest.raises(TreeError, match=r"'ids'.*'tables'"):
+    with pytest.raises(TreeError, match=r"'ids'.*tables\."):
         step.host_batch(spec, ids=changed([row], table[row]))
 
 

@@ -128,11 +128,27 @@ def test_the_table_prints_and_adds_up(recorder_name, device):
     step(batch(3, device))
     step(batch(3, device))
     table = step.memory
-    assert [row.last_used for row in table.rows] == [None, step.main.ring.taken, None]
+    assert [row.last_used for row in table.rows] == [None, 2, None]
     (row,) = [r for r in table.rows if r.measured]
     assert row.key == key(16) and table.total == table.pool + row.measured.graph
     text = table.as_text()
     assert "| FULL | BatchDescriptor(64, 8) |" in text and "1 of 3 keys" in text
+
+
+@pytest.mark.parametrize("modes", ["FULL", "PIECEWISE"])
+def test_last_used_counts_calls_alone(recorder_name, device, modes):
+    """Neither captures, with their warm-ups, nor measurements; steps without graphs too."""
+    made = steps.make(recorder_name, device, modes=modes, sizes=(2, 4, 8), lazy=False)
+    step, used = made.step, lambda: {r.key.num_tokens: r.last_used for r in made.step.memory.rows}
+    assert set(used().values()) == {0}
+    made.check(toys.batch(2))
+    largest = step.memory.rows[0].key
+    step.times(largest)
+    step(made.state, toys.on(toys.batch(2), device), allowed=("NONE",))
+    step.recapture(largest)
+    assert used() == {8: 0, 4: 0, 2: 1}
+    made.check(toys.batch(3, 1))
+    assert used() == {8: 0, 4: 3, 2: 1}
 
 
 # --- the budget -----------------------------------------------------------------------------------

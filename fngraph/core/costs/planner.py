@@ -14,6 +14,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple, SupportsIndex
 
+from fngraph.core.text import with_suggestions
 from fngraph.errors import SizesError
 
 Histogram = Mapping[int, float] | Iterable[int]
@@ -26,6 +27,7 @@ def _rows(size: int) -> float:
     return size
 
 
+@with_suggestions
 def plan_sizes(
     histogram: Histogram,
     k: int | None = None,

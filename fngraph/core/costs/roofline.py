@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
+from fngraph.core.foreign import what_is_off
 from fngraph.errors import SpecError
 
 BOUNDS = ("launch", "memory", "compute")
@@ -287,7 +288,7 @@ class Constants(NamedTuple):
             return cls(DeviceConstants(**device), HostConstants(**host), told["source"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SpecError(
-                f"These are no constants ({type(error).__name__}: {error}). Measure them: "
+                f"these are no constants: {what_is_off(dumped, error)}. Measure them: "
                 "python -m benchmarks launch --constants FILE."
             ) from error
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_loop, is_op, is_size, line_of, mutates, written_by
+from fngraph.fx.nodes import is_loop, is_op, is_size, line_of, mutates, name_of, written_by
 from fngraph.fx.schemas import reads_nothing
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
@@ -32,7 +32,7 @@ class Use:
     def __str__(self) -> str:
         if self.node.op == "output":
             return "forward returns"
-        return f"{self.node.target} ({line_of(self.node)}) {'writes' if self.writes else 'reads'}"
+        return f"{name_of(self.node)} ({line_of(self.node)}) {'writes' if self.writes else 'reads'}"
 
 
 def keys(node: fx.Node) -> list[int]:

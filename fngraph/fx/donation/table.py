@@ -21,7 +21,16 @@ from fngraph.fx.donation.liveness import Memory
 from fngraph.fx.donation.loops import settle
 from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import Leaf, same_place
-from fngraph.fx.nodes import inputs_of, is_loop, is_op, line_of, mutates, results_of, written_by
+from fngraph.fx.nodes import (
+    inputs_of,
+    is_loop,
+    is_op,
+    line_of,
+    mutates,
+    name_of,
+    results_of,
+    written_by,
+)
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
@@ -199,7 +208,7 @@ def _writers(gm: fx.GraphModule) -> dict[int, list[str]]:
     for node in gm.graph.nodes:
         for target in written_by(node):
             key = storage_key(target.meta["val"])
-            found.setdefault(key, []).append(f"{node.target} ({line_of(node)})")
+            found.setdefault(key, []).append(f"{name_of(node)} ({line_of(node)})")
     return found
 
 

@@ -9,7 +9,7 @@ it is the same, with values where the others have buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -54,6 +54,31 @@ def run(
     else:
         _scan(loop, runs[0], control, carry, operands[loop.state : loop.own], rest, made)
     return (*carry, *made)
+
+
+NOTED = 24  # calls of a loop's functions that are looked at one by one
+
+
+class Turn(NamedTuple):
+    """A call of a function of a loop: which one it is, and what it was given."""
+
+    number: int
+    given: list[Any]
+
+
+def run_noted(loop: Any, operands: Sequence[Any], turns: list[Turn]) -> tuple[torch.Tensor, ...]:
+    """The results of a loop, in Python; the first calls of its functions go into `turns`."""
+
+    def noting(number: int, gm: Any) -> Run:
+        def call(*given: Any) -> tuple[torch.Tensor, ...]:
+            if len(turns) < NOTED:
+                kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+                turns.append(Turn(number, kept))
+            return gm.forward(*given)  # type: ignore[no-any-return]
+
+        return call
+
+    return run(loop, [noting(i, gm) for i, gm in enumerate(loop.graphs)], None, operands)
 
 
 def _while(

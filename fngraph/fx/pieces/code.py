@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import is_loop, line_of
+from fngraph.fx.nodes import is_loop, line_of, name_of
 from fngraph.torch_facts.names import OpOverload
 
 _INSTEAD = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
@@ -67,7 +67,7 @@ def blame(gm: fx.GraphModule, error: BaseException) -> str | None:
         traceback = traceback.tb_next
     if found is None:
         return None
-    return f"{found.target}, from {line_of(found)}"
+    return f"{name_of(found)}, from {line_of(found)}"
 
 
 def _by_file(gm: fx.GraphModule) -> dict[str, dict[str, fx.Node]]:

@@ -14,13 +14,21 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from fngraph.fx.loops.running import run as run_loop
-from fngraph.fx.nodes import inputs_of, is_loop, is_op, is_tensor, line_of, written_by
+from fngraph.fx.loops.running import Turn, run_noted
+from fngraph.fx.nodes import (
+    inputs_of,
+    is_loop,
+    is_op,
+    is_tensor,
+    line_of,
+    name_of,
+    written_by,
+)
 from fngraph.fx.rows.bounds import ANY, size_of
 from fngraph.fx.rows.boxes import elements
 from fngraph.fx.rows.check import is_trusted, unfinished, vouched_for
@@ -40,7 +48,6 @@ from fngraph.fx.schemas import draws, named, plain_name
 from fngraph.torch_facts.names import tree_map_only
 
 UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-_NOTED = 24  # calls of a loop's functions that are looked at one by one
 _ODD = (0, -1, 7)
 _LOUD = (math.nan, math.inf, -math.inf, 3e4, -0.0)
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4,
@@ -62,7 +69,7 @@ class Difference:
 
     def __str__(self) -> str:
         told = "what fg.trust_rows says here is not so: " if is_trusted(self.node) else ""
-        return f"{line_of(self.node)}: {told}{self.text} ({self.node.target})"
+        return f"{line_of(self.node)}: {told}{self.text} ({name_of(self.node)})"
 
 
 def rehearse(
@@ -118,12 +125,12 @@ def rehearsed(
             if poison and in_loop and isinstance(facts[node], Kept) and is_tensor(node):
                 _poison(node, facts[node], bare[node], keyed[node])
         elif is_loop(node):
-            turns: list[_Turn] = []
-            bare[node] = _run_loop(node, bare, turns)
+            turns: list[Turn] = []
+            bare[node] = run_noted(node.target, _operands(node, bare), turns)
             if node in run and all(x in keyed for x in node.all_input_nodes):
-                again: list[_Turn] = []
+                again: list[Turn] = []
                 try:
-                    keyed[node] = _run_loop(node, keyed, again)
+                    keyed[node] = run_noted(node.target, _operands(node, keyed), again)
                 except Exception as error:
                     yield Difference(node, "runs", f"padding makes it fail: {error}")
                     return
@@ -156,32 +163,8 @@ def rehearsed(
                     _spoil(fact, bare[x], keyed[x], sizes)
 
 
-class _Turn(NamedTuple):
-    """A call of a function of a loop: which one it is, and what it was given."""
-
-    number: int
-    given: list[Any]
-
-
-def _run_loop(node: fx.Node, values: Mapping[fx.Node, Any], turns: list[_Turn]) -> Any:
-    """A loop's results; the first calls of its functions are noted."""
-    loop: Any = node.target
-
-    def noting(number: int, gm: fx.GraphModule) -> Any:
-        def call(*given: Any) -> Any:
-            if len(turns) < _NOTED:
-                kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
-                turns.append(_Turn(number, kept))
-            return gm.forward(*given)
-
-        return call
-
-    operands = [values[x] if isinstance(x, fx.Node) else x for x in node.args]
-    return run_loop(loop, [noting(i, gm) for i, gm in enumerate(loop.graphs)], None, operands)
-
-
 def _of_turns(
-    node: fx.Node, fact: Any, turns: Sequence[_Turn], again: Sequence[_Turn], poison: bool,
+    node: fx.Node, fact: Any, turns: Sequence[Turn], again: Sequence[Turn], poison: bool,
     sizes: Mapping[Any, int],
 ) -> Iterator[Difference]:  # fmt: skip
     """What differs within a loop, call by call."""
@@ -193,6 +176,10 @@ def _of_turns(
     for (number, true), (_, padded) in zip(turns, again):
         gm, facts = loop.graphs[number], fact.graphs[number]
         yield from rehearsed(gm, facts, true, padded, poison, sizes, in_loop=True)
+
+
+def _operands(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Any]:
+    return [values[x] if isinstance(x, fx.Node) else x for x in node.args]
 
 
 def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fngraph.core.where import user_line
-from fngraph.errors import BranchError, HostSyncError, MutationError, PurityError
+from fngraph.core.where import runs_users_code, user_line
+from fngraph.errors import BranchError, FnGraphError, HostSyncError, MutationError, PurityError
 from fngraph.fx.leaves import Leaf
+from fngraph.fx.tracing.operands import listed, operands_of, refused_by_torch
 from fngraph.fx.tracing.outside import (
     MAKERS,
     Made,
@@ -24,7 +25,8 @@ from fngraph.fx.tracing.outside import (
     is_literal,
     memory,
 )
-from fngraph.fx.tracing.refusals import Refusals, any_array, check_traceable
+from fngraph.fx.tracing.refusals import TOLD, Refusals, any_array
+from fngraph.fx.tracing.tried import check_traceable, said
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves, without_modes
 from fngraph.torch_facts.tracing import FakeTensor
@@ -65,16 +67,33 @@ class CallsMode(TorchFunctionMode):
             if done:
                 return result
         before, self.name = self.name, name
+        refused = len(self.refuse.errors)
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            check_traceable(error, name, func, args, kwargs, self.refuse)
+            shown = check_traceable(error, name, func, args, kwargs, self.refuse)
+            if len(self.refuse.errors) == refused:
+                self._tell(error, shown, name, (args, kwargs))
+            if shown is not error:
+                raise shown from None
             raise
         finally:
             self.name = before
         if name in ("shape", "size"):
             self.made.note(result, user_line())
         return result
+
+    def _tell(self, error: Exception, shown: Exception, name: str, given: Any) -> None:
+        """Have it told what was given to a call, if that is what raised an error.
+
+        Args:
+            shown: the error that `forward` is to see.
+        """
+        inside = error.__traceback__ and error.__traceback__.tb_next
+        operands = operands_of(given, self.made)
+        if operands and not isinstance(error, FnGraphError) and not runs_users_code(inside):
+            told = refused_by_torch(user_line(), name, operands, said(shown))
+            setattr(shown, TOLD, (str(told), f"{name.strip('_')}: {listed(operands)}"))
 
     def values(self, name: str, args: Any) -> tuple[bool, Any]:
         """A tensor's values on the host; those of a literal are known."""

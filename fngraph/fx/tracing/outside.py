@@ -25,6 +25,7 @@ from fngraph.errors import ClosureError, LeakError, MutationError, OperatorError
 from fngraph.fx.advice import ARGUMENT
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.tracing.refusals import Refusals
+from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import tree_leaves
 from fngraph.torch_facts.tracing import FakeTensor
 
@@ -148,8 +149,10 @@ class Made:
 
     def __init__(self, fakes: Sequence[torch.Tensor], leaves: Sequence[Leaf]) -> None:
         pairs = zip(fakes, leaves)
-        self._leaves = {id(fake) for fake in fakes}
-        self._seen = {id(fake): (weakref.ref(fake), leaf.path) for fake, leaf in pairs}
+        self._leaves = {id(fake): leaf for fake, leaf in pairs}
+        self._seen = {
+            key: (weakref.ref(x), self._leaves[key].path) for x in fakes if (key := id(x))
+        }
         self._undo: list[Callable[[], object]] = []
 
     def at_end(self, undo: Callable[[], object]) -> None:
@@ -167,6 +170,14 @@ class Made:
             if isinstance(x, torch.Tensor | torch.SymInt):
                 self._seen.pop(id(x), None)  # of one that is gone: keep the order of making
                 self._seen[id(x)] = weakref.ref(x), what  # type: ignore[arg-type]
+
+    def origin(self, x: torch.Tensor) -> tuple[torch.Tensor, str, Leaf | None] | None:
+        """The first tensor in the memory of `x`, the line that made it, and which leaf it is."""
+        at = _lies_at(x)
+        for first, what in self._alive() if at is not None else ():
+            if isinstance(first, FakeTensor) and _lies_at(first) == at:
+                return first, what, self._leaves.get(id(first))
+        return None
 
     def check(self, refuse: Refusals) -> None:
         """Refuse each that is alive, once the trace has let go of all of them.
@@ -207,6 +218,11 @@ class Made:
     def _alive(self) -> list[tuple[Any, str]]:
         alive = ((ref(), what) for ref, what in self._seen.values())
         return [(x, what) for x, what in alive if x is not None]
+
+
+def _lies_at(x: torch.Tensor) -> int | None:
+    """Which storage a tensor lives in, if it has one."""
+    return storage_key(x) if x.layout is torch.strided else None
 
 
 class _Cycle:

@@ -22,10 +22,12 @@ from fngraph.fx.nodes import REFUSED, flat
 from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
 from fngraph.fx.tracing.api import CallsMode, rebound
 from fngraph.fx.tracing.assumptions import by_transform
+from fngraph.fx.tracing.operands import mixed, operands_of
 from fngraph.fx.tracing.outside import Made, foreign, is_literal, literal_from_outside
 from fngraph.fx.tracing.refusals import Refusals, any_scalar, any_shape
 from fngraph.fx.tracing.streams import Streams
 from fngraph.fx.tracing.symbols import Symbols
+from fngraph.fx.tracing.tried import Dtypes
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.names import (
     OpOverload,
@@ -79,7 +81,7 @@ class PurityMode(TorchDispatchMode):
         super().__init__()
         self.owners, self.symbols, self.refuse = owners, symbols, refuse
         self.calls, self.made, self.generators = calls, made, generators
-        self.streams = streams
+        self.streams, self.dtypes = streams, Dtypes()
         self.blocks: dict[Any, Any] = {}  # key of a call to what it left: see fx/blocks/stamps.py
         self._standins: dict[int, tuple[Any, Any]] = {}
 
@@ -142,6 +144,10 @@ class PurityMode(TorchDispatchMode):
             marks = {DRAWN: index}
         for error in write_errors(line, func, args, kwargs, self.owners):
             self.refuse(error)
+        if (said := self.dtypes.refused(func, args, kwargs)) is not None:
+            name = self.calls.name or func._schema.name.partition("::")[2]
+            self.refuse.told(mixed(line, name, operands_of((args, kwargs), self.made), said))
+            args, kwargs = tree_map(_as_float, (args, kwargs))  # a stand-in
         outs = [(kwargs[n], _shape(kwargs[n])) for n in out_names(func) if n in kwargs]
         if len(self.refuse.errors) > known:  # of its rows nothing more is asked
             marks[REFUSED] = True
@@ -206,6 +212,10 @@ class PurityMode(TorchDispatchMode):
 def _shape(x: Any) -> list[str]:
     """Sizes as text: to compare T with a number is to ask for it."""
     return [str([str(n) for n in t.shape]).replace("'", "") for t in flat(x)]
+
+
+def _as_float(x: Any) -> Any:
+    return x.float() if isinstance(x, torch.Tensor) else x
 
 
 def _resized(line: str, func: Any, old: list[str], new: list[str]) -> OperatorError:

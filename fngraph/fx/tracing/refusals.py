@@ -8,8 +8,6 @@ more.
 from __future__ import annotations
 
 import contextlib
-import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,14 +23,7 @@ from fngraph.errors import (
     OperatorError,
     PurityError,
 )
-from fngraph.fx.nodes import SIZES
-from fngraph.torch_facts.names import (
-    are_transforms_active,
-    tree_leaves,
-    tree_map,
-    without_modes,
-)
-from fngraph.torch_facts.tracing import no_python_dispatcher
+from fngraph.torch_facts.names import tree_map
 
 # ruff: noqa: ISC004
 _NUMBERS = ("SymInt", "SymBool", "SymFloat", "PrintMethodNotImplementedError")
@@ -40,7 +31,6 @@ _HOST = ("FakeTensor.__format__", ".numpy()", "data is not allocated", "Cannot a
 _DEVICES = ("FakeTensor Device Propagation", "FakeTensorDeviceMismatch", "on the same device")
 _MEMORY = ("with symbolic sizes/strides", "Mixing fake modes", "FakeTensor", "UntypedStorage")
 _OPS = ("SparseTensorImpl", "NestedTensorImpl", "symbolically trace a dynamo-optimized", "MKLDNN")
-_LARGEST = 1 << 24  # elements of a call that is tried on zeros
 _KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
     (_NUMBERS, BranchError, "needs the number of tokens or requests as a number. Keep it symbolic: "
      "torch.arange(x.shape[0], device=x.device)"),
@@ -60,6 +50,9 @@ _KNOWN: list[tuple[tuple[str, ...], type[PurityError], str]] = [
 ]  # fmt: skip
 
 
+TOLD = "_fngraph_told"
+"""An attribute of an error of torch's: what is to be told of it if `forward` does not catch it, and
+what the call was given."""
 _AGAIN = 300
 """How often one refusal may come before a report ends; a model has fewer layers."""
 
@@ -97,6 +90,15 @@ class Refusals:
             )
             raise self.errors[-1]
 
+    def told(self, error: FnGraphError) -> None:
+        """Note `error` if the trace is to go on; else raise it, as torch would at a run: `forward`
+        may catch it, and go on."""
+        if self.go_on:
+            self(error)
+            return
+        error.args = (str(error) if self.symbols is None else self.symbols.spell(str(error)),)
+        raise error
+
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
         """Note what a check raises, and go past that check if the trace is to go on."""
@@ -123,9 +125,9 @@ class Refusals:
 def explained(error: Exception, refuse: Refusals) -> Exception:
     """What to raise for an exception that came out of `forward` while it was traced.
 
-    Our own come without torch's thirty frames. What torch says of fakes and symbols becomes a typed
-    error; anything else is the user's, with a note of the line. Where the trace was to go on, it
-    becomes the report's last entry.
+    Our own come without torch's thirty frames. What torch says of fakes and symbols, and of what an
+    op was given, becomes a typed error; anything else is the user's, with a note of the line. Where
+    the trace was to go on, it becomes the report's last entry.
     """
     line = user_line(error.__traceback__)
     if isinstance(error, FnGraphError):
@@ -134,7 +136,7 @@ def explained(error: Exception, refuse: Refusals) -> Exception:
         _speak_of_tensors(error)
     said = str(error).strip().splitlines()[:1]
     text = refuse.symbols.spell(": ".join([type(error).__name__, *said]))
-    if (known := _known(error, text)) is not None:
+    if (known := known_words(error, text)) is not None:
         kind, why = known
         return kind(f"{line}: forward {why}. ({text})")
     if "is invalid for input of size" in text and refuse.symbols.spell(str(error)) != str(error):
@@ -142,12 +144,18 @@ def explained(error: Exception, refuse: Refusals) -> Exception:
             f"{line}: forward reshapes by sizes that not every batch has. Keep a dim that is made "
             f"of T or R as it is, x.view(x.shape[0], -1), or unflatten one that is not. ({text})"
         )
+    told, given = map(refuse.symbols.spell, getattr(error, TOLD, ("", "")))
+    if told and isinstance(error, RuntimeError | ValueError):
+        rest = ". What comes after it was not checked" if refuse.go_on else ""
+        return OperatorError(told + rest)
     if refuse.go_on:
         return PurityError(
             f"{line}: forward ends here with {text}, so what comes after it was not checked"
         )
     names = ", ".join(f"{symbol} is {letter}" for symbol, letter in refuse.symbols.letters.items())
     error.add_note(f"while fngraph traced forward, at {line}; {names}")
+    if given:  # Python's own kinds of error stay those
+        error.add_note(given)
     return error
 
 
@@ -165,57 +173,11 @@ def _speak_of_tensors(error: Exception) -> None:
     )
 
 
-def _known(error: Exception, text: str) -> tuple[type[PurityError], str] | None:
+def known_words(error: Exception, text: str) -> tuple[type[PurityError], str] | None:
     for words, kind, why in _KNOWN:
         if any(word in text for word in words) and not isinstance(error, AssertionError):
             return kind, why
     return None
-
-
-def check_traceable(
-    error: Exception, name: str, func: Any, args: Any, kwargs: Any, refuse: Refusals
-) -> None:
-    """Refuse a call that torch runs, and of which its rules for fakes say that it is an error.
-
-    Args:
-        error: what the call has raised on fakes. Of one that is an error on numbers too, and of one
-            that `explained` has words for, nothing is said here.
-        name: what torch calls `func`.
-
-    Raises:
-        OperatorError: it runs on zeros of the same shapes.
-    """
-    text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    ours = isinstance(error, FnGraphError) or are_transforms_active()
-    if ours or _known(error, text) is not None or not _runs_on_zeros(func, args, kwargs):
-        return
-    refuse(
-        OperatorError(
-            f"{user_line()}: forward calls {name}, which torch runs but cannot trace ({text}). "
-            "Write it with other ops or dtypes, x[mask.bool()] for a mask of bytes; or call it "
-            "outside"
-        )
-    )
-
-
-def _runs_on_zeros(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call gives a result of zeros in place of its tensors, on the CPU."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    if sum(math.prod(map(_example, x.shape)) for x in tensors) > _LARGEST:
-        return False
-
-    def zeros(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return torch.zeros([_example(n) for n in x.shape], dtype=x.dtype)
-        return x.node.hint if isinstance(x, SIZES) else x
-
-    try:
-        with without_modes(), no_python_dispatcher(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's, as an error it would be taken for one
-            func(*tree_map(zeros, args), **tree_map(zeros, kwargs))
-    except Exception:
-        return False
-    return True
 
 
 def any_scalar(tensor: torch.Tensor) -> Any:
@@ -229,10 +191,10 @@ def any_array(tensor: torch.Tensor) -> Any:
     """What `.numpy()` might give."""
     import numpy
 
-    return numpy.full([_example(n) for n in tensor.shape], any_scalar(tensor))
+    return numpy.full([example_of(n) for n in tensor.shape], any_scalar(tensor))
 
 
-def _example(size: Any) -> int:
+def example_of(size: Any) -> int:
     """A size as the number that it is in the example; 2 where it depends on values."""
     if isinstance(size, int):
         return size
@@ -243,5 +205,5 @@ def _example(size: Any) -> int:
 def any_shape(result: Any) -> Any:
     """Fresh tensors in place of those whose shapes depend on values."""
     return tree_map(
-        lambda x: x.new_empty([_example(n) for n in x.shape]) if torch.is_tensor(x) else x, result
+        lambda x: x.new_empty([example_of(n) for n in x.shape]) if torch.is_tensor(x) else x, result
     )

@@ -7,7 +7,7 @@ address for every key. `unpack` fills it, and pads the rows beyond the batch's o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -38,7 +38,9 @@ def allocate(buffer_plan: BufferPlan, device: torch.device) -> StaticBuffers:
     return StaticBuffers(buffer_plan, tuple(made))
 
 
-_AS_TENSOR = {"ndarray": "torch.from_numpy(x)"}
+_AS_TENSOR = {"ndarray": "torch.from_numpy(x)"} | dict.fromkeys(
+    ("int", "float", "bool", "list", "tuple"), "torch.tensor(x)"
+)
 
 
 def check_leaves(buffer_plan: BufferPlan, leaves: Sequence[object], true: Sizes) -> None:
@@ -47,33 +49,48 @@ def check_leaves(buffer_plan: BufferPlan, leaves: Sequence[object], true: Sizes)
     Raises:
         TreeError: naming path, expected and got.
     """
+    for error in leaf_errors(buffer_plan, leaves, true):
+        raise error
+
+
+def leaf_errors(
+    buffer_plan: BufferPlan, leaves: Sequence[object], true: Sizes
+) -> Iterator[TreeError]:
+    """What is wrong with each leaf that is not what its field and the spec say."""
     for planned, leaf in zip(buffer_plan.buffers, leaves):
-        shape = planned.buffer.shape(true)
-        if not isinstance(leaf, torch.Tensor):
-            raise TreeError(
-                f"{planned.path}: expected a tensor {planned.buffer}, got {type(leaf).__name__}. "
-                f"Pass {_AS_TENSOR.get(type(leaf).__name__, 'torch.tensor(x)')}"
-            )
-        if leaf.layout is not torch.strided or leaf.is_meta:
-            where = "on the meta device" if leaf.is_meta else str(leaf.layout)
-            raise TreeError(f"{planned.path}: expected dense memory, got a tensor that is {where}")
-        if leaf.dtype is not _dtype(planned):
-            raise TreeError(
-                f"{planned.path}: expected {planned.buffer}, got dtype {leaf.dtype}. "
-                f"Convert it: x.to(torch.{planned.buffer.dtype})"
-            )
-        if tuple(leaf.shape) != shape:
-            sizes = ", ".join(f"{k}={true[k]}" for k in sorted(_letters(planned)))
-            if not sizes:
-                raise TreeError(
-                    f"{planned.path}: captured for exactly {planned.buffer}, got "
-                    f"{list(leaf.shape)}. Call the graphified function itself, which keeps a key "
-                    "for each shape"
-                )
-            raise TreeError(
-                f"{planned.path}: expected {planned.buffer} = {list(shape)} for {sizes}, got "
-                f"{list(leaf.shape)}. {_how_to_fit(planned, tuple(leaf.shape), true)}"
-            )
+        wrong = _wrong_with(planned, leaf, true)
+        if wrong is not None:
+            yield TreeError(f"{planned.path}: {wrong}")
+
+
+def _wrong_with(planned: PlannedBuffer, leaf: object, true: Sizes) -> str | None:
+    """What was expected of a leaf, what it is, and the fix; None where that is the same."""
+    if not isinstance(leaf, torch.Tensor):
+        return (
+            f"expected a tensor {planned.buffer}, got {type(leaf).__name__}. "
+            f"Pass {_AS_TENSOR.get(type(leaf).__name__, 'one tensor')}"
+        )
+    if leaf.layout is not torch.strided or leaf.is_meta:
+        where = "on the meta device" if leaf.is_meta else str(leaf.layout)
+        return f"expected dense memory, got a tensor that is {where}"
+    if leaf.dtype is not _dtype(planned):
+        return (
+            f"expected {planned.buffer}, got dtype {leaf.dtype}. "
+            f"Convert it: x.to(torch.{planned.buffer.dtype})"
+        )
+    shape = planned.buffer.shape(true)
+    if tuple(leaf.shape) == shape:
+        return None
+    sizes = ", ".join(f"{k}={true[k]}" for k in sorted(_letters(planned)))
+    if not sizes:
+        return (
+            f"captured for exactly {planned.buffer}, got {list(leaf.shape)}. Call the graphified "
+            "function itself, which keeps a key for each shape"
+        )
+    return (
+        f"expected {planned.buffer} = {list(shape)} for {sizes}, got {list(leaf.shape)}. "
+        f"{_how_to_fit(planned, tuple(leaf.shape), true)}"
+    )
 
 
 def _how_to_fit(planned: PlannedBuffer, got: tuple[int, ...], true: Sizes) -> str:

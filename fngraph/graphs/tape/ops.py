@@ -64,11 +64,16 @@ class Nested(NamedTuple):
 
 
 def perform(ops: Sequence[TapeOp]) -> None:
-    """Do each op again, in the memory that it was recorded with."""
-    for op in ops:
-        results = op.fn(*op.args, **op.kwargs)
-        if op.into:
-            deliver(op, results)
+    """Do each op again, in the memory that it was recorded with; what fails gets a note of it."""
+    op = None
+    try:
+        for op in ops:
+            results = op.fn(*op.args, **op.kwargs)
+            if op.into:
+                deliver(op, results)
+    except Exception as error:
+        error.add_note(f"in {op}")
+        raise
 
 
 def count_of(ops: Sequence[TapeOp]) -> int:

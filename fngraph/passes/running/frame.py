@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fngraph.core.text import count, table
+from fngraph.core.text import count, table, with_suggestions
 from fngraph.core.where import user_line
 from fngraph.errors import FnGraphError, PassError, RowsError
 from fngraph.fx.donation.table import drop_dead
@@ -59,7 +59,7 @@ from fngraph.passes.running.checks import (
 from fngraph.passes.running.copies import Copy
 from fngraph.passes.running.values import Known, complete
 from fngraph.torch_facts.names import OpOverload
-from fngraph.torch_facts.portable import text_of
+from fngraph.torch_facts.sources import text_of
 from fngraph.torch_facts.tracing import LazyGraphModule
 
 LOG = logging.getLogger("fngraph")
@@ -70,6 +70,7 @@ Facts = Mapping[fx.Node, Any]
 """What is known of the rows of each value."""
 
 
+@with_suggestions
 @dataclasses.dataclass(frozen=True)
 class Pass:
     """A function over graphs with a name, by which it is asked for, and a version.

@@ -115,6 +115,8 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
                 calls = [x for x in CALLS if x in runs]
                 wrong.extend(called(program, step, held, own, calls, dirty))
     except FnGraphError as error:
+        if _is_torchs(error) and all(_runs(program, batch(*sizes)) for sizes in BATCHES):
+            return Outcome("raw", told(error), "".join(code))  # it does not refuse it
         if not wrong and not _is_fault(error):
             return Outcome("refused", type(error).__name__)
         if not wrong and _of_shapes(error):
@@ -132,6 +134,12 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
     if ops := _by_place(program, held, runs, device):
         return Outcome("torch", ", ".join(ops))
     return Outcome("wrong", wrong[0], code[0])
+
+
+def _is_torchs(error: FnGraphError) -> bool:
+    """Whether it says that torch refuses a call."""
+    words = ("which torch refuses", "on tensors of different dtypes")
+    return isinstance(error, fg.errors.OperatorError) and any(x in str(error) for x in words)
 
 
 def _is_fault(error: FnGraphError) -> bool:

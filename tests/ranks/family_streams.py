@@ -173,7 +173,9 @@ def streams(rank: int, world: int, folder: Path, device: str) -> Any:
     """What does a job."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(minutes=2))
-    sizes = {kind: {"tp": 1} | over.sizes for kind, over in MESHES[world].items()}
+    sizes = {
+        kind: {**over.sizes, "tp": over.sizes.get("tp", 1)} for kind, over in MESHES[world].items()
+    }
     meshes = {kind: fg.make_mesh(device, **one) for kind, one in sizes.items()}
     kept: dict[Any, Any] = {}
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+import fngraph as fg
 from benchmarks.device import device_us
 from benchmarks.encoder.ways import MOST_ITEMS, Tower
 from fngraph.models.vision.qwen3_vl import MERGE
-from fngraph.ops.varlen import VARLEN, VarlenConfig
 
+varlen: Any = fg.ops.varlen  # kernels are not public: what lies below a call of the primitive
 MOST_SCORES = 1 << 28  # of a head; `reference` works them all out, a sequence's own or not
 
 
@@ -32,23 +33,23 @@ def attention_alone(tower: Tower, device: str) -> list[dict[str, Any]]:
     }  # fmt: skip
     dtype = tower.params.positions.dtype
     H, D = config.num_heads, config.dim // config.num_heads
-    about = VarlenConfig(H, H, D, dtype, torch.device(device).type, D**-0.5)
+    about = varlen.VarlenConfig(H, H, D, dtype, torch.device(device).type, D**-0.5)
     rows = []
     for name, lengths in packs.items():
         P = sum(lengths)
         q, k, v = torch.randn(3, P, H, D, device=device, dtype=dtype)
         ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-        for backend in VARLEN.backends.values():
+        for backend in varlen.VARLEN.backends.values():
             scores = P * P if backend.name == "reference" else 0
             if backend.run is None or backend.refusal(about) or scores > MOST_SCORES:
                 continue
             args = (q, k, v, ends, torch.empty_like(q), about.scale, about.causal)
-            call = VARLEN.bind(backend, args, about)
+            call = varlen.VARLEN.bind(backend, args, about)
             us = _us(lambda: call(host=None), device)  # noqa: B023
             flops = sum(4 * n * n * D * H for n in lengths)
             rows.append({
                 "images": name, "patches": P, "backend": backend.name, "us": us,
-                "TFLOP/s": flops / us / 1e6, "taken": backend is VARLEN.suited(about),
+                "TFLOP/s": flops / us / 1e6, "taken": backend is varlen.VARLEN.suited(about),
             })  # fmt: skip
     return rows
 

@@ -14,7 +14,6 @@ from torch import Tensor
 import fngraph as fg
 from benchmarks.encoder.requests import MOST_IMAGES, PIXELS
 from benchmarks.harness import Mistake
-from fngraph.encoder.planning import plan_model
 from fngraph.models.vision import qwen3_vl
 
 SIZES = {
@@ -45,7 +44,7 @@ def as_seen(
 ) -> dict[str, Any]:
     """Budgets planned from the runs of what came before, up to the tower's largest."""
     asked = as_asked(tower, most)
-    plan = plan_model(tower.model, **asked)
+    plan = fg.core.plan_encoder(*tower.model.token_range, **asked)
     tile = min(TILE, tower.budgets[0] // 2)
     seen = {tower.budgets[-1]: 1}  # what comes later may be as large
     for items in requests:

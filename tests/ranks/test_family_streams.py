@@ -79,7 +79,7 @@ def test_the_streams_have_everything(one: Callable[[str], Ran]) -> None:
     assert len(set().union(*want.texts.values())) > 50
 
 
-@pytest.mark.sampled("pp-gemma3_text", "pp-qwen3_next", "dp_ep-deepseek_v2")
+@pytest.mark.sampled("pp-gemma3_text")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "kind", "name"), CASES)
 def test_a_family_over_ranks_writes_what_one_process_does(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fngraph as fg
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, Mistake, count, show, some_of
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, Mistake, count, kept, show, some_of
 from benchmarks.workload import BF16, BLOCKS, QUICK, SHAPE, attention_of, new_cache, shape
 from fngraph.models.families import llama
 
@@ -119,6 +119,6 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of `captured`."""
     if max(flags.sizes) > flags.top:
         raise Mistake(f"--sizes {max(flags.sizes)}: there are no more than --top {flags.top}")
-    rows = list(captured(flags))
+    rows = kept(flags, captured(flags))
     show(rows)
     return rows

@@ -9,22 +9,38 @@ nothing is captured by hand.
 Levels: "fused" is "none" with all passes. "once" and "stock" of a Llama are "pieces", since
 attention runs by a backend; the row says what it ran as. Compiled code is kept where FNGRAPH_CACHE
 says: an empty folder shows what a first start takes, a second run what a second one does.
+
+A way is a level in a mode, or one by hand. After --seconds no way is begun, and its row says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 import fngraph as fg
 from benchmarks.decode import plain
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of, write
+from benchmarks.harness import (
+    BACKEND,
+    DEVICE,
+    ENDS,
+    LATE,
+    Benchmark,
+    Row,
+    count,
+    ends_of,
+    kept,
+    show,
+    some_of,
+)  # fmt: skip
 from benchmarks.steps import median_ms
 from benchmarks.workload import (
     BF16,
@@ -46,6 +62,7 @@ from fngraph.models.families import llama
 LEVELS = ("none", "fused", "pieces", "once", "stock")
 MODES = ("FULL", "PIECEWISE", "NONE")
 HANDS = ("default", "max-autotune-no-cudagraphs", "none")  # torch.compile's modes
+BY_HAND = "captured by hand"  # in place of a mode
 MB = 1e6
 AHEAD, MOST_NODES = 1.1, 200  # of the best by hand, at every point; of a FULL key of the 1B
 
@@ -92,15 +109,15 @@ def stepped(
     step.sleep()
 
 
-def by_hand(
-    flags: argparse.Namespace, params: Any, num_reqs: int, how: str | None
-) -> dict[str, Any]:
-    """A row of the plain step, under `torch.compile` in a mode of its, or as it is."""
+def by_hand(flags: argparse.Namespace, params: Any, name: Row, how: str) -> Iterator[Row]:
+    """The row, by this name, of the plain step, under `torch.compile` in a mode of its, or as it
+    is ("none")."""
+    num_reqs = name["batch"]
     cache = plain.static_cache(params.config, num_reqs, CONTEXT, flags.device, BF16)
     weights = plain.weights_of(params)
     batch = to_device(batch_of(num_reqs, 1), flags.device)
     fn: Callable[..., Any] = plain.step
-    if how is not None:
+    if how != "none":
         torch.compiler.reset()
         fn = torch.compile(plain.step, mode=how, fullgraph=True, dynamic=False)
     call = lambda: fn(params.config, weights, cache, batch.token_ids, batch.positions)  # noqa: E731
@@ -113,31 +130,45 @@ def by_hand(
     with torch.cuda.graph(graph):
         call()
     ms = median_ms(graph.replay, flags.repeats)
-    return {
-        "level": f"torch.compile, {how}" if how else "as it is", "mode": "captured by hand",
-        "batch": num_reqs, "ms": ms, "trace and compile s": ready - began,
-    }  # fmt: skip
+    yield name | {"ms": ms, "trace and compile s": ready - began}
 
 
-def of_model(flags: argparse.Namespace, config: llama.Config) -> Iterator[dict[str, Any]]:
-    """One row a level, mode and batch, and one each of what is captured by hand."""
-    params = fg.ops.lay_side_by_side(random_params(config, flags.device, BF16))
-    for level in flags.levels:
-        for mode in flags.modes:
-            yield from stepped(flags, params, level, mode)
-    if flags.device.startswith("cuda"):
-        for how in flags.by_hand:
-            for num_reqs in flags.batch:
-                yield by_hand(flags, params, num_reqs, None if how == "none" else how)
+def ways_of(
+    flags: argparse.Namespace, params: Any
+) -> Iterator[tuple[Row, Callable[[], Iterable[Row]]]]:
+    """What each way is called in its rows, and what makes them."""
+    for level, mode in itertools.product(flags.levels, flags.modes):
+        name = {"level": level, "mode": mode}
+        yield name, functools.partial(stepped, flags, params, level, mode)
+    hands = flags.by_hand if flags.device.startswith("cuda") else ()
+    for how, num_reqs in itertools.product(hands, flags.batch):
+        level = "as it is" if how == "none" else f"torch.compile, {how}"
+        name = {"level": level, "mode": BY_HAND, "batch": num_reqs}
+        yield name, functools.partial(by_hand, flags, params, name, how)
+
+
+def rows_of(flags: argparse.Namespace) -> Iterator[Row]:
+    """Of each model: one a level, mode and batch, and one each of what is captured by hand."""
+    models = {name: SHAPES[name] for name in flags.models}
+    ends = ends_of(flags)
+    for model, config in (models or {f"{flags.layers} x {flags.dim}": shape(flags)}).items():
+        params = fg.ops.lay_side_by_side(random_params(config, flags.device, BF16))
+        for name, make in ways_of(flags, params):
+            late = time.monotonic() > ends
+            for row in [name | {"failed": LATE}] if late else make():
+                yield {"model": model, **row}
+        del params, make
+        gc.collect()  # graphs and weights of one model before those of the next
 
 
 def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
     """Where FULL at its best is not so far ahead of the best by hand; and keys of many nodes."""
     lines = []
-    for model, num_reqs in dict.fromkeys((row["model"], row["batch"]) for row in rows):
-        here = [row for row in rows if (row["model"], row["batch"]) == (model, num_reqs)]
+    there = [row for row in rows if "ms" in row]
+    for model, num_reqs in dict.fromkeys((row["model"], row["batch"]) for row in there):
+        here = [row for row in there if (row["model"], row["batch"]) == (model, num_reqs)]
         full = [row for row in here if row["mode"] == "FULL"]
-        hands = [row["ms"] for row in here if row["mode"] == "captured by hand"]
+        hands = [row["ms"] for row in here if row["mode"] == BY_HAND]
         if full and hands:
             best = min(full, key=lambda row: row["ms"])
             ahead, nodes = min(hands) / best["ms"], best.get("nodes")
@@ -158,6 +189,7 @@ def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
         "--repeats": count(50), "--batch": count([1]),
         "--levels": some_of(LEVELS, LEVELS[:4]), "--modes": some_of(MODES),
         "--by-hand": some_of(HANDS, HANDS[:1]),
+        **ENDS,
     },
     quick=QUICK | {"repeats": 1, "levels": ["none", "pieces"]}, missed=missed,
 )  # fmt: skip
@@ -166,14 +198,14 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of each model."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("fngraph").setLevel(logging.INFO)
-    models = {name: SHAPES[name] for name in flags.models}
-    rows: list[dict[str, Any]] = []
-    for name, config in (models or {f"{flags.layers} x {flags.dim}": shape(flags)}).items():
-        for row in of_model(flags, config):
-            rows.append({"model": name, **row})
-            shown = ("model", "level", "mode", "batch", "ms")
-            print({k: rows[-1][k] for k in shown}, flush=True)
-        write(flags, rows)
-        gc.collect()  # graphs and weights of one model before those of the next
+    rows = kept(flags, _told(rows_of(flags)))
     show(rows)
     return rows
+
+
+def _told(rows: Iterable[Row]) -> Iterator[Row]:
+    """Each in a line as it comes."""
+    for row in rows:
+        shown = ("model", "level", "mode", "batch", "ms", "failed")
+        print({k: row[k] for k in shown if k in row}, flush=True)
+        yield row

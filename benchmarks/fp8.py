@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 import fngraph as fg
 from benchmarks.device import copy_bandwidth, device_us, draw
-from benchmarks.harness import DEVICE, SWEEP, Benchmark, Mistake, count, show, some_of
+from benchmarks.harness import DEVICE, SWEEP, Benchmark, Mistake, count, kept, show, some_of
 from benchmarks.steps import median_ms
 from benchmarks.workload import BF16, BLOCKS, batch_of, new_cache, random_params, to_device
 from fngraph.models.families import llama
@@ -176,7 +176,7 @@ def step_of(
     return found
 
 
-def steps(flags: argparse.Namespace) -> list[dict[str, Any]]:
+def steps(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each level, passes, kind of scales, of inputs' scales and batch."""
     config = shape(flags)
     plain = fg.ops.lay_side_by_side(random_params(config, flags.device, BF16, even=True))
@@ -187,21 +187,20 @@ def steps(flags: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for kind, inputs in itertools.product(flags.scales, flags.inputs)
     }
-    found = []
     for level, passes in itertools.product(flags.levels, (None, "all")):
         before = step_of(flags, plain, level, passes)
         for (kind, inputs), params in kinds.items():
             now = step_of(flags, params, level, passes)
             for num_reqs, (ms, logits) in now.items():
                 was, want = before[num_reqs]
-                found.append({
+                row = {
                     "level": level, "passes": passes or "the level's", "scales": kind,
                     "inputs": inputs, "batch": num_reqs, "bfloat16 ms": was, "fp8 ms": ms,
                     "ratio": ms / was,
                     "error": float((logits - want).norm() / want.norm()),
-                })  # fmt: skip
-                print(found[-1], flush=True)
-    return found
+                }  # fmt: skip
+                print(row, flush=True)
+                yield row
 
 
 def missed(figures: Any, flags: argparse.Namespace) -> list[str]:
@@ -242,9 +241,9 @@ def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
     figures: dict[str, Any] = {"products": [], "step": []}
     if "products" in flags.parts:
         figures["copy TB/s"] = copy_bandwidth()
-        figures["products"] = [product(T, *nk) for nk in SHAPES for T in ROWS]
+        kept(flags, (product(T, *nk) for nk in SHAPES for T in ROWS), figures, "products")
         show(figures["products"], "products, us")
     if "step" in flags.parts:
-        figures["step"] = steps(flags)
+        kept(flags, steps(flags), figures, "step")
         show(figures["step"], "a decode step")
     return figures

@@ -3,6 +3,8 @@
 A module or folder of this package that is named below has a function under `@Benchmark`; `main`
 does the rest. The status is 0 where all that is asked of the figures is met, 1 where it is not, and
 2 for a mistake in the command. torch comes in with a device or the JSON: some need neither.
+
+Rows go through `kept`, which writes each as it comes: a run that is cut has them, "unfinished".
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -17,7 +20,8 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 REFUSED = (fg.errors.BackendError, fg.errors.ModesError, fg.errors.PackageError,
            fg.errors.SizesError, fg.errors.SpecError)  # fmt: skip
 Flags = dict[str, dict[str, Any]]  # name -> what `add_argument` takes
+Row = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -160,6 +165,13 @@ def some_of(choices: Sequence[str], default: Sequence[str] | None = None) -> dic
 DEVICE: Flags = {"--device": {"help": "the GPU, if there is one"}}
 BACKEND: Flags = {"--backend": {"help": "of attention; what suits the device, if none is named"}}
 SWEEP: Flags = {"--sweep": {"action": "store_true", "help": "other tiles and splits, alone"}}
+ENDS: Flags = {"--seconds": count(0, "after which no way is begun; 0: no limit", least=0)}
+LATE = "left out: --seconds are over"
+
+
+def ends_of(flags: argparse.Namespace) -> float:
+    """The time, in seconds of `time.monotonic`, after which no way is begun."""
+    return time.monotonic() + flags.seconds if flags.seconds else math.inf
 
 
 def show(rows: Rows, title: str = "") -> None:
@@ -195,13 +207,38 @@ def over(rows: Rows, figure: str, limit: str) -> list[str]:
             for row in rows if row[limit] is not None and row[figure] > row[limit]]  # fmt: skip
 
 
-def write(flags: argparse.Namespace, figures: Any) -> None:
-    """Figures with their environment, where --json says."""
-    if flags.json is not None:
-        kept = {"environment": environment(flags.command), "figures": figures}
-        flags.json.write_text(json.dumps(kept, indent=1) + "\n")
+def kept(
+    flags: argparse.Namespace, rows: Iterable[Row], figures: Row | None = None, part: str = ""
+) -> list[Row]:
+    """All rows, written as each of them comes.
+
+    Args:
+        figures: what they are put into as they come, under the name `part`, behind those that are
+            there; None: they are all.
+    """
+    found: list[Row] = [] if figures is None else figures.setdefault(part, [])
+    for row in rows:
+        found.append(row)
+        write(flags, found if figures is None else figures, unfinished=True)
+    return found
 
 
+def write(flags: argparse.Namespace, figures: Any, unfinished: bool = False) -> None:
+    """Figures with their environment, where --json says; whole, whenever the run is cut."""
+    if flags.json is None:
+        return
+    figured = {"environment": environment(flags.command), "figures": figures}
+    text = json.dumps({"unfinished": True} | figured if unfinished else figured, indent=1) + "\n"
+    if flags.json.exists() and not flags.json.is_file():  # a pipe, /dev/stdout
+        flags.json.write_text(text)
+        return
+    to = flags.json.resolve()
+    aside = to.with_name(f"{to.name}.part")
+    aside.write_text(text)
+    aside.replace(to)
+
+
+@functools.cache
 def environment(command: str) -> dict[str, str]:
     """The machine and the software, as far as a figure depends on them."""
     import torch

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fngraph as fg
 from benchmarks.device import DTYPE, PREFILLS, copy_bandwidth, device_us, draw, error_of, scattered
-from benchmarks.harness import SWEEP, Benchmark, show
+from benchmarks.harness import SWEEP, Benchmark, kept, show
 
 L, D, BLOCK = 512, 64, 64
 C = L + D
@@ -126,12 +126,13 @@ def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
     if flags.sweep:
         sweep(peak)
         return None
-    rows = [decode(*point, peak) for point in POINTS[: 2 if flags.quick else None]]
-    rows.append(decode(16, 1, 32, 8192, peak, FP8))
-    show(rows, "decode, us a call")
-    prompts = [prefill(lens) for lens in PREFILLS[: 1 if flags.quick else None]]
-    show(prompts, "prefill, us a call")
-    return {"copy TB/s": peak, "decode": rows, "prefill": prompts}
+    figures: dict[str, Any] = {"copy TB/s": peak}
+    points: list[Any] = [(*point, peak) for point in POINTS[: 2 if flags.quick else None]]
+    points.append((16, 1, 32, 8192, peak, FP8))
+    show(kept(flags, itertools.starmap(decode, points), figures, "decode"), "decode, us a call")
+    prompts = map(prefill, PREFILLS[: 1 if flags.quick else None])
+    show(kept(flags, prompts, figures, "prefill"), "prefill, us a call")
+    return figures
 
 
 # --- other tiles and splits -----------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fngraph as fg
 from benchmarks.device import device_us, draw
-from benchmarks.harness import SWEEP, Benchmark, count, show, some_of
+from benchmarks.harness import SWEEP, Benchmark, count, kept, show, some_of
 
 ops: Any = fg.ops  # kernels are not public: what lies below a call of the op
 SHAPES = {  # of weights (N, K) that one launch reads, and what is around the product
@@ -170,6 +170,7 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     if flags.only:
         i, n = map(int, flags.only.split("/"))
         pairs = pairs[i::n]
-    rows = [row for name, count in pairs for row in point(name, count, flags.sweep)]
+    points = (point(name, count, flags.sweep) for name, count in pairs)
+    rows = kept(flags, itertools.chain.from_iterable(points))
     show(rows)
     return rows

@@ -24,17 +24,10 @@ from torch import Tensor
 from benchmarks.decode import ours, peers, plain
 from benchmarks.decode.bench import Bench, Made, Right, make_bench
 from benchmarks.decode.judging import broken
-from benchmarks.decode.measuring import (
-    ENDS,
-    Point,
-    all_rows,
-    ends_of,
-    in_turns,
-    start_anew,
-)
+from benchmarks.decode.measuring import Point, all_rows, in_turns, start_anew
 from benchmarks.decode.models import MODELS
 from benchmarks.device import release
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, some_of
+from benchmarks.harness import BACKEND, DEVICE, ENDS, Benchmark, count, ends_of, some_of
 from benchmarks.workload import BLOCK_SIZE
 
 PEAK = 790  # TFLOP/s of large bfloat16 products on an H200, as measured

@@ -28,7 +28,7 @@ from benchmarks.device import (
     once_ms,
     starts_of,
 )
-from benchmarks.harness import Benchmark, show
+from benchmarks.harness import Benchmark, kept, show
 
 BATCHES = [*itertools.product((1, 8, 32, 128), (1,)), (32, 4)]  # (requests, query length)
 NAMES = ("gated_delta", "ssd", "causal_conv")
@@ -116,8 +116,9 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     peak = copy_bandwidth()
     most = 1 if flags.quick else None
-    decodes = [decode(name, n, q, peak) for name in NAMES for n, q in BATCHES[:most]]
-    show(decodes, "decode, us a call")
-    prefills = [prefill(name, new) for name in NAMES for new in PREFILLS[:most]]
-    show(prefills, "prefill")
-    return {"copy TB/s": peak, "decode": decodes, "prefill": prefills}
+    figures: dict[str, Any] = {"copy TB/s": peak}
+    decodes = (decode(name, n, q, peak) for name in NAMES for n, q in BATCHES[:most])
+    show(kept(flags, decodes, figures, "decode"), "decode, us a call")
+    prefills = (prefill(name, new) for name in NAMES for new in PREFILLS[:most])
+    show(kept(flags, prefills, figures, "prefill"), "prefill")
+    return figures

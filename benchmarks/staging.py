@@ -22,7 +22,7 @@ import torch
 
 import fngraph as fg
 from benchmarks.device import in_graph, once_ms
-from benchmarks.harness import Benchmark, show
+from benchmarks.harness import Benchmark, kept, show
 from benchmarks.workload import COUNTS
 from fngraph.models.families import llama
 
@@ -112,6 +112,6 @@ def ways(num_reqs: int) -> list[dict[str, Any]]:
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of small and large batches."""
     sizes = (1,) if flags.quick else (1, 64, 256)
-    rows = [row for num_reqs in sizes for row in ways(num_reqs)]
+    rows = kept(flags, (row for num_reqs in sizes for row in ways(num_reqs)))
     show(rows)
     return rows

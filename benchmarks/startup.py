@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 import fngraph as fg
-from benchmarks.harness import BACKEND, DEVICE, MODES, Benchmark, count, over, show, some_of
+from benchmarks.harness import BACKEND, DEVICE, MODES, Benchmark, count, kept, over, show, some_of
 from benchmarks.workload import (
     BF16,
     BLOCKS,
@@ -159,6 +159,6 @@ def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
 )  # fmt: skip
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of `rows_of`."""
-    rows = list(rows_of(flags))
+    rows = kept(flags, rows_of(flags))
     show(rows)
     return rows

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 import torch
 
 import fngraph as fg
-from benchmarks.harness import DEVICE, MODES, Benchmark, count, show, some_of
+from benchmarks.harness import DEVICE, MODES, Benchmark, count, kept, show, some_of
 from benchmarks.workload import BLOCK_SIZE, BLOCKS, attention_of, batch_of, to_device
 from fngraph.models.families import llama
 from fngraph.models.weights.checkpoint import load_checkpoint
@@ -40,10 +40,16 @@ def median_ms(fn: Callable[[], Any], repeats: int, *, warm_up: int = 5) -> float
 @torch.no_grad()
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a mode and batch: what it ran as, ms, ms of bare forward, largest difference."""
+    rows = kept(flags, rows_of(flags))
+    show(rows)
+    return rows
+
+
+def rows_of(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of each mode and batch."""
     device, repeats = flags.device, flags.repeats
     _, params = load_checkpoint(device=device)
     limits = fg.Limits(max_tokens=128, max_reqs=8, B=BLOCKS)
-    rows = []
     for modes in flags.modes:
         cache = llama.init_cache(params.config, 64, block_size=BLOCK_SIZE, device=device)
         fast = fg.graphify(
@@ -57,18 +63,13 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
             got, _ = step(cache, batch)
             plain = tuple((k.clone(), v.clone()) for k, v in cache)
             want, _ = llama.forward(params, plain, batch)
-            rows.append(
-                {
-                    "modes": modes, "attention": attention_of(step),
-                    "batch": f"{num_reqs} x {new}",
-                    "ran as": str(step.dispatch(batch.spec).mode),
-                    "ms": median_ms(lambda: step(cache, batch), repeats),  # noqa: B023
-                    "bare forward ms": median_ms(
-                        lambda: llama.forward(params, plain, batch), repeats  # noqa: B023
-                    ),
-                    "largest difference": float((got - want).abs().max()),
-                    "keys": len(step), "trace and capture s": capture_s,
-                }
-            )  # fmt: skip
-    show(rows)
-    return rows
+            yield {
+                "modes": modes, "attention": attention_of(step), "batch": f"{num_reqs} x {new}",
+                "ran as": str(step.dispatch(batch.spec).mode),
+                "ms": median_ms(lambda: step(cache, batch), repeats),  # noqa: B023
+                "bare forward ms": median_ms(
+                    lambda: llama.forward(params, plain, batch), repeats  # noqa: B023
+                ),
+                "largest difference": float((got - want).abs().max()),
+                "keys": len(step), "trace and capture s": capture_s,
+            }  # fmt: skip

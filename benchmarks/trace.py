@@ -20,7 +20,7 @@ from unittest import mock
 from torch import fx
 
 import fngraph as fg
-from benchmarks.harness import Benchmark, Mistake, count, over, show
+from benchmarks.harness import Benchmark, Mistake, count, kept, over, show
 from fngraph.models.families import decoder, llama
 
 AT_MOST = {("as written", 24): 5, ("as written", 80): 16, ("marked", 24): 2.5, ("marked", 80): 5}
@@ -99,7 +99,7 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
         raise Mistake(f"--layers {flags.layers}: each deeper than the one before")
     if not flags.quick:
         traced(2, 1)  # torch's imports and caches
-    rows = list(both_ways(flags.layers, flags.repeats))
+    rows = kept(flags, both_ways(flags.layers, flags.repeats))
     show(rows, f"medians of {flags.repeats}")
     if len(flags.layers) > 1:
         print("", *(growth(rows, layer) for layer in ("as written", "marked")), sep="\n")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import fngraph as fg
 from benchmarks.device import release
-from benchmarks.harness import DEVICE, Benchmark, count, show, some_of, write
+from benchmarks.harness import DEVICE, Benchmark, count, kept, show, some_of
 from benchmarks.steps import median_ms
 from fngraph.models.families import llama
 from fngraph.models.train import DTYPES, tiny_bytes
@@ -297,11 +297,14 @@ def missed(rows: list[dict[str, Any]], flags: argparse.Namespace) -> list[str]:
 @torch.no_grad()
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of each model."""
-    rows: list[dict[str, Any]] = []
-    for name in flags.models:
-        for row in of_model(flags, name):
-            rows.append(row)
-            print({k: row[k] for k in ("model", "way", "ms", "peak MB")}, flush=True)
-            write(flags, rows)
+    rows = kept(flags, of_models(flags))
     show(rows)
     return rows
+
+
+def of_models(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of all of them, each told in a line."""
+    for name in flags.models:
+        for row in of_model(flags, name):
+            print({k: row[k] for k in ("model", "way", "ms", "peak MB")}, flush=True)
+            yield row

@@ -11,14 +11,24 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 import torch
 
 import fngraph as fg
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, factor, over, show, some_of
+from benchmarks.harness import (
+    BACKEND,
+    DEVICE,
+    Benchmark,
+    count,
+    factor,
+    kept,
+    over,
+    show,
+    some_of,
+)  # fmt: skip
 from benchmarks.steps import median_ms
 from benchmarks.workload import (
     BF16,
@@ -50,15 +60,19 @@ from fngraph.models.families import llama
 @torch.no_grad()
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a model and batch."""
-    rows = []
+    rows = kept(flags, rows_of(flags))
+    show(rows)
+    return rows
+
+
+def rows_of(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of each model and batch."""
     for model in flags.models:
         dtype = BF16 if flags.device.startswith("cuda") else torch.float32
         params = random_params(SHAPES[model], flags.device, dtype, even=True)
         for reqs in flags.batch:
-            rows.append(_row(flags, model, params, reqs, dtype))
+            yield _row(flags, model, params, reqs, dtype)
         del params
-    show(rows)
-    return rows
 
 
 def _row(

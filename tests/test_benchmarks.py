@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +110,106 @@ def test_a_quick_run_has_the_fields_of_the_results(name: str, tmp_path: Path, ca
             old, new = old["step"], new["step"]
         assert old[0].keys() <= new[0].keys()
     assert "|--" in capsys.readouterr().out
+
+
+def kept_of(path: Path) -> Any:
+    written = json.loads(path.read_text())
+    assert written.pop("unfinished") and written.pop("environment")["command"]
+    assert [other.name for other in path.parent.iterdir()] == [path.name]  # nothing aside
+    return written["figures"]
+
+
+def test_rows_are_kept_as_they_come(tmp_path: Path):
+    """Read after each of them, as if the run had been cut there."""
+    path = tmp_path / "figures.json"
+    flags, seen = argparse.Namespace(json=path, command="python -m benchmarks x"), []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for i in range(3):
+            yield {"i": i}
+            seen.append(kept_of(path))
+
+    assert harness.kept(flags, rows()) == [{"i": 0}, {"i": 1}, {"i": 2}]
+    assert [len(found) for found in seen] == [1, 2, 3]
+    figures: dict[str, Any] = {"copy TB/s": 4.0}
+    assert len(harness.kept(flags, [{"i": 0}], figures, "step")) == 1
+    assert len(harness.kept(flags, rows(), figures, "step")) == 4  # behind those that are there
+    assert seen[-1] == {"copy TB/s": 4.0, "step": [{"i": 0}, {"i": 0}, {"i": 1}, {"i": 2}]}
+    harness.write(flags, figures)
+    assert "unfinished" not in json.loads(path.read_text())
+    flags.json = None
+    assert len(harness.kept(flags, [{"i": 0}])) == 1
+
+
+def test_figures_go_through_a_link_and_into_a_pipe(tmp_path: Path):
+    """They are written aside and renamed, which would put a file in the place of either."""
+    flags = argparse.Namespace(json=tmp_path / "link", command="")
+    flags.json.symlink_to(tmp_path / "figures.json")
+    harness.write(flags, [1])
+    assert flags.json.is_symlink() and json.loads(flags.json.read_text())["figures"] == [1]
+    told = [sys.executable, "-m", "benchmarks", "traffic", "--quick", "--json", "/dev/stdout"]
+    ran = subprocess.run(told, cwd=RESULTS.parents[1], capture_output=True, text=True)
+    assert ran.returncode == 0 and '"figures": ' in ran.stdout
+
+
+CUT = {  # the module whose function makes a row or a few of them, and that function
+    "compile": ("benchmarks.compile", "stepped", "--modes FULL NONE --levels none fused"),
+    "startup": ("benchmarks.startup", "in_new_process", ""),
+    "fp8": ("benchmarks.fp8", "step_of", "--parts step"),
+    "steps": ("benchmarks.steps", "median_ms", "--modes NONE"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_run_that_is_cut_has_the_rows_before(name: str, tmp_path: Path, monkeypatch):
+    module, makes, flags = CUT[name]
+    found, path = importlib.import_module(module), tmp_path / "figures.json"
+    make, calls = getattr(found, makes), []
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        calls.append(makes)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return {"s": 1.0} if name == "startup" else make(*args, **kwargs)
+
+    monkeypatch.setattr(found, makes, cut)
+    with pytest.raises(KeyboardInterrupt):
+        harness.main([name, "--quick", *flags.split(), "--json", str(path)])
+    figures = kept_of(path)
+    rows = figures if isinstance(figures, list) else figures["step"]
+    assert len(rows) == {"compile": 2, "startup": 2, "fp8": 1, "steps": 1}[name]
+
+
+def test_every_benchmark_keeps_its_rows_as_they_come():
+    """But those that take seconds."""
+    brief = {"dispatch", "traffic"}
+    for name in set(harness.NAMES) - brief:
+        source = RESULTS.parent / f"{name}.py"
+        folder = [source] if source.exists() else (RESULTS.parent / name).glob("*.py")
+        text = "".join(path.read_text() for path in folder)
+        assert re.search(r"\bkept\(|unfinished=True|\ball_rows\(", text), name
+
+
+def test_after_its_seconds_compile_begins_no_way(tmp_path: Path, monkeypatch, capsys):
+    """The second level is late; what there is, is judged."""
+    module = importlib.import_module("benchmarks.compile")
+    clock = iter([0.0, 1.0, 2.0, 9.0])  # when it ends is asked, then of each way
+    fake = argparse.Namespace(monotonic=lambda: next(clock), perf_counter=module.time.perf_counter)
+    monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(harness, "time", fake)
+    path = tmp_path / "figures.json"
+    flags = ["--quick", "--levels", "none", "fused", "pieces", "--modes", "FULL", "--seconds", "5"]
+    assert harness.main(["compile", *flags, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["figures"]
+    assert [row["level"] for row in rows if "ms" in row] == ["none", "fused"]
+    (late,) = (row for row in rows if "ms" not in row)
+    assert late == {"model": "1 x 256", "level": "pieces", "mode": "FULL", "failed": harness.LATE}
+    assert f"1 x 256, pieces: failed: {harness.LATE}" in capsys.readouterr().out
+    by_hand = {"model": "1B", "mode": module.BY_HAND, "batch": 1}
+    others = [by_hand | {"level": "x", "ms": 1.0}, by_hand | {"failed": harness.LATE}]
+    full = {"model": "1B", "mode": "FULL", "batch": 1, "level": "none", "ms": 1.0, "nodes": 9}
+    (line,) = module.missed([*others, full, late], argparse.Namespace())
+    assert line.startswith("1B, batch 1, none: 1.00 times as fast")
 
 
 def test_dispatch_and_traffic_load_no_torch():

@@ -19,9 +19,10 @@ import benchmarks.prefill
 from benchmarks import decode, harness
 from benchmarks.decode import clocks, elsewhere, ours, peers, plain
 from benchmarks.decode.bench import Bench, Made, Right, make_bench
-from benchmarks.decode.judging import LATE, Left, Wrong, judge, made_ready
+from benchmarks.decode.judging import Left, Wrong, judge, made_ready
 from benchmarks.decode.models import MODELS, bytes_read
 from benchmarks.decode.picture import figure_of
+from benchmarks.harness import LATE
 from fngraph.models.weights.naming import named
 
 TINY = ("tiny", "tiny-qwen3", "tiny-moe")

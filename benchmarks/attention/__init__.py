@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from benchmarks.attention.cases import D, H, backend, decoders, flash, paged, prefilling
 from benchmarks.attention.tiles import invariant_cost, sweep
 from benchmarks.device import PREFILLS, copy_bandwidth, device_us, error_of
-from benchmarks.harness import SWEEP, Benchmark, Flags, show
+from benchmarks.harness import SWEEP, Benchmark, Flags, kept, show
 
 OURS = ("step", "triton_decode", "triton")
 POINTS = [*itertools.product((1, 8, 32, 128), (512, 4096, 32768)), (32, 8192)]
@@ -93,13 +94,17 @@ def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
     if flags.sweep:
         sweep(peak)
         return None
-    rows = []
-    for n, context in POINTS[: 2 if flags.quick else None]:
-        rows.append(decode(n, context, not flags.no_flex, peak))
-        torch.cuda.empty_cache()
-    show(rows, "decode, us a call")
-    prompts = [prefill(lens) for lens in PREFILLS[: 1 if flags.quick else None]]
-    show(prompts, "prefill, us a call")
-    cost = invariant_cost(1 if flags.quick else None)
+    figures: dict[str, Any] = {"copy TB/s": peak}
+    show(kept(flags, decodes(flags, peak), figures, "decode"), "decode, us a call")
+    prompts = map(prefill, PREFILLS[: 1 if flags.quick else None])
+    show(kept(flags, prompts, figures, "prefill"), "prefill, us a call")
+    cost = kept(flags, invariant_cost(1 if flags.quick else None), figures, "invariant")
     show(cost, "fixed splits, batch-invariant, against the best for the batch")
-    return {"copy TB/s": peak, "decode": rows, "prefill": prompts, "invariant": cost}
+    return figures
+
+
+def decodes(flags: argparse.Namespace, peak: float) -> Iterator[dict[str, Any]]:
+    """A row a batch and context."""
+    for n, context in POINTS[: 2 if flags.quick else None]:
+        yield decode(n, context, not flags.no_flex, peak)
+        torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,19 +77,17 @@ def sweep(peak: float) -> None:
         print(f"prefill of {prompt}: {us_of:.1f} us, {tile}{' as it is' * (tile == usual)}")
 
 
-def invariant_cost(most: int | None = None) -> list[dict[str, Any]]:
+def invariant_cost(most: int | None = None) -> Iterator[dict[str, Any]]:
     """Splits by the table's width, which make rows batch-invariant, against the batch's best.
 
     The best is of all `divisions`, by the batch's own tile and programs, of `most` batches.
     """
-    found = []
     for n, context in ((1, 4096), (1, 32768), (8, 4096), (32, 8192), (128, 4096))[:most]:
         usual, us = splitting(paged(n, context))
         times = {how: us(how) for how in divisions(usual, context)}
         best = min(times, key=times.__getitem__)
-        found.append({
+        yield {
             "batch": n, "context": context, "fixed us": times[usual], "split": usual.split,
             "spans past": usual.many, "best us": times[best], "best split": best.split,
             "best spans past": best.many, "cost": times[usual] / times[best] - 1,
-        })  # fmt: skip
-    return found
+        }  # fmt: skip

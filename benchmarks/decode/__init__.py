@@ -23,18 +23,11 @@ import torch
 from benchmarks.decode import clocks, elsewhere, ours, peers, plain
 from benchmarks.decode.bench import Bench, Made, make_bench
 from benchmarks.decode.judging import Left, broken, told
-from benchmarks.decode.measuring import (
-    ENDS,
-    Point,
-    all_rows,
-    ends_of,
-    in_turns,
-    start_anew,
-)
+from benchmarks.decode.measuring import Point, all_rows, in_turns, start_anew
 from benchmarks.decode.models import MODELS, bytes_read
 from benchmarks.decode.picture import draw
 from benchmarks.device import release
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, some_of
+from benchmarks.harness import BACKEND, DEVICE, ENDS, Benchmark, count, ends_of, some_of
 from benchmarks.workload import BLOCK_SIZE
 
 OURS, PEERS = {**ours.WAYS}, {**peers.WAYS, **elsewhere.WAYS}

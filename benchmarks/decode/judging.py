@@ -8,16 +8,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.decode.bench import Bench, Made, Right
+from benchmarks.harness import LATE, Row
 
 MOST_ERROR = 0.05  # of logits and of k and v, by their norms; bfloat16 is off by 0.003 to 0.016
-LATE = "left out: --seconds are over"
-Row = dict[str, Any]
 
 
 class Wrong(Exception):

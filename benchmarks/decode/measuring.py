@@ -8,37 +8,31 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from benchmarks.decode import clocks
 from benchmarks.decode.bench import Bench, Made, Right
-from benchmarks.decode.judging import Row, made_ready
-from benchmarks.harness import Flags, count, show, write
+from benchmarks.decode.judging import made_ready
+from benchmarks.harness import Row, kept, show
 
-ENDS: Flags = {"--seconds": count(0, "after which no way is begun; 0: no limit", least=0)}
 Point = tuple[str, Iterator[Row]]
-
-
-def ends_of(flags: argparse.Namespace) -> float:
-    """The time, in seconds of `time.monotonic`, after which no way is begun."""
-    return time.monotonic() + flags.seconds if flags.seconds else float("inf")
 
 
 def all_rows(flags: argparse.Namespace, points: Iterable[Point]) -> list[Row]:
     """The rows of all points, shown and written point by point. What a point needs is let go of
     before the next one is asked for."""
-    rows: list[Row] = []
+    return kept(flags, _shown(points))
+
+
+def _shown(points: Iterable[Point]) -> Iterator[Row]:
     for where, found in points:
         print(where, flush=True)
         new = list(found)
         del found
         show(new, where)
-        rows += new
-        write(flags, rows)
-    return rows
+        yield from new
 
 
 def in_turns(

@@ -6,11 +6,13 @@ squares    requests of 20 images of 336 x 336; with --ranks 2 shared by two devi
 budgets    for sets of budgets, with and without the rule that defers items: padding, graphs, MB
 towers     two paths, of which the items' crops are beyond every budget: one graph and one eager run
            against both run eagerly, as they would if they were one graph
+attention  the tower's attention alone, by backend and order of images
 
 Qwen3-VL's tower at its real shape, random weights in bf16; DeepSeek-OCR's for `towers`. Patches lie
 on the device, as a processor there leaves them. Each request goes through every way in turn, and
 `ms` is its wall time with the device's work done: what a server adds to the time to a first token.
 Bare `forward` takes all images of a request in one call. Rows are held to float32's first.
+Budgets are as asked, in steps of 512, or planned from the requests of the warm-up.
 
 `of bare` are ratios of means, of 99th percentiles, of requests of up to 1,024 patches, and of the
 kind of request (by tokens, in eight parts) that fares worst.
@@ -19,6 +21,7 @@ kind of request (by tokens, in eight parts) that fares worst.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import time
@@ -28,15 +31,17 @@ from typing import Any
 import torch
 
 from benchmarks.device import wait
+from benchmarks.encoder.kernels import attention_alone
 from benchmarks.encoder.ranked import in_ranks
 from benchmarks.encoder.requests import Request, chat, squares, videos
 from benchmarks.encoder.towers import two_towers
-from benchmarks.encoder.ways import SIZES, Tower, as_asked, make_tower, way_of
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show, some_of
+from benchmarks.encoder.ways import SIZES, Tower, as_asked, as_seen, make_tower, named, way_of
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, kept, show, some_of
 from benchmarks.traffic import quantile
 
-PARTS = ("images", "video", "squares", "budgets", "towers")
+PARTS = ("images", "video", "squares", "budgets", "towers", "attention")
 LEVELS = ("none", "fused", "pieces")
+BUDGETS = ("asked", "planned")
 SMALL = 1024  # patches
 GOALS = {  # of bare: the most that each may be
     "images": {"mean": 0.75, "p99": 0.80, "small": 1 / 1.9, "worst kind": 1.03},
@@ -107,10 +112,12 @@ def stream_part(part: str, tower: Tower, flags: argparse.Namespace) -> list[dict
     warmup = min(flags.warmup, many // 4)
     requests = make(tower, many, flags.seed)
     ways: dict[str, Any] = {"bare": tower.bare}
-    for level in flags.levels:
-        began = time.perf_counter()
-        ways[f"FULL-{level}"] = way_of(tower, level, flags, **as_asked(tower))
-        print(f"  {part}, FULL-{level}: {time.perf_counter() - began:.1f} s to capture", flush=True)
+    earlier = [one.items() for one in requests[: warmup or None]]
+    asked = {"asked": as_asked(tower), "planned": as_seen(tower, earlier)}
+    for level, budgets in itertools.product(flags.levels, flags.budgets):
+        began, way = time.perf_counter(), named(level, budgets)
+        ways[way] = way_of(tower, level, flags, **asked[budgets])
+        print(f"  {part}, {way}: {time.perf_counter() - began:.1f} s to capture", flush=True)
     tower.check(ways, requests[0].items())
     seconds = timed(ways, requests, flags.device, warmup, flags.seconds or math.inf)
     rows = rows_of(part, seconds, requests[warmup : warmup + len(seconds["bare"])])
@@ -119,7 +126,7 @@ def stream_part(part: str, tower: Tower, flags: argparse.Namespace) -> list[dict
         stats = encoder.stats
         graphs = max(stats.tokens() + stats.padding(), 1)
         row |= {"hits": stats.hit_rate(), "padding": stats.padding() / graphs}
-        row["graphs MB"] = megabytes(encoder)
+        row |= {"graphs": encoder.plan.num_graphs, "graphs MB": megabytes(encoder)}
         encoder.sleep()
     return rows
 
@@ -184,12 +191,14 @@ def missed(found: dict[str, Any], flags: argparse.Namespace) -> list[str]:
 @Benchmark(
     DEVICE | BACKEND | {
         "--parts": some_of(PARTS), "--levels": some_of(LEVELS, ["none", "fused"]),
+        "--budgets": some_of(BUDGETS),
         "--model": {"choices": list(SIZES), "default": "qwen3-vl"},
         "--requests": count(3000), "--warmup": count(300, least=0), "--seed": count(0, least=0),
         "--seconds": count(0, "after which no request of a part is begun; 0: no limit", least=0),
         "--ranks": count(1, "processes that share a request of squares, a GPU each"),
     },
-    quick={"device": "cpu", "model": "tiny", "requests": 6, "warmup": 1, "levels": ["none"]},
+    quick={"device": "cpu", "model": "tiny", "requests": 6, "warmup": 1, "levels": ["none"],
+           "budgets": ["asked"]},
     missed=missed,
 )  # fmt: skip
 @torch.no_grad()
@@ -199,13 +208,15 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     tower = make_tower(flags)
     for part in flags.parts:
         if part == "budgets":
-            found[part] = budget_sets(tower, flags)
+            rows = budget_sets(tower, flags)
         elif part == "towers":
-            found[part] = two_towers(flags, timed)
+            rows = two_towers(flags, timed)
+        elif part == "attention":
+            rows = attention_alone(tower, flags.device)
         else:
-            found[part] = stream_part(part, tower, flags)
-        show(found[part], part)
+            rows = stream_part(part, tower, flags)
+        show(kept(flags, rows, found, part), part)
     if flags.ranks > 1:
-        found["squares over ranks"] = rows_of("squares over ranks", *in_ranks(flags))
-        show(found["squares over ranks"], f"squares over {flags.ranks} ranks")
+        rows, part = rows_of("squares over ranks", *in_ranks(flags)), "squares over ranks"
+        show(kept(flags, rows, found, part), f"squares over {flags.ranks} ranks")
     return found

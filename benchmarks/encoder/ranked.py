@@ -1,7 +1,8 @@
 """Requests of squares over ranks, a process each (`benchmarks encoder --ranks 2`).
 
 Both ways share a request's images as `balance` does and gather all rows on every rank: by graphs,
-and by bare `forward`. Times are those of rank 0, from one barrier to the last row.
+and by bare `forward`. Times are those of rank 0, from one barrier to the last row. Planned budgets
+hold a rank's share in one run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.multiprocessing as mp
 import fngraph as fg
 from benchmarks.device import wait
 from benchmarks.encoder.requests import Request, squares
-from benchmarks.encoder.ways import Tower, as_asked, make_tower, way_of
+from benchmarks.encoder.ways import Tower, as_asked, as_seen, make_tower, named, way_of
 from benchmarks.harness import Mistake
 
 
@@ -66,14 +67,19 @@ def _measured(flags: argparse.Namespace, group: Any) -> dict[str, list[float]]:
     tower = make_tower(flags)
     many = max(3, flags.requests // 10)
     warmup = min(flags.warmup, many // 4)
-    encoder = way_of(tower, flags.levels[-1], flags, ranks=group, **as_asked(tower))
+    requests = squares(tower, many, flags.seed)
+    share = requests[0].items()[: -(-len(requests[0].grids) // flags.ranks)]  # a rank's, all alike
 
     def bare(items: Sequence[Any]) -> list[Any]:
         return shared(tower, items, group)
 
-    ways = {"bare": bare, f"FULL-{flags.levels[-1]}": encoder}
+    ways: dict[str, Any] = {"bare": bare}
+    asked = {"asked": as_asked(tower), "planned": as_seen(tower, [share], most=len(share))}
+    for budgets in flags.budgets:
+        way = named(flags.levels[-1], budgets)
+        ways[way] = way_of(tower, flags.levels[-1], flags, ranks=group, **asked[budgets])
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for at, request in enumerate(squares(tower, many, flags.seed)):
+    for at, request in enumerate(requests):
         items = request.items()
         for name, way in ways.items():
             dist.barrier(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,33 @@ SIZES = {
     ),
 }  # fmt: skip
 BUDGETS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864)
+PLANNED = 24  # budgets that are planned from a stream
+TILE = 32  # tokens whose 128 patches products compute at once, so that less saves nothing
 TINY_BUDGETS, TINY_PIXELS = (8, 16, 32), 600.0
 MOST_ITEMS = 8  # of a graph
 OFF = 1.5  # times bare `forward`'s own error, and no more
 
 
-def as_asked(tower: Tower) -> dict[str, Any]:
-    """The tower's budgets, and MOST_ITEMS."""
-    return {"budgets": tower.budgets, "max_items": min(MOST_ITEMS, tower.budgets[0])}
+def as_asked(tower: Tower, most: int = MOST_ITEMS) -> dict[str, Any]:
+    """The tower's budgets, and so many items a graph."""
+    return {"budgets": tower.budgets, "max_items": min(most, tower.budgets[0])}
+
+
+def as_seen(
+    tower: Tower, requests: Iterable[Sequence[Any]], most: int = MOST_ITEMS
+) -> dict[str, Any]:
+    """Budgets planned from the runs of what came before, up to the tower's largest."""
+    asked = as_asked(tower, most)
+    plan = fg.core.plan_encoder(*tower.model.token_range, **asked)
+    tile = min(TILE, tower.budgets[0] // 2)
+    seen = {tower.budgets[-1]: 1}  # what comes later may be as large
+    for items in requests:
+        tokens = [tower.model.measure(item).tokens["default"] for item in items]
+        for run in fg.core.pack(tokens, plan).runs:
+            held = sum(tokens[i] for i in run.items)
+            held = min(max(-(-held // tile) * tile, asked["max_items"]), tower.budgets[-1])
+            seen[held] = seen.get(held, 0) + 1
+    return {"histogram": seen, "num_budgets": PLANNED, "max_items": asked["max_items"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +122,11 @@ def make_tower(flags: argparse.Namespace) -> Tower:
     side = config.patch_size * qwen3_vl.MERGE
     pixels = TINY_PIXELS if is_tiny else PIXELS
     return Tower(config, params, model, budgets, memory, pixels, side)
+
+
+def named(level: str, budgets: str) -> str:
+    """What a way is called."""
+    return f"FULL-{level}" + ("" if budgets == "asked" else f", {budgets}")
 
 
 def way_of(tower: Tower, level: str, flags: argparse.Namespace, **asked: Any) -> Any:

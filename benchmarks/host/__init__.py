@@ -12,14 +12,14 @@ import argparse
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 import torch
 
 import fngraph as fg
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, show
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, count, kept, show
 from benchmarks.host.others import ways
 from benchmarks.workload import (
     BF16,
@@ -186,15 +186,20 @@ NO_PEERS = {"action": "store_true", "help": "they take a minute to compile"}
 @torch.no_grad()
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of 1 and of 64 requests."""
-    rows: list[dict[str, Any]] = []
+    rows = kept(flags, rows_of(flags))
+    show(rows, "us of a call: the first of a burst, on an idle GPU, and the later ones")
+    return rows
+
+
+def rows_of(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of each kind of step, and of what others do."""
     config, device = shape(flags), flags.device
     params = llama.init_params(config, device=device, dtype=BF16)
     for num_reqs in (1,) if flags.quick else (1, 64):
         cache, host = new_cache(config, device), batch_of(num_reqs, 1)
         kit = Kit(params, cache, to_device(host, device), host, flags.backend)
-        found = full(kit, flags.repeats) + piecewise(kit, flags.repeats)
+        parts = [full, piecewise]
         if num_reqs == 1 and not flags.no_peers and device == "cuda":
-            found += others(kit, flags.repeats)
-        rows += [{"batch": num_reqs, **row} for row in found]
-    show(rows, "us of a call: the first of a burst, on an idle GPU, and the later ones")
-    return rows
+            parts.append(others)
+        for part in parts:
+            yield from ({"batch": num_reqs, **row} for row in part(kit, flags.repeats))

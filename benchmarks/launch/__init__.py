@@ -24,7 +24,7 @@ import torch
 import fngraph as fg
 from benchmarks.decode.models import MODELS
 from benchmarks.device import release
-from benchmarks.harness import BACKEND, DEVICE, Benchmark, Mistake, count, show, some_of, write
+from benchmarks.harness import BACKEND, DEVICE, Benchmark, Mistake, count, kept, show, some_of
 from benchmarks.launch import beside, kernels, programs
 from benchmarks.workload import BLOCK_SIZE
 
@@ -150,13 +150,12 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         for row, kinds in beside.rows_of(
             name, flags.tokens, flags.context, constants, flags.device, flags.backend, flags.repeats
         ):
-            figures["step"].append(row)
             figures["kinds"] += [kinds] if kinds else []
+            kept(flags, [row], figures, "step")
         print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
         short = ("model", "tokens", "requests", "context", "mode", "bound", "predicted us",
                  "measured us", "off", "predicted host us", "measured host us",
                  "predicted device us", "measured device us")  # fmt: skip
         show([{k: row.get(k) for k in short} for row in figures["step"] if row["model"] == name],
              name)  # fmt: skip
-        write(flags, figures)
     return figures

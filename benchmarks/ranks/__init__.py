@@ -189,7 +189,7 @@ def measure(flags: argparse.Namespace) -> dict[str, list[Row]]:
             for part in flags.parts:
                 rows = [one[part] for one in by_rank]
                 found[part] += together(rows, streams) if part == "stream" else slowest(rows)
-            write(flags, found)
+            write(flags, found, unfinished=True)
     for part, rows in found.items():
         show(rows, part)
     return found

@@ -301,5 +301,5 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for name in args.models:
         found.append(several(name, args) if args.many else serving(name, args))
-        write(args, found)
+        write(args, found, unfinished=True)
     return found

@@ -32,6 +32,7 @@ OFF = ("", "0", "off")
 ABOUT = {"name", "holds", "ms", "kernels"}  # facts of what an artefact is; the others make its key
 _SHORT = 60  # letters of a fact that is shown
 _SUFFIX, _UNFINISHED = ".artefact", ".part"
+_INSTEAD = 'Set FNGRAPH_CACHE to a folder of your own, or to "off"'
 
 
 class Kept(NamedTuple):
@@ -95,10 +96,12 @@ class Disk:
     def read(self, digest: str) -> Kept | None:
         """An artefact that is whole, or None: it is not there, or damaged, which is warned of."""
         path = self.path(digest)
-        if not path.exists() or not self._is_ours():
+        if not self._is_ours():
             return None
         try:
             found = _parse(path.read_bytes(), digest)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             found = str(error)
         if isinstance(found, str):
@@ -145,7 +148,7 @@ class Disk:
     def entries(self) -> list[Entry]:
         """All files, the most recently used first."""
         found = []
-        for path in self.folder.glob(f"*{_SUFFIX}"):
+        for path in self._files(_SUFFIX):
             try:
                 status, parsed = path.stat(), _parse(path.read_bytes(), path.stem)
             except OSError:  # it has gone meanwhile
@@ -158,7 +161,7 @@ class Disk:
         """Of the same piece and range, the digest of what differs least from `facts`, and in what;
         None: there is none. For people: files are not checked."""
         found = []
-        for path in self.folder.glob(f"*{_SUFFIX}"):
+        for path in self._files(_SUFFIX):
             try:
                 with path.open("rb") as file:
                     file.seek(len(MAGIC) + 32)
@@ -173,14 +176,21 @@ class Disk:
     def clear(self) -> int:
         """Remove all files, those of writers that are gone as well; how many artefacts."""
         gone = 0
-        for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f"*{_UNFINISHED}")]:
+        for path in self._files(_SUFFIX, _UNFINISHED):
             gone += _remove(path) and path.suffix == _SUFFIX
         return gone
+
+    def _files(self, *suffixes: str) -> list[Path]:
+        """Those of the folder that end so; none where it cannot be read, or has gone."""
+        try:
+            return [path for path in self.folder.iterdir() if path.suffix in suffixes]
+        except OSError:
+            return []
 
     def _shrink(self, newest: str) -> None:
         """Remove what was used least recently, till all is within the bound; and stale rests."""
         sizes: list[tuple[float, int, Path]] = []
-        for path in self.folder.iterdir():
+        for path in self._files(_SUFFIX, _UNFINISHED):
             try:
                 status = path.stat()
             except OSError:
@@ -207,19 +217,21 @@ class Disk:
     def why_unused(self) -> str | None:
         """Why nothing is read or kept there, with what to do; None: it is, or there is no folder
         yet."""
-        instead = 'Set FNGRAPH_CACHE to a folder of your own, or to "off"'
-        if not self.folder.exists():
+        try:
+            status = self.folder.stat()
+        except FileNotFoundError:
             return None
-        status = self.folder.stat()
+        except OSError as error:  # it is behind a folder that may not be entered, or a file
+            return f"{self.folder} cannot be read: {error.strerror or error}. {_INSTEAD}"
         if not stat.S_ISDIR(status.st_mode):
-            return f"{self.folder} is a file. {instead}"
+            return f"{self.folder} is a file. {_INSTEAD}"
         if not hasattr(os, "getuid"):  # Windows has other means
             return None
         if status.st_uid in (os.getuid(), 0) and not status.st_mode & stat.S_IWOTH:
             return None
         return (
             f"{self.folder} is another user's, or anybody may write it, and what is in it would be "
-            f"run: it is not used. {instead}"
+            f"run: it is not used. {_INSTEAD}"
         )
 
     def __str__(self) -> str:
@@ -232,21 +244,30 @@ def disk_of(environment: Mapping[str, str]) -> Disk | None:
     """The cache that the environment asks for; None: none.
 
     `FNGRAPH_CACHE` is its folder, or "off"; without it, `fngraph` in the user's cache folder.
-    `FNGRAPH_CACHE_BYTES` is its bound.
+    `FNGRAPH_CACHE_BYTES` is its bound. A user who has no home has none, and is warned.
 
     Raises:
-        ValueError: a bound that is no number.
+        ValueError: a bound that is no number, or a folder of a home that is not known.
     """
     place = environment.get("FNGRAPH_CACHE")
     if place is not None and place.lower() in OFF:
         return None
-    users = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     most = environment.get("FNGRAPH_CACHE_BYTES") or str(MOST_BYTES)
     if not most.isdecimal():
         raise ValueError(
             f"FNGRAPH_CACHE_BYTES={most!r}: a number of bytes, as FNGRAPH_CACHE_BYTES={MOST_BYTES}"
         )
-    folder = Path(place).expanduser() if place else Path(users) / "fngraph"
+    try:
+        if place:
+            folder = Path(place).expanduser()
+        else:
+            folder = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fngraph"
+    except RuntimeError as error:
+        if place:
+            raise ValueError(f"FNGRAPH_CACHE={place!r}: no home folder is known") from error
+        told = f"compiled code is not kept: no home folder is known. {_INSTEAD}"
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
+        return None
     return Disk(folder.absolute(), int(most))
 
 

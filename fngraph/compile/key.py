@@ -35,8 +35,8 @@ PLACES = {
 }  # fmt: skip
 """But these say where something is, or how fast it is made. Inductor itself sets some of them."""
 
-OWN = ("compile", "ops", "ranks", "torch_facts")
-"""Folders of this package whose source is a part of every key."""
+OWN = ("compile", "core/compiling.py", "ops", "ranks", "torch_facts")
+"""Folders and files of this package whose source is a part of every key."""
 
 
 def facts_of(
@@ -97,5 +97,6 @@ def own_source() -> str:
     parts may be written into it (`few_rows.taken_apart`): torch keeps no implementation that was
     given to a `Library`."""
     package = Path(__file__).parents[1]
-    files = [path for part in OWN for path in sorted((package / part).rglob("*.py"))]
+    files = [path for part in OWN
+             for path in sorted((package / part).rglob("*.py")) or [package / part]]  # fmt: skip
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

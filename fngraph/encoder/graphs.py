@@ -222,7 +222,8 @@ class Encoder:
     def pack(self, items: Iterable[Any]) -> Packed:
         """How these items would run on one rank, without running them."""
         measured = self._measured(list(items))
-        return pack_measured(self.model, self.plan, measured, range(len(measured)))
+        counts = [item_counts(one, self.plan) for one in measured]
+        return pack_measured(self.model, self.plan, measured, counts, range(len(counts)))
 
     def _measured(self, items: Sequence[Any]) -> list[Measured]:
         return [self.model.measured(item, f"items[{at}]") for at, item in enumerate(items)]
@@ -233,9 +234,11 @@ class Encoder:
         """Rows by item and path, and how this rank's runs went."""
         model, plan = self.model, self.plan
         counts = [item_counts(one, plan) for one in measured]
-        rank = 0 if self.ranks is None else dist.get_rank(self.ranks)
-        shares = shares_of(counts, 1 if self.ranks is None else dist.get_world_size(self.ranks))
-        packed = pack_measured(model, plan, measured, shares[rank])
+        mine: Sequence[int] = range(len(items))
+        if self.ranks is not None:
+            shares = shares_of(counts, dist.get_world_size(self.ranks))
+            mine = shares[dist.get_rank(self.ranks)]
+        packed = pack_measured(model, plan, measured, counts, mine)
 
         def collate(path: str, some: Sequence[Any]) -> Any:
             return with_query_len(model.collate(path, some), model.paths[path].unit)

@@ -107,8 +107,8 @@ class EncoderModel:
         paths: by name, {"default": EncoderPath(forward, 64)}.
         measure: item -> what it brings. On the host, and without a look at tensors' values.
         collate: (path, items) -> the batch of one run over these items, which all bring the path
-            tokens; on the host. Its spec counts true tokens and sequences, the sums of what
-            `measure` says.
+            tokens, in any order; on the host. Its spec counts true tokens and sequences, the sums
+            of what `measure` says.
         token_range: output tokens of the smallest item, and the most that a graph is for, over all
             its items: usually what a step of the decoder takes.
         postprocess: (rows by path, item) -> the item's output, a tensor or a tree. The rows are the

@@ -123,18 +123,22 @@ def _planned(
 
 def item_counts(measured: Measured, plan: EncoderPlan) -> Item:
     """What an item brings, in the plan's order of paths."""
-    tokens = tuple(measured.tokens[path] for path in plan.path_budgets)
-    sequences = tuple(measured.sequences[path] for path in plan.path_budgets)
-    return Item(tokens, measured.frames, sequences)
+    _, tokens, sequences, frames = measured
+    paths = plan.path_budgets
+    return Item(tuple([tokens[x] for x in paths]), frames, tuple([sequences[x] for x in paths]))
 
 
 def pack_measured(
-    model: EncoderModel, plan: EncoderPlan, measured: Sequence[Measured], mine: Sequence[int]
+    model: EncoderModel,
+    plan: EncoderPlan,
+    measured: Sequence[Measured],
+    counts: Sequence[Item],
+    mine: Sequence[int],
 ) -> Packed:
     """How the items `mine` of those that were measured run; runs name items by their place there.
 
     Modalities that may not be mixed are packed apart, in the order of their first items; items of
-    one that graphs are not for run eagerly, each alone.
+    one that graphs are not for run eagerly, each alone. `counts` are the `item_counts` of all.
     """
     groups: dict[str, list[int]] = {}
     for at in mine:
@@ -143,7 +147,7 @@ def pack_measured(
     runs: list[Run] = []
     hits = misses = 0
     for group in groups.values():
-        packed = pack([item_counts(measured[at], plan) for at in group], plan)
+        packed = pack([counts[at] for at in group], plan)
         runs += [run._replace(items=tuple(group[i] for i in run.items)) for run in packed.runs]
         hits, misses = hits + packed.hits, misses + packed.misses
     for at in mine:

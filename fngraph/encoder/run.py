@@ -180,11 +180,12 @@ def execute(
     """Run what was planned: rows by item and path, in memory of their own, and how each run ran."""
     rows: dict[int, dict[str, Any]] = {at: {} for at in range(len(items))}
     ran: list[Ran] = []
+    places = {path: place for place, path in enumerate(plan.path_budgets)}
     for run in runs:
-        place = list(plan.path_budgets).index(run.path)
-        present = tuple(at for at in run.items if counts[at].tokens[place])
-        tokens = tuple(counts[at].tokens[place] for at in present)
-        sequences = sum(counts[at].sequences[place] for at in present)
+        present = longest_first(run, counts, places[run.path])
+        found = [counts[at] for at in present]
+        tokens = tuple(count.tokens[places[run.path]] for count in found)
+        sequences = sum(count.sequences[places[run.path]] for count in found)
         step = steps[run.path]
         batch = collate(run.path, [items[at] for at in present])
         spec = _spec_of(run.path, batch, sum(tokens), sequences)
@@ -196,6 +197,19 @@ def execute(
         budget = None if decision.mode is Mode.NONE else run.budget
         ran.append(Ran(run.path, present, tokens, budget, decision.reason))
     return rows, tuple(ran)
+
+
+def longest_first(run: Run, counts: Sequence[Item], place: int) -> tuple[int, ...]:
+    """The run's items that bring the path tokens, those of the longest sequences first.
+
+    Tiles of attention begin in the order of the batch, and last as long as their sequence is: with
+    the longest at the end, most of a GPU would wait for them alone. `pack` has them there, as it
+    takes items by rising size.
+    """
+    present = [at for at in run.items if counts[at].tokens[place]]
+    if len(present) > 1:
+        present.sort(key=lambda at: -counts[at].tokens[place] / counts[at].sequences[place])
+    return tuple(present)
 
 
 def why_eager(run: Run, counts: Sequence[Item], plan: EncoderPlan) -> str:
@@ -276,18 +290,18 @@ def split_rows(path: str, rows: Any, tokens: Sequence[int]) -> list[Any]:
         TreeError: a leaf that has not one row a token.
     """
     leaves, treedef = trees.flatten(rows)
-    for where, leaf in zip(trees.paths(treedef, "output"), leaves):
-        if not leaf.dim() or len(leaf) != sum(tokens):
+    total = sum(tokens)
+    for i, leaf in enumerate(leaves):
+        if leaf.shape[:1] != (total,):
             raise TreeError(
-                f"{where} of the path {path!r} has the shape {list(leaf.shape)}, for "
-                f"{sum(tokens)} output tokens. Return one row a token, items end to end"
+                f"{trees.paths(treedef, 'output')[i]} of the path {path!r} has the shape "
+                f"{list(leaf.shape)}, for {total} output tokens. Return one row a token, items end "
+                "to end"
             )
     if len(tokens) == 1:
         return [rows]
-    parts = [leaf.split(list(tokens)) for leaf in leaves]
-    return [
-        trees.unflatten(treedef, [part[i].clone() for part in parts]) for i in range(len(tokens))
-    ]
+    parts = [[part.clone() for part in leaf.split_with_sizes(tokens)] for leaf in leaves]
+    return [trees.unflatten(treedef, list(leaves)) for leaves in zip(*parts)]
 
 
 def with_query_len(batch: Any, unit: int | None) -> Any:

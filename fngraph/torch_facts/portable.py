@@ -9,17 +9,17 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import platform
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fngraph.torch_facts.lean import lightened, without_compiler, without_debugger, without_workers
+from fngraph.torch_facts.sources import is_torchs, text_of
 
 
 def dumped(call: Any) -> bytes | str:
@@ -51,6 +51,7 @@ def settings() -> dict[str, str]:
     found = {}
     for module in (inductor, functorch, compiler, sizes):
         values: Any = module.save_config_portable()  # type: ignore[attr-defined]
+        values = values | _left_out(module)
         digest = hashlib.sha256(repr(sorted(_stable(values).items())).encode()).hexdigest()
         found[module.__name__] = digest
     return found
@@ -58,7 +59,28 @@ def settings() -> dict[str, str]:
 
 def _stable(values: Mapping[str, Any]) -> dict[str, str]:
     """Each value as text that another process writes as well; a function is its source."""
-    return {name: text_of(x) if callable(x) else repr(x) for name, x in values.items()}
+    return {name: _hook(x) if callable(x) else repr(x) for name, x in values.items()}
+
+
+def _left_out(module: Any) -> dict[str, str]:
+    """What torch saves with no configuration, and compiles by: passes that somebody put in, and
+    settings whose names begin with an underscore."""
+    prefixes = tuple(getattr(module, "_cache_config_ignore_prefix", ()))
+    ignored = {*getattr(module, "_save_config_ignore", ())}
+    found = {}
+    for name in module._config:
+        if name.startswith("_") or name in ignored or name.startswith(prefixes):
+            value = getattr(module, name)
+            if callable(value) or (name.startswith("_") and value is not None):
+                found[f"left out: {name}"] = _hook(value)
+    return found
+
+
+def _hook(value: Any) -> str:
+    """A pass of Inductor's says what it is by its `uuid`, where it has one."""
+    told = getattr(value, "uuid", None)
+    uuid = told() if callable(told) and not isinstance(value, type) else None
+    return text_of(value) if uuid is None else repr(uuid)
 
 
 def versions() -> dict[str, str]:
@@ -128,87 +150,8 @@ def _replacements() -> Iterator[Mapping[Any, Any]]:
 def _behind(fn: Any) -> list[Any]:
     """A function that is not torch's; of one of torch's that holds others, as `register_fake` makes
     of a rule for fakes, those others."""
-    if not _is_torchs(fn):
+    if not is_torchs(fn):
         return [fn]
     cells = getattr(fn, "__closure__", None) or ()
     held = [cell.cell_contents for cell in cells]
     return [inner for one in held if isinstance(one, types.FunctionType) for inner in _behind(one)]
-
-
-def _is_torchs(fn: Any) -> bool:
-    module = getattr(inspect.unwrap(fn), "__module__", None) or ""
-    return module.partition(".")[0] == "torch"
-
-
-def text_of(fn: Any) -> str:
-    """Text that changes with a function's code, its file, what it holds and what it calls."""
-    lines: list[str] = []
-    _describe(fn, lines, set())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def _describe(value: Any, lines: list[str], seen: set[int]) -> None:
-    if isinstance(value, _PLAIN):
-        lines.append(repr(value))
-    elif isinstance(value, tuple | list | frozenset):
-        parts: list[list[str]] = [[] for _ in value]
-        for one, into in zip(value, parts):
-            _describe(one, into, seen)
-        lines.append(type(value).__name__)
-        lines += map(str, sorted(parts) if isinstance(value, frozenset) else parts)
-    elif isinstance(value, dict):
-        for name, one in sorted(value.items(), key=lambda item: str(item[0])):
-            lines.append(str(name))
-            _describe(one, lines, seen)
-    elif isinstance(value, types.CodeType):
-        lines += [value.co_name, value.co_code.hex(), repr(value.co_names)]
-        _describe(value.co_consts, lines, seen)
-    elif isinstance(value, functools.partial):
-        for one in (value.func, value.args, tuple(sorted(value.keywords.items()))):
-            _describe(one, lines, seen)
-    elif isinstance(getattr(value, "src", None), str):  # a kernel of Triton's
-        lines.append(value.src)
-        _describe(getattr(value, "fn", None), lines, seen)
-    elif isinstance(getattr(value, "__func__", value), types.FunctionType):
-        _describe_function(getattr(value, "__func__", value), lines, seen)
-    else:
-        lines.append(f"{type(value).__module__}.{type(value).__qualname__}")
-
-
-def _describe_function(fn: types.FunctionType, lines: list[str], seen: set[int]) -> None:
-    if id(fn) in seen or _is_torchs(fn):
-        lines.append(f"{fn.__module__}.{fn.__qualname__}")
-        return
-    seen.add(id(fn))
-    lines += [fn.__qualname__, _file_hash(fn.__code__.co_filename)]
-    for cell in fn.__closure__ or ():
-        try:
-            _describe(cell.cell_contents, lines, seen)
-        except ValueError:  # empty as yet
-            lines.append("empty")
-    _describe(fn.__defaults__, lines, seen)
-    _describe(fn.__code__, lines, seen)
-    for name in _names_in(fn.__code__):
-        if name in fn.__globals__ and not isinstance(fn.__globals__[name], types.ModuleType | type):
-            lines.append(name)
-            _describe(fn.__globals__[name], lines, seen)
-    if (inner := getattr(fn, "__wrapped__", None)) is not None:
-        _describe(inner, lines, seen)
-
-
-def _names_in(code: types.CodeType) -> Iterable[str]:
-    """Names that a function's code, and that of functions in it, looks up."""
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _names_in(const)
-
-
-def _file_hash(path: str) -> str:
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:  # typed in, or gone: the code itself is all that there is
-        return "no file"

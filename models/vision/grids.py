@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,13 +86,22 @@ def taps(
     Returns:
         (h*w, n) int64 and float32, n = 4 or 16; weights are as `F.interpolate` has them.
     """
-    row, column = positions(h, w, merge).unbind(1)
-    (rows, up), (columns, along) = (
-        tuple(x[at] for x in _taps_of_axis(size, side, cubic, corners))
-        for size, at in ((h, row), (w, column))
+    (rows, up), (columns, along) = (_taps_of_axis(size, side, cubic, corners) for size in (h, w))
+    return _each_with_each(rows * side, columns, torch.add, merge), _each_with_each(
+        up, along, torch.mul, merge
     )
-    index = rows[:, :, None] * side + columns[:, None, :]
-    return index.flatten(1), (up[:, :, None] * along[:, None, :]).flatten(1)
+
+
+def _each_with_each(rows: Tensor, columns: Tensor, op: Any, merge: int) -> Tensor:
+    """(h*w, n*n) of (h, n) and (w, n): `op` of a row's and a column's, merged patches side by side.
+
+    What lies within a token is spread out first, so that the one large operation has long rows.
+    """
+    n, inner = rows.shape[1], merge**2 * rows.shape[1] ** 2
+    up = rows.view(-1, 1, merge, 1, n, 1).expand(-1, 1, merge, merge, n, n)
+    along = columns.view(1, -1, 1, merge, 1, n).expand(1, -1, merge, merge, n, n)
+    made: Tensor = op(up.reshape(-1, 1, inner), along.reshape(1, -1, inner))
+    return made.view(-1, n * n)
 
 
 def _taps_of_axis(size: int, side: int, cubic: bool, corners: bool) -> tuple[Tensor, Tensor]:
@@ -121,7 +131,7 @@ def by_token(x: Tensor) -> Tensor:
 
 def offsets(lengths: Iterable[int]) -> Tensor:
     """(S + 1,) int32: where sequences of these lengths begin, and the end of the last."""
-    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def frames(pictures: Sequence[Picture]) -> list[int]:
@@ -135,4 +145,9 @@ def over_frames(pictures: Sequence[Picture], of: list[Tensor]) -> Tensor:
         x.repeat(picture.grid[0], *[1] * (x.ndim - 1)) if picture.grid[0] > 1 else x
         for picture, x in zip(pictures, of, strict=True)
     ]
-    return torch.cat(repeated)
+    return joined(repeated)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts end to end; of one picture its own memory, since a step stages its leaves by copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
@@ -129,10 +128,10 @@ def collate(config: Config, pictures: Sequence[Picture]) -> Batch:
     at = [grids.positions(h, w, MERGE).flip(1) for h, w in sizes]
     lengths = [h * w for h, w in sizes]
     return Batch(
-        patches=by_token(torch.cat(patches)),
-        positions=by_token(torch.cat(at)),
-        taps=by_token(torch.cat([index for index, _ in found])),
-        weights=by_token(torch.cat([weight for _, weight in found])),
+        patches=by_token(grids.joined(patches)),
+        positions=by_token(grids.joined(at)),
+        taps=by_token(grids.joined([index for index, _ in found])),
+        weights=by_token(grids.joined([weight for _, weight in found])),
         starts=grids.offsets(lengths),
         spec=fg.BatchSpec(sum(lengths) // MERGE**2, len(lengths)),
     )

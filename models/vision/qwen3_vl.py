@@ -14,7 +14,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
@@ -141,7 +140,7 @@ def collate(config: Config, pictures: Sequence[Picture]) -> Batch:
     found = [grids.taps(h, w, config.side, merge=MERGE, corners=True) for h, w in one]
     lengths = grids.frames(pictures)
     return Batch(
-        patches=by_token(torch.cat([picture.patches for picture in pictures])),
+        patches=by_token(grids.joined([picture.patches for picture in pictures])),
         positions=by_token(every([grids.positions(h, w, MERGE) for h, w in one])),
         taps=by_token(every([index for index, _ in found])),
         weights=by_token(every([weight for _, weight in found])),

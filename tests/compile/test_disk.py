@@ -182,6 +182,51 @@ def test_a_folder_that_others_may_write_is_not_used(disk: Disk):
     assert not disk.path(B).exists()
 
 
+NO_WAY_IN = """
+import os, sys, warnings
+from pathlib import Path
+from fngraph.compile.disk import Disk, Kept
+if os.getuid() == 0:  # may go anywhere
+    os.setuid(65534)
+warnings.simplefilter("always")
+disk = Disk(Path(sys.argv[1]))
+print(disk.read("a" * 40), disk.nearest({}), disk.entries(), disk.clear())
+print(disk.write("a" * 40, Kept({}, b"code")))
+print(disk.why_unused())
+"""
+
+
+def test_a_folder_behind_one_that_may_not_be_entered_is_said(disk: Disk):
+    """As the home of another user, in a container, is."""
+    disk.write(A, KEPT)
+    disk.folder.parent.chmod(0)
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    try:
+        ran = in_new_python(NO_WAY_IN, disk.folder, **told)
+        out, err = ran.communicate()
+    finally:
+        disk.folder.parent.chmod(0o700)
+    assert ran.returncode == 0, err
+    nothing, kept, why = out.splitlines()
+    assert nothing == "None None [] 0"
+    assert kept == f"{disk.folder} cannot be written: Permission denied"
+    assert why.startswith(f"{disk.folder} cannot be read: Permission denied. Set FNGRAPH_CACHE to")
+    assert err.count("RuntimeWarning: the cache ") == 1 and disk.read(A) == KEPT
+
+
+def test_a_folder_that_goes_while_it_is_written_is_no_error(disk: Disk, monkeypatch):
+    replace = Path.replace
+
+    def gone(path: Path, to: Path) -> None:
+        replace(path, to)
+        for one in disk.folder.iterdir():
+            one.unlink()
+        disk.folder.rmdir()
+
+    monkeypatch.setattr(Path, "replace", gone)
+    assert disk.write(A, KEPT) is None and disk.read(A) is None
+
+
 @pytest.mark.parametrize("off", ["", "0", "off", "OFF"])
 def test_the_environment_may_ask_for_none(off: str):
     assert disk_of({"FNGRAPH_CACHE": off}) is None
@@ -195,3 +240,19 @@ def test_the_environment_says_where_and_how_much(tmp_path: Path):
     assert disk_of({}) == Disk(Path.home() / ".cache" / "fngraph", MOST_BYTES)
     with pytest.raises(ValueError, match="FNGRAPH_CACHE_BYTES='2 GB': a number of bytes"):
         disk_of({"FNGRAPH_CACHE_BYTES": "2 GB"})
+
+
+def test_a_user_without_a_home_says_where(tmp_path: Path, monkeypatch):
+    """As an id of a container that no file of users has."""
+
+    def unknown(*args: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    assert disk_of({"FNGRAPH_CACHE": str(tmp_path)}) == Disk(tmp_path, MOST_BYTES)
+    assert disk_of({"XDG_CACHE_HOME": str(tmp_path)}) == Disk(tmp_path / "fngraph", MOST_BYTES)
+    with pytest.warns(RuntimeWarning, match="no home folder is known.* Set FNGRAPH_CACHE to a"):
+        assert disk_of({}) is None
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    with pytest.raises(ValueError, match="FNGRAPH_CACHE='~/x': no home folder is known"):
+        disk_of({"FNGRAPH_CACHE": "~/x"})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import re
@@ -28,7 +29,8 @@ from fngraph.compile.key import FLAGS, PLACES, can_be_told, digest_of, facts_of
 from fngraph.compile.results import plan_of
 from fngraph.core import Range, Span
 from fngraph.torch_facts.names import get_precision, set_precision
-from fngraph.torch_facts.portable import op_source, text_of
+from fngraph.torch_facts.portable import op_source, settings
+from fngraph.torch_facts.sources import text_of
 
 ROOT = Path(__file__).parents[2]
 ALL = Range(Span(1, 16), Span(1, 4))
@@ -132,6 +134,12 @@ STALE = {
     "Inductor's settings": (
         Case(under=lambda: inductor("epilogue_fusion", False)), "torch._inductor.config",
     ),
+    "a pass put into Inductor": (
+        Case(under=lambda: inductor("post_grad_custom_post_pass", plus)), "torch._inductor.config",
+    ),
+    "a private setting of Inductor's": (
+        Case(under=lambda: inductor("_micro_pipeline_tp", True)), "torch._inductor.config",
+    ),
     "threads that code is made for": (Case(under=threads), "devices"),
 }  # fmt: skip
 
@@ -147,6 +155,27 @@ def test_no_stale_artefact_is_found(base: dict[str, str], what: str):
     facts = case.facts()
     assert fact in {name for name in facts if facts[name] != base.get(name)}
     assert digest_of(facts) != digest_of(base)
+
+
+@pytest.mark.parametrize("name", ["post_grad_custom_post_pass", "custom_partitioner_fn"])
+def test_a_pass_of_inductor_s_is_told_by_its_uuid(name: str):
+    """The one that torch leaves out of what it saves, and one that it does not."""
+
+    class Mine:
+        def __init__(self, version: str | None) -> None:
+            self.version = version
+
+        def __call__(self, graph: Any) -> None: ...
+
+        def uuid(self) -> str | None:
+            return self.version
+
+    def under(version: str | None) -> dict[str, str]:
+        with inductor(name, Mine(version)):
+            return settings()
+
+    assert under("1") == under("1") != under("2")
+    assert under(None) == under(None) not in (under("1"), settings())
 
 
 @pytest.mark.parametrize(
@@ -331,7 +360,7 @@ def test_what_torch_holds_behind_a_wrapper_is_a_part_of_it(make: Any, bodies: An
     ["ops/fused.py", "ops/fused_linear.py", "ops/paired_linears.py", "ops/triton/skinny.py",
      "ops/triton/wide.py", "compile/few_rows.py",
      "ops/fused_linear_fp8.py", "ops/triton/skinny_fp8.py",
-     "torch_facts/inductor.py"],
+     "torch_facts/inductor.py", "core/compiling.py"],
 )  # fmt: skip
 def test_our_own_source_is_a_part_of_every_key(base: dict[str, str], monkeypatch, file: str):
     """Torch cannot say what a `Library` was given, and what is taken apart is written out."""
@@ -387,3 +416,127 @@ def test_a_function_s_text_has_its_file(tmp_path, monkeypatch):
     before = text_of(some_kernels.f)
     file.write_text("def f(x):\n    return x\n\ndef g(x):\n    return 2\n")
     assert text_of(some_kernels.f) != before
+
+
+HELD = """
+import dataclasses, enum
+import torch
+
+class Kind(enum.Enum):
+    ONE, TWO = 1, 2
+
+@dataclasses.dataclass
+class Options:
+    factor: int = 1
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    factor: int = 1
+
+class Tuned:
+    def __init__(self, fn):
+        self.fn = fn
+        self.self = self
+
+def one(x): return x
+def two(x): return x + 1
+"""
+CHANGES = {  # what a function reads, before and after
+    "an object": ("Options(1)", "Options(2)"),
+    "one with slots": ("Slotted(1)", "Slotted(2)"),
+    "a name of a few": ("Kind.ONE", "Kind.TWO"),
+    "a set": ("{1, 2}", "{1, 3}"),
+    "a tensor": ("torch.ones(2)", "torch.zeros(2)"),
+    "what holds a function": ("Tuned(one)", "Tuned(two)"),
+    "a class": ("Options", "Slotted"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_function_s_text_has_what_is_in_what_it_holds(what: str):
+    space: dict[str, Any] = {"__name__": "test_key_held"}
+    sys.modules["test_key_held"] = types.ModuleType("test_key_held")
+    try:
+        exec(HELD + "def read(): return held", space)
+        texts = []
+        for told in (*CHANGES[what], CHANGES[what][0]):
+            space["held"] = eval(told, space)
+            texts.append(text_of(space["read"]))
+    finally:
+        del sys.modules["test_key_held"]
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_a_function_s_text_has_what_it_finds_in_modules(tmp_path, monkeypatch):
+    """`kernels.helper(x)`, in a module of a package, which has another from a third."""
+    package = tmp_path / "my_kernels"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text("from my_kernels import inner, others\n")
+    package.joinpath("inner.py").write_text(
+        "import my_kernels\ndef helper(x):\n    return my_kernels.others.last(x)\n"
+    )
+    others = package / "others.py"
+    others.write_text("def last(x):\n    return x * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_kernels
+
+    space = {"my_kernels": my_kernels}
+    exec("def body(x): return my_kernels.inner.helper(x)", space)
+    before = text_of(space["body"])
+    others.write_text("def last(x):\n    return x * 3\n")
+    assert text_of(space["body"]) != before
+    others.write_text("def last(x):\n    return x * 2\n")
+    assert text_of(space["body"]) == before
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "from lazy_kernels.inner import helper",
+        "from lazy_kernels import inner",
+        "import lazy_kernels.inner as inner",
+        "from .inner import helper",
+    ],
+)
+def test_a_function_s_text_has_what_it_imports_as_it_runs(tmp_path, monkeypatch, told: str):
+    package = tmp_path / "lazy_kernels"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text("")
+    inner = package / "inner.py"
+    inner.write_text("def helper(x):\n    return x * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("lazy_kernels", "lazy_kernels.inner"):
+        sys.modules.pop(name, None)  # another case's
+    space: dict[str, Any] = {"__package__": "lazy_kernels"}
+    exec(f"def body(x):\n    def then():\n        {told}\n    return then", space)
+    before = text_of(space["body"])
+    importlib.import_module("lazy_kernels.inner")
+    assert text_of(space["body"]) == before  # whether it is loaded or not
+    inner.write_text("def helper(x):\n    return x * 3\n")
+    assert text_of(space["body"]) != before
+
+
+TWO_KERNELS = """
+import triton
+@triton.jit
+def add_one(x):
+    return x + 1
+@triton.jit
+def add_two(x):
+    return x + 2
+"""
+
+
+def test_a_kernel_behind_an_autotuner_is_a_part_of_the_text(tmp_path, monkeypatch):
+    """`triton.Config`s too, wherever they are written."""
+    triton = pytest.importorskip("triton")
+    tmp_path.joinpath("two_kernels.py").write_text(TWO_KERNELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    from two_kernels import add_one, add_two
+
+    def tuned(kernel: Any, warps: int) -> str:
+        held = triton.autotune([triton.Config({}, num_warps=warps)], key=[])(kernel)
+        return text_of(lambda: held)
+
+    assert tuned(add_one, 4) == tuned(add_one, 4)
+    assert len({tuned(add_one, 4), tuned(add_two, 4), tuned(add_one, 8)}) == 3

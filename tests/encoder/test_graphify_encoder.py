@@ -100,6 +100,22 @@ def test_images_and_videos_share_runs_only_where_they_may(make):
     assert images_alone.stats.hits() == 2
 
 
+def test_the_longest_sequences_of_a_run_are_first(make):
+    """Tiles of attention begin in the batch's order: a long one that begins last runs alone."""
+    seen: list[list[int]] = []
+
+    def collate(path: str, items: Any) -> Any:
+        seen.append([max(map(len, item.frames)) for item in items])
+        return toy.collate_pictures(path, items)
+
+    encoder = make("pictures", model={"collate": collate}).capture()
+    seen.clear()
+    items = [toy.picture(5), toy.picture(4, 4, 4), toy.picture(11), toy.picture(5, seed=1)]
+    assert [run.items for run in encoder.pack(items).runs] == [(0, 3, 2, 1)]
+    toy.check(encoder, items)
+    assert seen[0] == [11, 5, 5, 4], "not those of the most tokens in sum"
+
+
 def test_an_item_is_deferred_where_two_graphs_are_smaller(make):
     items = [toy.picture(7), toy.picture(31)]
     for defer, budgets in ((True, [8, 32]), (False, [64])):

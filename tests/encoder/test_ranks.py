@@ -30,28 +30,44 @@ def calls(kind: str) -> list[list[Any]]:
     return [*(toy.random_items(kind, draw) for _ in range(4)), one, crop, []]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, recorder: str) -> None:
     """What each process runs: every call's outputs, and what was its own, into a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    device = "cpu"
+    if recorder == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    backend = "nccl" if recorder == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=2))
     try:
         rank = dist.get_rank()
         for kind in toy.KINDS:
-            encoder = toy.make(kind, "cpu", "tape", ranks=dist.group.WORLD)
-            outputs = [encoder(items) for items in calls(kind)]
+            encoder = toy.make(kind, device, recorder, ranks=dist.group.WORLD)
+            outputs = toys.moved([encoder(items) for items in calls(kind)], "cpu")
             ran = {path: step.stats.tokens for path, step in encoder.steps.items()}
             torch.save((outputs, encoder.stats.items, ran), folder / f"{kind}{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="takes two CUDA devices")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["tape", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])],
+)
+def recorder(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+def folder(recorder: str, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
     """What the processes have left."""
     made = tmp_path_factory.mktemp("ranks")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={RANKS}", __file__, str(made),
+        f"--nproc-per-node={RANKS}", __file__, str(made), recorder,
     ]  # fmt: skip
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -61,10 +77,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
 
 
 @pytest.mark.parametrize("kind", toy.KINDS)
-def test_two_processes_equal_one(folder: Path, kind: str):
-    encoder = toy.make(kind, "cpu", "tape")
+def test_two_processes_equal_one(folder: Path, recorder: str, kind: str):
+    """On the CPU through gloo; `-m gpu`: on two GPUs, through NCCL."""
+    encoder = toy.make(kind, "cpu" if recorder == "tape" else "cuda", recorder)
     given = calls(kind)
-    want = [encoder(items) for items in given]
+    want = toys.moved([encoder(items) for items in given], "cpu")
     found = [torch.load(folder / f"{kind}{rank}.pt", weights_only=False) for rank in range(RANKS)]
     for outputs, *_ in found:
         toys.assert_trees(outputs, want, **toys.CLOSE)
@@ -79,4 +96,4 @@ def test_two_processes_equal_one(folder: Path, kind: str):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

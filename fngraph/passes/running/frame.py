@@ -59,7 +59,7 @@ from fngraph.passes.running.checks import (
 from fngraph.passes.running.copies import Copy
 from fngraph.passes.running.values import Known, complete
 from fngraph.torch_facts.names import OpOverload
-from fngraph.torch_facts.portable import text_of
+from fngraph.torch_facts.sources import text_of
 from fngraph.torch_facts.tracing import LazyGraphModule
 
 LOG = logging.getLogger("fngraph")

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+import fngraph as fg
 from benchmarks import encoder, harness
+from benchmarks.encoder import kernels
 from benchmarks.encoder.requests import Request, chat
-from benchmarks.encoder.ways import make_tower
+from benchmarks.encoder.ways import as_asked, as_seen, make_tower
 
 FLAGS = argparse.Namespace(model="tiny", device="cpu", seed=0, backend=None)
 
@@ -25,10 +27,13 @@ def tower() -> Any:
 def test_a_tiny_run(tmp_path, capsys):
     path = tmp_path / "encoder.json"
     flags = ["--tiny", "--parts", "images", "budgets", "--json", str(path)]
+    flags += ["--budgets", "asked", "planned"]
     assert harness.main(["encoder", *flags]) == 0
     found = json.loads(path.read_text())["figures"]
-    bare, ours = found["images"]
-    assert (bare["way"], ours["way"]) == ("bare", "FULL-none")
+    bare, ours, planned = found["images"]
+    ways = [bare["way"], ours["way"], planned["way"]]
+    assert ways == ["bare", "FULL-none", "FULL-none, planned"]
+    assert planned["hits"] == 1 and planned["padding"] < ours["padding"]
     assert bare["mean of bare"] == bare["worst kind of bare"] == 1
     assert ours["hits"] == 1 and 0 < ours["padding"] < 1 and ours["graphs MB"] > 0
     assert ours["mean of bare"] == pytest.approx(ours["mean ms"] / bare["mean ms"])
@@ -43,11 +48,40 @@ def test_a_tiny_run(tmp_path, capsys):
 def test_a_tiny_run_of_the_other_parts(tmp_path):
     path = tmp_path / "encoder.json"
     flags = ["--tiny", "--parts", "video", "towers", "--ranks", "2", "--json", str(path)]
+    flags += ["--budgets", "asked", "planned"]
     assert harness.main(["encoder", *flags]) == 0
     found = json.loads(path.read_text())["figures"]
     assert found["video"][1]["hits"] == 1
     assert (found["towers"][0]["hits, views"], found["towers"][0]["hits, crops"]) == (1, 0)
-    assert [row["way"] for row in found["squares over ranks"]] == ["bare", "FULL-none"]
+    assert [row["way"] for row in found["squares over ranks"]] == [
+        "bare", "FULL-none", "FULL-none, planned",
+    ]  # fmt: skip
+
+
+def test_budgets_are_planned_from_what_came_before(tower):
+    asked = as_seen(tower, [one.items() for one in chat(tower, 40, 0)])
+    seen, most = asked["histogram"], asked["max_items"]
+    assert all(most <= n <= tower.budgets[-1] and not n % 4 for n in seen), "whole tiles"
+    assert sum(seen.values()) > 40, "a run each, and the largest graph's"
+    assert max(as_seen(tower, [])["histogram"]) == tower.budgets[-1], "nothing later is eager"
+    later = [one.items() for one in chat(tower, 60, 1)]
+    padding = []
+    for budgets in (asked, as_asked(tower)):
+        encoder = fg.graphify_encoder(tower.model, tower.params, log_every=0, **budgets)
+        runs = [run for items in later for run in encoder.pack(items).runs]
+        assert all(run.budget for run in runs)
+        padding.append(sum(run.budget for run in runs))
+    assert padding[0] < padding[1]
+
+
+def test_attention_alone_counts_true_products(tower, monkeypatch):
+    monkeypatch.setattr(kernels, "_us", lambda call, device: (call(), 2.0)[1])
+    rows = [row for row in kernels.attention_alone(tower, "cpu") if row["backend"] == "reference"]
+    taken = [row["taken"] for row in rows]
+    one, pack, again = rows[1], *rows[2:]
+    assert taken == [True] * 4 and one["patches"] == 128
+    assert one["TFLOP/s"] == pytest.approx(4 * 128**2 * 24 / 2e6)
+    assert pack["TFLOP/s"] == again["TFLOP/s"] < one["TFLOP/s"] / 4, "each attends over itself"
 
 
 def test_a_way_that_is_wrong_is_not_timed(tower):

@@ -111,7 +111,7 @@ def _traced(
     inputs, results = inputs_of(graph.gm.graph), results_of(graph.gm.graph)
     returns = match_donated(args, list(results), found["tree"], inputs, refuse)
     paths = trees.paths(found["tree"], "output")
-    drop_dead(graph.gm.graph)
+    drop_dead(graph.gm.graph, raising=True)
     if not refuse.errors:
         check_aliases(graph.gm, returns, refuse)
     updates = set(returns.values())

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fngraph.errors import RandomError
+from fngraph.fx.nodes import STAYS, mutates
 from fngraph.torch_facts.names import tree_leaves
 
 DRAWN = "drawn_from"  # in a node's custom meta: the index of a generator
@@ -74,6 +75,11 @@ def drawn(node: fx.Node) -> int | None:
     if torch.Tag.nondeterministic_seeded not in tags:
         return None
     return node.meta.get("custom", {}).get(DRAWN)  # type: ignore[no-any-return]
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node is there though nobody may read it: it writes, draws, or may raise."""
+    return mutates(node) or drawn(node) is not None or STAYS in node.meta
 
 
 def with_generators(gm: fx.GraphModule, generators: Generators) -> fx.GraphModule:

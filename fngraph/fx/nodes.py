@@ -20,6 +20,10 @@ REFUSED = "fngraph.refused"
 """A mark on nodes of an op that a trace has refused: of its rows nothing more is asked."""
 
 
+STAYS = "fngraph.stays"
+"""A mark on nodes that nobody reads and that stay, for the error that they may raise."""
+
+
 def line_of(node: fx.Node) -> str:
     """The user's line that a node comes from."""
     return node.meta.get("stack_trace", "forward")  # type: ignore[no-any-return]

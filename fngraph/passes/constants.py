@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fngraph.core.text import count
+from fngraph.fx.generators import has_effect
 from fngraph.fx.nodes import is_op, is_tensor, line_of, storages_written
 from fngraph.fx.schemas import is_functional
 from fngraph.passes.running.checks import Rewritten
@@ -56,7 +57,7 @@ def fold_constants(graph: fx.Graph) -> Rewritten:
                 made[numbers[node]], delete_user_cb=lambda user: user not in values
             )
     for node in reversed(ops):
-        if not node.users:
+        if not node.users and not has_effect(node):
             graph.erase_node(node)
     return Rewritten(graph, len(made), tuple(large))
 

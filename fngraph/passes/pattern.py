@@ -27,6 +27,7 @@ from torch import fx
 
 from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
+from fngraph.fx.generators import has_effect
 from fngraph.fx.nodes import is_tensor, line_of, mutates, storages_written
 from fngraph.passes.overloads import check_arguments, meant, named, overload_of
 from fngraph.torch_facts.memory import storage_key
@@ -269,7 +270,7 @@ def replace(graph: fx.Graph, found: Found, op: Any, args: Sequence[Any], *labels
         node.meta = dict(one.meta)
         one.replace_all_uses_with(node)
     for node in reversed(found.inside):
-        if not node.users and not mutates(node):
+        if not node.users and not has_effect(node):
             graph.erase_node(node)
     return True
 
@@ -294,7 +295,7 @@ def put(graph: fx.Graph, found: Found, value: fx.Node) -> None:
     """Let all that reads the root of a match read `value`, and take out what nobody reads."""
     found.inside[-1].replace_all_uses_with(value)
     for node in reversed(found.inside):
-        if not node.users and not mutates(node):
+        if not node.users and not has_effect(node):
             graph.erase_node(node)
 
 

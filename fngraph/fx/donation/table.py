@@ -19,14 +19,14 @@ from fngraph.errors import DonationError
 from fngraph.fx.donation.inplace import make_in_place
 from fngraph.fx.donation.liveness import Memory
 from fngraph.fx.donation.loops import settle
-from fngraph.fx.generators import drawn
+from fngraph.fx.generators import has_effect
 from fngraph.fx.leaves import Leaf, same_place
 from fngraph.fx.nodes import (
+    STAYS,
     inputs_of,
     is_loop,
     is_op,
     line_of,
-    mutates,
     name_of,
     results_of,
     written_by,
@@ -34,6 +34,7 @@ from fngraph.fx.nodes import (
 from fngraph.fx.tracing.refusals import Refusals
 from fngraph.fx.tracing.tracer import Graph
 from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.raising import may_raise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,13 +120,29 @@ def donate(
     return DonationTable(tuple(rows))
 
 
-def drop_dead(graph: fx.Graph) -> None:
-    """Erase ops whose results nobody reads: they would seem to need an old value, or mix rows."""
+def drop_dead(graph: fx.Graph, raising: bool = False) -> None:
+    """Erase ops whose results nobody reads: they would seem to need an old value, or mix rows.
+
+    Args:
+        raising: let those stay that may raise an error, for ever: `forward` itself would.
+    """
     for node in reversed(graph.nodes):
+        if raising and all(_is_unread_part(user) for user in node.users) and _may_raise(node):
+            node.meta[STAYS] = True
         if node.users or not (_is_of_loop(node) or (is_op(node) and node.target._schema.returns)):
             continue
-        if not mutates(node) and drawn(node) is None:
+        if not has_effect(node):
             graph.erase_node(node)
+
+
+def _is_unread_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem and not node.users
+
+
+def _may_raise(node: fx.Node) -> bool:
+    if is_loop(node):
+        return any(_may_raise(x) for one in node.target.graphs for x in one.graph.nodes)  # type: ignore[union-attr]
+    return is_op(node) and may_raise(node.target, node.meta.get("val"))
 
 
 def _is_of_loop(node: fx.Node) -> bool:

@@ -18,14 +18,13 @@ from torch import fx
 from fngraph.core import Dim
 from fngraph.core.program import Instruction, Program, with_drops
 from fngraph.errors import BranchError
-from fngraph.fx.generators import drawn
+from fngraph.fx.generators import drawn, has_effect
 from fngraph.fx.nodes import (
     is_loop,
     is_op,
     is_size,
     is_tensor,
     line_of,
-    mutates,
     op_name,
     results_of,
 )
@@ -180,7 +179,7 @@ def _regions(
     live: set[fx.Node] = set(results)
     ops = [n for n in gm.graph.nodes if n.op == "call_function" and not is_size(n)]
     for node in reversed(ops):
-        if node in live or mutates(node) or drawn(node) is not None:
+        if node in live or has_effect(node):
             live.add(node)
             live.update(a for a in node.all_input_nodes if not is_size(a))
     regions: list[tuple[bool, list[fx.Node]]] = []

@@ -29,6 +29,7 @@ from fngraph.fx.rows.state import (
     ndim,
 )
 
+_LONG = {torch.uint16, torch.uint32, torch.uint64}  # which torch compares with no signed ones
 _LARGEST = 1 << 16  # elements of a constant that is worth computing
 _COPIES = {"_to_copy", "clone", "to", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"}
 WIDE = (torch.float32, torch.float64, torch.bfloat16)
@@ -114,6 +115,8 @@ def _tells_apart(call: OpCall) -> bool:
             return True
         old, new = given[0].meta["val"].dtype, call.value.dtype
         whole = not any(d.is_floating_point or d.is_complex for d in (old, new))
+        if old == new or {old, new} & _LONG:
+            return old == new
         return whole and torch.promote_types(old, new) == new
     shifts = call.name in ("add", "sub") and not is_tensor(call.args["other"])
     return shifts or call.name in _COPIES or call.name == "neg"

@@ -127,6 +127,31 @@ def is_plain(state: tuple[Any, ...]) -> bool:
     return not state[0]
 
 
+class Switches:
+    """What chose among kernels when a trace began: its ops run under that, wherever they stand."""
+
+    def __init__(self) -> None:
+        self._before = self._now = self._seen()
+
+    def changed(self, line: str) -> AmbientError | None:
+        """The error about an op at `line` for which `forward` has set another choice; once each."""
+        now = self._seen()
+        if now == self._now:
+            return None
+        self._now = now
+        names = [name for name, a in now.items() if a != self._before[name]]
+        if not names:
+            return None
+        return AmbientError(
+            f"{line}: forward sets {', '.join(names)} for a part of itself, and a graph's ops all "
+            "run under what is set around the call. Set it there: torch.backends and "
+            "torch.use_deterministic_algorithms are read at each call"
+        )
+
+    def _seen(self) -> dict[str, Any]:
+        return {name: x for name, x in zip(_KERNELS, kernels()) if "sdp" not in name}
+
+
 _ASKED = {"grad": "is_grad_enabled", "inference": "is_inference_mode_enabled"}
 
 

@@ -22,6 +22,7 @@ from fngraph.fx.tracing.outside import (
     Made,
     array_from_outside,
     foreign,
+    is_array,
     is_literal,
     memory,
 )
@@ -49,6 +50,13 @@ class CallsMode(TorchFunctionMode):
         super().__init__()
         self.owners, self.refuse, self.made = owners, refuse, made
         self.name = ""
+        self._of_array = False  # the last literal's data
+
+    @property
+    def shares_array(self) -> bool:
+        """Whether a literal of the call that runs stays an array's memory. `torch.from_numpy`
+        passes no mode, and is the only one without a name."""
+        return self.name == "" or (self._of_array and self.name in ("as_tensor", "asarray"))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -150,6 +158,7 @@ class CallsMode(TorchFunctionMode):
     def make(self, name: str, args: Any) -> tuple[bool, Any]:
         """`torch.tensor(data)`: of numbers, and not of what is no number yet."""
         data, line = args[-1] if name == "new_tensor" else args[0], user_line()
+        self._of_array = is_array(data)
         parts = [data] if isinstance(data, torch.Tensor) else tree_leaves(data)
         error: PurityError | None = None
         if any(isinstance(x, torch.SymBool) for x in parts):

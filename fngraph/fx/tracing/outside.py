@@ -90,6 +90,11 @@ def _closed(line: str, what: str) -> ClosureError:
     )
 
 
+def is_array(value: Any) -> bool:
+    """Whether a value is one of numpy's, with memory of its own."""
+    return _address(value) is not None
+
+
 def _address(value: Any) -> int | None:
     """Where a numpy array is; None for anything else."""
     if type(value).__module__ != "numpy":

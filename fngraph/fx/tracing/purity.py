@@ -20,7 +20,9 @@ from fngraph.fx.generators import DRAWN, Generators, device_of, is_on, source, w
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.nodes import REFUSED, flat
 from fngraph.fx.schemas import draws, is_plain, leaves_device, waits_for_shape
+from fngraph.fx.tracing.ambient import Switches
 from fngraph.fx.tracing.api import CallsMode, rebound
+from fngraph.fx.tracing.arrays import Arrays
 from fngraph.fx.tracing.assumptions import by_transform
 from fngraph.fx.tracing.operands import mixed, operands_of
 from fngraph.fx.tracing.outside import Made, foreign, is_literal, literal_from_outside
@@ -82,6 +84,7 @@ class PurityMode(TorchDispatchMode):
         self.owners, self.symbols, self.refuse = owners, symbols, refuse
         self.calls, self.made, self.generators = calls, made, generators
         self.streams, self.dtypes = streams, Dtypes()
+        self.switches, self.arrays = Switches(), Arrays()
         self.blocks: dict[Any, Any] = {}  # key of a call to what it left: see fx/blocks/stamps.py
         self._standins: dict[int, tuple[Any, Any]] = {}
 
@@ -99,6 +102,8 @@ class PurityMode(TorchDispatchMode):
         line = user_line()
         fx.traceback.set_stack_trace([line])
         self.streams.look(line)
+        if (switched := self.switches.changed(line)) is not None:
+            self.refuse(switched)
         if not isinstance(func, OpOverload):
             self.refuse(
                 OperatorError(
@@ -115,6 +120,7 @@ class PurityMode(TorchDispatchMode):
             array = literal_from_outside(line, args[0], self.calls.name)
             if array is not None:
                 self.refuse(array)
+            args = (self.arrays.take(line, self.calls, args[0]), *args[1:])
         else:
             args, kwargs = self._given(line, args, kwargs)
         if func is aten.record_stream.default:  # a graph's memory is its own
@@ -144,6 +150,9 @@ class PurityMode(TorchDispatchMode):
             marks = {DRAWN: index}
         for error in write_errors(line, func, args, kwargs, self.owners):
             self.refuse(error)
+        for x in written(func, args, kwargs):
+            if storage_key(x) in self.arrays.shared:
+                self.refuse(self.arrays.written(line, func))
         if (said := self.dtypes.refused(func, args, kwargs)) is not None:
             name = self.calls.name or func._schema.name.partition("::")[2]
             self.refuse.told(mixed(line, name, operands_of((args, kwargs), self.made), said))
@@ -165,6 +174,8 @@ class PurityMode(TorchDispatchMode):
             if _shape(given) != shape:
                 self.refuse(_resized(line, func, shape, _shape(given)))
         result = self._check_result(line, func, args, result)
+        if func in _LITERALS:
+            self.arrays.note(self.calls, result)
         self.made.note(result, line)
         return result
 

@@ -156,6 +156,7 @@ def trace(
         with purity, calls, streams.watched():
             places = [place(x) for x in flat]
             outputs = flat_fn(list(flat))
+            purity.arrays.check(refuse)
         for x, before, leaf in zip(flat, places, leaves):
             if place(x) != before and not refuse.errors:
                 refuse(rebound("forward", ".data =, set_, resize_", leaf.path))

@@ -30,7 +30,7 @@ from fngraph.passes.pattern import (
     name,
     put,
     sizes,
-    writes_any,
+    writes_between,
 )
 from fngraph.passes.running.checks import Rewritten
 from fngraph.passes.side_by_side import follows, given_of, put_for, why_not_one
@@ -165,12 +165,7 @@ def norm_before(node: fx.Node) -> Found | None:
     if found is None or not is_norm(found, found["x"], normed):
         return None
     read = {storage_key(found[key].meta["val"]) for key in ("x", "weight")}
-    between = normed.next
-    while between is not node:
-        if writes_any(between, read):
-            return None
-        between = between.next
-    return found
+    return None if writes_between(normed.next, node, read) else found
 
 
 def drop(graph: fx.Graph, found: Found) -> None:

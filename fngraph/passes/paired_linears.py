@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.passes.pattern import insert, writes_any
+from fngraph.passes.pattern import insert, writes_between
 from fngraph.passes.running.checks import Rewritten
 from fngraph.torch_facts.memory import storage_key
 
@@ -61,9 +61,4 @@ def _is_late(first: fx.Node, second: fx.Node) -> bool:
     if any(not x < first for x in read):
         return True
     memory = {storage_key(x.meta["val"]) for x in (first, *read)}
-    between = first.next
-    while between is not second:
-        if writes_any(between, memory):
-            return True
-        between = between.next
-    return False
+    return writes_between(first.next, second, memory)

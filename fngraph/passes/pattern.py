@@ -219,12 +219,18 @@ def is_written_between(inside: Sequence[fx.Node], until: fx.Node | None = None) 
     to `until`."""
     near = {*inside, *(x for node in inside for x in node.all_input_nodes)}
     memory = {storage_key(x.meta["val"]) for x in near if is_tensor(x)}
-    node, last = inside[0], until or inside[-1]
-    while node is not last:
+    last = until or inside[-1]
+    return writes_between(inside[0], last, memory) or writes_any(last, memory)
+
+
+def writes_between(first: fx.Node, until: fx.Node, memory: set[int]) -> bool:
+    """Whether `first` or a node behind it, ahead of `until`, writes one of these storages."""
+    node = first
+    while node is not until:
         if writes_any(node, memory):
             return True
         node = node.next
-    return writes_any(last, memory)
+    return False
 
 
 def writes_any(node: fx.Node, memory: set[int]) -> bool:

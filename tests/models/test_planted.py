@@ -21,9 +21,9 @@ from fngraph.models.families import decoder
 
 CONFIG = llama.Config(11, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, dim=8, mlp_dim=12)
 SOURCE = Path(decoder.__file__).read_text()
-EMBED = "x_TE = params.embed[batch.token_ids]"
+EMBED = "x_TE = entered(params, batch)"
 KEPT = "kept.append(own)"
-LAST = "return logits(params, x_TE[batch.logits_indices], norm), cache"
+LAST = "return left(params, x_TE, batch, norm), cache"
 PLANTS: dict[str, tuple[str, str, type[Exception]]] = {
     # what it was not given
     "global": (EMBED, f"{EMBED} * GLOBAL", errors.ClosureError),

@@ -252,8 +252,10 @@ def test_what_fails_in_padding_is_refused_whoever_reads_it(name: str) -> None:
 
 
 def test_what_nobody_reads_is_no_part_of_a_graph() -> None:
-    """Neither what fails in padding nor what mixes it."""
-    check(output(lambda x, p, b: (p["w"][nowhere(b)], x.flip(0), x * 1)[2]))
+    """What mixes padding. What may fail stays for its error, and is refused if padding does."""
+    check(output(lambda x, p, b: (x.flip(0), x * 1)[1]))
+    with pytest.raises(RowsError, match="No output is made of it, but it runs"):
+        check(output(lambda x, p, b: (p["w"][nowhere(b)], x * 1)[1]))
 
 
 def test_a_refusal_names_no_symbol_of_torchs() -> None:

@@ -27,7 +27,7 @@ def layer(params: Any, state: Any, batch: toys.Batch) -> Any:
     p, x = params, params["w"][batch.token_ids]
     h = rms_norm(x, p["norm"], 1e-5)
     x = (silu(h @ p["w_gate"].t()) * (h @ p["w_up"].t())) @ p["w_down"].t() + x
-    return x + 1, rms_norm(x, p["norm"], 1e-5) @ p["w_last"].t(), state
+    return (x + 1, rms_norm(x, p["norm"], 1e-5) @ p["w_last"].t()), state
 
 
 def layer_model(laid: bool = True) -> Model:

@@ -83,7 +83,7 @@ CASES = [
     (repeated, "w", "fg.while_loop", "in its body, turn 0: first aten.mm.default"),
     (counted, "w", "fg.fori_loop", "in its body, turn 0: first aten.mm.default"),
     (chosen, "w", "fg.cond", "in its branch 'if true': first aten.mm.default"),
-    (nested, "s", "fg.fori_loop", "in its body, turn 0: first aten.mul.Tensor"),
+    (nested, "s", "fg.fori_loop", "in its body, turn 0: first aten.mul.out"),
 ]
 
 

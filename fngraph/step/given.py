@@ -19,7 +19,7 @@ from fngraph.core.text import did_you_mean
 from fngraph.errors import TreeError
 from fngraph.fx.leaves import Role, TensorSpec, check_memory
 from fngraph.step.binding import Binding, flatten_as
-from fngraph.torch_facts.memory import Bytes, joined, meets, overlaps_itself, storage_bytes
+from fngraph.torch_facts.memory import Bytes, joined, kind_of, meets, overlaps_itself, storage_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def slot_writes(
             slots = len(stacked) if stacked.dim() else 0
             raise TreeError(f"{one.path} has {slots} slots, counted from 0; slot={slot!r} is none")
         if value.shape != stacked.shape[1:] or value.dtype is not stacked.dtype:
-            want, got = _text(stacked[0]), _text(value)
+            want, got = kind_of(stacked[0]), kind_of(value)
             raise TreeError(f"{one.path}: a slot of it is {want}, given {got}")
         if overlaps_itself(stacked):
             raise TreeError(f"{one.path}: its slots share memory (strides {stacked.stride()})")
@@ -148,7 +148,3 @@ def slot_writes(
         else:
             writes.append((stacked[slot], partial(loaded, one)))
     return writes
-
-
-def _text(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

@@ -16,6 +16,7 @@ from fngraph.errors import OperatorError
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.nodes import flat
 from fngraph.fx.tracing.outside import Made
+from fngraph.torch_facts.memory import kind_of
 from fngraph.torch_facts.names import DisableTorchFunction
 from fngraph.torch_facts.tracing import FakeTensor
 
@@ -56,15 +57,11 @@ def _operand(x: torch.Tensor, made: Made) -> Operand:
     """A view is told as the tensor that it is a view of: an op is often given a turned weight."""
     found = made.origin(x) if isinstance(x, FakeTensor) else None
     if found is None:
-        return Operand("a tensor", _kind(x), x.dtype, None)
+        return Operand("a tensor", kind_of(x), x.dtype, None)
     first, told, leaf = found
-    kind = _kind(first if first.dtype is x.dtype else x)
+    kind = kind_of(first if first.dtype is x.dtype else x)
     where = f"what {told} makes" if leaf is None else leaf.path
     return Operand(where, kind, x.dtype, leaf)
-
-
-def _kind(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}[{', '.join(str(n) for n in x.shape)}]"
 
 
 def listed(operands: Sequence[Operand]) -> str:

@@ -128,9 +128,9 @@ class PurityMode(TorchDispatchMode):
         if func in SYNCS and not all(is_literal(x) for x in args):
             self.refuse(sync_error(line, func, self.calls.name))
             return any_scalar(args[0]) if func is aten._local_scalar_dense.default else True
-        if self.calls.name in _CHECKED_IN_VAIN and gives_nothing(func):
-            return None
         if gives_nothing(func) or kwargs.get("check_errors"):
+            if self.calls.name in _CHECKED_IN_VAIN:
+                return None
             self.refuse(nothing_error(line, func, args))
             return func(*args, **kwargs)
         marks: dict[str, Any] = {}

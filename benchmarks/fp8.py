@@ -165,7 +165,7 @@ def step_of(
         passes=passes,
     )  # fmt: skip
     limits = fg.Limits(max_tokens=max(flags.batch), max_reqs=max(flags.batch), B=BLOCKS)
-    step = fast.bind(params).capture(cache, limits, progress=False)
+    step = fast.bind(params).capture(cache, limits, outputs="borrow", progress=False)
     found = {}
     for num_reqs in flags.batch:
         torch.manual_seed(0)

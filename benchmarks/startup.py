@@ -105,6 +105,7 @@ def in_new_process(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     places = ["FNGRAPH_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
     places += ["PYTHONPYCACHEPREFIX"] * (not keeps_bytecode())
     env = {**os.environ, **{name: str(folder / name) for name in places}}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it: each process would compile torch
     told = [sys.executable, "-c", FRESH, json.dumps(asked)]
     ran = subprocess.run(told, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])

@@ -138,7 +138,8 @@ def test_modes_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     made = beside.make_bench("tiny", 32, [2], "cpu", None)
     found = beside.opened(made, programs.NOTHING, [2], True, 32)
     monkeypatch.setattr(beside, "timed", lambda *rest: {"measured us": 1.0})
-    rows = [row for row, _ in beside.point(made, found, 2, True, 1)]
+    yardstick = Steady(1.0)
+    rows = [row for row, _ in beside.point(made, found, 2, True, 1, yardstick)]
     assert [row["mode"] for row in rows] == list(beside.MODES)
     assert all(0 <= row["error"] < beside.MOST_OFF for row in rows)
     step = found.steps["FULL"]
@@ -150,7 +151,35 @@ def test_modes_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     wrong.backends = step.backends  # type: ignore[attr-defined]
     broken = found._replace(steps=dict.fromkeys(beside.MODES, wrong))
     with pytest.raises(beside.Wrong, match="PIECEWISE, 2 tokens"):
-        list(beside.point(made, broken, 2, True, 1))
+        list(beside.point(made, broken, 2, True, 1, yardstick))
+
+
+class Steady(programs.Yardstick):
+    """A host that is always as slow."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def slower(self) -> float:
+        return self.by
+
+
+def test_a_step_is_predicted_with_the_host_as_slow_as_it_is_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = beside.make_bench("tiny", 32, [2], "cpu", None)
+    host = fg.core.HostConstants("h", 1.0, 2.0, 0.0, 3.0, 4.0, {"product": 5.0}, {"attention": 6.0})
+    found = beside.opened(made, programs.NOTHING._replace(host=host), [2], True, 32)
+    monkeypatch.setattr(beside, "timed", lambda *rest: {"measured us": 1.0})
+    usual, slow = (
+        [row["predicted host us"] for row, _ in beside.point(made, found, 2, True, 1, Steady(by))]
+        for by in (1.0, 1.5)
+    )
+    assert slow == pytest.approx([1.5 * us for us in usual]) and min(usual) > 0.0
+    told = programs.Yardstick("cpu", host, 1)
+    monkeypatch.setattr(programs, "clocked", lambda *rest: programs.Clocked(told.told_us * 2, 0.0))
+    assert told.slower() == 2.0
+    assert told.told_us == 3.0 + 5.0 + 4.0 * (sum(work.kernels or 1 for work in told.mix.works) - 1)
 
 
 def test_a_predicted_step_is_split_by_kind() -> None:

@@ -6,6 +6,10 @@ of other ops at several sizes, mixes of ops, layers of attention (--constants FI
 64 tokens as decode batches with --context tokens of each request, from there on as the first chunk
 of one request. `off` is what the prediction is off by, of what was measured; 15% are allowed.
 
+A host that others share may be half as fast a minute later. So a mix of ops, none of a model's, is
+timed before and after each step: `host slower` is how many times as long it took as the constants
+say, and the step is predicted with a host that is as slow.
+
 --given FILE takes constants that were measured before. Without a GPU the tape replays, and all
 clocks are the host's: the model takes host and device to work side by side, which is not so there.
 """
@@ -145,16 +149,18 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
             raise Mistake(f"--constants {flags.constants}: {error}") from error
     shown(constants)
     figures: dict[str, Any] = {"step": [], "kinds": []}
+    yardstick = programs.Yardstick(flags.device, constants.host, 2 if flags.quick else 6)
     for name in flags.models:
         began = time.perf_counter()
         for row, kinds in beside.rows_of(
-            name, flags.tokens, flags.context, constants, flags.device, flags.backend, flags.repeats
-        ):
+            name, flags.tokens, flags.context, constants, flags.device, flags.backend,
+            flags.repeats, yardstick,
+        ):  # fmt: skip
             figures["kinds"] += [kinds] if kinds else []
             kept(flags, [row], figures, "step")
         print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
         short = ("model", "tokens", "requests", "context", "mode", "bound", "predicted us",
-                 "measured us", "off", "predicted host us", "measured host us",
+                 "measured us", "off", "host slower", "predicted host us", "measured host us",
                  "predicted device us", "measured device us")  # fmt: skip
         show([{k: row.get(k) for k in short} for row in figures["step"] if row["model"] == name],
              name)  # fmt: skip

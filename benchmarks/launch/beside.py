@@ -23,6 +23,7 @@ from benchmarks.decode.bench import Bench, Made, make_bench
 from benchmarks.decode.judging import Wrong, off
 from benchmarks.decode.ours import greedy
 from benchmarks.device import release, wait
+from benchmarks.launch.programs import Yardstick
 from benchmarks.workload import BLOCK_SIZE, batch_of, to_device
 
 DECODED = 64  # tokens up to which a batch decodes
@@ -64,7 +65,7 @@ def opened(
 
 
 def point(
-    bench: Bench, found: Steps, tokens: int, decode: bool, repeats: int
+    bench: Bench, found: Steps, tokens: int, decode: bool, repeats: int, yardstick: Yardstick
 ) -> Iterator[tuple[Row, Row | None]]:
     """A row a mode; with FULL's, where its device time goes, as predicted and as seen."""
     context = bench.context if decode else tokens
@@ -83,20 +84,24 @@ def point(
         def once(step: Any = step, mode: str = mode, last: list[Any] = last) -> None:
             last[:] = step(cache, batch, allowed=(mode,))
 
-        told = found.model.predict(spec, mode)
-        row = {
-            "tokens": tokens, "requests": reqs, "context": context, "mode": mode,
-            "attention": next(iter(step.backends.values())),
-            "predicted us": told.wall_us, "bound": told.bound, "predicted host us": told.host_us,
-            "predicted device us": told.device_us,
-        }  # fmt: skip
+        likely_us = found.model.predict(spec, mode).wall_us
         once()
         wait(bench.device)
         logits[mode] = last[1].float().clone()
         error = off(logits[mode], logits["NONE"])
         if not error < MOST_OFF:
             raise Wrong(f"{mode}, {tokens} tokens: logits are off by {error:.3f}, of {MOST_OFF}")
-        row |= timed(once, bench.device, repeats, told.wall_us) | {"error": error}
+        before = yardstick.slower()
+        measured = timed(once, bench.device, repeats, likely_us)
+        slower = (before + yardstick.slower()) / 2
+        told = as_slow(found.model, slower).predict(spec, mode)
+        row = {
+            "tokens": tokens, "requests": reqs, "context": context, "mode": mode,
+            "attention": next(iter(step.backends.values())),
+            "predicted us": told.wall_us, "bound": told.bound, "predicted host us": told.host_us,
+            "predicted device us": told.device_us, "host slower": slower, **measured,
+            "error": error,
+        }  # fmt: skip
         kinds = None
         if mode == "FULL":
             kinds = {
@@ -104,6 +109,13 @@ def point(
                 "kernels": slowest_kernels(once, bench.device),
             }  # fmt: skip
         yield row, kinds
+
+
+def as_slow(model: fg.core.LaunchModel, by: float) -> fg.core.LaunchModel:
+    """The model while the host takes `by` times as long as when its constants were measured."""
+    constants = model.constants
+    slow = constants._replace(host=constants.host.slower(by))
+    return dataclasses.replace(model, constants=slow)
 
 
 def timed(once: Any, device: str, repeats: int, likely_us: float) -> Row:
@@ -168,7 +180,7 @@ def slowest_kernels(once: Any, device: str) -> dict[str, Any]:
 
 def rows_of(
     name: str, tokens: Sequence[int], context: int, constants: fg.core.Constants, device: str,
-    backend: str | None, repeats: int,
+    backend: str | None, repeats: int, yardstick: Yardstick,
 ) -> Iterator[tuple[Row, Row | None]]:  # fmt: skip
     """All rows of a model."""
     decoded = [n for n in tokens if n <= DECODED]
@@ -184,7 +196,7 @@ def rows_of(
         longest = context if decode else max(sizes)
         found = opened(bench, constants, sizes, decode, longest)
         for size in sizes:
-            for row, kinds in point(bench, found, size, decode, repeats):
+            for row, kinds in point(bench, found, size, decode, repeats, yardstick):
                 row["off"] = row["predicted us"] / row["measured us"] - 1
                 yield {"model": name, **row}, kinds and {"model": name, **kinds}
         del found

@@ -120,6 +120,22 @@ NOTHING = fg.core.Constants(
 )
 
 
+class Yardstick:
+    """Says how fast the host is just now: a mix of ops in NONE, beside what its constants say.
+
+    Others share its processors, memory and caches: within one run the same calls take up to twice
+    as long as a minute before.
+    """
+
+    def __init__(self, device: str, host: fg.core.HostConstants, blocks: int = 6) -> None:
+        self.device, self.mix = device, mix(list(OPS) * blocks, device)
+        self.told_us = host.eager_step_us + sum(host.op(work) for work in self.mix.works)
+
+    def slower(self) -> float:
+        """How many times as long it takes."""
+        return clocked(self.mix.none, self.device, BURSTS // 5).host / self.told_us
+
+
 class Steps(NamedTuple):
     """What a step costs beside its ops, and an op of each kind the host.
 

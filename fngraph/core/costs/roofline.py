@@ -251,6 +251,17 @@ class HostConstants:
         """Of one replay of a graph of so many nodes."""
         return self.replay_us + nodes * self.node_us
 
+    def slower(self, by: float) -> HostConstants:
+        """Of the same host while all takes `by` times as long: others share the machine."""
+        times: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            x = getattr(self, field.name)
+            if isinstance(x, Mapping):
+                times[field.name] = {kind: us * by for kind, us in x.items()}
+            elif field.name != "name":
+                times[field.name] = x * by
+        return HostConstants(self.name, **times)
+
 
 class Constants(NamedTuple):
     """What a machine was measured to do.

@@ -25,7 +25,7 @@ from torch import Tensor
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton import unified
-from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
+from fngraph.ops.triton.keys import Tile, by_step, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold
 from fngraph.ops.triton.overlapping import ask_for_rows, let_next, wait
@@ -198,12 +198,12 @@ def split_kernel(
     parts, tops, totals, done, out, R, HEADS, UNITS, EACH, many, q_row, q_head,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
     out_row, out_head, k_step, v_step, scale, softcap, window,
-    ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr, BESIDE: tl.constexpr,
-    SHARED: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr,
-    SINKS: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    Q: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr,
+    BESIDE: tl.constexpr, SHARED: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr, ROUNDS: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One unit of the keys that a request sees, or with SHARED every EACH-th of them.
 
@@ -231,8 +231,10 @@ def split_kernel(
         size = tl.where(by_spans(first, length, many, SPLIT), SPAN, SPLIT)
     count = (length + size - 1) // size - first // size
     table = tables + r.to(tl.int64) * table_row
-    k_cache += head * k_head
-    v_cache += head * v_head
+    k_cache += head * by_step(k_head, STEP)
+    v_cache += head * by_step(v_head, STEP)
+    k_block, k_slot = by_step(k_block, STEP), by_step(k_slot, STEP)
+    v_block, v_slot = by_step(v_block, STEP), by_step(v_slot, STEP)
     if EARLY:
         if count > unit:
             n = within(first // size * size + unit * size + tl.arange(0, SPLIT), first, length)

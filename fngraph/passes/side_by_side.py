@@ -12,6 +12,7 @@ so that weights that were moved apart later are an `AddressError` and nothing el
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,14 +21,17 @@ from torch import fx
 
 from fngraph.core.text import count
 from fngraph.fx.leaves import Role
-from fngraph.fx.nodes import is_tensor
+from fngraph.fx.nodes import flat, is_tensor, line_of, name_of
 from fngraph.passes.pattern import insert, sizes, writes_any
 from fngraph.passes.running.checks import Rewritten
 from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.names import OpOverload
 
 aten = torch.ops.aten
 _OPS = torch.ops.fngraph
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
+_KNOWN = ("aten", "prims", "fngraph")
+"""Ops of these read any strides alike."""
 
 
 def merge_side_by_side(graph: fx.Graph) -> Rewritten:
@@ -173,6 +177,13 @@ def why_not_one(graph: fx.Graph, run: Sequence[fx.Node], tried: dict[Any, bool])
     returned = {storage_key(n.meta["val"]) for n in graph.output_node().all_input_nodes}
     if any(storage_key(node.meta["val"]) in returned for node in run):
         return "forward returns one of the products, which must be memory of its own"
+    for product in run:
+        if (reader := _goes_by_layout(product)) is not None:
+            return (
+                f"{name_of(reader)} ({line_of(reader)}) reads a result, and may go by how that "
+                "lies. An op of your own that takes any strides says so: "
+                "tags=(torch.Tag.flexible_layout,)"
+            )
     read = {storage_key(x.meta["val"]) for node in run for x in node.all_input_nodes}
     node, last = min(run), max(run)
     while node is not last:
@@ -183,6 +194,32 @@ def why_not_one(graph: fx.Graph, run: Sequence[fx.Node], tried: dict[Any, bool])
     if views not in tried:
         tried[views] = _can_be_viewed(run)
     return None if tried[views] else "a result is viewed as only a product of its own can be"
+
+
+def _goes_by_layout(product: fx.Node) -> fx.Node | None:
+    """What reads a product, or memory of it, and may compute otherwise where that lies otherwise:
+    an op of the user's, a loop, `as_strided`; or None."""
+    own = storage_key(product.meta["val"])
+    seen, left = {product}, [product]
+    while left:
+        for user in left.pop().users:
+            if user.op != "call_function" or user in seen:
+                continue
+            seen.add(user)
+            if user.target is not operator.getitem and not _takes_any_strides(user.target):
+                return user
+            if any(storage_key(x) == own for x in flat(user.meta.get("val"))
+                   if isinstance(x, torch.Tensor)):  # fmt: skip
+                left.append(user)
+    return None
+
+
+def _takes_any_strides(op: Any) -> bool:
+    if not isinstance(op, OpOverload):
+        return False
+    if op.namespace in _KNOWN:
+        return "stride" not in op._schema.name
+    return torch.Tag.flexible_layout in op.tags
 
 
 def _views(node: fx.Node) -> tuple[Any, ...]:

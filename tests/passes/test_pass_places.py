@@ -655,6 +655,35 @@ def as_view(p: Any, x: Tensor) -> Any:
     return linear(x, p["w_gate"]).view(-1).sin().view(-1, F) + linear(x, p["w_up"])
 
 
+@torch.library.custom_op("test_pass_places::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """A kernel that is handed an address, and knows from the trace how its rows lie."""
+    return torch.as_strided(x, x.shape, (x.shape[1], 1)) * 2
+
+
+doubled.register_fake(lambda x: x.new_empty(x.shape))
+
+
+@torch.library.custom_op(
+    "test_pass_places::tripled", mutates_args=(), tags=(torch.Tag.flexible_layout,)
+)
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+tripled.register_fake(lambda x: x.new_empty(x.shape))
+
+
+def handed(op: Callable[[Tensor], Tensor]) -> Body:
+    """Products, or views of what is written in them, to an op of one's own."""
+
+    def body(p: Any, x: Tensor) -> Any:
+        a, b = linear(x, p["w_gate"]), linear(x, p["w_up"]).add_(1)
+        return fg.trust_rows(op(a)) + fg.trust_rows(op(b.view(-1, 2, F // 2).flatten(1)))
+
+    return body
+
+
 ALONE = "do not lie side by side in memory"
 PRODUCTS: dict[str, tuple[Body, int, str]] = {
     "three of one input": (project("wq", "wk", "wv"), 1, ""),
@@ -685,6 +714,10 @@ PRODUCTS: dict[str, tuple[Body, int, str]] = {
         lambda p, x: (linear(x, p["w_gate"]), linear(x, p["w_up"])), 0, "forward returns one of",
     ),
     "a result that is viewed as a line": (as_view, 0, "viewed as only a product of its own"),
+    "results that an op of one's own reads": (
+        handed(doubled), 0, "doubled.default (",
+    ),
+    "results that one of any strides reads": (handed(tripled), 1, ""),
     "results that are written": (
         lambda p, x: changed(linear(x, p["w_gate"]), Tensor.sin_) + linear(x, p["w_up"]), 1, "",
     ),

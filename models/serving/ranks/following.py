@@ -119,7 +119,7 @@ def leading(ranks: Ranks) -> Iterator[None]:
     except BaseException as error:
         reason = "" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # who does not listen any more
-            tell(ranks.team, (END, reason)).wait(PATIENCE)
+            tell(ranks.team, (END, reason), most=PATIENCE).wait(PATIENCE)
         with contextlib.suppress(RuntimeError):
             if ranks.agrees and ranks.peers.board is not None:
                 ranks.peers.board.leave()
@@ -127,7 +127,8 @@ def leading(ranks: Ranks) -> Iterator[None]:
                 left = error.members if isinstance(error, Left) else ()
                 tell_each(ranks.peers, NOTHING._replace(gone=1), left).wait(PATIENCE)
         raise
-    tell(ranks.team, (END, "")).wait()
+    with listened_to(ranks.team):
+        tell(ranks.team, (END, "")).wait()
 
 
 class Left(fg.errors.RankError):
@@ -219,9 +220,11 @@ def listened_to(team: Circle) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        who = f"one of ranks {', '.join(map(str, team.members[1:]))}, which follow rank"
+        if isinstance(error, fg.errors.AbsentError):
+            who = f"rank {team.members[error.rank]}, which follows rank"
         raise fg.errors.RankError(
-            f"one of ranks {', '.join(map(str, team.members[1:]))}, which follow rank "
-            f"{team.members[0]}, is gone, or has done nothing for the timeout of make_ranks: "
+            f"{who} {team.members[0]}, is gone, or has done nothing for the timeout of make_ranks: "
             f"{error}"
         ) from error
 

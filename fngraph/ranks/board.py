@@ -184,6 +184,11 @@ class Board:
         """Take part in nothing more: who comes to an exchange with this process is told."""
         self._leave(self._turn + 1)
 
+    def absent(self) -> list[int]:
+        """Those that come no more: they have ended or given up. Asking takes some us."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return [r for r in others if self._words[r * ROW + LEFT] or self._ended(r)]
+
     def _leave(self, turn: int) -> None:
         if not self._words[self.rank * ROW + LEFT]:
             self._words[self.rank * ROW + LEFT] = 1 << 32 | turn & TURNS

@@ -14,6 +14,7 @@ over memory where a circle's processes are of one host, else over gloo, as does 
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
@@ -40,12 +41,14 @@ class Circle(NamedTuple):
         members: their numbers among all processes.
         board: on which they `exchange` numbers and the first one tells; None: over the group, as on
             several hosts.
+        timeout_s: how long one waits for the others, in seconds.
     """
 
     group: Any = None
     rank: int = 0
     members: tuple[int, ...] = (0,)
     board: fg.Board | None = None
+    timeout_s: float = math.inf
 
     @property
     def size(self) -> int:
@@ -126,8 +129,8 @@ def make_ranks(
     members = [tuple(sorted(teams[place], key=order)) for place in sorted(teams)]
     found = [_circle(one, timeout) for one in (*members, tuple(one[0] for one in members))]
     team = next(circle for circle in found[:-1] if dist.get_rank() in circle.members)
-    team, peers = _with_board(team, timeout), found[-1]
-    return Ranks(team, _with_board(peers, timeout) if meet else peers, meet, within, ahead)
+    team, peers = _with_board(team), found[-1]
+    return Ranks(team, _with_board(peers) if meet else peers, meet, within, ahead)
 
 
 def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:
@@ -136,14 +139,15 @@ def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:
     if len(members) > 1:
         group = dist.new_group(list(members), backend="gloo", timeout=timeout)
     own = dist.get_rank()
-    return Circle(group, members.index(own) if own in members else -1, members)
+    rank = members.index(own) if own in members else -1
+    return Circle(group, rank, members, timeout_s=timeout.total_seconds())
 
 
-def _with_board(circle: Circle, timeout: timedelta) -> Circle:
+def _with_board(circle: Circle) -> Circle:
     """Made by the processes of the circle alone."""
     if circle.size == 1 or circle.rank < 0:
         return circle
-    return circle._replace(board=fg.make_board(circle.group, timeout.total_seconds(), ROOM))
+    return circle._replace(board=fg.make_board(circle.group, circle.timeout_s, ROOM))
 
 
 class Sent(NamedTuple):

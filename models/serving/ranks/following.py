@@ -31,6 +31,7 @@ from fngraph.models.serving.ranks.circles import (
     tell_each,
 )
 from fngraph.models.serving.ranks.joining import NOTHING, Wish, join, wish_of
+from fngraph.models.serving.ranks.losing import lost
 from fngraph.models.serving.requests import start
 from fngraph.models.serving.steps import Steps
 
@@ -208,10 +209,7 @@ def met(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise fg.errors.RankError(
-            f"one of ranks {', '.join(map(str, ranks.peers.members))}, whose batches meet, is gone "
-            f"or has told nothing for the timeout of make_ranks: {error}"
-        ) from error
+        raise lost(ranks.peers, "batches that meet", error) from error
 
 
 @contextlib.contextmanager
@@ -220,13 +218,7 @@ def listened_to(team: Circle) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        who = f"one of ranks {', '.join(map(str, team.members[1:]))}, which follow rank"
-        if isinstance(error, fg.errors.AbsentError):
-            who = f"rank {team.members[error.rank]}, which follows rank"
-        raise fg.errors.RankError(
-            f"{who} {team.members[0]}, is gone, or has done nothing for the timeout of make_ranks: "
-            f"{error}"
-        ) from error
+        raise lost(team, "each step together", error) from error
 
 
 def heard(team: Circle) -> tuple[Any, Tensor]:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -69,8 +69,7 @@ class Made(NamedTuple):
 
 
 def made(mesh: fg.Mesh, modes: str = MODES, meet: bool = False) -> Made:
-    """Of a mesh with "dp", "pp" and "tp"; processes wait long for each other until all have them.
-    """
+    """Of a mesh with "dp", "pp" and "tp". Until all have them, they wait long for each other."""
     whole = wide_params(CONFIG, device=mesh.device)
     ranks = make_ranks(mesh, meet=meet, timeout=timedelta(seconds=TIMEOUT_S))
     stage = stage_of(ranks)

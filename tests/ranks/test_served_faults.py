@@ -69,7 +69,7 @@ def check(ended: list[Ended], who: int, how: str, within: float) -> None:
             assert took < within, (took, error)
 
 
-@pytest.mark.sampled("is killed")
+@pytest.mark.sampled("leader is killed", "killed in a", "stage is killed", "team is killed")
 @pytest.mark.parametrize("name", CASES)
 def test_every_other_process_raises_in_time(ran: dict[str, list[Ended]], name: str) -> None:
     _, who, how, where = CASES[name]

@@ -80,7 +80,7 @@ def tile_of(
     before a residual; one of 8B takes 158 at two rows, and 190 without tensor cores. At 8 rows one
     takes 160, and 151 with q, k and v by torch: 192 tiles leave a third of the processors idle.
     """
-    if T > FEW_ROWS or (T > 2 and K > 2048 and not gated and not adds):
+    if T > FEW_ROWS or (T > 1 and K > 2048 and not gated and not adds):
         return None
     if T == 1:
         return _tile_of_one(K, gated, normed)
@@ -115,7 +115,7 @@ def wide_of(
     norm; a gate): Llama-1B down 12.8 and 19.8, attention's 6.0 and 9.8, gate and up 19.5 and 22.1;
     8B 34.6 and 42.7, 13.6 and 16.1, 62.6 and 66.2. For q, k and v it is no faster.
     """
-    if not 2 < T <= MOST_ROWS or K < _LEAST_PART or itemsize != 2:
+    if not 1 < T <= MOST_ROWS or K < _LEAST_PART or itemsize != 2:
         return None
     tiles, split = -(-N // _WIDE_ROWS), 1
     while not gated and split < 8 and tiles * split * 2 <= processors(device):

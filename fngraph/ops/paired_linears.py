@@ -50,7 +50,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     after = (eps, centred, gated, True, together)
     T, E = x.shape[0], weight.shape[0]
-    if not has_kernels(x) or T <= (FEW_ROWS if E <= 2048 else 2):
+    if not has_kernels(x) or T <= (FEW_ROWS if E <= 2048 else 1):
         total = fused_linear.run(x, [weight], None, more, 0.0, False, False, True, False)
         return total, fused_linear.run(total, weights, norm, None, *after)
     x, more = dense_rows(x), dense_rows(more)

@@ -25,7 +25,7 @@ from torch import Tensor
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton import unified
-from fngraph.ops.triton.keys import Tile, compute_dtype, finish, options, score
+from fngraph.ops.triton.keys import Tile, by_step, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
 from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold
 from fngraph.ops.triton.overlapping import ask_for_rows, let_next, wait
@@ -94,6 +94,7 @@ def attend(
         SPLIT=split,
         SPAN=split if many is None else split * SPLITS,
         PER=SPLITS,
+        BESIDE=beside(units, power_of_two(rows) * constants["WIDTH"], constants["WINDOW"]),
         SHARED=each < units,
         FINAL=final,
         K_SCALED=args.k_scale is not None,
@@ -171,6 +172,17 @@ def shared(units: int, spans: int, pairs: int, places: int) -> int | None:
     return each if each < units else None
 
 
+def beside(units: int, numbers: int, window: bool) -> int:
+    """Spans whose sums are read together, of so many numbers a unit; there may be but one.
+
+    A layer of 8B at one request of 512 tokens takes 127 us, and 136 by four of which three are
+    empty, as a tensor of four, on an H200.
+    """
+    if units <= SPLITS and not window:  # a window may begin within a span
+        return 1
+    return 4 if numbers <= 512 else 1
+
+
 # Keys in the table, in a split: on an H200 1 x 4096 takes 8.5 us by 128, 9.8 by 256; 1 x 32768
 # 40 by 512, 51 by 256. A step of Llama-1B at 512, 0.80 ms by 64, 0.82 by 128 in tiles of 32.
 SHORT = 1024
@@ -186,12 +198,12 @@ def split_kernel(
     parts, tops, totals, done, out, R, HEADS, UNITS, EACH, many, q_row, q_head,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_row,
     out_row, out_head, k_step, v_step, scale, softcap, window,
-    ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
-    FINAL: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, ROUNDS: tl.constexpr,
-    SINKS: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    Q: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr,
+    BESIDE: tl.constexpr, SHARED: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr, ROUNDS: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One unit of the keys that a request sees, or with SHARED every EACH-th of them.
 
@@ -219,8 +231,10 @@ def split_kernel(
         size = tl.where(by_spans(first, length, many, SPLIT), SPAN, SPLIT)
     count = (length + size - 1) // size - first // size
     table = tables + r.to(tl.int64) * table_row
-    k_cache += head * k_head
-    v_cache += head * v_head
+    k_cache += head * by_step(k_head, STEP)
+    v_cache += head * by_step(v_head, STEP)
+    k_block, k_slot = by_step(k_block, STEP), by_step(k_slot, STEP)
+    v_block, v_slot = by_step(v_block, STEP), by_step(v_slot, STEP)
     if EARLY:
         if count > unit:
             n = within(first // size * size + unit * size + tl.arange(0, SPLIT), first, length)
@@ -282,7 +296,7 @@ def split_kernel(
                 owner = head * GROUP + i % GROUP
                 sums, most, weight = merge_units(
                     parts + pair * D, tops + pair, totals + pair, i, used, first // size, units,
-                    per, D, WIDTH, triton.next_power_of_2(Q * GROUP), Q * GROUP, PER,
+                    per, D, WIDTH, triton.next_power_of_2(Q * GROUP), Q * GROUP, PER, BESIDE,
                 )  # fmt: skip
                 sums *= finish(most, weight, sinks, owner, used, by_v, SINKS)[:, None]
                 into = out + (begin + i // GROUP).to(tl.int64) * out_row + owner * out_head
@@ -294,35 +308,32 @@ def split_kernel(
 def merge_units(
     parts, tops, totals, m, real, first, units, per,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    PER: tl.constexpr,
+    PER: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of units in order, `per` <= PER to a span, of which the first may be cut off."""
-    BESIDE: tl.constexpr = 4 if ROWS * WIDTH <= 512 else 1  # spans whose loads go together
-    d = tl.arange(0, WIDTH)[None, None, :]
-    s = tl.arange(0, BESIDE)[:, None]
+    """Sums of units in order, `per` <= PER to a span, of which the first may be cut off.
+
+    Loads of BESIDE spans go together: a reader waits once for all. As tensors of their own, since a
+    sum over a dim of spans would be a wait of all warps each.
+    """
+    d = tl.arange(0, WIDTH)[None, :]
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for span in tl.range(first // per, (first + units + per - 1) // per, BESIDE, num_stages=1):
-        acc_S = tl.zeros((BESIDE, ROWS, WIDTH), tl.float32)
-        top_S = tl.full((BESIDE, ROWS), float("-inf"), tl.float32)
-        total_S = tl.zeros((BESIDE, ROWS), tl.float32)
-        for i in tl.static_range(PER):
-            unit = (span + s) * per + i - first
-            row = m[None, :] + unit * STEP
-            live = real[None, :] & (i < per) & (unit >= 0) & (unit < units)
-            part_top = tl.load(tops + row, mask=live, other=float("-inf"), cache_modifier=".cg")
-            part_total = tl.load(totals + row, mask=live, other=0.0, cache_modifier=".cg")
-            at = parts + row[:, :, None] * D + d
-            part = tl.load(at, mask=live[:, :, None] & (d < D), other=0.0, cache_modifier=".cg")
-            acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
-        for i in tl.static_range(BESIDE):  # one of them, as sums with zeros: exact
-            one = s == i
-            acc, top, total = fold(
-                acc, top, total, tl.sum(tl.where(one[:, :, None], acc_S, 0.0), 0),
-                tl.max(tl.where(one, top_S, float("-inf")), 0),
-                tl.sum(tl.where(one, total_S, 0.0), 0),
-            )  # fmt: skip
+        for s in tl.static_range(BESIDE):
+            acc_S = tl.zeros((ROWS, WIDTH), tl.float32)
+            top_S = tl.full((ROWS,), float("-inf"), tl.float32)
+            total_S = tl.zeros((ROWS,), tl.float32)
+            for i in tl.static_range(PER):
+                unit = (span + s) * per + i - first
+                row = m + unit * STEP
+                live = real & (i < per) & (unit >= 0) & (unit < units)
+                part_top = tl.load(tops + row, mask=live, other=float("-inf"), cache_modifier=".cg")
+                part_total = tl.load(totals + row, mask=live, other=0.0, cache_modifier=".cg")
+                at = parts + row[:, None] * D + d
+                part = tl.load(at, mask=live[:, None] & (d < D), other=0.0, cache_modifier=".cg")
+                acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
+            acc, top, total = fold(acc, top, total, acc_S, top_S, total_S)
     return acc, top, total
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fngraph.core import HostBounds
 from fngraph.ops.paged.config import AttentionArgs, dense
-from fngraph.ops.triton.keys import Tile, attend_keys, compute_dtype, finish, options
+from fngraph.ops.triton.keys import Tile, attend_keys, by_step, compute_dtype, finish, options
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two
 from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.rounding import put_rounded
@@ -27,11 +27,11 @@ def unified_kernel(
     q, k_cache, v_cache, starts, lens, tables, sinks, k_scale, v_scale, out_scale, out, T, R,
     q_row, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, out_row, out_head,
     k_step, v_step, scale, softcap, window,
-    ALIKE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FLOAT32: tl.constexpr, SINKS: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
-    ROUNDS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BQ: tl.constexpr,
-    REQS: tl.constexpr,
+    ALIKE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FLOAT32: tl.constexpr, SINKS: tl.constexpr, K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BQ: tl.constexpr, REQS: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one kv head, over all the keys that it sees."""
     head = tl.program_id(0).to(tl.int64)
@@ -66,8 +66,10 @@ def unified_kernel(
                 full = first // KEYS * KEYS
             if K_SCALED:
                 scale *= tl.load(k_scale + head * k_step)
-            keys = k_cache + head * k_head
-            values = v_cache + head * v_head
+            keys = k_cache + head * by_step(k_head, STEP)
+            values = v_cache + head * by_step(v_head, STEP)
+            k_block, k_slot = by_step(k_block, STEP), by_step(k_slot, STEP)
+            v_block, v_slot = by_step(v_block, STEP), by_step(v_slot, STEP)
             table = tables + r.to(tl.int64) * table_row
             if not WINDOW:
                 acc, top, total = attend_keys(
@@ -135,8 +137,8 @@ def tile_of(config: Any) -> Tile:
         tile = Tile(16, 32, 4, 1)
     elif width <= 64:
         tile = Tile(128, 64, 4, 3)
-    elif width <= 128:
-        tile = Tile(128, 128, 8, 3)
+    elif width <= 128:  # with masks of columns, twice as many keys are more than registers hold
+        tile = Tile(128, 128 if width == config.head_dim else 64, 8, 3)
     else:
         tile = Tile(64, 32, 4, 2)
     return tile._replace(rows=power_of_two(group, at_least=tile.rows))

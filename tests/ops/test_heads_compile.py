@@ -1,0 +1,75 @@
+"""Attention of heads of any width asks for its keys ahead, and keeps its sums in registers.
+
+Seen in what the kernels compile to for an H100, without one. Of strides that are no multiples of 16
+Triton knows nothing: heads of 72 numbers were read two bytes at a time, each tile waited for, and
+sums kept in memory.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_triton_compiles import SHARED, compiled_for_h100, needs_triton, run_alone, spilled
+
+import fngraph as fg
+from fngraph.ops.varlen import VarlenArgs, VarlenConfig
+
+BF16 = torch.bfloat16
+HEADS = (64, 72, 80, 96, 104, 120, 128)
+LARGEST = 256  # bytes that a thread may keep in memory; it was a thousand
+
+
+def made(D: int, folder: Path) -> list[str]:
+    """Of each kernel: its name, loads of 16 bytes that run ahead, and bytes that are spilled."""
+    from fngraph.ops.triton import decode, unified, varlen
+
+    told = []
+
+    def launch(
+        kernel: Any, grid: Any, *given: Any, early: bool | None = None, kept: Any = None,
+        programs: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        options |= {} if early is None else {"EARLY": early}
+        found = compiled_for_h100(kernel, *given, **options)
+        assert found.metadata.shared <= SHARED
+        ahead = len(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,", found.asm["ptx"]))
+        told.append(f"{kernel.fn.__name__} {ahead} {spilled(found, folder)}")
+
+    for module in (decode, unified, varlen):
+        module.launch = launch  # type: ignore[attr-defined]
+    decode.processors = lambda device: 132
+    x = torch.zeros(64, 16, D, dtype=BF16)
+    starts = torch.tensor([0, 32, 64], dtype=torch.int32)
+    seen = VarlenConfig(16, 16, D, BF16, "cuda", 0.1)
+    varlen.run(VarlenArgs(x, x, x, starts, torch.empty_like(x), seen), None)
+    lens = torch.full((2,), 32, dtype=torch.int32)
+    table = torch.zeros(2, 64, dtype=torch.int32)
+    meta = fg.ops.AttentionMeta(torch.zeros(64, dtype=torch.int64), lens, starts, table)
+    config = fg.ops.AttentionConfig(16, 4, D, 16, BF16, BF16, "cuda", 0.1)
+    cache = [torch.zeros(8, 16, 4, D, dtype=BF16) for _ in range(2)]
+    args = fg.ops.AttentionArgs(x, x[:, :4], x[:, :4], *cache, meta, torch.empty_like(x), config)
+    unified.attend(args)
+    decode.attend(args._replace(q=x[:2], k=x[:2, :4], v=x[:2, :4], out=torch.empty_like(x[:2])), 1)
+    return told
+
+
+@pytest.mark.sampled(1)
+@needs_triton
+@pytest.mark.parametrize("D", HEADS)
+def test_keys_are_asked_for_ahead_and_sums_stay_in_registers(D, tmp_path):
+    told = [line.split() for line in run_alone(__file__, tmp_path, str(D)).splitlines()]
+    assert [name for name, _, _ in told] == ["varlen_kernel", "unified_kernel", "split_kernel"]
+    for name, ahead, bytes_spilled in told:
+        assert int(ahead) >= 8, (name, ahead)
+        assert int(bytes_spilled) <= LARGEST, (name, bytes_spilled)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        print("\n".join(made(int(sys.argv[1]), Path(folder))))

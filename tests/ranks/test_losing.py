@@ -15,7 +15,9 @@ import fngraph as fg
 from fngraph.models import Policy, start, start_over, submit
 from fngraph.models.serving.ranks import circles
 from fngraph.models.serving.ranks.circles import Circle, hear, make_ranks, tell
+from fngraph.models.serving.ranks.following import listened_to
 from fngraph.models.serving.ranks.losing import lost, wait_until
+from fngraph.models.serving.scheduling import plan
 
 
 class Known:
@@ -71,8 +73,6 @@ def test_requests_go_on_over_another_cache() -> None:
     state = start(8, policy)
     for i in range(3):
         state = submit(state, policy, [1, 2, 3 + i], 4, deadline=50.0 + i)
-    from fngraph.models.serving.scheduling import plan
-
     begun = plan(state, policy)
     assert len(begun.running) == 3 and len(begun.pool.free) < 8
     anew = start_over(begun, 5, policy)
@@ -80,6 +80,26 @@ def test_requests_go_on_over_another_cache() -> None:
     assert all(not job.computed and not len(job.blocks) for job in anew.waiting)
     assert len(anew.pool.free) == 5
     assert (anew.submitted, anew.soonest) == (3, 50.0)
+
+
+def told_to_nobody(rank: int) -> str:
+    """What a leader that tells something is told, when its follower has ended."""
+    ranks = make_ranks(fg.make_mesh("cpu", tp=2))
+    if rank == 1:
+        hear(ranks.team)
+        starting.die()
+    tell(ranks.team, "word").wait()
+    try:
+        with listened_to(ranks.team):
+            tell(ranks.team, "another").wait()
+    except fg.errors.RankError as error:
+        return str(error)
+    return ""
+
+
+def test_who_does_not_hear_is_named() -> None:
+    leads, _ = starting.run(told_to_nobody, 2)
+    assert leads.value.startswith("rank 1 is gone") and "process 1 of 2 has ended" in leads.value
 
 
 def told_all_ways(rank: int) -> Any:

@@ -108,9 +108,8 @@ def test_what_slept_wakes_and_serves_the_rest(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two CUDA devices")
-@pytest.mark.parametrize("where", ["before", "launch"])
+@pytest.mark.parametrize(("who", "where"), [(0, "before"), (1, "before"), (1, "launch")])
 @pytest.mark.parametrize("how", ["is killed", "stalls"])
-@pytest.mark.parametrize("who", [0, 1])
 def test_two_devices(who: int, how: str, where: str) -> None:
     """In "launch" the leader's graph is under way when its follower is lost."""
     ended = starting.run(faults.lost, 2, TP, who, how, where, "cuda", within=120)

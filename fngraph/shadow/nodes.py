@@ -18,7 +18,7 @@ from torch import fx
 
 from fngraph.fx.loops.node import NAMES
 from fngraph.fx.loops.running import Turn, run_noted
-from fngraph.fx.nodes import is_loop, is_op, line_of, name_of, written_by
+from fngraph.fx.nodes import computed, given_to, is_loop, is_op, line_of, name_of, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.pieces.cuts import LETTERS
 from fngraph.fx.rows.rehearsal import is_unwritten
@@ -164,7 +164,7 @@ def _walk(
             continue
         other = [x for x in node.all_input_nodes if x in run.should]
         if not other or is_collective(node):  # which others come to as often as this process
-            run.made[node] = _call(node, run.made)
+            run.made[node] = computed(node, run.made)
             continue
         mixed = {**run.made, **run.should}
         if is_loop(node):
@@ -172,8 +172,8 @@ def _walk(
         writes = written_by(node)
         for x in writes:
             mixed[x] = mixed[x].clone()
-        wanted = _call(node, mixed)
-        run.made[node] = _call(node, run.made)
+        wanted = computed(node, mixed)
+        run.made[node] = computed(node, run.made)
         behind = set().union(*(sources.get(x, set()) for x in other))
         results = [(x, run.made[x], mixed[x]) for x in writes]
         if not any(wanted is mixed[x] for x in writes):
@@ -231,8 +231,8 @@ def _inside(
 
 def _turns(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Turn]:
     loop: Any = node.target
-    operands: list[Any] = [values[x] if isinstance(x, fx.Node) else x for x in node.args]
-    operands = [x.clone() if i in loop.writes else x for i, x in enumerate(operands)]
+    given, _ = given_to(node, values)
+    operands = [x.clone() if i in loop.writes else x for i, x in enumerate(given)]
     turns: list[Turn] = []
     run_noted(loop, operands, turns)
     return turns
@@ -243,12 +243,6 @@ def _go_on(
 ) -> None:
     run.should[node] = want
     sources[node] = behind
-
-
-def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    look = lambda x: values[x]  # noqa: E731
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), look)  # type: ignore[misc]
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def difference(

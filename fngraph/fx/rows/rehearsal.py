@@ -21,6 +21,8 @@ from torch import fx
 
 from fngraph.fx.loops.running import Turn, run_noted
 from fngraph.fx.nodes import (
+    computed,
+    given_to,
     inputs_of,
     is_loop,
     is_op,
@@ -126,18 +128,18 @@ def rehearsed(
                 _poison(node, facts[node], bare[node], keyed[node])
         elif is_loop(node):
             turns: list[Turn] = []
-            bare[node] = run_noted(node.target, _operands(node, bare), turns)
+            bare[node] = run_noted(node.target, given_to(node, bare)[0], turns)
             if node in run and all(x in keyed for x in node.all_input_nodes):
                 again: list[Turn] = []
                 try:
-                    keyed[node] = run_noted(node.target, _operands(node, keyed), again)
+                    keyed[node] = run_noted(node.target, given_to(node, keyed)[0], again)
                 except Exception as error:
                     yield Difference(node, "runs", f"padding makes it fail: {error}")
                     return
                 yield from _of_turns(node, facts[node], turns, again, poison, sizes)
             continue
         elif node.op == "get_attr":
-            bare[node] = keyed[node] = _attribute(gm, str(node.target))
+            bare[node] = keyed[node] = operator.attrgetter(str(node.target))(gm)
         else:
             bare[node] = _run(node, bare)
             if node not in run or any(x not in keyed for x in node.all_input_nodes):
@@ -178,10 +180,6 @@ def _of_turns(
         yield from rehearsed(gm, facts, true, padded, poison, sizes, in_loop=True)
 
 
-def _operands(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Any]:
-    return [values[x] if isinstance(x, fx.Node) else x for x in node.args]
-
-
 def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
     """What is run in a key: nodes of which something is claimed, what they read, and writes. Not
     what may fail at padding, and nobody vouches for: a bad index ends the process on a device."""
@@ -209,8 +207,7 @@ def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]
 
 
 def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
-    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    result = computed(node, values)
     if is_unwritten(node):  # whatever was there, the same in both
         result = tree_map_only(torch.Tensor, _unwritten, result)
     return result
@@ -223,13 +220,6 @@ def is_unwritten(node: fx.Node) -> bool:
 
 def _unwritten(x: torch.Tensor) -> torch.Tensor:
     return x.fill_(math.nan) if x.is_floating_point() and x.itemsize > 1 else x.zero_()
-
-
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
-    found: Any = gm
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _compared(

@@ -19,9 +19,8 @@ from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.fx.nodes import inputs_of
 from fngraph.fx.rows.rehearsal import Difference, rehearse
-from fngraph.graphs.staging.buffers import allocate, check_leaves
-from fngraph.graphs.staging.ring import make_ring
-from fngraph.graphs.staging.unpack import unpacker, words_of
+from fngraph.graphs.staging.buffers import check_leaves, true_sizes
+from fngraph.graphs.staging.unpack import padded
 
 Keys = bool | Iterable[tuple[int, int]]
 
@@ -145,17 +144,13 @@ def padded_leaves(
     spec: BatchSpec,
     key: Mapping[str, int],
     limits: Limits,
-) -> Sequence[torch.Tensor]:
+) -> list[torch.Tensor]:
     """A batch's leaves in the static buffers of a key of these sizes, padded by the graphs' node.
 
     Raises:
         TreeError: a leaf that is not what its field and the spec say.
     """
     plan = plan_buffers(args.fields, key)
-    true = {**limits.dims, "T": spec.num_tokens, "R": spec.num_reqs}
+    true = true_sizes(spec, limits.dims)
     check_leaves(plan, batch, true)
-    static = allocate(plan, args.device)
-    ring = make_ring(plan, args.device)
-    ring.put(words_of(plan, true, spec.query_len or 0), batch)
-    unpacker(static, ring, key)()
-    return static.tensors
+    return padded(plan, batch, true, spec.query_len or 0, args.device)

@@ -49,6 +49,7 @@ from fngraph.core import (
     plan_buffers,
     resolve,
 )
+from fngraph.core.buffers import COUNTED
 from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
 from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
@@ -520,7 +521,7 @@ class Split:
         top["R"] = max((sizes_of(key, limits)["R"] for _, key in dispatch_table), default=0)
         plan = plan_buffers(traced.args.fields, top)
         most = {**limits.dims, "T": limits.max_tokens, "R": limits.max_reqs}
-        most |= {name: max(most[name], top[name]) for name in ("T", "R")}
+        most |= {name: max(most[name], top[name]) for name in COUNTED}
         calls = with_planners(calls, self.pieces, traced.args.leaves, most)
         return Lowered(self, limits, calls, resolution, dispatch_table, plan, inner)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fngraph.core.buffers import COUNTED
 from fngraph.fx.loops.node import NAMES
 from fngraph.fx.loops.running import Turn, run_noted
 from fngraph.fx.nodes import computed, given_to, is_loop, is_op, line_of, name_of, written_by
@@ -105,14 +106,14 @@ def true_part(
         return None
     if not isinstance(fake, torch.Tensor) or fake.dim() != x.dim():
         return None
-    if all(sizes[name] == true[name] for name in ("T", "R")):
+    if all(sizes[name] == true[name] for name in COUNTED):
         return x
     at_key = {symbol: sizes[letter] for symbol, letter in letters.items()}
     at_true = {symbol: true[letter] for symbol, letter in letters.items()}
     cut = []
     for size in fake.shape:
         padded, own = int(size_at(size, at_key)), int(size_at(size, at_true))
-        apart = {sizes[n] - true[n] for n in ("T", "R")}
+        apart = {sizes[n] - true[n] for n in COUNTED}
         if padded - own not in apart | {0}:
             return None
         cut.append(slice(own))

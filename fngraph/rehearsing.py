@@ -18,7 +18,7 @@ from fngraph.errors import FnGraphError, RowsError, SpecError, TreeError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.fx.nodes import inputs_of
-from fngraph.fx.rows.rehearsal import Difference, rehearse
+from fngraph.fx.rows.rehearsal import Untrue, rehearse
 from fngraph.graphs.staging.buffers import check_leaves, true_sizes
 from fngraph.graphs.staging.unpack import padded
 
@@ -86,7 +86,7 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _placed(difference: Difference, args: Arguments) -> str:
+def _placed(difference: Untrue, args: Arguments) -> str:
     """What differs; of a leaf, by its path, and that its field says otherwise."""
     if difference.node.op != "placeholder":
         return str(difference)

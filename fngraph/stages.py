@@ -65,7 +65,7 @@ from fngraph.fx.loops.bound import has_loops
 from fngraph.fx.loops.node import loops_of
 from fngraph.fx.pieces.collectives import collectives_of
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
-from fngraph.fx.pieces.functions import Function, functions_of
+from fngraph.fx.pieces.functions import LoopFunction, functions_of
 from fngraph.fx.pieces.memory import estimate, lifetimes
 from fngraph.fx.pieces.work import counter
 from fngraph.fx.rows.boxes import Boxes
@@ -466,7 +466,7 @@ class Split:
         return list(dict.fromkeys(p for p in self.pieces.parts if isinstance(p, Piece)))
 
     @functools.cached_property
-    def functions(self) -> Mapping[fx.GraphModule, Function]:
+    def functions(self) -> Mapping[fx.GraphModule, LoopFunction]:
         """The functions of loops as programs."""
         return functions_of(self.traced.graph, self.distinct, tuple(PRIMITIVES))
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from fngraph.core.buffers import COUNTED
 from fngraph.fx.loops.node import NAMES
-from fngraph.fx.loops.running import Turn, run_noted
+from fngraph.fx.loops.running import LoopCall, run_noted
 from fngraph.fx.nodes import computed, given_to, is_loop, is_op, line_of, name_of, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.pieces.cuts import LETTERS
@@ -230,11 +230,11 @@ def _inside(
     return ""
 
 
-def _turns(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Turn]:
+def _turns(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[LoopCall]:
     loop: Any = node.target
     given, _ = given_to(node, values)
     operands = [x.clone() if i in loop.writes else x for i, x in enumerate(given)]
-    turns: list[Turn] = []
+    turns: list[LoopCall] = []
     run_noted(loop, operands, turns)
     return turns
 

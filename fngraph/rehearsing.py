@@ -19,6 +19,7 @@ from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.fx.nodes import inputs_of
 from fngraph.fx.rows.rehearsal import Untrue, rehearse
+from fngraph.fx.tracing.tried import said
 from fngraph.graphs.staging.buffers import check_leaves, true_sizes
 from fngraph.graphs.staging.unpack import padded
 
@@ -58,7 +59,7 @@ def rehearsal(
             try:
                 difference = rehearse(graph.gm, facts, true, padded)
             except Exception as error:
-                refuse(SpecError(f"forward fails on the batch as it is: {_short(error)}"))
+                refuse(SpecError(f"forward fails on the batch as it is: {said(error)}"))
                 return
             if difference is not None:
                 size = ", ".join(f"{k}={n}" for k, n in sizes.items())
@@ -80,10 +81,6 @@ def _read_keys(keys: Any) -> list[tuple[int, int]]:
             f"rehearse={keys!r}: pass True, or the keys to try as a list of pairs: [(T, R), ...]"
         )
     return read
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _placed(difference: Untrue, args: Arguments) -> str:

@@ -104,6 +104,11 @@ def is_loop(node: fx.Node) -> bool:
     return hasattr(node.target, "writes")
 
 
+def is_loop_result(node: fx.Node) -> bool:
+    """Whether a node is one of the results of a loop."""
+    return node.target is operator.getitem and is_loop(node.args[0])  # type: ignore[arg-type]
+
+
 def mutates(node: fx.Node) -> bool:
     """Whether a node's op writes any of its arguments."""
     if is_op(node):

@@ -25,6 +25,7 @@ from fngraph.fx.nodes import (
     given_to,
     inputs_of,
     is_loop,
+    is_loop_result,
     is_op,
     is_tensor,
     line_of,
@@ -389,7 +390,7 @@ def _poison(node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) 
 def _is_view(node: fx.Node) -> bool:
     """Whether other values may lie in the same memory."""
     if not is_op(node):
-        return not (node.target is operator.getitem and is_loop(node.args[0]))  # type: ignore[arg-type]
+        return not is_loop_result(node)
     returns = node.target._schema.returns  # type: ignore[union-attr]
     reshaped = plain_name(node.target) in ("reshape", "contiguous", "_to_copy", "to", "expand")
     return reshaped or any(r.alias_info is not None for r in returns)

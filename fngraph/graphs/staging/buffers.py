@@ -93,7 +93,8 @@ def _wrong_with(planned: PlannedBuffer, leaf: object, true: Sizes) -> str | None
     shape = planned.buffer.shape(true)
     if tuple(leaf.shape) == shape:
         return None
-    sizes = ", ".join(f"{k}={true[k]}" for k in sorted(_letters(planned)))
+    letters = {letter for dim in planned.buffer.dims for letter in dim.letters}
+    sizes = ", ".join(f"{k}={true[k]}" for k in sorted(letters))
     if not sizes:
         return (
             f"captured for exactly {planned.buffer}, got {list(leaf.shape)}. Call the graphified "
@@ -128,10 +129,6 @@ def _how_to_fit(planned: PlannedBuffer, got: tuple[int, ...], true: Sizes) -> st
 
 def _dtype(planned: PlannedBuffer) -> torch.dtype:
     return getattr(torch, planned.buffer.dtype)
-
-
-def _letters(planned: PlannedBuffer) -> set[str]:
-    return {letter for dim in planned.buffer.dims for letter in dim.letters}
 
 
 def true_sizes(spec: BatchSpec, dims: Sizes) -> dict[str, int]:

@@ -90,7 +90,7 @@ class Kind(NamedTuple):
         batch: the fields that are staged.
         taps: rows of its learned table that a position is made of; 0: it has none.
         options: of transformers' function that says which rows these are.
-        table: whether the tower is told of them; else its `embeddings` are replaced.
+        told: whether the tower is told of them; else its `embeddings` are replaced.
     """
 
     batch: type[Patches]

@@ -190,7 +190,7 @@ def _cut(run: _Run, at: int, one: Instruction) -> None:
         _recorded(run, lambda: fn(sizes, host, *tensors))
     if not isinstance(fn, PrimitiveCall):
         return
-    schema = [a for a in fn.primitive.op._schema.arguments]
+    schema = fn.primitive.op._schema.arguments
     stale = sorted(
         run.keys.executable.args.leaves[i].path for i in one.reads if i in run.sides.should
     )

@@ -117,7 +117,6 @@ class Asked:
 
     def __init__(self, gm: fx.GraphModule, backends: Mapping[str, Choices]) -> None:
         outside: dict[str, list[Choice]] = {}
-        self.outside: dict[str, Iterator[Choice]] = {}
         self.within: dict[fx.Node, Choice] = {}
         calls = list(calls_of(gm, PRIMITIVES))
         ops = [op_name(node) for _, node in calls]
@@ -130,7 +129,9 @@ class Asked:
                 outside.setdefault(op, []).append(next(left[op]))
             else:
                 self.within[node] = next(left[op])
-        self.outside = {op: iter(found) for op, found in outside.items()}
+        self.outside: dict[str, Iterator[Choice]] = {
+            op: iter(found) for op, found in outside.items()
+        }
 
 
 def one_by_one(backends: Mapping[str, Choices]) -> bool:

@@ -7,7 +7,7 @@ one of their own; what they plan on the host is settled then, too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,9 +129,7 @@ class Asked:
                 outside.setdefault(op, []).append(next(left[op]))
             else:
                 self.within[node] = next(left[op])
-        self.outside: dict[str, Iterator[Choice]] = {
-            op: iter(found) for op, found in outside.items()
-        }
+        self.outside = {op: iter(found) for op, found in outside.items()}
 
 
 def one_by_one(backends: Mapping[str, Choices]) -> bool:

@@ -80,7 +80,6 @@ def rehearse(
     facts: Mapping[fx.Node, Any],
     true: Sequence[torch.Tensor],
     padded: Sequence[torch.Tensor],
-    poison: bool = True,
 ) -> Untrue | None:
     """The first fact that does not hold for these leaves; None if all do.
 
@@ -88,12 +87,11 @@ def rehearse(
         facts: what `facts_of` says of each node.
         true: the graph's leaves at the batch's sizes. They are written if the graph writes them.
         padded: the same leaves at a key's.
-        poison: put NaN and infinities where nothing is claimed of padding.
 
     Raises:
         whatever the graph raises on the true leaves, which then say nothing about its rows.
     """
-    return next(rehearsed(gm, facts, true, padded, poison), None)
+    return next(rehearsed(gm, facts, true, padded), None)
 
 
 def rehearsed(
@@ -101,7 +99,6 @@ def rehearsed(
     facts: Mapping[fx.Node, Any],
     true: Sequence[torch.Tensor],
     padded: Sequence[torch.Tensor],
-    poison: bool = True,
     sizes: Mapping[Any, int] | None = None,
     in_loop: bool = False,
 ) -> Iterator[Untrue]:
@@ -123,9 +120,9 @@ def rehearsed(
             return
         if node.op == "placeholder":
             bare[node], keyed[node] = next(leaves)
-            if poison and isinstance(facts[node], Kept) and facts[node].dirty:
+            if isinstance(facts[node], Kept) and facts[node].dirty:
                 _spoil(facts[node], bare[node], keyed[node], sizes)
-            if poison and in_loop and isinstance(facts[node], Kept) and is_tensor(node):
+            if in_loop and isinstance(facts[node], Kept) and is_tensor(node):
                 _poison(node, facts[node], bare[node], keyed[node])
         elif is_loop(node):
             turns: list[LoopCall] = []
@@ -137,7 +134,7 @@ def rehearsed(
                 except Exception as error:
                     yield Untrue(node, "runs", f"padding makes it fail: {error}")
                     return
-                yield from _of_turns(node, facts[node], turns, again, poison, sizes)
+                yield from _of_turns(node, facts[node], turns, again, sizes)
             continue
         elif node.op == "get_attr":
             bare[node] = keyed[node] = operator.attrgetter(str(node.target))(gm)
@@ -160,14 +157,14 @@ def rehearsed(
                 yield from _compared(x, fact, bare[x], keyed[x], sizes)
                 yield from _taken(x, fact, bare[x], facts)
                 _align(fact, bare[x], keyed[x])
-                if poison and x is node and not _is_view(x):
+                if x is node and not _is_view(x):
                     _poison(x, fact, bare[x], keyed[x])
-                if poison and fact.dirty and (x is not node or not _is_view(x)):
+                if fact.dirty and (x is not node or not _is_view(x)):
                     _spoil(fact, bare[x], keyed[x], sizes)
 
 
 def _of_turns(
-    node: fx.Node, fact: Any, turns: Sequence[LoopCall], again: Sequence[LoopCall], poison: bool,
+    node: fx.Node, fact: Any, turns: Sequence[LoopCall], again: Sequence[LoopCall],
     sizes: Mapping[Any, int],
 ) -> Iterator[Untrue]:  # fmt: skip
     """What differs within a loop, call by call."""
@@ -178,7 +175,7 @@ def _of_turns(
     loop: Any = node.target
     for (number, true), (_, padded) in zip(turns, again):
         gm, facts = loop.graphs[number], fact.graphs[number]
-        yield from rehearsed(gm, facts, true, padded, poison, sizes, in_loop=True)
+        yield from rehearsed(gm, facts, true, padded, sizes, in_loop=True)
 
 
 def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:

@@ -96,7 +96,6 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
     staged = [i for i, leaf in enumerate(args.leaves) if leaf.buffer is not None]
     values |= dict(zip(staged, saved.rows.staged))
     values |= {len(args.leaves) + k: x for k, x in enumerate(keys.constants)}
-    true = {"T": saved.counts.num_tokens, "R": saved.counts.num_reqs}
     found: list[_Op] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(drawn_from(keys, saved))
@@ -109,7 +108,7 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
                 continue
             assert made is not None
             gm = with_generators(made, executable.generators)
-            results = _listed(gm, found, true["T"], true["R"], *tensors)
+            results = _listed(gm, found, saved.counts.num_tokens, saved.counts.num_reqs, *tensors)
             values.update(zip(one.writes, results))
     return found
 

@@ -179,21 +179,18 @@ def _walk(
         results = [(x, run.made[x], mixed[x]) for x in writes]
         if not any(wanted is mixed[x] for x in writes):
             results.append((node, run.made[node], wanted))
-        viewed = is_op(node) and is_view(node.target)
+        source: Any = node.args[0] if node.target is operator.getitem else node
+        viewed = is_op(source) and is_view(source.target)
         for x, got, want in results:
-            if not isinstance(got, torch.Tensor):
-                if not viewed and isinstance(got, list | tuple):
+            if viewed or not isinstance(got, torch.Tensor):
+                if isinstance(got, torch.Tensor | list | tuple):
                     _go_on(run, sources, x, want, behind)
-                continue
-            if viewed:
-                _go_on(run, sources, x, want, behind)
                 continue
             a, b = (true_part(x, y, walk.sizes, walk.true, walk.letters) for y in (got, want))
             what = None if a is None or b is None else difference(a, b, walk.within)
             if what is not None:
                 text, is_close = what
-                source = node.args[0] if node.target is operator.getitem else node
-                text += run.inside.get(source, "")  # type: ignore[arg-type]
+                text += run.inside.get(source, "")
                 at, instruction = walk.named
                 run.found.append(
                     Place((at, number), instruction, name_of(node), line_of(node), text, is_close,

@@ -22,7 +22,7 @@ from fngraph.ops.varlen import VarlenArgs, VarlenConfig
 
 BF16 = torch.bfloat16
 HEADS = (64, 72, 80, 96, 104, 120, 128)
-LARGEST = 32  # bytes that a thread may keep in memory
+LARGEST = 256  # bytes that a thread may keep in memory; it was a thousand
 
 
 def made(D: int, folder: Path) -> list[str]:

@@ -129,7 +129,8 @@ def count(
     default: int | list[int], about: str | None = None, *, least: int = 1, multiple_of: int = 1,
     most: int = 2**31 - 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """A flag that is a whole number, `least` to `most`; several, if its default is a list."""
+    """A flag that is a whole number, `least` to `most`; several, if its default is a list: in
+    ascending order, each once, whatever order they are given in."""
 
     def number(word: str) -> int:
         found = int(word)
@@ -140,8 +141,13 @@ def count(
             raise argparse.ArgumentTypeError(f"{word} is more than {most}")
         return found
 
-    more = {"nargs": "+"} if isinstance(default, list) else {}
+    more = {"nargs": "+", "action": _Ascending} if isinstance(default, list) else {}
     return {"type": number, "default": default, "help": about, **more}
+
+
+class _Ascending(argparse.Action):
+    def __call__(self, parser: Any, flags: Any, given: Any, option: str | None = None) -> None:
+        setattr(flags, self.dest, sorted({*given}))
 
 
 def factor(default: float, about: str) -> dict[str, Any]:

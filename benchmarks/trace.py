@@ -20,7 +20,7 @@ from unittest import mock
 from torch import fx
 
 import fngraph as fg
-from benchmarks.harness import Benchmark, Mistake, count, kept, over, show
+from benchmarks.harness import Benchmark, count, kept, over, show
 from fngraph.models.families import decoder, llama
 
 AT_MOST = {("as written", 24): 5, ("as written", 80): 16, ("marked", 24): 2.5, ("marked", 80): 5}
@@ -95,8 +95,6 @@ def growth(rows: list[dict[str, Any]], layer: str) -> str:
 )  # fmt: skip
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of each depth as written, then marked."""
-    if flags.layers != sorted({*flags.layers}):
-        raise Mistake(f"--layers {flags.layers}: each deeper than the one before")
     if not flags.quick:
         traced(2, 1)  # torch's imports and caches
     rows = kept(flags, both_ways(flags.layers, flags.repeats))

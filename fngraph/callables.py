@@ -17,7 +17,7 @@ from fngraph.fx.generators import Generators, with_generators
 from fngraph.fx.loops.bound import has_loops, with_control
 from fngraph.fx.pieces.code import blame, direct
 from fngraph.fx.pieces.cuts import Piece
-from fngraph.fx.pieces.functions import Function, graphs_within
+from fngraph.fx.pieces.functions import LoopFunction, graphs_within
 from fngraph.graphs.control import recording_control
 from fngraph.graphs.replay import InstructionFn
 
@@ -36,7 +36,7 @@ class Callables:
 
     def __init__(
         self, generators: Generators, calls: Calls, compiled: Mapping[int, InstructionFn],
-        functions: Mapping[fx.GraphModule, Function],
+        functions: Mapping[fx.GraphModule, LoopFunction],
     ) -> None:  # fmt: skip
         self.generators, self.calls, self.functions = generators, calls, functions
         self._made = dict(compiled)
@@ -52,7 +52,7 @@ class Callables:
             self._made[id(piece)] = _as_traced(piece, self.generators, self.calls, made)
         return self._made[id(piece)]
 
-    def _program(self, function: Function) -> Callable[..., Any]:
+    def _program(self, function: LoopFunction) -> Callable[..., Any]:
         """A function of a loop as `f(context, *operands)`."""
         cuts = iter(function.cuts)
         fns = [

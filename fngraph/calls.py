@@ -7,7 +7,7 @@ one of their own; what they plan on the host is settled then, too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,6 @@ class Asked:
 
     def __init__(self, gm: fx.GraphModule, backends: Mapping[str, Choices]) -> None:
         outside: dict[str, list[Choice]] = {}
-        self.outside: dict[str, Iterator[Choice]] = {}
         self.within: dict[fx.Node, Choice] = {}
         calls = list(calls_of(gm, PRIMITIVES))
         ops = [op_name(node) for _, node in calls]

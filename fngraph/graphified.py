@@ -402,7 +402,7 @@ def _with_dims(limits: Limits, batch: Any) -> Limits:
     dims = dict(limits.dims)
     for leaf, buffer in zip(leaves, buffers_of(type(batch)).values()):
         for dim, size in zip(buffer.dims, getattr(leaf, "shape", ())):
-            if dim.text.isalpha() and dim.text not in ("T", "R"):
+            if dim.text.isalpha() and not dim.moves:
                 dims.setdefault(dim.text, int(size))
     return Limits(limits.max_tokens, limits.max_reqs, **dims)
 

@@ -323,10 +323,6 @@ def _is_count(x: Any) -> bool:
     return hasattr(x, "__index__") and not isinstance(x, bool)
 
 
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)
-
-
 _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_keys": (_is_count, "a number of exact shapes"),
     "key_reqs": (lambda x: x is None or _is_count(x), "a number of requests, several, or None"),
@@ -339,7 +335,7 @@ _SAID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cost": (lambda x: x is None or callable(x), "a function of a key, cost=lambda key: ..."),
     "state_blocks": (lambda x: x is None or _is_count(x), "a number of blocks, or None"),
     **{
-        name: (_is_flag, "True or False")
+        name: (lambda x: isinstance(x, bool), "True or False")
         for name in ("guards", "cache", "pooling", "encoder_decoder", "layerwise", "eager")
     },
 }

@@ -18,10 +18,10 @@ from fngraph.errors import FnGraphError, RowsError, SpecError, TreeError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec
 from fngraph.fx.nodes import inputs_of
-from fngraph.fx.rows.rehearsal import Difference, rehearse
-from fngraph.graphs.staging.buffers import allocate, check_leaves
-from fngraph.graphs.staging.ring import make_ring
-from fngraph.graphs.staging.unpack import unpacker, words_of
+from fngraph.fx.rows.rehearsal import Untrue, rehearse
+from fngraph.fx.tracing.tried import said
+from fngraph.graphs.staging.buffers import check_leaves, true_sizes
+from fngraph.graphs.staging.unpack import padded
 
 Keys = bool | Iterable[tuple[int, int]]
 
@@ -59,7 +59,7 @@ def rehearsal(
             try:
                 difference = rehearse(graph.gm, facts, true, padded)
             except Exception as error:
-                refuse(SpecError(f"forward fails on the batch as it is: {_short(error)}"))
+                refuse(SpecError(f"forward fails on the batch as it is: {said(error)}"))
                 return
             if difference is not None:
                 size = ", ".join(f"{k}={n}" for k, n in sizes.items())
@@ -83,11 +83,7 @@ def _read_keys(keys: Any) -> list[tuple[int, int]]:
     return read
 
 
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _placed(difference: Difference, args: Arguments) -> str:
+def _placed(difference: Untrue, args: Arguments) -> str:
     """What differs; of a leaf, by its path, and that its field says otherwise."""
     if difference.node.op != "placeholder":
         return str(difference)
@@ -145,17 +141,13 @@ def padded_leaves(
     spec: BatchSpec,
     key: Mapping[str, int],
     limits: Limits,
-) -> Sequence[torch.Tensor]:
+) -> list[torch.Tensor]:
     """A batch's leaves in the static buffers of a key of these sizes, padded by the graphs' node.
 
     Raises:
         TreeError: a leaf that is not what its field and the spec say.
     """
     plan = plan_buffers(args.fields, key)
-    true = {**limits.dims, "T": spec.num_tokens, "R": spec.num_reqs}
+    true = true_sizes(spec, limits.dims)
     check_leaves(plan, batch, true)
-    static = allocate(plan, args.device)
-    ring = make_ring(plan, args.device)
-    ring.put(words_of(plan, true, spec.query_len or 0), batch)
-    unpacker(static, ring, key)()
-    return static.tensors
+    return padded(plan, batch, true, spec.query_len or 0, args.device)

@@ -49,6 +49,7 @@ from fngraph.core import (
     plan_buffers,
     resolve,
 )
+from fngraph.core.buffers import COUNTED
 from fngraph.core.compiling import check_compile_sizes, resolve_level, whole
 from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
@@ -64,7 +65,7 @@ from fngraph.fx.loops.bound import has_loops
 from fngraph.fx.loops.node import loops_of
 from fngraph.fx.pieces.collectives import collectives_of
 from fngraph.fx.pieces.cuts import Cut, Piece, Pieces, split
-from fngraph.fx.pieces.functions import Function, functions_of
+from fngraph.fx.pieces.functions import LoopFunction, functions_of
 from fngraph.fx.pieces.memory import estimate, lifetimes
 from fngraph.fx.pieces.work import counter
 from fngraph.fx.rows.boxes import Boxes
@@ -465,7 +466,7 @@ class Split:
         return list(dict.fromkeys(p for p in self.pieces.parts if isinstance(p, Piece)))
 
     @functools.cached_property
-    def functions(self) -> Mapping[fx.GraphModule, Function]:
+    def functions(self) -> Mapping[fx.GraphModule, LoopFunction]:
         """The functions of loops as programs."""
         return functions_of(self.traced.graph, self.distinct, tuple(PRIMITIVES))
 
@@ -520,7 +521,7 @@ class Split:
         top["R"] = max((sizes_of(key, limits)["R"] for _, key in dispatch_table), default=0)
         plan = plan_buffers(traced.args.fields, top)
         most = {**limits.dims, "T": limits.max_tokens, "R": limits.max_reqs}
-        most |= {name: max(most[name], top[name]) for name in ("T", "R")}
+        most |= {name: max(most[name], top[name]) for name in COUNTED}
         calls = with_planners(calls, self.pieces, traced.args.leaves, most)
         return Lowered(self, limits, calls, resolution, dispatch_table, plan, inner)
 

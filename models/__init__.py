@@ -26,7 +26,8 @@ _EXPORTS = {  # name -> module that holds it
     "Policy": "serving.policy", "Settings": "serving.sampling",
     "State": "serving.requests", "Event": "serving.requests",
     "start": "serving.requests", "submit": "serving.submitting", "cancel": "serving.requests",
-    "forget": "serving.requests", "Logprob": "serving.requests",
+    "forget": "serving.requests", "start_over": "serving.requests",
+    "Logprob": "serving.requests",
     # the loop
     "Steps": "serving.steps", "make_steps": "serving.steps", "bare_steps": "serving.steps",
     "Drawn": "serving.logits", "on_host": "serving.logits",
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
         cancel as cancel,
         forget as forget,
         start as start,
+        start_over as start_over,
     )
     from fngraph.models.serving.sampling import Settings as Settings
     from fngraph.models.serving.scheduling import advance as advance

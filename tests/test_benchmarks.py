@@ -60,7 +60,6 @@ def test_help_is_no_mistake(argv: list[str], capsys):
         ("steps --repeats 0", "0 is not 1 or more"),
         ("capture --modes FULLER", "FULLER"),
         ("capture --quick --sizes 3 17", "--sizes 17"),
-        ("trace --layers 2 1", "[2, 1]"),
         ("serve --parts decod", "'decod'"),
         ("compile --models 70B", "'70B'"),
         ("decode --ways FULL", "'FULL'"),
@@ -210,6 +209,13 @@ def test_after_its_seconds_compile_begins_no_way(tmp_path: Path, monkeypatch, ca
     full = {"model": "1B", "mode": "FULL", "batch": 1, "level": "none", "ms": 1.0, "nodes": 9}
     (line,) = module.missed([*others, full, late], argparse.Namespace())
     assert line.startswith("1B, batch 1, none: 1.00 times as fast")
+
+
+def test_numbers_come_in_ascending_order_however_they_are_given():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", **harness.count([1, 8]))
+    assert parser.parse_args(["--batch", "8", "1", "64", "8"]).batch == [1, 8, 64]
+    assert parser.parse_args([]).batch == [1, 8]
 
 
 def test_dispatch_and_traffic_load_no_torch():

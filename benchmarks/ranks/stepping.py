@@ -6,6 +6,7 @@ logits, and the k and v that it keeps, are those of one process.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +22,8 @@ from benchmarks.decode.plain import FORMS
 from benchmarks.device import once_ms, wait
 from benchmarks.ranks.sharing import Right, Task, own_heads
 from benchmarks.ranks.ways import OURS, SPLIT, Made, by_hand, captured_step, gather_into, ours
-from fngraph.models.serving.ranks.circles import make_ranks
-from fngraph.models.serving.ranks.following import agree, agree_ahead, agreed_ahead
+from fngraph.models.serving.ranks.circles import Circle, hear, make_ranks, tell
+from fngraph.models.serving.ranks.following import STEP, agree, agree_ahead, agreed_ahead, leaves_of
 from fngraph.models.serving.ranks.joining import promise
 
 Row = dict[str, Any]
@@ -129,9 +130,44 @@ def agreement_rows(task: Task, repeats: int) -> list[Row]:
             dist.barrier()  # who comes late is not what is measured
     whole, asked, gloo = (median(times) * 1e6 for times in took.values())
     joint, ahead = meeting_us(task, lambda: step(cache, batch), repeats)
+    told, by_gloo, length = telling_us(task, step.dispatch(batch.spec), batch, board, repeats)
     return [{"batch": task.batches[0], "step, host us": whole,
              "exchange us": asked if board else gloo, "over gloo us": gloo,
+             "batch bytes": length, "batch told us": told, "told by gloo us": by_gloo,
              "teams meet, host us": joint, "ahead, host us": ahead}]  # fmt: skip
+
+
+def telling_us(
+    task: Task, chosen: fg.core.Dispatch, batch: Any, board: fg.Board | None, repeats: int
+) -> tuple[float, float, int]:
+    """From when a leader begins to tell a batch until it knows that all have it, as serving tells
+    it and over gloo, by turns; and the bytes of its leaves.
+
+    Args:
+        board: another one, on which all begin together, and say that they have it, however it came.
+    """
+    team = make_ranks(task.mesh, apart=()).team
+    leaves = [leaf.cpu() for leaf in leaves_of(batch)]
+    ways: tuple[Circle, ...] = (team, team._replace(board=None))
+    together: Callable[[], Any] = dist.barrier
+    if board is not None:
+        together = functools.partial(board.exchange, [0])
+    took: list[list[float]] = [[], []]
+    for turn in range(WARM + repeats):
+        for times, way in zip(took, ways):
+            together()
+            began = time.perf_counter()
+            if way.rank == 0:
+                sent = tell(way, (STEP, batch.spec, chosen), leaves)
+            else:
+                hear(way)
+            together()
+            if way.rank == 0:
+                sent.wait()
+            if turn >= WARM:
+                times.append(time.perf_counter() - began)
+    on_board, by_gloo = (median(times) * 1e6 for times in took)
+    return on_board, by_gloo, sum(leaf.nbytes for leaf in leaves)
 
 
 def meeting_us(task: Task, call: Callable[[], Any], repeats: int) -> tuple[float, float]:

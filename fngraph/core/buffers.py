@@ -27,6 +27,8 @@ ITEMSIZE = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint16": 2, "uint32": 4,
     "uint64": 8, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
+COUNTED = ("T", "R")
+"""The letters that a batch decides: its tokens, its requests."""
 Sizes = Mapping[str, int]
 """Letters -> how many of each there are, {"T": 8, "R": 8, "B": 16}."""
 
@@ -46,6 +48,11 @@ class Dim:
     def letters(self) -> frozenset[str]:
         """The letters that this dim depends on; empty for a constant."""
         return _parse_dim(self.text)[1]
+
+    @property
+    def moves(self) -> bool:
+        """Whether batches decide it, by T or R; other letters are one size for all of them."""
+        return not self.letters.isdisjoint(COUNTED)
 
     def __call__(self, **sizes: int) -> int:
         try:
@@ -97,7 +104,8 @@ def parse_dims(text: str) -> tuple[Dim, ...]:
     return tuple(Dim(re.sub(r"(\+|-|\*|//|%)", r" \1 ", part)) for part in tight.split())
 
 
-RAMPS: dict[Any, int] = {"stride": 1, "last": 2}
+STRIDE, LAST = "stride", "last"
+RAMPS: dict[Any, int] = {STRIDE: 1, LAST: 2}
 """Pads that are no number; by the numbers that the graph's first node knows them by."""
 
 
@@ -136,9 +144,9 @@ class Buffer:
                     f"pad={self.pad!r}: a number, 'stride' for query_start_loc, or 'last' for "
                     "other offsets"
                 )
-            if self.pad == "stride" and [d.text for d in self.dims] != ["R + 1"]:
+            if self.pad == STRIDE and [d.text for d in self.dims] != ["R + 1"]:
                 raise FieldError("pad='stride' is for offsets of dims 'R + 1'")
-            if self.pad == "last" and (len(self.dims) != 1 or self.dtype not in ("int32", "int64")):
+            if self.pad == LAST and (len(self.dims) != 1 or self.dtype not in ("int32", "int64")):
                 raise FieldError(
                     f"pad='last' is for offsets, int32 or int64 of one dim such as 'R + 1', not "
                     f"{self}"
@@ -148,7 +156,7 @@ class Buffer:
                 f"rows='changed' is for a table with a row for each request, dims such as 'R B', "
                 f"not {' '.join(map(str, self.dims))!r}"
             )
-        moving = [d for d in self.dims[1:] if d.letters & {"T", "R"}]
+        moving = [d for d in self.dims[1:] if d.moves]
         if moving:
             raise FieldError(
                 f"dims {self} vary in {moving[0]}, which is not the first dim; descriptors are "

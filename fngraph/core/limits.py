@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fngraph.core.buffers import COUNTED
 from fngraph.core.spec import BatchSpec
 from fngraph.core.text import did_you_mean
 from fngraph.errors import SpecError
@@ -40,7 +41,7 @@ class Limits:
                     f"Limits({name}={dims[name]}): {name!r} is no shape letter.{near} Pass "
                     "max_tokens=, max_reqs=, and single capitals such as B=512."
                 )
-        if clash := {"T", "R"} & dims.keys():
+        if clash := dims.keys() & COUNTED:
             letter = min(clash)
             raise SpecError(
                 f"Limits({letter}={dims[letter]}) bounds {letter} twice. "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from fngraph.core.buffers import COUNTED
 from fngraph.fx.leaves import Leaf, Role
 from fngraph.fx.signatures import Signature
 
@@ -42,7 +43,7 @@ def _valid(size: str, leaves: Sequence[Leaf], signature: Signature) -> str:
     if size in told:
         return f"valid = {told[size]}; "
     (staged,) = signature.positions(Role.STAGED)
-    letter = size if size in ("T", "R") else "T"
+    letter = size if size in COUNTED else "T"
     return (
         f"valid = {signature.names[staged]}.valid, a field to add: valid: torch.Tensor = "
         f'fg.buffer("{letter}", "bool"), all True; '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,9 +88,25 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return [x for x in found if is_tensor(x)]
 
 
+def given_to(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """A node's arguments, with values in the places of nodes."""
+    return fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,return-value]
+
+
+def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """What a node's call gives where what it reads is these values."""
+    args, kwargs = given_to(node, values)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def is_loop(node: fx.Node) -> bool:
     """Whether a node is a loop or a choice: see `fngraph.fx.loops.node`."""
     return hasattr(node.target, "writes")
+
+
+def is_loop_result(node: fx.Node) -> bool:
+    """Whether a node is one of the results of a loop."""
+    return node.target is operator.getitem and is_loop(node.args[0])  # type: ignore[arg-type]
 
 
 def mutates(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
-from fngraph.graphs.turn import Turn
+from fngraph.graphs.turn import PoolTurn
 from fngraph.graphs.witness import raised_at
 
 
@@ -87,7 +87,7 @@ class Recorder(Protocol):
     device: torch.device
     loans: Loans  # of borrowed results, where functions are guarded
     lazy_kernels: bool
-    turn: Turn
+    turn: PoolTurn
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run `fn` for real, so that lazy set-up happens outside of a recording."""

@@ -17,7 +17,7 @@ from fngraph.errors import CaptureError
 from fngraph.torch_facts.names import current_device, current_stream, is_capturing
 
 
-class Turn:
+class PoolTurn:
     """Whose turn it is on one pool.
 
     Attributes:

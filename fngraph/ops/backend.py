@@ -235,8 +235,7 @@ class Planner:
 
     Attributes:
         leaves: of the batch, by number; `paths` are their names.
-        dims: sizes of the letters other than T and R.
-        most: the largest T and R of a step.
+        most: the sizes of all letters; of T and R, the largest of a step.
         made: buffers of each key, and of eager calls under None.
     """
 

@@ -12,7 +12,7 @@ MOST_BARS = 60  # of one chart; what more there is, is said
 MOST_STEPS = 400  # of the timeline
 
 
-class Span(NamedTuple):
+class BarSpan(NamedTuple):
     """A part of a bar.
 
     Attributes:
@@ -32,7 +32,7 @@ class ChartBar(NamedTuple):
 
     label: str
     note: str
-    spans: tuple[Span, ...]
+    spans: tuple[BarSpan, ...]
 
 
 class Chart(NamedTuple):
@@ -82,12 +82,12 @@ def charts_of(log: Log) -> list[Chart]:
     return [chart for chart in charts if chart.bars]
 
 
-def stacked(pairs: Sequence[tuple[float, str, str]]) -> tuple[Span, ...]:
+def stacked(pairs: Sequence[tuple[float, str, str]]) -> tuple[BarSpan, ...]:
     """Lengths, kinds and names one behind the other; nothing of length 0."""
     found, at = [], 0.0
     for length, kind, name in pairs:
         if length > 0:
-            found.append(Span(at, length, kind, name))
+            found.append(BarSpan(at, length, kind, name))
             at += length
     return tuple(found)
 
@@ -137,9 +137,9 @@ def timeline(log: Log) -> Chart:
     steps = log.steps[-MOST_STEPS:]
     first = steps[0].at if steps else 0.0
 
-    def spans(of: str) -> tuple[Span, ...]:
+    def spans(of: str) -> tuple[BarSpan, ...]:
         return tuple(
-            Span((s.at - first) / 1000, us / 1000, s.mode.name,
+            BarSpan((s.at - first) / 1000, us / 1000, s.mode.name,
                  f"{s.key or s.mode.name}: {us:.0f} us, {count(s.spec.num_tokens, 'token')}")
             for s in steps if (us := getattr(s, of)) is not None
         )  # fmt: skip

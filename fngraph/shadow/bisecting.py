@@ -196,17 +196,12 @@ def _of_padding(found: Bisection, keys: Keys, saved: Saved, sides: Sides) -> Bis
     args = keys.executable.args
     true, padded = [], []
     staged = dict(zip(args.of(Role.STAGED), saved.rows.staged))
-    for i in range(len(args.leaves)):
-        x = sides.should.get(i, sides.inputs[i])
-        if i in staged:
-            true.append(staged[i].clone())
-            padded.append(sides.should.get(i, sides.inputs[i]).clone())
-        elif i in saved.state:
-            true.append(saved.state[i].clone())
-            padded.append(saved.state[i].clone())
-        else:
-            true.append(x)
-            padded.append(x)
+    for i, leaf in enumerate(args.leaves):
+        x = saved.state.get(i, sides.should.get(i, sides.inputs[i]))
+        pair = staged.get(i, x), x
+        one, other = pair if leaf.role is Role.HELD else (y.clone() for y in pair)
+        true.append(one)
+        padded.append(other)
     with torch.no_grad():
         told = keys.executable.maker.rehearse(true, padded)
     if told is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,16 @@ from fngraph.calls import PrimitiveCall
 from fngraph.core.where import user_line
 from fngraph.fx.generators import with_generators
 from fngraph.fx.loops.running import run as run_loop
-from fngraph.fx.nodes import is_loop, is_op, line_of, name_of
+from fngraph.fx.nodes import (
+    computed,
+    given_to,
+    inputs_of,
+    is_loop,
+    is_op,
+    line_of,
+    name_of,
+    results_of,
+)
 from fngraph.fx.rows.rehearsal import is_unwritten
 from fngraph.shadow.nodes import difference
 from fngraph.shadow.saved import Saved, drawn_from, held_of, run_bare
@@ -88,7 +96,6 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
     staged = [i for i, leaf in enumerate(args.leaves) if leaf.buffer is not None]
     values |= dict(zip(staged, saved.rows.staged))
     values |= {len(args.leaves) + k: x for k, x in enumerate(keys.constants)}
-    true = {"T": saved.counts.num_tokens, "R": saved.counts.num_reqs}
     found: list[_Op] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(drawn_from(keys, saved))
@@ -101,34 +108,23 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
                 continue
             assert made is not None
             gm = with_generators(made, executable.generators)
-            results = _listed(gm, [true["T"], true["R"], *tensors], found)
+            results = _listed(gm, found, saved.counts.num_tokens, saved.counts.num_reqs, *tensors)
             values.update(zip(one.writes, results))
     return found
 
 
-def _listed(gm: fx.GraphModule, given: Sequence[Any], found: list[_Op]) -> Any:
+def _listed(gm: fx.GraphModule, found: list[_Op], *given: Any) -> Any:
     """What a graph gives, with its ops listed, those of its loops' functions turn by turn."""
-    values: dict[Any, Any] = {}
-    rest = iter(given)
+    values: dict[fx.Node, Any] = dict(zip(inputs_of(gm.graph), given))
     for node in gm.graph.nodes:
-        if node.op == "output":
-            break
-        if node.op == "placeholder":
-            values[node] = next(rest)
-        elif node.op == "get_attr":
+        if node.op == "get_attr":
             values[node] = getattr(gm, str(node.target))
-        else:
-            own, named = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
-            if is_loop(node):
-                runs = [functools.partial(_called, one, found) for one in node.target.graphs]  # type: ignore[union-attr]
-                values[node] = run_loop(node.target, runs, None, own)
-                continue
-            values[node] = node.target(*own, **named)  # type: ignore[operator]
+        elif is_loop(node):
+            runs = [functools.partial(_listed, one, found) for one in node.target.graphs]  # type: ignore[union-attr]
+            values[node] = run_loop(node.target, runs, None, given_to(node, values)[0])
+        elif node.op == "call_function":
+            values[node] = computed(node, values)
             if is_op(node):
                 held = None if is_unwritten(node) else _first(values[node])
                 found.append((name_of(node), line_of(node), held))
-    return fx.map_arg(node.args[0], values.__getitem__)
-
-
-def _called(gm: fx.GraphModule, found: list[_Op], *given: Any) -> Any:
-    return _listed(gm, given, found)
+    return fx.map_arg(results_of(gm.graph), values.__getitem__)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fngraph.core.buffers import COUNTED
 from fngraph.fx.loops.node import NAMES
-from fngraph.fx.loops.running import Turn, run_noted
-from fngraph.fx.nodes import is_loop, is_op, line_of, name_of, written_by
+from fngraph.fx.loops.running import LoopCall, run_noted
+from fngraph.fx.nodes import computed, given_to, is_loop, is_op, line_of, name_of, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.pieces.cuts import LETTERS
 from fngraph.fx.rows.rehearsal import is_unwritten
@@ -105,14 +106,14 @@ def true_part(
         return None
     if not isinstance(fake, torch.Tensor) or fake.dim() != x.dim():
         return None
-    if all(sizes[name] == true[name] for name in ("T", "R")):
+    if all(sizes[name] == true[name] for name in COUNTED):
         return x
     at_key = {symbol: sizes[letter] for symbol, letter in letters.items()}
     at_true = {symbol: true[letter] for symbol, letter in letters.items()}
     cut = []
     for size in fake.shape:
         padded, own = int(size_at(size, at_key)), int(size_at(size, at_true))
-        apart = {sizes[n] - true[n] for n in ("T", "R")}
+        apart = {sizes[n] - true[n] for n in COUNTED}
         if padded - own not in apart | {0}:
             return None
         cut.append(slice(own))
@@ -164,7 +165,7 @@ def _walk(
             continue
         other = [x for x in node.all_input_nodes if x in run.should]
         if not other or is_collective(node):  # which others come to as often as this process
-            run.made[node] = _call(node, run.made)
+            run.made[node] = computed(node, run.made)
             continue
         mixed = {**run.made, **run.should}
         if is_loop(node):
@@ -172,27 +173,24 @@ def _walk(
         writes = written_by(node)
         for x in writes:
             mixed[x] = mixed[x].clone()
-        wanted = _call(node, mixed)
-        run.made[node] = _call(node, run.made)
+        wanted = computed(node, mixed)
+        run.made[node] = computed(node, run.made)
         behind = set().union(*(sources.get(x, set()) for x in other))
         results = [(x, run.made[x], mixed[x]) for x in writes]
         if not any(wanted is mixed[x] for x in writes):
             results.append((node, run.made[node], wanted))
-        viewed = is_op(node) and is_view(node.target)
+        source: Any = node.args[0] if node.target is operator.getitem else node
+        viewed = is_op(source) and is_view(source.target)
         for x, got, want in results:
-            if not isinstance(got, torch.Tensor):
-                if not viewed and isinstance(got, list | tuple):
+            if viewed or not isinstance(got, torch.Tensor):
+                if isinstance(got, torch.Tensor | list | tuple):
                     _go_on(run, sources, x, want, behind)
-                continue
-            if viewed:
-                _go_on(run, sources, x, want, behind)
                 continue
             a, b = (true_part(x, y, walk.sizes, walk.true, walk.letters) for y in (got, want))
             what = None if a is None or b is None else difference(a, b, walk.within)
             if what is not None:
                 text, is_close = what
-                source = node.args[0] if node.target is operator.getitem else node
-                text += run.inside.get(source, "")  # type: ignore[arg-type]
+                text += run.inside.get(source, "")
                 at, instruction = walk.named
                 run.found.append(
                     Place((at, number), instruction, name_of(node), line_of(node), text, is_close,
@@ -229,11 +227,11 @@ def _inside(
     return ""
 
 
-def _turns(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Turn]:
+def _turns(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[LoopCall]:
     loop: Any = node.target
-    operands: list[Any] = [values[x] if isinstance(x, fx.Node) else x for x in node.args]
-    operands = [x.clone() if i in loop.writes else x for i, x in enumerate(operands)]
-    turns: list[Turn] = []
+    given, _ = given_to(node, values)
+    operands = [x.clone() if i in loop.writes else x for i, x in enumerate(given)]
+    turns: list[LoopCall] = []
     run_noted(loop, operands, turns)
     return turns
 
@@ -243,12 +241,6 @@ def _go_on(
 ) -> None:
     run.should[node] = want
     sources[node] = behind
-
-
-def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    look = lambda x: values[x]  # noqa: E731
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), look)  # type: ignore[misc]
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def difference(

@@ -96,11 +96,10 @@ def parts_of(executable: Executable) -> Parts:
     args = executable.args
     staged = args.of(Role.STAGED)
     donated = args.of(Role.DONATED)
-    uses = _uses(executable)
     whole: dict[int, str] = {}
     joined: list[set[int]] = []  # caches and the leaves that say their rows, joined
     for i in donated:
-        if (why := _why_whole(executable, i, uses)) is not None:
+        if (why := _why_whole(executable, i)) is not None:
             whole[i] = why
         new = {i, *_said(executable, i)}
         for one in [one for one in joined if one & new]:
@@ -115,32 +114,13 @@ def parts_of(executable: Executable) -> Parts:
             why = f"{args.leaves[other[0]].path} is, which has the same rows"
             whole |= {i: why for i in caches if i not in whole}
             continue
-        made = _group(executable, caches, one - set(caches), staged, uses)
+        made = _group(executable, caches, one - set(caches), staged)
         if isinstance(made, str):
             whole |= dict.fromkeys(caches, made)
         else:
             groups.append(made)
     nbytes = {i: args.leaves[i].nbytes for i in donated}
     return Parts(tuple(groups), whole, tuple(leaf.path for leaf in args.leaves), nbytes)
-
-
-_Use = tuple[str, PrimitiveCall | None]  # the argument's name, and the primitive; None: a piece
-
-
-def _uses(executable: Executable) -> dict[int, list[_Use]]:
-    """Who reads each leaf, and as which argument."""
-    found: dict[int, list[_Use]] = {i: [] for i in range(len(executable.args.leaves))}
-    for one, fn in zip(executable.program.instructions, executable.fns):
-        if isinstance(fn, PrimitiveCall):
-            names = [a.name for a in fn.primitive.op._schema.arguments]
-            for place, number in zip(fn.cut.places, one.reads):
-                if number in found:
-                    found[number].append((names[place], fn))
-        else:
-            for number in one.reads:
-                if number in found:
-                    found[number].append(("", None))
-    return found
 
 
 def _calls(executable: Executable, leaf: int) -> Iterator[tuple[str, Any, dict[str, int]]]:
@@ -164,12 +144,12 @@ def _said(executable: Executable, leaf: int) -> set[int]:
     return found
 
 
-def _why_whole(executable: Executable, leaf: int, uses: Mapping[int, list[_Use]]) -> str | None:
+def _why_whole(executable: Executable, leaf: int) -> str | None:
     """Why a leaf is copied whole, as far as itself is concerned; None: it need not be."""
-    if not uses[leaf]:
+    args, calls = executable.args, list(_calls(executable, leaf))
+    if not calls:
         return "nothing reads it, and it comes back"
-    args = executable.args
-    for name, primitive, given in _calls(executable, leaf):
+    for name, primitive, given in calls:
         if primitive is None:
             return f"{name} of forward's own ops reads or writes it"
         pages = primitive.pages
@@ -185,22 +165,19 @@ def _why_whole(executable: Executable, leaf: int, uses: Mapping[int, list[_Use]]
 
 
 def _group(
-    executable: Executable,
-    caches: list[int],
-    said: set[int],
-    staged: list[int],
-    uses: Mapping[int, list[_Use]],
+    executable: Executable, caches: list[int], said: set[int], staged: list[int]
 ) -> Group | str:
     """What caches have in common; or why they are copied whole."""
     args = executable.args
     rows: set[int] = set()
     slots: set[int] = set()
     for number in said:
-        for name, fn in uses[number]:
-            pages = None if fn is None else fn.primitive.pages
-            if pages is None or name not in (*pages.rows, *pages.slots):
-                return f"forward also reads {args.leaves[number].path}, which says its rows"
-            (rows if name in pages.rows else slots).add(number)
+        for _, primitive, given in _calls(executable, number):
+            pages = None if primitive is None else primitive.pages
+            for name in [name for name, i in given.items() if i == number] or [""]:
+                if pages is None or name not in (*pages.rows, *pages.slots):
+                    return f"forward also reads {args.leaves[number].path}, which says its rows"
+                (rows if name in pages.rows else slots).add(number)
     if rows & slots:
         return f"{args.leaves[min(rows & slots)].path} says rows of one and slots of another"
     specs = [args.leaves[i].spec for i in caches]

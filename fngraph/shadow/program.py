@@ -156,14 +156,10 @@ def _other(
     number = list(gm.graph.nodes).index(node)
     writer = node
     if node.op == "placeholder":
-        writes = [n for n in gm.graph.nodes if _touches(n, node)]
+        key = storage_key(node.meta["val"])
+        writes = [n for n in gm.graph.nodes if key in storages_written([n])]
         writer = writes[-1] if writes else node
     return Place((at, number), one.name, name_of(writer), line_of(writer), text, what[1])
-
-
-def _touches(node: fx.Node, leaf: fx.Node) -> bool:
-    """Whether an op writes a leaf, or a view of it."""
-    return storage_key(leaf.meta["val"]) in storages_written([node])
 
 
 def _named(at: int, one: Instruction, gm: fx.GraphModule, inside: Sequence[Found]) -> list[Place]:
@@ -194,7 +190,7 @@ def _cut(run: _Run, at: int, one: Instruction) -> None:
         _recorded(run, lambda: fn(sizes, host, *tensors))
     if not isinstance(fn, PrimitiveCall):
         return
-    schema = [a for a in fn.primitive.op._schema.arguments]
+    schema = fn.primitive.op._schema.arguments
     stale = sorted(
         run.keys.executable.args.leaves[i].path for i in one.reads if i in run.sides.should
     )

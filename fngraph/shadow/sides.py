@@ -8,17 +8,16 @@ tensor by now than the one that was bound; and padding, where it is not what the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fngraph.core import Buffer, Mode, plan_buffers
-from fngraph.core.buffers import RAMPS
+from fngraph.core.buffers import LAST
 from fngraph.fx.leaves import Role
-from fngraph.graphs.staging.buffers import allocate
-from fngraph.graphs.staging.ring import make_ring
-from fngraph.graphs.staging.unpack import unpacker, words_of
+from fngraph.graphs.staging.buffers import padding_rows
+from fngraph.graphs.staging.unpack import padded
 from fngraph.shadow.saved import Saved, held_of
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
@@ -68,7 +67,7 @@ def sides_of(keys: Keys, saved: Saved, prepared: Prepared) -> Sides:
     own = staged
     if mode is not Mode.NONE:
         fields = {planned.path: planned.buffer for planned in executable.plan.buffers}
-        own = padded_as_staged(fields, staged, true, sizes, stride, args.device)
+        own = padded(plan_buffers(fields, sizes), staged, true, stride, args.device)
     for place, i in enumerate(args.of(Role.STAGED)):
         values[i] = own[place]
         buffer = args.leaves[i].buffer
@@ -87,42 +86,18 @@ def sides_of(keys: Keys, saved: Saved, prepared: Prepared) -> Sides:
     return Sides(sizes, true, [*values, *keys.constants], should, told)
 
 
-def padded_as_staged(
-    fields: Mapping[str, Buffer],
-    leaves: Sequence[torch.Tensor],
-    true: Mapping[str, int],
-    sizes: Mapping[str, int],
-    stride: int,
-    device: torch.device,
-) -> list[torch.Tensor]:
-    """A batch's leaves as a key has them: by the node that takes batches in."""
-    plan = plan_buffers(fields, sizes)
-    static = allocate(plan, device)
-    ring = make_ring(plan, device)
-    ring.put(words_of(plan, true, stride), leaves)
-    unpacker(static, ring, sizes)()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the ring goes
-    return list(static.tensors)
-
-
 def declared(
     buffer: Buffer, leaf: torch.Tensor, sizes: Mapping[str, int], tokens: int, stride: int
 ) -> torch.Tensor:
     """A leaf with the padding that its field declares, by torch's own ops."""
-    shape = buffer.shape(sizes)
-    missing = shape[0] - len(leaf) if shape else 0
+    missing = buffer.shape(sizes)[0] - len(leaf) if buffer.dims else 0
     if missing <= 0:
         return leaf
-    new = leaf.new_empty((missing, *shape[1:]))
-    if buffer.pad == "stride":
-        steps = torch.arange(1, missing + 1, device=leaf.device) * stride + tokens
-        new.copy_(steps.to(leaf.dtype).view(-1, *[1] * (leaf.dim() - 1)).expand_as(new))
-    elif buffer.pad in RAMPS:
-        new.copy_(leaf[-1:].expand_as(new) if len(leaf) else torch.zeros_like(new))
-    else:
-        new.copy_(torch.tensor(buffer.pad, dtype=leaf.dtype, device=leaf.device).expand_as(new))
-    return torch.cat([leaf, new])
+    first = tokens + stride
+    if buffer.pad == LAST:
+        first = int(leaf[-1]) if len(leaf) else 0
+    shape = missing, *leaf.shape[1:]
+    return torch.cat([leaf, padding_rows(buffer, shape, first, stride, leaf.device)])
 
 
 def _unlike(a: torch.Tensor, b: torch.Tensor) -> bool:

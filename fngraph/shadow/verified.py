@@ -20,6 +20,7 @@ from fngraph.core.dispatching import Allowed
 from fngraph.errors import DifferenceError
 from fngraph.executable import Executable
 from fngraph.fx.rows.boxes import Boxes, elements
+from fngraph.fx.tracing.tried import said
 from fngraph.options import Verify
 from fngraph.ranks.faults import say_failed
 from fngraph.shadow.compared import Compared, compare
@@ -99,7 +100,7 @@ class VerifiedStep(Step[R]):
             values, decided = self.entry.given(args, kwargs, allowed)
             saved = save(keys, self._parts_of(keys), values[self.entry.staged_at])
         except Exception as error:  # the step itself may go on, or says so better
-            why = f"the batch and its state could not be copied: {_short(error)}"
+            why = f"the batch and its state could not be copied: {said(error)}"
         if any_of(keys.executable.peers, "verify a step", saved is None):
             saved, why = None, why or "another process could not copy its state"
         result = Step.__call__(self, *args, allowed=allowed, **kwargs)
@@ -123,7 +124,7 @@ class VerifiedStep(Step[R]):
             if peers is not None:  # who wait for it in a collective
                 say_failed(error)
                 raise
-            self._unverified(f"bare forward raised {_short(error)}")
+            self._unverified(f"bare forward raised {said(error)}")
             return
         got = _with_state(keys, self._parts_of(keys), saved, ran_of(keys, result))
         found = differences(keys, got, want, self.verify, claims_bits(keys, prepared))
@@ -209,8 +210,3 @@ def _but_dirty(dirty: Boxes, got: torch.Tensor, want: torch.Tensor) -> torch.Ten
 def _with_state(keys: Keys, parts: Parts, saved: Saved, ran: Ran) -> Ran:
     """The step's own outputs, and the bound leaves as they are now, cut to the rows."""
     return Ran(ran.outputs, needed(parts, saved.rows, donated_of(keys)))
-
-
-def _short(error: Exception) -> str:
-    first = (str(error) or "nothing said").partition("\n")[0]
-    return f"{type(error).__name__}: {first}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -28,9 +28,7 @@ from fngraph.core import (
     KeyBounds,
     Limits,
     Mode,
-    PlannedBuffer,
 )
-from fngraph.core.buffers import RAMPS
 from fngraph.core.collector import without_collector
 from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import Bytes
@@ -44,7 +42,7 @@ from fngraph.graphs.memory import kept, preserved
 from fngraph.graphs.ranges import named_range
 from fngraph.graphs.recorder import describe
 from fngraph.graphs.replay import Replay, capture
-from fngraph.graphs.staging.buffers import Sizes, true_sizes
+from fngraph.graphs.staging.buffers import Sizes, padding_rows, true_sizes
 from fngraph.graphs.staging.unpack import unpacker
 from fngraph.step.agreed import after_capture, after_warming, before_capture, telling
 from fngraph.step.keys import Keys
@@ -404,13 +402,5 @@ def plan_step(keys: Keys, chosen: Dispatch, true: Sizes, leaves: Sequence[torch.
 
 def _padding_of(keys: Keys, sizes: Sizes, stride: int) -> list[torch.Tensor]:
     """The leaves of a batch of nothing but padding, in host memory."""
-    return [_padding(planned, sizes, stride) for planned in keys.executable.plan.buffers]
-
-
-def _padding(planned: PlannedBuffer, sizes: Sizes, stride: int) -> torch.Tensor:
-    shape, pad = planned.buffer.shape(sizes), planned.buffer.pad
-    dtype = getattr(torch, planned.buffer.dtype)
-    if pad == "stride":
-        return torch.arange(shape[0], dtype=dtype) * stride
-    filled: Any = 0 if pad in RAMPS else pad
-    return torch.full(shape, filled, dtype=dtype)
+    buffers = [planned.buffer for planned in keys.executable.plan.buffers]
+    return [padding_rows(buffer, buffer.shape(sizes), 0, stride, "cpu") for buffer in buffers]

@@ -179,9 +179,7 @@ def _unrelied(executable: Executable) -> tuple[bool, ...]:
 
 
 def _is_free(buffer: Buffer | None) -> bool:
-    if buffer is None or buffer.pad_given or not buffer.dims:
-        return False
-    return bool(buffer.dims[0].letters & {"T", "R"})
+    return buffer is not None and not buffer.pad_given and any(dim.moves for dim in buffer.dims)
 
 
 def _takes(executable: Executable, leaves: Iterable[int]) -> bool:

@@ -32,6 +32,7 @@ from fngraph.models.serving.ranks.following import (
     leading,
 )
 from fngraph.models.serving.ranks.joining import promise
+from fngraph.models.serving.ranks.losing import landed
 from fngraph.models.serving.requests import Event, Row, State
 from fngraph.models.serving.scheduling import advance, goes_on, plan
 from fngraph.models.serving.steps import Steps
@@ -142,6 +143,7 @@ def serve(
                 ahead = agree_ahead(steps.ranks, promise(own, goes_on(state, policy)))
             if not state.rows:  # it was for the others
                 continue
+            landed(steps.ranks.team, drawn)
             kind, spec, planned = kind_of(state.rows), batch.spec, state
             if steps.ranks.agrees:  # without what others bring
                 spec = own_spec(state.rows, policy, state.faults)

@@ -260,6 +260,24 @@ def user_of(state: State, adapter: int) -> Job | None:
     return next((job for job in jobs if job.request.adapter == adapter), None)
 
 
+def over(job: Job) -> Job:
+    """A job that was thrown out, as it waits: its tokens are to be computed again."""
+    return job._replace(computed=0, blocks=no_blocks(), slot=-1)
+
+
+def start_over(state: State, num_blocks: int, policy: Policy) -> State:
+    """The state over another cache, in which nothing is computed, of that many free blocks: all
+    requests wait, with the tokens that they have, and go on from there.
+
+    To be asked for where a cache is lost: some of the processes that shared it are gone.
+    """
+    waiting = in_order(tuple(map(over, state.running)), state.waiting)
+    own = start(num_blocks, policy)
+    return dataclasses.replace(
+        own, waiting=waiting, submitted=state.submitted, soonest=state.soonest
+    )
+
+
 def left_of(job: Job) -> int:
     """Tokens that a request may still get."""
     return job.request.max_new - (len(job.tokens) - len(job.request.prompt))

@@ -40,7 +40,7 @@ from fngraph.models.serving.requests import (
     State,
     drop,
     in_order,
-    no_blocks,
+    over,
 )
 from fngraph.models.serving.sampling import FAILED, UNDRAWN
 from fngraph.models.serving.texts.endings import cut, read_on, rest
@@ -116,11 +116,6 @@ def goes_on(state: State, policy: Policy) -> bool:
         return False
     draws = all(row.job.computed + row.new >= len(row.job.tokens) for row in state.rows)
     return draws and len(state.rows) == len(state.running)
-
-
-def over(job: Job) -> Job:
-    """A job that was thrown out, as it waits: its tokens are to be computed again."""
-    return job._replace(computed=0, blocks=no_blocks(), slot=-1)
 
 
 def undo(state: State) -> State:

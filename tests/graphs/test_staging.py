@@ -14,10 +14,17 @@ import fngraph as fg
 from fngraph.core import Buffer, plan_buffers
 from fngraph.core.buffers import parse_dims
 from fngraph.errors import TreeError
-from fngraph.graphs.staging.buffers import StaticBuffers, allocate, check_leaves, true_sizes
+from fngraph.graphs.staging.buffers import (
+    StaticBuffers,
+    allocate,
+    check_leaves,
+    padding_rows,
+    true_sizes,
+)
 from fngraph.graphs.staging.ring import make_ring
 from fngraph.graphs.staging.unpack import unpacker, words_of
 from fngraph.ops.triton.launching import interpreted
+from fngraph.shadow.sides import declared
 
 TOP = {"T": 16, "R": 6, "B": 3}
 
@@ -92,6 +99,21 @@ def test_rows_beyond_the_batch_are_filled_with_pad(dtype: str, pad: Any, leaf: l
         static, [torch.tensor(leaf, dtype=getattr(torch, dtype))], key(len(leaf), 1), key(8, 4), 0
     )
     assert static.tensors[0][:8].tolist() == leaf + [pad] * (8 - len(leaf))
+
+
+@pytest.mark.parametrize("pad", [-1, "stride", "last"])
+@pytest.mark.parametrize("query_len", [0, 3])
+@pytest.mark.parametrize("reqs", [0, 2])
+def test_torchs_ops_pad_as_the_node_does(pad: Any, query_len: int, reqs: int):
+    static = buffers(x=("R + 1", "int32", pad))
+    field, true = static.buffer_plan.buffers[0].buffer, key(3 * reqs + 1, reqs)
+    leaf = 3 * torch.arange(reqs + 1, dtype=torch.int32) + 1
+    stage(static, [leaf], true, TOP, query_len)
+    assert declared(field, leaf, TOP, true["T"], query_len).tolist() == static.tensors[0].tolist()
+    ring = make_ring(static.buffer_plan, torch.device("cpu"))
+    ring.put_padding(static.buffer_plan, query_len)
+    unpack(static, ring, TOP)
+    assert padding_rows(field, (7,), 0, query_len, "cpu").tolist() == static.tensors[0].tolist()
 
 
 def test_rows_beyond_the_key_are_left_alone():

@@ -6,10 +6,10 @@ import threading
 
 import torch
 
-from fngraph.graphs.turn import Turn
+from fngraph.graphs.turn import PoolTurn
 
 
-def is_free(turn: Turn) -> bool:
+def is_free(turn: PoolTurn) -> bool:
     """Whether another thread could begin a step now."""
     found: list[bool] = []
 
@@ -26,7 +26,7 @@ def is_free(turn: Turn) -> bool:
 
 
 def test_no_step_begins_while_another_thread_works_between_two():
-    turn = Turn(torch.device("cpu"))
+    turn = PoolTurn(torch.device("cpu"))
     assert is_free(turn)
     with turn.taken():
         assert not is_free(turn)

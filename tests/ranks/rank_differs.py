@@ -42,6 +42,7 @@ def made(
     late: bool = False,
     padded: bool = False,
     dp: fg.Axis | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
     """A step and its state. late: the tripping op comes after the collective; padded: a sum over
@@ -58,8 +59,8 @@ def made(
         rows = state["rows"].index_put((batch.slot,), h.float())
         return summed, {"rows": rows}
 
-    state = {"rows": torch.zeros(12, 8)}
-    w = torch.eye(8, dtype=dtype)
+    state = {"rows": torch.zeros(12, 8, device=device)}
+    w = torch.eye(8, dtype=dtype, device=device)
     told = {"modes": "FULL", "sizes": (4, 8), **options}
     fast = fg.graphify(forward, donate="state", stage="batch", **told).bind(w)
     return fast.capture(state, limits, progress=False, **(capture or {})), state

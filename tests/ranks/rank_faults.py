@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rank_differs import ARMED, batch, made, told
-from starting import die
+from starting import die, freeze
 
 import fngraph as fg
+from fngraph.ranks.faults import ROLL_CALL_S
+from fngraph.step import step as steps
 
 TIMEOUT_S = 2.0
 STEPS = 1000
@@ -27,7 +31,38 @@ def _stall() -> None:
     time.sleep(TIMEOUT_S * 1.5)
 
 
-KINDS = {"raises": _raise, "is killed": die, "stalls": _stall}
+def _is_frozen() -> None:
+    """For longer than anybody waits for its word."""
+    freeze(TIMEOUT_S + ROLL_CALL_S + 1)
+
+
+KINDS = {"raises": _raise, "is killed": die, "stalls": _stall, "is frozen": _is_frozen}
+
+
+def within_collective(act: Callable[[], None]) -> None:
+    """What this process does in its next collective of a step, in which the others are by then."""
+    real = dist.all_reduce
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        dist.all_reduce = real
+        time.sleep(0.2)
+        act()
+        return real(*args, **kwargs)
+
+    dist.all_reduce = collective
+
+
+def behind_agreement(act: Callable[[], None]) -> None:
+    """What this process does in its next step when all have agreed on it, and launched it."""
+    real = steps.before_step
+
+    def agreed(*args: Any) -> None:
+        steps.before_step = real  # type: ignore[attr-defined]
+        real(*args)
+        time.sleep(0.2)
+        act()
+
+    steps.before_step = agreed  # type: ignore[attr-defined]
 
 
 def fails(rank: int, kind: str, where: str, ranks: int = 2) -> Any:
@@ -42,13 +77,34 @@ def fails(rank: int, kind: str, where: str, ranks: int = 2) -> Any:
         step(state, one)
         for _ in range(STEPS):
             step(state, one, allowed=agreed)
-    if rank == FAILING:
+    if rank == FAILING and where == "collective":
+        within_collective(KINDS[kind])
+    elif rank == FAILING:
         ARMED["now"] = KINDS[kind]
     if where == "steps" and rank == FAILING:  # between two of them
         KINDS[kind]()
     began = time.monotonic()
     error = told(lambda: step(state, one))
     return error, time.monotonic() - began
+
+
+def fails_on_device(rank: int, kind: str) -> Any:
+    """What rank 1 does when both have agreed on a step, of which the other one has then launched
+    its own; and what that one raises at the step behind it, after how long."""
+    warnings.simplefilter("ignore")
+    threading.Timer(60, os._exit, (0,)).start()  # a device that waits keeps its process
+    tp = fg.make_mesh("cuda", timeout=TIMEOUT_S, tp=2)["tp"]
+    step, state = made(tp, device=f"cuda:{rank}")
+    one = batch(0, 3, 2, f"cuda:{rank}")
+    agreed = step.dispatch(one.spec)
+    for _ in range(STEPS):
+        step(state, one, allowed=agreed)
+    torch.cuda.synchronize()
+    if rank == FAILING:
+        behind_agreement(KINDS[kind])
+    began = time.monotonic()
+    first = told(lambda: step(state, one))
+    return first, told(lambda: step(state, one)), time.monotonic() - began
 
 
 def survived(rank: int) -> Any:
@@ -95,17 +151,19 @@ def in_a_grid(rank: int) -> Any:
     return told(lambda: step(state, one)), time.monotonic() - began
 
 
-def goes_on(rank: int) -> Any:
-    """Three processes, of which one is killed; the other two go on with the same weights, state and
-    processes, as a group of two."""
+def goes_on(rank: int, where: str) -> Any:
+    """Three processes, of which one is killed, between two steps or in a collective; the other two
+    go on with the same weights, state and processes, as a group of two."""
     warnings.simplefilter("ignore")
     tp = fg.make_mesh("cpu", timeout=20, tp=3)["tp"]
     step, state = made(tp)
     one = batch(0, 3, 2)
     step(state, one)
     kept = state["rows"].clone()
-    if rank == 2:
+    if rank == 2 and where == "steps":
         die()
+    if rank == 2:
+        within_collective(die)
     error = told(lambda: step(state, one))
     unchanged = torch.equal(state["rows"], kept)
     step.sleep()

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -195,3 +196,10 @@ def _main(
 def die() -> None:
     """End this process as the kernel ends one that has no memory left."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze(seconds: float) -> None:
+    """Stop this process, all of its threads, and let it go on after so long."""
+    own = os.getpid()
+    with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {own}"]):
+        os.kill(own, signal.SIGSTOP)

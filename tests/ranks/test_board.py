@@ -41,6 +41,29 @@ def test_who_waits_is_told(how: str, why: str, within: float) -> None:
     assert theirs.code == -9 if how == "dies" else "has given up" in theirs.value
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_hear_what_the_first_one_tells(ranks: int) -> None:
+    """What has no room is told to have none."""
+    too_long = {length for length in rank_boards.LENGTHS if length > rank_boards.ROOM}
+    for wrong, without in starting.values(starting.run(rank_boards.tells, ranks)):
+        assert wrong == 0 and without == too_long
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "within"),
+    [("dies", "process {} of 2 has ended", 0.8), ("stalls", "process {} of 2 has not come", 1.3)],
+)
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_tells_or_hears_alone_is_told(who: int, how: str, why: str, within: float) -> None:
+    """And so is one that comes late, whichever it is."""
+    ended = starting.run(rank_boards.not_heard, 2, who, how)
+    assert not ended[1 - who].error, ended[1 - who].error
+    said, took = ended[1 - who].value
+    assert said.startswith(f"AbsentError: {why.format(who)}") and took < within
+    late = ended[who]
+    assert late.code == -9 if how == "dies" else "has given up" in late.value, late
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_where_one_has_no_such_memory_none_uses_it(who: int) -> None:
     """And steps agree as ever."""

@@ -50,10 +50,16 @@ def test_a_stale_weight_is_named_in_every_mode(modes: str, recorder_name: str, d
     assert str(found.ran.mode) == modes
 
 
-def test_a_stale_weight_that_is_read_through_views_is_named_where_it_is_used():
+VIEWS: dict[str, Any] = {
+    "one": lambda w: w.T.reshape(4, 4)[:, :3],
+    "several": lambda w: w.split(2, 1)[1],
+}
+
+
+@pytest.mark.parametrize("views", VIEWS)
+def test_a_stale_weight_that_is_read_through_views_is_named_where_it_is_used(views: str):
     def forward(params: Any, x: torch.Tensor) -> torch.Tensor:
-        w = params["w"].T.reshape(4, 4)
-        return torch.tanh(x @ w[:, :3])
+        return torch.tanh(x @ VIEWS[views](params["w"]))
 
     params = {"w": torch.randn(4, 4)}
     x = torch.randn(2, 4)

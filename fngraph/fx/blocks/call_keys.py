@@ -111,7 +111,7 @@ class _Seen:
 
     def add(self, tree: Any) -> None:
         """A tree: its structure and each of its leaves."""
-        leaves, treedef = trees.flatten(tree, is_leaf=_is_dict)
+        leaves, treedef = trees.flatten(tree, is_leaf=lambda x: isinstance(x, dict))
         self.parts += [treedef, str(treedef)]  # text, because 1 == 1.0 in a static field
         for leaf in leaves:
             self.leaf(leaf)
@@ -179,7 +179,3 @@ def has_state(x: Any) -> bool:
     if isinstance(x, types.BuiltinFunctionType):
         return not isinstance(x.__self__, types.ModuleType | None)
     return type(x).__hash__ is object.__hash__ and not isinstance(x, _WITHOUT_STATE)
-
-
-def _is_dict(x: Any) -> bool:
-    return isinstance(x, dict)

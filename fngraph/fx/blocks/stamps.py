@@ -144,14 +144,10 @@ class Stamp:
 
             for i, node in self.moved.items():
                 track(call.tensors[i], node)
-            made = {
-                n: track(fakes_like(n.meta["val"], memory, self.lengths), n) for n in self._made()
-            }
+            new = dict.fromkeys(x for x in self.outputs if isinstance(x, fx.Node))
+            made = {n: track(fakes_like(n.meta["val"], memory, self.lengths), n) for n in new}
         leaves = [_output(x, call.tensors, made) for x in self.outputs]
         return trees.unflatten(self.treedef, leaves)
-
-    def _made(self) -> list[fx.Node]:
-        return list(dict.fromkeys(x for x in self.outputs if isinstance(x, fx.Node)))
 
     def _copy(
         self, node: fx.Node, name: str, copies: dict[fx.Node, fx.Node], memory: Any, tracer: Any

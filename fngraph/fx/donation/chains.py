@@ -7,7 +7,6 @@ left there. All ways are found here; `inplace` says which of them will do.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch import fx
 
 from fngraph.fx import schemas
 from fngraph.fx.donation.liveness import keys
-from fngraph.fx.nodes import is_loop, is_op, is_tensor, line_of, mutates, written_by
+from fngraph.fx.nodes import is_loop_result, is_op, is_tensor, line_of, mutates, written_by
 
 _VISITS = 3  # of one op in the search, since a row of n diamonds has 2**n ways through it
 
@@ -49,7 +48,7 @@ class Hop:
 
 def hops(node: fx.Node) -> Iterator[Hop]:
     """Each way in which a node's value can take the place of one of its arguments."""
-    if node.target is operator.getitem and is_loop(node.args[0]):  # type: ignore[arg-type]
+    if is_loop_result(node):
         loop, i = node.args
         carried = loop.target.kind != "cond" and i < loop.target.state  # type: ignore[union-attr,operator]
         if carried and i not in loop.target.seats:  # type: ignore[union-attr]

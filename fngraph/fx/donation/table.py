@@ -25,6 +25,7 @@ from fngraph.fx.nodes import (
     STAYS,
     inputs_of,
     is_loop,
+    is_loop_result,
     is_op,
     line_of,
     name_of,
@@ -129,9 +130,9 @@ def drop_dead(graph: fx.Graph, raising: bool = False) -> None:
     for node in reversed(graph.nodes):
         if raising and all(_is_unread_part(user) for user in node.users) and _may_raise(node):
             node.meta[STAYS] = True
-        if node.users or not (_is_of_loop(node) or (is_op(node) and node.target._schema.returns)):
-            continue
-        if not has_effect(node):
+        gives = is_op(node) and node.target._schema.returns  # type: ignore[union-attr]
+        gives = gives or is_loop(node) or is_loop_result(node)
+        if gives and not node.users and not has_effect(node):
             graph.erase_node(node)
 
 
@@ -145,16 +146,10 @@ def _may_raise(node: fx.Node) -> bool:
     return is_op(node) and may_raise(node.target, node.meta.get("val"))
 
 
-def _is_of_loop(node: fx.Node) -> bool:
-    """Whether it is a loop, or a result of one."""
-    result = node.target is operator.getitem and is_loop(node.args[0])  # type: ignore[arg-type]
-    return result or is_loop(node)
-
-
 def _origin(new: fx.Node, inputs: Sequence[fx.Node], leaves: Sequence[Leaf]) -> str:
     if new in inputs:
         return f"it is {leaves[inputs.index(new)].path}"
-    if _is_of_loop(new):
+    if is_loop_result(new):
         return f"{new.args[0].target} makes it ({line_of(new)})"  # type: ignore[union-attr]
     maker = new.target if new.op == "call_function" else "a constant"
     return f"{maker} makes it ({line_of(new)})"

@@ -37,7 +37,7 @@ from fngraph.fx.loops.bodies import (
     track,
 )
 from fngraph.fx.loops.closures import Flat
-from fngraph.fx.loops.node import Loop, Operand
+from fngraph.fx.loops.node import Loop, SizeOperand
 from fngraph.fx.nodes import is_op, is_tensor, line_of, storages_written, written_by
 from fngraph.fx.pieces.collectives import is_collective
 from fngraph.fx.tracing.purity import PurityMode, unwritable
@@ -125,7 +125,7 @@ def _emit(
     args = (*own, *reads)
 
     def at(n: Any) -> Any:
-        return n if isinstance(n, int) else Operand(args.index(node_of_size(n, tracer)))
+        return n if isinstance(n, int) else SizeOperand(args.index(node_of_size(n, tracer)))
 
     results = [fake_like(state[i]) for i in carried]
     results += [fake_like(x, shape) for x, shape in zip(others, shapes)]

@@ -10,7 +10,7 @@ from fngraph.fx.loops.bodies import node_of
 from fngraph.fx.loops.closures import Flat, with_others
 from fngraph.fx.loops.emission import Called, emit_cond, emit_scan, emit_while
 from fngraph.fx.loops.gradients import (
-    Rule,
+    GradientRule,
     Tensors,
     apply,
     cond_rule,
@@ -49,7 +49,7 @@ def flat_while(
         test, turn = (with_others(fn, consts, fixed) for fn in (cond, body))
         return flat_while(mode, called.of(fixed), test, turn, rest)
 
-    return apply(Rule(called.name, forth, no_rule(called.name)), [*now, *carry])
+    return apply(GradientRule(called.name, forth, no_rule(called.name)), [*now, *carry])
 
 
 def flat_scan(

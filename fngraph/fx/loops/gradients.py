@@ -71,7 +71,7 @@ def _is_smooth(x: torch.Tensor) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rule:
+class GradientRule:
     """A loop as a function of all that it reads.
 
     Attributes:
@@ -89,7 +89,7 @@ class _Loop(torch.autograd.Function):
     """A loop, with its rule as an argument."""
 
     @staticmethod
-    def forward(rule: Rule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(rule: GradientRule, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = {id(unwrapped(x)) for x in operands}
         results = rule.run(operands)
         return tuple(x.view_as(x) if id(unwrapped(x)) in given else x for x in results)
@@ -109,14 +109,14 @@ class _Loop(torch.autograd.Function):
         return None, *[g if _is_smooth(x) else None for x, g in zip(operands, found, strict=True)]
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, rule: Rule, *operands: Any) -> NoReturn:
+    def vmap(info: Any, in_dims: Any, rule: GradientRule, *operands: Any) -> NoReturn:
         raise TransformError(
             f"{user_line()}: torch.vmap goes through {rule.called}, which has no rule for it in a "
             "trace. Give the loop the whole batch: a dim of the carry"
         )
 
 
-def apply(rule: Rule, operands: Tensors) -> list[torch.Tensor]:
+def apply(rule: GradientRule, operands: Tensors) -> list[torch.Tensor]:
     """The loop's results, of which gradients can be taken."""
     return list(_Loop.apply(rule, *map(alive, operands)))
 
@@ -189,7 +189,9 @@ def pulled_back(
     return list(pull(tuple(grads)))
 
 
-def scan_rule(called: str, turn: Flat, scan: Emit, consts: int, carry: int, reverse: bool) -> Rule:
+def scan_rule(
+    called: str, turn: Flat, scan: Emit, consts: int, carry: int, reverse: bool
+) -> GradientRule:
     """The rule of a scan, whose results are the carry, what it stacks, and each turn's first carry.
 
     Args:
@@ -246,10 +248,10 @@ def scan_rule(called: str, turn: Flat, scan: Emit, consts: int, carry: int, reve
             all_of[place] = g
         return all_of
 
-    return Rule(called, forth, back)
+    return GradientRule(called, forth, back)
 
 
-def cond_rule(called: str, branches: Sequence[Flat], cond: Emit) -> Rule:
+def cond_rule(called: str, branches: Sequence[Flat], cond: Emit) -> GradientRule:
     """The rule of a choice.
 
     Args:
@@ -271,4 +273,4 @@ def cond_rule(called: str, branches: Sequence[Flat], cond: Emit) -> Rule:
         found = iter(cond(pred, a, b))
         return [None, *(next(found) if _is_smooth(x) else None for x in rest)]
 
-    return Rule(called, forth, back)
+    return GradientRule(called, forth, back)

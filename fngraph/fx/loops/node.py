@@ -18,7 +18,7 @@ from fngraph.fx.loops.running import run
 from fngraph.torch_facts.tracing import FakeTensor
 
 
-class Operand(NamedTuple):
+class SizeOperand(NamedTuple):
     """A size that is an operand."""
 
     place: int
@@ -48,7 +48,7 @@ class Loop:
     graphs: tuple[fx.GraphModule, ...]
     state: int
     results: tuple[torch.Tensor, ...]
-    shapes: tuple[tuple[int | Operand, ...], ...] = ()
+    shapes: tuple[tuple[int | SizeOperand, ...], ...] = ()
     xs: int = 0
     turns: int = 0
     reverse: bool = False

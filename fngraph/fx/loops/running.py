@@ -59,21 +59,23 @@ def run(
 NOTED = 24  # calls of a loop's functions that are looked at one by one
 
 
-class Turn(NamedTuple):
+class LoopCall(NamedTuple):
     """A call of a function of a loop: which one it is, and what it was given."""
 
     number: int
     given: list[Any]
 
 
-def run_noted(loop: Any, operands: Sequence[Any], turns: list[Turn]) -> tuple[torch.Tensor, ...]:
+def run_noted(
+    loop: Any, operands: Sequence[Any], turns: list[LoopCall]
+) -> tuple[torch.Tensor, ...]:
     """The results of a loop, in Python; the first calls of its functions go into `turns`."""
 
     def noting(number: int, gm: Any) -> Run:
         def call(*given: Any) -> tuple[torch.Tensor, ...]:
             if len(turns) < NOTED:
                 kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
-                turns.append(Turn(number, kept))
+                turns.append(LoopCall(number, kept))
             return gm.forward(*given)  # type: ignore[no-any-return]
 
         return call

@@ -8,7 +8,6 @@ function of (T, R, tensors) and serves any batch.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from fngraph.errors import BranchError
 from fngraph.fx.generators import drawn, has_effect
 from fngraph.fx.nodes import (
     is_loop,
+    is_loop_result,
     is_op,
     is_size,
     is_tensor,
@@ -186,7 +186,7 @@ def _regions(
     is_open = False  # whether the last one takes more
     for node in ops:
         loop = by_loops and is_loop(node)
-        if node not in live or (by_loops and _is_result(node)):
+        if node not in live or (by_loops and is_loop_result(node)):
             continue
         is_cut = op_name(node) in cut_ops
         if is_cut or loop or not is_open:
@@ -197,11 +197,6 @@ def _regions(
             regions[-1][1].extend(x for x in node.users if x in live)
         is_open = not (is_cut or loop)
     return regions
-
-
-def _is_result(node: fx.Node) -> bool:
-    """Whether it is one of the results of a loop."""
-    return node.target is operator.getitem and is_loop(node.args[0])  # type: ignore[arg-type]
 
 
 def _needed_after(

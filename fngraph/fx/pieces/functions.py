@@ -18,7 +18,7 @@ from fngraph.fx.pieces.cuts import Cut, Piece, split_program
 from fngraph.fx.tracing.tracer import Graph
 
 
-class Function(NamedTuple):
+class LoopFunction(NamedTuple):
     """A function of a loop.
 
     Attributes:
@@ -34,7 +34,7 @@ class Function(NamedTuple):
 
 def functions_of(
     graph: Graph, pieces: Sequence[Piece], cut_ops: Sequence[str]
-) -> dict[fx.GraphModule, Function]:
+) -> dict[fx.GraphModule, LoopFunction]:
     """Each function of the loops in these pieces, and of the loops in those, by its graph.
 
     Args:
@@ -42,7 +42,7 @@ def functions_of(
         cut_ops: names of primitives.
     """
     shared = {piece.key: piece for piece in pieces}
-    found: dict[fx.GraphModule, Function] = {}
+    found: dict[fx.GraphModule, LoopFunction] = {}
     left = list(pieces)
     while left:
         for gm in graphs_within(left.pop(0)):
@@ -58,9 +58,9 @@ def graphs_within(piece: Piece) -> list[fx.GraphModule]:
 
 def _function(
     graph: Graph, gm: fx.GraphModule, cut_ops: Sequence[str], shared: dict[str, Piece]
-) -> Function:
+) -> LoopFunction:
     own = Graph(gm, graph.letters, {}, (), ())
     results = results_of(gm.graph)
     program, parts = split_program(own, cut_ops, results, shared, by_loops=True, apart=True)
     is_cut = (node for node in gm.graph.nodes if op_name(node) in cut_ops)
-    return Function(program, parts, tuple(is_cut))
+    return LoopFunction(program, parts, tuple(is_cut))

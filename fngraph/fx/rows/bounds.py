@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 
+from fngraph.core.buffers import STRIDE
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import is_op, is_tensor
 from fngraph.fx.rows.state import OFFSETS, Kept, OpCall
@@ -148,7 +149,7 @@ def of_leaf(state: Kept, leaf: Leaf, value: torch.Tensor, tokens: Any) -> Kept:
         return state
     if leaf.buffer is None:
         return state
-    if leaf.buffer.pad == "stride":
+    if leaf.buffer.pad == STRIDE:
         return dataclasses.replace(state, low=0, span=None if tokens is None else Span(0, tokens))
     whole = _whole(dtype)
     low = whole.low if leaf.buffer.min is None else max(whole.low, leaf.buffer.min)

@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 
-from fngraph.core.buffers import RAMPS
+from fngraph.core.buffers import RAMPS, STRIDE
 from fngraph.errors import RowsError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import (
@@ -277,7 +277,7 @@ def _leaf(leaf: Leaf) -> Kept:
     if not leaf.padded:
         return Kept(span=ANY)
     if leaf.buffer is None or leaf.buffer.pad in RAMPS:
-        rises = leaf.buffer is not None and leaf.buffer.pad == "stride"
+        rises = leaf.buffer is not None and leaf.buffer.pad == STRIDE
         return Kept({0: OFFSETS} if rises else {})
     pad = torch.tensor(leaf.buffer.pad, dtype=getattr(torch, leaf.buffer.dtype))
     counts = not (pad.dtype.is_floating_point or pad.dtype.is_complex)

@@ -138,7 +138,7 @@ def _computed(call: OpCall, folded: list[tuple[fx.Node, Folded]]) -> Any:
     """Elementwise: all are folded alike."""
     rank = call.value.dim()
     places = {(s.dim + rank - ndim(x), s.stretches, call.dim(x, s.dim)) for x, s in folded}
-    given = {x for x in operands(call.node)}
+    given = set(operands(call.node))
     dtypes = [dtype_of(call), *(x.meta["val"].dtype for x in given)]
     if len(places) != 1 or not all(d.is_floating_point for d in dtypes):
         return None  # integers may be divided by 0

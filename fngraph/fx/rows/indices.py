@@ -105,7 +105,7 @@ def search(call: OpCall) -> Kept:
             'Use offsets padded with pad="stride", which never fall'
         )
     values = call.args.get("self", call.args.get("input"))
-    if last in moving_dims(sequence) and not _below_last(call, sequence, values):
+    if last in moving_dims(sequence) and not _below_last(call, values):
         raise Mixes(
             f"searches {call.dim(sequence, last)} boundaries for numbers that may lie above the "
             "last, where a key has more of them. Search for torch.arange(T), the tokens' own rows"
@@ -113,7 +113,7 @@ def search(call: OpCall) -> Kept:
     return Kept()
 
 
-def _below_last(call: OpCall, sequence: Any, x: Any) -> bool:
+def _below_last(call: OpCall, x: Any) -> bool:
     """Whether all of x is arange(T), and no offset at its end is as large."""
     if not is_tensor(x) or call.args.get("sorter") is not None or not moving_dims(x):
         return False

@@ -55,7 +55,7 @@ def of_loop(node: fx.Node, states: Mapping[fx.Node, Any], run: Run) -> Several:
     state, rest = given[: loop.state], given[loop.own :]
     carries = loop.kind != "cond"
     for count in itertools.count():
-        own = [*state, *map(_slice, given[loop.state : loop.own])] if carries else []
+        own = [*state, *(_shifted(x, -1) for x in given[loop.state : loop.own])] if carries else []
         told = [_turn(gm, (*own, *rest), run) for gm in loop.graphs]
         news = told[-1].outputs[: loop.state] if carries else ()
         later = [_join(a, b, x, count) for a, b, x in zip(state, news, _shapes(node))] or state
@@ -77,7 +77,7 @@ def of_loop(node: fx.Node, states: Mapping[fx.Node, Any], run: Run) -> Several:
     choice = (
         given[0] if not carries else told[0].outputs[0] if loop.kind == "while_loop" else Kept()
     )
-    results = _results(loop, state, told, _shapes_of(loop))
+    results = _results(loop, state, told, [x.shape for x in loop.results])
     if (why := _undecided(choice)) is None:
         return Several(tuple(results), tuple(one.facts for one in told), left)  # type: ignore[arg-type]
     mixed = Mixed(node, f"{_DOES[loop.kind]} by a predicate that padding can change: {why}")
@@ -161,7 +161,7 @@ def _results(
         return list(state)
     (turn,) = told
     carry = turn.outputs[: loop.state] if loop.turns else state  # of the last turn
-    return [*map(_plain, carry), *map(_stack, turn.outputs[loop.state :])]
+    return [*map(_plain, carry), *(_shifted(y, 1) for y in turn.outputs[loop.state :])]
 
 
 def _undecided(choice: Any) -> str | None:
@@ -187,17 +187,8 @@ def _plain(state: Any) -> Any:
     return dataclasses.replace(state, reserved={}, left={}, skips={})
 
 
-def _slice(state: Kept | Mixed) -> Kept | Mixed:
-    """Of a row of a tensor, whichever row it is."""
-    return _shifted(state, -1)
-
-
-def _stack(state: Kept | Mixed) -> Kept | Mixed:
-    """Of a tensor of such rows."""
-    return _shifted(state, 1)
-
-
 def _shifted(state: Kept | Mixed, by: int) -> Kept | Mixed:
+    """Of a tensor of such rows, 1; of a row of such a tensor, whichever it is, -1."""
     if isinstance(state, Mixed):
         return state
     fills: dict[int, Fill] = {}
@@ -270,10 +261,6 @@ def _same(a: Any, b: Any) -> bool:
 
 def _shapes(node: fx.Node) -> list[Any]:
     return [x.meta["val"].shape if is_tensor(x) else () for x in node.args]  # type: ignore[union-attr]
-
-
-def _shapes_of(loop: Any) -> list[Any]:
-    return [x.shape for x in loop.results]
 
 
 def failures(facts: Facts) -> Iterator[tuple[fx.Node, Mixed]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fngraph.core.buffers import LAST
 from fngraph.errors import FieldError, FnGraphError, RowsError
 from fngraph.fx.advice import valid
 from fngraph.fx.leaves import Leaf
@@ -48,7 +49,7 @@ def check_pads(
             if not isinstance(state, Kept) or 0 not in moving_dims(told):
                 continue
             leaf = leaf_of.get(_source(told))
-            if what == OFFSETS and leaf is not None and leaf.buffer and leaf.buffer.pad == "last":
+            if what == OFFSETS and leaf is not None and leaf.buffer and leaf.buffer.pad == LAST:
                 continue
             if not _is(state.fills.get(0), what) and told not in vouched_for(gm):
                 refuse(_error(node, name, told, leaf_of.get(told), what))

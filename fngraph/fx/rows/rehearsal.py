@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.loops.running import Turn, run_noted
+from fngraph.fx.loops.running import LoopCall, run_noted
 from fngraph.fx.nodes import (
+    computed,
+    given_to,
     inputs_of,
     is_loop,
+    is_loop_result,
     is_op,
     is_tensor,
     line_of,
@@ -55,7 +58,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4,
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class Untrue:
     """A fact of one node that is not so.
 
     Attributes:
@@ -77,20 +80,18 @@ def rehearse(
     facts: Mapping[fx.Node, Any],
     true: Sequence[torch.Tensor],
     padded: Sequence[torch.Tensor],
-    poison: bool = True,
-) -> Difference | None:
+) -> Untrue | None:
     """The first fact that does not hold for these leaves; None if all do.
 
     Args:
         facts: what `facts_of` says of each node.
         true: the graph's leaves at the batch's sizes. They are written if the graph writes them.
         padded: the same leaves at a key's.
-        poison: put NaN and infinities where nothing is claimed of padding.
 
     Raises:
         whatever the graph raises on the true leaves, which then say nothing about its rows.
     """
-    return next(rehearsed(gm, facts, true, padded, poison), None)
+    return next(rehearsed(gm, facts, true, padded), None)
 
 
 def rehearsed(
@@ -98,10 +99,9 @@ def rehearsed(
     facts: Mapping[fx.Node, Any],
     true: Sequence[torch.Tensor],
     padded: Sequence[torch.Tensor],
-    poison: bool = True,
     sizes: Mapping[Any, int] | None = None,
     in_loop: bool = False,
-) -> Iterator[Difference]:
+) -> Iterator[Untrue]:
     """Every fact that does not hold, in the order of the graph; see `rehearse`.
 
     Args:
@@ -120,24 +120,24 @@ def rehearsed(
             return
         if node.op == "placeholder":
             bare[node], keyed[node] = next(leaves)
-            if poison and isinstance(facts[node], Kept) and facts[node].dirty:
+            if isinstance(facts[node], Kept) and facts[node].dirty:
                 _spoil(facts[node], bare[node], keyed[node], sizes)
-            if poison and in_loop and isinstance(facts[node], Kept) and is_tensor(node):
+            if in_loop and isinstance(facts[node], Kept) and is_tensor(node):
                 _poison(node, facts[node], bare[node], keyed[node])
         elif is_loop(node):
-            turns: list[Turn] = []
-            bare[node] = run_noted(node.target, _operands(node, bare), turns)
+            turns: list[LoopCall] = []
+            bare[node] = run_noted(node.target, given_to(node, bare)[0], turns)
             if node in run and all(x in keyed for x in node.all_input_nodes):
-                again: list[Turn] = []
+                again: list[LoopCall] = []
                 try:
-                    keyed[node] = run_noted(node.target, _operands(node, keyed), again)
+                    keyed[node] = run_noted(node.target, given_to(node, keyed)[0], again)
                 except Exception as error:
-                    yield Difference(node, "runs", f"padding makes it fail: {error}")
+                    yield Untrue(node, "runs", f"padding makes it fail: {error}")
                     return
-                yield from _of_turns(node, facts[node], turns, again, poison, sizes)
+                yield from _of_turns(node, facts[node], turns, again, sizes)
             continue
         elif node.op == "get_attr":
-            bare[node] = keyed[node] = _attribute(gm, str(node.target))
+            bare[node] = keyed[node] = operator.attrgetter(str(node.target))(gm)
         else:
             bare[node] = _run(node, bare)
             if node not in run or any(x not in keyed for x in node.all_input_nodes):
@@ -146,7 +146,7 @@ def rehearsed(
                 keyed[node] = _run(node, keyed)
             except Exception as error:
                 if isinstance(facts[node], Kept):
-                    yield Difference(node, "runs", f"padding makes it fail: {error}")
+                    yield Untrue(node, "runs", f"padding makes it fail: {error}")
                 return
         yield from _named(node, facts[node], bare)
         for x in (node, *written_by(node)):
@@ -157,29 +157,25 @@ def rehearsed(
                 yield from _compared(x, fact, bare[x], keyed[x], sizes)
                 yield from _taken(x, fact, bare[x], facts)
                 _align(fact, bare[x], keyed[x])
-                if poison and x is node and not _is_view(x):
+                if x is node and not _is_view(x):
                     _poison(x, fact, bare[x], keyed[x])
-                if poison and fact.dirty and (x is not node or not _is_view(x)):
+                if fact.dirty and (x is not node or not _is_view(x)):
                     _spoil(fact, bare[x], keyed[x], sizes)
 
 
 def _of_turns(
-    node: fx.Node, fact: Any, turns: Sequence[Turn], again: Sequence[Turn], poison: bool,
+    node: fx.Node, fact: Any, turns: Sequence[LoopCall], again: Sequence[LoopCall],
     sizes: Mapping[Any, int],
-) -> Iterator[Difference]:  # fmt: skip
+) -> Iterator[Untrue]:  # fmt: skip
     """What differs within a loop, call by call."""
     if [turn.number for turn in turns] != [turn.number for turn in again]:
         if any(isinstance(x, Kept) for x in fact.results):
-            yield Difference(node, "runs", "it takes other turns in a key")
+            yield Untrue(node, "runs", "it takes other turns in a key")
         return
     loop: Any = node.target
     for (number, true), (_, padded) in zip(turns, again):
         gm, facts = loop.graphs[number], fact.graphs[number]
-        yield from rehearsed(gm, facts, true, padded, poison, sizes, in_loop=True)
-
-
-def _operands(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Any]:
-    return [values[x] if isinstance(x, fx.Node) else x for x in node.args]
+        yield from rehearsed(gm, facts, true, padded, sizes, in_loop=True)
 
 
 def _needed(gm: fx.GraphModule, facts: Mapping[fx.Node, Any]) -> set[fx.Node]:
@@ -209,8 +205,7 @@ def _sizes(gm: fx.GraphModule, leaves: Sequence[torch.Tensor]) -> dict[Any, int]
 
 
 def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type,misc]
-    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    result = computed(node, values)
     if is_unwritten(node):  # whatever was there, the same in both
         result = tree_map_only(torch.Tensor, _unwritten, result)
     return result
@@ -225,39 +220,30 @@ def _unwritten(x: torch.Tensor) -> torch.Tensor:
     return x.fill_(math.nan) if x.is_floating_point() and x.itemsize > 1 else x.zero_()
 
 
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
-    found: Any = gm
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
 def _compared(
     node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor, sizes: Mapping[Any, int]
-) -> Iterator[Difference]:
+) -> Iterator[Untrue]:
     if any(k < n for k, n in zip(keyed.shape, bare.shape)):
-        yield Difference(
-            node, "rows", f"{list(bare.shape)} true rows, in a key {list(keyed.shape)}"
-        )
+        yield Untrue(node, "rows", f"{list(bare.shape)} true rows, in a key {list(keyed.shape)}")
         return
     same = _but_dirty(fact, bare, keyed[_leading(bare)])
     if not _draws(node) and not _alike(same, bare):
-        yield Difference(node, "rows", f"true rows are {_short(bare)}; in a key, {_short(same)}")
+        yield Untrue(node, "rows", f"true rows are {_short(bare)}; in a key, {_short(same)}")
         return
     for dim, fill in fact.fills.items():
         beyond = keyed[_leading(bare, dim)]
         if not _holds(fill, beyond, keyed[_leading(bare)], dim):
             told = fill if isinstance(fill, str) else _short(fill)
             text = f"padding along dim {dim} should hold {told}, and holds {_short(beyond)}"
-            yield Difference(node, "fill", text)
+            yield Untrue(node, "fill", text)
     if fact.value is not None and not _alike(fact.value, bare.cpu()):
-        yield Difference(node, "value", f"should be {_short(fact.value)}, and is {_short(bare)}")
+        yield Untrue(node, "value", f"should be {_short(fact.value)}, and is {_short(bare)}")
     yield from _outside(node, fact, bare, keyed, sizes)
 
 
 def _taken(
     node: fx.Node, fact: Kept, bare: torch.Tensor, facts: Mapping[fx.Node, Any]
-) -> Iterator[Difference]:
+) -> Iterator[Untrue]:
     """Rows that are kept for padding, and that true rows name as well."""
     places = [
         x for x in node.users
@@ -265,18 +251,18 @@ def _taken(
     ]  # fmt: skip
     for fill in fact.fills.values() if places else ():
         if isinstance(fill, torch.Tensor) and fill.numel() == 1 and (bare == fill).any():
-            yield Difference(
+            yield Untrue(
                 node, "reserved", f"true rows name {_short(fill)} too, which padding writes to"
             )
 
 
-def _named(node: fx.Node, fact: Any, bare: Mapping[fx.Node, Any]) -> Iterator[Difference]:
+def _named(node: fx.Node, fact: Any, bare: Mapping[fx.Node, Any]) -> Iterator[Untrue]:
     """The same of a lookup, which is said to leave them out."""
     for index, rows in fact.skips.items() if isinstance(fact, Kept) else ():
         taken = sorted(rows.intersection(bare[index].flatten().tolist()))
         if taken:
             text = f"true rows of an index name {taken} too, which padding writes to"
-            yield Difference(node, "reserved", text)
+            yield Untrue(node, "reserved", text)
 
 
 def _dims_of(index: fx.Node, write: fx.Node) -> set[int]:
@@ -294,16 +280,16 @@ def _reserved(node: fx.Node, facts: Mapping[fx.Node, Any]) -> Mapping[int, torch
 
 def _outside(
     node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor, sizes: Mapping[Any, int]
-) -> Iterator[Difference]:
+) -> Iterator[Untrue]:
     if bare.dtype.is_floating_point or bare.dtype.is_complex:
         return
     if fact.low > -math.inf and bare.numel() and bare.min().item() < fact.low:
-        yield Difference(node, "bound", f"should be {fact.low} or more: {_short(bare)}")
+        yield Untrue(node, "bound", f"should be {fact.low} or more: {_short(bare)}")
     if fact.span not in (None, ANY) and keyed.numel():
         low, high = fact.span.at(sizes)
         if keyed.min().item() < low or keyed.max().item() > high:
             text = f"should lie from {low} to {high}, padding too: {_short(keyed)}"
-            yield Difference(node, "bound", text)
+            yield Untrue(node, "bound", text)
 
 
 def _leading(bare: torch.Tensor, beyond: int | None = None) -> tuple[slice, ...]:
@@ -401,7 +387,7 @@ def _poison(node: fx.Node, fact: Kept, bare: torch.Tensor, keyed: torch.Tensor) 
 def _is_view(node: fx.Node) -> bool:
     """Whether other values may lie in the same memory."""
     if not is_op(node):
-        return not (node.target is operator.getitem and is_loop(node.args[0]))  # type: ignore[arg-type]
+        return not is_loop_result(node)
     returns = node.target._schema.returns  # type: ignore[union-attr]
     reshaped = plain_name(node.target) in ("reshape", "contiguous", "_to_copy", "to", "expand")
     return reshaped or any(r.alias_info is not None for r in returns)

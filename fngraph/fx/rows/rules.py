@@ -28,7 +28,8 @@ def rule(call: OpCall) -> Kept:
                     "a key has more. Let tokens and requests be rows: (T, E)"
                 )
         return Kept()
-    if not any(moving_dims(x) for x in operands(call.node)) and not _counts(call):
+    moving = any(moving_dims(x) for x in operands(call.node))
+    if not moving and not any(map(is_moving, flat(call.args))):
         return Kept()
     raise Mixes(
         f"calls {call.node.target}, of which it is not known whether it keeps rows apart. If row i "
@@ -72,10 +73,6 @@ def is_primitive(call: OpCall) -> bool:
 
 def _namespace(call: OpCall) -> str:
     return str(call.node.target.namespace)  # type: ignore[union-attr]
-
-
-def _counts(call: OpCall) -> bool:
-    return any(map(is_moving, flat(call.args)))
 
 
 _COUNTING = {shapes.in_order, shapes.reshape, shapes.cut, shapes.parts, shapes.pad, shapes.filled,

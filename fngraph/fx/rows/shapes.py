@@ -201,7 +201,7 @@ def cut(call: OpCall) -> Kept:
                 f"takes rows counted from the end of {call.dim(x, dim)} ({call.name}), where a key "
                 "has padding. Take them by index, of a staged leaf: x[index]"
             )
-        to = {d: i for d, i in zip(kept, moving_dims(call.node))}
+        to = dict(zip(kept, moving_dims(call.node)))
         result = carried(call, x, to) if len(to) == len(kept) else Kept()
         if call.name == "select" or not ends_early(call, x, dim):
             return result
@@ -372,7 +372,7 @@ def filled(call: OpCall) -> Kept:
         return Kept()  # a 1 may lie in padding along one dim
     number = 1 if "ones" in name else 0 if "zeros" in name else fill
     held = torch.tensor(number).to(call.value.dtype)
-    return Kept({d: held for d in moving})
+    return Kept(dict.fromkeys(moving, held))
 
 
 def repeat(call: OpCall) -> Kept:

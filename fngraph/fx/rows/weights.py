@@ -53,13 +53,9 @@ def weights_of(
     results = results_of(gm.graph)
     news = {inputs[leaf]: results[i] for leaf, i in returns.items()}
     kept = {x for x, new in news.items() if x in lasting and new in lasting}
-    trained = {x for x in kept if news[x] is not x or _is_written(x)}
+    trained = {x for x in kept if news[x] is not x or any(x in written_by(n) for n in x.users)}
     floats = any(x.meta["val"].dtype.is_floating_point for x in trained)
     return held | kept if floats else held
-
-
-def _is_written(x: fx.Node) -> bool:
-    return any(x in written_by(user) for user in x.users)
 
 
 def _lasting(gm: fx.GraphModule, donated: set[fx.Node]) -> set[fx.Node] | None:

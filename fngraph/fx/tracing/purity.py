@@ -37,6 +37,7 @@ from fngraph.torch_facts.names import (
     count_dispatch_modes,
     dispatch_modes,
     tree_map,
+    tree_map_only,
 )
 from fngraph.torch_facts.schemas import SYNCS, gives_nothing, out_names, written
 from fngraph.torch_facts.tracing import (
@@ -156,7 +157,8 @@ class PurityMode(TorchDispatchMode):
         if (said := self.dtypes.refused(func, args, kwargs)) is not None:
             name = self.calls.name or func._schema.name.partition("::")[2]
             self.refuse.told(mixed(line, name, operands_of((args, kwargs), self.made), said))
-            args, kwargs = tree_map(_as_float, (args, kwargs))  # a stand-in
+            # a stand-in
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
         outs = [(kwargs[n], _shape(kwargs[n])) for n in out_names(func) if n in kwargs]
         if len(self.refuse.errors) > known:  # of its rows nothing more is asked
             marks[REFUSED] = True
@@ -223,10 +225,6 @@ class PurityMode(TorchDispatchMode):
 def _shape(x: Any) -> list[str]:
     """Sizes as text: to compare T with a number is to ask for it."""
     return [str([str(n) for n in t.shape]).replace("'", "") for t in flat(x)]
-
-
-def _as_float(x: Any) -> Any:
-    return x.float() if isinstance(x, torch.Tensor) else x
 
 
 def _resized(line: str, func: Any, old: list[str], new: list[str]) -> OperatorError:

@@ -70,7 +70,7 @@ def check_traceable(
 
 def said(error: Exception) -> str:
     """An error's class and first line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {(str(error).strip() or 'nothing said').partition(chr(10))[0]}"
 
 
 class Dtypes:

@@ -26,7 +26,7 @@ from fngraph.graphs.cuda.nodes import read
 from fngraph.graphs.inside import Node
 from fngraph.graphs.loans import Loans
 from fngraph.graphs.recorder import Usage, describe
-from fngraph.graphs.turn import Turn
+from fngraph.graphs.turn import PoolTurn
 from fngraph.graphs.witness import Witness
 from fngraph.torch_facts.names import end_allocating, launch_graph, release_pool, storage_at
 
@@ -54,7 +54,7 @@ class CudaRecorder:
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()
-        self.turn = Turn(self.device)
+        self.turn = PoolTurn(self.device)
         self._anchor: torch.cuda.CUDAGraph | None = None  # holds the pool while no other graph does
         self._open: torch.cuda.CUDAGraph | None = None
         self._entered = False

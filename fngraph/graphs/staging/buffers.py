@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fngraph.core import BatchSpec, BufferPlan, PlannedBuffer, Sizes
+from fngraph.core import BatchSpec, Buffer, BufferPlan, PlannedBuffer, Sizes
+from fngraph.core.buffers import RAMPS, STRIDE
 from fngraph.errors import TreeError
 
 
@@ -36,6 +37,17 @@ def allocate(buffer_plan: BufferPlan, device: torch.device) -> StaticBuffers:
     """New buffers, of zeros."""
     made = (torch.zeros(b.shape, dtype=_dtype(b), device=device) for b in buffer_plan.buffers)
     return StaticBuffers(buffer_plan, tuple(made))
+
+
+def padding_rows(
+    buffer: Buffer, shape: Sequence[int], first: int, stride: int, device: torch.device | str
+) -> torch.Tensor:
+    """Rows of padding as their field declares it; of offsets, from `first` on."""
+    dtype = getattr(torch, buffer.dtype)
+    if buffer.pad in RAMPS:
+        step = stride if buffer.pad == STRIDE else 0
+        return (first + step * torch.arange(shape[0], device=device)).to(dtype)
+    return torch.full(shape, buffer.pad, dtype=dtype, device=device)  # type: ignore[arg-type]
 
 
 _AS_TENSOR = {"ndarray": "torch.from_numpy(x)"} | dict.fromkeys(
@@ -81,7 +93,8 @@ def _wrong_with(planned: PlannedBuffer, leaf: object, true: Sizes) -> str | None
     shape = planned.buffer.shape(true)
     if tuple(leaf.shape) == shape:
         return None
-    sizes = ", ".join(f"{k}={true[k]}" for k in sorted(_letters(planned)))
+    letters = {letter for dim in planned.buffer.dims for letter in dim.letters}
+    sizes = ", ".join(f"{k}={true[k]}" for k in sorted(letters))
     if not sizes:
         return (
             f"captured for exactly {planned.buffer}, got {list(leaf.shape)}. Call the graphified "
@@ -97,7 +110,7 @@ def _how_to_fit(planned: PlannedBuffer, got: tuple[int, ...], true: Sizes) -> st
     """What to do with a leaf of another shape than its field says."""
     dims, want = planned.buffer.dims, planned.buffer.shape(true)
     other = [i for i, (a, b) in enumerate(zip(got, want)) if a != b]
-    fixed = [i for i in other if not dims[i].letters & {"T", "R"} and dims[i].letters]
+    fixed = [i for i in other if not dims[i].moves and dims[i].letters]
     if len(got) != len(want) or not fixed:
         return "T and R come from the batch's spec, other letters from fg.Limits; make them agree"
     i = fixed[0]
@@ -116,10 +129,6 @@ def _how_to_fit(planned: PlannedBuffer, got: tuple[int, ...], true: Sizes) -> st
 
 def _dtype(planned: PlannedBuffer) -> torch.dtype:
     return getattr(torch, planned.buffer.dtype)
-
-
-def _letters(planned: PlannedBuffer) -> set[str]:
-    return {letter for dim in planned.buffer.dims for letter in dim.letters}
 
 
 def true_sizes(spec: BatchSpec, dims: Sizes) -> dict[str, int]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fngraph.core import BufferPlan, PlannedBuffer
-from fngraph.core.buffers import ITEMSIZE, RAMPS
-from fngraph.graphs.staging.buffers import Sizes, StaticBuffers
-from fngraph.graphs.staging.ring import HEADER, Ring
+from fngraph.core.buffers import ITEMSIZE, RAMPS, STRIDE
+from fngraph.graphs.staging.buffers import Sizes, StaticBuffers, allocate
+from fngraph.graphs.staging.ring import HEADER, Ring, make_ring
 
 LIBRARY = torch.library.Library("fngraph", "FRAGMENT")
 LIBRARY.define(
@@ -38,6 +38,18 @@ def unpacker(static: StaticBuffers, ring: Ring, key: Sizes) -> Callable[[], None
     largest = max((row[1] for row in rows), default=0)
     args = (table, ring.words, ring.state, list(static.tensors), largest)
     return functools.partial(torch.ops.fngraph.unpack.default, *args)
+
+
+def padded(
+    plan: BufferPlan, leaves: Sequence[torch.Tensor], true: Sizes, stride: int, device: torch.device
+) -> list[torch.Tensor]:
+    """A batch's leaves at the plan's sizes, in memory of their own: the node runs once."""
+    static, ring = allocate(plan, device), make_ring(plan, device)
+    ring.put(words_of(plan, true, stride), leaves)
+    unpacker(static, ring, plan.sizes)()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the ring goes
+    return list(static.tensors)
 
 
 def words_of(buffer_plan: BufferPlan, true: Sizes, stride: int) -> list[int]:
@@ -69,7 +81,7 @@ def _on_cpu(
         source, true = words[HEADER + 2 * i : HEADER + 2 * i + 2]
         ctypes.memmove(address, source, true)
         count = (size - true) // item
-        if ramp == RAMPS["stride"]:
+        if ramp == RAMPS[STRIDE]:
             values = [tokens + stride * (k + 1) for k in range(count)]
             padding = b"".join(v.to_bytes(item, "little", signed=True) for v in values)
         elif ramp:

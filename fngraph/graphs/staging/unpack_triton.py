@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fngraph.core.buffers import LAST, RAMPS, STRIDE
 from fngraph.graphs.staging.ring import STATE
 
 BLOCK = 1024  # bytes of a program; of large leaves 16 times as many
@@ -28,7 +29,10 @@ def _read_slot(ring, state, slots, words, STATE: tl.constexpr, WORDS: tl.constex
 
 
 @triton.jit
-def _unpack(table, state, leaves, STATE: tl.constexpr, BLOCK: tl.constexpr):
+def _unpack(
+    table, state, leaves,
+    STATE: tl.constexpr, STRIDE: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program takes a block of one leaf: by 4 bytes where that is aligned, else byte by byte."""
     block, leaf = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, words = table + leaf * 5, state + STATE
@@ -45,10 +49,10 @@ def _unpack(table, state, leaves, STATE: tl.constexpr, BLOCK: tl.constexpr):
             data4 = tl.load(source.to(tl.pointer_type(tl.int32)) + at4, mask=given4, other=0)
             wide = tl.maximum(item // 4, 1)  # of an item, in 4 bytes
             counted4 = tokens + stride * (at4 // wide - true // 4 // wide + 1)
-            word4 = tl.where(ramp == 1, counted4, pad)
+            word4 = tl.where(ramp == STRIDE, counted4, pad)
             word4 = tl.where(at4 % wide == 1, word4 >> 32, word4).to(tl.int32)
             last4 = source.to(tl.pointer_type(tl.int32)) + (true - item) // 4 + at4 % wide
-            repeats4 = (at4 >= 0) & (ramp == 2) & (true > 0)
+            repeats4 = (at4 >= 0) & (ramp == LAST) & (true > 0)
             word4 = tl.where(repeats4, tl.load(last4, mask=repeats4, other=0), word4)
             new4 = (at4 < nbytes // 4) & (~given4 | (source != target))  # it may be there already
             into4 = target.to(tl.pointer_type(tl.int32)) + at4
@@ -58,9 +62,9 @@ def _unpack(table, state, leaves, STATE: tl.constexpr, BLOCK: tl.constexpr):
             given = at < true
             data = tl.load(source.to(tl.pointer_type(tl.uint8)) + at, mask=given, other=0)
             counted = tokens + stride * (at // item - true // item + 1)
-            word = tl.where(ramp == 1, counted, pad) >> (8 * (at % item))
+            word = tl.where(ramp == STRIDE, counted, pad) >> (8 * (at % item))
             last = source.to(tl.pointer_type(tl.uint8)) + true - item + at % item
-            repeats = (at >= 0) & (ramp == 2) & (true > 0)
+            repeats = (at >= 0) & (ramp == LAST) & (true > 0)
             word = tl.where(repeats, tl.load(last, mask=repeats, other=0).to(tl.int64), word)
             new = (at < nbytes) & (~given | (source != target))
             into = target.to(tl.pointer_type(tl.uint8)) + at
@@ -80,4 +84,5 @@ def launch(table: torch.Tensor, ring: torch.Tensor, state: torch.Tensor, nbytes:
     _read_slot[(1,)](ring, state, slots, words, STATE=STATE, WORDS=padded, num_warps=1)
     block, warps = (BLOCK, 4) if nbytes <= LARGE else (16 * BLOCK, 8)
     grid = (triton.cdiv(nbytes, block), len(table))  # of its second number CUDA takes 65,535
-    _unpack[grid](table, state, len(table), STATE=STATE, BLOCK=block, num_warps=warps)
+    ramps = RAMPS[STRIDE], RAMPS[LAST]
+    _unpack[grid](table, state, len(table), STATE, *ramps, block, num_warps=warps)

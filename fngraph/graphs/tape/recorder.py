@@ -25,7 +25,7 @@ from fngraph.graphs.recorder import Usage, describe
 from fngraph.graphs.tape.arena import POISON, Arena, subtract
 from fngraph.graphs.tape.mode import TapeMode
 from fngraph.graphs.tape.ops import TapeOp, count_of, edges_of, lines_of, nodes_of, perform
-from fngraph.graphs.turn import Turn
+from fngraph.graphs.turn import PoolTurn
 from fngraph.torch_facts.compiled import tell_of_compiled_code
 from fngraph.torch_facts.names import DisableTorchFunction, dispatch_modes
 
@@ -86,7 +86,7 @@ class TapeRecorder:
         self.device = device
         self.arena = Arena()
         self.loans = Loans()
-        self.turn = Turn(device)
+        self.turn = PoolTurn(device)
         self._graph_bytes = 0
 
     def __repr__(self) -> str:

@@ -59,7 +59,7 @@ class Patches:
 
 
 @fg.struct
-class Packed(Patches):
+class Plain(Patches):
     """Pictures, and nothing else."""
 
     spec: fg.BatchSpec = fg.host()
@@ -83,14 +83,14 @@ class Windowed(Patches):
     spec: fg.BatchSpec = fg.host()
 
 
-class Kind(NamedTuple):
+class TowerKind(NamedTuple):
     """What a tower over packed patches is given beside its patches.
 
     Attributes:
         batch: the fields that are staged.
         taps: rows of its learned table that a position is made of; 0: it has none.
         options: of transformers' function that says which rows these are.
-        table: whether the tower is told of them; else its `embeddings` are replaced.
+        told: whether the tower is told of them; else its `embeddings` are replaced.
     """
 
     batch: type[Patches]
@@ -99,10 +99,10 @@ class Kind(NamedTuple):
     told: bool = True
 
 
-_LINEAR = Kind(Resized, 4, {"mode": "bilinear", "align_corners": True})
-_CUBIC = Kind(Resized, 16, {"mode": "bicubic", "align_corners": False}, told=False)
-PACKED: dict[str, Kind] = {  # by the model_type of the tower's config
-    "qwen2_vl_vision": Kind(Packed), "qwen2_5_vl_vision": Kind(Windowed),
+_LINEAR = TowerKind(Resized, 4, {"mode": "bilinear", "align_corners": True})
+_CUBIC = TowerKind(Resized, 16, {"mode": "bicubic", "align_corners": False}, told=False)
+PACKED: dict[str, TowerKind] = {  # by the model_type of the tower's config
+    "qwen2_vl_vision": TowerKind(Plain), "qwen2_5_vl_vision": TowerKind(Windowed),
     "qwen3_vl_vision": _LINEAR, "qwen3_vl_moe_vision": _LINEAR,
     "qwen3_5_vision": _LINEAR, "qwen3_5_moe_vision": _LINEAR,
     "glm4v_vision": _CUBIC, "glm4v_moe_vision": _CUBIC,
@@ -163,7 +163,7 @@ def pictures(
     return [Picture(x, grid, modality, between) for x, grid, between in made]  # type: ignore[arg-type]
 
 
-def _packed(tower: Any, kind: Kind, max_tokens: int) -> fg.EncoderModel:
+def _packed(tower: Any, kind: TowerKind, max_tokens: int) -> fg.EncoderModel:
     if (merge := tower.config.spatial_merge_size) != 2:
         raise ModelError(
             f"{type(tower).__name__} makes a token of {merge} x {merge} patches; those of 2 x 2 "
@@ -187,7 +187,7 @@ def _packed(tower: Any, kind: Kind, max_tokens: int) -> fg.EncoderModel:
     )  # fmt: skip
 
 
-def _run_packed(tower: Any, kind: Kind, params: Params, batch: Any) -> Any:
+def _run_packed(tower: Any, kind: TowerKind, params: Params, batch: Any) -> Any:
     """The tower's output, or that and its deepstack."""
     given = {
         "position_ids": batch.positions.flatten(0, 1), "cu_seqlens": batch.frames,
@@ -270,7 +270,7 @@ def _measure(width: int, item: Picture) -> fg.Measured:
     return fg.Measured(item.modality, tokens, frames, t if item.modality == "video" else 0)
 
 
-def _collate(tower: Any, kind: Kind, items: Sequence[Picture]) -> Any:
+def _collate(tower: Any, kind: TowerKind, items: Sequence[Picture]) -> Any:
     """The batch of a step, on the CPU, by transformers' own functions."""
     from transformers import vision_utils as utils
 

@@ -211,12 +211,12 @@ def _gate(
 
 @triton.jit
 def turned(
-    at, weight, cos, sin, eps, kind: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr,
+    at, d, weight, cos, sin, eps, kind: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr,
     NORMS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """The head at `at`: its norm with NORMS, then pairs (i, i + HALF) turned by OTHER's angles."""
-    d = tl.arange(0, BLOCK)
+    """Numbers d of the heads at `at`: of one its norm with NORMS, all d of which are there; then
+    pairs (i, i + HALF) turned by OTHER's angles."""
     real = d < D
     first, turns = d < HALF, d < 2 * HALF
     partner = tl.where(first, d + HALF, tl.where(turns, d - HALF, d))
@@ -251,11 +251,11 @@ def rope_kernel(
     overlap(EARLY)
     row = tl.program_id(0).to(tl.int64)
     t, h = row // H, row % H
-    made = turned(
-        x + t * x_row + h * x_head, weight, cos + t * cos_row, sin + t * sin_row, eps,
-        out.dtype.element_ty, D, HALF, OTHER, BLOCK, NORMS, CENTRED,
-    )  # fmt: skip
     d = tl.arange(0, BLOCK)
+    made = turned(
+        x + t * x_row + h * x_head, d, weight, cos + t * cos_row, sin + t * sin_row, eps,
+        out.dtype.element_ty, D, HALF, OTHER, NORMS, CENTRED,
+    )  # fmt: skip
     tl.store(out + row * D + d, made, mask=d < D)
 
 

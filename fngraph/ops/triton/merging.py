@@ -43,7 +43,7 @@ def by_spans(first, length, many, SPLIT: tl.constexpr):
 def merge_kernel(
     starts, lens, parts, tops, totals, out, R, UNITS, out_row, out_head,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, Q: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query head of one token: its spans in order; zeros where there is no such token.
 
@@ -65,50 +65,43 @@ def merge_kernel(
         tl.store(into + (r * Q + token).to(tl.int64) * out_row, zeros, mask=d < D)
     if token < new:
         acc, total = merge_splits(
-            parts, tops, totals, at, length, Q * GROUP, D, WIDTH, SPLIT, SPLITS
+            parts, tops, totals, at, length, Q * GROUP, D, WIDTH, SPLIT, SPLITS, BESIDE
         )
         at = (begin + token).to(tl.int64) * out_row
-        made = acc * (1.0 / tl.where(total > 0, total, 1.0))
-        tl.store(into + at, made.to(out.dtype.element_ty), mask=d < D)
+        made = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+        tl.store((into + at)[None, :], made.to(out.dtype.element_ty), mask=(d < D)[None, :])
 
 
 @triton.jit
 def merge_splits(
     parts, tops, totals, at, length, ROWS: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr, PER: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, PER: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Splits of SPLIT keys, PER of them to a span; the row's first is `at`.
+    """Splits of SPLIT keys, PER of them to a span, as (1, WIDTH) and (1,); the row's first is `at`.
 
-    How many make a span is constant, and some spans go side by side, so that all their loads are
-    on the way at once.
+    How many make a span is constant, and loads of BESIDE spans are on the way at once.
     """
-    BESIDE: tl.constexpr = 4
-    d = tl.arange(0, WIDTH)
-    s = tl.arange(0, BESIDE)
+    d = tl.arange(0, WIDTH)[None, :]
+    one = tl.arange(0, 1)
     last = (length + SPLIT - 1) // SPLIT
-    acc = tl.zeros((WIDTH,), tl.float32)
-    top = float("-inf")
-    total = 0.0
-    for span in tl.range(0, (last + PER - 1) // PER, BESIDE):
-        acc_S = tl.zeros((BESIDE, WIDTH), tl.float32)
-        top_S = tl.full((BESIDE,), float("-inf"), tl.float32)
-        total_S = tl.zeros((BESIDE,), tl.float32)
-        for i in tl.static_range(PER):
-            unit = (span + s) * PER + i
-            live = unit < last
-            row = at + unit * ROWS
-            part_top = tl.load(tops + row, mask=live, other=float("-inf"))
-            part_total = tl.load(totals + row, mask=live, other=0.0)
-            there = live[:, None] & (d < D)[None, :]
-            part = tl.load(parts + row[:, None] * D + d[None, :], mask=there, other=0.0)
-            acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
-        higher = tl.maximum(top, tl.max(top_S, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight_S = tl.exp2(top_S - base)
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(total_S * weight_S, 0)
-        acc = acc * fade + tl.sum(acc_S * weight_S[:, None], 0)
-        top = higher
+    acc = tl.zeros((1, WIDTH), tl.float32)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    for span in tl.range(0, (last + PER - 1) // PER, BESIDE, num_stages=1):
+        for s in tl.static_range(BESIDE):
+            acc_S = tl.zeros((1, WIDTH), tl.float32)
+            top_S = tl.full((1,), float("-inf"), tl.float32)
+            total_S = tl.zeros((1,), tl.float32)
+            for i in tl.static_range(PER):
+                unit = (span + s) * PER + i + one
+                live = unit < last
+                row = at + unit * ROWS
+                part_top = tl.load(tops + row, mask=live, other=float("-inf"))
+                part_total = tl.load(totals + row, mask=live, other=0.0)
+                there = live[:, None] & (d < D)
+                part = tl.load(parts + row[:, None] * D + d, mask=there, other=0.0)
+                acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
+            acc, top, total = fold(acc, top, total, acc_S, top_S, total_S)
     return acc, total
 
 
@@ -150,6 +143,7 @@ def merge(
         Q=Q,
         SPLIT=split,
         SPLITS=SPLITS,
+        BESIDE=4 if units > SPLITS else 1,
         early=early,
         kept=kept,
         num_warps=4,

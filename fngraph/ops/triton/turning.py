@@ -1,11 +1,13 @@
 """The Triton kernel that turns a step's queries and keys and writes keys and values to the cache.
 
-A program a head of a token: queries are turned into memory of their own, keys into the cache, where
-attention reads them, and values go there as they are. Of a token whose slot is -1 nothing is
-written but its queries, which no request reads.
+A program takes a head of a token, or up to four that have no norm: queries are turned into memory
+of their own, keys into the cache, where attention reads them, and values go there as they are. Of a
+token whose slot is -1 nothing is written but its queries, which no request reads.
 """
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -24,35 +26,37 @@ def turn_kernel(
     slots, q, k, v, q_norm, k_norm, cos, sin, k_scale, v_scale, turned_q, k_cache, v_cache, done,
     q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row,
     k_block, k_slot, k_at, v_block, v_slot, v_at, k_step, v_step, eps, count,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, CENTRED: tl.constexpr,
-    EXACT: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    OTHER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr,
+    CENTRED: tl.constexpr, EXACT: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Token t's query heads, then its heads of keys, then of values."""
+    """Token t's query heads, then its heads of keys, then of values, HEADS at a time."""
     overlap(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    t, h = row // (H + 2 * K), row % (H + 2 * K)
-    d = tl.arange(0, BLOCK)
+    programs: tl.constexpr = (H + 2 * K) // HEADS
+    t, first = row // programs, row % programs * HEADS
+    i = tl.arange(0, HEADS * BLOCK)
+    h, d = first + i // BLOCK, i % BLOCK
     real = d < D
-    if h == 0:
+    if first == 0:
         forget(done, t, count, K)
     kind = q.dtype.element_ty
     c, s = cos + t * cos_row, sin + t * sin_row
-    if h < H:
+    if first < H:
         made = turned(
-            q + t * q_row + h * q_head, q_norm, c, s, eps, kind,
-            D, HALF, OTHER, BLOCK, NORMS, CENTRED,
-        )  # fmt: skip
+            q + t * q_row + h * q_head, d, q_norm, c, s, eps, kind, D, HALF, OTHER, NORMS, CENTRED
+        )
         tl.store(turned_q + (t * H + h) * D + d, made, mask=real)
     else:
         slot = tl.load(slots + t)
         if slot >= 0:
             block, place = slot // SIZE, slot % SIZE
-            if h < H + K:
+            if first < H + K:
                 g = h - H
                 made = turned(
-                    k + t * k_row + g * k_head, k_norm, c, s, eps, kind,
-                    D, HALF, OTHER, BLOCK, NORMS, CENTRED,
+                    k + t * k_row + g * k_head, d, k_norm, c, s, eps, kind,
+                    D, HALF, OTHER, NORMS, CENTRED,
                 )  # fmt: skip
                 by = tl.load(k_scale + g * k_step) if K_SCALED else 1.0
                 at = block * k_block + place * k_slot + g * k_at + d
@@ -89,9 +93,10 @@ def turn_and_write(
     by_v, v_step = scale_of(args.v_scale, q_THD)
     half = min(cos.shape[-1], D // 2)
     out_THD = q_THD.new_empty(q_THD.shape)
+    each = math.gcd(H, K, 4 if q_norm is None and k_norm is None and D <= 128 else 1)
     launch(
         turn_kernel,
-        (T * (H + 2 * K),),
+        (T * (H + 2 * K) // each,),
         (args.meta.slot_mapping, q_THD, k_TKD, v_TKD, _weight(q_norm, q_THD),
          _weight(k_norm, q_THD), cos, sin, by_k, by_v),
         (out_THD, k_cache, v_cache, args.meta.slot_mapping if done is None else done),
@@ -100,9 +105,10 @@ def turn_and_write(
          0 if done is None else done.numel()),
         early=True,
         kept=kept,
-        num_warps=1 if D <= 128 else 4,
+        num_warps=each if D <= 128 else 4,
         H=H,
         K=K,
+        HEADS=each,
         D=D,
         HALF=half,
         OTHER=cos.shape[-1] - half,

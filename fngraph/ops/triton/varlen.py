@@ -46,12 +46,14 @@ def varlen_kernel(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         if r < R:
-            at = q + head * by_step(q_head, STEP)
-            x = columns(at, token, by_step(q_row, STEP), real, D, 0, WIDTH, True)
+            at, row = q + head * by_step(q_head, STEP), token.to(tl.int64)
+            x = columns(at, row, by_step(q_row, STEP), real, D, 0, WIDTH, True)
             x = x.to(tl.float32) if FLOAT32 else x
             x_more = x
             if MORE:
-                x_more = columns(at, token, by_step(q_row, STEP), real, D, WIDTH, MORE, True)
+                x_more = columns(
+                    at, token.to(tl.int64), by_step(q_row, STEP), real, D, WIDTH, MORE, True
+                )
                 x_more = x_more.to(tl.float32) if FLOAT32 else x_more
             last = end
             if CAUSAL:
@@ -86,7 +88,7 @@ def columns(
 ):  # fmt: skip
     """SIZE columns of rows, from FIRST on; zeros from D on, and with MASKED where not real."""
     d = FIRST + tl.arange(0, SIZE)[None, :]
-    at += row.to(tl.int64)[:, None] * stride + d
+    at += row[:, None] * stride + d
     if MASKED:
         return tl.load(at, mask=real[:, None] & (d < D), other=0.0)
     if FIRST + SIZE > D:
@@ -104,12 +106,15 @@ def attend_tiles(
     for start in tl.range(begin, end, KEYS):
         n = start + tl.arange(0, KEYS)
         real = n < last
-        x = columns(keys, n, k_row, real, D, 0, WIDTH, MASKED)
-        y = columns(values, n, v_row, real, D, 0, WIDTH, MASKED)
+        i = tl.arange(0, KEYS)
+        k_at = keys + tl.cast(start, tl.int64) * k_row
+        v_at = values + tl.cast(start, tl.int64) * v_row
+        x = columns(k_at, i, k_row, real, D, 0, WIDTH, MASKED)
+        y = columns(v_at, i, v_row, real, D, 0, WIDTH, MASKED)
         scores = tl.dot(q, tl.trans(x.to(q.dtype)), input_precision="ieee")
         if MORE:
-            x_more = columns(keys, n, k_row, real, D, WIDTH, MORE, MASKED)
-            y_more = columns(values, n, v_row, real, D, WIDTH, MORE, MASKED)
+            x_more = columns(k_at, i, k_row, real, D, WIDTH, MORE, MASKED)
+            y_more = columns(v_at, i, v_row, real, D, WIDTH, MORE, MASKED)
             scores = tl.dot(q_more, tl.trans(x_more.to(q.dtype)), scores, input_precision="ieee")
         scores *= scale
         if MASKED:
@@ -168,10 +173,14 @@ def widths(head_dim: int) -> tuple[int, int]:
 
 
 def tile_of(config: VarlenConfig, exact: bool) -> Tile:
-    """Rows and keys of a tile; float32 goes without tensor cores, in small ones."""
+    """Rows and keys of a tile; float32 goes without tensor cores, in small ones.
+
+    Heads of 72 on an H200, four sequences of 4096: 300 TFLOP/s, 266 by tiles of (64, 128), 257 by
+    eight warps, 244 by (64, 64); SDPA 389.
+    """
     if exact:
         return Tile(16, 32, 4, 1)
-    width, more = widths(config.head_dim)
-    if width + more > 128:
+    width = sum(widths(config.head_dim))
+    if width > 128:
         return Tile(64, 32, 4, 2)
-    return Tile(128, 64, 8, 3) if width + more <= 64 else Tile(64, 64, 4, 3)
+    return Tile(128, 64, 4 if width < 128 else 8, 3)

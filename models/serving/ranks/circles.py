@@ -1,4 +1,4 @@
-"""Processes that serve together, and what they tell each other on the host (gloo), as values.
+"""Processes that serve together, and what they tell each other on the host, as values.
 
     ranks = make_ranks(fg.make_mesh(dp=2, tp=2))
     steps = over_ranks(make_steps(...), ranks)
@@ -7,12 +7,14 @@ A *team* runs each batch together: tensor-parallel processes, pipeline stages. I
 leader, has the requests; the others follow. The leaders are *peers*: each has requests and a cache
 of its own (data-parallel).
 
-What is told goes beside the collectives of the model, on CPUs, so that nobody waits for a device.
+What is told goes beside the collectives of the model, on CPUs, so that nobody waits for a device:
+over memory where a circle's processes are of one host, else over gloo, as does what has no room.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
@@ -26,6 +28,7 @@ import fngraph as fg
 
 FIRST = 8192  # bytes of a message that come at once; a longer one has a second part
 LENGTH = 8  # bytes that say how long one is
+ROOM = 1 << 20  # bytes of a message on a board: 64 block tables of 4,000 entries
 PATIENCE = timedelta(seconds=5)  # with who is to be told the end, and may be gone
 
 
@@ -36,13 +39,16 @@ class Circle(NamedTuple):
         group: torch's, of gloo; None where this one is alone.
         rank: its place among them; the first one leads.
         members: their numbers among all processes.
-        board: on which they `exchange` numbers; None: over the group, as on several hosts.
+        board: on which they `exchange` numbers and the first one tells; None: over the group, as on
+            several hosts.
+        timeout_s: how long one waits for the others, in seconds.
     """
 
     group: Any = None
     rank: int = 0
     members: tuple[int, ...] = (0,)
     board: fg.Board | None = None
+    timeout_s: float = math.inf
 
     @property
     def size(self) -> int:
@@ -123,10 +129,8 @@ def make_ranks(
     members = [tuple(sorted(teams[place], key=order)) for place in sorted(teams)]
     found = [_circle(one, timeout) for one in (*members, tuple(one[0] for one in members))]
     team = next(circle for circle in found[:-1] if dist.get_rank() in circle.members)
-    peers = found[-1]
-    if meet and peers.size > 1 and peers.rank >= 0:
-        peers = peers._replace(board=fg.make_board(peers.group, timeout.total_seconds()))
-    return Ranks(team, peers, meet, within, ahead)
+    team, peers = _with_board(team), found[-1]
+    return Ranks(team, _with_board(peers) if meet else peers, meet, within, ahead)
 
 
 def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:
@@ -135,7 +139,15 @@ def _circle(members: tuple[int, ...], timeout: timedelta) -> Circle:
     if len(members) > 1:
         group = dist.new_group(list(members), backend="gloo", timeout=timeout)
     own = dist.get_rank()
-    return Circle(group, members.index(own) if own in members else -1, members)
+    rank = members.index(own) if own in members else -1
+    return Circle(group, rank, members, timeout_s=timeout.total_seconds())
+
+
+def _with_board(circle: Circle) -> Circle:
+    """Made by the processes of the circle alone."""
+    if circle.size == 1 or circle.rank < 0:
+        return circle
+    return circle._replace(board=fg.make_board(circle.group, circle.timeout_s, ROOM))
 
 
 class Sent(NamedTuple):
@@ -143,66 +155,91 @@ class Sent(NamedTuple):
 
     works: tuple[Any, ...] = ()
     kept: tuple[Tensor, ...] = ()
+    board: fg.Board | None = None
 
     def wait(self, most: timedelta | None = None) -> None:
-        """Until it may be forgotten. RuntimeError: nobody takes it any more, or so long."""
+        """Until it may be forgotten; RuntimeError: nobody takes it any more.
+
+        Args:
+            most: no longer than this, and not at all for what lies on a board.
+        """
         for work in self.works:
             work.wait() if most is None else work.wait(most)
+        if self.board is not None and most is None:
+            self.board.all_have_it()
 
 
-def tell(circle: Circle, word: Any, leaves: Sequence[Tensor] = ()) -> Sent:
+def tell(
+    circle: Circle, word: Any, leaves: Sequence[Tensor] = (), most: timedelta | None = None
+) -> Sent:
     """Begin to tell all others of the circle something; its first process alone does.
 
     Args:
         word: what pickle takes.
         leaves: CPU tensors, whose bytes go along: the others know their shapes.
+        most: how long it waits for who has not taken the last message; None: for the timeout.
     """
     if circle.size == 1:
         return Sent()
-    parts = _packed(word, leaves)
+    message, board = _packed(word, leaves), circle.board
+    if board is not None and board.tell(message, most.total_seconds() if most else None):
+        return Sent(board=board)
+    parts = _parts(message)
     send = lambda x: dist.broadcast(x, circle.members[0], circle.group, async_op=True)  # noqa: E731
-    return Sent(tuple(map(send, parts)), parts)
+    return Sent(tuple(map(send, parts)), parts, board)
 
 
 def hear(circle: Circle) -> tuple[Any, Tensor]:
     """What the first process of the circle tells, and the bytes that go along; it waits."""
-    return _unpacked(lambda x: dist.broadcast(x, circle.members[0], circle.group))
+    message = circle.board.hear() if circle.board is not None else None
+    if message is None:
+        message = _received(lambda x: dist.broadcast(x, circle.members[0], circle.group))
+    return _unpacked(message)
 
 
 def tell_one(circle: Circle, rank: int, word: Any) -> None:
     """Tell one other of the circle something; it waits until that one listens."""
-    for part in _packed(word, ()):
+    for part in _parts(_packed(word, ())):
         dist.send(part, circle.members[rank], circle.group)
 
 
 def hear_one(circle: Circle, rank: int) -> Any:
     """What one other of the circle tells this one; it waits."""
-    word, _ = _unpacked(lambda x: dist.recv(x, circle.members[rank], circle.group))
+    word, _ = _unpacked(_received(lambda x: dist.recv(x, circle.members[rank], circle.group)))
     return word
 
 
-def _packed(word: Any, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A message: its first part, and the rest if there is more."""
+def _packed(word: Any, leaves: Sequence[Tensor]) -> Tensor:
+    """A message: the word behind its length, and the bytes of the leaves."""
     said = pickle.dumps(word)
-    parts = [len(said).to_bytes(LENGTH), said, *(leaf.numpy().tobytes() for leaf in leaves)]
-    whole = bytearray(sum(map(len, parts)).to_bytes(LENGTH) + b"".join(parts))
-    whole.extend(bytes(max(0, FIRST - len(whole))))
-    message = torch.frombuffer(whole, dtype=torch.uint8)
-    return (message[:FIRST], message[FIRST:])[: 1 + (len(whole) > FIRST)]
+    parts = (len(said).to_bytes(LENGTH), said, *(leaf.numpy().tobytes() for leaf in leaves))
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
-def _unpacked(receive: Callable[[Tensor], Any]) -> tuple[Any, Tensor]:
+def _unpacked(message: Tensor) -> tuple[Any, Tensor]:
     """What was packed: the word, and the bytes of the leaves."""
-    message = torch.empty(FIRST, dtype=torch.uint8)
-    receive(message)
-    length = LENGTH + int.from_bytes(message[:LENGTH].numpy().tobytes())
-    if length > FIRST:
-        rest = torch.empty(length - FIRST, dtype=torch.uint8)
-        receive(rest)
-        message = torch.cat([message, rest])
-    begin = 2 * LENGTH + int.from_bytes(message[LENGTH : 2 * LENGTH].numpy().tobytes())
-    word = pickle.loads(message[2 * LENGTH : begin].numpy().tobytes())
-    return word, message[begin:length]
+    begin = LENGTH + int.from_bytes(message[:LENGTH].numpy().tobytes())
+    return pickle.loads(message[LENGTH:begin].numpy().tobytes()), message[begin:]
+
+
+def _parts(message: Tensor) -> tuple[Tensor, ...]:
+    """As it goes over a group: what comes at once, and the rest if there is more."""
+    length = torch.frombuffer(bytearray(len(message).to_bytes(LENGTH)), dtype=torch.uint8)
+    filling = message.new_zeros(max(0, FIRST - LENGTH - len(message)))
+    whole = torch.cat([length, message, filling])
+    return (whole[:FIRST], whole[FIRST:])[: 1 + (len(whole) > FIRST)]
+
+
+def _received(receive: Callable[[Tensor], Any]) -> Tensor:
+    """A message of a group."""
+    first = torch.empty(FIRST, dtype=torch.uint8)
+    receive(first)
+    length = LENGTH + int.from_bytes(first[:LENGTH].numpy().tobytes())
+    if length <= FIRST:
+        return first[LENGTH:length]
+    rest = torch.empty(length - FIRST, dtype=torch.uint8)
+    receive(rest)
+    return torch.cat([first[LENGTH:], rest])
 
 
 class Coming(NamedTuple):

@@ -31,6 +31,7 @@ from fngraph.models.serving.ranks.circles import (
     tell_each,
 )
 from fngraph.models.serving.ranks.joining import NOTHING, Wish, join, wish_of
+from fngraph.models.serving.ranks.losing import lost
 from fngraph.models.serving.requests import start
 from fngraph.models.serving.steps import Steps
 
@@ -119,7 +120,7 @@ def leading(ranks: Ranks) -> Iterator[None]:
     except BaseException as error:
         reason = "" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # who does not listen any more
-            tell(ranks.team, (END, reason)).wait(PATIENCE)
+            tell(ranks.team, (END, reason), most=PATIENCE).wait(PATIENCE)
         with contextlib.suppress(RuntimeError):
             if ranks.agrees and ranks.peers.board is not None:
                 ranks.peers.board.leave()
@@ -127,7 +128,8 @@ def leading(ranks: Ranks) -> Iterator[None]:
                 left = error.members if isinstance(error, Left) else ()
                 tell_each(ranks.peers, NOTHING._replace(gone=1), left).wait(PATIENCE)
         raise
-    tell(ranks.team, (END, "")).wait()
+    with listened_to(ranks.team):
+        tell(ranks.team, (END, "")).wait()
 
 
 class Left(fg.errors.RankError):
@@ -207,10 +209,7 @@ def met(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise fg.errors.RankError(
-            f"one of ranks {', '.join(map(str, ranks.peers.members))}, whose batches meet, is gone "
-            f"or has told nothing for the timeout of make_ranks: {error}"
-        ) from error
+        raise lost(ranks.peers, "batches that meet", error) from error
 
 
 @contextlib.contextmanager
@@ -219,11 +218,7 @@ def listened_to(team: Circle) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise fg.errors.RankError(
-            f"one of ranks {', '.join(map(str, team.members[1:]))}, which follow rank "
-            f"{team.members[0]}, is gone, or has done nothing for the timeout of make_ranks: "
-            f"{error}"
-        ) from error
+        raise lost(team, "each step together", error) from error
 
 
 def heard(team: Circle) -> tuple[Any, Tensor]:

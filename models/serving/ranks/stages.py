@@ -13,7 +13,9 @@ the leader. One batch is under way at a time: a stage waits while the others wor
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.models.serving.logits import Drawn
 from fngraph.models.serving.ranks.circles import Circle, Ranks, hear_one, tell_one
+from fngraph.models.serving.ranks.losing import lost
 from fngraph.models.weights import naming
 
 
@@ -52,23 +55,40 @@ class Stage(NamedTuple):
 
     def receive(self, into: Tensor) -> None:
         """Hidden states of the stage before, (T, E), into memory on the device."""
-        dist.recv(into, self.team.members[self.team.rank - self.stride])
+        with self._of(self.team.rank - self.stride) as member:
+            dist.recv(into, member)
 
     def send(self, hidden_TE: Tensor) -> None:
         """Hidden states, to the stage behind."""
-        dist.send(hidden_TE.contiguous(), self.team.members[self.team.rank + self.stride])
+        with self._of(self.team.rank + self.stride) as member:
+            dist.send(hidden_TE.contiguous(), member)
 
     def give(self, drawn: Tensor | Drawn) -> None:
         """What was drawn, to the leader, by the first process of the last stage; it waits."""
         if self.team.rank == (self.total - 1) * self.stride:
-            if isinstance(drawn, Drawn):
-                tell_one(self.team, 0, Drawn(*(x.cpu() for x in drawn)))
-            else:
-                tell_one(self.team, 0, drawn.cpu())
+            here = Drawn(*(x.cpu() for x in drawn)) if isinstance(drawn, Drawn) else drawn.cpu()
+            with self._of(0):
+                tell_one(self.team, 0, here)
 
     def take(self) -> Any:
         """What was drawn, on the host, by the leader; it waits. None for others."""
-        return hear_one(self.team, (self.total - 1) * self.stride) if self.team.rank == 0 else None
+        if self.team.rank:
+            return None
+        last = (self.total - 1) * self.stride
+        with self._of(last):
+            return hear_one(self.team, last)
+
+    @contextlib.contextmanager
+    def _of(self, rank: int) -> Iterator[int]:
+        """Within, something goes to or from another process; its number.
+
+        Raises:
+            RankError: that one, or another one of the team, is gone, or has not come in time.
+        """
+        try:
+            yield self.team.members[rank]
+        except RuntimeError as error:
+            raise lost(self.team, f"the {self.total} stages of a model", error, rank) from error
 
 
 WHOLE = Stage()  # a model that is not split

@@ -29,7 +29,7 @@ from fngraph.core import trees
 from fngraph.errors import FnGraphError
 from fngraph.fx.nodes import is_op
 from fngraph.fx.rows.boxes import elements
-from fngraph.fx.rows.rehearsal import Difference, rehearse
+from fngraph.fx.rows.rehearsal import Untrue, rehearse
 from fngraph.fx.rows.writes import WRITES
 from fngraph.fx.schemas import plain_name
 from fngraph.fx.tracing.refusals import Refusals
@@ -83,7 +83,7 @@ def _tried(program: Program, device: torch.device, r: random.Random) -> Outcome:
     code: list[str] = []
     dirty: list[Any] = []
     poisoned: list[bool] = []
-    broken: list[Difference] = []
+    broken: list[Untrue] = []
 
     def look(args: Any, limits: Any, graph: Any, facts: Any) -> None:
         code.append(graph.gm.code)
@@ -198,7 +198,7 @@ def _runs(program: Program, b: Any, device: Any = "cpu", own: Any = None) -> boo
 
 def differences(
     args: Any, held: Any, own: Any, gm: Any, facts: Any, runs: Any = None
-) -> Iterator[Difference]:
+) -> Iterator[Untrue]:
     """The first fact that does not hold, of the batches for which bare forward runs.
 
     Args:

@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fngraph.fx.nodes import inputs_of, is_op, is_tensor, results_of, storages_written, written_by
+from fngraph.fx.nodes import (
+    inputs_of,
+    is_op,
+    is_tensor,
+    line_of,
+    name_of,
+    op_name,
+    results_of,
+    storages_written,
+    written_by,
+)
 from fngraph.fx.pieces.collectives import keep_order
 from fngraph.fx.schemas import draws
 from fngraph.torch_facts.memory import storage_key
@@ -72,6 +82,11 @@ def plan_of(gm: fx.GraphModule) -> Plan | str:
         return "it writes memory that two of its arguments share"
     if not inputs:
         return "it has no arguments"
+    if (scatter := scattered_and_lost(nodes)) is not None:
+        return (
+            f"{name_of(scatter)} ({line_of(scatter)}) writes a part of memory that is overwritten "
+            "later, and what it made is kept elsewhere: Inductor would keep what overwrites it"
+        )
 
     first: dict[int, fx.Node] = {}  # the node that makes a storage
     for node in nodes:
@@ -104,6 +119,57 @@ def plan_of(gm: fx.GraphModule) -> Plan | str:
         tuple(key in written for key in storages),
         tuple(views),
     )
+
+
+def scattered_and_lost(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """A scatter whose result Inductor would read too late; or None.
+
+    It puts a scatter of an argument's memory into that memory, where this is overwritten later
+    anyway; but a result that is no more than copied or returned it reads at the very end. Seen in
+    torch 2.13, of `torch.compile` as well: `n = a.index_put(i, v); a.copy_(c); b.copy_(n)`.
+    """
+    arguments = {storage_key(_fake(n)) for n in nodes if n.op == "placeholder" and is_tensor(n)}
+    whole: dict[int, fx.Node] = {}  # what makes a storage
+    stems = {key: key for key in arguments}  # the argument that memory may be taken for
+    made: dict[int, fx.Node] = {}  # what holds a scatter's result
+    lost: set[int] = set()  # arguments that are overwritten behind a scatter
+    kept: list[tuple[int, fx.Node]] = []
+    for node in nodes:
+        read = [x for x in node.all_input_nodes if is_tensor(x)]
+        if node.op == "output":
+            kept += [(stems[k], made[k]) for x in read
+                     if (k := storage_key(_fake(x))) in made and k not in arguments]  # fmt: skip
+        if not isinstance(_fake(node), torch.Tensor):
+            continue
+        key = storage_key(_fake(node))
+        whole.setdefault(key, node)
+        if not is_op(node) or not read:
+            continue
+        name = op_name(node).partition("::")[2]
+        scatters = any(part in name for part in _SCATTERS)
+        target = next(iter(written_by(node)), None)
+        into = storage_key(_fake(read[0] if target is None else target))
+        if target is None:
+            if into in stems and (scatters or name in _SAME):
+                stems.setdefault(key, stems[into])
+                if scatters or into in made:
+                    made.setdefault(key, node if scatters else made[into])
+            continue
+        if name in _OVERWRITES:
+            source = storage_key(_fake(read[-1]))
+            if source in made and source != into:
+                kept.append((stems[source], made[source]))
+            if any(stems[k] == into for k in made):
+                lost.add(into)
+        if into in stems and (scatters or whole.get(into) is not target):
+            made[into] = node
+    return next((node for argument, node in kept if argument in lost), None)
+
+
+_SCATTERS = ("scatter", "index_put", "index_add", "index_copy", "index_fill", "index_reduce")
+_SAME = ("clone", "contiguous", "_to_copy", "alias_copy", "mul", "add", "sub", "div")
+"""What may be taken away, as `x * 1` is."""
+_OVERWRITES = ("copy_", "fill_", "zero_")
 
 
 def _fake(node: fx.Node) -> Any:

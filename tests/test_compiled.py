@@ -22,7 +22,7 @@ from test_graphify import Model, llama_batch, model, steps
 
 import fngraph as fg
 from fngraph.compile.artefact import Artefact
-from fngraph.core.compiling import trimmed
+from fngraph.core.compiling import Range, Span, trimmed
 from fngraph.errors import CompileError
 from fngraph.models.families import llama
 from fngraph.torch_facts.inductor import Made
@@ -108,6 +108,8 @@ def test_the_op_says_what_it_writes():
     state = {x.data_ptr() for x in toy.state.values()}
     assert {x.data_ptr() for x in writes} == state
     assert not {x.data_ptr() for x in reads} & state
+    schema = torch.ops.fngraph.compiled.default._schema
+    assert [x.name for x in schema.arguments if x.is_write] == ["writes"]
 
 
 def test_results_that_are_an_argument_s_memory_are_copied():
@@ -185,6 +187,17 @@ def called(piece: Any, *tensors: torch.Tensor) -> Any:
 
 
 # --- what serves a size ---------------------------------------------------------------------------
+
+
+def test_what_code_assumes_of_sizes_is_asked_of_each():
+    class Even:
+        def holds(self, sizes: Any) -> bool:
+            return sizes["T"] % 2 == 0
+
+    made = Made(lambda *args: [], "", 0)
+    artefact = Artefact(Range(Span(1, 8), Span(1, 8)), made, Even(), (), 0)  # type: ignore[arg-type]
+    served = [artefact.serves(T, R) for T, R in ((2, 2), (3, 3), (8, 1), (10, 1))]
+    assert served == [True, False, True, False]
 
 
 def test_exact_sizes_beat_the_range_and_are_printed(recorder_name, device):

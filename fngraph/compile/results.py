@@ -8,7 +8,7 @@ or an argument's, with sizes, strides and an offset of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,16 +82,15 @@ def plan_of(gm: fx.GraphModule) -> Plan | str:
         return "it writes memory that two of its arguments share"
     if not inputs:
         return "it has no arguments"
-    if (scatter := scattered_and_lost(nodes)) is not None:
-        return (
-            f"{name_of(scatter)} ({line_of(scatter)}) writes a part of memory that is overwritten "
-            "later, and what it made is kept elsewhere: Inductor would keep what overwrites it"
-        )
-
     first: dict[int, fx.Node] = {}  # the node that makes a storage
     for node in nodes:
         if isinstance(value := _fake(node), torch.Tensor):
             first.setdefault(storage_key(value), node)
+    if (scatter := scattered_and_lost(nodes, storages, first)) is not None:
+        return (
+            f"{name_of(scatter)} ({line_of(scatter)}) writes a part of memory that is overwritten "
+            "later, and what it made is kept elsewhere: Inductor would keep what overwrites it"
+        )
     bases = [*inputs]
     views = []
     for node in results_of(gm.graph):
@@ -121,15 +120,19 @@ def plan_of(gm: fx.GraphModule) -> Plan | str:
     )
 
 
-def scattered_and_lost(nodes: Sequence[fx.Node]) -> fx.Node | None:
+def scattered_and_lost(
+    nodes: Sequence[fx.Node], arguments: Sequence[int], first: Mapping[int, fx.Node]
+) -> fx.Node | None:
     """A scatter whose result Inductor would read too late; or None.
 
     It puts a scatter of an argument's memory into that memory, where this is overwritten later
     anyway; but a result that is no more than copied or returned it reads at the very end. Seen in
     torch 2.13, of `torch.compile` as well: `n = a.index_put(i, v); a.copy_(c); b.copy_(n)`.
+
+    Args:
+        arguments: the storages of the piece's arguments.
+        first: the node that makes each storage.
     """
-    arguments = {storage_key(_fake(n)) for n in nodes if n.op == "placeholder" and is_tensor(n)}
-    whole: dict[int, fx.Node] = {}  # what makes a storage
     stems = {key: key for key in arguments}  # the argument that memory may be taken for
     made: dict[int, fx.Node] = {}  # what holds a scatter's result
     lost: set[int] = set()  # arguments that are overwritten behind a scatter
@@ -141,8 +144,6 @@ def scattered_and_lost(nodes: Sequence[fx.Node]) -> fx.Node | None:
                      if (k := storage_key(_fake(x))) in made and k not in arguments]  # fmt: skip
         if not isinstance(_fake(node), torch.Tensor):
             continue
-        key = storage_key(_fake(node))
-        whole.setdefault(key, node)
         if not is_op(node) or not read:
             continue
         name = op_name(node).partition("::")[2]
@@ -151,6 +152,7 @@ def scattered_and_lost(nodes: Sequence[fx.Node]) -> fx.Node | None:
         into = storage_key(_fake(read[0] if target is None else target))
         if target is None:
             if into in stems and (scatters or name in _SAME):
+                key = storage_key(_fake(node))
                 stems.setdefault(key, stems[into])
                 if scatters or into in made:
                     made.setdefault(key, node if scatters else made[into])
@@ -161,7 +163,7 @@ def scattered_and_lost(nodes: Sequence[fx.Node]) -> fx.Node | None:
                 kept.append((stems[source], made[source]))
             if any(stems[k] == into for k in made):
                 lost.add(into)
-        if into in stems and (scatters or whole.get(into) is not target):
+        if into in stems and (scatters or first[into] is not target):
             made[into] = node
     return next((node for argument, node in kept if argument in lost), None)
 

@@ -27,7 +27,7 @@ from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton import unified
 from fngraph.ops.triton.keys import Tile, by_step, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
-from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold
+from fngraph.ops.triton.merging import SPLITS, beside, by_spans, empty, fold, merge_units
 from fngraph.ops.triton.overlapping import ask_for_rows, let_next, wait
 from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.rounding import put_rounded
@@ -172,17 +172,6 @@ def shared(units: int, spans: int, pairs: int, places: int) -> int | None:
     return each if each < units else None
 
 
-def beside(units: int, numbers: int, window: bool) -> int:
-    """Spans whose sums are read together, of so many numbers a unit; there may be but one.
-
-    A layer of 8B at one request of 512 tokens takes 127 us, and 136 by four of which three are
-    empty, as a tensor of four, on an H200.
-    """
-    if units <= SPLITS and not window:  # a window may begin within a span
-        return 1
-    return 4 if numbers <= 512 else 1
-
-
 # Keys in the table, in a split: on an H200 1 x 4096 takes 8.5 us by 128, 9.8 by 256; 1 x 32768
 # 40 by 512, 51 by 256. A step of Llama-1B at 512, 0.80 ms by 64, 0.82 by 128 in tiles of 32.
 SHORT = 1024
@@ -302,39 +291,6 @@ def split_kernel(
                 into = out + (begin + i // GROUP).to(tl.int64) * out_row + owner * out_head
                 real_sums = used[:, None] & (d < D)[None, :]
                 put_rounded(into[:, None] + d[None, :], sums, out_scale, q, real_sums, ROUNDS)
-
-
-@triton.jit
-def merge_units(
-    parts, tops, totals, m, real, first, units, per,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    PER: tl.constexpr, BESIDE: tl.constexpr,
-):  # fmt: skip
-    """Sums of units in order, `per` <= PER to a span, of which the first may be cut off.
-
-    Loads of BESIDE spans go together: a reader waits once for all. As tensors of their own, since a
-    sum over a dim of spans would be a wait of all warps each.
-    """
-    d = tl.arange(0, WIDTH)[None, :]
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for span in tl.range(first // per, (first + units + per - 1) // per, BESIDE, num_stages=1):
-        for s in tl.static_range(BESIDE):
-            acc_S = tl.zeros((ROWS, WIDTH), tl.float32)
-            top_S = tl.full((ROWS,), float("-inf"), tl.float32)
-            total_S = tl.zeros((ROWS,), tl.float32)
-            for i in tl.static_range(PER):
-                unit = (span + s) * per + i - first
-                row = m + unit * STEP
-                live = real & (i < per) & (unit >= 0) & (unit < units)
-                part_top = tl.load(tops + row, mask=live, other=float("-inf"), cache_modifier=".cg")
-                part_total = tl.load(totals + row, mask=live, other=0.0, cache_modifier=".cg")
-                at = parts + row[:, None] * D + d
-                part = tl.load(at, mask=live[:, None] & (d < D), other=0.0, cache_modifier=".cg")
-                acc_S, top_S, total_S = fold(acc_S, top_S, total_S, part, part_top, part_total)
-            acc, top, total = fold(acc, top, total, acc_S, top_S, total_S)
-    return acc, top, total
 
 
 @triton.jit

@@ -78,10 +78,11 @@ def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
-    """A process's part of the sum of each one's x; named anew likewise."""
+    """A process's part of the sum of each one's x; named anew likewise. NCCL knows no complex."""
     dist: Any = torch.distributed
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, x, group=group)
+    real = torch.view_as_real if x.is_complex() else lambda y: y
+    scatter(real(out), real(x), group=group)
 
 
 def serves_cpu(group: Any) -> bool:

@@ -69,7 +69,8 @@ def folder(recorder: str, tmp_path_factory: pytest.TempPathFactory, one_thread: 
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={RANKS}", __file__, str(made), recorder,
     ]  # fmt: skip
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    given = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", given)))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert ran.returncode == 0, ran.stderr[-4000:]

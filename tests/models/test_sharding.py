@@ -333,9 +333,10 @@ def test_the_peak_while_loading_is_the_part_and_a_tenth(tmp_path: Path):
         config = dataclasses.replace(config, num_heads=8, head_dim=128 if sizes else 16)
         draw = lambda _, x: torch.full(x.shape, 0.5, dtype=torch.bfloat16)  # noqa: E731
         save(path, naming.replaced(llama.blank(config), draw))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, "-c", PEAK, str(large), str(small)], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     part, peak = map(int, ran.stdout.split())

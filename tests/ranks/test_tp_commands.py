@@ -40,7 +40,8 @@ def under_torchrun(module: str, *words: str) -> str:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m", module, "--tp", "2", *words,
     ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout

@@ -35,7 +35,7 @@ def repeated(p: Any, x: Tensor) -> Any:
         i, c = carry
         return i + 1, torch.sin(c @ p["w"])  # w
 
-    start = torch.zeros((), dtype=torch.int64), x
+    start = torch.zeros((), dtype=torch.int64, device=x.device), x
     _, c = fg.while_loop(lambda carry: carry[0] < 3, body, start)  # loop
     return c * 1
 

@@ -23,6 +23,7 @@ from fngraph.fx.loops.gradients import without_gradient
 from fngraph.fx.loops.trees import (
     brief,
     check_alike,
+    check_one_device,
     check_pred,
     flatten,
     leading,
@@ -53,17 +54,21 @@ def while_loop(cond: Callable[[C], torch.Tensor], body: Callable[[C], C], carry:
         the last carry; the first one, where no turn is taken.
 
     Raises:
-        TreeError: a carry that comes back otherwise, with its path, or a predicate that is not
-            bool ().
+        TreeError: a carry that comes back otherwise, with its path, or on several devices; a
+            predicate that is not bool ().
         MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
         TransformError: a gradient is taken through it. `fori_loop` and `scan` have one.
     """
     fn = "fg.while_loop"
     leaves, tree = flatten(carry, fn, "carry")
+    named = list(zip(trees.paths(tree, "carry"), leaves))
+    check_one_device(fn, named)
     mode = _trace()
 
     def test(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [check_pred(fn, "cond gives", cond(trees.unflatten(tree, list(flat))))]
+        pred = check_pred(fn, "cond gives", cond(trees.unflatten(tree, list(flat))))
+        check_one_device(fn, [*named[:1], ("what cond gives", pred)])
+        return [pred]
 
     def turn(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         new = body(trees.unflatten(tree, list(flat)))
@@ -75,7 +80,7 @@ def while_loop(cond: Callable[[C], torch.Tensor], body: Callable[[C], C], carry:
             now = turn(now)
         return trees.unflatten(tree, without_gradient(fn, now))  # type: ignore[no-any-return]
     with _refusing(mode):
-        called = Called(fn, user_line(), tuple(trees.paths(tree, "carry")))
+        called = Called(fn, user_line(), tuple(path for path, _ in named))
         found = flat_while(mode, called, test, turn, here(leaves))
     return trees.unflatten(tree, found)  # type: ignore[no-any-return]
 
@@ -151,7 +156,8 @@ def scan(
         the last carry, and the tree of y with a first dim of `length` before each of its shapes.
 
     Raises:
-        TreeError: a carry or a y that comes back otherwise, with its path; xs of several lengths.
+        TreeError: a carry or a y that comes back otherwise, with its path, or on several devices;
+            xs of several lengths.
         RowsError: in a trace, xs of T or R rows: a key has more of them than its batch.
         MutationError, RandomError, OperatorError, AliasError: in a trace, what a turn may not do.
     """
@@ -164,6 +170,9 @@ def _scan(
 ) -> tuple[C, Any]:  # fmt: skip
     leaves, tree = flatten(carry, fn, "carry")
     rows, rows_tree = flatten(xs, fn, "xs")
+    paths = (*trees.paths(tree, "carry"), *trees.paths(rows_tree, "xs"))
+    named = list(zip(paths, (*leaves, *rows)))
+    check_one_device(fn, named)
     for path, n in moving_first(rows, rows_tree):
         _refuse_rows(f"fg.scan: {path} has {n} rows")
     turns = leading(rows, rows_tree, length)
@@ -180,13 +189,14 @@ def _scan(
         new = check_alike(fn, "body gives", (leaves, tree), pair[0], "carry")
         if not ys:
             ys.append(flatten(pair[1], fn, "y"))
+            found = zip(trees.paths(ys[0][1], "y"), ys[0][0])
+            check_one_device(fn, [*named[:1], *found])
             return new + list(ys[0][0])
         return new + check_alike(fn, "body gives", ys[0], pair[1], "y")
 
     if mode is None:
         return _in_python(turn, leaves, tree, rows, turns, reverse, ys)
     with _refusing(mode):
-        paths = (*trees.paths(tree, "carry"), *trees.paths(rows_tree, "xs"))
         given = here([*leaves, *rows])
         found = flat_scan(
             mode, Called(fn, user_line(), paths), turn, given[: len(leaves)], given[len(leaves) :],
@@ -230,7 +240,7 @@ def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *a
 
     Raises:
         TreeError: functions that give different things, with the path, or a predicate that is not
-            bool ().
+            bool (), or on another device than what they give.
         MutationError, RandomError, OperatorError, AliasError: in a trace, what they may not do.
     """
     fn = "fg.cond"
@@ -246,6 +256,8 @@ def cond(pred: bool | torch.Tensor, a: Callable[..., C], b: Callable[..., C], *a
 
     def of_a(_: Any) -> Sequence[torch.Tensor]:
         first[:] = flatten(a(*args), fn, "result")
+        paths = trees.paths(first[1], "result")
+        check_one_device(fn, [("pred", pred), *zip(paths, first[0])])
         return first[0]  # type: ignore[no-any-return]
 
     def of_b(_: Any) -> Sequence[torch.Tensor]:

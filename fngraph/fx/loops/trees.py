@@ -6,7 +6,7 @@ expected and what came.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,27 @@ def flatten(tree: Any, fn: str, root: str) -> tuple[list[torch.Tensor], Any]:
                 "stays as it is"
             )
     return leaves, treedef
+
+
+def check_one_device(fn: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse what a graph would take for a number of the host: as it was at capture, forever.
+
+    Args:
+        named: what each turn gets or gives, and the predicate; paths and tensors.
+
+    Raises:
+        TreeError: two of them are on two devices.
+    """
+    first: tuple[str, torch.Tensor] | None = None
+    for path, x in named:
+        first = first or (path, x)
+        if x.device != first[1].device:
+            there, here = (first, (path, x)) if x.device.type == "cpu" else ((path, x), first)
+            raise TreeError(
+                f"{user_line()}: {fn}: {here[0]} is {brief(here[1])}, and {there[0]} "
+                f"{brief(there[1])}. A loop and its predicate stay on one device: make "
+                f'{here[0]} there, device="{there[1].device}"'
+            )
 
 
 def check_alike(

@@ -64,22 +64,21 @@ def unified_kernel(
             if WINDOW:
                 first = tl.maximum(lowest - window + 1, 0)
                 full = first // KEYS * KEYS
-            if K_SCALED:
-                scale *= tl.load(k_scale + head * k_step)
+            by_k = tl.load(k_scale + head * k_step) if K_SCALED else 1.0
             keys = k_cache + head * by_step(k_head, STEP)
             values = v_cache + head * by_step(v_head, STEP)
-            k_block, k_slot = by_step(k_block, STEP), by_step(k_slot, STEP)
-            v_block, v_slot = by_step(v_block, STEP), by_step(v_slot, STEP)
+            k_blocks, k_slots = by_step(k_block, STEP), by_step(k_slot, STEP)
+            v_blocks, v_slots = by_step(v_block, STEP), by_step(v_slot, STEP)
             table = tables + r.to(tl.int64) * table_row
             if not WINDOW:
                 acc, top, total = attend_keys(
                     acc, top, total, x, position, 0, full, 0, last, table, keys, values,
-                    k_block, k_slot, v_block, v_slot, scale, softcap, window,
+                    k_blocks, k_slots, v_blocks, v_slots, scale * by_k, softcap, window,
                     ALIKE, SIZE, D, WIDTH, KEYS, CAUSAL, WINDOW, SOFTCAP, False,
                 )  # fmt: skip
             acc, top, total = attend_keys(
                 acc, top, total, x, position, full, last, first, last, table, keys, values,
-                k_block, k_slot, v_block, v_slot, scale, softcap, window,
+                k_blocks, k_slots, v_blocks, v_slots, scale * by_k, softcap, window,
                 ALIKE, SIZE, D, WIDTH, KEYS, CAUSAL, WINDOW, SOFTCAP, True,
             )  # fmt: skip
         by_v = tl.load(v_scale + head * v_step) if V_SCALED else 1.0

@@ -63,14 +63,14 @@ def varlen_kernel(
             whole = begin + (last - begin) // KEYS * KEYS  # tiles before it are full
             if CAUSAL:
                 whole = begin + tl.maximum(first + 1 - begin, 0) // KEYS * KEYS
-            k_row, v_row = by_step(k_row, STEP), by_step(v_row, STEP)
+            k_rows, v_rows = by_step(k_row, STEP), by_step(v_row, STEP)
             acc, acc_more, top, total = attend_tiles(
                 acc, acc_more, top, total, x, x_more, token, begin, whole, last, keys, values,
-                k_row, v_row, scale, D, WIDTH, MORE, KEYS, CAUSAL, FLOAT32, False,
+                k_rows, v_rows, scale, D, WIDTH, MORE, KEYS, CAUSAL, FLOAT32, False,
             )  # fmt: skip
             acc, acc_more, top, total = attend_tiles(
                 acc, acc_more, top, total, x, x_more, token, whole, last, last, keys, values,
-                k_row, v_row, scale, D, WIDTH, MORE, KEYS, CAUSAL, FLOAT32, True,
+                k_rows, v_rows, scale, D, WIDTH, MORE, KEYS, CAUSAL, FLOAT32, True,
             )  # fmt: skip
         by = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
         at = out + token.to(tl.int64)[:, None] * out_row + head * out_head

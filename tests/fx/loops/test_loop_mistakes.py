@@ -56,6 +56,31 @@ def a_predicate_of_a_number(w: Any, state: Any, x: Any) -> Any:
     return fg.cond(x.sum(), lambda: w, lambda: x)
 
 
+def meta() -> Any:
+    """A number on another device than x; to x of a GPU, one of the host is as strange."""
+    return torch.zeros((), device="meta")
+
+
+def a_count_elsewhere(w: Any, state: Any, x: Any) -> Any:
+    return fg.while_loop(lambda c: c[1].sum() < 9, lambda c: (c[0] + 1, c[1] + 1), (meta(), x))
+
+
+def a_predicate_elsewhere(w: Any, state: Any, x: Any) -> Any:
+    return fg.while_loop(lambda c: meta() > 0, lambda c: c + 1, x)
+
+
+def rows_elsewhere(w: Any, state: Any, x: Any) -> Any:
+    return fg.scan(lambda c, n: (c + 1, None), x, meta().expand(3) + 1)
+
+
+def stacked_elsewhere(w: Any, state: Any, x: Any) -> Any:
+    return fg.scan(lambda c, n: (c + 1, {"y": meta() + 1}), x, w)
+
+
+def chosen_elsewhere(w: Any, state: Any, x: Any) -> Any:
+    return fg.cond(meta() > 0, lambda: [x + 1], lambda: [x * 2])
+
+
 def branches_that_differ(w: Any, state: Any, x: Any) -> Any:
     return fg.cond(x.sum() > 0, lambda: {"y": x}, lambda: {"y": x.double()})
 
@@ -194,6 +219,12 @@ MISTAKES = [
     (a_predicate_of_rows, TreeError,
      r"fg.while_loop: cond gives bool \(4,\) on cpu, expected bool \(\).*torch.where"),
     (a_predicate_of_a_number, TreeError, r"fg.cond: pred is float32 \(\) on cpu, expected bool"),
+    (a_count_elsewhere, TreeError,
+     r"fg.while_loop: carry\[1\] is .* on cpu, and carry\[0\] .*: make carry\[1\] there, device=\"m"),
+    (a_predicate_elsewhere, TreeError, r"carry is float32 \(4,\) on cpu, and what cond gives bool"),
+    (rows_elsewhere, TreeError, r"fg.scan: carry is .* on cpu, and xs float32 \(3,\) on meta"),
+    (stacked_elsewhere, TreeError, r"fg.scan: carry is .* on cpu, and y\['y'\] float32 \(\) on m"),
+    (chosen_elsewhere, TreeError, r"fg.cond: result\[0\] is .* on cpu, and pred bool \(\) on meta"),
     (branches_that_differ, TreeError, r"b gives .*\n  result\['y'\]: got float64 \(4,\)"),
     (lengths_that_differ, TreeError, r"fg.scan: how many turns\? xs\[0\]: 4, xs\[1\]: 3"),
     (no_length, TreeError, r"fg.scan: how many turns\? neither xs nor length"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
@@ -67,7 +68,9 @@ def _of_way(
             over = {"of bound": took["device ms"] / bound} if bound and took["device ms"] else {}
             yield row | took | {"bound ms": bound, **over}
     except Exception as error:
-        yield row | {"failed": told(error)}
+        failed = told(error)
+        print(f"{task.axis.size} processes, {row}: {failed}", file=sys.stderr, flush=True)
+        yield row | {"failed": failed}  # which a device that is broken does not let arrive
 
 
 def judged(task: Task, made: Made, right: Right) -> dict[str, float]:

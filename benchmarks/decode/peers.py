@@ -73,15 +73,21 @@ def called(step: Step, kept: Kept) -> Callable[[Tensor], Tensor]:
     return call
 
 
-def captured(once: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """It in a graph, warm; on a CPU as it is."""
+def captured(
+    once: Callable[[], None], device: torch.device, errors: str = "global"
+) -> Callable[[], None]:
+    """It in a graph, warm; on a CPU as it is.
+
+    Args:
+        errors: of which threads what a capture cannot hold ends it.
+    """
     for _ in range(3):  # compiles, and chooses kernels
         once()
     if device.type != "cuda":
         return once
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=errors):
         once()
 
     def replay(reads: Any = once) -> None:  # what the graph reads, and holds none of

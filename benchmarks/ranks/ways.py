@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import fngraph as fg
 from benchmarks.decode import plain
 from benchmarks.decode.ours import greedy
+from benchmarks.decode.peers import captured
 from benchmarks.ranks.sharing import Task, newest, without_stands
 from benchmarks.workload import BLOCK_SIZE
 from fngraph.models.families import llama
@@ -119,15 +120,7 @@ def held(
         ids_positions = batch.token_ids, batch.positions
         found[:] = fn(config, weights, cache, *ids_positions, attend, axis.rank, axis.size, vocab)
 
-    run: Callable[[], Any] = call
-    if task.mesh.device.startswith("cuda"):
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread too
-            call()
-        run = graph.replay
+    run = captured(call, torch.device(task.mesh.device), "thread_local")  # NCCL has a thread too
     kept = lambda: [x_RKSD[:, :, -1] for pair in cache for x_RKSD in pair]  # noqa: E731
     return Made(run, lambda: found[1], kept, {})
 

@@ -27,7 +27,7 @@ from fngraph.ops.paged.config import AttentionArgs, dense
 from fngraph.ops.triton import unified
 from fngraph.ops.triton.keys import Tile, by_step, compute_dtype, finish, options, score
 from fngraph.ops.triton.launching import COUNTS, launch, power_of_two, processors
-from fngraph.ops.triton.merging import SPLITS, beside, by_spans, empty, fold, merge_units
+from fngraph.ops.triton.merging import SPLITS, by_spans, empty, fold, merge_units
 from fngraph.ops.triton.overlapping import ask_for_rows, let_next, wait
 from fngraph.ops.triton.repeating import Launches
 from fngraph.ops.triton.rounding import put_rounded
@@ -94,7 +94,6 @@ def attend(
         SPLIT=split,
         SPAN=split if many is None else split * SPLITS,
         PER=SPLITS,
-        BESIDE=beside(units, power_of_two(rows) * constants["WIDTH"], constants["WINDOW"]),
         SHARED=each < units,
         FINAL=final,
         K_SCALED=args.k_scale is not None,
@@ -191,7 +190,7 @@ def split_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FLOAT32: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     Q: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, PER: tl.constexpr,
-    BESIDE: tl.constexpr, SHARED: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr,
+    SHARED: tl.constexpr, FINAL: tl.constexpr, K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr, ROUNDS: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One unit of the keys that a request sees, or with SHARED every EACH-th of them.
@@ -285,7 +284,7 @@ def split_kernel(
                 owner = head * GROUP + i % GROUP
                 sums, most, weight = merge_units(
                     parts + pair * D, tops + pair, totals + pair, i, used, first // size, units,
-                    per, D, WIDTH, triton.next_power_of_2(Q * GROUP), Q * GROUP, PER, BESIDE,
+                    per, D, WIDTH, triton.next_power_of_2(Q * GROUP), Q * GROUP, PER, 1,
                 )  # fmt: skip
                 sums *= finish(most, weight, sinks, owner, used, by_v, SINKS)[:, None]
                 into = out + (begin + i // GROUP).to(tl.int64) * out_row + owner * out_head

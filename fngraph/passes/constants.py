@@ -91,13 +91,13 @@ def _made_of_literals(
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node's op gives the same each time."""
+    """Whether a node's op gives the same each time. A draw's generator is in its custom meta."""
     if not is_op(node) or not is_tensor(node) or node.meta.get("custom"):
         return False
     op: Any = node.target
-    is_empty = "empty" in op.overloadpacket.__name__
-    same = torch.Tag.nondeterministic_seeded not in op.tags and not is_empty
-    return same and (is_functional(op) or is_view(op)) and node.meta["val"].device.type != "meta"
+    if "empty" in op.overloadpacket.__name__ or node.meta["val"].device.type == "meta":
+        return False
+    return is_functional(op) or is_view(op)
 
 
 def _computed(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:

@@ -24,14 +24,12 @@ from fngraph.fx.leaves import Role
 from fngraph.fx.nodes import flat, is_tensor, line_of, name_of
 from fngraph.passes.pattern import insert, sizes, writes_any
 from fngraph.passes.running.checks import Rewritten
+from fngraph.passes.running.layouts import ANY_STRIDES, takes_any_strides
 from fngraph.torch_facts.memory import storage_key
-from fngraph.torch_facts.names import OpOverload
 
 aten = torch.ops.aten
 _OPS = torch.ops.fngraph
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
-_KNOWN = ("aten", "prims", "fngraph")
-"""Ops of these read any strides alike."""
 
 
 def merge_side_by_side(graph: fx.Graph) -> Rewritten:
@@ -181,8 +179,7 @@ def why_not_one(graph: fx.Graph, run: Sequence[fx.Node], tried: dict[Any, bool])
         if (reader := _goes_by_layout(product)) is not None:
             return (
                 f"{name_of(reader)} ({line_of(reader)}) reads a result, and may go by how that "
-                "lies. An op of your own that takes any strides says so: "
-                "tags=(torch.Tag.flexible_layout,)"
+                f"lies. {ANY_STRIDES}"
             )
     read = {storage_key(x.meta["val"]) for node in run for x in node.all_input_nodes}
     node, last = min(run), max(run)
@@ -206,20 +203,12 @@ def _goes_by_layout(product: fx.Node) -> fx.Node | None:
             if user.op != "call_function" or user in seen:
                 continue
             seen.add(user)
-            if user.target is not operator.getitem and not _takes_any_strides(user.target):
+            if user.target is not operator.getitem and not takes_any_strides(user.target):
                 return user
             if any(storage_key(x) == own for x in flat(user.meta.get("val"))
                    if isinstance(x, torch.Tensor)):  # fmt: skip
                 left.append(user)
     return None
-
-
-def _takes_any_strides(op: Any) -> bool:
-    if not isinstance(op, OpOverload):
-        return False
-    if op.namespace in _KNOWN:
-        return "stride" not in op._schema.name
-    return torch.Tag.flexible_layout in op.tags
 
 
 def _views(node: fx.Node) -> tuple[Any, ...]:

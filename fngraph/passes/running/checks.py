@@ -17,9 +17,9 @@ from torch import fx
 
 from fngraph.core.text import count
 from fngraph.errors import PassError
-from fngraph.fx.generators import drawn
 from fngraph.fx.leaves import same_place
 from fngraph.fx.nodes import is_tensor, line_of, operands, results_of, written_by
+from fngraph.fx.schemas import draws
 from fngraph.passes.overloads import check_call
 from fngraph.passes.pattern import sizes
 from fngraph.passes.running.copies import Copy
@@ -64,7 +64,8 @@ def result_of(name: str, made: Any) -> Rewritten:
             f"the pass {name!r} says that it matched {matches!r} times. Count them: "
             "fg.passes.Rewritten(graph, matches=sum(done))"
         )
-    if isinstance(notes, str) or not all(isinstance(note, str) for note in notes):
+    several = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
+    if not several:
         raise PassError(
             f"the pass {name!r} has notes={notes!r}: expected several texts, notes=(text,)"
         )
@@ -272,4 +273,4 @@ def _may_be_opaque(target: Any) -> bool:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    return drawn(node) is not None or bool(written_by(node))
+    return draws(node.target, node.args, node.kwargs) or bool(written_by(node))

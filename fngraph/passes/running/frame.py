@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import logging
 import re
 import time
@@ -57,6 +58,7 @@ from fngraph.passes.running.checks import (
     without_graph,
 )
 from fngraph.passes.running.copies import Copy
+from fngraph.passes.running.layouts import check_layouts
 from fngraph.passes.running.values import Known, complete
 from fngraph.torch_facts.names import OpOverload
 from fngraph.torch_facts.sources import text_of
@@ -100,6 +102,11 @@ class Pass:
                 f"{self.fn.__qualname__} is a class. Pass an object of it, or a function, that "
                 "takes an fx.Graph"
             )
+        if why := _why_not_of_one(self.fn):
+            raise PassError(
+                f"the pass {self.name!r} cannot be called with a graph: {why}. A pass is a "
+                "function of one fx.Graph that returns it, def mine(graph): ...; return graph"
+            )
         if not isinstance(self.version, str):
             raise PassError(f"version={self.version!r} of the pass {self.name!r}: expected a text")
         if not isinstance(self.keeps_rows, list | tuple):
@@ -121,6 +128,19 @@ class Pass:
 
     def __repr__(self) -> str:
         return f"Pass({self.name!r})"
+
+
+def _why_not_of_one(fn: PassFn) -> str:
+    """Why a function cannot be called with a graph alone; "": it can, as far as it says."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # written in C, and says nothing
+        return ""
+    try:
+        signature.bind(object())
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 class Applied(NamedTuple):
@@ -233,6 +253,7 @@ def run_over(
         outside = outside_of(result.graph)
         check_same(one.name, gm.graph, result.graph, before, outside, stays)
         check_constants(one.name, result.graph, stays)
+        check_layouts(one.name, stays)
         after = module_of(result.graph)
         claims = _claims(facts, stays, touched)
         facts = _facts_after(one, graph, after, leaves, facts, stays, claims, refuse)

@@ -7,6 +7,7 @@ result made again in its own memory.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -106,10 +107,19 @@ def _gave(node: fx.Node, known: Known) -> Gave:
     if key in known:
         then, value = known[key]
         return Gave(value, dict(zip(map(storage_key, then), given)), False)
-    value = node.target(*args, **kwargs)  # type: ignore[operator]
+    with contextlib.nullcontext() if given else _fakes_of(node.graph):  # of sizes alone, or none
+        value = node.target(*args, **kwargs)  # type: ignore[operator]
     if key is not None:
         known[key] = given, value
     return Gave(value, {storage_key(x): x for x in given}, True)
+
+
+def _fakes_of(graph: fx.Graph) -> Any:
+    """The mode under which what makes a tensor of none makes a fake, as those of the graph are."""
+    for node in graph.nodes:
+        if isinstance(value := node.meta.get("val"), FakeTensor):
+            return value.fake_mode
+    return contextlib.nullcontext()
 
 
 def _told(values: Any) -> tuple[Any, ...]:

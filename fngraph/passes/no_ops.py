@@ -3,7 +3,7 @@
 - A view that is its base: the same elements of the same memory in the same order, whatever op says
   so (`alias`, a slice over all, `expand` to the same shape, two transposes). All that reads it
   reads the base.
-- A view of a view, of a dense value: one view.
+- A view of a view: one view. Where both can be, so can it be, however their base lies.
 - A view that was made before, of the same value by the same arguments.
 - A copy (`clone`, a cast to the dtype that it has) of the same layout, where neither it nor what it
   is a copy of is written from then on, nor is a leaf, nor is returned.
@@ -21,7 +21,7 @@ from torch import fx
 
 from fngraph.fx.nodes import is_op, is_tensor, mutates, storages_written
 from fngraph.fx.schemas import COPIES
-from fngraph.passes.pattern import is_dense, sizes, strides
+from fngraph.passes.pattern import sizes, strides
 from fngraph.passes.running.checks import Rewritten
 from fngraph.torch_facts.memory import storage_key
 from fngraph.torch_facts.schemas import is_view
@@ -126,15 +126,13 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _straightened(graph: fx.Graph, node: fx.Node) -> bool:
-    """Make a view of a view one view, where what lies under both is dense."""
+    """Make a view of a view one view."""
     if node.op != "call_function" or node.target not in _RESHAPES or _is_marked(node):
         return False
     through = node.args[0]
     if not isinstance(through, fx.Node) or through.target not in _RESHAPES or _is_marked(through):
         return False
     base = through.args[0]
-    if not is_tensor(base) or not is_dense(base):  # type: ignore[arg-type]
-        return False
     node.target = aten.view.default
     node.update_arg(0, base)
     if not through.users:

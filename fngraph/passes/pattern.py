@@ -10,9 +10,8 @@ A pattern is a tree of calls whose leaves are names:
 name that comes twice is the same value both times.
 
 What a trace writes in place is not seen in such a tree. So `match` gives nothing where a value
-inside of the match is read by somebody else, or where memory that the match reads, or makes, is
-written between the first op of it and the last: by an in-place op, a view's, or a primitive's
-`out`.
+inside of the match is read by somebody else, or where memory that its ops read is written between
+the first of them and the last: by an in-place op, a view's, or a primitive's `out`.
 """
 
 from __future__ import annotations
@@ -215,9 +214,9 @@ def _all(
 
 
 def is_written_between(inside: Sequence[fx.Node], until: fx.Node | None = None) -> bool:
-    """Whether anything writes what the nodes read or make, from the first of them to the last, or
-    to `until`."""
-    near = {*inside, *(x for node in inside for x in node.all_input_nodes)}
+    """Whether anything writes what the nodes read, of one another too, from the first of them to
+    the last, or to `until`."""
+    near = {x for node in inside for x in node.all_input_nodes}
     memory = {storage_key(x.meta["val"]) for x in near if is_tensor(x)}
     last = until or inside[-1]
     return writes_between(inside[0], last, memory) or writes_any(last, memory)

@@ -95,7 +95,7 @@ def _gates(graph: fx.Graph) -> Iterator[fx.Node]:
         if found is None or not _are_ours(found["one"], found["two"]):
             continue
         run = [found["one"], found["two"]]
-        if not (sizes(run[0]) == sizes(run[1]) == sizes(node) and is_dense(node)):
+        if not sizes(run[0]) == sizes(run[1]) == sizes(node):  # dense, as products are
             continue
         input_ = _input_of(graph, run, node)
         if input_ is not None:

@@ -248,7 +248,7 @@ def run_over(
             continue
         stays = {x: copy.twins[x] for x in result.graph.nodes if x in copy.twins}
         touched = copy.touched(stays)
-        complete(one.name, result.graph, stays, copy.edited(touched), known)
+        complete(one.name, result.graph, stays, touched, copy.edited(touched), known)
         copy, before = None, outside
         outside = outside_of(result.graph)
         check_same(one.name, gm.graph, result.graph, before, outside, stays)

@@ -44,8 +44,8 @@ def check_layouts(name: str, stays: Mapping[fx.Node, fx.Node]) -> None:
             if (now := _lies(x)) != (before := _lies(was)):
                 raise PassError(
                     f"{line_of(node)}: the pass {name!r} gives {name_of(node)} a tensor that lies "
-                    f"otherwise, {x.name} with {now} in place of {was.name} with {before}, and it "
-                    "may go by that. Put a copy that lies as before between them. " + ANY_STRIDES
+                    f"otherwise: {x.name} has {now}, and what was there {before}. It may go by "
+                    "that: put a copy that lies as before between them. " + ANY_STRIDES
                 )
 
 

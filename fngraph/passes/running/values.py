@@ -27,11 +27,12 @@ Known = dict[Any, tuple[list[torch.Tensor], Any]]
 
 
 def complete(
-    name: str, graph: fx.Graph, stays: dict[fx.Node, fx.Node], edited: Collection[fx.Node],
-    known: Known,
+    name: str, graph: fx.Graph, stays: dict[fx.Node, fx.Node], touched: Collection[fx.Node],
+    edited: Collection[fx.Node], known: Known,
 ) -> None:  # fmt: skip
-    """Give new nodes a `val` and a line; a node that was edited in place, or reads memory that is
-    laid out anew, is worked out again, and one that is another op is none of `stays` any more.
+    """Give new nodes a `val` and a line; a node that was edited in place, reads others than it did,
+    or memory that is laid out anew, is worked out again, and one that is another op is none of
+    `stays` any more.
 
     What a pass has said of a new node's value is asked of its op: it stays where it is so, for it
     is the memory that others read.
@@ -39,17 +40,19 @@ def complete(
     Args:
         name: the pass, for errors.
         stays: nodes that were there before, and which.
-        edited: those of them that are another op now.
+        touched: those of them that have other arguments now.
+        edited: those of them that are another op.
         known: what ops gave; it grows.
     """
     again: set[fx.Node] = set()
+    others = set(touched)
     line = "forward"
     for node in graph.nodes:
         line = node.meta.setdefault("stack_trace", line)
         if node.op != "call_function":
             continue
         reads_other = bool(again) and not again.isdisjoint(node.all_input_nodes)
-        if node in stays and node not in edited and not reads_other:
+        if node in stays and node not in others and not reads_other:
             continue
         try:
             gave = _gave(node, known)

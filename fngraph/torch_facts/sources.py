@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import dataclasses
 import dis
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -31,6 +33,9 @@ VALUES = {
 }  # fmt: skip
 """Of these, packages whose objects are values, each what it is pickled as; others hold handles,
 locks or a clock."""
+_MODELS = "fngraph.models"
+"""No part of a key by itself, and looked into as what a user has written. Names come into it when
+they are asked for: where it is met as a module, or through `fngraph`, all of its source counts."""
 _MOST = 1 << 24  # elements of a tensor whose values are told
 _PLAIN = (
     int, float, complex, bool, str, bytes, bytearray, range, slice, type(None), type(...),
@@ -87,7 +92,7 @@ class _Telling:
         elif isinstance(value, tuple | list | set | frozenset | dict | types.MappingProxyType):
             self._tell_container(value)
         elif isinstance(value, types.ModuleType):
-            self._say(value.__name__)
+            self._say(value.__name__, _models_hash() if _has_models(value.__name__) else "")
         else:
             if id(value) not in self._numbers:
                 self._numbers[id(value)] = len(self._met)
@@ -158,6 +163,8 @@ class _Telling:
             names = ["fn"]
         elif of.__module__ == "torch._library.custom_ops":
             names = ["_qualname", "_init_fn", "_abstract_fn", "_backend_fns"]
+        elif of.__module__.startswith("fngraph.core.") and dataclasses.is_dataclass(of):
+            names = [field.name for field in dataclasses.fields(of)]
         else:
             names = []
         for name in sorted({*names}):
@@ -214,7 +221,7 @@ class _Telling:
         self._tell_names(names, fn.__globals__, set())
         self._tell_ops(names)
         for told in _imports_of(fn.__code__, fn.__globals__.get("__package__") or ""):
-            self._say(told, self._file(_file_of(told)))
+            self._say(told, _models_hash() if _has_models(told) else self._file(_file_of(told)))
 
     def _tell_names(self, names: Iterable[str], among: Mapping[str, Any], inside: set[str]) -> None:
         """Those that are there; of a module, what of them it has, as `module.name` looks it up."""
@@ -225,7 +232,7 @@ class _Telling:
             self._say(name)
             self._tell(value)
             if isinstance(value, types.ModuleType) and value.__name__ not in inside:
-                if not _is_known(value.__name__):
+                if not (_is_known(value.__name__) or _has_models(value.__name__)):
                     self._tell_names(names, vars(value), inside | {value.__name__})
 
     def _tell_ops(self, names: Iterable[str]) -> None:
@@ -256,7 +263,17 @@ def _first(pair: tuple[str, Any]) -> str:
 
 
 def _is_known(module: str) -> bool:
-    return module.partition(".")[0] in KNOWN
+    return module.partition(".")[0] in KNOWN and not f"{module}.".startswith(f"{_MODELS}.")
+
+
+def _has_models(module: str) -> bool:
+    return module == "fngraph" or f"{module}.".startswith(f"{_MODELS}.")
+
+
+@functools.cache
+def _models_hash() -> str:
+    files = sorted((Path(__file__).parents[1] / "models").rglob("*.py"))
+    return hashlib.sha256("".join(map(_file_hash, files)).encode()).hexdigest()
 
 
 def _names_in(code: types.CodeType) -> Iterable[str]:
@@ -279,7 +296,7 @@ def _imports_of(code: types.CodeType, package: str) -> Iterable[str]:
             told = one.argval if not level else f"{'.' * level}{one.argval}"
             with contextlib.suppress(ImportError):  # beyond its package
                 module = importlib.util.resolve_name(told, package)
-                if not _is_known(module):
+                if not _is_known(module) or _has_models(module):
                     yield from (module, *(f"{module}.{name}" for name in names or ()))
         before = [before[1], one.argval]
     for const in code.co_consts:
@@ -295,7 +312,7 @@ def _file_of(module: str) -> str:
     return (spec and spec.origin) or ""
 
 
-def _file_hash(path: str) -> str:
+def _file_hash(path: str | Path) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:  # typed in, or gone: the code itself is all that there is

@@ -28,6 +28,7 @@ from fngraph.compile import key
 from fngraph.compile.key import FLAGS, PLACES, can_be_told, digest_of, facts_of
 from fngraph.compile.results import plan_of
 from fngraph.core import Range, Span
+from fngraph.torch_facts import sources
 from fngraph.torch_facts.names import get_precision, set_precision
 from fngraph.torch_facts.portable import op_source, settings
 from fngraph.torch_facts.sources import text_of
@@ -514,6 +515,44 @@ def test_a_function_s_text_has_what_it_imports_as_it_runs(tmp_path, monkeypatch,
     assert text_of(space["body"]) == before  # whether it is loaded or not
     inner.write_text("def helper(x):\n    return x * 3\n")
     assert text_of(space["body"]) != before
+
+
+CALLS = {  # how a function comes to one of `fngraph.models`
+    "the function": ("from fngraph.models.families.rope import rotate", "rotate(x, x)"),
+    "its module": ("from fngraph.models.families import rope", "rope.rotate(x, x)"),
+    "a family": ("from fngraph.models import llama", "llama.forward(x, x, x)"),
+    "a class": ("from fngraph.models.families.rope import Linear", "Linear(x)"),
+    "the package": ("from fngraph import models", "models.llama.forward(x, x, x)"),
+    "fngraph": ("import fngraph as fg", "fg.models.llama.forward(x, x, x)"),
+    "an import as it runs": ("", "from fngraph.models import llama; llama.forward(x, x, x)"),
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_a_function_s_text_has_the_models_that_it_calls(monkeypatch, how: str):
+    """They are source of ours, and of no key but this."""
+    read = Path.read_bytes
+    told, body = CALLS[how]
+    space: dict[str, Any] = {"__name__": "test_key_calls"}
+    exec(f"{told}\ndef call(x):\n    {body}", space)
+
+    def text(edited: tuple[str, ...]) -> str:
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path: read(path) + b"#" * (path.parts[-3:] == edited)
+        )
+        sources._models_hash.cache_clear()
+        return text_of(space["call"])
+
+    before = text(())
+    assert text(("models", "families", "rope.py")) != before == text(("fngraph", "fx", "nodes.py"))
+    sources._models_hash.cache_clear()
+
+
+def test_a_function_s_text_has_the_numbers_of_what_it_holds_of_ours():
+    def of(held: Any) -> str:
+        return text_of(lambda x: x * held.max_tokens)
+
+    assert of(fg.Limits(8, 4)) == of(fg.Limits(8, 4)) != of(fg.Limits(9, 4))
 
 
 TWO_KERNELS = """

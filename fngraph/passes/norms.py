@@ -101,7 +101,7 @@ def sum_and_norm_at(node: fx.Node, pattern: Any = _ADDED) -> tuple[Found, Args] 
     if not (isinstance(x, fx.Node) and isinstance(y, fx.Node)):
         return None
     alike = sizes(x) == sizes(y) == sizes(total) and dtype_of(x) == dtype_of(y)
-    if not (alike and is_dense(total) and is_norm(found, total, node)):
+    if not (alike and is_norm(found, total, node)):  # dense where its norm is
         return None
     labelled = dataclasses.replace(found, values={**found.values, "normed": node})
     return labelled, (x, y, found["weight"], found["eps"], "centred" in found.values)

@@ -524,6 +524,7 @@ CALLS = {  # how a function comes to one of `fngraph.models`
     "a class": ("from fngraph.models.families.rope import Linear", "Linear(x)"),
     "the package": ("from fngraph import models", "models.llama.forward(x, x, x)"),
     "fngraph": ("import fngraph as fg", "fg.models.llama.forward(x, x, x)"),
+    "fngraph as it runs": ("", "import fngraph as fg; fg.models.llama.forward(x, x, x)"),
     "an import as it runs": ("", "from fngraph.models import llama; llama.forward(x, x, x)"),
 }
 

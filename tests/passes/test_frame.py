@@ -414,3 +414,27 @@ def test_another_shape_or_a_call_that_cannot_be_is_refused(op, more, error, word
 
     with pytest.raises(error, match=words) if error else contextlib.nullcontext():
         assert traced(swap(aten.silu, op, *more), fn=alone).passes[0].matches == 1
+
+
+def in_place(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """A sum in place, seen by a view from before, and written again."""
+    x_TE = params["w"][batch.token_ids].sin()
+    seen = x_TE.view(-1, 2, toys.E // 2)
+    x_TE.add_(torch.exp(params["w"][batch.token_ids])).mul_(2)
+    return seen.sum(1), state
+
+
+def test_a_match_that_ends_with_a_write_of_what_it_reads_is_none():
+    pattern = call(aten.add_.Tensor, name("x"), call(aten.exp, name("y")))
+
+    def apart(graph: fx.Graph) -> Rewritten:
+        found = [match(pattern, node) for node in list(graph.nodes)]
+        made = [replace(graph, one, aten.logaddexp.default, (one["x"], one["y"]))
+                for one in found if one]  # fmt: skip
+        return Rewritten(graph, sum(made))
+
+    toy = Model(in_place, toys.tally_params(), toys.tally_state())
+    fast = toy.graphify(passes=(apart,), modes="FULL", sizes=(16,), recorder="tape")
+    assert fast.trace(toy.params, toy.state).passes[0].matches == 0
+    for batch in steps()[:2]:
+        toy.check(fast, batch)

@@ -68,6 +68,21 @@ def itself(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
+@at_silu
+def drawing(graph: fx.Graph, node: fx.Node) -> None:
+    """Noise on what silu reads, of no generator."""
+    noise = graph.call_function(aten.rand_like.default, node.args)
+    node.args = (graph.call_function(aten.add.Tensor, (node.args[0], noise)),)
+
+
+@at_silu
+def made_of_numbers(graph: fx.Graph, node: fx.Node) -> None:
+    """A tanh, of what a tensor of no other is added to."""
+    three = graph.call_function(aten.full.default, ([toys.E], 3.0))
+    sum = graph.call_function(aten.add.Tensor, (node.args[0], three))
+    node.replace_all_uses_with(graph.call_function(aten.tanh.default, (sum,)))
+
+
 def too_late(graph: fx.Graph) -> fx.Graph:
     (node,) = [node for node in graph.nodes if node.target is SILU]
     node.replace_all_uses_with(graph.call_function(aten.tanh.default, node.args))
@@ -128,6 +143,9 @@ OUTPUT = "has changed the output of forward, which is one node of several values
         (lambda graph: (graph, 1), "returned tuple. Return the graph"),
         (lambda graph: Rewritten(graph, None), "says that it matched None times. Count them"),
         (lambda graph: Rewritten(graph, 0, "text"), r"notes='text': expected several texts"),
+        (lambda graph: Rewritten(graph, 0, None), r"notes=None: expected several texts"),
+        (drawing, r"random ops of forward: aten\.rand_like\.default new"),
+        (made_of_numbers, None),
         (of_found(lambda graph, one: one["y"]), "test_mistakes.py.*no name or label 'y'; it has x"),
         (of_found(lambda graph, one: replace(graph, one, SILU, (one["x"],), "y")), "label 'y'"),
         (of_found(lambda graph, one: replace(graph, one, SILU, one["x"])), "index: pass several"),
@@ -194,6 +212,10 @@ def test_rows_of_an_op_of_one_s_own_are_vouched_for_by_the_pass():
 # --- the list -------------------------------------------------------------------------------------
 
 
+def two(graph: fx.Graph, op: Any) -> fx.Graph:
+    return graph
+
+
 def mine(graph: fx.Graph) -> fx.Graph:
     return graph
 
@@ -207,6 +229,7 @@ def test_the_level_s_own_stand_where_the_dots_are(level: str):
     own = list(DEFAULTS[level])
     assert asked((mine, ...)) == ["mine", *own] and asked((..., mine)) == [*own, "mine"]
     assert asked(...) == asked(None) == own and asked(()) == []
+    assert asked((print, functools.partial(two, op=SILU), lambda *graphs: graphs[0]))
     assert asked(["all", mine]) == [*(one.name for one in PASSES), "mine"]
 
 
@@ -220,6 +243,8 @@ def test_the_level_s_own_stand_where_the_dots_are(level: str):
         ((..., "no_ops"), "has 'no_ops' twice"),
         ((PASSES, mine), r"several in one place\. Unpack them: passes=\(\*PASSES, my_pass\)"),
         ((type("Mine", (), {}),), "Mine is a class. Pass an object of it"),
+        ((lambda: 1,), "'<lambda>' cannot be called with a graph: too many .*def mine\\(graph\\)"),
+        ((lambda graph, op: graph,), "cannot be called with a graph: missing .* argument: 'op'"),
     ],
 )
 def test_lists_that_mean_nothing(passes: Any, words: str):

@@ -58,27 +58,15 @@ def inner(p: Any, x: Tensor) -> Tensor:
     return torch.mm(p["eye"], x.t()).t()
 
 
-def scale_first(p: Any, total: Tensor) -> Tensor:
-    """A norm of a new layout of what lies otherwise."""
-    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS)
-    return (scale.expand(-1, -1, D).contiguous()[..., :1] * total) * p["h"]
-
-
 def normed_sum(p: Any, x: Tensor) -> Any:
     total = turned(x.sin()) + turned(x.exp())
     return back(seen(rms_norm(total, p["h"], EPS)) + seen(total))
-
-
-def kept_sum(p: Any, x: Tensor) -> Any:
-    total = turned(x.sin()) + turned(x.exp())
-    return back(scale_first(p, total) + seen(total))
 
 
 NORM = ("add_rms_norm", "rms_norm")
 CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
     "a norm": (lambda p, x: back(seen(rms_norm(turned(x.sin()), p["h"], EPS))), NORM, "rms_norm"),
     "a norm of a sum": (normed_sum, NORM, "rms_norm"),
-    "a sum whose norm lies as a new tensor": (kept_sum, NORM, "add_rms_norm"),
     "a gate": (
         lambda p, x: back(seen(silu(turned(x.sin())) * turned(x.exp()))), ("silu_mul",), "silu_mul",
     ),
@@ -127,7 +115,8 @@ def crossed(p: Any, state: Any, batch: toys.Batch) -> Any:
     """Turned q of as many heads as columns, and these in the place of one another."""
     x = p["w"][batch.token_ids]
     q, k, v = (torch.cat([z, z], 1).unflatten(1, (4, 4)) for z in (x.sin(), x.cos(), x))
-    q, k = (rotate(z, angles(x)).transpose(1, 2) for z in (q, k))
+    turn = tuple(angle[None] for angle in angles(x))
+    q, k = (rotate(z[None], turn)[0].transpose(1, 2) for z in (q, k))
     return fg.ops.attention(q, k, v, state, batch)
 
 

@@ -131,6 +131,9 @@ CASES: dict[str, Case] = {
         lambda p, x: rms_norm(x + p["b"], p["g"], EPS), NORM, (0, 1), BF16,
     ),
     "a sum and a number": (lambda p, x: rms_norm(x + 1, p["g"], EPS), NORM, (0, 1), BF16),
+    "a sum with a weight made behind it": (
+        lambda p, x: rms_norm(x + x.sin(), p["g"] * 2, EPS), NORM, (0, 1), BF16,
+    ),
     "a multiple of a sum": (
         lambda p, x: rms_norm(torch.add(x, x.sin(), alpha=2), p["g"], EPS), NORM, (0, 1), BF16,
     ),
@@ -311,6 +314,9 @@ CASES |= {
         F32,
     ),
     "a copy of a leaf": (lambda p, x: x * p["g"].clone(), NOTHING, (0,), F32),
+    "a conjugate, of the same memory": (
+        lambda p, x: (torch.complex(x, x.sin()).conj() * 1j).real + x, NOTHING, (0,), F32,
+    ),
     "0 more, and 1 times": (lambda p, x: (x + 0) * 1, NOTHING, (0,), F32),
 }  # fmt: skip
 
@@ -508,6 +514,12 @@ CASES |= {
     "returned": (lambda p, x: (x.sin(), torch.ones(3)), FOLD, (0,), F32),
     "memory that nobody has filled": (
         lambda p, x: x + torch.zeros_like(torch.empty(8)), FOLD, (0,), F32,
+    ),
+    "of other strides than traced": (  # torch has them wrong: 2.13
+        lambda p, x: x * torch.isin(
+            torch.arange(8.0).view(2, 4).t(), torch.tensor([2.0, 7.0])
+        ).t().reshape(-1) + x * frequencies(),
+        FOLD, (0,), F32,
     ),
     "too large": (lambda p, x: x * torch.arange(20_000).sum(), FOLD, (0,), F32),
 }  # fmt: skip

@@ -179,6 +179,66 @@ def test_arguments_that_lie_otherwise_are_read_right():
     torch.testing.assert_close(got, torch.tanh(w[ids]) * 2)
 
 
+def written_behind(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """The second piece writes what the first has made."""
+    x_TE = params["w"][batch.token_ids] * 3
+    y_TE = toys.double(torch.sin(x_TE))
+    x_TE.add_(y_TE)
+    return x_TE + y_TE, state
+
+
+def test_arguments_that_lie_otherwise_are_written_where_they_lie():
+    """As what a primitive gives may, whose fake says otherwise."""
+    low = lowered(rows_model()._replace(fn=written_behind), modes="NONE")
+    piece = next(x for x in low.compile().executable.compiled if any(x.plan.written))
+    rows, at = 3, {"T": 3, "R": 3}
+    dense = [torch.rand(rows, toys.E) for _ in piece.plan.inputs]
+    other = [torch.empty(toys.E, rows).t().copy_(x) for x in dense]
+    want, got = piece(at, None, *dense), piece(at, None, *other)
+    assert [x.stride() for x in other] == [(1, rows)] * len(other)
+    for a, b in zip((*dense, *want), (*other, *got), strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
+
+
+def part_of_leaf(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """The first piece gives a view of a leaf that begins inside of its memory, the second one of
+    such a view."""
+    x_TE = torch.tanh(params["w"][batch.token_ids])
+    part, right_TF = toys.double(params["w"][1:, 2:]), x_TE[:, toys.E // 2 :]
+    y_TE = torch.sin(toys.double(x_TE))
+    last_TF = toys.double(right_TF[:, 1:])
+    return x_TE + toys.double(y_TE)[:, :1] + part[0, 0] + last_TF[:, :1], state
+
+
+def test_a_view_of_a_part_of_memory_begins_where_it_did(recorder_name):
+    w = rows_model(rows=toys.V + 2).params["w"][2:]
+    assert w.storage_offset() == 2 * toys.E
+    toy = Model(part_of_leaf, {"w": w}, {"calls": torch.zeros(1)})
+    for modes in ("FULL", "NONE"):
+        check(toy, captured(toy, recorder_name, modes=modes, sizes=(4,)), toys.batch(3))
+
+
+def test_results_of_one_memory_are_made_apart():
+    """Inductor makes none such that are known; views are made of each as if it were its own."""
+    low = lowered(rows_model()._replace(fn=two_rows), modes="NONE")
+    (piece,) = low.compile().executable.compiled
+    one, w = torch.ones(3, toys.E), rows_model().params["w"]
+    lying = piece.artefacts[0].made._replace(call=lambda *args: [one, one.t().contiguous().t()])
+    piece.artefacts[0] = dataclasses.replace(piece.artefacts[0], made=lying)
+    a, b = called(piece, w, torch.arange(3))
+    assert a.is_contiguous() and b.is_contiguous()
+    lying = lying._replace(call=lambda *args: [one, one])
+    piece.artefacts[0] = dataclasses.replace(piece.artefacts[0], made=lying)
+    piece._known.clear()
+    a, b = called(piece, w, torch.arange(3))
+    assert a.data_ptr() != b.data_ptr() and torch.equal(a, b)
+
+
+def two_rows(params: Any, state: Any, batch: toys.Batch) -> Any:
+    x_TE = params["w"][batch.token_ids]
+    return (torch.tanh(x_TE) * 2, torch.sin(x_TE) * 2), state
+
+
 def called(piece: Any, *tensors: torch.Tensor) -> Any:
     """A piece's results from arguments that their dtypes tell apart; as many rows as requests."""
     given = [x for fake in piece.plan.inputs for x in tensors if x.dtype == fake.dtype]

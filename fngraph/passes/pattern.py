@@ -148,7 +148,7 @@ def in_the_way(found: Found, keeps: Sequence[fx.Node] = ()) -> str:
         for user in x.users if x not in kept else ():
             if user not in inside:
                 return f"{x.name} is read by {user.name} ({line_of(user)}) as well"
-    return "what it reads or makes is written in between" if is_written_between(inside) else ""
+    return "what it reads is written in between" if is_written_between(inside) else ""
 
 
 _CALL = "call "  # and the id of a pattern: the node that it stands for

@@ -63,6 +63,14 @@ def normed_sum(p: Any, x: Tensor) -> Any:
     return back(seen(rms_norm(total, p["h"], EPS)) + seen(total))
 
 
+def by_halves(p: Any, x: Tensor) -> Tensor:
+    """(T, H, D) that lies as (H, T, D)."""
+    q = back(turned(x).contiguous())
+    cos, sin = (torch.cat([angle, angle], -1) for angle in angles(x))
+    a, b = q[..., : D // 2], q[..., D // 2 :]
+    return back(seen(back(q * cos + torch.cat([-b, a], -1) * sin)))
+
+
 NORM = ("add_rms_norm", "rms_norm")
 CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
     "a norm": (lambda p, x: back(seen(rms_norm(turned(x.sin()), p["h"], EPS))), NORM, "rms_norm"),
@@ -76,6 +84,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
     "a product in fp8 and what it is added to": (
         lambda p, x: seen(inner(p, x.sin()) + lin(p, x, "eight")), ("linears_fp8",), "more",
     ),
+    "a rope by halves": (by_halves, ("norm_rope", "rope"), "rope"),
     "a rope of every other column": (
         lambda p, x: rotate(torch.cat([x, x], 1)[:, ::2].unflatten(1, (H, D)), angles(x)),
         ("norm_rope", "rope"), "rope",

@@ -14,11 +14,11 @@ writes and what primitives write into their `out`. Of its nodes,
 What it returns computes the same, in every row, those of padding too. That cannot be checked; what
 can, is: the graph holds together (`lint`), reads the same placeholders, says the value of each
 constant, calls the same primitives and draws the same random numbers in the same order, gives what
-may go by layouts (`layouts.py`) the same ones, and outputs of the same shapes, dtypes and memory. Each new op is asked the rule of its rows
-(`fngraph.fx.rows`): one that mixes them, or that has no rule, is a `RowsError` that names the pass.
-What a new value stands for is what was in its place, so that all that is known of its padding holds
-on. New nodes need no `meta`: their `val` is what the op gives, whatever a pass says, and a missing
-line is that of the nearest node that has one.
+may go by layouts (`layouts.py`) the same ones, and outputs of the same shapes, dtypes and memory.
+Each new op is asked the rule of its rows (`fngraph.fx.rows`): one that mixes them, or that has no
+rule, is a `RowsError` that names the pass. What a new value stands for is what was in its place, so
+that all that is known of its padding holds on. New nodes need no `meta`: their `val` is what the op
+gives, whatever a pass says, and a missing line is that of the nearest node that has one.
 """
 
 from __future__ import annotations

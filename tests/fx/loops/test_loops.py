@@ -538,6 +538,24 @@ def test_what_a_loop_gives_may_be_written(recorder_name: str):
         assert back is state
 
 
+def test_a_turn_may_write_what_the_number_of_turns_came_from(recorder_name: str):
+    """It is read before the first one, as Python's range does."""
+
+    def forward(state: Any, batch: Any) -> Any:
+        def turn(i: Any, c: Any) -> Any:
+            state["left"].sub_(1)
+            return c + batch[0]
+
+        return fg.fori_loop(0, state["left"], turn, batch[0]), state
+
+    device = DEVICES[recorder_name]
+    fast = fg.graphify(forward, donate=0, stage=1, recorder=recorder_name, modes="FULL")
+    batch = (torch.ones(2, device=device),)
+    for call in (forward, fast):
+        got, state = call({"left": torch.tensor(5, device=device)}, batch)
+        assert got.tolist() == [6, 6] and state["left"].item() == 0
+
+
 def test_a_scan_of_no_turn_writes_nothing():
     kept, carry = torch.zeros(4), torch.zeros(4)
 

@@ -253,3 +253,78 @@ def test_what_the_page_shows_runs(capsys):
         for loss, estimated in re.findall(r"^(\S+) Memory.*estimated: (\S+) MB", printed, re.M)
     )
     assert loss == same and again < 0.7 * kept
+
+
+def weights() -> dict[str, Tensor]:
+    """Some, one of which decays."""
+    return {"w": torch.ones(3, 3), "v": torch.full((3, 3), 2.0), "b": torch.ones(3)}
+
+
+def square(params: Any, batch: Any) -> Tensor:
+    """A loss."""
+    return ((batch @ params["w"] @ params["v"] + params["b"]) ** 2).mean()
+
+
+def test_what_an_optimizer_is_given_may_have_its_keys_in_any_order():
+    """As a checkpoint that was saved by name has them."""
+    turned = lambda tree: {name: tree[name] for name in reversed(tree)}  # noqa: E731
+    decays = {"w": True, "v": False, "b": False}
+    grads = {name: torch.rand(w.shape) for name, w in weights().items()}
+    opt = adamw.init(weights(), average=True)
+    opt.first["w"] += 1
+    opt.average["w"] += 1
+    other = adamw.Moments(opt.step, *map(turned, (opt.first, opt.second, opt.average)))
+    lr = torch.tensor(0.1)
+    want, kept = adamw.update(adamw.AdamW(decays=decays), weights(), grads, opt, lr)
+    settings = adamw.AdamW(decays=turned(decays))
+    got, again = adamw.update(settings, weights(), turned(grads), other, lr)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(again.first, kept.first, rtol=0, atol=0)
+    torch.testing.assert_close(again.average, kept.average, rtol=0, atol=0)
+
+
+def test_without_betas_a_step_is_by_the_sign_of_the_gradient():
+    settings = adamw.AdamW(betas=(0.0, 0.0), eps=0.0, weight_decay=0.0)
+    grads = {name: -torch.ones_like(w) for name, w in weights().items()}
+    new, _ = adamw.update(settings, weights(), grads, adamw.init(weights()), torch.tensor(0.5))
+    assert torch.equal(new["v"], torch.full((3, 3), 2.5))
+
+
+def stepped(
+    settings: adamw.AdamW = SETTINGS, *, accumulate: Any = 1, params: Any = None,
+    batch: Any = (2, 3), first: Any = None,
+) -> Any:  # fmt: skip
+    """One step of something."""
+    params = weights() if params is None else params
+    loss = lambda params, batch: square(params, batch["x"])  # noqa: E731
+    step = make_train_step(loss, settings, adamw.constant(0.1), accumulate=accumulate)
+    opt = adamw.init(weights())
+    opt = opt if first is None else adamw.Moments(opt.step, first, opt.second)
+    return step(params, opt, {"x": torch.ones(batch)})
+
+
+TREE = adamw.AdamW(decays=None)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [(lambda: stepped(TREE, accumulate=4, batch=(2, 2, 3)), fg.errors.TreeError,
+      r"batch\['x'\] is torch.float32 \(2, 2, 3\), and accumulate=4: .*\(4, ...\)"),
+     (lambda: stepped(TREE, accumulate=4), fg.errors.TreeError, r"batch\['x'\] is .* \(2, 3\),"),
+     (lambda: stepped(TREE, accumulate=2, batch=()), fg.errors.TreeError, r"h\['x'\] .* \(\)"),
+     (lambda: stepped(TREE, accumulate=0), ValueError, "accumulate=0: pass .* 1 or more"),
+     (lambda: stepped(TREE, accumulate=2.0), ValueError, "accumulate=2.0: pass"),
+     (lambda: stepped(TREE, params=weights() | {"n": torch.tensor(3)}), fg.errors.TreeError,
+      r"params\['n'\] is torch.int64 \(\), and weights are floats"),
+     (lambda: stepped(adamw.AdamW(decays={"w": True})), fg.errors.TreeError,
+      r"decays is of another structure .*\n  decays\['b'\]: missing\n"),
+     (lambda: stepped(TREE, first={"w": torch.ones(3, 3)}), fg.errors.TreeError,
+      r"opt.first is of another structure .*\n  opt.first\['b'\]: missing\n"),
+     (lambda: stepped(adamw.AdamW(betas=(0.9, 1.0))), ValueError, "pass two numbers from 0 up to"),
+     (lambda: stepped(adamw.AdamW(clip=-1.0)), ValueError, "clip=-1.0.: pass a norm"),
+     (lambda: stepped(adamw.AdamW(eps=-1e-8)), ValueError, "eps=-1e-08.: pass 0 or more"),
+     (lambda: adamw.cosine(1e-3, 0), ValueError, r"cosine\(steps=0\): pass 1 or more")],
+)  # fmt: skip
+def test_what_no_step_can_be_made_of_is_refused(call: Any, kind: Any, text: str):
+    with pytest.raises(kind, match=text):
+        call()

@@ -110,7 +110,8 @@ def _stacked(node: fx.Node, body: fx.GraphModule, may: _May) -> AliasError | Non
         return None
     memory, around = Memory(body.graph), {key for x in inputs_of(body.graph) for key in keys(x)}
     for y in results_of(body.graph)[loop.state :]:
-        for key in _reached(keys(y)[0], may) & around:
+        reached = _reached(keys(y)[0], may)
+        for key in filter(reached.__contains__, around):
             for write in memory.uses(key):
                 if write.writes:
                     return AliasError(

@@ -57,6 +57,11 @@ def make_train_step(
             return fg.core.trees.unflatten(treedef, grads), value
 
         lr = schedule(opt.step)
+        if not isinstance(lr, Tensor) or lr.ndim:
+            raise fg.errors.TreeError(
+                f"the schedule gives {lr!r}, which is no tensor (): a number would be the same at "
+                "each step of a graph. Compute it of the step, a tensor, as constant(3e-4) does"
+            )
         grads, value = on(batch) if accumulate == 1 else mean_of(on, params, batch, accumulate)
         grads, norm = clipped(grads, settings.clip)
         params, opt = update(settings, params, grads, opt, lr)

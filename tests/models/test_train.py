@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,27 @@ def test_a_run_goes_on_as_what_it_was_begun_with(config, tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="is no safetensors file"):
         saving.load_run(path, new, {})
+
+
+def test_a_run_of_another_model_is_not_gone_on_with(tmp_path):
+    """Whose weights have other names, shapes or dtypes, or which keeps no average."""
+    shapes = {"w": (2, 3), "b": (3,)}
+
+    def new(dtype: torch.dtype = torch.float32, average: bool = True, **changed: Any) -> Any:
+        params = {n: torch.ones(shape, dtype=dtype) for n, shape in (shapes | changed).items()}
+        return saving.blank_run(params, init(params, average=average))
+
+    path = tmp_path / "run.safetensors"
+    saving.save_run(path, new()._replace(losses=torch.ones(5)), {})
+    assert saving.load_run(path, new(), {}).step == 5
+    for blank, text in (
+        (new(w=(3, 2)), r"params.w: torch.float32 \(2, 3\) there, torch.float32 \(3, 2\) now"),
+        (new(v=(1,)), r"params.v: none there, torch.float32 \(1,\) now; .*opt.first.v: none"),
+        (new(torch.bfloat16), r"params.w: torch.float32 .* there, torch.bfloat16 .* now"),
+        (new(average=False), r"another model: opt.average.b: .* there, none now; opt.average.w"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            saving.load_run(path, blank, {})
 
 
 def test_the_command_writes_weights_card_and_picture(config, tmp_path, monkeypatch, capsys):

@@ -292,12 +292,13 @@ def test_without_betas_a_step_is_by_the_sign_of_the_gradient():
 
 def stepped(
     settings: adamw.AdamW = SETTINGS, *, accumulate: Any = 1, params: Any = None,
-    batch: Any = (2, 3), first: Any = None,
+    batch: Any = (2, 3), first: Any = None, schedule: Any = None,
 ) -> Any:  # fmt: skip
     """One step of something."""
     params = weights() if params is None else params
     loss = lambda params, batch: square(params, batch["x"])  # noqa: E731
-    step = make_train_step(loss, settings, adamw.constant(0.1), accumulate=accumulate)
+    schedule = schedule or adamw.constant(0.1)
+    step = make_train_step(loss, settings, schedule, accumulate=accumulate)
     opt = adamw.init(weights())
     opt = opt if first is None else adamw.Moments(opt.step, first, opt.second)
     return step(params, opt, {"x": torch.ones(batch)})
@@ -323,6 +324,9 @@ TREE = adamw.AdamW(decays=None)
      (lambda: stepped(adamw.AdamW(betas=(0.9, 1.0))), ValueError, "pass two numbers from 0 up to"),
      (lambda: stepped(adamw.AdamW(clip=-1.0)), ValueError, "clip=-1.0.: pass a norm"),
      (lambda: stepped(adamw.AdamW(eps=-1e-8)), ValueError, "eps=-1e-08.: pass 0 or more"),
+     (lambda: stepped(TREE, schedule=lambda step: 1e-3), fg.errors.TreeError,
+      "the schedule gives 0.001, which is no tensor"),
+     (lambda: stepped(TREE, schedule=lambda step: torch.ones(3)), fg.errors.TreeError, "no tensor"),
      (lambda: adamw.cosine(1e-3, 0), ValueError, r"cosine\(steps=0\): pass 1 or more")],
 )  # fmt: skip
 def test_what_no_step_can_be_made_of_is_refused(call: Any, kind: Any, text: str):

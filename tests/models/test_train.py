@@ -136,6 +136,8 @@ def test_a_run_goes_on_as_what_it_was_begun_with(config, tmp_path):
     assert torch.equal(again.params.matrices, params.matrices) and again.step == 0
     with pytest.raises(CheckpointError, match=r"--lr 0\.1 there, 0\.2 now; --drop None there, 0"):
         saving.load_run(path, new, {"--lr": 0.2, "--seed": 0, "--drop": 0})
+    with pytest.raises(CheckpointError, match=r"another run: --seed 0 there, None now\. Pass"):
+        saving.load_run(path, new, {"--lr": 0.1})
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="is no safetensors file"):
         saving.load_run(path, new, {})

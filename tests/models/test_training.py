@@ -127,6 +127,11 @@ def test_clipping_is_by_the_norm_of_all_gradients(most: float | None, norm: floa
     assert (clipped["a"] / grads["a"]).diff() == 0
 
 
+def test_no_gradient_at_all_is_clipped_to_none():
+    grads, norm = adamw.clipped([torch.zeros(3)], 0.0)
+    assert norm == 0 and torch.equal(grads[0], torch.zeros(3))
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_clipping_is_that_of_the_plain_loop(clip: float | None):
     batches = tokens(STEPS, 4, 17)[:5]
@@ -190,6 +195,18 @@ def test_dropout_is_another_at_each_step():
     assert torch.corrcoef(torch.stack([off[0, 1:], off[0, :-1]]))[0, 1].abs() < 0.02
 
 
+def test_what_is_drawn_is_of_the_step():
+    loss = lambda params, batch, drawn: square(params, batch) * 0 + drawn  # noqa: E731
+    step = make_train_step(
+        loss, TREE, adamw.constant(0.1), draw=lambda params, step: step.float() + 5
+    )
+    params, opt, losses = weights(), adamw.init(weights()), []
+    for _ in range(3):
+        params, opt, metrics = step(params, opt, torch.ones(2, 3))
+        losses.append(metrics["loss"].item())
+    assert losses == [5, 6, 7]
+
+
 def test_a_step_with_dropout_draws_on_the_device():
     def draw(flat: Flat, step: Tensor) -> Tensor:
         return dropped(flat, step, share=0.25, seed=1)
@@ -238,6 +255,7 @@ def test_weights_come_back_as_they_were_packed(config, params):
     assert all(torch.equal(again[n], named[n]) for n in named)
     assert all(w.data_ptr() % 256 == flat.matrices.data_ptr() % 256
                for w in again.values() if w.ndim > 1)  # fmt: skip
+    assert packed({n: w.bfloat16() for n, w in named.items()}).matrices.dtype is torch.float32
     narrow = naming.named(unpacked(llama.blank(config), flat, torch.bfloat16))
     assert all(w.dtype is torch.bfloat16 for w in narrow.values())
 

@@ -170,8 +170,37 @@ def a_gradient_within_and_around(w: Any, state: Any, x: Any) -> Any:
     return torch.func.grad(loss)(w)
 
 
+class Times(torch.autograd.Function):
+    """x by what a function gives, which nobody sees."""
+
+    @staticmethod
+    def forward(x: Any, of: Any) -> Any:
+        return x * of()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.of = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * ctx.of(), None
+
+
+def a_gradient_of_what_is_hidden(w: Any, state: Any, x: Any) -> Any:
+    def loss(w: Any) -> Any:
+        twice = w * 2
+        turn = lambda c, x: (Times.apply(c, lambda: twice) + x, None)  # noqa: E731
+        return fg.scan(turn, w * 0, x)[0].sum()
+
+    return torch.func.grad(loss)(w)
+
+
 def writes_what_a_choice_gives(w: Any, state: Any, x: Any) -> Any:
     return fg.cond(x.sum() > 0, lambda: state["s"], lambda: x * 2).add_(1) * 1
+
+
+def writes_a_weight_by_another_name(w: Any, state: Any, x: Any) -> Any:
+    return fg.cond(x.sum() > 0, lambda: w, lambda: x * 2).add_(1)
 
 
 def writes_what_a_loop_begins_with(w: Any, state: Any, x: Any) -> Any:
@@ -266,6 +295,7 @@ MISTAKES = [
     (cond_writes, MutationError, r"cond of fg.while_loop writes .*write in the body"),
     (carry_of_what_is_written, AliasError, r"carry of fg.fori_loop shares memory .*clone\(\)"),
     (writes_what_a_choice_gives, AliasError, r"forward writes .*may be one with another"),
+    (writes_a_weight_by_another_name, AliasError, r"forward writes .*later: the caller's own"),
     (writes_what_a_loop_begins_with, AliasError, r"forward writes .*may be one with another"),
     (writes_what_was_swapped, AliasError, r"forward writes .*may be one with another"),
     (writes_one_of_two_that_are_one, AliasError, r"forward writes .*may be one with another"),
@@ -289,6 +319,7 @@ MISTAKES = [
     (a_tangent, TransformError, r"forward-mode derivative \(jvp\) is taken around fg.fori_loop"),
     (mapped, TransformError, r"torch.vmap goes through fg.fori_loop"),
     (a_gradient_of_what_is_written, MutationError, r"writes in place .*a gradient goes through"),
+    (a_gradient_of_what_is_hidden, TransformError, r"closes over a tensor .*part of the carry"),
     (a_gradient_within_and_around, TransformError, r"takes a gradient of a tensor that it closes"),
 ]  # fmt: skip
 

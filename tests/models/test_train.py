@@ -143,6 +143,25 @@ def test_a_run_goes_on_as_what_it_was_begun_with(config, tmp_path):
         saving.load_run(path, new, {})
 
 
+def test_what_a_run_is_begun_with_is_each_flag_but_those_of_files(config):
+    facts = lambda *words: train.facts_of(config, TEXT, train.parser().parse_args(words))  # noqa: E731
+    free = {
+        "--threads": "3",
+        "--save-every": "7",
+        "--run": "elsewhere",
+        "--out": "other.safetensors",
+    }
+    fixed = {"--steps": "9", "--batch": "9", "--accumulate": "9", "--context": "9", "--lr": "0.5",
+             "--weight-decay": "0.5", "--drop": "0.5", "--looks": "9", "--dtype": "bfloat16",
+             "--checkpoint": None, "--compile": "pieces", "--seed": "9"}  # fmt: skip
+    known = {word for action in train.parser()._actions for word in action.option_strings}
+    assert known - {"-h", "--help", "--device"} == {*free, *fixed}
+    for name, value in (free | fixed).items():
+        words = [name] if value is None else [name, value]
+        assert (facts(*words) == facts()) == (name in free), name
+    assert train.facts_of(config, TEXT[:-1], train.parser().parse_args([])) != facts()
+
+
 def test_a_run_of_another_model_is_not_gone_on_with(tmp_path):
     """Whose weights have other names, shapes or dtypes, or which keeps no average."""
     shapes = {"w": (2, 3), "b": (3,)}

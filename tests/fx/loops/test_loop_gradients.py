@@ -71,7 +71,7 @@ def losses(fg: Any) -> dict[str, Any]:
 
     def untouched(w: Any, x: Any) -> Any:
         h, ys = fg.scan(lambda h, layer: (h @ layer, w["b"]), x, w["layers"])
-        (b, h), _ = fg.scan(lambda c, layer: ((c[0], c[1] @ layer * c[0]), None), (w["b"], h),
+        (b, h), _ = fg.scan(lambda c, layer: ((c[0], c[1] @ layer * c[0]), layer), (w["b"], h),
                             w["layers"])  # fmt: skip
         return (ys**3).sum() + h.sum() * w["s"] + (b * b).sum()
 

@@ -538,6 +538,39 @@ def test_what_a_loop_gives_may_be_written(recorder_name: str):
         assert back is state
 
 
+def test_loops_that_differ_in_one_thing_differ_as_text():
+    """By which equal pieces are told, and compiled once."""
+
+    def text_of(forward: Any, x: Any) -> str:
+        fast = fg.graphify(forward, stage="x", recorder="tape")
+        nodes = fast.trace(batch=(x,)).graph.gm.graph.nodes
+        (loop,) = (node.target for node in nodes if hasattr(node.target, "graphs"))
+        return loop.text
+
+    def scan(**options: Any) -> Any:
+        return lambda x: fg.scan(lambda c, _: (c * 0.5, c), x[0], None, **options)[1]
+
+    x = torch.ones(4)
+    texts = [text_of(scan(length=3), x), text_of(scan(length=4), x)]
+    texts += [text_of(scan(length=3, reverse=True), x), text_of(scan(length=3), x.double())]
+    assert text_of(scan(length=3), x) == texts[0] and len(set(texts)) == 4
+
+
+def test_a_carry_may_come_back_conjugate(recorder_name: str):
+    """Which is the same memory, read otherwise."""
+
+    def forward(x: Any) -> Any:
+        (z,) = x
+        return fg.fori_loop(0, 3, lambda i, c: c.conj(), z), fg.scan(
+            lambda c, _: (c.conj(), None), z * 2, None, length=2
+        )[0]
+
+    fast = fg.graphify(forward, stage="x", recorder=recorder_name, modes="FULL")
+    z = torch.tensor([1 + 2j, 3 - 1j], device=DEVICES[recorder_name])
+    odd, even = fast((z,))
+    assert torch.equal(odd, z.conj()) and torch.equal(even, z * 2)
+
+
 def test_a_literal_that_a_turn_writes_is_new_at_each(recorder_name: str):
     def forward(state: Any, batch: Any) -> Any:
         def turn(i: Any, c: Any) -> Any:

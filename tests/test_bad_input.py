@@ -683,6 +683,14 @@ def test_an_argument_that_is_new_at_each_call(forward: Any, new: Any, donate: bo
     assert ("donate='t'" in str(caught.value)) is donate
 
 
+def test_state_is_to_be_donated_beside_what_is():
+    fast = fg.graphify(lambda s, t, x: (s + 1, t + 1), donate="s", stage="x")
+    state = torch.ones(2)
+    fast(state, torch.ones(3), x43)
+    with pytest.raises(errors.AddressError, match=r"donate=\('s', 't'\)\), and it is updated"):
+        fast(state, torch.ones(3), x43)
+
+
 def test_a_new_argument_beside_a_batch_with_a_spec():
     fast = fg.graphify(lambda p, t, s, b: toys.tally(p, s, b), donate="s", stage="b")
     params, state = toys.tally_params(), toys.tally_state()

@@ -149,9 +149,12 @@ def _fix(executable: Executable, position: int) -> str:
         how = f"make it a field of {args.batch_type.__name__}, fg.buffer(...)"
     new = f"If {name!r} is new at each call, {how}. Else {write}"
     if _is_returned(executable, position):
+        pairs = zip(args.signature.names, args.signature.roles)
+        donated = [*(other for other, role in pairs if role is Role.DONATED), name]
         return (
             f"{name!r} looks like what forward returns: if it is state, donate it, "
-            f"fg.graphify(..., donate={name!r}), and it is updated where it is. {new}"
+            f"fg.graphify(..., donate={tuple(donated) if donated[1:] else name!r}), "
+            f"and it is updated where it is. {new}"
         )
     return new
 

@@ -67,17 +67,21 @@ def update(
     Args:
         params, grads: trees of one structure, float32.
         lr: () float32.
+
+    Raises:
+        TreeError: gradients, moments, average or `settings.decays` of another structure; by path.
     """
     (slow, slower), step = settings.betas, opt.step + 1
     count = step.float()
     # 1 - beta ** step, which would lose its digits where the power is close to 1
-    bias, bias_of_squares = (-torch.expm1(count * math.log(beta)) for beta in settings.betas)
+    logs = (math.log(beta) if beta else -math.inf for beta in settings.betas)
+    bias, bias_of_squares = (-torch.expm1(count * log) for log in logs)
     size, root = lr / bias, bias_of_squares.sqrt()
     weights, treedef = fg.core.trees.flatten(params)
-    decays = _decays(settings, weights)
-    gradients, firsts, seconds = (
-        fg.core.trees.flatten(tree)[0] for tree in (grads, opt.first, opt.second)
-    )
+    decays = _decays(settings, weights, treedef)
+    gradients = leaves_like(treedef, grads, "grads")
+    firsts = leaves_like(treedef, opt.first, "opt.first")
+    seconds = leaves_like(treedef, opt.second, "opt.second")
     new: list[tuple[Tensor, Tensor, Tensor]] = []
     for w, g, first, second, decayed in zip(weights, gradients, firsts, seconds, decays):
         first = torch.lerp(first, g, 1 - slow)
@@ -91,10 +95,45 @@ def update(
     return params, Moments(step, first, second, blended(opt.average, params, count))
 
 
-def _decays(settings: AdamW, weights: Sequence[Tensor]) -> list[bool]:
+def _decays(settings: AdamW, weights: Sequence[Tensor], treedef: Any) -> list[bool]:
     if settings.decays is None:
         return [w.ndim > 1 for w in weights]
-    return list(fg.core.trees.flatten(settings.decays)[0])
+    return leaves_like(treedef, settings.decays, "decays")
+
+
+def leaves_like(treedef: Any, tree: Any, name: str) -> list[Any]:
+    """The leaves of a tree in the order of the weights', whatever the order of keys.
+
+    Args:
+        treedef: the weights' structure.
+        name: of the tree, for errors.
+
+    Raises:
+        TreeError: it is of another structure; by path.
+    """
+    leaves, found = fg.core.trees.flatten(fg.core.trees.ordered_as(tree, treedef))
+    if found != treedef:
+        lines = "\n".join(fg.core.trees.differences(treedef, found, name))
+        raise fg.errors.TreeError(
+            f"{name} is of another structure than the weights:\n{lines}\nGive it one leaf for each "
+            "of theirs; what `init` makes of them has their structure"
+        )
+    return leaves
+
+
+def check(settings: AdamW) -> None:
+    """Refuse what would make weights grow, or no numbers.
+
+    Raises:
+        ValueError: by name, with what may be passed.
+    """
+    if not all(0 <= beta < 1 for beta in settings.betas):
+        raise ValueError(f"AdamW(betas={settings.betas}): pass two numbers from 0 up to below 1")
+    if settings.clip is not None and not settings.clip >= 0:
+        raise ValueError(f"AdamW(clip={settings.clip}): pass a norm, 0 or more; None clips nothing")
+    for name in ("eps", "weight_decay"):
+        if not getattr(settings, name) >= 0:
+            raise ValueError(f"AdamW({name}={getattr(settings, name)}): pass 0 or more")
 
 
 def blended(average: Any, params: Any, count: Tensor) -> Any:
@@ -105,8 +144,8 @@ def blended(average: Any, params: Any, count: Tensor) -> Any:
     if average is None:
         return None
     weight = 1 - (count / (count + 9)).clamp(max=0.999)
-    averages, treedef = fg.core.trees.flatten(average)
-    weights = fg.core.trees.flatten(params)[0]
+    weights, treedef = fg.core.trees.flatten(params)
+    averages = leaves_like(treedef, average, "opt.average")
     return fg.core.trees.unflatten(
         treedef, [torch.lerp(a, w, weight) for a, w in zip(averages, weights)]
     )
@@ -127,7 +166,12 @@ def cosine(peak: float, steps: int, *, warmup: float = 0.03, last: float = 0.02)
 
     Args:
         last: where it ends, as a share of `peak`.
+
+    Raises:
+        ValueError: of no step.
     """
+    if steps < 1:
+        raise ValueError(f"cosine(steps={steps}): pass 1 or more")
 
     def lr(step: Tensor) -> Tensor:
         done = (step / steps).clamp(max=1.0)

@@ -65,7 +65,8 @@ def load_run(path: Path, blank: Run, facts: Mapping[str, Any]) -> Run:
         facts: as `save_run` was told.
 
     Raises:
-        CheckpointError: it is no such file, or of a run with other facts; all are listed.
+        CheckpointError: it is no such file, or of a run with other facts or other tensors; all are
+            listed.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -88,8 +89,23 @@ def load_run(path: Path, blank: Run, facts: Mapping[str, Any]) -> Run:
             "another folder"
         )
     own = naming.named(blank)
+    wrong = _unlike(own, found)
+    if wrong:
+        raise CheckpointError(f"{path} is of another model: {'; '.join(wrong)}")
     run: Run = naming.filled(blank, {n: found[n].to(own[n].device) for n in own})
     return run._replace(seconds=float(said["seconds"]))
+
+
+def _unlike(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """In which tensors a file differs from what goes on; how many losses there are may."""
+    grown, told = ("losses", "looks"), []
+    for name in dict.fromkeys([*own, *found]):
+        here, there = (
+            f"{x[name].dtype} {tuple(x[name].shape)}" if name in x else "none" for x in (own, found)
+        )
+        if here != there and not (name in grown and name in found):
+            told.append(f"{name}: {there} there, {here} now")
+    return told
 
 
 def blank_run(params: Flat, opt: Moments) -> Run:

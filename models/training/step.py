@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.models.training.adamw import AdamW, Moments, Schedule, clipped, update
+from fngraph.models.training.adamw import AdamW, Moments, Schedule, check, clipped, update
 
 LossFn = Callable[..., Tensor]  # params, batch, and what `draw` gave if there is one -> ()
 TrainStep = Callable[[Any, Moments, Any], tuple[Any, Moments, dict[str, Tensor]]]
@@ -32,11 +32,22 @@ def make_train_step(
         draw: what is random in a step, once for all of its batches: masks of dropout. It is made
             of the weights and the step's number, or drawn from a generator that
             `graphify(generators=)` is told of.
+
+    Raises:
+        ValueError: `accumulate`, or one of the settings, that is out of range.
+        TreeError: when it is called: weights that are no floats, or a batch whose leaves do not
+            have `accumulate` batches; by path.
     """
+    check(settings)
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}: pass how many batches a step has, 1 or more")
 
     def train_step(params: Any, opt: Moments, batch: Any) -> Any:
         drawn = () if draw is None else (draw(params, opt.step),)
         leaves, treedef = fg.core.trees.flatten(params)
+        _refuse("params", params, lambda w: w.is_floating_point(), (
+            "and weights are floats. Pass it with the batch, or keep it as a number of Python"
+        ))  # fmt: skip
 
         def on(batch: Any) -> tuple[Any, Tensor]:
             def of(leaves: list[Tensor]) -> Tensor:
@@ -46,6 +57,11 @@ def make_train_step(
             return fg.core.trees.unflatten(treedef, grads), value
 
         lr = schedule(opt.step)
+        if not isinstance(lr, Tensor) or lr.ndim:
+            raise fg.errors.TreeError(
+                f"the schedule gives {lr!r}, which is no tensor (): a number would be the same at "
+                "each step of a graph. Compute it of the step, a tensor, as constant(3e-4) does"
+            )
         grads, value = on(batch) if accumulate == 1 else mean_of(on, params, batch, accumulate)
         grads, norm = clipped(grads, settings.clip)
         params, opt = update(settings, params, grads, opt, lr)
@@ -57,7 +73,14 @@ def make_train_step(
 def mean_of(
     on: Callable[[Any], tuple[Any, Tensor]], params: Any, batches: Any, count: int
 ) -> tuple[Any, Tensor]:
-    """Gradients and loss averaged over so many batches, one after the other."""
+    """Gradients and loss averaged over so many batches, one after the other.
+
+    Raises:
+        TreeError: a leaf of `batches` whose first dim is not `count`, by path.
+    """
+    _refuse("batch", batches, lambda x: x.ndim > 0 and x.shape[0] == count, (
+        f"and accumulate={count}: each leaf has as many batches along its first dim, ({count}, ...)"
+    ))  # fmt: skip
     zeros = fg.core.trees.map_leaves(torch.zeros_like, params)
 
     def body(carry: Any, batch: Any) -> tuple[Any, Tensor]:
@@ -66,6 +89,14 @@ def mean_of(
 
     total, values = fg.scan(body, zeros, batches)
     return fg.core.trees.map_leaves(lambda g: g / count, total), values.mean()
+
+
+def _refuse(name: str, tree: Any, right: Callable[[Tensor], bool], why: str) -> None:
+    """Raise a TreeError for the first leaf that is not right."""
+    leaves, treedef = fg.core.trees.flatten(tree)
+    for path, x in zip(fg.core.trees.paths(treedef, name), leaves):
+        if not right(x):
+            raise fg.errors.TreeError(f"{path} is {x.dtype} {tuple(x.shape)}, {why}")
 
 
 def added(a: Any, b: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,9 +136,51 @@ def test_a_run_goes_on_as_what_it_was_begun_with(config, tmp_path):
     assert torch.equal(again.params.matrices, params.matrices) and again.step == 0
     with pytest.raises(CheckpointError, match=r"--lr 0\.1 there, 0\.2 now; --drop None there, 0"):
         saving.load_run(path, new, {"--lr": 0.2, "--seed": 0, "--drop": 0})
+    with pytest.raises(CheckpointError, match=r"another run: --seed 0 there, None now\. Pass"):
+        saving.load_run(path, new, {"--lr": 0.1})
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="is no safetensors file"):
         saving.load_run(path, new, {})
+
+
+def test_what_a_run_is_begun_with_is_each_flag_but_those_of_files(config):
+    facts = lambda *words: train.facts_of(config, TEXT, train.parser().parse_args(words))  # noqa: E731
+    free = {
+        "--threads": "3",
+        "--save-every": "7",
+        "--run": "elsewhere",
+        "--out": "other.safetensors",
+    }
+    fixed = {"--steps": "9", "--batch": "9", "--accumulate": "9", "--context": "9", "--lr": "0.5",
+             "--weight-decay": "0.5", "--drop": "0.5", "--looks": "9", "--dtype": "bfloat16",
+             "--checkpoint": None, "--compile": "pieces", "--seed": "9"}  # fmt: skip
+    known = {word for action in train.parser()._actions for word in action.option_strings}
+    assert known - {"-h", "--help", "--device"} == {*free, *fixed}
+    for name, value in (free | fixed).items():
+        words = [name] if value is None else [name, value]
+        assert (facts(*words) == facts()) == (name in free), name
+    assert train.facts_of(config, TEXT[:-1], train.parser().parse_args([])) != facts()
+
+
+def test_a_run_of_another_model_is_not_gone_on_with(tmp_path):
+    """Whose weights have other names, shapes or dtypes, or which keeps no average."""
+    shapes = {"w": (2, 3), "b": (3,)}
+
+    def new(dtype: torch.dtype = torch.float32, average: bool = True, **changed: Any) -> Any:
+        params = {n: torch.ones(shape, dtype=dtype) for n, shape in (shapes | changed).items()}
+        return saving.blank_run(params, init(params, average=average))
+
+    path = tmp_path / "run.safetensors"
+    saving.save_run(path, new()._replace(losses=torch.ones(5)), {})
+    assert saving.load_run(path, new(), {}).step == 5
+    for blank, text in (
+        (new(w=(3, 2)), r"params.w: torch.float32 \(2, 3\) there, torch.float32 \(3, 2\) now"),
+        (new(v=(1,)), r"params.v: none there, torch.float32 \(1,\) now; .*opt.first.v: none"),
+        (new(torch.bfloat16), r"params.w: torch.float32 .* there, torch.bfloat16 .* now"),
+        (new(average=False), r"another model: opt.average.b: .* there, none now; opt.average.w"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            saving.load_run(path, blank, {})
 
 
 def test_the_command_writes_weights_card_and_picture(config, tmp_path, monkeypatch, capsys):

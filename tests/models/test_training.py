@@ -127,6 +127,11 @@ def test_clipping_is_by_the_norm_of_all_gradients(most: float | None, norm: floa
     assert (clipped["a"] / grads["a"]).diff() == 0
 
 
+def test_no_gradient_at_all_is_clipped_to_none():
+    grads, norm = adamw.clipped([torch.zeros(3)], 0.0)
+    assert norm == 0 and torch.equal(grads[0], torch.zeros(3))
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_clipping_is_that_of_the_plain_loop(clip: float | None):
     batches = tokens(STEPS, 4, 17)[:5]
@@ -190,6 +195,18 @@ def test_dropout_is_another_at_each_step():
     assert torch.corrcoef(torch.stack([off[0, 1:], off[0, :-1]]))[0, 1].abs() < 0.02
 
 
+def test_what_is_drawn_is_of_the_step():
+    loss = lambda params, batch, drawn: square(params, batch) * 0 + drawn  # noqa: E731
+    step = make_train_step(
+        loss, TREE, adamw.constant(0.1), draw=lambda params, step: step.float() + 5
+    )
+    params, opt, losses = weights(), adamw.init(weights()), []
+    for _ in range(3):
+        params, opt, metrics = step(params, opt, torch.ones(2, 3))
+        losses.append(metrics["loss"].item())
+    assert losses == [5, 6, 7]
+
+
 def test_a_step_with_dropout_draws_on_the_device():
     def draw(flat: Flat, step: Tensor) -> Tensor:
         return dropped(flat, step, share=0.25, seed=1)
@@ -238,6 +255,7 @@ def test_weights_come_back_as_they_were_packed(config, params):
     assert all(torch.equal(again[n], named[n]) for n in named)
     assert all(w.data_ptr() % 256 == flat.matrices.data_ptr() % 256
                for w in again.values() if w.ndim > 1)  # fmt: skip
+    assert packed({n: w.bfloat16() for n, w in named.items()}).matrices.dtype is torch.float32
     narrow = naming.named(unpacked(llama.blank(config), flat, torch.bfloat16))
     assert all(w.dtype is torch.bfloat16 for w in narrow.values())
 
@@ -253,3 +271,82 @@ def test_what_the_page_shows_runs(capsys):
         for loss, estimated in re.findall(r"^(\S+) Memory.*estimated: (\S+) MB", printed, re.M)
     )
     assert loss == same and again < 0.7 * kept
+
+
+def weights() -> dict[str, Tensor]:
+    """Some, one of which decays."""
+    return {"w": torch.ones(3, 3), "v": torch.full((3, 3), 2.0), "b": torch.ones(3)}
+
+
+def square(params: Any, batch: Any) -> Tensor:
+    """A loss."""
+    return ((batch @ params["w"] @ params["v"] + params["b"]) ** 2).mean()
+
+
+def test_what_an_optimizer_is_given_may_have_its_keys_in_any_order():
+    """As a checkpoint that was saved by name has them."""
+    turned = lambda tree: {name: tree[name] for name in reversed(tree)}  # noqa: E731
+    decays = {"w": True, "v": False, "b": False}
+    grads = {name: torch.rand(w.shape) for name, w in weights().items()}
+    opt = adamw.init(weights(), average=True)
+    opt.first["w"] += 1
+    opt.average["w"] += 1
+    other = adamw.Moments(opt.step, *map(turned, (opt.first, opt.second, opt.average)))
+    lr = torch.tensor(0.1)
+    want, kept = adamw.update(adamw.AdamW(decays=decays), weights(), grads, opt, lr)
+    settings = adamw.AdamW(decays=turned(decays))
+    got, again = adamw.update(settings, weights(), turned(grads), other, lr)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(again.first, kept.first, rtol=0, atol=0)
+    torch.testing.assert_close(again.average, kept.average, rtol=0, atol=0)
+
+
+def test_without_betas_a_step_is_by_the_sign_of_the_gradient():
+    settings = adamw.AdamW(betas=(0.0, 0.0), eps=0.0, weight_decay=0.0)
+    grads = {name: -torch.ones_like(w) for name, w in weights().items()}
+    new, _ = adamw.update(settings, weights(), grads, adamw.init(weights()), torch.tensor(0.5))
+    assert torch.equal(new["v"], torch.full((3, 3), 2.5))
+
+
+def stepped(
+    settings: adamw.AdamW = SETTINGS, *, accumulate: Any = 1, params: Any = None,
+    batch: Any = (2, 3), first: Any = None, schedule: Any = None,
+) -> Any:  # fmt: skip
+    """One step of something."""
+    params = weights() if params is None else params
+    loss = lambda params, batch: square(params, batch["x"])  # noqa: E731
+    schedule = schedule or adamw.constant(0.1)
+    step = make_train_step(loss, settings, schedule, accumulate=accumulate)
+    opt = adamw.init(weights())
+    opt = opt if first is None else adamw.Moments(opt.step, first, opt.second)
+    return step(params, opt, {"x": torch.ones(batch)})
+
+
+TREE = adamw.AdamW(decays=None)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [(lambda: stepped(TREE, accumulate=4, batch=(2, 2, 3)), fg.errors.TreeError,
+      r"batch\['x'\] is torch.float32 \(2, 2, 3\), and accumulate=4: .*\(4, ...\)"),
+     (lambda: stepped(TREE, accumulate=4), fg.errors.TreeError, r"batch\['x'\] is .* \(2, 3\),"),
+     (lambda: stepped(TREE, accumulate=2, batch=()), fg.errors.TreeError, r"h\['x'\] .* \(\)"),
+     (lambda: stepped(TREE, accumulate=0), ValueError, "accumulate=0: pass .* 1 or more"),
+     (lambda: stepped(TREE, accumulate=2.0), ValueError, "accumulate=2.0: pass"),
+     (lambda: stepped(TREE, params=weights() | {"n": torch.tensor(3)}), fg.errors.TreeError,
+      r"params\['n'\] is torch.int64 \(\), and weights are floats"),
+     (lambda: stepped(adamw.AdamW(decays={"w": True})), fg.errors.TreeError,
+      r"decays is of another structure .*\n  decays\['b'\]: missing\n"),
+     (lambda: stepped(TREE, first={"w": torch.ones(3, 3)}), fg.errors.TreeError,
+      r"opt.first is of another structure .*\n  opt.first\['b'\]: missing\n"),
+     (lambda: stepped(adamw.AdamW(betas=(0.9, 1.0))), ValueError, "pass two numbers from 0 up to"),
+     (lambda: stepped(adamw.AdamW(clip=-1.0)), ValueError, "clip=-1.0.: pass a norm"),
+     (lambda: stepped(adamw.AdamW(eps=-1e-8)), ValueError, "eps=-1e-08.: pass 0 or more"),
+     (lambda: stepped(TREE, schedule=lambda step: 1e-3), fg.errors.TreeError,
+      "the schedule gives 0.001, which is no tensor"),
+     (lambda: stepped(TREE, schedule=lambda step: torch.ones(3)), fg.errors.TreeError, "no tensor"),
+     (lambda: adamw.cosine(1e-3, 0), ValueError, r"cosine\(steps=0\): pass 1 or more")],
+)  # fmt: skip
+def test_what_no_step_can_be_made_of_is_refused(call: Any, kind: Any, text: str):
+    with pytest.raises(kind, match=text):
+        call()

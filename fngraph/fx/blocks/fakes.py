@@ -20,29 +20,36 @@ def elements_of(fake: torch.Tensor) -> Any:
 
 
 def fakes_like(
-    old: Any, memory: dict[int, torch.Tensor], elements: Mapping[int, Any] | None = None
-) -> Any:
+    old: Any, memory: dict[int, torch.Tensor], elements: Mapping[int, Any] | None = None,
+    starts: Mapping[int, Any] | None = None,
+) -> Any:  # fmt: skip
     """The same tree, its fakes in the memory that stands for theirs.
 
     Args:
         memory: by the storage of an old fake, a fake in the new one; what is missing is made, and
             added.
         elements: `elements_of` what made such a storage, if that is not its first fake here.
+        starts: by the storage of an old fake, the byte at which it begins in the new one; 0.
     """
     if not isinstance(old, FakeTensor):
-        return tree_map_only(FakeTensor, lambda x: _like(x, memory, elements or {}), old)
-    return _like(old, memory, elements or {})
+        return tree_map_only(
+            FakeTensor, lambda x: _like(x, memory, elements or {}, starts or {}), old
+        )
+    return _like(old, memory, elements or {}, starts or {})
 
 
 def _like(
-    old: FakeTensor, memory: dict[int, torch.Tensor], elements: Mapping[int, Any]
-) -> FakeTensor:
+    old: FakeTensor, memory: dict[int, torch.Tensor], elements: Mapping[int, Any],
+    starts: Mapping[int, Any],
+) -> FakeTensor:  # fmt: skip
     key = storage_key(old)
     with in_kernel_invocation_manager(old.fake_mode):
         if key not in memory:
             many = elements[key] if key in elements else elements_of(old)
             memory[key] = torch.empty(many, dtype=old.dtype, device="meta")
         base, start = memory[key], old.storage_offset()
+        if key in starts:
+            start = start + starts[key] // old.itemsize
         if base.dtype is old.dtype:
             meta = _AS_STRIDED(base, old.shape, old.stride(), start)
         else:

@@ -36,9 +36,9 @@ def check_aliases(
     Raises:
         AliasError: naming the op that writes, the loop, and who reads later.
     """
-    may: _May = {}
-    _collect(gm, may)
-    if may:
+    if any(map(is_loop, gm.graph.nodes)):
+        may: _May = {}
+        _collect(gm, may)
         inputs, results = inputs_of(gm.graph), results_of(gm.graph)
         news = {keys(inputs[k])[0]: keys(results[i])[0] for k, i in returns.items()}
         _check(gm, may, news, refuse)
@@ -78,8 +78,9 @@ def _reached(key: _Key, may: _May) -> set[_Key]:
 
 
 def _check(
-    gm: fx.GraphModule, may: _May, news: Mapping[int, int], refuse: Callable[[AliasError], None]
-) -> None:
+    gm: fx.GraphModule, may: _May, news: Mapping[int, int],
+    refuse: Callable[[AliasError], None], within: fx.Node | None = None,
+) -> None:  # fmt: skip
     memory = Memory(gm.graph)
     loops = list(filter(is_loop, gm.graph.nodes))
     begins = {storage_key(x): node for node in loops for x in node.target.results}  # type: ignore[union-attr]
@@ -89,19 +90,48 @@ def _check(
         others = [x for x in reached if x in memory.members]
         others += [x for x in here if x not in reached and here[x] & reached]
         for other in others:
-            if other != one and (error := _error(one, other, memory, begins, inputs, news)):
+            if other == one:
+                continue
+            if error := _error(one, other, memory, begins, inputs, news, within):
                 refuse(error)
                 return
     for node in loops:
         for inner in node.target.graphs:  # type: ignore[union-attr]
-            _check(inner, may, {}, refuse)
+            if (error := _stacked(node, inner, may)) is not None:
+                refuse(error)
+                return
+            _check(inner, may, {}, refuse, node)
+
+
+def _stacked(node: fx.Node, body: fx.GraphModule, may: _May) -> AliasError | None:
+    """Of a scan: a row may be memory from around it that its turns write. In Python each row would
+    then be as the last turn leaves it."""
+    if not isinstance(loop := node.target, Loop) or loop.kind != "scan":
+        return None
+    memory, around = Memory(body.graph), {key for x in inputs_of(body.graph) for key in keys(x)}
+    for y in results_of(body.graph)[loop.state :]:
+        reached = _reached(keys(y)[0], may)
+        for key in filter(reached.__contains__, around):
+            for write in memory.uses(key):
+                if write.writes:
+                    return AliasError(
+                        f"{line_of(write.node)}: a turn of {loop} ({loop.line}) writes "
+                        f"({write.node.target}) a tensor that is there for all turns, and gives it "
+                        "as its row too: in Python all rows would be that one tensor, as the last "
+                        "turn leaves it. Give a copy: y.clone()"
+                    )
+    return None
 
 
 def _error(
     one: int, other: int, memory: Memory, begins: Mapping[int, fx.Node], inputs: set[int],
-    news: Mapping[int, int],
+    news: Mapping[int, int], within: fx.Node | None,
 ) -> AliasError | None:  # fmt: skip
-    """Of two storages that may be one in Python: who writes either, where the other is read on."""
+    """Of two storages that may be one in Python: who writes either, where the other is read on.
+
+    Args:
+        within: the loop whose function it is in.
+    """
     start = max((memory.at[begins[x]] for x in (one, other) if x in begins), default=-1)
     for a, b in ((one, other), (other, one)):
         for write in memory.uses(a):
@@ -112,7 +142,7 @@ def _error(
                 if use.time > write.time or (use.node is write.node and is_loop(use.node))
             ]  # fmt: skip
             if readers or (b in inputs and a not in inputs and news.get(b) != a):
-                loop = next((begins[x] for x in (a, b) if x in begins), None)
+                loop = next((begins[x] for x in (a, b) if x in begins), within)
                 return _told(write.node, loop, next((str(x) for x in readers), "the caller's own"))
     return None
 

@@ -22,7 +22,7 @@ from fngraph.fx.nodes import is_size, storages_written
 from fngraph.fx.tracing.constants import COPIES
 from fngraph.fx.tracing.outside import foreign
 from fngraph.fx.tracing.purity import PurityMode
-from fngraph.torch_facts.memory import storage_key
+from fngraph.torch_facts.memory import storage_key, with_bits
 from fngraph.torch_facts.names import DisableTorchFunction, alive, without_modes
 from fngraph.torch_facts.tracing import (
     FakeTensor,
@@ -202,6 +202,20 @@ def outline(
     return graphs, reads
 
 
+def _move(graph: fx.Graph, key: int, to: torch.Tensor) -> None:
+    """Say that what lies in a storage lies where `to` does: an input that was one of the graph
+    around, whose views and writes are of that."""
+    memory, starts = {key: to}, {key: to.storage_offset() * to.itemsize}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and storage_key(value) == key:
+            with without_modes(), no_python_dispatcher(), DisableTorchFunction():
+                moved = fakes_like(value, memory, None, starts)
+                node.meta["val"] = with_bits(moved, value.is_conj(), value.is_neg())
+        for inner in getattr(node.target, "graphs", ()):
+            _move(inner.graph, key, to)
+
+
 def _graph(one: Body, reads: Sequence[fx.Node], threaded: Mapping[int, fx.Node]) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -213,6 +227,8 @@ def _graph(one: Body, reads: Sequence[fx.Node], threaded: Mapping[int, fx.Node])
         copies[one.inputs[i]] = copies[node]
     for node in one.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    for i, node in threaded.items():
+        _move(graph, storage_key(one.inputs[i].meta["val"]), node.meta["val"])
     kept = [x for i, x in enumerate(one.outputs) if i not in threaded or not one.carries]
     graph.output(tuple(copies[x] for x in kept))
     return fx.GraphModule({}, graph)

@@ -122,8 +122,8 @@ def fori_loop(
     if isinstance(lower, int) and isinstance(upper, int):
         numbers = torch.arange(lower, max(lower, upper), device=device)
         return _scan(fn, lambda now, i: (body(i, now), None), carry, numbers, None, False)[0]
-    ends = [
-        x if isinstance(x, torch.Tensor) else torch.full((), x, device=device)
+    ends = [  # copies: a turn may write what they came from, and takes no more turns by that
+        x.clone() if isinstance(x, torch.Tensor) else torch.full((), x, device=device)
         for x in (lower, upper)
     ]
     _, carry = while_loop(

@@ -308,8 +308,9 @@ _FIXES = {
 
 def sync_error(line: str, func: Any, call: str) -> HostSyncError:
     """The error about an op that waits for a value, with the fix for the call that it is from."""
-    fix = _FIXES.get(call, "Keep the choice on the device: torch.where(condition, a, b). Return "
-                           "the tensor itself to read it after the call")  # fmt: skip
+    fix = _FIXES.get(call, "Keep the choice on the device: torch.where(condition, a, b); for if "
+                           "and while fg.cond and fg.while_loop. Return the tensor itself to read "
+                           "it after the call")  # fmt: skip
     return HostSyncError(
         f"{line}: forward needs a tensor's value on the host ({func}, from .item(), int(), "
         f"if tensor, ...); a graph would freeze it. {fix}"

@@ -219,7 +219,8 @@ def _check_values(outputs: Sequence[Any], paths: Sequence[str], refuse: Refusals
         elif not has_proxy_slot(value, mode.tracer):
             error = PurityError(
                 f"forward returns {path}, which no op of this trace has made: another thread has, "
-                "or another trace. Compute it in forward, on its own thread"
+                "or another trace, or a function of a loop has made it, and its turn is over. "
+                "Compute it in forward, on its own thread; return from a loop what is to last"
             )
         if error is not None:
             refuse(error)

@@ -69,8 +69,15 @@ def losses(fg: Any) -> dict[str, Any]:
         h, ys = fg.scan(body, x, w["layers"])
         return ys.sum() + h.sum()
 
+    def untouched(w: Any, x: Any) -> Any:
+        h, ys = fg.scan(lambda h, layer: (h @ layer, w["b"]), x, w["layers"])
+        (b, h), _ = fg.scan(lambda c, layer: ((c[0], c[1] @ layer * c[0]), layer), (w["b"], h),
+                            w["layers"])  # fmt: skip
+        return (ys**3).sum() + h.sum() * w["s"] + (b * b).sum()
+
     return {f.__name__: f for f in
-            (forwards, backwards, counted, no_turn, chosen, as_it_is, nested)}  # fmt: skip
+            (forwards, backwards, counted, no_turn, chosen, as_it_is, nested, untouched)
+            }  # fmt: skip
 
 
 def given(seed: int, device: str) -> tuple[Any, Any]:
@@ -84,7 +91,7 @@ def squares(loss: Any) -> Any:
     return lambda w, x: sum(g.pow(2).sum() for g in grad(loss)(w, x).values())
 
 
-@pytest.mark.sampled("backwards", "chosen")
+@pytest.mark.sampled("backwards", "chosen", "untouched")
 @pytest.mark.parametrize("name", losses(fg))
 def test_a_gradient_is_pythons(name: str, recorder_name: str):
     python, ours = losses(Python)[name], losses(fg)[name]

@@ -170,8 +170,37 @@ def a_gradient_within_and_around(w: Any, state: Any, x: Any) -> Any:
     return torch.func.grad(loss)(w)
 
 
+class Times(torch.autograd.Function):
+    """x by what a function gives, which nobody sees."""
+
+    @staticmethod
+    def forward(x: Any, of: Any) -> Any:
+        return x * of()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.of = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * ctx.of(), None
+
+
+def a_gradient_of_what_is_hidden(w: Any, state: Any, x: Any) -> Any:
+    def loss(w: Any) -> Any:
+        twice = w * 2
+        turn = lambda c, x: (Times.apply(c, lambda: twice) + x, None)  # noqa: E731
+        return fg.scan(turn, w * 0, x)[0].sum()
+
+    return torch.func.grad(loss)(w)
+
+
 def writes_what_a_choice_gives(w: Any, state: Any, x: Any) -> Any:
     return fg.cond(x.sum() > 0, lambda: state["s"], lambda: x * 2).add_(1) * 1
+
+
+def writes_a_weight_by_another_name(w: Any, state: Any, x: Any) -> Any:
+    return fg.cond(x.sum() > 0, lambda: w, lambda: x * 2).add_(1)
 
 
 def writes_what_a_loop_begins_with(w: Any, state: Any, x: Any) -> Any:
@@ -207,6 +236,36 @@ def writes_its_carry_by_another_name(w: Any, state: Any, x: Any) -> Any:
     return fg.fori_loop(0, 2, turn, x)
 
 
+def writes_a_carry_that_is_a_row_too(w: Any, state: Any, x: Any) -> Any:
+    return fg.scan(lambda c, w: (c.add_(w), c[:2]), state["s"], w)[1]
+
+
+def writes_a_tensor_that_is_a_row_too(w: Any, state: Any, x: Any) -> Any:
+    def turn(c: Any, row: Any) -> Any:
+        fg.cond(row > 0, lambda: state["s"].add_(row), lambda: w * 2)
+        return c, state["s"]
+
+    return fg.scan(turn, zero(), w)[1]
+
+
+def writes_a_carry_that_another_is_a_part_of(w: Any, state: Any, x: Any) -> Any:
+    def turn(i: Any, carry: Any) -> Any:
+        kept, before, total = carry
+        kept.add_(1)
+        return kept, kept[:2], total + before
+
+    return fg.fori_loop(0, 3, turn, (state["s"], x[:2], x[:2] * 0))[2]
+
+
+def writes_a_carry_that_was_chosen(w: Any, state: Any, x: Any) -> Any:
+    def turn(c: Any, row: Any) -> Any:
+        chosen = fg.cond(row > 0, lambda: c, lambda: c * 2)
+        c.add_(1)
+        return c, chosen.sum()
+
+    return fg.scan(turn, state["s"], w)[1]
+
+
 MISTAKES = [
     (carry_of_another_dtype, TreeError,
      r"fg.fori_loop: body gives .*\n  carry\['h'\]\[0\]: got float16 \(4,\) .*expected float32"),
@@ -236,15 +295,22 @@ MISTAKES = [
     (cond_writes, MutationError, r"cond of fg.while_loop writes .*write in the body"),
     (carry_of_what_is_written, AliasError, r"carry of fg.fori_loop shares memory .*clone\(\)"),
     (writes_what_a_choice_gives, AliasError, r"forward writes .*may be one with another"),
+    (writes_a_weight_by_another_name, AliasError, r"forward writes .*later: the caller's own"),
     (writes_what_a_loop_begins_with, AliasError, r"forward writes .*may be one with another"),
     (writes_what_was_swapped, AliasError, r"forward writes .*may be one with another"),
     (writes_one_of_two_that_are_one, AliasError, r"forward writes .*may be one with another"),
     (writes_what_it_chose_from, AliasError, r"forward writes .*may be one with another"),
     (writes_in_a_later_loop, AliasError, r"forward writes .*may be one with another"),
     (writes_its_carry_by_another_name, AliasError, r"forward writes .*may be one with another"),
+    (writes_a_carry_that_is_a_row_too, AliasError, r"a turn of fg.scan .* as its row too.*clone"),
+    (writes_a_tensor_that_is_a_row_too, AliasError, r"a turn of fg.scan .* as its row too.*clone"),
+    (writes_a_carry_that_another_is_a_part_of, AliasError,
+     r"forward writes .*what fg.fori_loop .*may be one with another"),
+    (writes_a_carry_that_was_chosen, AliasError,
+     r"forward writes .*what fg.cond .*may be one with another"),
     (draws, RandomError, r"a function of fg.fori_loop draws random numbers .*scan over them"),
     (draws_from_nowhere, RandomError, r"not registered"),
-    (waits, HostSyncError, r"needs a tensor's value on the host"),
+    (waits, HostSyncError, r"needs a tensor's value on the host.* fg.cond and fg.while_loop"),
     (closes_over_a_global, ClosureError, r"forward reads the global 'W'"),
     (carries_a_global, ClosureError, r"forward reads .*\(4,\) torch.float32"),
     (a_value_of_a_turn, fg.errors.PurityError, r"a function of a loop has made"),
@@ -253,6 +319,7 @@ MISTAKES = [
     (a_tangent, TransformError, r"forward-mode derivative \(jvp\) is taken around fg.fori_loop"),
     (mapped, TransformError, r"torch.vmap goes through fg.fori_loop"),
     (a_gradient_of_what_is_written, MutationError, r"writes in place .*a gradient goes through"),
+    (a_gradient_of_what_is_hidden, TransformError, r"closes over a tensor .*part of the carry"),
     (a_gradient_within_and_around, TransformError, r"takes a gradient of a tensor that it closes"),
 ]  # fmt: skip
 
@@ -270,4 +337,4 @@ def test_a_mistake_is_refused_with_its_line(forward: Any, kind: Any, text: str):
     assert re.search(text, str(raised.value), re.DOTALL), raised.value
     first = forward.__code__.co_firstlineno
     line = re.search(r"test_loop_mistakes.py:(\d+)", str(raised.value))
-    assert line and first <= int(line[1]) <= first + 6, raised.value
+    assert line and first <= int(line[1]) <= first + 7, raised.value

@@ -538,6 +538,95 @@ def test_what_a_loop_gives_may_be_written(recorder_name: str):
         assert back is state
 
 
+def test_loops_that_differ_in_one_thing_differ_as_text():
+    """By which equal pieces are told, and compiled once."""
+
+    def text_of(forward: Any, x: Any) -> str:
+        fast = fg.graphify(forward, stage="x", recorder="tape")
+        nodes = fast.trace(batch=(x,)).graph.gm.graph.nodes
+        (loop,) = (node.target for node in nodes if hasattr(node.target, "graphs"))
+        return loop.text
+
+    def scan(**options: Any) -> Any:
+        return lambda x: fg.scan(lambda c, _: (c * 0.5, c), x[0], None, **options)[1]
+
+    x = torch.ones(4)
+    texts = [text_of(scan(length=3), x), text_of(scan(length=4), x)]
+    texts += [text_of(scan(length=3, reverse=True), x), text_of(scan(length=3), x.double())]
+    assert text_of(scan(length=3), x) == texts[0] and len(set(texts)) == 4
+
+
+def test_a_carry_may_come_back_conjugate(recorder_name: str):
+    """Which is the same memory, read otherwise."""
+
+    def forward(x: Any) -> Any:
+        (z,) = x
+        return fg.fori_loop(0, 3, lambda i, c: c.conj(), z), fg.scan(
+            lambda c, _: (c.conj(), None), z * 2, None, length=2
+        )[0]
+
+    fast = fg.graphify(forward, stage="x", recorder=recorder_name, modes="FULL")
+    z = torch.tensor([1 + 2j, 3 - 1j], device=DEVICES[recorder_name])
+    odd, even = fast((z,))
+    assert torch.equal(odd, z.conj()) and torch.equal(even, z * 2)
+
+
+def test_a_literal_that_a_turn_writes_is_new_at_each(recorder_name: str):
+    def forward(state: Any, batch: Any) -> Any:
+        def turn(i: Any, c: Any) -> Any:
+            literal = torch.tensor([1.0, 2.0], device=c.device)
+            literal.add_(c)
+            return c + literal
+
+        return fg.fori_loop(0, 3, turn, batch[0]), state
+
+    device = DEVICES[recorder_name]
+    fast = fg.graphify(forward, donate=0, stage=1, recorder=recorder_name, modes="FULL")
+    state, batch = {"s": torch.ones(3, device=device)}, (torch.ones(2, device=device),)
+    for _ in range(2):
+        assert fast(state, batch)[0].tolist() == forward(state, batch)[0].tolist() == [15, 22]
+
+
+def test_a_written_carry_lies_where_it_began():
+    """Its views and writes are said to be of that storage, at their places in it."""
+
+    def turn(i: Any, c: Any) -> Any:
+        c[1:].add_(1)
+        return c
+
+    fast = fg.graphify(
+        lambda s, x: (fg.fori_loop(0, 3, turn, s["s"][4:]).sum() + x[0], s), donate="s", stage="x",
+        recorder="tape",
+    )  # fmt: skip
+    state, batch = {"s": torch.ones(8)}, (torch.ones(()),)
+    gm = fast.trace(state, batch=batch).graph.gm
+    (loop,) = (node.target for node in gm.graph.nodes if node.op == "call_function"
+               and hasattr(node.target, "graphs"))  # fmt: skip
+    values = [node.meta["val"] for node in loop.graphs[0].graph.nodes if "val" in node.meta]
+    first = next(x for x in values if x.shape == (4,))
+    places = {x.storage_offset() for x in values
+              if x.untyped_storage()._cdata == first.untyped_storage()._cdata}  # fmt: skip
+    assert places == {4, 5}
+
+
+def test_a_turn_may_write_what_the_number_of_turns_came_from(recorder_name: str):
+    """It is read before the first one, as Python's range does."""
+
+    def forward(state: Any, batch: Any) -> Any:
+        def turn(i: Any, c: Any) -> Any:
+            state["left"].sub_(1)
+            return c + batch[0]
+
+        return fg.fori_loop(0, state["left"], turn, batch[0]), state
+
+    device = DEVICES[recorder_name]
+    fast = fg.graphify(forward, donate=0, stage=1, recorder=recorder_name, modes="FULL")
+    batch = (torch.ones(2, device=device),)
+    for call in (forward, fast):
+        got, state = call({"left": torch.tensor(5, device=device)}, batch)
+        assert got.tolist() == [6, 6] and state["left"].item() == 0
+
+
 def test_a_scan_of_no_turn_writes_nothing():
     kept, carry = torch.zeros(4), torch.zeros(4)
 

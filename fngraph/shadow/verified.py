@@ -7,6 +7,7 @@ A step that is not verified is `Step.__call__` behind one frame and one comparis
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -55,7 +56,8 @@ class VerifiedStep(Step[R]):
         super().__init__(shared, executable)
         self.verify = verify
         self._calls = itertools.count(1)
-        self._window, self._due = 0, verified_in(0, verify.share) if verify.share else 0
+        self._window = 0
+        self._due: float = verified_in(0, verify.share) if verify.share else math.inf
         self._parts: weakref.WeakKeyDictionary[Executable, Parts] = weakref.WeakKeyDictionary()
         self._kept: list[Difference] = []
         self._told: set[str] = set()  # what was warned of
@@ -68,9 +70,11 @@ class VerifiedStep(Step[R]):
             DifferenceError: bare `forward` came to something else, and on_difference="raise".
         """
         number = next(self._calls)
-        if number != self._due:
+        if number < self._due:
             return Step.__call__(self, *args, allowed=allowed, **kwargs)
         with self.turn.taken():
+            if number < self._due:  # another thread's call has meanwhile had this window's turn
+                return Step.__call__(self, *args, allowed=allowed, **kwargs)
             self._window += 1
             self._due = verified_in(self._window, self.verify.share)
             return self._verify(number, args, kwargs, allowed)

@@ -7,6 +7,8 @@ import dataclasses
 import dis
 import itertools
 import sys
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -62,6 +64,23 @@ def test_the_share_of_the_calls_is_verified_and_the_same_ones_again():
             step(cache, batch)
         ran.append((step.stats.verified, step.stats.differences, step.stats.steps))
     assert ran == [(10, 0, 100)] * 2
+
+
+def test_calls_of_several_threads_have_their_turns_and_later_ones_too():
+    """Two calls are due while another thread has the pool; neither may make all later ones late."""
+    step, cache = made(verify=1.0)
+    batch = toys.decode(2)
+    with step.turn.lock:
+        waiting = [threading.Thread(target=step, args=(cache, batch)) for _ in range(3)]
+        for thread in waiting:
+            thread.start()
+        while repr(step._calls) != "count(4)":  # each has its number
+            time.sleep(0.001)
+    for thread in waiting:
+        thread.join()
+    for _ in range(3):
+        step(cache, batch)
+    assert (step.stats.steps, step.stats.verified) == (6, 6)
 
 
 # what a step that is not verified has to do with it

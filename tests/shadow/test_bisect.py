@@ -4,6 +4,7 @@ are damaged themselves, and what it refuses. What it looks at is as it was."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import planted
@@ -153,3 +154,59 @@ def test_what_is_drawn_is_drawn_again_and_generators_stay_as_they_were():
     (step,) = fast.steps
     assert (fg.bisect(step, x).kind, fg.bisect(step, x).leaves) == ("", ())
     assert torch.equal(generator.get_state(), before)
+
+
+# which op within a piece
+
+
+def parted(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Ops in a row, of one result and of several; the state is read after it is written."""
+    x_TE = params["w"][batch.token_ids]  # read
+    one, other = x_TE.split(4, 1)  # split
+    both = torch.cat([one, other * 2], 1)
+    real_T = batch.slot_mapping >= 0
+    seen = state["seen"].index_add(0, batch.token_ids, real_T.long())  # seen
+    return both * seen[batch.token_ids, None], {"seen": seen, "total": state["total"] + 1}
+
+
+def first_scaled(op: Any) -> Any:
+    """The first of several results, off."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first, *rest = op(*args, **kwargs)
+        return [first.neg(), *rest]
+
+    return call
+
+
+def through_views(op: Any) -> Any:
+    """A result off by one bit, by ops of which the trace has others of the same name behind it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = op(*args, **kwargs)
+        made.view(torch.int32).mul(1), made.view(torch.int32).view(-1)[:1].bitwise_xor_(1 << 22)
+        return made
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("op", "mark", "other"),
+    [
+        ("aten.index.Tensor", "read", through_views),
+        ("aten.split.Tensor", "split", first_scaled),
+        ("aten.index_add_.default", "seen", lambda op: lambda x, *args: x),
+        ("aten.index_add_.default", "seen", lambda op: lambda x, *args: op(op(x, *args), *args)),
+    ],
+    ids=["views", "list", "left out", "twice"],
+)
+def test_the_op_is_named_and_not_one_that_reads_what_it_made(op: str, mark: str, other: Any):
+    params, state = toys.tally_params(), toys.tally_state()
+    fast = fg.graphify(parted, donate="state", stage="batch", sizes=(4,))
+    stage = fast.trace(params, state, limits=toys.LIMITS).split().lower().compile()
+    stage = planted.with_other_op(stage, op, 0, other)
+    step = stage.capture(params, state, recorder="tape", lazy=True)
+    found = fg.bisect(step, toys.batch(3))
+    lines, first = inspect.getsourcelines(parted)
+    (at,) = [i for i, text in enumerate(lines) if text.endswith(f"# {mark}\n")]
+    assert (found.op, found.line) == (op, f"tests/shadow/test_bisect.py:{first + at}")

@@ -21,7 +21,7 @@ import torch
 
 from fngraph.core import Dispatch, Mode
 from fngraph.core.text import with_suggestions
-from fngraph.errors import TreeError
+from fngraph.errors import AmbientError, TreeError
 from fngraph.fx.leaves import Role
 from fngraph.options import Verify
 from fngraph.ranks.agreement import tell_all
@@ -34,7 +34,7 @@ from fngraph.shadow.parts import parts_of
 from fngraph.shadow.program import RanProgram, run_program_again
 from fngraph.shadow.saved import Ran, Saved, prepared_of, run_bare, save
 from fngraph.shadow.sides import Sides, sides_of
-from fngraph.shadow.verified import VerifiedStep, claims_bits, differences
+from fngraph.shadow.verified import VerifiedStep, claims_bits, differences, keys_of_now
 from fngraph.step.capture import find_replay
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
@@ -102,18 +102,20 @@ def bisect(step: Step[Any], batch: Any, *, within: Verify | None = None) -> Bise
 
     Raises:
         TreeError: no batch of this step. SpecError, ModesError: as the step.
+        AmbientError: a difference that was found under another ambient state of torch (autocast).
         Exception: what bare `forward` raises on it.
     """
     if not isinstance(step, Step):
         raise TreeError(f"bisect(step, batch): expected a step, got {type(step).__name__}")
     rule = within or (step.verify if isinstance(step, VerifiedStep) else Verify())
     with step.turn.taken():
-        keys = step.last.keys
+        keys = keys_of_now(step)
         keys.check_awake()
         parts = parts_of(keys.executable)
         if isinstance(batch, Difference):
             saved, chosen = batch.saved, batch.ran
             _check_same(keys, saved)
+            _check_ambient(step, keys, batch)
         else:
             saved, chosen = save(keys, parts, batch), None
         prepared = _prepared(keys, saved, chosen)
@@ -126,6 +128,19 @@ def _check_same(keys: Keys, saved: Saved) -> None:
     staged = keys.executable.args.of(Role.STAGED)
     if set(saved.state) != set(donated) or len(saved.leaves) != len(staged):
         raise TreeError("this difference is another step's: bisect(step, step.differences[0])")
+
+
+def _check_ambient(step: Step[Any], keys: Keys, difference: Difference) -> None:
+    """Raise if a difference is of another ambient state's program: bare `forward` would run under
+    the one of now, and come to something else for that alone."""
+    ran = difference.executable()
+    others = [one.executable for one in step.by_ambient.values()]
+    if ran is not keys.executable and any(ran is one for one in others):
+        raise AmbientError(
+            f"bisect(step, difference): call {difference.call} came under another state of torch "
+            "(autocast, gradients, precision, ...) than this one. Call bisect under the same: "
+            "with torch.autocast(...): fg.bisect(...)"
+        )
 
 
 def _prepared(keys: Keys, saved: Saved, chosen: Dispatch | None) -> Prepared:

@@ -96,9 +96,7 @@ class VerifiedStep(Step[R]):
         return found
 
     def _verify(self, number: int, args: Any, kwargs: Any, allowed: Allowed) -> R:
-        if (ambient := self.last.read_ambient()) != self.last.ambient:
-            self._meet(ambient)
-        keys = self.last.keys
+        keys = keys_of_now(self)
         why, saved, decided = "", None, allowed
         try:
             values, decided = self.entry.given(args, kwargs, allowed)
@@ -137,7 +135,9 @@ class VerifiedStep(Step[R]):
         if not any_of(peers, "compare a verified step", bool(found)):  # what one finds, all keep
             return
         stats.differences += 1
-        made = Difference(number, prepared.chosen, saved, tuple(found))
+        made = Difference(
+            number, prepared.chosen, saved, tuple(found), weakref.ref(keys.executable)
+        )
         text = made.as_text(getattr(keys.executable.args.signature.fn, "__name__", "forward"))
         if len(self._kept) < self.verify.keep:
             self._kept.append(made)
@@ -155,6 +155,13 @@ class VerifiedStep(Step[R]):
         if kind not in self._told:
             self._told.add(kind)
             warnings.warn(text, stacklevel=5)
+
+
+def keys_of_now(step: Step[Any]) -> Keys:
+    """The keys that serve the caller's ambient state (autocast, ...), as a call takes them."""
+    if (ambient := step.last.read_ambient()) != step.last.ambient:
+        step._meet(ambient)
+    return step.last.keys
 
 
 def make_verified(verify: Verify, executable: Executable, values: Any, **options: Any) -> Step[Any]:

@@ -348,6 +348,15 @@ def test_what_backends_are_told_has_no_gaps():
         assert all(x.is_contiguous() and x.tolist() == [1, 3, 5, 7] for x in meta)
 
 
+def test_autocast_of_the_caller_changes_nothing_as_in_a_graph(where):
+    """It had raised: a mask's float32 became a bfloat16 that cannot hold it."""
+    one, other = (case((3, 2), (1, 5), **where) for _ in range(2))
+    want = call(one)
+    with torch.autocast(one.q.device.type, torch.bfloat16):
+        got = call(other)
+    assert got.dtype == want.dtype and torch.equal(bits(got), bits(want))
+
+
 def test_no_requests():
     c = case((3, 0))
     none = AttentionMeta(*(x[:0] for x in c.meta[:2]), c.meta[2][:1], c.meta[3][:0])

@@ -210,3 +210,24 @@ def test_the_op_is_named_and_not_one_that_reads_what_it_made(op: str, mark: str,
     lines, first = inspect.getsourcelines(parted)
     (at,) = [i for i, text in enumerate(lines) if text.endswith(f"# {mark}\n")]
     assert (found.op, found.line) == (op, f"tests/shadow/test_bisect.py:{first + at}")
+
+
+def test_it_runs_under_the_callers_state_of_torch_whatever_the_last_call_came_under():
+    params, cache = toys.attention_params(), toys.attention_cache()
+    fast = fg.graphify(toys.attend, donate="cache", stage="batch", sizes=toys.SIZES, verify=1.0)
+    step = fast.bind(params).capture(cache, toys.LIMITS, progress=False, lazy=True)
+    batch = toys.decode(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(cache, batch)
+    assert not fg.bisect(step, batch).kind
+    step(cache, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fg.bisect(step, batch).kind
+        params["head"] = params["head"] * 2
+        with pytest.warns(UserWarning, match="differ"):
+            step(cache, batch)
+    (difference,) = step.differences
+    with pytest.raises(fg.errors.AmbientError, match="Call bisect under the same"):
+        fg.bisect(step, difference)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "params['head']" in fg.bisect(step, difference).what

@@ -350,7 +350,7 @@ def test_what_backends_are_told_has_no_gaps():
 
 def test_autocast_of_the_caller_changes_nothing_as_in_a_graph(where):
     """It had raised: a mask's float32 became a bfloat16 that cannot hold it."""
-    one, other = (case((3, 2), (1, 5), **where) for _ in range(2))
+    one, other = (case((3, 2), (1, 5), device=where) for _ in range(2))
     want = call(one)
     with torch.autocast(one.q.device.type, torch.bfloat16):
         got = call(other)

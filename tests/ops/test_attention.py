@@ -23,7 +23,7 @@ from fngraph.ops import (
 )
 from fngraph.ops.paged import config as attention_config
 from fngraph.ops.recurrent import requests as recurrent
-from fngraph.testing.cases import BATCHES, NAN, Case, call, case
+from fngraph.testing.cases import BATCHES, NAN, Case, arguments, call, case
 from fngraph.testing.differences import bits
 
 
@@ -350,11 +350,14 @@ def test_what_backends_are_told_has_no_gaps():
 
 def test_autocast_of_the_caller_changes_nothing_as_in_a_graph(where):
     """It had raised: a mask's float32 became a bfloat16 that cannot hold it."""
-    one, other = (case((3, 2), (1, 5), device=where) for _ in range(2))
-    want = call(one)
-    with torch.autocast(one.q.device.type, torch.bfloat16):
-        got = call(other)
-    assert got.dtype == want.dtype and torch.equal(bits(got), bits(want))
+    made = []
+    for enabled in (False, True):
+        c = case((3, 2), (1, 5), device=where)
+        out = torch.full_like(c.q, NAN)
+        with torch.autocast(out.device.type, torch.bfloat16, enabled=enabled):
+            fg.ops.ATTENTION.op(*arguments(c, out))
+        made.append(bits(out))
+    assert torch.equal(*made)
 
 
 def test_no_requests():

@@ -6,9 +6,11 @@ come to something else.
        a backend, compiled code, a weight that is not the caller's any more, a wrong pad.
     2. If all are right, yet the whole is not: padding has reached true rows. The function as it was
        traced runs on the batch and in a key, and what it claims of padding is compared op by op.
-    3. If that is right too: `forward` no longer does what was traced. Its ops are listed as it runs
+    3. If that is right too, and the program without padding is as bare `forward`: it is rounding,
+       which is another at other sizes.
+    4. If it is not: `forward` no longer does what was traced. Its ops are listed as it runs
        and compared with the trace's.
-    4. If the program is right, and the key's graphs are not, it is the graphs: the key is named.
+    5. If the program is right, and the key's graphs are not, it is the graphs: the key is named.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fngraph.ranks.agreement import tell_all
 from fngraph.shadow.compared import Compared
 from fngraph.shadow.difference import Difference
 from fngraph.shadow.kept_graphs import replayed
-from fngraph.shadow.listed import first_not_traced
+from fngraph.shadow.listed import first_not_traced, run_traced
 from fngraph.shadow.nodes import Place
 from fngraph.shadow.parts import parts_of
 from fngraph.shadow.program import RanProgram, run_program_again
@@ -41,6 +43,7 @@ from fngraph.step.prepared import Prepared
 from fngraph.step.step import Step
 
 GRAPHS, PADDING, TRACE, PROGRAM = "graphs", "padding", "trace", "program"
+ROUNDING = "rounding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Bisection:
     Attributes:
         ran: what the batch runs as, and why.
         leaves: results and state that differ.
-        kind: "program", "padding", "trace" or "graphs": see `fg.bisect`; "" if nothing differs.
+        kind: "program", "padding", "rounding", "trace" or "graphs": see docs/instruments.md; "" if
+            nothing differs.
         instruction: "piece 3", "attention 1"; "" where it is of no instruction.
         op: "aten.mm.default", "fngraph.attention.default".
         line: the user's, "model.py:12".
@@ -169,7 +173,7 @@ def _bisect(keys: Keys, saved: Saved, prepared: Prepared, rule: Verify) -> Bisec
         if not found.kind:
             found = _of_padding(found, keys, saved, sides)
         if not found.kind:
-            found = _of_trace(found, keys, saved)
+            found = _of_trace(found, keys, saved, sides, rule, want)
         return found if found.kind else _of_program(found, again, sides, exact)
     own = {"at": repr(_at(again, exact) if leaves else None), "found": found.as_text()}
     own |= {name: str(getattr(found, name)) for name in ("kind", "instruction", "op", "line")}
@@ -225,8 +229,19 @@ def _of_padding(found: Bisection, keys: Keys, saved: Saved, sides: Sides) -> Bis
     return dataclasses.replace(found, kind=PADDING, op=op, line=line, what=text)
 
 
-def _of_trace(found: Bisection, keys: Keys, saved: Saved) -> Bisection:
-    told = first_not_traced(keys, saved)
+def _of_trace(
+    found: Bisection, keys: Keys, saved: Saved, sides: Sides, rule: Verify, want: Ran
+) -> Bisection:
+    traced, ran = run_traced(keys, saved)
+    if sides.is_padded and not differences(keys, ran, want, rule, exact=False):
+        what = (
+            "each instruction is right, and without padding the program gives what bare forward "
+            "does: at the key's sizes kernels round otherwise, and these results are what rounding "
+            "leaves, of nearly equal numbers or of a sum that is near 0. "
+            "verify=fg.Verify(share, within=...) allows more"
+        )
+        return dataclasses.replace(found, kind=ROUNDING, what=what)
+    told = first_not_traced(keys, saved, traced)
     if told is None:
         what = (
             "each instruction of the program is right, and bare forward comes to something else: "

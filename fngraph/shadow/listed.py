@@ -30,7 +30,7 @@ from fngraph.fx.nodes import (
 )
 from fngraph.fx.rows.rehearsal import is_unwritten
 from fngraph.shadow.nodes import difference
-from fngraph.shadow.saved import Saved, drawn_from, held_of, run_bare
+from fngraph.shadow.saved import Ran, Saved, drawn_from, held_of, run_bare
 from fngraph.step.keys import Keys
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves
 
@@ -57,13 +57,24 @@ def _first(result: Any) -> Any:
     return tensors[0].detach().clone() if tensors else None
 
 
-def first_not_traced(keys: Keys, saved: Saved) -> tuple[str, str, str] | None:
+def run_traced(keys: Keys, saved: Saved) -> tuple[list[_Op], Ran]:
+    """The program op by op on the batch as it is, without padding: its ops, and what it gives."""
+    found: list[_Op] = []
+    return found, _traced(keys, saved, found)
+
+
+def first_not_traced(
+    keys: Keys, saved: Saved, traced: list[_Op]
+) -> tuple[str, str, str] | None:
     """The first op of the trace that gives something else as `forward` runs now: its name, the
-    user's line, and what differs; None: all that can be found in the list give the same."""
+    user's line, and what differs; None: all that can be found in the list give the same.
+
+    Args:
+        traced: the ops of the program, from `run_traced`.
+    """
     listing = _Listing()
     with listing:
         run_bare(keys, saved)
-    traced = _traced(keys, saved)
     places = [(_plain(name), line) for name, line, _ in listing.ops]
     at = 0
     for name, line, got in traced:
@@ -87,8 +98,8 @@ def _plain(name: str) -> str:
 
 
 @torch.no_grad()
-def _traced(keys: Keys, saved: Saved) -> list[_Op]:
-    """The ops of the program, run one by one on the batch as it is, with what each gives."""
+def _traced(keys: Keys, saved: Saved, found: list[_Op]) -> Ran:
+    """What the program gives, and its ops, run one by one, each with what it gives."""
     executable = keys.executable
     args = executable.args
     values: dict[int, torch.Tensor] = dict(held_of(keys))
@@ -96,7 +107,6 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
     staged = [i for i, leaf in enumerate(args.leaves) if leaf.buffer is not None]
     values |= dict(zip(staged, saved.rows.staged))
     values |= {len(args.leaves) + k: x for k, x in enumerate(keys.constants)}
-    found: list[_Op] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(drawn_from(keys, saved))
         stack.enter_context(keys.fixed_ambient())
@@ -110,7 +120,8 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
             gm = with_generators(made, executable.generators)
             results = _listed(gm, found, saved.counts.num_tokens, saved.counts.num_reqs, *tensors)
             values.update(zip(one.writes, results))
-    return found
+    outputs = tuple(values[i] for i in executable.program.outputs)
+    return Ran(outputs, {i: values[i] for i in saved.state})
 
 
 def _listed(gm: fx.GraphModule, found: list[_Op], *given: Any) -> Any:

@@ -231,3 +231,23 @@ def test_it_runs_under_the_callers_state_of_torch_whatever_the_last_call_came_un
         fg.bisect(step, difference)
     with torch.autocast("cpu", torch.bfloat16):
         assert "params['head']" in fg.bisect(step, difference).what
+
+
+def left_by_rounding(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Means of what has none."""
+    x_TE = params["w"][batch.token_ids] @ params["m"]
+    return (x_TE - x_TE.mean(-1, keepdim=True)).mean(-1, keepdim=True), {"n": state["n"] + 1}
+
+
+def test_what_rounding_leaves_is_told_as_that():
+    torch.manual_seed(0)
+    params, state = {**toys.tally_params(), "m": torch.randn(8, 64)}, {"n": torch.zeros(1)}
+    fast = fg.graphify(left_by_rounding, donate="state", stage="batch", sizes=(4, 16), verify=1.0)
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False, lazy=True)
+    with pytest.warns(UserWarning, match="differ"):
+        for seed in range(20):
+            step(state, toys.batch(3, seed=seed))
+    found = fg.bisect(step, step.differences[0])
+    assert (found.kind, found.op) == ("rounding", "") and "within=" in found.what
+    params["m"] = params["m"] * 1.1
+    assert fg.bisect(step, step.differences[0]).kind == "program"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fngraph.core import Dispatch, Mode
-from fngraph.core.text import with_suggestions
+from fngraph.core.text import count, with_suggestions
 from fngraph.errors import AmbientError, TreeError
 from fngraph.fx.leaves import Role
 from fngraph.options import Verify
@@ -106,11 +106,19 @@ def bisect(step: Step[Any], batch: Any, *, within: Verify | None = None) -> Bise
 
     Raises:
         TreeError: no batch of this step. SpecError, ModesError: as the step.
+        TypeError: `within` is no `fg.Verify`.
         AmbientError: a difference that was found under another ambient state of torch (autocast).
         Exception: what bare `forward` raises on it.
     """
     if not isinstance(step, Step):
         raise TreeError(f"bisect(step, batch): expected a step, got {type(step).__name__}")
+    if within is not None and not isinstance(within, Verify):
+        raise TypeError(f"bisect(within={within!r}): write fg.Verify(within={within!r})")
+    if isinstance(batch, Sequence) and all(isinstance(one, Difference) for one in batch):
+        raise TreeError(
+            f"bisect(step, batch): got {count(len(batch), 'difference')}. Pass one: "
+            "bisect(step, step.differences[0]), or a batch where there is none"
+        )
     rule = within or (step.verify if isinstance(step, VerifiedStep) else Verify())
     with step.turn.taken():
         keys = keys_of_now(step)

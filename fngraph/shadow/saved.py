@@ -93,7 +93,10 @@ def save(keys: Keys, parts: Parts, batch: Any) -> Saved:
     field = keys.shared.entry.spec_field
     spec = None if field is None else getattr(batch, field, None)
     if field is not None and not isinstance(spec, BatchSpec):
-        raise TreeError(f"the batch's {field} is no BatchSpec")
+        raise TreeError(
+            f"expected a batch of this step, whose {field!r} is a BatchSpec; got "
+            f"{type(batch).__name__} with {type(spec).__name__} there"
+        )
     leaves = tuple(_own(x, device) for x in whole_leaves(keys, batch, spec))
     rows = rows_of(parts, keys.executable, leaves)
     states = tuple(g.get_state() for g in keys.executable.generators)

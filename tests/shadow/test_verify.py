@@ -337,7 +337,9 @@ def test_rows_that_are_kept_for_padding_are_not_compared(recorder_name: str, dev
     [(2, "a share of the steps is 0 to 1"), (-1e-3, "0 to 1"), ("all", "0 to 1"), (True, "0 to 1"),
      (dict(share=0.1, on_difference="print"), '"warn" or "raise"'),
      (dict(share=0.1, within={torch.float32: -1}), "numbers from 0 on"),
-     (dict(share=0.1, keep=None), "a number of differences")],
+     (dict(share=0.1, within={"float32": 1e-2}), "by dtype, {torch.bfloat16"),
+     (dict(share=0.1, keep=None), "a number of differences"),
+     (dict(share=0.1, keep=True), "a number of differences")],
 )  # fmt: skip
 def test_what_means_nothing_is_refused(given: Any, said: str):
     with pytest.raises(TypeError, match=said):

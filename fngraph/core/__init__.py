@@ -62,7 +62,10 @@ from fngraph.core.costs.launch import LaunchModel, Part, StepTime, crossing, pre
 from fngraph.core.stats import Stats
 
 # flight.py: recorded specs, replayed offline
-from fngraph.core.flight import Flight, Flown, KeyLog, KeyPart, Log, Replayed
+from fngraph.core.flight import Flight, Replayed
+
+# log.py: what the steps of a run were
+from fngraph.core.log import Flown, KeyLog, KeyPart, Log
 
 # memory.py: what keys cost
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable

@@ -83,7 +83,10 @@ def _is_alike(node: fx.Node, args: Any) -> bool:
     """Whether a call's tensors have the dtypes and dims of the node's: else it is another one."""
     for x, given in _given(node, args):
         fake = x.meta.get("val")
-        if isinstance(fake, torch.Tensor) and (fake.dtype, fake.dim()) != (given.dtype, given.dim()):
+        if isinstance(fake, torch.Tensor) and (fake.dtype, fake.dim()) != (
+            given.dtype,
+            given.dim(),
+        ):
             return False
     return True
 

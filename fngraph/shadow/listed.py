@@ -63,9 +63,7 @@ def run_traced(keys: Keys, saved: Saved) -> tuple[list[_Op], Ran]:
     return found, _traced(keys, saved, found)
 
 
-def first_not_traced(
-    keys: Keys, saved: Saved, traced: list[_Op]
-) -> tuple[str, str, str] | None:
+def first_not_traced(keys: Keys, saved: Saved, traced: list[_Op]) -> tuple[str, str, str] | None:
     """The first op of the trace that gives something else as `forward` runs now: its name, the
     user's line, and what differs; None: all that can be found in the list give the same.
 

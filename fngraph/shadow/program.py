@@ -129,10 +129,10 @@ def _piece(run: _Run, at: int, one: Instruction) -> None:
     pairs += [(given[k], tensors[k], copies[k], "leaves in an argument") for k in sorted(written)]
     seen = [place for pair in pairs if (place := _other(run, at, one, gm, *pair)) is not None]
     if seen or executable.peers is not None:  # who run it as often
-        given = [sizes["T"], sizes["R"], *again]
+        inputs = [sizes["T"], sizes["R"], *again]
         with preserved(executable.generators):
             inside = look_inside(
-                gm, walked.made, lambda: fn(sizes, host, *fresh), given, run.within
+                gm, walked.made, lambda: fn(sizes, host, *fresh), inputs, run.within
             )
         if seen:
             run.places += _named(at, one, gm, inside) or [min(seen, key=lambda place: place.at)]

@@ -67,6 +67,11 @@ FOREIGN = {
     LOG.dumps()[:100]: "it is no JSON (",
     LOG.dumps().replace('"counted"', '"count"'): "it lacks 'counted'.",
     LOG.dumps().replace('"FULL"', '"FUL"'): "a part of it cannot be read (",
+    LOG.dumps().replace('"FULL", 60', '"FULL_DECODE_ONLY", 60'): "a part of it cannot be read (",
+    LOG.dumps().replace('"title": "', '"title": 5, "a": "'): "a part of it cannot be read (",
+    LOG.dumps().replace("[0.0, ", '["0.0", '): "a part of it cannot be read (",
+    LOG.dumps().replace("4, 0, 30.0", "4, -1, 30.0"): "a part of it cannot be read (",
+    LOG.dumps().replace("9000.0", "NaN"): "a part of it cannot be read (",
 }
 
 
@@ -117,6 +122,33 @@ def test_a_trace_has_each_step_and_part_on_its_track(tmp_path: Path):
     ]  # fmt: skip
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     assert named[2, 2] == "PIECEWISE 16" and named[1, 2] == "device"
+
+
+def test_the_device_begins_a_step_where_it_is_through_with_the_one_before(tmp_path: Path):
+    """The host is ahead of it: spans of one track lie behind one another."""
+    steps = tuple(flown(0)._replace(at=10.0 * i, host=5.0, device=30.0) for i in range(3))
+    late = flown(0)._replace(at=500.0, device=30.0)
+    log = Log("ahead", (*steps, flown(2)._replace(at=25.0), late))
+    log.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    device = [e["ts"] for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 2)]
+    assert device == [0.0, 30.0, 60.0, 500.0]
+    (chart,) = (chart for chart in charts_of(log) if chart.title == "Timeline")
+    assert [span.start * 1000 for span in chart.bars[1].spans] == device
+
+
+def test_what_is_left_out_of_a_chart_is_said_and_nothing_is_padded_without_steps():
+    steps = tuple(flown(0)._replace(key=f"FULL {i}") for i in range(70))
+    log = Log("many", steps)
+    (ladder,) = (chart for chart in charts_of(log) if chart.title == "Ladder and traffic")
+    assert (
+        len(ladder.bars) == 60
+        and ladder.left == "10 more are not shown: these had the most tokens."
+    )
+    assert "0 steps, 0 tokens; 0.0% padding." in page_of(Log("nothing", ()))
+    for draw in (charts_of, page_of, draw_log):
+        with pytest.raises(TypeError, match=r"expected a Log, got Flight. Pass step\.log"):
+            draw(LOG.flight)
 
 
 def test_charts_are_of_the_log():

@@ -136,7 +136,9 @@ def test_what_is_no_step_and_no_batch_of_it_is_refused():
         )
     with pytest.raises(fg.errors.TreeError, match="'spec' is a BatchSpec; got Tensor with None"):
         fg.bisect(step, toys.decode(2).token_ids)
-    with pytest.raises(fg.errors.TreeError, match=r"got 1 difference. Pass one: .*differences\[0\]"):
+    with pytest.raises(
+        fg.errors.TreeError, match=r"got 1 difference. Pass one: .*differences\[0\]"
+    ):
         fg.bisect(fault.step, fault.step.differences)
     with pytest.raises(TypeError, match=r"write fg.Verify\(within=0.1\)"):
         fg.bisect(step, toys.decode(2), within=0.1)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fngraph.core import Flown, KeyLog, Log, Mode
-from fngraph.core.log import device_starts
+from fngraph.core.flights.log import device_starts
 from fngraph.core.text import count
 
 MOST_BARS = 60  # of one chart; what more there is, is said

@@ -1,4 +1,4 @@
-"""`fngraph.core.flights.flight`: recorded specs, written, read, and replayed against other tables."""
+"""`fngraph.core.flights.flight`: specs, written, read, and replayed against other tables."""
 
 import pytest
 

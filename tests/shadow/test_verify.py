@@ -21,6 +21,7 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.core import Stats
 from fngraph.shadow import verified
+from fngraph.shadow.compared import compare
 from fngraph.shadow.share import verified_in
 from fngraph.step import call
 from fngraph.step.step import Step
@@ -291,6 +292,28 @@ def test_tolerances_are_the_callers():
             warnings.simplefilter("ignore")
             fault.step(fault.cache, toys.decode(2))
         assert fault.step.stats.differences == found, within
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", ["inf", "least", -1e4, 1e4])
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_a_wrong_number_beside_what_a_mask_has_written_is_wrong(
+    dtype: torch.dtype, mask: Any, whole_rows: bool
+):
+    want = torch.linspace(-2, 2, 4 * 32).view(4, 32).to(dtype)
+    fill = {"inf": -torch.inf, "least": torch.finfo(dtype).min}.get(mask, mask)
+    want[:, 20:] = fill
+    if whole_rows:
+        want[2:] = fill
+    got = want.clone()
+    assert not compare([("x", got, want)], {}, exact=False)
+    got[1, 3] += 1
+    (found,) = compare([("x", got, want)], {}, exact=False)
+    assert found.at == (1, 3) and 0.3 < found.error < 2
+    got = want.clone()
+    got[3, 30] = 1.0  # not masked
+    (found,) = compare([("x", got, want)], {}, exact=False)
+    assert found.at == (3, 30) and found.error > 0.4
 
 
 def test_one_bit_is_a_difference_where_bits_are_claimed(recorder_name: str, device: Any):

@@ -257,3 +257,19 @@ def test_what_rounding_leaves_is_told_as_that():
     assert (found.kind, found.op) == ("rounding", "") and "within=" in found.what
     params["m"] = params["m"] * 1.1
     assert fg.bisect(step, step.differences[0]).kind == "program"
+
+
+def swapped(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """A state that has to be copied at the end."""
+    new = {"a": state["b"] + 0.5, "b": state["a"] + 1}  # copied
+    return params["w"][batch.token_ids], new
+
+
+def test_a_copy_at_the_end_is_named_by_the_line_of_what_it_copies():
+    params, state = toys.tally_params(), {"a": torch.ones(3), "b": torch.zeros(3)}
+    fast = fg.graphify(swapped, donate="state", stage="batch", sizes=(4,))
+    stage = fast.trace(params, state, limits=toys.LIMITS).split().lower().compile()
+    stage = planted.with_other_op(stage, "aten.copy_.default", 0, lambda op: lambda x, *args: x)
+    found = fg.bisect(stage.capture(params, state, recorder="tape", lazy=True), toys.batch(3))
+    at = inspect.getsourcelines(swapped)[1] + 2
+    assert (found.op, found.line) == ("aten.copy_.default", f"tests/shadow/test_bisect.py:{at}")

@@ -34,6 +34,7 @@ from fngraph.shadow.saved import Ran, Saved, drawn_from, held_of, run_bare
 from fngraph.step.keys import Keys
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves
 
+_OF_NO_MATTER = {"aten.detach", "aten.view", "aten.alias", "aten.clone", "aten.copy"}
 _Op = tuple[str, str, Any]  # name, line, first result
 
 
@@ -71,8 +72,7 @@ def first_not_traced(keys: Keys, saved: Saved, traced: list[_Op]) -> tuple[str, 
         traced: the ops of the program, from `run_traced`.
     """
     listing = _Listing()
-    with listing:
-        run_bare(keys, saved)
+    run_bare(keys, saved, listing)
     places = [(_plain(name), line) for name, line, _ in listing.ops]
     at = 0
     for name, line, got in traced:
@@ -87,6 +87,26 @@ def first_not_traced(keys: Keys, saved: Saved, traced: list[_Op]) -> tuple[str, 
         if (what := difference(got, want, {})) is not None:
             text = f"forward gives something else there than when it was traced: {what[0]}"
             return listing.ops[found][0], line, text
+    if any(keys.executable.matches.values()):  # passes have put ops into the places of others
+        return None
+    return _in_one_alone([op[:2] for op in listing.ops], [op[:2] for op in traced])
+
+
+def _in_one_alone(
+    runs: list[tuple[str, str]], traced: list[tuple[str, str]]
+) -> tuple[str, str, str] | None:
+    """The first op that `forward` runs and its trace does not have at that line, else the first
+    that it does not run any more; views and primitives aside."""
+    for ops, others, text in (
+        (runs, traced, "forward runs it there, and the trace has no such op at that line"),
+        (traced, runs, "the trace has it, and forward does not run it there any more"),
+    ):
+        known = {(_plain(name), line) for name, line in others}
+        for name, line in ops:
+            if (_plain(name), line) in known or _plain(name) in _OF_NO_MATTER:
+                continue
+            if not name.startswith("fngraph."):
+                return name, line, text
     return None
 
 

@@ -196,6 +196,17 @@ def test_what_was_measured_goes_before_the_roofline():
         assert mixed.time(work)[0] == DEVICE.time(work)[0] + 0.25 * work.kernels
 
 
+def test_no_product_takes_less_than_its_kernels():
+    fast = Grid((1, 100), (10, 1000), (10, 1000), (0.25,) * 8)
+    device = dataclasses.replace(DEVICE, products={"bfloat16": fast})
+    assert device.time(Work("product", shape=(1, 10, 10), kernels=2)) == (2.0, "launch")
+
+
+def test_a_step_of_no_time_brings_nothing():
+    nothing = predict((), Constants(DEVICE, HOST), "NONE")._replace(wall_us=0.0)
+    assert nothing.gain(nothing) == 0.0
+
+
 def test_of_kinds_that_end_in_a_number_the_nearest_is_taken():
     curves = {f"prefill attention {n}": Curve((1.0,), (float(n),), "flops") for n in (64, 128)}
     device = dataclasses.replace(DEVICE, curves=curves)

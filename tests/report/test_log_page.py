@@ -53,6 +53,8 @@ def test_a_log_comes_back_as_it_was_saved(tmp_path: Path):
     assert LOG.flight.specs == tuple(step.spec for step in LOG.steps)
     text = LOG.as_text(last=2)
     assert text.count("\n|") == 4 and "PIECEWISE 16" in text and "<table>" in LOG._repr_html_()
+    assert "11.900" in text and "11.700" not in text  # the last ones
+    assert LOG.as_text(last=0).count("\n|") == 2 and LOG.as_text(last=999).count("\n|") == 122
 
 
 FOREIGN = {

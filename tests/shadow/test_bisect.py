@@ -273,3 +273,30 @@ def test_a_copy_at_the_end_is_named_by_the_line_of_what_it_copies():
     found = fg.bisect(stage.capture(params, state, recorder="tape", lazy=True), toys.batch(3))
     at = inspect.getsourcelines(swapped)[1] + 2
     assert (found.op, found.line) == ("aten.copy_.default", f"tests/shadow/test_bisect.py:{at}")
+
+
+TURNED = {"neg": False}
+
+
+def turning(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """A branch that goes by what is no argument."""
+    x_TE = params["w"][batch.token_ids] + 1
+    if TURNED["neg"]:
+        x_TE = x_TE.neg()  # sometimes
+    return x_TE, {"n": state["n"] + 1}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_op_that_forward_alone_or_its_trace_alone_has_is_named(
+    traced: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(TURNED, "neg", traced)
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(turning, donate="state", stage="batch", sizes=(4,))
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False)
+    monkeypatch.setitem(TURNED, "neg", not traced)
+    found = fg.bisect(step, toys.batch(3))
+    at = inspect.getsourcelines(turning)[1] + 4
+    assert (found.kind, found.op) == ("trace", "aten.neg.default")
+    assert found.line == f"tests/shadow/test_bisect.py:{at}"
+    assert ("any more" in found.what) is traced

@@ -115,7 +115,7 @@ class Log(NamedTuple):
         rows = [
             (f"{s.at / 1000:.3f}", s.spec.num_tokens, s.spec.num_reqs, s.key or str(s.mode),
              s.padding, f"{s.host:.1f}", "" if s.device is None else f"{s.device:.1f}", s.reason)
-            for s in self.steps[-last:]
+            for s in self.steps[max(len(self.steps) - last, 0) :]
         ]  # fmt: skip
         header = ("at ms", "tokens", "requests", "ran as", "padding", "host us", "device us", "why")
         return f"{self!r}\n\n{text.table(header, rows)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,11 @@ def test_a_trace_has_each_step_and_part_on_its_track(tmp_path: Path):
     assert [(e["name"], e["ts"], e["dur"]) for e in tracks[2, 2]] == [
         ("gap", 0.0, 2.0), ("graph 0", 2.0, 20.0), ("gap", 22.0, 40.0), ("attention 0", 62.0, 30.0)
     ]  # fmt: skip
+    for track in (1, 2):  # captures and compilations, in turn
+        first, second = tracks[3, track]
+        assert (first["ts"], second["ts"]) == (0.0, first["dur"])
+    assert [e["dur"] for e in tracks[3, 1]] == [4000.0, 9000.0]
+    assert KeyPart("measured with noise", 3.0, 2.5, False).gap == 0.0
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     assert named[2, 2] == "PIECEWISE 16" and named[1, 2] == "device"
 
@@ -151,6 +158,57 @@ def test_what_is_left_out_of_a_chart_is_said_and_nothing_is_padded_without_steps
     for draw in (charts_of, page_of, draw_log):
         with pytest.raises(TypeError, match=r"expected a Log, got Flight. Pass step\.log"):
             draw(LOG.flight)
+
+
+class Tags(HTMLParser):
+    """Tags of a page, and its text and attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.said: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        self.said += [value for _, value in attrs if value]
+
+    def handle_data(self, data: str) -> None:
+        self.said.append(data)
+
+
+def test_names_with_html_in_them_are_text():
+    plain = Tags(page_of(LOG)).tags
+    evil = '</title><script>alert(1)</script><b onload="x">\'&'
+    wide = [flown(0)._replace(key=f"{evil} {i}", reason=evil) for i in range(61)]
+    key = KeyLog(evil, 4, (1, 2), (3, 4), 5.0, 1, (KeyPart(evil, 1.0, 2.0, True),))
+    log = Log(
+        evil, (*wide, flown(2)), (key,), ((evil, evil, 1, True, 2.0),), LOG.counted, {evil: 1}
+    )
+    page = Tags(page_of(log))
+    assert page.tags <= plain and "script" not in page.tags
+    for said in (evil, f"{evil} 3", f"{evil}: 1.0 us", f"{evil}, {evil}"):
+        assert any(said in text for text in page.said), said
+    assert "<script" not in LOG._replace(title=evil)._repr_html_()
+
+
+def test_the_page_says_what_differs_and_the_slowest_steps_first():
+    page = page_of(LOG)
+    assert "4 verified, of which 1 differ." in page and "differ" not in page_of(
+        LOG._replace(verified=(0, 0))
+    )
+    rows = [line for line in page[page.index("The slowest") :].splitlines() if "<td" in line]
+    assert [re.findall("<td class=n>([^<]*)", row)[1] for row in rows] == [
+        str(30 + i) for i in range(119, 109, -1)
+    ]
+
+
+def test_the_timeline_is_of_the_last_steps_from_the_first_of_them():
+    steps = tuple(flown(0)._replace(at=1000.0 * i, host=float(i), device=None) for i in range(500))
+    (chart,) = (chart for chart in charts_of(Log("long", steps)) if chart.title == "Timeline")
+    (bar,) = chart.bars
+    assert len(bar.spans) == 400 and bar.spans[0].start == 0.0
+    assert bar.spans[-1].start == 399.0 and bar.spans[-1].length == 0.499
 
 
 def test_charts_are_of_the_log():

@@ -234,6 +234,9 @@ def test_the_picture_has_a_panel_a_chart(tmp_path: Path):
     pytest.importorskip("matplotlib")
     figure = draw_log(LOG)
     assert [axis.get_title("left") for axis in figure.axes] == [c.title for c in charts_of(LOG)]
+    for axis, chart in zip(figure.axes, charts_of(LOG)):
+        (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+        assert (left, right) == (0, chart.end) and bottom > top  # the first bar is above
     figure.savefig(tmp_path / "log.png")
     assert draw_log(Log("nothing", ())).axes
 

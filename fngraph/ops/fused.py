@@ -46,10 +46,11 @@ def plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = min(cos.shape[-1], x.shape[-1] // 2)
-    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    a, b, rest = wide.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos_a, sin_a = cos[..., :half], sin[..., :half]
     cos_b, sin_b = cos[..., -half:], sin[..., -half:]
-    return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b, rest], dim=-1)
+    return torch.cat([a * cos_a - b * sin_a, b * cos_b + a * sin_b, rest], dim=-1).to(x.dtype)
 
 
 def _norm_rope(
@@ -79,7 +80,7 @@ add_rms_norm(x, y, ...): x + y, and the norm of that.
 silu_mul(gate, up): silu(gate) * up, of one shape.
 rope(x, cos, sin): `x` (..., T, H, D); pairs (i, i + C) turn, by `cos` and `sin` (..., T, 1, C), or
     (..., T, 1, D), of whose columns the second half is for the pairs' second parts. Columns past
-    the pairs stay.
+    the pairs stay. With angles in float32 it is computed in float32, and rounded to x's dtype.
 norm_rope(x, weight, cos, sin, ...): the rope of the norm of each head, `weight` (D,).
 """
 

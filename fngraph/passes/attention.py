@@ -115,6 +115,8 @@ def _put(graph: fx.Graph, call: fx.Node) -> bool:
     norms = (how.pop(0), how_k.pop(0)) if op_name(q) == _NORM_ROPE else (None, None)
     if q.target is not k.target or not all(map(_are_one, how, how_k)):
         return False
+    if dtype_of(how[0]) != dtype_of(x):  # turned in float32, which attention does not
+        return False
     if is_written_between(sorted((q, k)), until=call):
         return False
     cos, sin = (_flat(graph, q, one) for one in how[:2])

@@ -33,15 +33,15 @@ from fngraph.passes.running.checks import Rewritten
 aten = torch.ops.aten
 
 
-def norm_of(x: Any, prefix: str = "") -> Any:
+def norm_of(x: Any) -> Any:
     """The pattern of a norm of the pattern `x`, with "weight", "eps" and, if it is centred,
     "centred" among its names."""
     weight, eps = name("weight"), name("eps")
     norms = []
-    for wide, narrow in ((_cast(x), _narrow), (x, lambda y: y)):
+    for wide, narrow in ((_cast(x), rounded), (x, lambda y: y)):
         mean = call(aten.mean, call(aten.pow, wide, 2), [-1], True)
         scaled = call(aten.mul, wide, call(aten.rsqrt, call(aten.add, mean, eps)))
-        own = _cast(weight) if narrow is _narrow else weight
+        own = _cast(weight) if narrow is rounded else weight
         one = either(
             call(aten.add, own, 1, label="centred"), call(aten.add, own, 1.0, label="centred")
         )
@@ -54,7 +54,8 @@ def _cast(x: Any) -> Any:
     return call(aten._to_copy, x, dtype=torch.float32)
 
 
-def _narrow(x: Any) -> Any:
+def rounded(x: Any) -> Any:
+    """The pattern of `x` in half precision, where it was not."""
     return either(*[call(aten._to_copy, x, dtype=d) for d in (torch.bfloat16, torch.float16)])
 
 

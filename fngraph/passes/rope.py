@@ -1,18 +1,20 @@
 """Rotary embedding of queries and keys, with the norm of each head before it: one op each.
 
 It is found as the families here write it, pairs split apart and put together again, with cosines of
-half a head's width; and as transformers does, `q * cos + rotate_half(q) * sin` over heads that were
-moved before tokens, with cosines of the whole width. There the op comes before heads are moved.
+half a head's width; and as transformers does, `q * cos + rotate_half(q) * sin` with cosines of the
+whole width. Where heads were moved before tokens there, the op comes before that.
+Where heads are cast to float32 before and rounded behind, as in towers, the op does that too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from fngraph.passes.norms import is_norm, norm_of
+from fngraph.passes.norms import is_norm, norm_of, rounded
 from fngraph.passes.pattern import (
     Found,
     call,
@@ -43,19 +45,27 @@ def _pairs(x: Any) -> Any:
     return call(aten.cat, [left, right, rest], -1)
 
 
-def _halves(x: Any) -> Any:
-    """As transformers writes it; heads are at dim 1."""
-    moved = call(aten.transpose, x, 1, 2, label="moved")
-    cos, sin = name("cos"), name("sin")  # unsqueezed at dim 1, once for queries and keys
-    front = call(aten.slice, moved, 3, 0, name("half"))
-    back = call(aten.slice, moved, 3, name("half"), _END)
+def _halves(x: Any, dim: Any) -> Any:
+    """As transformers writes it."""
+    cos, sin = name("cos"), name("sin")
+    front = call(aten.slice, x, dim, 0, name("half"))
+    back = call(aten.slice, x, dim, name("half"), _END)
     turned = call(aten.cat, [call(aten.neg, back), front], -1)
-    return call(aten.add, call(aten.mul, moved, cos), call(aten.mul, turned, sin))
+    return call(aten.add, call(aten.mul, x, cos), call(aten.mul, turned, sin))
+
+
+def _moved(x: Any) -> Any:
+    """The same behind a move of heads to dim 1; cosines are unsqueezed there, once for q and k."""
+    return _halves(call(aten.transpose, x, 1, 2, label="moved"), 3)
 
 
 _X = name("x")
-_ROPE = either(_pairs(_X), _halves(_X))
-_ROPE_OF_NORM = either(_pairs(norm_of(_X)), _halves(norm_of(_X)))
+_WIDE = call(aten._to_copy, _X, dtype=torch.float32, label="wide")
+_DIM = name("dim")
+_ROPE = either(
+    rounded(_pairs(_WIDE)), rounded(_halves(_WIDE, _DIM)), _pairs(_X), _moved(_X), _halves(_X, _DIM)
+)
+_ROPE_OF_NORM = either(_pairs(norm_of(_X)), _moved(norm_of(_X)))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,8 +81,12 @@ def fuse_rope(graph: fx.Graph) -> Rewritten:
     return Rewritten(graph, sum(_replaced(graph, x, _ROPE, op) for x in _roots(graph)))
 
 
-def _roots(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.target in (aten.cat.default, aten.add.Tensor)]
+def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What may be the last node of one; what rounds a rope comes before the rope."""
+    for targets in ((aten._to_copy.default,), (aten.cat.default, aten.add.Tensor)):
+        for node in list(graph.nodes):
+            if node.target in targets and node.users:
+                yield node
 
 
 def _replaced(graph: fx.Graph, node: fx.Node, pattern: Any, op: Any) -> bool:
@@ -80,23 +94,33 @@ def _replaced(graph: fx.Graph, node: fx.Node, pattern: Any, op: Any) -> bool:
     if found is None:
         return False
     x, angles = found["x"], [found["cos"], found["sin"]]
+    if not all(isinstance(one, fx.Node) for one in (x, *angles)):  # numbers are no angles
+        return False
     moved = "moved" in found.values
-    given: Any = found["moved" if moved else "parts"].args[0]  # what turns, normed or not
+    given: Any = found.values.get("wide", x)  # what turns, normed or not
+    if moved or "parts" in found.values:
+        given = found["moved" if moved else "parts"].args[0]
     normed = "weight" in found.values
     if normed and not is_norm(found, x, given):
         return False
-    if not _turns_moved(found, given) if moved else not _turns_pairs(found, given, node):
+    if moved:
+        turns = _turns_moved(found, given)
+    elif "parts" in found.values:
+        turns = _turns_pairs(found, given)
+    else:
+        turns = _turns_halves(found, given)
+    if not (turns and (moved or is_dense(node))):
         return False
-    kinds = {dtype_of(one) for one in (x, given, node, *angles)}
-    if len(kinds) > 1 or not kinds <= set(_DTYPES) or strides(x)[-1] != 1:
+    kinds, inner = ({dtype_of(one) for one in some} for some in ((x, node), (given, *angles)))
+    if len(kinds) > 1 or inner not in (kinds, {torch.float32}) or strides(x)[-1] != 1:
+        return False
+    if not kinds <= set(_DTYPES):
         return False
     if moved:  # (B, 1, T, D) as (B, T, 1, D)
-        wide = [insert(graph, node, aten.unsqueeze.default, (one.args[0], 2)) for one in angles]
-    else:
-        wide = angles
+        angles = [insert(graph, node, aten.unsqueeze.default, (one.args[0], 2)) for one in angles]
     weight = (found["weight"],) if normed else ()
     more = (found["eps"], "centred" in found.values) if normed else ()
-    new = insert(graph, node, op, (x, *weight, *wide, *more))
+    new = insert(graph, node, op, (x, *weight, *angles, *more))
     if moved:
         new = insert(graph, node, aten.transpose.int, (new, 1, 2))
     else:
@@ -105,13 +129,20 @@ def _replaced(graph: fx.Graph, node: fx.Node, pattern: Any, op: Any) -> bool:
     return True
 
 
-def _turns_pairs(found: Found, given: fx.Node, node: fx.Node) -> bool:
+def _turns_halves(found: Found, given: fx.Node) -> bool:
+    """Whether the halves of (..., T, H, D) turn by angles (..., T, 1, D)."""
+    *rows, D = sizes(given)
+    halves = found["half"] * 2 == D and found["dim"] in (-1, len(rows)) and len(rows) >= 2
+    return halves and all(sizes(found[x]) == (*rows[:-1], 1, D) for x in ("cos", "sin"))
+
+
+def _turns_pairs(found: Found, given: fx.Node) -> bool:
     """Whether pairs (i, i + C) of (..., T, H, D) turn by angles (..., T, 1, C)."""
     *rows, D = sizes(given)
     widths, angle = tuple(found["widths"]), sizes(found["cos"])
     C = angle[-1]
     whole = widths == (C, C, D - 2 * C) and len(rows) >= 2
-    return whole and angle == sizes(found["sin"]) == (*rows[:-1], 1, C) and is_dense(node)
+    return whole and angle == sizes(found["sin"]) == (*rows[:-1], 1, C)
 
 
 def _turns_moved(found: Found, given: fx.Node) -> bool:

@@ -46,7 +46,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("no_ops", drop_no_ops, "1", "views that are their base, copies that nobody can tell"),
     Pass("fold_constants", fold_constants, "1", "what is made of literals, computed once"),
     Pass("norm_rope", fuse_norm_rope, "1", "rotary embedding of normed heads"),
-    Pass("rope", fuse_rope, "1", "rotary embedding"),
+    Pass("rope", fuse_rope, "2", "rotary embedding"),
     Pass("rope_in_attention", rope_in_attention, "1", "what turns q and k, in attention's call"),
     Pass("attention_fp8", attention_fp8, "1", "attention, rounded to fp8 by a known scale"),
     Pass("all_reduce_rms_norm", fuse_all_reduce_rms_norm, "1", "a sum over processes and its norm"),

@@ -65,6 +65,10 @@ CASES: dict[str, tuple[str, Callable[[int, torch.dtype], Args]]] = {
     "rope": ("rope", turned),
     "rope of a share": ("rope", lambda n, d: turned(n, d, share=6)),
     "rope by whole angles": ("rope", lambda n, d: turned(n, d, whole=True)),
+    "rope in float32": (
+        "rope",
+        lambda n, d: (turned(n, d)[0], *angles(n, 12, torch.float32)),
+    ),
     "norm and rope": ("norm_rope", normed),
     "centred norm and rope": ("norm_rope", lambda n, d: normed(n, d, centred=True)),
 }

@@ -35,6 +35,9 @@ def kernels(dtype: torch.dtype) -> list[str]:
     fused.add_rms_norm(x, x, x[0], 1e-5, False)
     fused.add_rms_norm_fp8_rows(x, x, x[0], 1e-5, False)
     fused.silu_mul_fp8_rows(*torch.zeros(2, 16, 28672, dtype=dtype))  # as in a 70B
+    many = torch.zeros(4096, 3, 16, 72, dtype=dtype).unbind(1)[0]
+    for kind, width in ((dtype, 36), (torch.float32, 72)):
+        fused.rope(many, *torch.zeros(2, 4096, 1, width, dtype=kind))
     skinny.launch = launch  # type: ignore[attr-defined]
     w = torch.zeros(256, 2048, dtype=dtype)
     for rows, norm, gated, more in product((1, 16), (w[0], None), (False, True), (None, w)):
@@ -56,9 +59,9 @@ def kernels(dtype: torch.dtype) -> list[str]:
 @pytest.mark.sampled(0)
 @needs_triton
 def test_every_kernel_compiles_and_fits(tmp_path):
-    norms, gates, ropes = ["norm_kernel"] * 5, ["silu_mul_kernel"] * 3, ["rope_kernel"] * 5
+    norms, gates, ropes = ["norm_kernel"] * 5, ["silu_mul_kernel"] * 3, ["rope_kernel"] * 6
     rounded = [*norms * 2, *gates * 2, *norms[:2], *gates[:2]]
-    wide = [*norms[:2], "silu_mul_kernel"]
+    wide = [*norms[:2], "silu_mul_kernel", *["rope_pairs_kernel"] * 2]
     want = [*norms, *gates, *ropes, *rounded, *wide]
     lines = run_alone(__file__, tmp_path).splitlines()
     assert len(lines) == 3

@@ -29,6 +29,26 @@ cases = pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_kernel_is_the_plain_form_within_its_error(case: str, rows: int, dtype: torch.dtype):
+    held_to_plain(case, rows, dtype)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("rope")])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_so_is_that_of_many_heads(
+    case: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    launched = []
+    launch = kernels.launch
+    monkeypatch.setattr(kernels, "FEW_HEADS", 0)
+    monkeypatch.setattr(kernels, "launch", lambda *a, **b: (launched.append(a[0]), launch(*a, **b)))
+    held_to_plain(case, rows, dtype)
+    whole = case != "rope of a share"  # of which all columns turn
+    assert launched == [kernels.rope_pairs_kernel if whole else kernels.rope_kernel]
+
+
+def held_to_plain(case: str, rows: int, dtype: torch.dtype) -> None:
+    """A kernel's results beside torch's ops' and the truth."""
     name, make = CASES[case]
     args = on(WHERE, make(rows, dtype))
     exact = tuple(x.double() if isinstance(x, Tensor) else x for x in args)

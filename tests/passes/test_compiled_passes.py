@@ -57,7 +57,7 @@ def test_the_passes_are_part_of_what_code_is_kept_by(tmp_path, monkeypatch):
     """None of these has changed the graph of a function without anything to fuse."""
     monkeypatch.setenv("FNGRAPH_CACHE", str(tmp_path))
     plain = Model(row, {"w": torch.ones(toys.V, toys.E)}, {"calls": torch.zeros(1)})
-    again = fg.passes.Pass("rope", fg.passes.PASSES[0].fn, "2")
+    again = fg.passes.Pass("rope", fg.passes.PASSES[0].fn, "another")
     seen = []
     for passes in (("rope", "no_ops"), ("rope", "no_ops"), ("no_ops", "rope"), (again, "no_ops")):
         (piece,) = compiled(plain, passes).executable.compiled

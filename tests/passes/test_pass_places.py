@@ -169,6 +169,11 @@ def turned(p: Any, x: Tensor, normed: bool = False, **more: Any) -> Tensor:
     return rotate(rms_norm(q, p["h"], EPS) if normed else q, angles(x, **more))
 
 
+def in_float32(q: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """As towers turn heads in half precision."""
+    return rotate(q.float(), cos_sin).to(q.dtype)
+
+
 def with_copy(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, x.clone()
 
@@ -184,6 +189,19 @@ def backwards(p: Any, x: Tensor) -> Tensor:
     q, (cos, sin) = x.unflatten(1, (H, D)), angles(x)
     a, b, rest = q.split([2, 2, 0], dim=-1)
     return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)
+
+
+def by_halves(q: Tensor, cos: Any, sin: Any) -> Tensor:
+    """As transformers turns heads."""
+    a, b = q[..., : D // 2], q[..., D // 2 :]
+    return q * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def of_towers(p: Any, x: Tensor) -> Tensor:
+    """As transformers' towers turn them."""
+    angle = x[:, :D] * 2
+    cos, sin = (y.unsqueeze(-2).float() for y in (angle.cos(), angle.sin()))
+    return by_halves(x.unflatten(1, (H, D)).float(), cos, sin).to(x.dtype)
 
 
 ROPE = ("norm_rope", "rope")
@@ -202,6 +220,43 @@ CASES |= {
     ),
     "angles of another dtype": (
         lambda p, x: rotate(x.unflatten(1, (H, D)), angles(x.float())), ROPE, (0, 0), BF16,
+    ),
+    "a rope in float32": (
+        lambda p, x: in_float32(x.unflatten(1, (H, D)), angles(x.float())), ROPE, (0, 1), BF16,
+    ),
+    "a rope in float32 that others read before it is rounded": (
+        lambda p, x: (lambda y: (y.to(BF16), y.sin()))(
+            rotate(x.unflatten(1, (H, D)).float(), angles(x.float()))
+        ),
+        ROPE, (0, 1), BF16,
+    ),
+    "a rope in float32, rounded to another dtype": (
+        lambda p, x: rotate(x.unflatten(1, (H, D)).float(), angles(x.float())).half(),
+        ROPE, (0, 1), BF16,
+    ),
+    "a rope in float32 by angles that are not": (
+        lambda p, x: rotate(x.unflatten(1, (H, D)).float(), angles(x)).to(BF16), ROPE, (0, 0), BF16,
+    ),
+    "a rope of a tower": (of_towers, ROPE, (0, 1), BF16),
+    "a rope of a tower in float32": (of_towers, ROPE, (0, 1), F32),
+    "halves by numbers": (
+        lambda p, x: by_halves(x.unflatten(1, (H, D)), 2.0, 3.0), ROPE, (0, 0), F32,
+    ),
+    "pairs by numbers": (
+        lambda p, x: (lambda a, b, rest: torch.cat([a * 2 - b * 3, b * 2 + a * 3, rest], -1))(
+            *x.unflatten(1, (H, D)).split_with_sizes([D // 2, D // 2, 0], -1)
+        ),
+        ROPE, (0, 0), F32,
+    ),
+    "halves by angles for each head": (
+        lambda p, x: (lambda q: by_halves(q, q.cos(), q.sin()))(x.unflatten(1, (H, D))),
+        ROPE, (0, 0), F32,
+    ),
+    "thirds": (
+        lambda p, x: (lambda q: q * q[:, :1] + torch.cat((-q[..., 1:], q[..., :1]), -1) * q[:, :1])(
+            x.unflatten(1, (H, D))
+        ),
+        ROPE, (0, 0), F32,
     ),
     "angles for each head": (
         lambda p, x: rotate(x.unflatten(1, (H, D)), (x.unflatten(1, (H, D))[..., :2].cos(),
@@ -490,7 +545,7 @@ def test_a_pass_matches_where_it_should_and_results_are_the_same_bits(name: str)
 def in_call(
     *, of: Callable[[Any, Tensor], Tensor] = lambda p, y: y, eps: float | None = None,
     angle: Callable[[Tensor], Tensor] = lambda x: x, then: Callable[..., Any] = lambda *x: None,
-    turns: tuple[bool, bool] = (True, True), one: bool = False,
+    turns: tuple[bool, bool] = (True, True), one: bool = False, wide: bool = False,
 ) -> Any:  # fmt: skip
     """Attention over q and k that are turned, by default as one expects; and what else is read.
 
@@ -508,8 +563,12 @@ def in_call(
         q = of(p, q)
         k = of(p, k) if eps is None else rms_norm(k, p["h"], eps)
         k_angles = cos_sin if angle(x) is x else angles(angle(x))
-        q = rotate(q, cos_sin) if turns[0] else q
-        k = rotate(k, k_angles) if turns[1] else k
+        if wide:
+            cos_sin = angles(x.float())
+            q, k = in_float32(q, cos_sin), in_float32(k, cos_sin)
+        else:
+            q = rotate(q, cos_sin) if turns[0] else q
+            k = rotate(k, k_angles) if turns[1] else k
         k = q if one else k
         kept = then(p, y, q, k)
         out, kv = fg.ops.attention(q, k, v, state, batch)
@@ -531,6 +590,7 @@ IN_CALL = {
     "q alone turned": (in_call(turns=(True, False)), 0),
     "neither turned": (in_call(turns=(False, False)), 0),
     "one value for both": (in_call(one=True), 0),
+    "turned in float32": (in_call(wide=True), 0),
     "k read elsewhere": (in_call(then=lambda p, y, q, k: k.sin()), 0),
     "q read elsewhere": (in_call(then=lambda p, y, q, k: q.sum(-1)), 0),
     "q asked for its size": (in_call(then=lambda p, y, q, k: q.new_zeros(q.shape[0], 3)), 1),
@@ -545,8 +605,9 @@ IN_CALL = {
 @pytest.mark.parametrize("name", IN_CALL)
 def test_what_turns_q_and_k_goes_into_the_call(name: str):
     forward, matches = IN_CALL[name]
-    cache = tuple(torch.zeros(4 * toys.B, toys.S, H, D) for _ in range(2))
-    toy = Model(forward, params(), cache)
+    dtype = BF16 if "float32" in name else F32
+    cache = tuple(torch.zeros(4 * toys.B, toys.S, H, D, dtype=dtype) for _ in range(2))
+    toy = Model(forward, {key: x.to(dtype) for key, x in params().items()}, cache)
     for modes in ("FULL", "PIECEWISE"):
         fast = toy.graphify(
             passes=("norm_rope", "rope", "rope_in_attention"), modes=modes, sizes=(16,),

@@ -316,6 +316,34 @@ def test_a_wrong_number_beside_what_a_mask_has_written_is_wrong(
     assert found.at == (3, 30) and found.error > 0.4
 
 
+def test_dtypes_of_a_byte_are_a_step_apart_and_integers_are_not():
+    want = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).to(torch.float8_e4m3fn)
+    near, far = (torch.tensor([[1.0, 2.0, 3.0, x]]).to(want.dtype) for x in (4.5, 5.0))
+    assert not compare([("x", near, want)], {}, exact=False)
+    (found,) = compare([("x", far, want)], {}, exact=False)
+    assert (found.at, found.error) == ((0, 3), 0.25)
+    (found,) = compare([("n", torch.tensor([1, 2]), torch.tensor([1, 3]))], {}, exact=False)
+    assert (found.at, found.error, found.elements) == ((1,), float("inf"), 1)
+
+
+def rewritten(params: Any, state: Any, batch: toys.Batch) -> Any:
+    x_TE = params["w"][batch.token_ids]
+    return torch.nn.functional.silu(x_TE) * (x_TE + 1), {"n": state["n"] + 1}
+
+
+@pytest.mark.parametrize(("passes", "bits"), [((), True), (("silu_mul",), False)])
+def test_no_bits_are_claimed_of_what_a_pass_has_rewritten(passes: Any, bits: bool):
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(
+        rewritten, donate="state", stage="batch", sizes=(4,), passes=passes, verify=1.0
+    )
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False)
+    step(state, toys.decode(4))
+    assert any(step.main.executable.matches.values()) is not bits
+    (prepared,) = step.main.prepared.values()
+    assert verified.claims_bits(step.main, prepared) is bits
+
+
 def test_one_bit_is_a_difference_where_bits_are_claimed(recorder_name: str, device: Any):
     """No padding, no primitive, nothing compiled: the lowest bit counts; in a padded key it is
     within the tolerance."""

@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fngraph.ops.side_by_side import the_scale
+from fngraph.ops.triton.keys import by_step, step_of
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
 from fngraph.ops.triton.rounding import FP8, as_fp8, scale_of_row
 
+FEW_HEADS = 2048  # a program each; four times as many run at once on an H100
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own
 
 
@@ -245,18 +247,49 @@ def turned(
 def rope_kernel(
     x, weight, cos, sin, out, H, x_row, x_head, cos_row, sin_row, eps,
     D: tl.constexpr, HALF: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr,
-    NORMS: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr,
+    NORMS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A head of a token."""
     overlap(EARLY)
     row = tl.program_id(0).to(tl.int64)
     t, h = row // H, row % H
     d = tl.arange(0, BLOCK)
+    kind: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
     made = turned(
         x + t * x_row + h * x_head, d, weight, cos + t * cos_row, sin + t * sin_row, eps,
-        out.dtype.element_ty, D, HALF, OTHER, NORMS, CENTRED,
+        kind, D, HALF, OTHER, NORMS, CENTRED,
     )  # fmt: skip
-    tl.store(out + row * D + d, made, mask=d < D)
+    tl.store(out + row * D + d, made.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def rope_pairs_kernel(
+    x, cos, sin, out, H, x_row, x_head, cos_row, sin_row,
+    HALF: tl.constexpr, OTHER: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of a token, of which all columns turn: for so many tokens that a program a head
+    would be busy with beginning and ending."""
+    overlap(EARLY)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    turns = i < HALF
+    real = turns & (h < H)
+    kind: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
+    at = x + t * by_step(x_row, STEP) + h * by_step(x_head, STEP) + i
+    a = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
+    c = tl.load(cos + t * cos_row + i, mask=turns, other=0.0).to(tl.float32)
+    s = tl.load(sin + t * sin_row + i, mask=turns, other=0.0).to(tl.float32)
+    first = (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)
+    if OTHER:
+        c = tl.load(cos + t * cos_row + OTHER + i, mask=turns, other=0.0).to(tl.float32)
+        s = tl.load(sin + t * sin_row + OTHER + i, mask=turns, other=0.0).to(tl.float32)
+    second = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
+    into = out + (t * H + h) * (2 * HALF) + i
+    tl.store(into, first.to(out.dtype.element_ty), mask=real)
+    tl.store(into + HALF, second.to(out.dtype.element_ty), mask=real)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -280,6 +313,26 @@ def _turn(
         x_THD = x_THD.contiguous()
     cos, sin, out = as_rows(cos), as_rows(sin), x.new_empty(x.shape)
     half = min(cos.shape[-1], D // 2)
+    wide = torch.promote_types(x.dtype, cos.dtype) != x.dtype
+    if not norms and 2 * half == D and x_THD.shape[0] * H > FEW_HEADS:
+        block = power_of_two(half)
+        each = min(power_of_two(H), max(1, 1024 // block))
+        launch(
+            rope_pairs_kernel,
+            (x_THD.shape[0], -(-H // each)),
+            (x_THD, cos, sin),
+            (out,),
+            (H, *x_THD.stride()[:2], cos.stride(0), sin.stride(0)),
+            early=True,
+            num_warps=max(1, min(4, each * block // 256)),
+            HALF=half,
+            OTHER=cos.shape[-1] - half,
+            HEADS=each,
+            BLOCK=block,
+            STEP=step_of(*x_THD.stride()[:2]),
+            WIDE=wide,
+        )
+        return out
     launch(
         rope_kernel,
         (x_THD.shape[0] * H,),
@@ -294,5 +347,6 @@ def _turn(
         BLOCK=power_of_two(D),
         NORMS=norms,
         CENTRED=centred,
+        WIDE=wide,
     )
     return out

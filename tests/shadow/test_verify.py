@@ -344,6 +344,22 @@ def test_no_bits_are_claimed_of_what_a_pass_has_rewritten(passes: Any, bits: boo
     assert verified.claims_bits(step.main, prepared) is bits
 
 
+def graded(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """What asks for gradients has them or not."""
+    by = 2 if torch.is_grad_enabled() else 3
+    return params["w"][batch.token_ids] * by, {"n": state["n"] + 1}
+
+
+def test_what_asks_whether_gradients_are_on_is_asked_under_the_callers_mode():
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(graded, donate="state", stage="batch", sizes=(4,), verify=1.0)
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False, lazy=True)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            step(state, toys.batch(3))
+    assert (step.stats.verified, step.stats.differences) == (3, 0)
+
+
 def test_one_bit_is_a_difference_where_bits_are_claimed(recorder_name: str, device: Any):
     """No padding, no primitive, nothing compiled: the lowest bit counts; in a padded key it is
     within the tolerance."""

@@ -300,3 +300,27 @@ def test_an_op_that_forward_alone_or_its_trace_alone_has_is_named(
     assert (found.kind, found.op) == ("trace", "aten.neg.default")
     assert found.line == f"tests/shadow/test_bisect.py:{at}"
     assert ("any more" in found.what) is traced
+
+
+@fg.struct
+class Ended:
+    """Rows that go on as the last one."""
+
+    at: torch.Tensor = fg.buffer("T", "int64", pad="last")
+    spec: fg.BatchSpec = fg.host()
+
+
+def multiplied(params: Any, state: Any, batch: Ended) -> Any:
+    return params["w"][0] * batch.at[:, None], {"n": state["n"] + 1}
+
+
+def test_padding_that_goes_on_as_the_last_row_is_what_its_field_says():
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(multiplied, donate="state", stage="batch", sizes=(4,))
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False)
+    for rows in ([3, 1, 7], [5]):
+        batch = Ended(at=torch.tensor(rows), spec=fg.BatchSpec(len(rows), 1))
+        assert str(fg.bisect(step, batch)).endswith("come to the same")
+    params["w"] = params["w"] + 1
+    found = fg.bisect(step, batch)
+    assert "params['w']" in found.what and "batch.at" not in found.what

@@ -324,3 +324,31 @@ def test_padding_that_goes_on_as_the_last_row_is_what_its_field_says():
     params["w"] = params["w"] + 1
     found = fg.bisect(step, batch)
     assert "params['w']" in found.what and "batch.at" not in found.what
+
+
+@pytest.mark.parametrize("forward", [toys.tally, toys.attend])
+def test_a_key_whose_graphs_are_wrong_is_replayed_on_what_was_kept_and_all_is_put_back(
+    forward: Any,
+):
+    made = {toys.tally: (toys.tally_params, toys.tally_state),
+            toys.attend: (toys.attention_params, toys.attention_cache)}  # fmt: skip
+    params, state = (make() for make in made[forward])
+    fast = fg.graphify(forward, donate=1, stage="batch", sizes=toys.SIZES, verify=1.0)
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False, lazy=True)
+    for past in (0, 1, 2, 3):
+        step(state, toys.decode(4, past, seed=past))
+    (recording,) = next(iter(step.replays.values())).calls
+    ops = (aten.mul.Tensor, aten.mul.out, aten.mm.default, aten.mm.out)
+    at = [i for i, op in enumerate(recording.graph) if op.fn in ops][-1]
+    graph, right = list(recording.graph), recording.graph[at].fn
+    graph[at] = TapeOp(lambda *args, **kwargs: right(*args, **kwargs).mul_(1.5), *graph[at][1:])
+    object.__setattr__(recording, "graph", tuple(graph))
+    with pytest.warns(UserWarning, match="differ"):
+        step(state, toys.decode(4, 4, seed=9))
+    for past in (1, 2, 3, 4):
+        step(state, toys.decode(4, past, seed=20 + past))
+    before = toys.clone(state)
+    (difference, *_) = step.differences
+    found = fg.bisect(step, difference)
+    assert found.kind == "graphs" and found.leaves == difference.leaves
+    toys.assert_trees(state, before)

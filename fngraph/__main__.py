@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fngraph.compile.disk import Disk, difference, disk_of, is_same_piece
-from fngraph.core.flight import MADE, Log
+from fngraph.core.flights.log import MADE, Log
 from fngraph.core.text import count, table
 from fngraph.errors import SpecError
 

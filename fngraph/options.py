@@ -73,10 +73,11 @@ class Verify:
             raise TypeError(f"verify={self.share!r}: a share of the steps is 0 to 1; 1e-3 is usual")
         if self.on_difference not in ("warn", "raise"):
             raise TypeError(f'on_difference={self.on_difference!r}: "warn" or "raise"')
-        if not isinstance(self.keep, int) or self.keep < 0:
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 0:
             raise TypeError(f"keep={self.keep!r}: a number of differences")
-        values = self.within.values() if isinstance(self.within, Mapping) else [self.within]
-        if not all(isinstance(x, int | float) and x >= 0 for x in values):
+        by = self.within if isinstance(self.within, Mapping) else {torch.float32: self.within}
+        is_dtype = all(isinstance(name, torch.dtype) for name in by)
+        if not is_dtype or not all(isinstance(x, int | float) and x >= 0 for x in by.values()):
             raise TypeError(
                 f"within={self.within!r}: expected numbers from 0 on by dtype, "
                 "{torch.bfloat16: 5e-2}, or one for all"

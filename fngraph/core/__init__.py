@@ -61,8 +61,11 @@ from fngraph.core.costs.launch import LaunchModel, Part, StepTime, crossing, pre
 # stats.py: counts of what ran
 from fngraph.core.stats import Stats
 
-# flight.py: recorded specs, replayed offline
-from fngraph.core.flight import Flight, Flown, KeyLog, KeyPart, Log, Replayed
+# flights/flight.py: recorded specs, replayed offline
+from fngraph.core.flights.flight import Flight, Replayed
+
+# flights/log.py: what the steps of a run were
+from fngraph.core.flights.log import Flown, KeyLog, KeyPart, Log
 
 # memory.py: what keys cost
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable

@@ -50,6 +50,11 @@ def default_sizes(
         rungs.update(query_len * count for query_len in query_lens for count in reqs)
     sizes = tuple(sorted(size for size in rungs if size <= last))
     if not sizes:
+        if top is None and ceiling < 1:
+            raise SizesError(
+                f"ceiling={ceiling} leaves no size at all: no graph is worth it. Pass "
+                'modes="NONE" to graphify, or ceiling=1 or more.'
+            )
         raise SizesError(f"top={top} leaves no size at all. Pass top=1 or more.")
     return sizes
 

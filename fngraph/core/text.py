@@ -12,8 +12,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table, padded so that it also reads as plain text. Numbers align right."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    """A Markdown table, padded so that it also reads as plain text. Numbers align right, and a cell
+    is one line."""
+    cells = [[" ".join(str(cell).split("\n")).replace("|", r"\|") for cell in row] for row in rows]
     columns = list(zip(header, *cells))
     widths = [max(map(len, column)) for column in columns]
     right = [bool(cells) and all(map(_number, column[1:])) for column in columns]
@@ -42,7 +43,10 @@ def html(text: str) -> str:
 
 
 def _html_table(lines: Sequence[str], escape: Callable[[str], str]) -> str:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    import re
+
+    bars = re.compile(r"(?<!\\)\|")  # those of the table, not of a cell
+    rows = [[cell.strip().replace(r"\|", "|") for cell in bars.split(line)[1:-1]] for line in lines]
     header, rule, *rest = rows
     sides = ["right" if mark.endswith(":") else "left" for mark in rule]
 

@@ -280,7 +280,11 @@ def define(
 
     def eager(*given: Any) -> None:
         config = configure(*given)
-        made.call(made.suited(config), given, config, None)
+        (device, *_) = (x.device.type for x in given if isinstance(x, torch.Tensor))
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return made.call(made.suited(config), given, config, None)
+        with torch.autocast(device, enabled=False):  # as in a graph: it is of its tensors' dtypes
+            made.call(made.suited(config), given, config, None)
 
     def refuse_gradients(*given: Any) -> None:
         if is_transformed(*given):

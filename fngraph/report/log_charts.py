@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fngraph.core import Flown, KeyLog, Log, Mode
+from fngraph.core.flights.log import device_starts
 from fngraph.core.text import count
 
 MOST_BARS = 60  # of one chart; what more there is, is said
@@ -77,7 +78,16 @@ KINDS = {
 
 
 def charts_of(log: Log) -> list[Chart]:
-    """All charts of a log that have something to show."""
+    """All charts of a log that have something to show.
+
+    Raises:
+        TypeError: no log.
+    """
+    if not isinstance(log, Log):
+        raise TypeError(
+            f"expected a Log, got {type(log).__name__}. Pass step.log, of a step that was captured "
+            "with record=1000, or fg.core.Log.loads(text)"
+        )
     charts = [shares(log), ladder(log), timeline(log), parts(log), memory(log), made(log)]
     return [chart for chart in charts if chart.bars]
 
@@ -116,12 +126,15 @@ def ladder(log: Log) -> Chart:
     bars = [_used(name, name.partition(" ")[0], steps) for name, steps in by_key.items() if steps]
     bars += [_used("without a graph", "NONE", eager)] if eager else []
     unused = [name for name, steps in by_key.items() if not steps]
-    left = f"{count(len(unused), 'key')} of {len(by_key)} served no step: {', '.join(unused[:8])}"
-    left += " ..." if len(unused) > 8 else ""
-    if len(bars) > MOST_BARS:
+    left = []
+    if unused:
+        named = ", ".join(unused[:8]) + (" ..." if len(unused) > 8 else "")
+        left.append(f"{count(len(unused), 'key')} of {len(by_key)} served no step: {named}")
+    if more := _more(bars):
+        left.append(f"{more[:-1]}: these had the most tokens.")
         bars = sorted(bars, key=lambda bar: -sum(s.length for s in bar.spans))[:MOST_BARS]
     about = f"Tokens of the last {count(len(log.steps), 'step')}, by the key that served them."
-    return Chart("Ladder and traffic", about, "tokens", tuple(bars), left if unused else "")
+    return Chart("Ladder and traffic", about, "tokens", tuple(bars), " ".join(left))
 
 
 def _used(name: str, kind: str, steps: Sequence[Flown]) -> ChartBar:
@@ -137,16 +150,20 @@ def timeline(log: Log) -> Chart:
     steps = log.steps[-MOST_STEPS:]
     first = steps[0].at if steps else 0.0
 
+    starts = {"host": [step.at for step in steps], "device": device_starts(steps)}
+
     def spans(of: str) -> tuple[BarSpan, ...]:
         return tuple(
-            BarSpan((s.at - first) / 1000, us / 1000, s.mode.name,
+            BarSpan((at - first) / 1000, us / 1000, s.mode.name,
                  f"{s.key or s.mode.name}: {us:.0f} us, {count(s.spec.num_tokens, 'token')}")
-            for s in steps if (us := getattr(s, of)) is not None
+            for s, at in zip(steps, starts[of]) if (us := getattr(s, of)) is not None
         )  # fmt: skip
 
     bars = [ChartBar(of, f"{sum(s.length for s in found):.1f} ms busy", found)
             for of in ("host", "device") if (found := spans(of))]  # fmt: skip
-    about = f"The last {count(len(steps), 'step')}, each from when it was called."
+    about = (
+        f"The last {count(len(steps), 'step')}, each from when it was called, or the device free."
+    )
     return Chart("Timeline", about, "ms", tuple(bars))
 
 

@@ -38,11 +38,16 @@ th, td { padding: .2rem .7rem .2rem 0; text-align: left; border-bottom: 1px soli
 
 
 def page_of(log: Log) -> str:
-    """The page, as text."""
+    """The page, as text.
+
+    Raises:
+        TypeError: no log.
+    """
+    charts = charts_of(log)
     styles = "".join(f".{_class(kind)} {{ fill: var(--{_class(kind)}); "
                      f"background: var(--{_class(kind)}); }}\n" for kind in KINDS)  # fmt: skip
     title = escape(log.title)
-    body = "\n".join([*map(_chart, charts_of(log)), *_tables(log)])
+    body = "\n".join([*map(_chart, charts), *_tables(log)])
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -66,7 +71,10 @@ def _summary(log: Log) -> str:
     true = sum(tokens * number for tokens, _, _, number in log.counted)
     padded = sum(padded * number for _, padded, _, number in log.counted)
     verified, differ = log.verified
-    told = [f"{count(total, 'step')}, {true} tokens", f"{padded / max(true, 1) - 1:.1%} padding"]
+    told = [
+        f"{count(total, 'step')}, {true} tokens",
+        f"{(padded - true) / max(true, 1):.1%} padding",
+    ]
     if verified:
         told.append(f"{verified} verified, of which {differ} differ")
     return "; ".join(told) + "."

@@ -6,9 +6,11 @@ come to something else.
        a backend, compiled code, a weight that is not the caller's any more, a wrong pad.
     2. If all are right, yet the whole is not: padding has reached true rows. The function as it was
        traced runs on the batch and in a key, and what it claims of padding is compared op by op.
-    3. If that is right too: `forward` no longer does what was traced. Its ops are listed as it runs
+    3. If that is right too, and the program without padding is as bare `forward`: it is rounding,
+       which is another at other sizes.
+    4. If it is not: `forward` no longer does what was traced. Its ops are listed as it runs
        and compared with the trace's.
-    4. If the program is right, and the key's graphs are not, it is the graphs: the key is named.
+    5. If the program is right, and the key's graphs are not, it is the graphs: the key is named.
 """
 
 from __future__ import annotations
@@ -20,27 +22,28 @@ from typing import Any
 import torch
 
 from fngraph.core import Dispatch, Mode
-from fngraph.core.text import with_suggestions
-from fngraph.errors import TreeError
+from fngraph.core.text import count, with_suggestions
+from fngraph.errors import AmbientError, TreeError
 from fngraph.fx.leaves import Role
 from fngraph.options import Verify
 from fngraph.ranks.agreement import tell_all
 from fngraph.shadow.compared import Compared
 from fngraph.shadow.difference import Difference
 from fngraph.shadow.kept_graphs import replayed
-from fngraph.shadow.listed import first_not_traced
+from fngraph.shadow.listed import first_not_traced, run_traced
 from fngraph.shadow.nodes import Place
 from fngraph.shadow.parts import parts_of
 from fngraph.shadow.program import RanProgram, run_program_again
 from fngraph.shadow.saved import Ran, Saved, prepared_of, run_bare, save
 from fngraph.shadow.sides import Sides, sides_of
-from fngraph.shadow.verified import VerifiedStep, claims_bits, differences
+from fngraph.shadow.verified import VerifiedStep, claims_bits, differences, keys_of_now
 from fngraph.step.capture import find_replay
 from fngraph.step.keys import Keys
 from fngraph.step.prepared import Prepared
 from fngraph.step.step import Step
 
 GRAPHS, PADDING, TRACE, PROGRAM = "graphs", "padding", "trace", "program"
+ROUNDING = "rounding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Bisection:
     Attributes:
         ran: what the batch runs as, and why.
         leaves: results and state that differ.
-        kind: "program", "padding", "trace" or "graphs": see `fg.bisect`; "" if nothing differs.
+        kind: "program", "padding", "rounding", "trace" or "graphs": see docs/instruments.md; "" if
+            nothing differs.
         instruction: "piece 3", "attention 1"; "" where it is of no instruction.
         op: "aten.mm.default", "fngraph.attention.default".
         line: the user's, "model.py:12".
@@ -102,18 +106,28 @@ def bisect(step: Step[Any], batch: Any, *, within: Verify | None = None) -> Bise
 
     Raises:
         TreeError: no batch of this step. SpecError, ModesError: as the step.
+        TypeError: `within` is no `fg.Verify`.
+        AmbientError: a difference that was found under another ambient state of torch (autocast).
         Exception: what bare `forward` raises on it.
     """
     if not isinstance(step, Step):
         raise TreeError(f"bisect(step, batch): expected a step, got {type(step).__name__}")
+    if within is not None and not isinstance(within, Verify):
+        raise TypeError(f"bisect(within={within!r}): write fg.Verify(within={within!r})")
+    if isinstance(batch, Sequence) and all(isinstance(one, Difference) for one in batch):
+        raise TreeError(
+            f"bisect(step, batch): got {count(len(batch), 'difference')}. Pass one: "
+            "bisect(step, step.differences[0]), or a batch where there is none"
+        )
     rule = within or (step.verify if isinstance(step, VerifiedStep) else Verify())
     with step.turn.taken():
-        keys = step.last.keys
+        keys = keys_of_now(step)
         keys.check_awake()
         parts = parts_of(keys.executable)
         if isinstance(batch, Difference):
             saved, chosen = batch.saved, batch.ran
             _check_same(keys, saved)
+            _check_ambient(step, keys, batch)
         else:
             saved, chosen = save(keys, parts, batch), None
         prepared = _prepared(keys, saved, chosen)
@@ -126,6 +140,19 @@ def _check_same(keys: Keys, saved: Saved) -> None:
     staged = keys.executable.args.of(Role.STAGED)
     if set(saved.state) != set(donated) or len(saved.leaves) != len(staged):
         raise TreeError("this difference is another step's: bisect(step, step.differences[0])")
+
+
+def _check_ambient(step: Step[Any], keys: Keys, difference: Difference) -> None:
+    """Raise if a difference is of another ambient state's program: bare `forward` would run under
+    the one of now, and come to something else for that alone."""
+    ran = difference.executable()
+    others = [one.executable for one in step.by_ambient.values()]
+    if ran is not keys.executable and any(ran is one for one in others):
+        raise AmbientError(
+            f"bisect(step, difference): call {difference.call} came under another state of torch "
+            "(autocast, gradients, precision, ...) than this one. Call bisect under the same: "
+            "with torch.autocast(...): fg.bisect(...)"
+        )
 
 
 def _prepared(keys: Keys, saved: Saved, chosen: Dispatch | None) -> Prepared:
@@ -154,7 +181,7 @@ def _bisect(keys: Keys, saved: Saved, prepared: Prepared, rule: Verify) -> Bisec
         if not found.kind:
             found = _of_padding(found, keys, saved, sides)
         if not found.kind:
-            found = _of_trace(found, keys, saved)
+            found = _of_trace(found, keys, saved, sides, rule, want)
         return found if found.kind else _of_program(found, again, sides, exact)
     own = {"at": repr(_at(again, exact) if leaves else None), "found": found.as_text()}
     own |= {name: str(getattr(found, name)) for name in ("kind", "instruction", "op", "line")}
@@ -210,8 +237,19 @@ def _of_padding(found: Bisection, keys: Keys, saved: Saved, sides: Sides) -> Bis
     return dataclasses.replace(found, kind=PADDING, op=op, line=line, what=text)
 
 
-def _of_trace(found: Bisection, keys: Keys, saved: Saved) -> Bisection:
-    told = first_not_traced(keys, saved)
+def _of_trace(
+    found: Bisection, keys: Keys, saved: Saved, sides: Sides, rule: Verify, want: Ran
+) -> Bisection:
+    traced, ran = run_traced(keys, saved)
+    if sides.is_padded and not differences(keys, ran, want, rule, exact=False):
+        what = (
+            "each instruction is right, and without padding the program gives what bare forward "
+            "does: at the key's sizes kernels round otherwise, and these results are what rounding "
+            "leaves, of nearly equal numbers or of a sum that is near 0. "
+            "verify=fg.Verify(share, within=...) allows more"
+        )
+        return dataclasses.replace(found, kind=ROUNDING, what=what)
+    told = first_not_traced(keys, saved, traced)
     if told is None:
         what = (
             "each instruction of the program is right, and bare forward comes to something else: "

@@ -2,7 +2,8 @@
 within a tolerance of each row's largest element.
 
 A row is what lies along the last dim. An element counts, not the norm of a row: one wrong logit of
-a hundred thousand is wrong. A row of next to nothing is measured by the other rows.
+a hundred thousand is wrong. A row of next to nothing is measured by the other rows, and what a mask
+has put into a row (-inf, -1e9) measures nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ TOLERANCE = {
 """Of a row's largest element, after all layers. Dtypes of a byte: one step of three bits; integers
 and truth values must be equal."""
 _BYTE = 0.13
+_MASK = 1e3  # what is as large, and more than once the largest of its row, a mask has put there
 _FAINT = 1e-2  # of the mean row's largest element: what a row is measured by at least
 
 
@@ -65,17 +67,36 @@ def errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
         return torch.where(got == want, 0.0, float("inf"))
     if want.dtype.itemsize == 1:  # fp8, which cannot be computed with
         got, want = got.float(), want.float()
+    most = torch.finfo(want.dtype).max
     wide = torch.complex128 if want.dtype.is_complex else torch.float64
     if want.dtype.itemsize <= 2 or want.numel() > 1 << 24:
         wide = torch.complex64 if want.dtype.is_complex else torch.float32
     got, want = got.to(wide), want.to(wide)
-    size = want.abs().nan_to_num(0.0, 0.0, 0.0)
-    largest = size.amax(-1, keepdim=True) if size.dim() else size
-    scale = torch.maximum(largest, largest.mean() * _FAINT)
+    largest, is_masked = _largest(want.abs().nan_to_num(0.0, 0.0, 0.0), most)
+    scale = torch.maximum(largest, torch.where(is_masked, 0.0, largest).mean() * _FAINT)
     found = (got - want).abs() / scale
     found = torch.where(got == want, 0.0, found)
     found = torch.where(got.isnan() & want.isnan(), 0.0, found)
     return found.nan_to_num(float("inf"), float("inf"))
+
+
+def _largest(size: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row that no mask has put there, and whether masks have filled it all.
+
+    A mask writes one number many times, -1e9, or the least of its dtype: a wrong number beside it
+    is no less wrong.
+
+    Args:
+        size: absolute values; not a number is 0.
+        most: that the dtype can hold.
+    """
+    if not size.dim():
+        return size, size >= most
+    largest = size.amax(-1, keepdim=True)
+    is_largest = size == largest
+    is_mask = (largest >= most) | ((largest >= _MASK) & (is_largest.sum(-1, keepdim=True) > 1))
+    rest = torch.where(is_largest, 0.0, size).amax(-1, keepdim=True)
+    return torch.where(is_mask & (rest > 0), rest, largest), is_mask & (rest == 0)
 
 
 def differ(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 from fngraph.core import Dispatch
 from fngraph.core.text import count
+from fngraph.executable import Executable
 from fngraph.shadow.compared import Compared
 from fngraph.shadow.saved import Saved
 
@@ -19,12 +21,14 @@ class Difference:
         ran: what it ran as, and why.
         saved: the batch, what it needed of the state, and generators, copied before the step.
         leaves: results and state that differ; none where another process alone differs.
+        executable: what ran, of the ambient state (autocast, ...) that the call came under.
     """
 
     call: int
     ran: Dispatch
     saved: Saved
     leaves: tuple[Compared, ...]
+    executable: weakref.ref[Executable]
 
     def as_text(self, name: str = "forward") -> str:
         """What differs, in a line or two."""

@@ -30,10 +30,11 @@ from fngraph.fx.nodes import (
 )
 from fngraph.fx.rows.rehearsal import is_unwritten
 from fngraph.shadow.nodes import difference
-from fngraph.shadow.saved import Saved, drawn_from, held_of, run_bare
+from fngraph.shadow.saved import Ran, Saved, drawn_from, held_of, run_bare
 from fngraph.step.keys import Keys
 from fngraph.torch_facts.names import TorchDispatchMode, tree_leaves
 
+_OF_NO_MATTER = {"aten.detach", "aten.view", "aten.alias", "aten.clone", "aten.copy"}
 _Op = tuple[str, str, Any]  # name, line, first result
 
 
@@ -57,13 +58,21 @@ def _first(result: Any) -> Any:
     return tensors[0].detach().clone() if tensors else None
 
 
-def first_not_traced(keys: Keys, saved: Saved) -> tuple[str, str, str] | None:
+def run_traced(keys: Keys, saved: Saved) -> tuple[list[_Op], Ran]:
+    """The program op by op on the batch as it is, without padding: its ops, and what it gives."""
+    found: list[_Op] = []
+    return found, _traced(keys, saved, found)
+
+
+def first_not_traced(keys: Keys, saved: Saved, traced: list[_Op]) -> tuple[str, str, str] | None:
     """The first op of the trace that gives something else as `forward` runs now: its name, the
-    user's line, and what differs; None: all that can be found in the list give the same."""
+    user's line, and what differs; None: all that can be found in the list give the same.
+
+    Args:
+        traced: the ops of the program, from `run_traced`.
+    """
     listing = _Listing()
-    with listing:
-        run_bare(keys, saved)
-    traced = _traced(keys, saved)
+    run_bare(keys, saved, listing)
     places = [(_plain(name), line) for name, line, _ in listing.ops]
     at = 0
     for name, line, got in traced:
@@ -78,6 +87,26 @@ def first_not_traced(keys: Keys, saved: Saved) -> tuple[str, str, str] | None:
         if (what := difference(got, want, {})) is not None:
             text = f"forward gives something else there than when it was traced: {what[0]}"
             return listing.ops[found][0], line, text
+    if any(keys.executable.matches.values()):  # passes have put ops into the places of others
+        return None
+    return _in_one_alone([op[:2] for op in listing.ops], [op[:2] for op in traced])
+
+
+def _in_one_alone(
+    runs: list[tuple[str, str]], traced: list[tuple[str, str]]
+) -> tuple[str, str, str] | None:
+    """The first op that `forward` runs and its trace does not have at that line, else the first
+    that it does not run any more; views and primitives aside."""
+    for ops, others, text in (
+        (runs, traced, "forward runs it there, and the trace has no such op at that line"),
+        (traced, runs, "the trace has it, and forward does not run it there any more"),
+    ):
+        known = {(_plain(name), line) for name, line in others}
+        for name, line in ops:
+            if (_plain(name), line) in known or _plain(name) in _OF_NO_MATTER:
+                continue
+            if not name.startswith("fngraph."):
+                return name, line, text
     return None
 
 
@@ -87,8 +116,8 @@ def _plain(name: str) -> str:
 
 
 @torch.no_grad()
-def _traced(keys: Keys, saved: Saved) -> list[_Op]:
-    """The ops of the program, run one by one on the batch as it is, with what each gives."""
+def _traced(keys: Keys, saved: Saved, found: list[_Op]) -> Ran:
+    """What the program gives, and its ops, run one by one, each with what it gives."""
     executable = keys.executable
     args = executable.args
     values: dict[int, torch.Tensor] = dict(held_of(keys))
@@ -96,7 +125,6 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
     staged = [i for i, leaf in enumerate(args.leaves) if leaf.buffer is not None]
     values |= dict(zip(staged, saved.rows.staged))
     values |= {len(args.leaves) + k: x for k, x in enumerate(keys.constants)}
-    found: list[_Op] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(drawn_from(keys, saved))
         stack.enter_context(keys.fixed_ambient())
@@ -110,7 +138,8 @@ def _traced(keys: Keys, saved: Saved) -> list[_Op]:
             gm = with_generators(made, executable.generators)
             results = _listed(gm, found, saved.counts.num_tokens, saved.counts.num_reqs, *tensors)
             values.update(zip(one.writes, results))
-    return found
+    outputs = tuple(values[i] for i in executable.program.outputs)
+    return Ran(outputs, {i: values[i] for i in saved.state})
 
 
 def _listed(gm: fx.GraphModule, found: list[_Op], *given: Any) -> Any:

@@ -112,8 +112,8 @@ def _piece(run: _Run, at: int, one: Instruction) -> None:
     gm, fn = with_generators(traced, executable.generators), executable.fns[at]
     tensors = [run.values[i] for i in one.reads]
     written = _written(gm)
-    copies, fresh = ([x.clone() if k in written else x for k, x in enumerate(tensors)]
-                     for _ in range(2))  # fmt: skip
+    copies, fresh, again = ([x.clone() if k in written else x for k, x in enumerate(tensors)]
+                            for _ in range(3))  # fmt: skip
     should = {k: run.should[i] for k, i in enumerate(one.reads) if i in run.should}
     sizes = run.sides.sizes
     host = run.bounds if run.mode is Mode.NONE else bounds_of(run.prepared.chosen.key)
@@ -129,8 +129,11 @@ def _piece(run: _Run, at: int, one: Instruction) -> None:
     pairs += [(given[k], tensors[k], copies[k], "leaves in an argument") for k in sorted(written)]
     seen = [place for pair in pairs if (place := _other(run, at, one, gm, *pair)) is not None]
     if seen or executable.peers is not None:  # who run it as often
+        inputs = [sizes["T"], sizes["R"], *again]
         with preserved(executable.generators):
-            inside = look_inside(gm, walked.made, lambda: fn(sizes, host, *fresh), run.within)
+            inside = look_inside(
+                gm, walked.made, lambda: fn(sizes, host, *fresh), inputs, run.within
+            )
         if seen:
             run.places += _named(at, one, gm, inside) or [min(seen, key=lambda place: place.at)]
     run.values.update(zip(one.writes, results))

@@ -93,7 +93,10 @@ def save(keys: Keys, parts: Parts, batch: Any) -> Saved:
     field = keys.shared.entry.spec_field
     spec = None if field is None else getattr(batch, field, None)
     if field is not None and not isinstance(spec, BatchSpec):
-        raise TreeError(f"the batch's {field} is no BatchSpec")
+        raise TreeError(
+            f"expected a batch of this step, whose {field!r} is a BatchSpec; got "
+            f"{type(batch).__name__} with {type(spec).__name__} there"
+        )
     leaves = tuple(_own(x, device) for x in whole_leaves(keys, batch, spec))
     rows = rows_of(parts, keys.executable, leaves)
     states = tuple(g.get_state() for g in keys.executable.generators)
@@ -145,8 +148,13 @@ def held_of(keys: Keys) -> dict[int, torch.Tensor]:
     return found
 
 
-def run_bare(keys: Keys, saved: Saved) -> Ran:
+def run_bare(
+    keys: Keys, saved: Saved, watch: contextlib.AbstractContextManager[Any] | None = None
+) -> Ran:
     """Bare `forward` on a copy of the copies, under the caller's own state of torch.
+
+    Args:
+        watch: entered for `forward` alone.
 
     Raises:
         Exception: whatever it raises.
@@ -169,7 +177,8 @@ def run_bare(keys: Keys, saved: Saved) -> Ran:
     if keys.shared.entry.spec_field is not None:
         batch.__dict__[keys.shared.entry.spec_field] = saved.spec
     mode = contextlib.nullcontext() if "grad" in executable.asked else torch.no_grad()
-    with drawn_from(keys, saved), mode, in_given_order():  # of einsum, as it was traced
+    watched = watch or contextlib.nullcontext()
+    with drawn_from(keys, saved), mode, in_given_order(), watched:  # einsum as it was traced
         result = sig.call(values)
     return ran_of(keys, result)
 

@@ -7,6 +7,7 @@ A step that is not verified is `Step.__call__` behind one frame and one comparis
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -55,7 +56,8 @@ class VerifiedStep(Step[R]):
         super().__init__(shared, executable)
         self.verify = verify
         self._calls = itertools.count(1)
-        self._window, self._due = 0, verified_in(0, verify.share) if verify.share else 0
+        self._window = 0
+        self._due: float = verified_in(0, verify.share) if verify.share else math.inf
         self._parts: weakref.WeakKeyDictionary[Executable, Parts] = weakref.WeakKeyDictionary()
         self._kept: list[Difference] = []
         self._told: set[str] = set()  # what was warned of
@@ -68,9 +70,11 @@ class VerifiedStep(Step[R]):
             DifferenceError: bare `forward` came to something else, and on_difference="raise".
         """
         number = next(self._calls)
-        if number != self._due:
+        if number < self._due:
             return Step.__call__(self, *args, allowed=allowed, **kwargs)
         with self.turn.taken():
+            if number < self._due:  # another thread's call has meanwhile had this window's turn
+                return Step.__call__(self, *args, allowed=allowed, **kwargs)
             self._window += 1
             self._due = verified_in(self._window, self.verify.share)
             return self._verify(number, args, kwargs, allowed)
@@ -92,9 +96,7 @@ class VerifiedStep(Step[R]):
         return found
 
     def _verify(self, number: int, args: Any, kwargs: Any, allowed: Allowed) -> R:
-        if (ambient := self.last.read_ambient()) != self.last.ambient:
-            self._meet(ambient)
-        keys = self.last.keys
+        keys = keys_of_now(self)
         why, saved, decided = "", None, allowed
         try:
             values, decided = self.entry.given(args, kwargs, allowed)
@@ -133,7 +135,9 @@ class VerifiedStep(Step[R]):
         if not any_of(peers, "compare a verified step", bool(found)):  # what one finds, all keep
             return
         stats.differences += 1
-        made = Difference(number, prepared.chosen, saved, tuple(found))
+        made = Difference(
+            number, prepared.chosen, saved, tuple(found), weakref.ref(keys.executable)
+        )
         text = made.as_text(getattr(keys.executable.args.signature.fn, "__name__", "forward"))
         if len(self._kept) < self.verify.keep:
             self._kept.append(made)
@@ -151,6 +155,13 @@ class VerifiedStep(Step[R]):
         if kind not in self._told:
             self._told.add(kind)
             warnings.warn(text, stacklevel=5)
+
+
+def keys_of_now(step: Step[Any]) -> Keys:
+    """The keys that serve the caller's ambient state (autocast, ...), as a call takes them."""
+    if (ambient := step.last.read_ambient()) != step.last.ambient:
+        step._meet(ambient)
+    return step.last.keys
 
 
 def make_verified(verify: Verify, executable: Executable, values: Any, **options: Any) -> Step[Any]:

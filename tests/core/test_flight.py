@@ -1,4 +1,4 @@
-"""`fngraph.core.flight`: recorded specs, written, read, and replayed against other tables."""
+"""`fngraph.core.flights.flight`: specs, written, read, and replayed against other tables."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from fngraph.core import (
     Flight,
     HostBounds,
     Limits,
+    Log,
     Mode,
     Stats,
     build_table,
@@ -116,3 +117,11 @@ def test_a_line_that_is_not_a_spec(line, cause):
         Flight.loads('{"num_tokens": 3, "num_reqs": 3}\n' + line)
     assert str(info.value).startswith(f"Line 2 of the flight is not a spec: {line!r} (")
     assert cause in str(info.value)
+
+
+def test_what_is_no_table_and_no_flight_is_refused_in_a_line():
+    with pytest.raises(TypeError, match="expected a DispatchTable, such as lowered"):
+        FLIGHT.replay([BatchSpec(3, 3).descriptor()])  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"Log\.loads\(text\)\.flight") as info:
+        Flight.loads(Log("r" * 999, ()).dumps())
+    assert len(str(info.value)) < 400

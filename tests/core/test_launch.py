@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 
 import pytest
@@ -195,6 +196,17 @@ def test_what_was_measured_goes_before_the_roofline():
         assert mixed.time(work)[0] == DEVICE.time(work)[0] + 0.25 * work.kernels
 
 
+def test_no_product_takes_less_than_its_kernels():
+    fast = Grid((1, 100), (10, 1000), (10, 1000), (0.25,) * 8)
+    device = dataclasses.replace(DEVICE, products={"bfloat16": fast})
+    assert device.time(Work("product", shape=(1, 10, 10), kernels=2)) == (2.0, "launch")
+
+
+def test_a_step_of_no_time_brings_nothing():
+    nothing = predict((), Constants(DEVICE, HOST), "NONE")._replace(wall_us=0.0)
+    assert nothing.gain(nothing) == 0.0
+
+
 def test_of_kinds_that_end_in_a_number_the_nearest_is_taken():
     curves = {f"prefill attention {n}": Curve((1.0,), (float(n),), "flops") for n in (64, 128)}
     device = dataclasses.replace(DEVICE, curves=curves)
@@ -211,6 +223,8 @@ def test_of_kinds_that_end_in_a_number_the_nearest_is_taken():
         lambda: Curve((1.0,), (1.0, 2.0)),
         lambda: Curve((1.0,), (0.0,)),
         lambda: Curve((1.0,), (1.0,), "bytes"),
+        lambda: Curve((1.0, math.nan), (1.0, 2.0)),
+        lambda: Curve((1.0, math.inf), (1.0, 2.0)),
         lambda: Grid((1,), (2, 1), (1,), (1.0, 1.0)),
         lambda: Grid((1, 2), (1,), (1,), (1.0,)),
     ],
@@ -218,6 +232,39 @@ def test_of_kinds_that_end_in_a_number_the_nearest_is_taken():
 def test_what_is_no_curve_is_refused(make):
     with pytest.raises(SpecError):
         make()
+
+
+@pytest.mark.parametrize(
+    ("made", "changes"),
+    [
+        (DEVICE, {"bytes_per_us": 0.0}),
+        (DEVICE, {"bytes_per_us": None}),
+        (DEVICE, {"flops_per_us": {"float32": 0.0}}),
+        (DEVICE, {"flops_per_us": [1.0]}),
+        (DEVICE, {"kernel_us": -1.0}),
+        (DEVICE, {"kernel_us": "1"}),
+        (HOST, {"step_us": math.nan}),
+        (HOST, {"op_us": {"view": math.inf}}),
+        (HOST, {"other_us": True}),
+    ],
+)
+def test_constants_that_are_no_measurements_are_refused(made, changes):
+    """They had been taken, and predicted nothing, or divided by 0."""
+    (name,) = changes
+    with pytest.raises(SpecError, match=rf"{type(made).__name__}\({name}=.* is no number"):
+        dataclasses.replace(made, **changes)
+
+
+@pytest.mark.parametrize("constants", ["constants.json", {"device": 1}, DEVICE])
+def test_a_model_of_what_is_no_constants_is_refused_with_the_way_to_read_them(constants):
+    with pytest.raises(TypeError, match=r"fg\.core\.Constants\.loads\(Path"):
+        dataclasses.replace(model(), constants=constants)
+
+
+@pytest.mark.parametrize("context", [0, -5, "512", True, 1.5])
+def test_a_context_is_a_number_of_tokens(context):
+    with pytest.raises(TypeError, match="a number of tokens, 1 or more"):
+        dataclasses.replace(model(), context=context)
 
 
 def test_constants_come_back_as_they_were_written():

@@ -8,7 +8,7 @@ import numpy
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fngraph.core import BatchSpec, Flight, Limits, default_sizes, plan_sizes, planned_cost
+from fngraph.core import BatchSpec, Flight, Limits, Log, default_sizes, plan_sizes, planned_cost
 from fngraph.errors import SizesError
 
 
@@ -208,6 +208,8 @@ def test_recorded_specs_are_told_to_be_counted_in_few_words():
         plan_sizes(Flight((BatchSpec(3, 1),) * 5000), k=1)
     assert "Flight(specs).histogram(query_len=1)" in str(info.value)
     assert len(str(info.value)) < 400
+    with pytest.raises(SizesError, match=r"Flight\(specs\)\.histogram"):
+        plan_sizes(Log("a run", ()), k=3)
 
 
 # --- three kinds of traffic -----------------------------------------------------------------------

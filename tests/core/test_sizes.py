@@ -83,6 +83,12 @@ def test_a_top_below_one_leaves_nothing():
         default_sizes(Limits(), top=0)
 
 
+def test_a_ceiling_of_a_model_in_which_no_graph_pays_leaves_nothing():
+    """`LaunchModel.ceiling()` is 0 there."""
+    with pytest.raises(SizesError, match=r'ceiling=0 leaves no .* Pass modes="NONE"'):
+        default_sizes(Limits(), ceiling=0)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -63,3 +63,10 @@ def test_tables_are_tables_in_html_too():
     assert made.startswith("<pre>a &lt;head&gt;</pre>\n<table>")
     assert '<th style="text-align: right">us</th>' in made
     assert '<td style="text-align: left">x &amp; y</td>' in made and made.count("<tr>") == 3
+
+
+def test_a_cell_with_bars_and_lines_of_its_own_is_a_cell_still():
+    made = text.table(("why", "n"), [("int | float\nis no dim", 3), ("plain", 12)])
+    assert made.count("\n") == 3 and r"int \| float is no dim" in made
+    shown = text.html(made)
+    assert shown.count("<td") == 4 and ">int | float is no dim<" in shown

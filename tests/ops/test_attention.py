@@ -23,7 +23,7 @@ from fngraph.ops import (
 )
 from fngraph.ops.paged import config as attention_config
 from fngraph.ops.recurrent import requests as recurrent
-from fngraph.testing.cases import BATCHES, NAN, Case, call, case
+from fngraph.testing.cases import BATCHES, NAN, Case, arguments, call, case
 from fngraph.testing.differences import bits
 
 
@@ -346,6 +346,18 @@ def test_what_backends_are_told_has_no_gaps():
     ):
         meta = meta_of(SimpleNamespace(**dict.fromkeys(names, columns[:, 1])))
         assert all(x.is_contiguous() and x.tolist() == [1, 3, 5, 7] for x in meta)
+
+
+def test_autocast_of_the_caller_changes_nothing_as_in_a_graph(where):
+    """It had raised: a mask's float32 became a bfloat16 that cannot hold it."""
+    made = []
+    for enabled in (False, True):
+        c = case((3, 2), (1, 5), device=where)
+        out = torch.full_like(c.q, NAN)
+        with torch.autocast(out.device.type, torch.bfloat16, enabled=enabled):
+            fg.ops.ATTENTION.op(*arguments(c, out))
+        made.append(bits(out))
+    assert torch.equal(*made)
 
 
 def test_no_requests():

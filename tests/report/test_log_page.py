@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ def test_a_log_comes_back_as_it_was_saved(tmp_path: Path):
     assert LOG.flight.specs == tuple(step.spec for step in LOG.steps)
     text = LOG.as_text(last=2)
     assert text.count("\n|") == 4 and "PIECEWISE 16" in text and "<table>" in LOG._repr_html_()
+    assert "11.900" in text and "11.700" not in text  # the last ones
+    assert LOG.as_text(last=0).count("\n|") == 2 and LOG.as_text(last=999).count("\n|") == 122
 
 
 FOREIGN = {
@@ -67,6 +71,11 @@ FOREIGN = {
     LOG.dumps()[:100]: "it is no JSON (",
     LOG.dumps().replace('"counted"', '"count"'): "it lacks 'counted'.",
     LOG.dumps().replace('"FULL"', '"FUL"'): "a part of it cannot be read (",
+    LOG.dumps().replace('"FULL", 60', '"FULL_DECODE_ONLY", 60'): "a part of it cannot be read (",
+    LOG.dumps().replace('"title": "', '"title": 5, "a": "'): "a part of it cannot be read (",
+    LOG.dumps().replace("[0.0, ", '["0.0", '): "a part of it cannot be read (",
+    LOG.dumps().replace("4, 0, 30.0", "4, -1, 30.0"): "a part of it cannot be read (",
+    LOG.dumps().replace("9000.0", "NaN"): "a part of it cannot be read (",
 }
 
 
@@ -115,8 +124,91 @@ def test_a_trace_has_each_step_and_part_on_its_track(tmp_path: Path):
     assert [(e["name"], e["ts"], e["dur"]) for e in tracks[2, 2]] == [
         ("gap", 0.0, 2.0), ("graph 0", 2.0, 20.0), ("gap", 22.0, 40.0), ("attention 0", 62.0, 30.0)
     ]  # fmt: skip
+    for track in (1, 2):  # captures and compilations, in turn
+        first, second = tracks[3, track]
+        assert (first["ts"], second["ts"]) == (0.0, first["dur"])
+    assert [e["dur"] for e in tracks[3, 1]] == [4000.0, 9000.0]
+    assert KeyPart("measured with noise", 3.0, 2.5, False).gap == 0.0
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     assert named[2, 2] == "PIECEWISE 16" and named[1, 2] == "device"
+
+
+def test_the_device_begins_a_step_where_it_is_through_with_the_one_before(tmp_path: Path):
+    """The host is ahead of it: spans of one track lie behind one another."""
+    steps = tuple(flown(0)._replace(at=10.0 * i, host=5.0, device=30.0) for i in range(3))
+    late = flown(0)._replace(at=500.0, device=30.0)
+    log = Log("ahead", (*steps, flown(2)._replace(at=25.0), late))
+    log.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    device = [e["ts"] for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 2)]
+    assert device == [0.0, 30.0, 60.0, 500.0]
+    (chart,) = (chart for chart in charts_of(log) if chart.title == "Timeline")
+    assert [span.start * 1000 for span in chart.bars[1].spans] == device
+
+
+def test_what_is_left_out_of_a_chart_is_said_and_nothing_is_padded_without_steps():
+    steps = tuple(flown(0)._replace(key=f"FULL {i}") for i in range(70))
+    log = Log("many", steps)
+    (ladder,) = (chart for chart in charts_of(log) if chart.title == "Ladder and traffic")
+    assert (
+        len(ladder.bars) == 60
+        and ladder.left == "10 more are not shown: these had the most tokens."
+    )
+    assert "0 steps, 0 tokens; 0.0% padding." in page_of(Log("nothing", ()))
+    for draw in (charts_of, page_of, draw_log):
+        with pytest.raises(TypeError, match=r"expected a Log, got Flight. Pass step\.log"):
+            draw(LOG.flight)
+
+
+class Tags(HTMLParser):
+    """Tags of a page, and its text and attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.said: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        self.said += [value for _, value in attrs if value]
+
+    def handle_data(self, data: str) -> None:
+        self.said.append(data)
+
+
+def test_names_with_html_in_them_are_text():
+    plain = Tags(page_of(LOG)).tags
+    evil = '</title><script>alert(1)</script><b onload="x">\'&'
+    wide = [flown(0)._replace(key=f"{evil} {i}", reason=evil) for i in range(61)]
+    key = KeyLog(evil, 4, (1, 2), (3, 4), 5.0, 1, (KeyPart(evil, 1.0, 2.0, True),))
+    log = Log(
+        evil, (*wide, flown(2)), (key,), ((evil, evil, 1, True, 2.0),), LOG.counted, {evil: 1}
+    )
+    page = Tags(page_of(log))
+    assert page.tags <= plain and "script" not in page.tags
+    for said in (evil, f"{evil} 3", f"{evil}: 1.0 us", f"{evil}, {evil}"):
+        assert any(said in text for text in page.said), said
+    assert "<script" not in LOG._replace(title=evil)._repr_html_()
+
+
+def test_the_page_says_what_differs_and_the_slowest_steps_first():
+    page = page_of(LOG)
+    assert "4 verified, of which 1 differ." in page and "differ" not in page_of(
+        LOG._replace(verified=(0, 0))
+    )
+    rows = [line for line in page[page.index("The slowest") :].splitlines() if "<td" in line]
+    assert [re.findall("<td class=n>([^<]*)", row)[1] for row in rows] == [
+        str(30 + i) for i in range(119, 109, -1)
+    ]
+
+
+def test_the_timeline_is_of_the_last_steps_from_the_first_of_them():
+    steps = tuple(flown(0)._replace(at=1000.0 * i, host=float(i), device=None) for i in range(500))
+    (chart,) = (chart for chart in charts_of(Log("long", steps)) if chart.title == "Timeline")
+    (bar,) = chart.bars
+    assert len(bar.spans) == 400 and bar.spans[0].start == 0.0
+    assert bar.spans[-1].start == 399.0 and bar.spans[-1].length == 0.499
 
 
 def test_charts_are_of_the_log():
@@ -142,6 +234,9 @@ def test_the_picture_has_a_panel_a_chart(tmp_path: Path):
     pytest.importorskip("matplotlib")
     figure = draw_log(LOG)
     assert [axis.get_title("left") for axis in figure.axes] == [c.title for c in charts_of(LOG)]
+    for axis, chart in zip(figure.axes, charts_of(LOG)):
+        (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+        assert (left, right) == (0, chart.end) and bottom > top  # the first bar is above
     figure.savefig(tmp_path / "log.png")
     assert draw_log(Log("nothing", ())).axes
 

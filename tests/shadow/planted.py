@@ -143,8 +143,17 @@ def flipped(fn: Any, bit: int, element: int = 0) -> Any:
 
 
 def with_flipped_op(made: Any, op: str, occurrence: int, bit: int = 22) -> Any:
-    """A stage whose pieces flip one bit of what one op of them makes, the how many-th of its name,
-    counted from 0 over the program; the ops that it is held to do not."""
+    """`with_other_op`, where the other flips one bit of what the op makes."""
+    return with_other_op(made, op, occurrence, lambda fn: _flipping(fn, bit))
+
+
+def with_other_op(made: Any, op: str, occurrence: int, other: Callable[[Any], Any]) -> Any:
+    """A stage whose pieces call another function in the place of one op of them, the how many-th of
+    its name, counted from 0 over the program; the ops that it is held to do not.
+
+    Args:
+        other: makes the function, of the op.
+    """
     executable = made.executable
     fns, left = list(executable.fns), occurrence
     for at, gm in enumerate(executable.modules):
@@ -156,7 +165,7 @@ def with_flipped_op(made: Any, op: str, occurrence: int, bit: int = 22) -> Any:
             copies: dict[Any, Any] = {}
             graph.output(graph.graph_copy(gm.graph, copies))
             node = copies[nodes[left]]
-            node.target = _flipping(node.target, bit)
+            node.target = other(node.target)
             fns[at] = _as_function(torch.fx.GraphModule({}, graph))
             return with_executable(made, fns=tuple(fns))
         left -= len(nodes)

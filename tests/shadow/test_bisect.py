@@ -4,6 +4,7 @@ are damaged themselves, and what it refuses. What it looks at is as it was."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import planted
@@ -133,8 +134,14 @@ def test_what_is_no_step_and_no_batch_of_it_is_refused():
         fg.bisect(
             other.capture(state, toys.LIMITS, progress=False, lazy=True), fault.step.differences[0]
         )
-    with pytest.raises(fg.errors.TreeError):
+    with pytest.raises(fg.errors.TreeError, match="'spec' is a BatchSpec; got Tensor with None"):
         fg.bisect(step, toys.decode(2).token_ids)
+    with pytest.raises(
+        fg.errors.TreeError, match=r"got 1 difference. Pass one: .*differences\[0\]"
+    ):
+        fg.bisect(fault.step, fault.step.differences)
+    with pytest.raises(TypeError, match=r"write fg.Verify\(within=0.1\)"):
+        fg.bisect(step, toys.decode(2), within=0.1)  # type: ignore[arg-type]
     step.sleep()
     with pytest.raises(fg.errors.SleepError):
         fg.bisect(step, toys.decode(2))
@@ -153,3 +160,195 @@ def test_what_is_drawn_is_drawn_again_and_generators_stay_as_they_were():
     (step,) = fast.steps
     assert (fg.bisect(step, x).kind, fg.bisect(step, x).leaves) == ("", ())
     assert torch.equal(generator.get_state(), before)
+
+
+# which op within a piece
+
+
+def parted(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Ops in a row, of one result and of several; the state is read after it is written."""
+    x_TE = params["w"][batch.token_ids]  # read
+    one, other = x_TE.split(4, 1)  # split
+    both = torch.cat([one, other * 2], 1)
+    real_T = batch.slot_mapping >= 0
+    seen = state["seen"].index_add(0, batch.token_ids, real_T.long())  # seen
+    return both * seen[batch.token_ids, None], {"seen": seen, "total": state["total"] + 1}
+
+
+def first_scaled(op: Any) -> Any:
+    """The first of several results, off."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first, *rest = op(*args, **kwargs)
+        return [first.neg(), *rest]
+
+    return call
+
+
+def through_views(op: Any) -> Any:
+    """A result off by one bit, by ops of which the trace has others of the same name behind it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = op(*args, **kwargs)
+        made.view(torch.int32).mul(1), made.view(torch.int32).view(-1)[:1].bitwise_xor_(1 << 22)
+        return made
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("op", "mark", "other"),
+    [
+        ("aten.index.Tensor", "read", through_views),
+        ("aten.split.Tensor", "split", first_scaled),
+        ("aten.index_add_.default", "seen", lambda op: lambda x, *args: x),
+        ("aten.index_add_.default", "seen", lambda op: lambda x, *args: op(op(x, *args), *args)),
+    ],
+    ids=["views", "list", "left out", "twice"],
+)
+def test_the_op_is_named_and_not_one_that_reads_what_it_made(op: str, mark: str, other: Any):
+    params, state = toys.tally_params(), toys.tally_state()
+    fast = fg.graphify(parted, donate="state", stage="batch", sizes=(4,))
+    stage = fast.trace(params, state, limits=toys.LIMITS).split().lower().compile()
+    stage = planted.with_other_op(stage, op, 0, other)
+    step = stage.capture(params, state, recorder="tape", lazy=True)
+    found = fg.bisect(step, toys.batch(3))
+    lines, first = inspect.getsourcelines(parted)
+    (at,) = [i for i, text in enumerate(lines) if text.endswith(f"# {mark}\n")]
+    assert (found.op, found.line) == (op, f"tests/shadow/test_bisect.py:{first + at}")
+
+
+def test_it_runs_under_the_callers_state_of_torch_whatever_the_last_call_came_under():
+    params, cache = toys.attention_params(), toys.attention_cache()
+    fast = fg.graphify(toys.attend, donate="cache", stage="batch", sizes=toys.SIZES, verify=1.0)
+    step = fast.bind(params).capture(cache, toys.LIMITS, progress=False, lazy=True)
+    batch = toys.decode(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(cache, batch)
+    assert not fg.bisect(step, batch).kind
+    step(cache, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fg.bisect(step, batch).kind
+        params["head"] = params["head"] * 2
+        with pytest.warns(UserWarning, match="differ"):
+            step(cache, batch)
+    (difference,) = step.differences
+    with pytest.raises(fg.errors.AmbientError, match="Call bisect under the same"):
+        fg.bisect(step, difference)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "params['head']" in fg.bisect(step, difference).what
+
+
+def left_by_rounding(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Means of what has none."""
+    x_TE = params["w"][batch.token_ids] @ params["m"]
+    return (x_TE - x_TE.mean(-1, keepdim=True)).mean(-1, keepdim=True), {"n": state["n"] + 1}
+
+
+def test_what_rounding_leaves_is_told_as_that():
+    torch.manual_seed(0)
+    params, state = {**toys.tally_params(), "m": torch.randn(8, 64)}, {"n": torch.zeros(1)}
+    fast = fg.graphify(left_by_rounding, donate="state", stage="batch", sizes=(4, 16), verify=1.0)
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False, lazy=True)
+    with pytest.warns(UserWarning, match="differ"):
+        for seed in range(20):
+            step(state, toys.batch(3, seed=seed))
+    found = fg.bisect(step, step.differences[0])
+    assert (found.kind, found.op) == ("rounding", "") and "within=" in found.what
+    params["m"] = params["m"] * 1.1
+    assert fg.bisect(step, step.differences[0]).kind == "program"
+
+
+def swapped(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """A state that has to be copied at the end."""
+    new = {"a": state["b"] + 0.5, "b": state["a"] + 1}  # copied
+    return params["w"][batch.token_ids], new
+
+
+def test_a_copy_at_the_end_is_named_by_the_line_of_what_it_copies():
+    params, state = toys.tally_params(), {"a": torch.ones(3), "b": torch.zeros(3)}
+    fast = fg.graphify(swapped, donate="state", stage="batch", sizes=(4,))
+    stage = fast.trace(params, state, limits=toys.LIMITS).split().lower().compile()
+    stage = planted.with_other_op(stage, "aten.copy_.default", 0, lambda op: lambda x, *args: x)
+    found = fg.bisect(stage.capture(params, state, recorder="tape", lazy=True), toys.batch(3))
+    at = inspect.getsourcelines(swapped)[1] + 2
+    assert (found.op, found.line) == ("aten.copy_.default", f"tests/shadow/test_bisect.py:{at}")
+
+
+TURNED = {"neg": False}
+
+
+def turning(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """A branch that goes by what is no argument."""
+    x_TE = params["w"][batch.token_ids] + 1
+    if TURNED["neg"]:
+        x_TE = x_TE.neg()  # sometimes
+    return x_TE, {"n": state["n"] + 1}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_op_that_forward_alone_or_its_trace_alone_has_is_named(
+    traced: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(TURNED, "neg", traced)
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(turning, donate="state", stage="batch", sizes=(4,))
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False)
+    monkeypatch.setitem(TURNED, "neg", not traced)
+    found = fg.bisect(step, toys.batch(3))
+    at = inspect.getsourcelines(turning)[1] + 4
+    assert (found.kind, found.op) == ("trace", "aten.neg.default")
+    assert found.line == f"tests/shadow/test_bisect.py:{at}"
+    assert ("any more" in found.what) is traced
+
+
+@fg.struct
+class Ended:
+    """Rows that go on as the last one."""
+
+    at: torch.Tensor = fg.buffer("T", "int64", pad="last")
+    spec: fg.BatchSpec = fg.host()
+
+
+def multiplied(params: Any, state: Any, batch: Ended) -> Any:
+    return params["w"][0] * batch.at[:, None], {"n": state["n"] + 1}
+
+
+def test_padding_that_goes_on_as_the_last_row_is_what_its_field_says():
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(multiplied, donate="state", stage="batch", sizes=(4,))
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False)
+    for rows in ([3, 1, 7], [5]):
+        batch = Ended(at=torch.tensor(rows), spec=fg.BatchSpec(len(rows), 1))
+        assert str(fg.bisect(step, batch)).endswith("come to the same")
+    params["w"] = params["w"] + 1
+    found = fg.bisect(step, batch)
+    assert "params['w']" in found.what and "batch.at" not in found.what
+
+
+@pytest.mark.parametrize("forward", [toys.tally, toys.attend])
+def test_a_key_whose_graphs_are_wrong_is_replayed_on_what_was_kept_and_all_is_put_back(
+    forward: Any,
+):
+    made = {toys.tally: (toys.tally_params, toys.tally_state),
+            toys.attend: (toys.attention_params, toys.attention_cache)}  # fmt: skip
+    params, state = (make() for make in made[forward])
+    fast = fg.graphify(forward, donate=1, stage="batch", sizes=toys.SIZES, verify=1.0)
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False, lazy=True)
+    for past in (0, 1, 2, 3):
+        step(state, toys.decode(4, past, seed=past))
+    (recording,) = next(iter(step.replays.values())).calls
+    ops = (aten.mul.Tensor, aten.mul.out, aten.mm.default, aten.mm.out)
+    at = [i for i, op in enumerate(recording.graph) if op.fn in ops][-1]
+    graph, right = list(recording.graph), recording.graph[at].fn
+    graph[at] = TapeOp(lambda *args, **kwargs: right(*args, **kwargs).mul_(1.5), *graph[at][1:])
+    object.__setattr__(recording, "graph", tuple(graph))
+    with pytest.warns(UserWarning, match="differ"):
+        step(state, toys.decode(4, 4, seed=9))
+    for past in (1, 2, 3, 4):
+        step(state, toys.decode(4, past, seed=20 + past))
+    before = toys.clone(state)
+    (difference, *_) = step.differences
+    found = fg.bisect(step, difference)
+    assert found.kind == "graphs" and found.leaves == difference.leaves
+    toys.assert_trees(state, before)

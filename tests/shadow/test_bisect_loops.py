@@ -145,3 +145,16 @@ def test_a_false_word_within_a_loop_is_named_there():
     assert found.line == line(trusting, "word")
     (error,) = fg.check(trusting, p, s, batch, rehearse=True, **options).errors
     assert line(trusting, "word") in str(error) and "getitem" not in str(error)
+
+
+def flagged(p: Any, x: Tensor) -> Any:
+    return fg.cond(p["yes"], lambda: x + 1, lambda: x - 1) * 2  # loop
+
+
+def test_a_choice_that_goes_another_way_is_told():
+    p, x = {"yes": torch.tensor(True)}, torch.rand(2, 4)
+    step = fg.graphify(flagged, stage="x").bind(p).capture(batch=x, progress=False)
+    p["yes"] = torch.tensor(False)
+    found = fg.bisect(step, x)
+    assert (found.op, found.line) == ("fg.cond", line(flagged, "loop"))
+    assert ", and it takes other turns" in found.what and "p['yes']" in found.what

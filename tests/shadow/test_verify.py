@@ -7,6 +7,8 @@ import dataclasses
 import dis
 import itertools
 import sys
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.core import Stats
 from fngraph.shadow import verified
+from fngraph.shadow.compared import compare
 from fngraph.shadow.share import verified_in
 from fngraph.step import call
 from fngraph.step.step import Step
@@ -62,6 +65,23 @@ def test_the_share_of_the_calls_is_verified_and_the_same_ones_again():
             step(cache, batch)
         ran.append((step.stats.verified, step.stats.differences, step.stats.steps))
     assert ran == [(10, 0, 100)] * 2
+
+
+def test_calls_of_several_threads_have_their_turns_and_later_ones_too():
+    """Two calls are due while another thread has the pool; neither may make all later ones late."""
+    step, cache = made(verify=1.0)
+    batch = toys.decode(2)
+    with step.turn.lock:
+        waiting = [threading.Thread(target=step, args=(cache, batch)) for _ in range(3)]
+        for thread in waiting:
+            thread.start()
+        while repr(step._calls) != "count(4)":  # each has its number
+            time.sleep(0.001)
+    for thread in waiting:
+        thread.join()
+    for _ in range(3):
+        step(cache, batch)
+    assert (step.stats.steps, step.stats.verified) == (6, 6)
 
 
 # what a step that is not verified has to do with it
@@ -274,6 +294,72 @@ def test_tolerances_are_the_callers():
         assert fault.step.stats.differences == found, within
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask", ["inf", "least", -1e4, 1e4])
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_a_wrong_number_beside_what_a_mask_has_written_is_wrong(
+    dtype: torch.dtype, mask: Any, whole_rows: bool
+):
+    want = torch.linspace(-2, 2, 4 * 32).view(4, 32).to(dtype)
+    fill = {"inf": -torch.inf, "least": torch.finfo(dtype).min}.get(mask, mask)
+    want[:, 20:] = fill
+    if whole_rows:
+        want[2:] = fill
+    got = want.clone()
+    assert not compare([("x", got, want)], {}, exact=False)
+    got[1, 3] += 1
+    (found,) = compare([("x", got, want)], {}, exact=False)
+    assert found.at == (1, 3) and 0.3 < found.error < 2
+    got = want.clone()
+    got[3, 30] = 1.0  # not masked
+    (found,) = compare([("x", got, want)], {}, exact=False)
+    assert found.at == (3, 30) and found.error > 0.4
+
+
+def test_dtypes_of_a_byte_are_a_step_apart_and_integers_are_not():
+    want = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).to(torch.float8_e4m3fn)
+    near, far = (torch.tensor([[1.0, 2.0, 3.0, x]]).to(want.dtype) for x in (4.5, 5.0))
+    assert not compare([("x", near, want)], {}, exact=False)
+    (found,) = compare([("x", far, want)], {}, exact=False)
+    assert (found.at, found.error) == ((0, 3), 0.25)
+    (found,) = compare([("n", torch.tensor([1, 2]), torch.tensor([1, 3]))], {}, exact=False)
+    assert (found.at, found.error, found.elements) == ((1,), float("inf"), 1)
+
+
+def rewritten(params: Any, state: Any, batch: toys.Batch) -> Any:
+    x_TE = params["w"][batch.token_ids]
+    return torch.nn.functional.silu(x_TE) * (x_TE + 1), {"n": state["n"] + 1}
+
+
+@pytest.mark.parametrize(("passes", "bits"), [((), True), (("silu_mul",), False)])
+def test_no_bits_are_claimed_of_what_a_pass_has_rewritten(passes: Any, bits: bool):
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(
+        rewritten, donate="state", stage="batch", sizes=(4,), passes=passes, verify=1.0
+    )
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False)
+    step(state, toys.decode(4))
+    assert any(step.main.executable.matches.values()) is not bits
+    (prepared,) = step.main.prepared.values()
+    assert verified.claims_bits(step.main, prepared) is bits
+
+
+def graded(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """What asks for gradients has them or not."""
+    by = 2 if torch.is_grad_enabled() else 3
+    return params["w"][batch.token_ids] * by, {"n": state["n"] + 1}
+
+
+def test_what_asks_whether_gradients_are_on_is_asked_under_the_callers_mode():
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(graded, donate="state", stage="batch", sizes=(4,), verify=1.0)
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False, lazy=True)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            step(state, toys.batch(3))
+    assert (step.stats.verified, step.stats.differences) == (3, 0)
+
+
 def test_one_bit_is_a_difference_where_bits_are_claimed(recorder_name: str, device: Any):
     """No padding, no primitive, nothing compiled: the lowest bit counts; in a padded key it is
     within the tolerance."""
@@ -318,7 +404,9 @@ def test_rows_that_are_kept_for_padding_are_not_compared(recorder_name: str, dev
     [(2, "a share of the steps is 0 to 1"), (-1e-3, "0 to 1"), ("all", "0 to 1"), (True, "0 to 1"),
      (dict(share=0.1, on_difference="print"), '"warn" or "raise"'),
      (dict(share=0.1, within={torch.float32: -1}), "numbers from 0 on"),
-     (dict(share=0.1, keep=None), "a number of differences")],
+     (dict(share=0.1, within={"float32": 1e-2}), "by dtype, {torch.bfloat16"),
+     (dict(share=0.1, keep=None), "a number of differences"),
+     (dict(share=0.1, keep=True), "a number of differences")],
 )  # fmt: skip
 def test_what_means_nothing_is_refused(given: Any, said: str):
     with pytest.raises(TypeError, match=said):

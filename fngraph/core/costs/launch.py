@@ -181,6 +181,9 @@ class LaunchModel:
         notes: what is not counted as it will run.
         context: tokens of each request, this step's included, where a spec does not say; a request
             that brings more than that has those.
+
+    Raises:
+        TypeError: constants or a context that are none.
     """
 
     count: Count
@@ -188,6 +191,16 @@ class LaunchModel:
     constants: Constants
     notes: tuple[str, ...] = ()
     context: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.constants, Constants):
+            raise TypeError(
+                f"launch_model({self.constants!r}): expected Constants. Read those that were "
+                "measured: fg.core.Constants.loads(Path(file).read_text())"
+            )
+        said = self.context
+        if said is not None and (isinstance(said, bool) or not isinstance(said, int) or said < 1):
+            raise TypeError(f"context={said!r}: a number of tokens, 1 or more; None: not said")
 
     def predict(
         self, spec: BatchSpec, mode: Mode | str | None = None, padded: bool = True

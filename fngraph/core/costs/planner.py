@@ -91,6 +91,7 @@ def _counts(histogram: Histogram) -> dict[int, float]:
     else:
         counts = {}
         for size in histogram:
+            _check_whole("The histogram has steps of", size)
             counts[size] = counts.get(size, 0) + 1
     for size, count in counts.items():
         _check_whole("The histogram has steps of", size)

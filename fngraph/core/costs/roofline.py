@@ -137,7 +137,7 @@ def _cell(axis: Sequence[float], size: float) -> tuple[int, float]:
 
 
 def _check_axis(what: str, axis: Sequence[float]) -> None:
-    if not axis or axis[0] <= 0 or any(a >= b for a, b in pairwise(axis)):
+    if not axis or not axis[0] > 0 or not all(a < b for a, b in pairwise((*axis, math.inf))):
         raise SpecError(f"{what}: sizes {list(axis)} do not ascend from above 0. Sort them.")
 
 
@@ -146,6 +146,21 @@ def _check_times(what: str, us: Sequence[float], points: int) -> None:
         raise SpecError(
             f"{what}: {points} sizes have the times {list(us)[:8]}. Pass one above 0 for each."
         )
+
+
+def _check_numbers(constants: Any, rates: set[str], others: tuple[str, ...]) -> None:
+    """Raise unless all fields but `others` are times from 0 on, or `rates` above 0."""
+    for field in dataclasses.fields(constants):
+        given = getattr(constants, field.name)
+        values = given.values() if isinstance(given, Mapping) else [given]
+        for x in values if field.name not in others else ():
+            least = "above" if field.name in rates else "from"
+            is_number = isinstance(x, int | float) and not isinstance(x, bool)
+            if not is_number or not 0 <= x < math.inf or (field.name in rates and not x):
+                raise SpecError(
+                    f"{type(constants).__name__}({field.name}={given!r}): {x!r} is no number "
+                    f"{least} 0. Measure it, or leave out a kind that was not."
+                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,6 +180,9 @@ class DeviceConstants:
             where they are returned from.
         curves: by kind of work.
         products: by dtype.
+
+    Raises:
+        SpecError: rates that are not above 0, times below 0, or no numbers.
     """
 
     name: str
@@ -177,6 +195,9 @@ class DeviceConstants:
     step_us: float = 0.0
     curves: Mapping[str, Curve] = dataclasses.field(default_factory=dict)
     products: Mapping[str, Grid] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, {"bytes_per_us", "flops_per_us"}, ("name", "curves", "products"))
 
     def time(self, work: Work) -> tuple[float, str]:
         """Microseconds of an op inside of a graph, and what bounds it: one of `BOUNDS`.
@@ -228,6 +249,9 @@ class HostConstants:
         other_us: of an op whose kind is not in `op_us`.
         op_us: of an op that is called by itself, as in NONE, by kind.
         cut_us: of a primitive's call between two graphs, by its name; others as in NONE.
+
+    Raises:
+        SpecError: times below 0, or no numbers.
     """
 
     name: str
@@ -238,6 +262,9 @@ class HostConstants:
     other_us: float
     op_us: Mapping[str, float] = dataclasses.field(default_factory=dict)
     cut_us: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, set(), ("name",))
 
     def op(self, work: Work) -> float:
         """Of an op that is called by itself."""

@@ -252,8 +252,11 @@ def append_copies(gm: fx.GraphModule, copies: Mapping[int, int], returned: set[i
                 for j, node in sources.items():
                     if storage_key(node.meta["val"]) == buffer[k]:
                         sources[j] = cloned(node)
-            copy = gm.graph.call_function(aten.copy_.default, (inputs[k], sources.pop(k)))
+            source = sources.pop(k)
+            copy = gm.graph.call_function(aten.copy_.default, (inputs[k], source))
             copy.meta["val"] = inputs[k].meta["val"]
+            if "stack_trace" in source.meta:  # the line of what it copies
+                copy.meta["stack_trace"] = source.meta["stack_trace"]
             results[copies[k]] = inputs[k]
     output.args = (results,)
     gm.graph.lint()

@@ -1,106 +1,20 @@
-"""The flight recorder: a recorded stream of specs, replayed offline against any table; and the log
-of a run, in which each step says what it was."""
+"""The log of a run, in which each step says what it was: as a table, a file, and a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fngraph.core import text
-from fngraph.core.dispatching import Allowed, dispatch
+from fngraph.core.flights.flight import Flight, fields_of, spec_of
 from fngraph.core.foreign import what_is_off
-from fngraph.core.modes import Mode
-from fngraph.core.spec import BatchSpec, HostBounds, Key
-from fngraph.core.stats import Stats
-from fngraph.core.table import DispatchTable
+from fngraph.core.modes import RUNTIME_MODES, Mode
+from fngraph.core.spec import BatchSpec
 from fngraph.errors import SpecError
 
-
-class Replayed(NamedTuple):
-    """What a stream would have run as.
-
-    Attributes:
-        stats: the counts.
-        used: key -> steps, for keys that served any.
-        unused: keys that served none: memory that this traffic does not need.
-    """
-
-    stats: Stats
-    used: dict[Key, int]
-    unused: tuple[Key, ...]
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of steps that a graph served, 0 to 1."""
-        return 1.0 - self.stats.share(Mode.NONE) if self.stats.steps else 0.0
-
-    def _repr_html_(self) -> str:
-        return text.html(self.as_text())
-
-    def as_text(self) -> str:
-        """Hit rate, padding and graphs used, then the counts."""
-        stats = self.stats
-        rows = [
-            ("steps", stats.steps),
-            ("hit rate", f"{self.hit_rate:.1%}"),
-            *((f"share {m}", f"{stats.share(m):.1%}") for m in (Mode.FULL, Mode.PIECEWISE)),
-            ("padded rows", stats.padding),
-            ("padded rows / true rows", f"{stats.padding / max(stats.tokens, 1):.1%}"),
-            ("graphs used", f"{len(self.used)} of {len(self.used) + len(self.unused)}"),
-        ]
-        return text.table(("over the whole stream", "value"), rows)
-
-
-class Flight(NamedTuple):
-    """A recorded stream of specs.
-
-    Record by appending each step's `batch.spec` to a list (or a bounded deque), and make a
-    `Flight(tuple(recorded))` when you want to look.
-
-    Attributes:
-        specs: one a step, in order.
-    """
-
-    specs: tuple[BatchSpec, ...]
-
-    def replay(self, table: DispatchTable, allowed: Allowed = None) -> Replayed:
-        """What each step would run as under `table`. Raises as `dispatch`."""
-        stats = Stats()
-        used: dict[Key, int] = {}
-        for spec in self.specs:
-            ran = dispatch(table, spec, allowed)
-            stats.observe(spec.num_tokens, ran)
-            if ran.mode is not Mode.NONE:
-                used[ran.key] = used.get(ran.key, 0) + 1
-        return Replayed(stats, used, tuple(key for key in table if key not in used))
-
-    def histogram(self, query_len: int | None = None) -> dict[int, int]:
-        """Tokens -> steps, of batches of this query length (None: mixed), for `plan_sizes`."""
-        counts: dict[int, int] = {}
-        for spec in self.specs:
-            if spec.query_len == query_len:
-                counts[spec.num_tokens] = counts.get(spec.num_tokens, 0) + 1
-        return counts
-
-    def dumps(self) -> str:
-        """The stream as text: a JSON list of the fields that are set, one spec a line."""
-        import json  # 2 ms that dispatch never needs
-
-        return "\n".join(json.dumps(_fields(spec)) for spec in self.specs)
-
-    @classmethod
-    def loads(cls, dumped: str) -> Flight:
-        """The stream that `dumps` wrote.
-
-        Raises:
-            SpecError: a line that is not a spec.
-        """
-        lines = enumerate(dumped.splitlines(), 1)
-        return cls(tuple(_spec(i, line) for i, line in lines if line.strip()))
-
-    def __repr__(self) -> str:
-        return f"Flight({text.count(len(self.specs), 'step')})"
+T = TypeVar("T")
 
 
 class Flown(NamedTuple):
@@ -201,7 +115,7 @@ class Log(NamedTuple):
         rows = [
             (f"{s.at / 1000:.3f}", s.spec.num_tokens, s.spec.num_reqs, s.key or str(s.mode),
              s.padding, f"{s.host:.1f}", "" if s.device is None else f"{s.device:.1f}", s.reason)
-            for s in self.steps[-last:]
+            for s in self.steps[max(len(self.steps) - last, 0) :]
         ]  # fmt: skip
         header = ("at ms", "tokens", "requests", "ran as", "padding", "host us", "device us", "why")
         return f"{self!r}\n\n{text.table(header, rows)}"
@@ -220,7 +134,7 @@ class Log(NamedTuple):
         made: dict[str, Any] = {name: getattr(self, name) for name in self._fields}
         made |= {"eager": dict(self.eager), "format": FORMAT, "reasons": reasons}
         made["steps"] = [
-            [s.at, _fields(s.spec), s.mode.name, s.key, s.padded, reasons.index(s.reason), s.host,
+            [s.at, fields_of(s.spec), s.mode.name, s.key, s.padded, reasons.index(s.reason), s.host,
              s.device]
             for s in self.steps
         ]  # fmt: skip
@@ -240,15 +154,25 @@ class Log(NamedTuple):
             if found.pop("format") != FORMAT:
                 raise ValueError(f"not of the format {FORMAT!r}")
             reasons = found.pop("reasons")
+            found["title"] = _checked(str, found["title"])
             found["steps"] = tuple(
-                Flown(at, _read(spec), Mode.parse(mode), key, padded, reasons[why], host, device)
+                Flown(_number(at), spec_of(spec), _mode(mode), _checked(str, key),
+                      _checked(int, padded), _one_of(reasons, why), _number(host),
+                      None if device is None else _number(device))
                 for at, spec, mode, key, padded, why, host, device in found["steps"]
-            )
+            )  # fmt: skip
             found["keys"] = tuple(_key_log(*one) for one in found["keys"])
-            found["compiles"] = tuple((a, b, c, d, e) for a, b, c, d, e in found["compiles"])
-            found["counted"] = tuple((a, b, c, d) for a, b, c, d in found["counted"])
+            found["compiles"] = tuple(
+                (_checked(str, a), _checked(str, b), _checked(int, c), bool(d), _number(e))
+                for a, b, c, d, e in found["compiles"]
+            )
+            found["counted"] = tuple(
+                (_checked(int, a), _checked(int, b), _mode(c).name, _checked(int, d))
+                for a, b, c, d in found["counted"]
+            )
+            found["eager"] = {why: _checked(int, n) for why, n in found["eager"].items()}
             verified, differ = found["verified"]
-            return cls(**{**found, "verified": (verified, differ)})
+            return cls(**{**found, "verified": (_checked(int, verified), _checked(int, differ))})
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             off = what_is_off(dumped, error, FORMAT)
             raise SpecError(f"this is not a log that step.log.save wrote: {off}. {MADE}") from error
@@ -270,18 +194,28 @@ MADE = "A step that is captured with record=1000 writes one: step.log.save('run.
 """How to make a file with a log."""
 
 
+def device_starts(steps: Iterable[Flown]) -> list[float]:
+    """us at which each step begins on the device: not before it is called, and not before the one
+    ahead of it is through there, which the host need not wait for."""
+    found, free = [], 0.0
+    for step in steps:
+        found.append(max(step.at, free))
+        free = found[-1] + (step.device or 0.0)
+    return found
+
+
 def trace_events(log: Log) -> Iterator[dict[str, Any]]:
     """Events in the format of Chrome's traces, `ts` and `dur` in us: a process of the steps, on the
     host and on the device; one of the keys that were measured, part by part with their gaps; one of
     what was captured and compiled, one after the other."""
     yield from _named(1, "steps", {1: "host", 2: "device"})
-    for step in log.steps:
+    for step, began in zip(log.steps, device_starts(log.steps)):
         args = {"tokens": step.spec.num_tokens, "requests": step.spec.num_reqs,
                 "padding": step.padding, "why": step.reason}  # fmt: skip
         name = step.key or str(step.mode)
         yield _event(1, 1, name, step.at, step.host, args)
         if step.device is not None:
-            yield _event(1, 2, name, step.at, step.device, args)
+            yield _event(1, 2, name, began, step.device, args)
     measured = [key for key in log.keys if key.parts]
     yield from _named(2, "keys, part by part", {i: key.key for i, key in enumerate(measured, 1)})
     for i, key in enumerate(measured, 1):
@@ -320,28 +254,37 @@ def _key_log(
 ) -> KeyLog:
     pool, graph = estimated
     taken = None if measured is None else (int(measured[0]), int(measured[1]))
-    return KeyLog(key, tokens, (pool, graph), taken, captured, in_step,
-                  tuple(KeyPart(*part) for part in parts))  # fmt: skip
+    made = tuple(
+        KeyPart(_checked(str, name), _number(us), _number(paced), bool(is_eager))
+        for name, us, paced, is_eager in parts
+    )
+    bytes_of = _checked(int, pool), _checked(int, graph)
+    return KeyLog(
+        _checked(str, key), _checked(int, tokens), bytes_of, taken, _number(captured),
+        _checked(int, in_step), made,
+    )  # fmt: skip
 
 
-def _fields(spec: BatchSpec) -> dict[str, object]:
-    plain = BatchSpec(spec.num_tokens, spec.num_reqs)
-    changed = {
-        name: v for name, v, d in zip(spec._fields, spec, plain) if v != d or name[:4] == "num_"
-    }
-    return changed | ({"extra": dict(spec.extra)} if spec.extra else {})
+def _checked(kind: type[T], x: Any) -> T:
+    if not isinstance(x, kind) or isinstance(x, bool):
+        raise TypeError(f"{x!r} is no {kind.__name__}")
+    return x
 
 
-def _read(fields: dict[str, Any]) -> BatchSpec:
-    return BatchSpec(**{**fields, "host": HostBounds(*fields.get("host", ()))})
+def _one_of(reasons: list[str], why: Any) -> str:
+    if _checked(int, why) < 0:
+        raise ValueError(f"{why} is no reason's number")
+    return _checked(str, reasons[why])
 
 
-def _spec(number: int, line: str) -> BatchSpec:
-    import json
+def _number(x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x):
+        raise TypeError(f"{x!r} is no number")
+    return x
 
-    try:
-        return _read(json.loads(line))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise SpecError(
-            f"Line {number} of the flight is not a spec: {line!r} ({error})."
-        ) from error
+
+def _mode(name: Any) -> Mode:
+    found = Mode.parse(name)
+    if found not in RUNTIME_MODES:
+        raise ValueError(f"no step runs as {name}")
+    return found

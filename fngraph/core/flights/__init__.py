@@ -1,0 +1,1 @@
+"""What steps were: recorded specs, and the log of a run."""

@@ -20,6 +20,7 @@ from fngraph.torch_facts import memory, names, schemas
 aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent / "fngraph"
 OTHERS = {
+    "_fields": "of a NamedTuple",
     "_attn_implementation": "of a configuration of transformers",
     "_can_set_attn_implementation": "of a model of transformers",
     "_can_set_experts_implementation": "of a model of transformers",

@@ -56,6 +56,7 @@ class VerifiedStep(Step[R]):
         super().__init__(shared, executable)
         self.verify = verify
         self._calls = itertools.count(1)
+        self._newest = 0  # of the calls that looked whether they are due
         self._window = 0
         self._due: float = verified_in(0, verify.share) if verify.share else math.inf
         self._parts: weakref.WeakKeyDictionary[Executable, Parts] = weakref.WeakKeyDictionary()
@@ -73,7 +74,8 @@ class VerifiedStep(Step[R]):
         if number < self._due:
             return Step.__call__(self, *args, allowed=allowed, **kwargs)
         with self.turn.taken():
-            if number < self._due:  # another thread's call has meanwhile had this window's turn
+            self._newest = max(self._newest, number)  # threads may come in another order
+            if self._newest < self._due:  # another's call has meanwhile had this window's turn
                 return Step.__call__(self, *args, allowed=allowed, **kwargs)
             self._window += 1
             self._due = verified_in(self._window, self.verify.share)

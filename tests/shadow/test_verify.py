@@ -68,7 +68,8 @@ def test_the_share_of_the_calls_is_verified_and_the_same_ones_again():
 
 
 def test_calls_of_several_threads_have_their_turns_and_later_ones_too():
-    """Two calls are due while another thread has the pool; neither may make all later ones late."""
+    """Calls are due while another thread has the pool, and get it in any order: none is left out,
+    nor are later ones."""
     step, cache = made(verify=1.0)
     batch = toys.decode(2)
     with step.turn.lock:

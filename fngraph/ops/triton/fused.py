@@ -15,9 +15,9 @@ from fngraph.ops.side_by_side import the_scale
 from fngraph.ops.triton.keys import by_step, step_of
 from fngraph.ops.triton.launching import launch, power_of_two
 from fngraph.ops.triton.overlapping import overlap
-from fngraph.ops.triton.rounding import FP8, as_fp8, scale_of_row
+from fngraph.ops.triton.rounding import FP8, as_fp8, as_rounded, scale_of_row
 
-FEW_HEADS = 2048  # a program each; four times as many run at once on an H100
+FEW_HEADS = 2048  # a program each; twice as many run at once on an H100, 32 a processor
 NO, KNOWN, ROWS = 0, 1, 2  # whether results are quantised: not, by a known scale, by each row's own
 
 
@@ -282,11 +282,11 @@ def rope_pairs_kernel(
     b = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
     c = tl.load(cos + t * cos_row + i, mask=turns, other=0.0).to(tl.float32)
     s = tl.load(sin + t * sin_row + i, mask=turns, other=0.0).to(tl.float32)
-    first = (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)
+    first = as_rounded(a * c, kind) - as_rounded(b * s, kind)
     if OTHER:
         c = tl.load(cos + t * cos_row + OTHER + i, mask=turns, other=0.0).to(tl.float32)
         s = tl.load(sin + t * sin_row + OTHER + i, mask=turns, other=0.0).to(tl.float32)
-    second = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
+    second = as_rounded(b * c, kind) + as_rounded(a * s, kind)
     into = out + (t * H + h) * (2 * HALF) + i
     tl.store(into, first.to(out.dtype.element_ty), mask=real)
     tl.store(into + HALF, second.to(out.dtype.element_ty), mask=real)

@@ -96,20 +96,17 @@ def _replaced(graph: fx.Graph, node: fx.Node, pattern: Any, op: Any) -> bool:
     x, angles = found["x"], [found["cos"], found["sin"]]
     if not all(isinstance(one, fx.Node) for one in (x, *angles)):  # numbers are no angles
         return False
-    moved = "moved" in found.values
-    given: Any = found.values.get("wide", x)  # what turns, normed or not
-    if moved or "parts" in found.values:
-        given = found["moved" if moved else "parts"].args[0]
+    given: Any  # what turns, normed or not
+    if moved := "moved" in found.values:
+        given, turns = found["moved"].args[0], _turns_moved
+    elif "parts" in found.values:
+        given, turns = found["parts"].args[0], _turns_pairs
+    else:
+        given, turns = found.values.get("wide", x), _turns_halves
     normed = "weight" in found.values
     if normed and not is_norm(found, x, given):
         return False
-    if moved:
-        turns = _turns_moved(found, given)
-    elif "parts" in found.values:
-        turns = _turns_pairs(found, given)
-    else:
-        turns = _turns_halves(found, given)
-    if not (turns and (moved or is_dense(node))):
+    if not (turns(found, given) and (moved or is_dense(node))):
         return False
     kinds, inner = ({dtype_of(one) for one in some} for some in ((x, node), (given, *angles)))
     if len(kinds) > 1 or inner not in (kinds, {torch.float32}) or strides(x)[-1] != 1:

@@ -22,6 +22,8 @@ PICTURES = {  # where one would rather look than read
 PIN = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 MACHINE = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|usr|Users|private|mnt)/|0x[0-9a-f]{6,}")
 MOST = 2 << 20
+PLACED = re.compile(r"\w+\.(\w+?)_?\.\w+ \(((?:fngraph|models)/[\w/]+\.py):(\d+)\)")  # op, line
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "mm": "@"}  # other ops are called by name
 
 
 def pictures(notebook: Any) -> list[bytes]:
@@ -81,6 +83,15 @@ def test_it_has_its_pictures(path: Path) -> None:
         width, height = struct.unpack(">II", png[16:24])
         assert png.startswith(b"\x89PNG") and width > 500 and height > 200
         assert len(png) > width * height / 40, "hardly anything is drawn"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_lines_of_this_repository_that_it_shows_have_the_ops_that_it_says(path: Path) -> None:
+    """A change above them moves them: `make notebooks` stores them anew."""
+    text = "".join(said for cell in code_of(read(path)) for _, said in shown(cell))
+    for op, file, number in PLACED.findall(text):
+        line = (ROOT / file).read_text().splitlines()[int(number) - 1]
+        assert op in line or SIGNS.get(op, op) in line, f"{op} is not at {file}:{number}: {line}"
 
 
 def test_all_of_them_are_small() -> None:

@@ -56,6 +56,7 @@ MORE: dict[str, Fields] = {  # by what a step may need beside these
         "left": partial(fg.buffer, "R", "int32", pad=0),  # tokens that it may draw
         "stop_ids": partial(fg.buffer, "R S", "int64", pad=-1),
     },
+    "lookup": {"text": LOGITS["text"]},
     **{  # what an earlier stage has made of the tokens
         f"hidden {dtype}": {"hidden": partial(fg.buffer, "T E", dtype, pad=0)}
         for dtype in ("float32", "bfloat16", "float16")
@@ -67,13 +68,14 @@ MORE: dict[str, Fields] = {  # by what a step may need beside these
 def batch_type(*more: str) -> type:
     """The struct of a batch with the fields of PAGED, of MORE by these names, and a spec.
 
-    Of "many" each request has one token, so that what others have for each token has R, not T.
+    Of "many" each request has one token, so that what others have for each token has R, not T; or,
+    with "lookup", Q of them.
     """
     fields = dict(PAGED)
     for name in more:
         fields |= MORE[name]
     if "many" in more:
-        alike = {"T": "R", "R Q": "R"}
+        alike = {"T": "R Q"} if "lookup" in more else {"T": "R", "R Q": "R"}
         fields = {
             name: partial(fg.buffer, alike.get(dims := x.args[0], dims), *x.args[1:], **x.keywords)
             for name, x in fields.items()
@@ -93,8 +95,9 @@ def limits_of(policy: Policy, vocab_size: int | None, width: int | None = None) 
     and of hidden states where they come from an earlier stage."""
     limits, sizes = policy.limits, {"S": STOPS} if policy.decode_many > 1 else {}
     if vocab_size is not None:
-        sizes |= {"L": policy.max_blocks * policy.block_size, "K": policy.max_bias}
-        sizes["W"] = words_for(vocab_size)
+        sizes |= {"K": policy.max_bias, "W": words_for(vocab_size)}
+    if vocab_size is not None or (policy.decode_many > 1 and max(policy.query_lens) > 1):
+        sizes["L"] = policy.max_blocks * policy.block_size
     if width is not None:
         sizes["E"] = width
     if not sizes:
@@ -148,9 +151,11 @@ def lay_out(
     ends = counts.cumsum()
     first = ends - counts
     row_T = np.repeat(np.arange(len(rows)), counts)
-    position_T = into["positions"]
+    ids_T, position_T, slot_T = (  # (R, Q) where drafts are looked up
+        into[name].reshape(-1) for name in ("token_ids", "positions", "slot_mapping")
+    )
     np.add(np.arange(ends[-1]), (computed - first)[row_T], out=position_T)
-    at, ids_T = 0, into["token_ids"]
+    at = 0
     for job, new, drafts in rows:
         stop = at + new
         refused = faults and job.id in faults
@@ -163,7 +168,7 @@ def lay_out(
     for table, job in zip(tables, jobs):
         table[: len(job.blocks)] = job.blocks.view()
     block_T, offset_T = np.divmod(position_T, policy.block_size)
-    into["slot_mapping"][:] = tables[row_T, block_T].astype(np.int64) * policy.block_size + offset_T
+    slot_T[:] = tables[row_T, block_T].astype(np.int64) * policy.block_size + offset_T
     into["seq_lens"][:] = computed + counts
     into["query_start_loc"][0], into["query_start_loc"][1:] = 0, ends
     drawn = 1 + len(rows[0].drafts)  # of each row; places beyond them repeat the last
@@ -173,6 +178,11 @@ def lay_out(
     fill_more(jobs, asked, counts, shared, into)
     if "allowed" in into:
         fill(rows, asked, allowed or {}, into)
+    elif "text" in into:
+        for own, job, request in zip(into["text"], jobs, asked):
+            own.fill(0)
+            if request is not HARMLESS:
+                own[: len(job.tokens)] = job.tokens.view()
     if "left" in into:
         into["left"][:] = left
         into["stop_ids"].fill(-1)
@@ -192,7 +202,8 @@ def fill_more(
     if "prefix_len" in into:
         into["prefix_len"][:] = shared
     if "adapter_ids" in into:
-        into["adapter_ids"][:] = np.repeat([request.adapter for request in asked], counts)
+        adapters = np.repeat([request.adapter for request in asked], counts)
+        into["adapter_ids"].reshape(-1)[:] = adapters
     if "keys" in into:
         into["keys"][:] = [request.key for request in asked]
     for name in DIRECT & into.keys():

@@ -89,7 +89,7 @@ def schedule(
     if state.live or not agrees:
         fault = (lambda job: None) if can is None else can.fault
         state = plan(state, policy, fault, joins=joint is None)
-        state = take_ahead(state, policy)
+        state = take_ahead(state, policy, None if can is None else max(can.policy.query_lens) - 1)
     else:
         state = dataclasses.replace(state, rows=())
     if agrees:

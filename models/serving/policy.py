@@ -56,7 +56,8 @@ class Policy:
         max_bias: tokens whose logits one request changes by name, `logit_bias` and barred stops.
         max_logprobs: of the likeliest tokens, that a request may have reported.
         decode_many: tokens that each request gets at most from one launch, where nobody waits and
-            all are past their prompts; 1: one. See `fngraph.models.serving.many`.
+            all are past their prompts; 1: one. Drafts are looked up and verified on the way. See
+            `fngraph.models.serving.many`.
     """
 
     max_tokens: int

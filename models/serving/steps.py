@@ -141,6 +141,7 @@ def make_steps(
         hidden = (f"hidden {str(like_E.dtype).removeprefix('torch.')}",)
     for case, names in all_names.items():
         query_lens = tuple(q for q in policy.query_lens if (q > 1) == case.verify)
+        query_lens = (max(query_lens),) if case.many else query_lens
         own: dict[str, Any] = {"modes": case.modes(modes), "query_lens": query_lens}
         if case.adapted:
             own["adapters"] = (can.adapters,)
@@ -267,7 +268,9 @@ class Case(NamedTuple):
     ) -> Callable[..., tuple[Tensor | Drawn, Any]]:
         """The function that is captured for its batches, which have what is named."""
         if self.many:
-            return many_forward(forward, policy.decode_many, policy.block_size, *names)
+            drafts = max(policy.query_lens) - 1 if self.verify else 0
+            sizes = policy.decode_many, policy.block_size
+            return many_forward(forward, *sizes, *names, drafts=drafts, ngram=policy.ngram)
         return served_forward(forward, *names, max_logprobs=policy.max_logprobs, draws=draws)
 
     def policy(self, whole: Policy) -> Policy:
@@ -302,8 +305,14 @@ def cases(policy: Policy, adapters: Any, more: tuple[str, ...]) -> dict[Case, tu
         for adapted in either[: 1 + (adapters is not None)]
         for verify in either[: 1 + (max(policy.query_lens) > 1)]
     }
-    for adapted in either[: (policy.decode_many > 1) * (1 + (adapters is not None))]:
-        found[Case(adapted=adapted, many=True)] = ("adapters",) * adapted + ("many", *always)
+    if policy.decode_many > 1:
+        found |= {
+            Case(adapted=adapted, verify=verify, many=True): (
+                ("adapters",) * adapted + ("many",) + ("lookup",) * verify + always
+            )
+            for adapted in either[: 1 + (adapters is not None)]
+            for verify in either[: 1 + (max(policy.query_lens) > 1)]
+        }
     return found
 
 

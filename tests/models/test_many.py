@@ -299,7 +299,6 @@ def decoding(policy: Policy, *asked: dict[str, Any], blocks: int = BLOCKS) -> St
      ([{"stop": [7], "min_tokens": 5}], {}, "changes its logits"),
      ([{"settings": Settings(presence_penalty=0.5)}], {}, "changes its logits"),
      ([{"max_new": 2}], {}, "lacks one token"),
-     ([{"prompt": (4, 4, 4)}], {"query_lens": (1, 3), "ngram": 1}, "drafts are verified"),
      ([{"prompt": (1,) * 9}] * 2, {"cascade": 8}, "cascade attention"),
      ([{}, {}, {}], {"max_tokens": 9}, "more requests run")],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
 from fngraph.models.serving.many import take_ahead
 from fngraph.models.serving.sampling import UNDRAWN
 from fngraph.models.serving.scheduling import plan
+from fngraph.models.serving.texts.tokens import Tokens
 
 
 class Step(NamedTuple):
@@ -75,6 +76,43 @@ def go_on(
     return ids
 
 
+def verify_on(
+    slots: dict[int, tuple[int, ...]], before: State, batch: Any, policy: Policy
+) -> list[list[int]]:
+    """All turns of a launch that verifies drafts, all rows side by side, as the device takes them:
+    each turn writes the last token and the drafts behind it, and keeps what it drew itself."""
+    rows, drafts = range(len(before.rows)), len(before.rows[0].drafts)
+    first = [len(row.job.tokens) for row in before.rows]
+    now = [tuple(row.job.tokens) for row in before.rows]
+    over = [left < 1 for left in batch.left.tolist()]
+    for _ in range(before.turns):
+        fed: dict[int, tuple[int, ...]] = {}
+        for row in rows:
+            if over[row]:
+                continue
+            guess = Tokens(now[row]).after_first(policy.ngram, drafts)
+            fed[row] = (*now[row], *(guess + [now[row][-1]] * drafts)[:drafts])
+            adapter = before.rows[row].job.request.adapter
+            for end in range(len(now[row]), len(fed[row]) + 1):
+                assert (end - 1) // policy.block_size < len(before.rows[row].job.blocks)
+                slot = slot_of(batch.block_tables[row], end - 1, policy)
+                slots[slot] = (adapter, *fed[row][:end])
+        for row, text in fed.items():
+            adapter, table = before.rows[row].job.request.adapter, batch.block_tables[row]
+            for end in range(len(now[row]), len(text) + 1):
+                look(slots, table, text[:end], adapter, policy)
+                now[row] = (*text[:end], next_token(text[:end], adapter))
+                over[row] = (
+                    len(now[row]) - first[row] == batch.left[row]
+                    or now[row][-1] in batch.stop_ids[row].tolist()
+                )
+                if over[row] or end == len(text) or now[row][-1] != text[end]:
+                    break
+    assert all(over)
+    drawn = [list(now[row][first[row] :]) for row in rows]
+    return [ids + [UNDRAWN] * (before.turns - len(ids)) for ids in drawn]
+
+
 def simulate(
     state: State, policy: Policy, inbox: Callable[[State], State] = lambda state: state
 ) -> Iterator[Step]:
@@ -86,19 +124,23 @@ def simulate(
     slots: dict[int, tuple[int, ...]] = {}
     while (state := inbox(state)).live:
         before = take_ahead(plan(state, policy), policy)
-        kind = batch_type(*["many"] * (before.turns > 1), "adapters")
+        several = before.turns > 1
+        looked_up = several and len(before.rows[0].drafts) > 0
+        kind = batch_type(*["many"] * several, *["lookup"] * looked_up, "adapters")
         batch = lay_out(
             before.rows, policy, lambda spec, kind=kind: empty_batch(kind, policy, spec),
             turns=before.turns,
         )  # fmt: skip
         policy.limits.check(batch.spec)
         starts = batch.query_start_loc.tolist()
-        tokens, where = batch.token_ids.tolist(), batch.slot_mapping.tolist()
+        tokens, where, positions = (
+            x.reshape(-1).tolist() for x in (batch.token_ids, batch.slot_mapping, batch.positions)
+        )
         texts: list[tuple[int, ...]] = []
         for row, (job, new, drafts) in enumerate(before.rows):
             text = tuple(job.tokens)[: job.computed]
             for at in range(starts[row], starts[row + 1]):
-                assert batch.positions[at] == len(text)
+                assert positions[at] == len(text)
                 text = (*text, tokens[at])
                 texts.append(text)
                 slots[where[at]] = (job.request.adapter, *text)
@@ -112,7 +154,9 @@ def simulate(
                 ids.append(next_token(texts[at], job.request.adapter))
                 look(slots, batch.block_tables[row], texts[at], job.request.adapter, policy)
             drawn.append(ids)
-        if before.turns > 1:
+        if looked_up:
+            drawn = verify_on(slots, before, batch, policy)
+        elif several:
             drawn = go_on(slots, before, batch, texts, drawn, policy)
         state, events = advance(before, drawn)
         yield Step(before, batch, state, events)

@@ -15,18 +15,21 @@ from torch import Tensor
 import fngraph as fg
 from fngraph.models.training.adamw import AdamW, Moments, Schedule, check, clipped, update
 
-LossFn = Callable[..., Tensor]  # params, batch, and what `draw` gave if there is one -> ()
-TrainStep = Callable[[Any, Moments, Any], tuple[Any, Moments, dict[str, Tensor]]]
+LossFn = Callable[..., Tensor]  # params, batch, frozen and what `draw` gave, if there are -> ()
+TrainStep = Callable[..., tuple[Any, Moments, dict[str, Tensor]]]  # of params, opt, batch
 
 
 def make_train_step(
-    loss: LossFn, settings: AdamW, schedule: Schedule, *, accumulate: int = 1,
+    loss: LossFn, settings: AdamW, schedule: Schedule, *, frozen: bool = False, accumulate: int = 1,
     draw: Callable[[Any, Tensor], Any] | None = None,
 ) -> TrainStep:  # fmt: skip
     """What `fg.graphify` takes, with params and opt donated and the batch staged.
 
     Args:
         loss: the mean over a batch, (), float32.
+        frozen: whether there are weights that stay as they are. They are an argument of their own,
+            train_step(params, opt, batch, frozen) and loss(params, batch, frozen), of any dtype:
+            without gradients and moments, and held, where `params` are donated.
         accumulate: batches whose gradients are averaged in one step. Above 1 each leaf of the batch
             has them along its first dim, (accumulate, ...), and memory is that of one of them.
         draw: what is random in a step, once for all of its batches: masks of dropout. It is made
@@ -42,8 +45,8 @@ def make_train_step(
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate}: pass how many batches a step has, 1 or more")
 
-    def train_step(params: Any, opt: Moments, batch: Any) -> Any:
-        drawn = () if draw is None else (draw(params, opt.step),)
+    def step(params: Any, opt: Moments, batch: Any, *held: Any) -> Any:
+        drawn = held if draw is None else (*held, draw(params, opt.step))
         leaves, treedef = fg.core.trees.flatten(params)
         _refuse("params", params, lambda w: w.is_floating_point(), (
             "and weights are floats. Pass it with the batch, or keep it as a number of Python"
@@ -67,7 +70,13 @@ def make_train_step(
         params, opt = update(settings, params, grads, opt, lr)
         return params, opt, {"loss": value, "norm": norm, "lr": lr}
 
-    return train_step
+    def train_step(params: Any, opt: Moments, batch: Any) -> Any:
+        return step(params, opt, batch)
+
+    def train_some(params: Any, opt: Moments, batch: Any, frozen: Any) -> Any:
+        return step(params, opt, batch, frozen)
+
+    return train_some if frozen else train_step
 
 
 def mean_of(

@@ -103,6 +103,54 @@ def test_each_leaf_is_updated_where_it_is():
     assert params.matrices.data_ptr() == before
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("device", "recorder"), DEVICES)
+def test_frozen_weights_stay_and_cost_no_gradient(device: str, recorder: str, accumulate: int):
+    """The last layer of two is trained, over one that is held in bfloat16: as torch's own AdamW
+    does over parameters some of which want no gradient."""
+    torch.manual_seed(0)
+    below = {
+        "w": torch.randn(6, 6, device=device).bfloat16(),
+        "ids": torch.arange(6, device=device),
+    }
+    kept = below["w"].clone()
+    params = {"w": torch.randn(6, 3, device=device)}
+    batches = torch.randn(5, accumulate, 4, 6, device=device)
+
+    def loss(params: Any, batch: Any, frozen: Any) -> Tensor:
+        return (
+            (torch.tanh(batch @ frozen["w"].float())[:, frozen["ids"]] @ params["w"])
+            .square()
+            .mean()
+        )
+
+    mine = params["w"].clone().requires_grad_()
+    optimizer = torch.optim.AdamW([mine], lr=0.1, weight_decay=0.0)
+    for batch in batches:
+        with torch.enable_grad():
+            loss({"w": mine}, batch.view(-1, 6), below).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    step = make_train_step(
+        loss, adamw.AdamW(clip=None, weight_decay=0.0, betas=(0.9, 0.999)), adamw.constant(0.1), frozen=True,
+        accumulate=accumulate,
+    )  # fmt: skip
+    fast = fg.graphify(
+        step, donate=("params", "opt"), stage="batch", modes="FULL", recorder=recorder
+    )
+    opt = adamw.init(params)
+    assert [x.shape for x in fg.core.trees.flatten(opt.first)[0]] == [(6, 3)]
+    for batch in batches:
+        params, opt, _ = fast(params, opt, batch if accumulate > 1 else batch[0], below)
+    torch.testing.assert_close(params["w"], mine.detach(), rtol=1e-5, atol=1e-5)
+    assert below["w"].equal(kept)
+    traced = fast.trace(params, opt, below, batch=batch if accumulate > 1 else batch[0])
+    held = [leaf.path for leaf in traced.args.leaves if leaf.role.value == "held"]
+    assert sorted(held) == ["frozen['ids']", "frozen['w']"]
+    with pytest.raises(TypeError, match="frozen"):
+        step(params, opt, batches[0])
+
+
 def test_batches_that_are_accumulated_are_one_large_batch_in_less_memory():
     batches = tokens(3, 8, 33)
     whole, want, _, of_one = trained(SMALL, batches, "tape")

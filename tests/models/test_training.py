@@ -132,8 +132,8 @@ def test_frozen_weights_stay_and_cost_no_gradient(device: str, recorder: str, ac
         optimizer.step()
         optimizer.zero_grad()
     step = make_train_step(
-        loss, adamw.AdamW(clip=None, weight_decay=0.0, betas=(0.9, 0.999)), adamw.constant(0.1), frozen=True,
-        accumulate=accumulate,
+        loss, adamw.AdamW((0.9, 0.999), weight_decay=0.0, clip=None), adamw.constant(0.1),
+        frozen=True, accumulate=accumulate,
     )  # fmt: skip
     fast = fg.graphify(
         step, donate=("params", "opt"), stage="batch", modes="FULL", recorder=recorder

@@ -16,7 +16,7 @@ import torch
 
 from fngraph.core import BatchSpec, Limits, host_field, plan_buffers, trees
 from fngraph.core.structs import HiddenHostField
-from fngraph.core.text import with_suggestions
+from fngraph.core.text import expect, with_suggestions
 from fngraph.errors import FieldError, FnGraphError, PurityError, SpecError, TreeError
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.leaves import Role, TensorSpec, check_memory
@@ -107,6 +107,7 @@ def check(
         SpecError: a key to rehearse that cannot hold the batch, or is none.
         PassError: `passes` has what is no pass.
     """
+    expect(Callable, "a function", TreeError, forward=forward)
     made = graphify(
         forward, donate=donate, stage=stage, limits=limits, allow_copies=allow_copies,
         generators=generators, compile=compile, passes=passes,

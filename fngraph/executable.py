@@ -20,6 +20,7 @@ from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes
 from fngraph.core.program import Program
+from fngraph.core.text import expect
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.leaves import Leaf
@@ -147,7 +148,12 @@ class Executable:
 
 
 def sizes_of(descriptor: BatchDescriptor, limits: Limits) -> dict[str, int]:
-    """{"T": padded tokens, "R": padded requests, ...} of a key."""
+    """{"T": padded tokens, "R": padded requests, ...} of a key.
+
+    Raises:
+        SpecError: no key.
+    """
+    expect(BatchDescriptor, "a key of the table, table.keys(mode)[0]", descriptor=descriptor)
     return key_sizes(descriptor.num_tokens, descriptor.num_reqs, limits.max_reqs, limits.dims)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, Unpack, overload
 
 from fngraph.core import BatchSpec, Dispatch, Explanation, Limits, Stats, buffers_of, trees
+from fngraph.core.text import expect
 from fngraph.core.where import users_part
 from fngraph.errors import TreeError
 from fngraph.fx.arguments import Arguments, abstract_arguments
@@ -124,6 +125,7 @@ def graphify(
     """
     if fn is None:
         return lambda given: graphify(given, donate=donate, stage=stage, **options)
+    expect(Callable, "a function", TreeError, fn=fn)
     return Graphified(fn, parse_options(options), donate, stage)
 
 

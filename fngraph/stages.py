@@ -383,8 +383,12 @@ class Lowered:
         )
 
     def estimate(self, mode: Mode, descriptor: BatchDescriptor) -> Bytes:
-        """Bytes that a key will take in the pool and for its graphs."""
-        return self._estimate(mode, descriptor)
+        """Bytes that a key will take in the pool and for its graphs.
+
+        Raises:
+            ModesError, SpecError: no mode, or no key.
+        """
+        return self._estimate(Mode.parse(mode), descriptor)
 
     @property
     def memory(self) -> MemoryTable:

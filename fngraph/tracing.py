@@ -17,7 +17,8 @@ from torch import fx
 from fngraph.calls import check_within
 from fngraph.core import Limits, trees
 from fngraph.core.collector import without_collector
-from fngraph.errors import AmbientError, FnGraphError, RowsError
+from fngraph.core.text import expect
+from fngraph.errors import AmbientError, FnGraphError, RowsError, TreeError
 from fngraph.executable import Executable
 from fngraph.fx.advice import in_own_names
 from fngraph.fx.arguments import Arguments
@@ -258,4 +259,7 @@ class Retracer:
 def like(tree: Any) -> Any:
     """The same tree with shapes, dtypes and devices in place of memory, for `trace`."""
     trees.register_dataclasses(tree)
-    return trees.map_leaves(TensorSpec.of, tree)
+    leaves, treedef = trees.flatten(tree)
+    for path, leaf in zip(trees.paths(treedef, "tree"), leaves):
+        expect((torch.Tensor, TensorSpec), "a tensor", TreeError, **{path: leaf})
+    return trees.unflatten(treedef, map(TensorSpec.of, leaves))

@@ -19,7 +19,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from fngraph.core.text import did_you_mean, html, table, with_suggestions
+from fngraph.core.text import did_you_mean, expect, html, table, with_suggestions
 from fngraph.errors import FieldError
 
 ITEMSIZE = {
@@ -100,6 +100,7 @@ def parse_dims(text: str) -> tuple[Dim, ...]:
     Raises:
         FieldError: text that is not dims.
     """
+    expect(str, "dims, as 'T 8' is", FieldError, dims=text)
     tight = re.sub(r"\s*(\+|-|\*|//|%)\s*", r"\1", text.strip())
     return tuple(Dim(re.sub(r"(\+|-|\*|//|%)", r" \1 ", part)) for part in tight.split())
 

@@ -9,6 +9,7 @@ from fngraph.core.lookup import CROWDED, Class, Dispatch, Entry
 from fngraph.core.modes import Mode, runtime_modes
 from fngraph.core.spec import CLASS, BatchSpec, Key
 from fngraph.core.table import DispatchTable
+from fngraph.core.text import expect
 from fngraph.errors import ModesError, SpecError
 
 Allowed = Iterable[Mode | str] | Dispatch | None
@@ -62,6 +63,9 @@ def dispatch(table: DispatchTable, spec: BatchSpec, allowed: Allowed = None) -> 
     """
     if isinstance(allowed, Dispatch):
         return decided(table, spec, allowed)
+    if not (isinstance(spec, BatchSpec) and isinstance(table, DispatchTable)):
+        expect(DispatchTable, "a table, then a spec: dispatch(step.table, spec)", table=table)
+        expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs)", spec=spec)
     lookup = table.lookup
     batch: Class = spec[CLASS]  # type: ignore[assignment]
     entries = lookup.classes.get(batch)

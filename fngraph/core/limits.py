@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fngraph.core.buffers import COUNTED
 from fngraph.core.spec import BatchSpec
-from fngraph.core.text import did_you_mean
+from fngraph.core.text import did_you_mean, expect
 from fngraph.errors import SpecError
 
 
@@ -66,7 +66,8 @@ class Limits:
         return bounds[letter]
 
     def check(self, spec: BatchSpec) -> None:
-        """Raises SpecError, naming the limit, where `spec` is beyond one."""
+        """Raises SpecError, naming the limit, where `spec` is beyond one, or is no spec."""
+        expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs)", spec=spec)
         if spec.num_tokens > self.max_tokens:
             raise SpecError(
                 f"{spec!r} is beyond Limits(max_tokens={self.max_tokens}). "

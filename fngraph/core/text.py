@@ -1,4 +1,5 @@
-"""Small text tables, what every `as_text` of core is made of; and the nearest of known names."""
+"""Small text tables, what every `as_text` of core is made of; the nearest of known names; and what
+is said where an argument is of another kind."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
+
+from fngraph.errors import SpecError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -112,6 +115,38 @@ def _told(fn: Any, name: str) -> Any:
             raise TypeError(unexpected(name, unknown[0], known)) from None
 
     return call
+
+
+def expect(
+    kind: Any, fix: str = "", error: type[Exception] = SpecError, /, **given: object
+) -> None:
+    """Refuse the first of these values that is of another kind.
+
+    Args:
+        kind: a class, or some.
+        fix: what to pass; "": one of that kind.
+
+    Raises:
+        SpecError, or `error`: with the value's name, and what it is.
+
+    >>> expect(int, repeats="5")
+    Traceback (most recent call last):
+        ...
+    fngraph.errors.SpecError: repeats='5' is a str. Pass an int
+    """
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            found = a(type(value).__name__)
+            raise error(f"{name}={value!r} is {found}. Pass {fix or a(kind.__name__)}")
+
+
+def a(noun: str) -> str:
+    """With its article.
+
+    >>> a("int"), a("str")
+    ('an int', 'a str')
+    """
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
 def unexpected(name: str, word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fngraph.core import EncoderPlan, Mode, Packed, trees
 from fngraph.core.memory import MemoryTable
-from fngraph.core.text import html
+from fngraph.core.text import expect, html
 from fngraph.encoder.model import EncoderModel, Measured
 from fngraph.encoder.planning import Budgets, Histograms, item_counts, pack_measured, plan_model
 from fngraph.encoder.ranks import Rows, gather, shares_of
@@ -31,7 +31,7 @@ from fngraph.encoder.run import (
     with_query_len,
 )
 from fngraph.encoder.statistics import EncoderStats
-from fngraph.errors import FnGraphError, ModesError, SpecError
+from fngraph.errors import FnGraphError, ModesError, SpecError, TreeError
 from fngraph.graphified import graphify
 from fngraph.graphs.recorder import Recorder
 from fngraph.options import OptionsDict, check_names
@@ -97,6 +97,7 @@ def graphify_encoder(
         FnGraphError: as `fg.graphify`, of a path's `forward`.
         SpecError: ranks for an encoder without graphs.
     """
+    expect(EncoderModel, "", TreeError, model=model)
     own = inspect.signature(graphify_encoder).parameters
     check_names("graphify_encoder", options, OptionsDict, tuple(own))
     for name in OURS:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fngraph.core.text import expect
 from fngraph.errors import TreeError
 from fngraph.fx.tracing.purity import tracing_mode
 
@@ -53,6 +54,7 @@ def from_module(module: nn.Module) -> tuple[Callable[..., Any], Tensors, Tensors
         TreeError: a lazy module that has not run yet, or whose forward has a parameter called
             `params` or `buffers`.
     """
+    expect(nn.Module, "a module", TreeError, module=module)
     module = getattr(module, "_orig_mod", module)
     own = list(inspect.signature(module.forward).parameters.values())
     taken = [p.name for p in own if p.name in _OWN]

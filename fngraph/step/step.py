@@ -38,7 +38,8 @@ from fngraph.core.dispatching import Allowed
 from fngraph.core.memory import MemoryTable
 from fngraph.core.spec import COUNTS, Key
 from fngraph.core.stats import CompileKey
-from fngraph.errors import AmbientError, RankError, SpecError, TreeError
+from fngraph.core.text import expect
+from fngraph.errors import AmbientError, RankError, TreeError
 from fngraph.executable import Executable, launch_model_of
 from fngraph.fx.donation.table import DonationTable
 from fngraph.fx.tracing.ambient import (
@@ -74,6 +75,7 @@ from fngraph.step.sleep import give_back, take_again
 from fngraph.step.times import Times, measure
 from fngraph.torch_facts.tracing import run_by_python
 
+KEY = "a key, as step.dispatch(spec).descriptor is"
 R = TypeVar("R")  # what `forward` returns
 
 MOST_AMBIENTS = 16  # that are kept; a function mode that cannot be compared is one more each time
@@ -272,6 +274,15 @@ class Step(Generic[R]):
         return ()
 
     @property
+    def parts(self) -> Any:
+        """What a verified step copies, for `verify=`; see `VerifiedStep.parts`.
+
+        Raises:
+            TreeError: its steps are not verified.
+        """
+        raise TreeError("its steps are not verified. Say which share: graphify(..., verify=1e-3)")
+
+    @property
     def log(self) -> Log:
         """What its last steps were, for `record=`; see `fg.core.Log`.
 
@@ -320,7 +331,7 @@ class Step(Generic[R]):
 
     def dispatch(self, spec: BatchSpec, allowed: Allowed = None) -> Dispatch:
         """What `spec` runs as."""
-        return dispatch(self.table, _checked(spec), allowed)
+        return dispatch(self.table, spec, allowed)
 
     def runs_as(self, spec: BatchSpec, allowed: Allowed = None) -> Dispatch:
         """As `dispatch`, but NONE where the key has failed under the last call's ambient state."""
@@ -330,7 +341,7 @@ class Step(Generic[R]):
 
     def explain(self, spec: BatchSpec, allowed: Allowed = None) -> Explanation:
         """Why `spec` runs as it does, and why not as anything else."""
-        return explain(self.table, _checked(spec), allowed)
+        return explain(self.table, spec, allowed)
 
     def launch_model(self, constants: Constants, context: int | None = None) -> LaunchModel:
         """What steps take in each mode, predicted; see `Lowered.launch_model`."""
@@ -359,8 +370,10 @@ class Step(Generic[R]):
 
         Raises:
             TreeError: a function without a spec, whose batches have exact shapes; or a field that
-                takes no `ChangedRows`.
+                takes no `ChangedRows`. SpecError: no spec.
         """
+        if not isinstance(spec, BatchSpec):
+            expect(BatchSpec, "fg.BatchSpec(num_tokens, num_reqs)", spec=spec)
         with self.turn.lock:
             batch = next_batch(self.last.keys, spec)
         if changed:
@@ -485,6 +498,7 @@ class Step(Generic[R]):
         for mode in (Mode.FULL, Mode.PIECEWISE):
             if (mode, descriptor) in replays:
                 return replays[mode, descriptor]
+        expect(BatchDescriptor, KEY, descriptor=descriptor)
         distance = lambda d: abs(d.num_tokens - descriptor.num_tokens)  # noqa: E731
         near = sorted((d for _, d in replays), key=distance)[:3]
         text = f"{descriptor} is not captured; the nearest that are: {near or 'none'}"
@@ -519,6 +533,7 @@ class Step(Generic[R]):
         Raises:
             CaptureError, SleepError, AddressError: as `capture_all`.
         """
+        expect((float, int), "milliseconds", budget_ms=budget_ms)
         with self.turn.taken():
             now = self._keys_of_now()
             now.check_ready()
@@ -608,6 +623,7 @@ class Step(Generic[R]):
         Raises:
             KeyError: a key that is not captured. AddressError: a bound leaf has moved.
         """
+        expect(int, repeats=repeats)
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: at least 1")
         replay = self[descriptor]
@@ -645,12 +661,6 @@ def _ambient(recorder: Recorder) -> Ambient:
     """The ambient state of now, for the recorder's device."""
     check_no_dispatch_mode()
     return read(recorder.device.type)
-
-
-def _checked(spec: BatchSpec) -> BatchSpec:
-    if not isinstance(spec, BatchSpec):
-        raise SpecError(f"expected a BatchSpec, got {type(spec).__name__}. Pass the batch's spec")
-    return spec
 
 
 def make_step(

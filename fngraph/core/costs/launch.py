@@ -26,12 +26,13 @@ from fngraph.core.dispatching import dispatch
 from fngraph.core.modes import RUNTIME_MODES, Mode
 from fngraph.core.spec import BatchDescriptor, BatchSpec
 from fngraph.core.table import DispatchTable
-from fngraph.core.text import html, table
+from fngraph.core.text import expect, html, table
 from fngraph.errors import ModesError
 
 BatchOf = Callable[[int], BatchSpec]
 """Which batch has so many tokens."""
 SHARE = 0.05
+SIZES = "some numbers of tokens, (1, 8)"
 """What a graph must bring to be worth its memory, of a step's time, where nothing is said."""
 
 
@@ -150,6 +151,8 @@ def crossing(gain: Callable[[int], float], most: int, share: float = SHARE) -> i
     >>> crossing(lambda size: 3 / size, most=1000, share=0.1)
     30
     """
+    expect(int, most=most)
+    expect((float, int), "a share, 0.05 for 5 %", share=share)
     sizes = [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
     pays = [i for i, size in enumerate(sizes) if gain(size) > share]
     if not pays:
@@ -240,21 +243,28 @@ class LaunchModel:
     def batch(self, size: int) -> BatchSpec:
         """The batch of so many tokens that is asked about where none is named: one token of each
         request, or where that is more requests than may come, a chunk of one."""
+        expect(int, "a number of tokens", size=size)
         if size <= self.table.limits.max_reqs:
             return BatchSpec(size, size, query_len=1)
         return BatchSpec(size, 1)
+
+    def _batch_of(self, batch: BatchOf | None) -> BatchOf:
+        """What makes the batch of a size."""
+        expect((Callable, type(None)), "a function of the size", batch=batch)
+        return batch or self.batch
 
     def times(
         self, sizes: Iterable[int], batch: BatchOf | None = None
     ) -> list[tuple[BatchSpec, dict[Mode, StepTime]]]:
         """For each size its batch, and what it takes in each mode, if there were a key of just that
         size. Raises as `predict`."""
-        specs = [(batch or self.batch)(size) for size in sizes]
+        expect(Iterable, SIZES, sizes=sizes)
+        specs = [self._batch_of(batch)(size) for size in sizes]
         return [(spec, {m: self.predict(spec, m, False) for m in RUNTIME_MODES}) for spec in specs]
 
     def gain(self, size: int, batch: BatchOf | None = None, mode: Mode | str = Mode.FULL) -> float:
         """What a graph of just that size brings over NONE, of its own time. Raises as `predict`."""
-        spec = (batch or self.batch)(size)
+        spec = self._batch_of(batch)(size)
         return self.predict(spec, mode, False).gain(self.predict(spec, Mode.NONE))
 
     def crossing(
@@ -277,11 +287,13 @@ class LaunchModel:
 
     def cost(self, mode: Mode | str = Mode.FULL, batch: BatchOf | None = None) -> Cost:
         """Microseconds of a step that runs at a size: `plan_sizes(histogram, 8, model.cost())`."""
-        return lambda size: self.predict((batch or self.batch)(size), mode, False).wall_us
+        made = self._batch_of(batch)
+        return lambda size: self.predict(made(size), mode, False).wall_us
 
     def key_cost(self, key: BatchDescriptor) -> float:
         """Microseconds of a key that is full, for `graphify(cost=model.key_cost)`. One for any
         number of requests is taken for PIECEWISE. Raises as `predict`."""
+        expect(BatchDescriptor, "a key", key=key)
         reqs = min(key.num_reqs or key.num_tokens, self.table.limits.max_reqs)
         spec = BatchSpec(key.num_tokens, reqs, key.query_len)
         mode = Mode.PIECEWISE if key.num_reqs is None else Mode.FULL
@@ -290,6 +302,7 @@ class LaunchModel:
     def split_cost(self, spec: BatchSpec) -> StepTime:
         """What one more cut adds to a step of PIECEWISE: of the host a replay and a call, of the
         device two boundaries; to the wall, what is left of that. Raises as `predict`."""
+        self.table.limits.check(spec)
         parts = self.count(
             self._sizes(spec.descriptor()), self._sizes(spec.descriptor()), self._longest(spec)
         )
@@ -322,6 +335,7 @@ class LaunchModel:
         """
         most = self.table.limits.max_tokens
         rows = []
+        expect(Iterable, SIZES, sizes=sizes)
         for spec, times in self.times(tuple(sizes) or _powers(most), batch):
             none, piecewise, full = (times[mode] for mode in RUNTIME_MODES)
             rows.append(

@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from fngraph.core.buffers import RAMPS, STRIDE
-from fngraph.errors import RowsError
+from fngraph.core.text import expect
+from fngraph.errors import RowsError, TreeError
 from fngraph.fx.leaves import Leaf
 from fngraph.fx.nodes import (
     REFUSED,
@@ -461,6 +462,10 @@ def trust_rows(x: torch.Tensor) -> torch.Tensor:
     also says that it is not negative, and that what padding names is there. No trace can check it:
     where it is not so, results are wrong with padding; `fg.check(..., rehearse=True)` tries it.
     Costs nothing: no op is left of it.
+
+    Raises:
+        TreeError: no tensor.
     """
+    expect(torch.Tensor, "", TreeError, x=x)
     with fx.traceback.annotate({_TRUSTED: True}):
         return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return]

@@ -1,0 +1,136 @@
+"""An argument of another kind, whichever of a method it is: the error is one that fngraph raises
+itself, and not an attribute that some line inside misses."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import toys
+
+import fngraph as fg
+from fngraph import errors
+
+BAD = ["x", None, 4, -1, 2.5, object()]
+WITHIN = {  # what stages hand on to one another, and no caller makes
+    ("Traced", "computes_as"), ("Lowered", "compile"), ("Lowered", "runs"),
+    ("DispatchTable", "order"),
+}  # fmt: skip
+CONSTANTS = fg.core.Constants(
+    fg.core.DeviceConstants("d", 1e6, {"float32": 1e6}, 1.0),
+    fg.core.HostConstants("h", 1.0, 1.0, 0.0, 1.0, 1.0),
+)
+FUNCTIONS = [
+    fg.buffer, fg.check, fg.dispatch, fg.explain, fg.from_module, fg.graphify, fg.graphify_encoder,
+    fg.like, fg.trust_rows,
+]  # fmt: skip
+
+
+def said_by_us(error: Exception) -> bool:
+    """Whether the innermost frame is a `raise` of fngraph's."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return "fngraph" in last.filename and (last.line or "").startswith("raise")
+
+
+def calls(fn: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+    """Its arguments, each of another kind in turn, and all that it cannot do without as well."""
+    taken = [
+        p for p in inspect.signature(fn).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]  # fmt: skip
+    for tried in taken:
+        for bad in BAD:
+            given = [p for p in taken if p is tried or p.default is p.empty]
+            by_name = [p for p in given if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+            args = [bad for p in given if p not in by_name]
+            yield f"{tried.name}={bad!r}", args, {p.name: bad for p in by_name}
+
+
+def faults(name: str, fn: Callable[..., Any]) -> Iterator[str]:
+    """Calls that end in an error of Python's own."""
+    for told, args, named in calls(fn):
+        try:
+            fn(*args, **named)
+        except Exception as error:
+            if not said_by_us(error) and "os.PathLike" not in str(error):
+                yield f"{name}({told}): {type(error).__name__}: {error}"
+
+
+def held() -> dict[str, Any]:
+    """What a user has in hand, by its class; a step that is verified and recorded among them."""
+    options = {"donate": "cache", "stage": "batch", "limits": toys.LIMITS, "sizes": toys.SIZES}
+    params, cache = toys.attention_params(1), toys.attention_cache(1)
+    plain = fg.graphify(toys.attend, recorder="tape", **options)
+    verified = fg.graphify(toys.attend, recorder="tape", verify=0.5, **options)
+    traced = plain.trace(params, cache)
+    lowered = traced.split().lower()
+    step, watched = plain.bind(params).capture(cache), verified.bind(params).capture(cache)
+    recorded = plain.bind(params).capture(cache, record=9)
+    model = step.launch_model(CONSTANTS)
+    found = [
+        traced, lowered, lowered.compile(), step, watched, recorded, step.table, toys.LIMITS,
+        recorded.log, model,
+    ]  # fmt: skip
+    return {type(one).__name__: one for one in found}
+
+
+KINDS = [
+    "Traced",
+    "Lowered",
+    "Compiled",
+    "Step",
+    "VerifiedStep",
+    "RecordedStep",
+    "DispatchTable",
+    "Limits",
+    "Log",
+    "LaunchModel",
+]
+
+
+@pytest.fixture(scope="module")
+def in_hand() -> dict[str, Any]:
+    """`held`, made once: what is called with a wrong argument changes nothing."""
+    found = held()
+    assert list(found) == KINDS
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_methods_say_what_they_were_given(in_hand: dict[str, Any], kind: str):
+    one, found, tried = in_hand[kind], list[str](), 0
+    for name in dir(type(one)):
+        static = inspect.getattr_static(type(one), name)
+        shown = not name.startswith("_") or name in ("__getitem__", "__contains__")
+        if shown and (kind, name) not in WITHIN and inspect.isfunction(static):
+            tried += 1
+            found += faults(f"{kind}.{name}", getattr(one, name))
+    assert found == [] and tried
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_functions_say_what_they_were_given(fn: Callable[..., Any]):
+    assert [*faults(fn.__name__, fn)] == []
+
+
+def test_what_only_some_steps_have_says_how_to_ask_for_it(in_hand: dict[str, Any]):
+    for name, fix, kind in (
+        ("parts", "verify=1e-3", "VerifiedStep"), ("log", "record=1000", "RecordedStep")
+    ):  # fmt: skip
+        with pytest.raises(errors.TreeError, match=fix):
+            getattr(in_hand["Step"], name)
+        assert getattr(in_hand[kind], name) is not None
+
+
+def test_an_attribute_that_is_missed_inside_is_found():
+    """Or the above would say little."""
+
+    class Held:
+        def key(self, descriptor: Any) -> Any:
+            return descriptor.num_tokens
+
+    assert len([*faults("key", Held().key)]) == len(BAD)

@@ -153,11 +153,17 @@ def several(name: str, args: argparse.Namespace) -> dict[str, Any]:
     sizes = [n for n in args.batches if n <= 8]
     vocab_size, new = bench.config.vocab_size, 12 if args.quick else 128
     for turns in args.many:
-        policy = dataclasses.replace(bench.policy, decode_many=turns, share=False)
+        own = {"decode_many": turns, "share": False}
+        plain = dataclasses.replace(bench.policy, **own)
+        policy = dataclasses.replace(
+            plain, query_lens=(1, 1 + args.drafts)[: 1 + (args.drafts > 0)]
+        )
         print(f"{name}: capturing {turns} tokens a launch", flush=True)
         steps = dataclasses.replace(bench, policy=policy).steps("FULL_AND_PIECEWISE")
         held = steps, bench.cache, policy
-        found["launches"] += launches(*held, sizes, args.context, vocab_size, args.device)
+        found["launches"] += launches(
+            *held[:2], plain, sizes, args.context, vocab_size, args.device
+        )
         found["streams"] += few_at_a_time(*held, bench.num_blocks, sizes, new, vocab_size)
         del steps, held
         release(args.device)
@@ -275,6 +281,9 @@ FLAGS = {
         **count([], "tokens a request in one launch, in place of the parts", least=2),
         "nargs": "*",
     },
+    "--drafts": count(
+        0, "tokens that each step of its streams guesses by prompt lookup, with --many", least=0
+    ),
     "--level": {
         "choices": [*LEVELS],
         "default": "none",

@@ -3,7 +3,8 @@
 launches   fixed batches: N tokens a request in one launch and in N FULL steps, which read what the
            launch has drawn; a launch that is done after 10 of N; and one right behind another,
            which the host, that has not slept meanwhile, makes in less
-streams    a few requests at a time through the loop, with and without `Policy(decode_many=N)`
+streams    a few requests at a time through the loop, with and without `Policy(decode_many=N)`;
+           with --drafts 3 both verify drafts, on the host's word or on the device
 """
 
 from __future__ import annotations
@@ -158,11 +159,13 @@ def few_at_a_time(
         arrivals = stream_of(n, new, vocab_size)
         texts = []
         for k in (1, policy.decode_many):
-            own = Policy(policy.max_tokens, n, policy.max_blocks, policy.block_size, decode_many=k)
+            sizes_of = policy.max_tokens, n, policy.max_blocks, policy.block_size
+            own = Policy(*sizes_of, query_lens=policy.query_lens, decode_many=k)
             for _ in range(2):  # the first one warms up
                 row, _, got = served(steps, cache, own, num_blocks, arrivals)
             texts.append(got)
-            rows.append({"at a time": n, "decode_many": k, **row})
+            drafts = max(policy.query_lens) - 1
+            rows.append({"at a time": n, "decode_many": k, "drafts": drafts, **row})
         same = sum(texts[0][i] == texts[1][i] for i in texts[0]) / len(texts[0])
         rows[-1]["same"] = rows[-2]["same"] = same
     return rows

@@ -285,9 +285,10 @@ def test_tiny_leaves_flags_that_were_given():
 
 
 @pytest.mark.sampled(0)
-def test_several_tokens_a_launch(tmp_path, capsys):
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_several_tokens_a_launch(tmp_path, capsys, drafts: int):
     flags = ["--tiny", "--many", "4", "--context", "9", "--json", str(tmp_path / "serve.json")]
-    assert harness.main(["serve", *flags]) == 0
+    assert harness.main(["serve", *flags, "--drafts", str(drafts)]) == 0
     (found,) = json.loads((tmp_path / "serve.json").read_text())["figures"]
     assert [(row["batch"], row["tokens"], row["same"]) for row in found["launches"]] == [
         (1, 4, 1), (3, 4, 1)
@@ -296,6 +297,7 @@ def test_several_tokens_a_launch(tmp_path, capsys):
         assert row["of a step"] == pytest.approx(row["ms a token"] / row["a step, device ms"])
     by = {(row["at a time"], row["decode_many"]): row for row in found["streams"]}
     assert set(by) == {(n, k) for n in (1, 3) for k in (1, 4)}
+    assert {row["drafts"] for row in by.values()} == {drafts}
     for (n, k), row in by.items():
         assert row["same"] == 1 and row["new tokens"] == 4 * n * 12
         assert k == 1 or row["steps"] < by[n, 1]["steps"]

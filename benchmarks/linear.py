@@ -133,7 +133,7 @@ def point(name: str, rows: int, sweep: bool) -> Iterator[dict[str, Any]]:
         tiles += [ops.fused_linear.Tile(*t) for t in TILES]
     if sweep and 1 < rows <= 16 and layer.kind == "sum":
         tiles += [ops.fused_linear.Tile(*t) for t in PARTED]
-    if sweep and rows > 2 and layer.kind != "norm":
+    if sweep and (layer.kind == "sum" or (rows > 2 and layer.kind == "gate")):
         wide = WIDE if layer.kind == "sum" else WIDE_GATED
         tiles += [ops.fused_linear.WideTile(*t) for t in wide]
     found = []

@@ -42,18 +42,6 @@ MODES = ["bare", "NONE", "FULL_AND_PIECEWISE"]
 LOOPS = [(1, 2, 3) * 4, (5,) * 6, (7, 8), (60, 61, 60, 61)]  # prompts, most of which repeat
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: Any) -> str:
-    """Each device."""
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def params(device: str) -> Any:
-    """Of a small model."""
-    return wide_params(llama.Config(256, 2, 6, 2, 12, 32, 48), device=device)
-
-
 def repeating(params: Any, cache: Any, batch: Any) -> Any:
     """A model of one's own, that counts its turns and likes to go round in circles of 8 tokens."""
     logits, cache = counted(params, cache, batch)
@@ -62,33 +50,64 @@ def repeating(params: Any, cache: Any, batch: Any) -> Any:
     return logits + 6 * liked.to(logits.dtype).view(logits.shape), cache
 
 
-def served(
-    params: Any, mode: str, policy: Policy, *, prompts: Any = LOOPS, new: int = 17,
-    forward: Any = counted, adapters: Any = None, loops: Policy | None = None, **asked: Any,
-) -> tuple[dict[int, tuple[int, ...]], list[Served], int]:  # fmt: skip
-    """Texts, steps, and how often the model ran; reading what was never written shows."""
-    device = params.embed.device
-    kv = llama.init_cache(params.config, BLOCKS, block_size=SIZE, device=device)
-    for leaf in (leaf for layer in kv for leaf in layer):
-        leaf.fill_(float("nan"))
-    cache = kv, torch.zeros(1, device=device)
-    if mode == "bare":
-        steps = bare_steps(forward, params, policy, "sampling", adapters=adapters, device=device)
-    else:
-        steps = make_steps(
-            forward, params, cache, policy, "sampling", modes=mode, adapters=adapters,
-            recorder="tape" if device.type == "cpu" else "cuda", sizes=(4, 8, 16, 32),
-            progress=False,
-        )  # fmt: skip
-    loops = loops or policy
-    state = start(BLOCKS, loops)
-    for i, prompt in enumerate(prompts):
-        own = {name: each[i] for name, each in asked.items()}
-        state = submit(state, loops, prompt, new + i, **own)
-    ran = []
-    for one in serve(steps, cache, state, loops):
-        ran.append(one)
-    return gather(event for one in ran for event in one.events), ran, int(cache[1])
+def failing(params: Any, cache: Any, batch: Any) -> Any:
+    """The same, whose logits are NaN from a place on."""
+    logits, cache = repeating(params, cache, batch)
+    late = batch.positions[batch.logits_indices] >= 19
+    return logits.masked_fill(late.view(logits.shape[:-1])[..., None], float("nan")), cache
+
+
+class Model:
+    """A small model, steps of each mode, made once, and the cache under them."""
+
+    def __init__(self, device: str) -> None:
+        self.params = wide_params(llama.Config(256, 2, 6, 2, 12, 32, 48), device=device)
+        self.recorder = "tape" if device == "cpu" else "cuda"
+        self.device = device
+        self.made: dict[Any, tuple[Any, Any]] = {}
+
+    def new_cache(self) -> Any:
+        """A cache, and how often the model ran."""
+        kv = llama.init_cache(self.params.config, BLOCKS, block_size=SIZE, device=self.device)
+        return kv, torch.zeros(1, device=self.device)
+
+    def steps(self, forward: Any, mode: str, policy: Policy, adapters: Any) -> tuple[Any, Any]:
+        """Steps, and their cache, in which reading what was never written shows."""
+        at = forward, mode, policy, id(adapters)
+        if at not in self.made:
+            cache = self.new_cache()
+            how = {"adapters": adapters} | (
+                {"device": self.device} if mode == "bare" else
+                {"modes": mode, "recorder": self.recorder, "sizes": (4, 16, 32), "progress": False}
+            )  # fmt: skip
+            held = (self.params, policy) if mode == "bare" else (self.params, cache, policy)
+            make: Any = bare_steps if mode == "bare" else make_steps
+            self.made[at] = make(forward, *held, "sampling", **how), cache
+        steps, cache = self.made[at]
+        for leaf in (leaf for layer in cache[0] for leaf in layer):
+            leaf.fill_(float("nan"))
+        cache[1].zero_()
+        return steps, cache
+
+    def served(
+        self, mode: str, policy: Policy, *, prompts: Any = LOOPS, new: int = 17,
+        forward: Any = counted, adapters: Any = None, loops: Policy | None = None, **asked: Any,
+    ) -> tuple[dict[int, tuple[int, ...]], list[Served], int]:  # fmt: skip
+        """Texts, steps, and how often the model ran; 0 of bare steps, whose caches are new ones."""
+        steps, cache = self.steps(forward, mode, policy, adapters)
+        loops = loops or policy
+        state = start(BLOCKS, loops)
+        for i, prompt in enumerate(prompts):
+            own = {name: each[i] for name, each in asked.items()}
+            state = submit(state, loops, prompt, new + i, **own)
+        ran = [*serve(steps, cache, state, loops)]
+        return gather(event for one in ran for event in one.events), ran, int(cache[1])
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def model(request: Any) -> Model:
+    """`Model` on each device."""
+    return Model(request.param)
 
 
 def guessed(ran: list[Served]) -> list[Served]:
@@ -96,31 +115,32 @@ def guessed(ran: list[Served]) -> list[Served]:
     return [one for one in ran if one.turns > 1 and case_of(one.spec).verify]
 
 
+@pytest.mark.sampled("repeating-FULL", "counted-bare")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("forward", [counted, repeating])
-def test_texts_are_those_of_single_steps(params: Any, forward: Any, mode: str):
+def test_texts_are_those_of_single_steps(model: Model, forward: Any, mode: str):
     """Greedy and sampled, with stops on the way; a model that repeats itself takes fewer turns."""
     how: dict[str, Any] = {"stop": [[], [[200, 184]], [[10]], [[9]]]}
     if forward is repeating:
         how["settings"] = [Settings(), Settings(0.9, seed=5), Settings(1.1, 40, 0.95), Settings()]
-    want, single, _ = served(params, "bare", SINGLE, forward=forward, **how)
-    got, ran, turns = served(params, mode, POLICY, forward=forward, **how)
+    want, single, _ = model.served("bare", SINGLE, forward=forward, **how)
+    got, ran, turns = model.served(mode, POLICY, forward=forward, **how)
     assert got == want
     launches = guessed(ran)
     assert launches and all(one.kind == "verify" and one.spec.query_len == 4 for one in launches)
     assert len(ran[-1].state.pool.free) == BLOCKS
     if forward is repeating:
         assert {len(text) for text in got.values()} - {17, 18, 19, 20}  # some have stopped
-        assert turns < len(single)  # 0 of bare steps, whose caches are new ones
+        assert turns < len(single)
     if mode == "FULL_AND_PIECEWISE":
         assert {one.ran.mode for one in launches} == {fg.Mode.FULL}
 
 
-def test_turns_end_when_all_are_done(params: Any):
+def test_turns_end_when_all_are_done(model: Model):
     """17 tokens of a circle of 8: the model runs as often as drafts leave it to."""
     prompts = [tuple(range(3, 11)) * 2, tuple(range(3, 11)) * 2]
-    got, ran, turns = served(
-        params, "FULL_AND_PIECEWISE", dataclasses.replace(POLICY, decode_many=40),
+    got, ran, turns = model.served(
+        "FULL_AND_PIECEWISE", dataclasses.replace(POLICY, decode_many=40),
         prompts=prompts, forward=repeating, new=16,
     )  # fmt: skip
     assert [one.turns for one in ran] == [1, 16] and guessed(ran)
@@ -128,67 +148,65 @@ def test_turns_end_when_all_are_done(params: Any):
     assert turns == 1 + 4  # 16 more tokens, 4 a turn
 
 
-def test_the_loop_may_ask_for_less_than_the_steps_were_made_for(params: Any):
+def test_the_loop_may_ask_for_less_than_the_steps_were_made_for(model: Model):
     """Fewer tokens, shorter drafts: the drafts of a launch are those of the steps."""
     less = dataclasses.replace(POLICY, decode_many=5, query_lens=(1, 3))
-    want, *_ = served(params, "bare", SINGLE, forward=repeating)
-    for mode in MODES:
-        got, ran, _ = served(params, mode, POLICY, forward=repeating, loops=less)
+    want, *_ = model.served("bare", SINGLE, forward=repeating)
+    for mode in ("bare", "FULL_AND_PIECEWISE"):
+        got, ran, _ = model.served(mode, POLICY, forward=repeating, loops=less)
         assert got == want
         assert {one.spec.query_len for one in guessed(ran)} == {4}
         assert max(one.turns for one in ran) == 5
 
 
+@pytest.mark.sampled("FULL")
 @pytest.mark.parametrize("mode", MODES)
-def test_near_the_end_of_a_table_drafts_have_no_place(params: Any, mode: str):
+def test_near_the_end_of_a_table_drafts_have_no_place(model: Model, mode: str):
     """A text as long as its table: the last turns verify less, or nothing, and all are right."""
     longest = POLICY.max_blocks * SIZE
     prompts = [(1, 2, 3) * 4, (4, 5) * 5]
-    want, *_ = served(params, "bare", SINGLE, forward=repeating, prompts=prompts, new=longest - 12)
-    got, ran, _ = served(params, mode, POLICY, forward=repeating, prompts=prompts, new=longest - 12)
+    want, *_ = model.served("bare", SINGLE, forward=repeating, prompts=prompts, new=longest - 12)
+    got, ran, _ = model.served(mode, POLICY, forward=repeating, prompts=prompts, new=longest - 12)
     assert got == want and len(got[0]) == longest - 12
     assert guessed(ran) and any("a table has no place" in one.single for one in ran)
 
 
+@pytest.mark.sampled("bare")
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_that_draw_nothing_fail_as_in_single_steps(params: Any, mode: str):
-    def failing(params: Any, cache: Any, batch: Any) -> Any:
-        logits, cache = repeating(params, cache, batch)
-        late = batch.positions[batch.logits_indices] >= 19
-        return logits.masked_fill(late.view(logits.shape[:-1])[..., None], float("nan")), cache
-
+def test_requests_that_draw_nothing_fail_as_in_single_steps(model: Model, mode: str):
     texts = []
     for at, policy in (("bare", SINGLE), (mode, POLICY)):
-        got, ran, _ = served(params, at, policy, forward=failing)
+        got, ran, _ = model.served(at, policy, forward=failing)
         ends = {e.id: e.end for one in ran for e in one.events if e.end}
         texts.append((got, ends))
     assert texts[0] == texts[1] and all("no token" in end for end in texts[0][1].values())
     assert guessed(ran)
 
 
+@pytest.mark.sampled("bare")
 @pytest.mark.parametrize("mode", ["bare", "FULL_DECODE_ONLY"])
-def test_adapters_go_along(params: Any, mode: str):
+def test_adapters_go_along(model: Model, mode: str):
     generator = torch.Generator().manual_seed(1)
-    slots = lora.slots(params, count=2, rank=4, names=("wq", "w_down"))
+    slots = lora.slots(model.params, count=2, rank=4, names=("wq", "w_down"))
     for leaf in naming.named(slots).values():
         leaf.copy_(torch.randn(leaf.shape, generator=generator) * 0.3)
     how = {"prompts": [(5, 6, 5, 6)] * 3, "new": 25, "adapters": slots, "adapter": [-1, 0, 1]}
-    want, *_ = served(params, "bare", SINGLE, **how)
-    got, ran, _ = served(params, mode, POLICY, **how)
+    want, *_ = model.served("bare", SINGLE, **how)
+    got, ran, _ = model.served(mode, POLICY, **how)
     assert got == want and len(set(got.values())) == 3
     assert guessed(ran) and {case_of(one.spec).adapted for one in ran} == {True}
 
 
-@pytest.mark.sampled("fused")
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("level", LEVELS)
-def test_texts_are_those_of_single_steps_of_the_same_level(params: Any, device: str, level: str):
-    weights = fg.ops.lay_side_by_side(params)
+def test_texts_are_those_of_single_steps_of_the_same_level(model: Model, level: str):
+    weights = fg.ops.lay_side_by_side(model.params)
     texts = []
     for policy in (SINGLE, POLICY):
-        cache = llama.init_cache(weights.config, BLOCKS, block_size=SIZE, device=device)
+        cache = llama.init_cache(weights.config, BLOCKS, block_size=SIZE, device=model.device)
         steps = make_steps(
             llama.forward, weights, cache, policy, modes="FULL_AND_PIECEWISE", progress=False,
-            recorder="tape" if device == "cpu" else "cuda", sizes=(4, 16), **LEVELS[level],
+            recorder=model.recorder, sizes=(4, 16), **LEVELS[level],
         )  # fmt: skip
         state = start(BLOCKS, policy)
         for i in range(3):

@@ -2,7 +2,7 @@
 
 launches   fixed batches: N tokens a request in one launch and in N FULL steps, which read what the
            launch has drawn; a launch that is done after 10 of N; and one right behind another,
-           which the host, that has not slept meanwhile, makes in less
+           which the host, that has not slept meanwhile, makes in less; and its graph's replay alone
 streams    a few requests at a time through the loop, with and without `Policy(decode_many=N)`;
            with --drafts 3 both verify drafts, on the host's word or on the device
 """
@@ -22,6 +22,7 @@ from benchmarks.serve.right import refill
 from benchmarks.serve.streams import served
 from benchmarks.traffic import Arrival
 from benchmarks.workload import to_device
+from fngraph.core.spec import COUNTS
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, Row
@@ -81,6 +82,21 @@ def behind_another(run: Callable[[], Any]) -> float:
     return host * 1e6
 
 
+def replay_alone(steps: Steps, batch: Any, device: str) -> float:
+    """us of the host for a launch's graph and nothing around it; it reads a batch that is in the
+    ring of these launches still."""
+    counts = batch.spec[COUNTS]
+    keys = next(one.main for one in steps.captured if counts in one.main.prepared)
+    ((replay, _),) = keys.prepared[counts].calls
+    began = time.perf_counter()
+    replay()
+    host = time.perf_counter() - began
+    if device == "cuda":
+        torch.cuda.synchronize()
+    keys.ring.resume()  # it was no step
+    return host * 1e6
+
+
 @torch.no_grad()
 def launches(
     steps: Steps, cache: Any, policy: Policy, sizes: Sequence[int], context: int,
@@ -124,13 +140,15 @@ def launches(
             took["steps"].append(spans(lambda: one_by_one(False), device))
             took["loop"].append(spans(lambda: one_by_one(True), device))
         behind = median(behind_another(launch) for _ in range(ROUNDS))
+        alone = median(replay_alone(steps, whole, device) for _ in range(ROUNDS))
         host, on_device, wall = (
             {name: median(one[i] for one in took[name]) for name in took} for i in range(3)
         )
         step = on_device["steps"] / turns
         rows.append({
             "batch": n, "tokens": turns, "same": same, "host us a launch": host["launch"],
-            "host us behind another": behind, "host us of the steps": host["steps"],
+            "host us behind another": behind, "host us of its replay": alone,
+            "host us of the steps": host["steps"],
             "ms a token": wall["launch"] / turns,
             "a step, device ms": step, "of a step": wall["launch"] / turns / step,
             "launch, device ms": on_device["launch"], "loop, ms a token": wall["loop"] / turns,

@@ -294,6 +294,7 @@ def test_several_tokens_a_launch(tmp_path, capsys, drafts: int):
         (1, 4, 1), (3, 4, 1)
     ]  # fmt: skip
     for row in found["launches"]:
+        assert row["host us of its replay"] > 0
         assert row["of a step"] == pytest.approx(row["ms a token"] / row["a step, device ms"])
     by = {(row["at a time"], row["decode_many"]): row for row in found["streams"]}
     assert set(by) == {(n, k) for n in (1, 3) for k in (1, 4)}

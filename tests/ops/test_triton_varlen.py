@@ -31,9 +31,12 @@ def starts_of(lengths: list[int], more: int = 0) -> Tensor:
     return torch.cat([ends, ends[-1:].expand(more)]).to(WHERE, torch.int32)
 
 
-def run(backend: str, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool = False) -> Any:
+def run(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool = False,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
     """Into an output that holds NaN; None where the backend refuses it."""
-    scale = q.shape[2] ** -0.5
+    scale = q.shape[2] ** -0.5 if scale is None else scale
     config = VarlenConfig(*q.shape[1:2], k.shape[1], q.shape[2], q.dtype, WHERE, scale, causal)
     if VARLEN.backend(backend).refusal(config) is not None:
         return None
@@ -58,6 +61,20 @@ def test_it_is_as_reference(backend, lengths, heads, causal, dtype):
         pytest.skip("refused")
     want = run("reference", *(x.float() for x in (q, k, v)), starts, causal)
     assert (got - want).abs().max() <= ERROR[dtype] and not got[T - 3 :].any()
+
+
+@pytest.mark.parametrize("scale", [-8.0, -0.25, 0.0, 0.25, 8.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_scale(dtype: torch.dtype, scale: float):
+    """Over whole tiles of keys and a last one; largest scores that rise, and that fall."""
+    lengths = [300, 129]
+    q, k, v = drawn(429, 2, 2, 16, dtype)
+    k[:300] *= torch.linspace(0.1, 2, 300, device=WHERE).to(dtype)[:, None, None]
+    k[300:] *= torch.linspace(2, 0.1, 129, device=WHERE).to(dtype)[:, None, None]
+    starts = starts_of(lengths)
+    got = run("triton", q, k, v, starts, scale=scale)
+    want = run("reference", *(x.float() for x in (q, k, v)), starts, scale=scale)
+    assert (got - want).abs().max() <= ERROR[dtype] * max(1, abs(scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

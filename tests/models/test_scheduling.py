@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from itertools import pairwise
 
@@ -138,8 +137,6 @@ def no_full_shared_block_is_written(step: Step, planned: State) -> None:
     filled = set(step.before.pool.names) - {block for block, _ in full}  # in this step
     free = set(planned.pool.free.tolist())  # who takes one may write there what was there before
     assert written.isdisjoint({block for block, _ in full} - free)
-    done = (job.blocks.view(0, job.computed // SIZE).tolist() for job, *_ in step.before.rows)
-    assert written.isdisjoint(itertools.chain(*done))
     assert written.isdisjoint(set(step.before.pool.holders) - filled)
 
 
@@ -189,7 +186,7 @@ def test_what_is_hard_occurs_often():
     """Or the properties above would say little."""
     seen: Counter[str] = Counter()
 
-    @settings(unhurried, derandomize=True, database=None)
+    @settings(unhurried, derandomize=True, database=None, max_examples=400)
     @given(traffic())
     def look(case):
         steps, asked, _, planned = run(*case)

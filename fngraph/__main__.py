@@ -49,8 +49,15 @@ def main(argv: Sequence[str]) -> int:
             path = getattr(flags, name)
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 report.error(f"--{name} {path}: name a file in a folder that there is")
+        page = flags.out or Path(flags.log).with_suffix(".html")
+        written = [path.resolve() for path in (Path(flags.log), page, flags.trace) if path]
+        if len(set(written)) < len(written):
+            report.error(
+                f"{flags.log} is read, {' and '.join(map(str, filter(None, (page, flags.trace))))} "
+                "written: name files of their own, --out page.html --trace trace.json"
+            )
         try:
-            print(_reported(Path(flags.log), flags.out, flags.trace))
+            print(_reported(Path(flags.log), page, flags.trace))
         except (OSError, UnicodeDecodeError, SpecError) as error:
             made = "" if isinstance(error, SpecError) else f". {MADE}"  # which says it itself
             report.error(f"{flags.log}: {_why(error)}{made}")
@@ -76,12 +83,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _reported(log: Path, out: Path | None, trace: Path | None) -> str:
+def _reported(log: Path, page: Path, trace: Path | None) -> str:
     """Write the page, and the trace if it is asked for; what was written."""
     from fngraph.report.log_page import page_of
 
     found = Log.loads(log.read_text())
-    page = out or log.with_suffix(".html")
     page.write_text(page_of(found))
     if trace is not None:
         found.save_trace(trace)

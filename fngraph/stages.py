@@ -55,8 +55,8 @@ from fngraph.core.costs.launch import Count, LaunchModel
 from fngraph.core.costs.roofline import Constants
 from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 from fngraph.core.program import Program
-from fngraph.core.text import count, did_you_mean, html, table
-from fngraph.errors import PassError, SpecError
+from fngraph.core.text import count, did_you_mean, expect, html, table
+from fngraph.errors import PassError, SpecError, TreeError
 from fngraph.executable import Executable, Maker, launch_model_of, sizes_of
 from fngraph.fx.arguments import Arguments
 from fngraph.fx.donation.table import DonationTable
@@ -133,6 +133,10 @@ class Compiled:
         told, (guards, outputs) = self.options, (options.get("guards"), options.get("outputs"))
         check_names("capture", options, CaptureDict, ("batch",))
         check_outputs(told.outputs if outputs is None else outputs)
+        flags = {
+            name: options[name] for name in ("lazy", "guards") if options.get(name) is not None
+        }  # type: ignore[literal-required]
+        expect(bool, "True or False", TreeError, **flags)
         verify = verify_of(told.verify if (v := options.get("verify")) is None else v)
         check_record(last := told.record if (n := options.get("record")) is None else n)
         make: Any = make_step

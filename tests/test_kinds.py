@@ -126,6 +126,34 @@ def test_what_only_some_steps_have_says_how_to_ask_for_it(in_hand: dict[str, Any
         assert getattr(in_hand[kind], name) is not None
 
 
+@pytest.mark.parametrize("word", ["off", 1, "False"])
+def test_words_are_no_truth(in_hand: dict[str, Any], word: Any):
+    """Each was taken as True."""
+    step, cache = in_hand["Step"], toys.attention_cache(1)
+    params = toys.attention_params(1)
+    for call in (
+        lambda: in_hand["Compiled"].capture(params, cache, guards=word),
+        lambda: in_hand["Compiled"].capture(params, cache, lazy=word),
+        lambda: step.sleep(cache=word), lambda: step.show_ranges(word),
+    ):  # fmt: skip
+        with pytest.raises(errors.FnGraphError, match="True or False"):
+            call()
+
+
+def test_numbers_that_mean_nothing(in_hand: dict[str, Any]):
+    model, log = in_hand["LaunchModel"], in_hand["Log"]
+    for share in (5, -1, 1.0, True, float("nan")):
+        for ask in (model.crossing, model.ceiling):
+            with pytest.raises(errors.SpecError, match="from 0 up to below 1"):
+                ask(share)
+    with pytest.raises(errors.SpecError, match="0 or more"):
+        log.as_text(last=-1)
+    with pytest.raises(errors.BackendError, match="name=None is a NoneType"):
+        fg.ops.ATTENTION.register(
+            fg.ops.Backend(None, lambda args, host: None, support=lambda x: fg.Support.ALWAYS)  # type: ignore[arg-type]
+        )
+
+
 def test_an_attribute_that_is_missed_inside_is_found():
     """Or the above would say little."""
 

@@ -36,6 +36,34 @@ def test_a_public_name_resolves_and_has_a_docstring(name: str):
         assert value.__module__.startswith("fngraph."), value.__module__
 
 
+def chains(path: Path) -> set[str]:
+    """What a file reads of `fg`: "core.trees.flatten"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names, x = [], node
+        while isinstance(x, ast.Attribute):
+            names.append(x.attr)
+            x = x.value
+        if names and isinstance(x, ast.Name) and x.id == "fg":
+            found.add(".".join(reversed(names)))
+    return found
+
+
+def test_what_models_and_benchmarks_read_of_fngraph_is_there_whoever_comes_first():
+    """Whatever else was imported before has not put it there."""
+    files = [*(ROOT / "models").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    read = sorted(set().union(*map(chains, files)))
+    assert len(read) > 60 and "core.trees.flatten" in read
+    code = f"""import fngraph, functools
+for chain in {read}:
+    try:
+        functools.reduce(getattr, chain.split("."), fngraph)
+    except AttributeError as error:
+        print(error)
+"""
+    assert in_new_python(code) == ""
+
+
 @pytest.mark.parametrize("name", fngraph.core.__all__)
 def test_a_public_name_of_core_resolves_and_has_a_docstring(name: str):
     assert inspect.getdoc(getattr(fngraph.core, name))

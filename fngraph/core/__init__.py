@@ -1,7 +1,7 @@
 """Pure decisions: specs, modes, sizes, dispatch. Imports no torch.
 
 The list below is the table of contents, grouped by file. What is not in it: text.py (tables as
-text), trees.py (pytrees, through optree) and where.py (the user's own line).
+text) and where.py (the user's own line).
 """
 
 # ruff: noqa: I001 - grouped by file in reading order, not by the alphabet
@@ -73,6 +73,9 @@ from fngraph.core.memory import Bytes, KeyMemory, MemoryTable
 # buffers.py: symbolic dims, and the plan of what to allocate
 from fngraph.core.buffers import Buffer, BufferPlan, Dim, PlannedBuffer, Sizes, buffer, key_sizes
 from fngraph.core.buffers import plan_buffers
+
+# trees.py: pytrees, through optree
+from fngraph.core import trees  # noqa: F401 - reached as fg.core.trees
 
 # structs.py: batches as pytrees whose fields say their role
 from fngraph.core.structs import buffers_of, check_declared, host, host_field, static, struct

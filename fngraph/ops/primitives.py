@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, get_t
 import torch
 
 from fngraph.core import HostBounds, Support
-from fngraph.core.text import did_you_mean, html, table, with_suggestions
+from fngraph.core.text import did_you_mean, expect, html, table, with_suggestions
 from fngraph.core.where import user_line
 from fngraph.errors import BackendError, TransformError
 from fngraph.ops.backend import Backend, Bound
@@ -176,6 +176,7 @@ class Primitive:
                     f"register({backend!r}): pass a fg.ops.Backend, "
                     f"fg.ops.Backend({named!r}, run, support=lambda config: fg.Support.NEVER)"
                 )
+            expect(str, "a name", BackendError, name=backend.name)
             if backend.name == definition.name and backend is not definition:
                 raise BackendError(
                     f"register: {backend.name!r} is the definition of {self.name}, to which the "

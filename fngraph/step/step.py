@@ -592,6 +592,7 @@ class Step(Generic[R]):
         Raises:
             CaptureError: a donated leaf whose memory torch does not own; nothing is given back.
         """
+        expect(bool, "True or False", cache=cache)
         with self.turn.taken():
             give_back(self.shared, self._family, cache)
 
@@ -638,6 +639,7 @@ class Step(Generic[R]):
         and an NVTX one where there is CUDA. Keys captured later have none until this is called
         again. A step that never was asked for them has no code for them.
         """
+        expect(bool, "True or False", on=on)
         with self.turn.taken():
             replays = self.main.replays
             for key, replay in replays.items():

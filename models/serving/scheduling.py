@@ -28,6 +28,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
+
 from fngraph.models.serving import blocks
 from fngraph.models.serving.blocks import Pool, blocks_for
 from fngraph.models.serving.logits import Drawn
@@ -258,9 +260,9 @@ def advance(
 
     Raises:
         ValueError: another number of rows, as where a state has been advanced already.
-        TypeError: what a step of "logits" gave, as it is.
+        TypeError: what a step gave, as it is, which the next step may overwrite.
     """
-    if isinstance(drawn, Drawn):
+    if isinstance(drawn, Drawn | Tensor):
         raise TypeError(
             "advance got what a step gave; pass advance(state, *on_host(ids, state.rows))"
         )

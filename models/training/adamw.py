@@ -125,8 +125,9 @@ def check(settings: AdamW) -> None:
     """Refuse what would make weights grow, or no numbers.
 
     Raises:
-        ValueError: by name, with what may be passed.
+        ValueError: by name, with what may be passed. TypeError: no settings.
     """
+    fg.core.text.expect(AdamW, "AdamW(...)", TypeError, settings=settings)
     if not all(0 <= beta < 1 for beta in settings.betas):
         raise ValueError(f"AdamW(betas={settings.betas}): pass two numbers from 0 up to below 1")
     if settings.clip is not None and not settings.clip >= 0:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
+from fngraph.core.text import expect
 from fngraph.models.training.adamw import AdamW, Moments, Schedule, check, clipped, update
 
 LossFn = Callable[..., Tensor]  # params, batch, frozen and what `draw` gave, if there are -> ()
@@ -38,12 +39,17 @@ def make_train_step(
 
     Raises:
         ValueError: `accumulate`, or one of the settings, that is out of range.
+        TypeError: what is no function, no `AdamW`, or no bool.
         TreeError: when it is called: weights that are no floats, or a batch whose leaves do not
-            have `accumulate` batches; by path.
+            have `accumulate` batches, by path; a loss that is no number, or not of `params`.
     """
+    expect(Callable, "a function of params and batch", TypeError, loss=loss)
+    expect(Callable, "a function of the step, constant(3e-4)", TypeError, schedule=schedule)
+    expect((Callable, type(None)), "a function of params and step", TypeError, draw=draw)
+    expect(bool, "True or False; the weights are an argument of the step", TypeError, frozen=frozen)
     check(settings)
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate={accumulate}: pass how many batches a step has, 1 or more")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate!r}: pass how many batches a step has, 1 or more")
 
     def step(params: Any, opt: Moments, batch: Any, *held: Any) -> Any:
         drawn = held if draw is None else (*held, draw(params, opt.step))
@@ -54,7 +60,7 @@ def make_train_step(
 
         def on(batch: Any) -> tuple[Any, Tensor]:
             def of(leaves: list[Tensor]) -> Tensor:
-                return loss(fg.core.trees.unflatten(treedef, leaves), batch, *drawn)
+                return checked_loss(loss(fg.core.trees.unflatten(treedef, leaves), batch, *drawn))
 
             grads, value = torch.func.grad_and_value(of)(leaves)
             return fg.core.trees.unflatten(treedef, grads), value
@@ -77,6 +83,23 @@ def make_train_step(
         return step(params, opt, batch, frozen)
 
     return train_some if frozen else train_step
+
+
+def checked_loss(value: Any) -> Tensor:
+    """A loss that weights can be trained by.
+
+    Raises:
+        TreeError: no single number, or one that no weight has a part in.
+    """
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise fg.errors.TreeError(f"loss gives {found}: one float (), the mean over the batch")
+    if not value.requires_grad:
+        raise fg.errors.TreeError(
+            "loss gives a number that does not depend on params, so that nothing is trained. "
+            "Compute it of them, without detach(); what is frozen is an argument of its own"
+        )
+    return value
 
 
 def mean_of(

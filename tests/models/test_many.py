@@ -364,6 +364,8 @@ def test_advance_takes_tokens_up_to_what_was_not_drawn():
     assert [event.end for event in events] == [None, "stop"]
     (job,) = after.running
     assert (job.computed, len(job.tokens), after.turns) == (5, 6, 1) and job.decoding
+    with pytest.raises(TypeError, match=r"on_host\(ids, state.rows\)"):
+        advance(state, torch.tensor(drawn))  # its rows would be views that the next step writes
     with pytest.raises(AssertionError):
         assert advance(dataclasses.replace(state, turns=1), drawn)[1] == events
 

@@ -358,11 +358,11 @@ def test_without_betas_a_step_is_by_the_sign_of_the_gradient():
 
 def stepped(
     settings: adamw.AdamW = SETTINGS, *, accumulate: Any = 1, params: Any = None,
-    batch: Any = (2, 3), first: Any = None, schedule: Any = None,
+    batch: Any = (2, 3), first: Any = None, schedule: Any = None, loss: Any = None,
 ) -> Any:  # fmt: skip
     """One step of something."""
     params = weights() if params is None else params
-    loss = lambda params, batch: square(params, batch["x"])  # noqa: E731
+    loss = loss or (lambda params, batch: square(params, batch["x"]))
     schedule = schedule or adamw.constant(0.1)
     step = make_train_step(loss, settings, schedule, accumulate=accumulate)
     opt = adamw.init(weights())
@@ -393,7 +393,21 @@ TREE = adamw.AdamW(decays=None)
      (lambda: stepped(TREE, schedule=lambda step: 1e-3), fg.errors.TreeError,
       "the schedule gives 0.001, which is no tensor"),
      (lambda: stepped(TREE, schedule=lambda step: torch.ones(3)), fg.errors.TreeError, "no tensor"),
-     (lambda: adamw.cosine(1e-3, 0), ValueError, r"cosine\(steps=0\): pass 1 or more")],
+     (lambda: adamw.cosine(1e-3, 0), ValueError, r"cosine\(steps=0\): pass 1 or more"),
+     (lambda: stepped(TREE, accumulate="4"), ValueError, "accumulate='4': pass"),
+     (lambda: stepped(TREE, accumulate=True), ValueError, "accumulate=True: pass"),
+     (lambda: stepped(adamw.AdamW), TypeError, r"settings=.* is a type. Pass AdamW\(...\)"),
+     (lambda: stepped(TREE, schedule=1e-3), TypeError, r"schedule=0.001 .* constant\(3e-4\)"),
+     (lambda: make_train_step(square, TREE, adamw.constant(1), frozen={}), TypeError,
+      "frozen=.* True or False; the weights are an argument"),
+     (lambda: make_train_step(None, TREE, adamw.constant(1)), TypeError, "loss=None"),
+     (lambda: stepped(TREE, loss=lambda params, batch: batch["x"].sum()), fg.errors.TreeError,
+      "does not depend on params"),
+     (lambda: stepped(TREE, loss=lambda params, batch: params["w"].detach().sum()),
+      fg.errors.TreeError, "does not depend on params"),
+     (lambda: stepped(TREE, loss=lambda params, batch: params["w"]), fg.errors.TreeError,
+      r"loss gives torch.float32 \(3, 3\): one float \(\)"),
+     (lambda: stepped(TREE, loss=lambda params, batch: 3.0), fg.errors.TreeError, "gives 3.0")],
 )  # fmt: skip
 def test_what_no_step_can_be_made_of_is_refused(call: Any, kind: Any, text: str):
     with pytest.raises(kind, match=text):

@@ -112,6 +112,25 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(make: Any, why: str, tmp
     assert f"run.json: {why}. A step that is captured with record=1000 writes one: step.log" in last
 
 
+@pytest.mark.parametrize(
+    "flags",
+    ["run.json --out run.json", "run.json --trace run.json", "run.html",
+     "run.json --out one --trace one", "run.json --trace run.html", "run.json --out x/../run.json"],
+)  # fmt: skip
+def test_what_is_read_is_not_written_over(flags: str, tmp_path: Path, capsys: Any, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    for name in ("run.json", "run.html"):
+        (tmp_path / name).write_text("as it was")
+    with pytest.raises(SystemExit) as status:
+        main(["report", *flags.split()])
+    assert status.value.code == 2
+    assert "name files of their own" in capsys.readouterr().err
+    assert {x.name: x.read_text() for x in tmp_path.iterdir() if x.is_file()} == dict.fromkeys(
+        ("run.json", "run.html"), "as it was"
+    )
+
+
 def test_a_trace_has_each_step_and_part_on_its_track(tmp_path: Path):
     LOG.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

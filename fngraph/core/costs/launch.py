@@ -27,7 +27,7 @@ from fngraph.core.modes import RUNTIME_MODES, Mode
 from fngraph.core.spec import BatchDescriptor, BatchSpec
 from fngraph.core.table import DispatchTable
 from fngraph.core.text import expect, html, table
-from fngraph.errors import ModesError
+from fngraph.errors import ModesError, SpecError
 
 BatchOf = Callable[[int], BatchSpec]
 """Which batch has so many tokens."""
@@ -153,6 +153,8 @@ def crossing(gain: Callable[[int], float], most: int, share: float = SHARE) -> i
     """
     expect(int, most=most)
     expect((float, int), "a share, 0.05 for 5 %", share=share)
+    if isinstance(share, bool) or not 0 <= share < 1:
+        raise SpecError(f"share={share!r}: pass one from 0 up to below 1, 0.05 for 5 %")
     sizes = [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
     pays = [i for i, size in enumerate(sizes) if gain(size) > share]
     if not pays:

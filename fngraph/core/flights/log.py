@@ -113,6 +113,8 @@ class Log(NamedTuple):
     def as_text(self, last: int = 20) -> str:
         """A table of the last steps: spec, key, reason, us."""
         text.expect(int, "how many steps", last=last)
+        if last < 0:
+            raise SpecError(f"last={last}: pass how many steps, 0 or more")
         rows = [
             (f"{s.at / 1000:.3f}", s.spec.num_tokens, s.spec.num_reqs, s.key or str(s.mode),
              s.padding, f"{s.host:.1f}", "" if s.device is None else f"{s.device:.1f}", s.reason)

@@ -313,7 +313,7 @@ def test_what_the_page_shows_runs(capsys):
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(compile(block, "training.md", "exec"), {"__name__": "training"})
     printed = capsys.readouterr().out
-    assert printed.count("in place") == 7 and "copied" not in printed
+    assert printed.count("in place") == 2 * 7 and "copied" not in printed
     (kept, loss), (again, same) = (
         (float(estimated), loss)
         for loss, estimated in re.findall(r"^(\S+) Memory.*estimated: (\S+) MB", printed, re.M)

@@ -41,10 +41,11 @@ def test_a_cache_is_copied_by_the_rows_that_the_batch_names():
         assert torch.equal(copied(parts, rows, leaves)[i], x[[0, 1, 2, 7, 11]])
 
 
-@pytest.mark.parametrize("none", [-1, 10**6])
+@pytest.mark.parametrize("none", [-1, 4 * toys.B, 10**6], ids=["none", "one past", "far"])
 def test_a_batch_that_names_no_row_has_one(none: int):
     made = executable_of(toys.attend, toys.attention_params(), toys.attention_cache())
     staged = [torch.full(shape, none) for shape in ((2,), (2,), (1,), (2,), (1, toys.B))]
+    staged[1] *= toys.S
     rows = rows_of(parts_of(made), made, staged)
     assert rows.numbers[0].tolist() == [0] and rows.staged[4].tolist() == [[none] * toys.B]
 

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
 
 
-def made(recorder: str, device: Any, **options: Any) -> Any:
+def made(recorder: str, device: Any, forward: Any = toys.attend, **options: Any) -> Any:
     params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
-    stage = planted.compiled(toys.attend, params, cache, **options)
+    stage = planted.compiled(forward, params, cache, **options)
     return stage.capture(params, cache, recorder=recorder, lazy=True), params, cache
 
 
@@ -145,6 +145,30 @@ def test_what_is_no_step_and_no_batch_of_it_is_refused():
     step.sleep()
     with pytest.raises(fg.errors.SleepError):
         fg.bisect(step, toys.decode(2))
+
+
+@fg.struct
+class Changed(toys.Batch):
+    """Block tables that come by changed rows."""
+
+    block_tables: torch.Tensor = fg.buffer("R B", "int32", pad=0, rows="changed")
+
+
+def changed_rows(params: Any, cache: Any, batch: Changed) -> Any:
+    """`attend`."""
+    return toys.attend(params, cache, batch)
+
+
+def test_a_batch_of_changed_rows_is_looked_at_and_the_step_s_table_stays_as_it_was():
+    step, _, cache = made("tape", "cpu", forward=changed_rows)
+    like = toys.decode(3)
+    step(cache, Changed(**vars(like)))
+    table = step.shared.tables.tables["block_tables"].data
+    before = table.clone()
+    rows = fg.ChangedRows(torch.tensor([1]), torch.tensor([[9, 10, 11]], dtype=torch.int32))
+    slots = torch.tensor([3, 39, 27])
+    batch = Changed(**{**vars(like), "block_tables": rows, "slot_mapping": slots})
+    assert not fg.bisect(step, batch).kind and torch.equal(table, before)
 
 
 def test_what_is_drawn_is_drawn_again_and_generators_stay_as_they_were():

@@ -147,6 +147,18 @@ def test_what_is_no_step_and_no_batch_of_it_is_refused():
         fg.bisect(step, toys.decode(2))
 
 
+def test_a_difference_keeps_the_batch_that_its_caller_writes_anew():
+    step, params, cache = made("tape", "cpu", verify=1.0)
+    params["head"] = params["head"] * 2
+    batch = toys.batch((2, 1), 3, seed=5)
+    with pytest.warns(UserWarning, match="differ"):
+        step(cache, batch)
+    (difference,) = step.differences
+    before = str(fg.bisect(step, difference))
+    batch.token_ids.zero_(), batch.slot_mapping.fill_(-1), batch.seq_lens.fill_(1)
+    assert str(fg.bisect(step, difference)) == before
+
+
 @fg.struct
 class Changed(toys.Batch):
     """Block tables that come by changed rows."""

@@ -71,6 +71,23 @@ def test_a_stale_weight_that_is_read_through_views_is_named_where_it_is_used(vie
     assert found.line.startswith("tests/shadow/test_bisect.py:")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(torch.tensor(0.0), torch.tensor(-0.0)),
+     (torch.full((3,), 1.5), torch.full((3,), 1.5).view(torch.int32))],
+    ids=["a scalar's sign", "the dtype alone"],
+)  # fmt: skip
+def test_a_stale_weight_is_named_whatever_about_it_differs(old: torch.Tensor, new: torch.Tensor):
+    def forward(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / params["w"]
+
+    params, x = {"w": old}, torch.ones(2, 3)
+    step = fg.graphify(forward, stage="x").bind(params).capture(batch=x, progress=False)
+    params["w"] = new
+    found = fg.bisect(step, x)
+    assert (found.kind, found.op) == ("program", "aten.div.Tensor") and "params['w']" in found.what
+
+
 @pytest.mark.sampled(0)
 def test_compiled_code_is_named_by_the_op_of_its_first_wrong_result(
     recorder_name: str, device: Any

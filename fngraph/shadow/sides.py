@@ -104,5 +104,5 @@ def _unlike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether any byte differs."""
     if a.dtype != b.dtype:
         return True
-    raw = (x.resolve_conj().resolve_neg().contiguous().view(torch.uint8) for x in (a, b))
-    return not torch.equal(*(x.flatten() for x in raw)) if a.dim() else bool(a != b)
+    flat = (x.resolve_conj().resolve_neg().flatten().contiguous() for x in (a, b))
+    return not torch.equal(*(x.view(torch.uint8) for x in flat))

@@ -134,6 +134,27 @@ def test_what_was_used_least_recently_goes_first(disk: Disk):
     assert [entry.digest for entry in tiny.entries()] == [B]
 
 
+def test_entries_come_by_use_and_what_was_just_written_stays_whatever_clocks_say(disk: Disk):
+    for used, digest in enumerate((B, A, C)):
+        disk.write(digest, KEPT)
+        os.utime(disk.path(digest), (used, used))
+    assert [entry.digest for entry in disk.entries()] == [C, A, B]
+    ahead = time.time() + 3600  # another machine's, that shares the folder
+    os.utime(disk.path(A), (ahead, ahead))
+    Disk(disk.folder, most=4200).write(B, KEPT)
+    assert [entry.digest for entry in disk.entries()] == [B]
+
+
+def test_the_nearest_is_of_the_same_piece_and_range_and_differs_least(disk: Disk):
+    asked = {"piece": "x", "range": "1-4", "torch": "2", "device": "cpu", "threads": "1"}
+    assert disk.nearest(asked) is None
+    disk.write(A, Kept(asked | {"torch": "1", "device": "cuda", "threads": "8"}, b""))
+    disk.write(B, Kept(asked | {"torch": "1", "threads": "8"}, b""))
+    disk.write(C, Kept(asked | {"range": "5-8"}, b""))
+    assert disk.nearest(asked) == (B, ["threads (1; there 8)", "torch (2; there 1)"])
+    assert disk.nearest(asked | {"piece": "y"}) is None
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_can_only_be_read_serves(disk: Disk):
     disk.write(A, KEPT)
@@ -180,6 +201,20 @@ def test_a_folder_that_others_may_write_is_not_used(disk: Disk):
     with pytest.warns(RuntimeWarning):
         assert "is not used" in str(disk.write(B, KEPT))
     assert not disk.path(B).exists()
+
+
+def test_a_folder_of_another_user_is_not_used(disk: Disk, monkeypatch):
+    disk.write(A, KEPT)
+    stat = Path.stat
+
+    def another(path: Path, **options: Any) -> os.stat_result:
+        status = list(stat(path, **options))
+        status[4] = os.getuid() + 1
+        return os.stat_result(status)
+
+    monkeypatch.setattr(Path, "stat", another)
+    with pytest.warns(RuntimeWarning, match="is another user's, .* Set FNGRAPH_CACHE"):
+        assert disk.read(A) is None
 
 
 NO_WAY_IN = """

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
 
 
-def made(recorder: str, device: Any, **options: Any) -> Any:
+def made(recorder: str, device: Any, forward: Any = toys.attend, **options: Any) -> Any:
     params, cache = toys.attention_params(device=device), toys.attention_cache(device=device)
-    stage = planted.compiled(toys.attend, params, cache, **options)
+    stage = planted.compiled(forward, params, cache, **options)
     return stage.capture(params, cache, recorder=recorder, lazy=True), params, cache
 
 
@@ -69,6 +69,23 @@ def test_a_stale_weight_that_is_read_through_views_is_named_where_it_is_used(vie
     found = fg.bisect(step, x)
     assert found.op in ("aten.mm.default", "aten.clone.default") and "params['w']" in found.what
     assert found.line.startswith("tests/shadow/test_bisect.py:")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(torch.tensor(0.0), torch.tensor(-0.0)),
+     (torch.full((3,), 1.5), torch.full((3,), 1.5).view(torch.int32))],
+    ids=["a scalar's sign", "the dtype alone"],
+)  # fmt: skip
+def test_a_stale_weight_is_named_whatever_about_it_differs(old: torch.Tensor, new: torch.Tensor):
+    def forward(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / params["w"]
+
+    params, x = {"w": old}, torch.ones(2, 3)
+    step = fg.graphify(forward, stage="x").bind(params).capture(batch=x, progress=False)
+    params["w"] = new
+    found = fg.bisect(step, x)
+    assert (found.kind, found.op) == ("program", "aten.div.Tensor") and "params['w']" in found.what
 
 
 @pytest.mark.sampled(0)
@@ -145,6 +162,42 @@ def test_what_is_no_step_and_no_batch_of_it_is_refused():
     step.sleep()
     with pytest.raises(fg.errors.SleepError):
         fg.bisect(step, toys.decode(2))
+
+
+def test_a_difference_keeps_the_batch_that_its_caller_writes_anew():
+    step, params, cache = made("tape", "cpu", verify=1.0)
+    params["head"] = params["head"] * 2
+    batch = toys.batch((2, 1), 3, seed=5)
+    with pytest.warns(UserWarning, match="differ"):
+        step(cache, batch)
+    (difference,) = step.differences
+    before = str(fg.bisect(step, difference))
+    batch.token_ids.zero_(), batch.slot_mapping.fill_(-1), batch.seq_lens.fill_(1)
+    assert str(fg.bisect(step, difference)) == before
+
+
+@fg.struct
+class Changed(toys.Batch):
+    """Block tables that come by changed rows."""
+
+    block_tables: torch.Tensor = fg.buffer("R B", "int32", pad=0, rows="changed")
+
+
+def changed_rows(params: Any, cache: Any, batch: Changed) -> Any:
+    """`attend`."""
+    return toys.attend(params, cache, batch)
+
+
+def test_a_batch_of_changed_rows_is_looked_at_and_the_step_s_table_stays_as_it_was():
+    step, _, cache = made("tape", "cpu", forward=changed_rows)
+    like = toys.decode(3)
+    step(cache, Changed(**vars(like)))
+    table = step.shared.tables.tables["block_tables"].data
+    before = table.clone()
+    rows = fg.ChangedRows(torch.tensor([1]), torch.tensor([[9, 10, 11]], dtype=torch.int32))
+    slots = torch.tensor([3, 39, 27])
+    batch = Changed(**{**vars(like), "block_tables": rows, "slot_mapping": slots})
+    assert not fg.bisect(step, batch).kind and torch.equal(table, before)
 
 
 def test_what_is_drawn_is_drawn_again_and_generators_stay_as_they_were():

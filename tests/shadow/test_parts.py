@@ -41,10 +41,11 @@ def test_a_cache_is_copied_by_the_rows_that_the_batch_names():
         assert torch.equal(copied(parts, rows, leaves)[i], x[[0, 1, 2, 7, 11]])
 
 
-@pytest.mark.parametrize("none", [-1, 10**6])
+@pytest.mark.parametrize("none", [-1, 4 * toys.B, 10**6], ids=["none", "one past", "far"])
 def test_a_batch_that_names_no_row_has_one(none: int):
     made = executable_of(toys.attend, toys.attention_params(), toys.attention_cache())
     staged = [torch.full(shape, none) for shape in ((2,), (2,), (1,), (2,), (1, toys.B))]
+    staged[1] *= toys.S
     rows = rows_of(parts_of(made), made, staged)
     assert rows.numbers[0].tolist() == [0] and rows.staged[4].tolist() == [[none] * toys.B]
 
@@ -82,6 +83,46 @@ def test_a_leaf_of_which_that_cannot_be_told_is_copied_whole(forward: Any, whole
     bytes_of_one = 4 * toys.B * toys.S * toys.K * toys.D * 4
     assert parts.whole_bytes == whole * bytes_of_one
     assert why in parts.as_text() and f"whole, {bytes_of_one} bytes" in repr(parts)
+
+
+def _take(args: Any, host: Any) -> None:
+    raise NotImplementedError  # nothing runs it
+
+
+TAKE = fg.ops.define(
+    "taking", "(Tensor(a!) cache, Tensor rows, Tensor slots, Tensor other, Tensor(b!) out)",
+    default=fg.ops.Backend("plain", _take, lambda config: fg.Support.ALWAYS),
+    pages=fg.ops.Pages(("cache",), ("rows",), ("slots",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "other", "leaf", "why"),
+    [("ids", "w", "c", "batch.slot_mapping says rows of one and slots of another"),
+     ("held", "w", "c", "p['held'] is no leaf of the batch"),
+     ("ids", "d", "d", "taking does not say which rows of it are meant")],
+    ids=["rows and slots", "held", "no cache"],
+)  # fmt: skip
+def test_a_cache_is_copied_whole_where_the_primitive_is_not_told_its_rows_by_the_batch_alone(
+    rows: str, other: str, leaf: str, why: str
+):
+    def forward(p: Any, cache: Any, batch: toys.Batch) -> Any:
+        said = {"ids": batch.slot_mapping, "held": p["held"]}[rows]
+        out = torch.zeros_like(p["w"])
+        TAKE.op(cache["c"], said, batch.slot_mapping, (p | cache)[other], out)
+        return out + batch.token_ids.sum(), cache
+
+    p = toys.tally_params() | {"held": torch.zeros(1, dtype=torch.int64)}
+    cache = {name: torch.zeros(6, 2, toys.E) for name in "cd"}
+    parts = parts_of(executable_of(forward, p, cache))
+    assert parts.whole[parts.paths.index(f"cache['{leaf}']")] == why
+
+
+def test_caches_of_other_shapes_that_share_a_table_are_copied_whole():
+    (small,), (large,) = (toys.attention_cache(1, n * toys.B) for n in (4, 5))
+    parts = parts_of(executable_of(toys.attend, toys.attention_params(), (small, large)))
+    assert not parts.groups and len(parts.whole) == 4
+    assert "other shapes" in parts.as_text()
 
 
 def test_whole_and_by_rows_are_verified_alike(recorder_name: str, device: Any):

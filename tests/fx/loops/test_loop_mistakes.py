@@ -105,6 +105,10 @@ def writes_a_carry_that_moves(w: Any, state: Any, x: Any) -> Any:
     return fg.fori_loop(0, 3, lambda i, c: (c[1], c[0].add_(1)), (x * 1, x * 2))[0]
 
 
+def writes_a_carry_that_lies_apart(w: Any, state: Any, x: Any) -> Any:
+    return fg.fori_loop(0, 3, lambda i, c: c.add_(1), state["s"][::2])
+
+
 def writes_a_row_of_xs(w: Any, state: Any, x: Any) -> Any:
     return fg.scan(lambda c, row: (c + row.mul_(2), None), zero(), x * 1)[0]
 
@@ -289,6 +293,8 @@ MISTAKES = [
     (no_length, TreeError, r"fg.scan: how many turns\? neither xs nor length"),
     (writes_a_weight, MutationError, r"forward writes into w .*held, not donated"),
     (writes_a_held_carry, MutationError, r"forward writes into w \(aten.add_.*held, not donated"),
+    (writes_a_carry_that_lies_apart, MutationError,
+     r"writes into carry \(aten.add_.Tensor\), which is another turn's too"),
     (writes_a_carry_that_moves, MutationError,
      r"a function of fg.fori_loop writes into carry\[0\] .*Return a new value"),
     (writes_a_row_of_xs, MutationError, r"a function of fg.scan writes into xs .*Return a new"),

@@ -609,6 +609,27 @@ def test_a_written_carry_lies_where_it_began():
     assert places == {4, 5}
 
 
+def test_a_carry_that_is_written_in_place_may_be_asked_for_the_next_turn(recorder_name: str):
+    """What `cond` gives is no value of the carry, as what a turn gives is."""
+
+    def turn(carry: Any) -> Any:
+        for x in carry:
+            x.add_(1)
+        return carry
+
+    def forward(state: Any, batch: Any) -> Any:
+        fg.while_loop(lambda c: c[0] < 3, turn, (state["n"], state["s"]))
+        return state["s"] + batch[0], state
+
+    device = DEVICES[recorder_name]
+    fast = fg.graphify(forward, donate=0, stage=1, recorder=recorder_name, modes="FULL")
+    batch = (torch.ones(2, device=device),)
+    for call in (forward, fast):
+        state = {"n": torch.tensor(1, device=device), "s": torch.zeros(2, device=device)}
+        got, state = call(state, batch)
+        assert got.tolist() == [3, 3] and state["n"].item() == 3 and state["s"].tolist() == [2, 2]
+
+
 def test_a_turn_may_write_what_the_number_of_turns_came_from(recorder_name: str):
     """It is read before the first one, as Python's range does."""
 

@@ -81,3 +81,35 @@ def test_what_is_taken_apart_computes_the_same(
         assert sum(map(ops.count, ours)) == left and (ONE_PRODUCT in ops) == (laid and not left)
         for a, b in zip(apart(len(tokens), 1, *given), want, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def one_linear() -> torch.fx.GraphModule:
+    """A piece of one op that has a kernel for few rows."""
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"], w.meta["val"] = torch.empty(3, 4), torch.empty(5, 4)
+    made = graph.call_function(LINEAR, (x, [w], None, None, 1e-5, False, False, False, False))
+    made.meta = {"val": torch.empty(3, 5), "stack_trace": "model.py:7"}
+    graph.output((made,))
+    return torch.fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "apart"),
+    [((1, 128), [(1, 1), (2, 1)], (1, 64)), ((1, 128), [(1, 1), (128, 2)], None),
+     ((2, 64), [(4, 1)], None), ((2, 128), [(65, 1)], None), ((2, 128), [(64, 9)], None)],
+    ids=["few", "one and many", "no more than few", "many", "other requests"],
+)  # fmt: skip
+def test_few_rows_are_compiled_apart_where_such_sizes_come(
+    tokens: Any, sizes: Any, apart: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(few_rows, "DEVICES", ("cpu",))
+    found = few_rows.few(one_linear(), Range(Span(*tokens), Span(1, 8)), sizes)
+    assert [tuple(part.tokens) for part in found] == ([] if apart is None else [apart])
+
+
+def test_without_a_kernel_few_rows_are_taken_apart_too_and_each_op_keeps_the_line():
+    gm = few_rows.taken_apart(one_linear(), Range(Span(2, 64), Span(1, 8)))
+    made = [node for node in gm.graph.nodes if node.op == "call_function"]
+    assert made and LINEAR not in [node.target for node in made]
+    assert {node.meta["stack_trace"] for node in made} == {"model.py:7"}

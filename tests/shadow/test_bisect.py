@@ -176,6 +176,25 @@ def test_a_difference_keeps_the_batch_that_its_caller_writes_anew():
     assert str(fg.bisect(step, difference)) == before
 
 
+def in_place(params: Any, state: Any, batch: toys.Batch) -> Any:
+    """Writes its state."""
+    state["n"].add_(1)
+    return params["w"][batch.token_ids] + state["n"], state
+
+
+def test_what_forward_writes_in_place_is_not_the_state_that_was_kept():
+    params, state = toys.tally_params(), {"n": torch.zeros(1)}
+    fast = fg.graphify(in_place, donate="state", stage="batch", sizes=(4,), verify=1.0)
+    step = fast.bind(params).capture(state, toys.LIMITS, progress=False)
+    params["w"] = params["w"] + 1
+    with pytest.warns(UserWarning, match="differ"):
+        step(state, toys.batch(3))
+    (difference,) = step.differences
+    first, second = (fg.bisect(step, difference) for _ in range(2))
+    assert first.kind == "program" and first.leaves == difference.leaves
+    assert (second.leaves, str(second)) == (first.leaves, str(first))
+
+
 @fg.struct
 class Changed(toys.Batch):
     """Block tables that come by changed rows."""

@@ -374,6 +374,27 @@ def test_an_op_that_forward_alone_or_its_trace_alone_has_is_named(
     assert ("any more" in found.what) is traced
 
 
+def in_a_row(params: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * 2 * 3 * params["w"]
+    z = y + 1
+    z.mul_(2 if TURNED["neg"] else 3)  # turned
+    return z - 1
+
+
+def test_ops_of_one_line_are_told_apart_and_each_by_what_it_gave_before_it_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setitem(TURNED, "neg", False)
+    x = torch.ones(2, 3)
+    step = fg.graphify(in_a_row, stage="x").bind({"w": torch.ones(3)}).capture(
+        batch=x, progress=False
+    )  # fmt: skip
+    monkeypatch.setitem(TURNED, "neg", True)
+    found = fg.bisect(step, x)
+    at = inspect.getsourcelines(in_a_row)[1] + 3
+    assert (found.kind, found.line) == ("trace", f"tests/shadow/test_bisect.py:{at}")
+
+
 @fg.struct
 class Ended:
     """Rows that go on as the last one."""

@@ -121,6 +121,11 @@ def carry_of_what_is_written(w: Any, state: Any, x: Any) -> Any:
     return fg.fori_loop(0, 3, lambda i, c: c + state["s"].add_(1), state["s"])
 
 
+def carry_of_a_part_of_what_is_written(w: Any, state: Any, x: Any) -> Any:
+    turn = lambda i, c: (c[0].add_(1), c[1] * 2)  # noqa: E731
+    return fg.fori_loop(0, 3, turn, (state["s"], state["s"][:2]))[1]
+
+
 def draws(w: Any, state: Any, x: Any) -> Any:
     return fg.fori_loop(0, 3, lambda i, c: c + torch.rand(4, generator=G), x)
 
@@ -300,6 +305,8 @@ MISTAKES = [
     (writes_a_row_of_xs, MutationError, r"a function of fg.scan writes into xs .*Return a new"),
     (cond_writes, MutationError, r"cond of fg.while_loop writes .*write in the body"),
     (carry_of_what_is_written, AliasError, r"carry of fg.fori_loop shares memory .*clone\(\)"),
+    (carry_of_a_part_of_what_is_written, AliasError,
+     r"carry\[1\] of fg.fori_loop shares memory .*: carry\[1\].clone\(\)"),
     (writes_what_a_choice_gives, AliasError, r"forward writes .*may be one with another"),
     (writes_a_weight_by_another_name, AliasError, r"forward writes .*later: the caller's own"),
     (writes_what_a_loop_begins_with, AliasError, r"forward writes .*may be one with another"),

@@ -153,8 +153,8 @@ def crossing(gain: Callable[[int], float], most: int, share: float = SHARE) -> i
     """
     expect(int, most=most)
     expect((float, int), "a share, 0.05 for 5 %", share=share)
-    if isinstance(share, bool) or not 0 <= share < 1:
-        raise SpecError(f"share={share!r}: pass one from 0 up to below 1, 0.05 for 5 %")
+    if isinstance(share, bool) or not share >= 0:
+        raise SpecError(f"share={share!r}: pass one of 0 or more, 0.05 for 5 %")
     sizes = [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
     pays = [i for i, size in enumerate(sizes) if gain(size) > share]
     if not pays:

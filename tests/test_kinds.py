@@ -144,9 +144,8 @@ def test_numbers_that_mean_nothing(in_hand: dict[str, Any]):
     model, log = in_hand["LaunchModel"], in_hand["Log"]
     for share in (-1, -0.05, True, float("nan")):
         for ask in (model.crossing, model.ceiling):
-            with pytest.raises(errors.SpecError, match="of 0 or more, 0.05 for 5 %"):
+            with pytest.raises(errors.SpecError, match="of 0 or more"):
                 ask(share)
-    assert model.ceiling(1e9) == 0  # 1.0 is as much again as a step takes
     with pytest.raises(errors.SpecError, match="0 or more"):
         log.as_text(last=-1)
     with pytest.raises(errors.BackendError, match="name=None is a NoneType"):

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+import fngraph as fg
 from benchmarks.harness import Mistake
 from benchmarks.serve.right import refill
 from benchmarks.serve.streams import served
 from benchmarks.traffic import Arrival
 from benchmarks.workload import to_device
-from fngraph.core.spec import COUNTS
 from fngraph.models.serving.batches import batch_type, empty_batch, lay_out
 from fngraph.models.serving.policy import Policy
 from fngraph.models.serving.requests import Job, Request, Row
@@ -85,7 +85,7 @@ def behind_another(run: Callable[[], Any]) -> float:
 def replay_alone(steps: Steps, batch: Any, device: str) -> float:
     """us of the host for a launch's graph and nothing around it; it reads a batch that is in the
     ring of these launches still."""
-    counts = batch.spec[COUNTS]
+    counts = batch.spec[fg.core.spec.COUNTS]
     keys = next(one.main for one in steps.captured if counts in one.main.prepared)
     ((replay, _),) = keys.prepared[counts].calls
     began = time.perf_counter()

@@ -97,9 +97,9 @@ def graphify_encoder(
         FnGraphError: as `fg.graphify`, of a path's `forward`.
         SpecError: ranks for an encoder without graphs.
     """
-    expect(EncoderModel, "", TreeError, model=model)
     own = inspect.signature(graphify_encoder).parameters
     check_names("graphify_encoder", options, OptionsDict, tuple(own))
+    expect(EncoderModel, "", TreeError, model=model)
     for name in OURS:
         if name in options:
             raise TypeError(

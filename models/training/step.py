@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import fngraph as fg
-from fngraph.core.text import expect
 from fngraph.models.training.adamw import AdamW, Moments, Schedule, check, clipped, update
 
 LossFn = Callable[..., Tensor]  # params, batch, frozen and what `draw` gave, if there are -> ()
@@ -43,10 +42,17 @@ def make_train_step(
         TreeError: when it is called: weights that are no floats, or a batch whose leaves do not
             have `accumulate` batches, by path; a loss that is no number, or not of `params`.
     """
+    expect = fg.core.text.expect
     expect(Callable, "a function of params and batch", TypeError, loss=loss)
-    expect(Callable, "a function of the step, constant(3e-4)", TypeError, schedule=schedule)
-    expect((Callable, type(None)), "a function of params and step", TypeError, draw=draw)
-    expect(bool, "True or False; the weights are an argument of the step", TypeError, frozen=frozen)
+    expect(
+        Callable, "a function of the step, constant(3e-4)", TypeError, schedule=schedule
+    )
+    expect(
+        (Callable, type(None)), "a function of params and step", TypeError, draw=draw
+    )
+    expect(
+        bool, "True or False; the weights are an argument of the step", TypeError, frozen=frozen
+    )
     check(settings)
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r}: pass how many batches a step has, 1 or more")

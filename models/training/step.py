@@ -44,15 +44,9 @@ def make_train_step(
     """
     expect = fg.core.text.expect
     expect(Callable, "a function of params and batch", TypeError, loss=loss)
-    expect(
-        Callable, "a function of the step, constant(3e-4)", TypeError, schedule=schedule
-    )
-    expect(
-        (Callable, type(None)), "a function of params and step", TypeError, draw=draw
-    )
-    expect(
-        bool, "True or False; the weights are an argument of the step", TypeError, frozen=frozen
-    )
+    expect(Callable, "a function of the step, constant(3e-4)", TypeError, schedule=schedule)
+    expect((Callable, type(None)), "a function of params and step", TypeError, draw=draw)
+    expect(bool, "True or False; the weights are an argument of the step", TypeError, frozen=frozen)
     check(settings)
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r}: pass how many batches a step has, 1 or more")

@@ -153,8 +153,7 @@ def several(name: str, args: argparse.Namespace) -> dict[str, Any]:
     sizes = [n for n in args.batches if n <= 8]
     vocab_size, new = bench.config.vocab_size, 12 if args.quick else 128
     for turns in args.many:
-        own = {"decode_many": turns, "share": False}
-        plain = dataclasses.replace(bench.policy, **own)
+        plain = dataclasses.replace(bench.policy, decode_many=turns, share=False)
         policy = dataclasses.replace(
             plain, query_lens=(1, 1 + args.drafts)[: 1 + (args.drafts > 0)]
         )

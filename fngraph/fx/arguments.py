@@ -17,6 +17,7 @@ from torch import nn
 
 from fngraph.core import Buffer, Dim, buffers_of, check_declared, host_field, trees
 from fngraph.core.structs import hide_host_field
+from fngraph.core.text import a
 from fngraph.errors import MutationError, TreeError
 from fngraph.fx.leaves import Leaf, Role, TensorSpec, check_aliases, check_kind, neighbours
 from fngraph.fx.signatures import Signature
@@ -177,9 +178,8 @@ def no_tensor(path: str, value: Any) -> str:
         )
     name = path if path.isidentifier() else "x"
     shown = repr(value) if isinstance(value, bool | int | float) else "x"
-    article = "an" if kind[0] in "aeiou" else "a"
     return (
-        f"{article} {kind}, not a tensor. One that changes is passed as "
+        f"{a(kind)}, not a tensor. One that changes is passed as "
         f"one, torch.tensor({shown}); one that configures the model is bound, "
         f"functools.partial(forward, {name}={shown}), or a static field ({name}: int = fg.static())"
     )

@@ -32,8 +32,8 @@ from fngraph.errors import ModesError, SpecError
 BatchOf = Callable[[int], BatchSpec]
 """Which batch has so many tokens."""
 SHARE = 0.05
-SIZES = "some numbers of tokens, (1, 8)"
 """What a graph must bring to be worth its memory, of a step's time, where nothing is said."""
+SIZES = "some numbers of tokens, (1, 8)"
 
 
 class Part(NamedTuple):
@@ -261,7 +261,8 @@ class LaunchModel:
         """For each size its batch, and what it takes in each mode, if there were a key of just that
         size. Raises as `predict`."""
         expect(Iterable, SIZES, sizes=sizes)
-        specs = [self._batch_of(batch)(size) for size in sizes]
+        made = self._batch_of(batch)
+        specs = [made(size) for size in sizes]
         return [(spec, {m: self.predict(spec, m, False) for m in RUNTIME_MODES}) for spec in specs]
 
     def gain(self, size: int, batch: BatchOf | None = None, mode: Mode | str = Mode.FULL) -> float:

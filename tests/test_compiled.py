@@ -210,12 +210,13 @@ def part_of_leaf(params: Any, state: Any, batch: toys.Batch) -> Any:
     return x_TE + toys.double(y_TE)[:, :1] + part[0, 0] + last_TF[:, :1], state
 
 
-def test_a_view_of_a_part_of_memory_begins_where_it_did(recorder_name):
-    w = rows_model(rows=toys.V + 2).params["w"][2:]
-    assert w.storage_offset() == 2 * toys.E
-    toy = Model(part_of_leaf, {"w": w}, {"calls": torch.zeros(1)})
+def test_a_view_of_a_part_of_memory_begins_where_it_did(recorder_name, device):
+    rows = rows_model(device, rows=toys.V + 2)
+    toy = Model(part_of_leaf, {"w": rows.params["w"][2:]}, rows.state)
+    assert toy.params["w"].storage_offset() == 2 * toys.E
     for modes in ("FULL", "NONE"):
-        check(toy, captured(toy, recorder_name, modes=modes, sizes=(4,)), toys.batch(3))
+        step = captured(toy, recorder_name, modes=modes, sizes=(4,))
+        check(toy, step, toys.on(toys.batch(3), device))
 
 
 def test_results_of_one_memory_are_made_apart():

@@ -34,23 +34,52 @@ WARM = 5
 def step_rows(
     task: Task, ways: Sequence[str], repeats: int, right: Mapping[int, Right], peak: float | None
 ) -> list[Row]:
-    """A row a way and batch.
+    """A row a way and batch. By hand, attention is in each of its forms; what is compiled, where
+    it has been captured as it is, in the one that was faster.
 
     Args:
         peak: TB/s of a copy, if that is known.
     """
     rows: list[Row] = []
+    forms = {num_reqs: tuple(FORMS) for num_reqs in task.batches}
     for way in ways:
         if way in SPLIT and task.axis.size == 1:
             continue
-        forms = [""] if way in OURS else list(FORMS)
-        for form in forms:
-            name = f"{way}, {form}" if form else way
-            made = by_hand(task, way, form) if form else ours(task, way)
-            rows += _of_way(task, name, made, repeats, right, peak)
-            del made
+        made: dict[str, Iterator[tuple[int, Made]]] = {}
+        if way in OURS:
+            made[way] = ours(task, way)
+        for form in () if way in OURS else FORMS:
+            batches = [num_reqs for num_reqs in task.batches if form in forms[num_reqs]]
+            made[f"{way}, {form}"] = by_hand(task, way, form, batches)
+        for name, steps in made.items():
+            for row in _of_way(task, name, steps, repeats, right, peak):
+                rows.append(row)
+                if task.axis.rank == 0:
+                    print(f"  {said_of(row)}", flush=True)
             gc.collect()
+        if way == "captured":
+            forms = faster(task, rows)
     return rows
+
+
+def said_of(row: Row) -> str:
+    """A line for who waits."""
+    took = row.get("device ms") or row.get("wall ms")
+    how = row["failed"] if "failed" in row else f"{took:.3f} ms"
+    return f"{row['way']}, batch {row.get('batch', '-')}: {how}"
+
+
+def faster(task: Task, rows: Sequence[Row]) -> dict[int, tuple[str, ...]]:
+    """By batch the form of attention whose captured step the slowest process takes faster: the
+    same in all of them."""
+    took = torch.full((len(task.batches), len(FORMS)), float("inf"), device=task.mesh.device)
+    for i, num_reqs in enumerate(task.batches):
+        for j, form in enumerate(FORMS):
+            for row in rows:
+                if (row["way"], row.get("batch")) == (f"captured, {form}", num_reqs):
+                    took[i, j] = row.get("device ms") or row.get("wall ms") or float("inf")
+    best = fg.all_reduce(took, task.axis, "max").argmin(1).tolist()
+    return {num_reqs: (tuple(FORMS)[j],) for num_reqs, j in zip(task.batches, best)}
 
 
 def _of_way(

@@ -93,14 +93,15 @@ def taken(task: Task, step: Any, cache: Any, num_reqs: int) -> Made:
                 {"ran as": str(chosen.mode), "sums matched": sums})  # fmt: skip
 
 
-def by_hand(task: Task, way: str, form: str) -> Iterator[tuple[int, Made]]:
+def by_hand(task: Task, way: str, form: str, batches: Sequence[int]) -> Iterator[tuple[int, Made]]:
     """By batch.
 
     Args:
         form: of attention, one of `plain.FORMS`.
+        batches: of which it is the form.
     """
     weights = plain.weights_of(without_stands(task.params))
-    for num_reqs in task.batches:
+    for num_reqs in batches:
         fn: Callable[..., Any] = hand_step
         if way == "compile":
             torch.compiler.reset()

@@ -50,11 +50,13 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     after = (eps, centred, gated, True, together)
     T, E = x.shape[0], weight.shape[0]
-    if not has_kernels(x) or T <= (FEW_ROWS if E <= 2048 else 1):
+    few = T <= (FEW_ROWS if E <= 2048 else 1)  # whose norm is made on the way
+    tile = wide_tile(x, [weight], more, False) if has_kernels(x) and (T == 1 or not few) else None
+    if not has_kernels(x) or (few and tile is None):
         total = fused_linear.run(x, [weight], None, more, 0.0, False, False, True, False)
         return total, fused_linear.run(total, weights, norm, None, *after)
     x, more = dense_rows(x), dense_rows(more)
-    if (tile := wide_tile(x, [weight], more, False)) is not None:
+    if tile is not None:
         from fngraph.ops.triton import wide  # loads Triton
 
         total, normed = wide.summed(x, weight, more, norm, eps, centred, tile)

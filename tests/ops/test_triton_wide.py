@@ -59,3 +59,5 @@ def test_tiles_fill_the_processors_and_no_more():
         True, False, False, True,
     ]  # fmt: skip
     assert wide_of(64, 8192, 64, False, device, itemsize=4) is None
+    one_row = [wide_of(1, 14336, 4096, is_gated, device) is None for is_gated in (False, True)]
+    assert one_row == [False, True]  # a gate of one row is one launch, however long

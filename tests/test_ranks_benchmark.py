@@ -11,7 +11,7 @@ import torch
 import fngraph as fg
 from benchmarks import ranks
 from benchmarks.ranks.sharing import Right, Task, own_heads, part_of, rights
-from benchmarks.ranks.stepping import judged
+from benchmarks.ranks.stepping import faster, judged
 from benchmarks.ranks.streams import as_one
 from benchmarks.ranks.ways import Made, by_hand
 
@@ -23,7 +23,7 @@ TINY = ranks.MODELS["tiny"]
 @torch.no_grad()
 def found() -> tuple[Task, Right, Made]:
     task = Task(TINY, ALONE, part_of(TINY, ALONE), 32, (2,))
-    ((_, made),) = by_hand(task, "captured", "folded heads")
+    ((_, made),) = by_hand(task, "captured", "folded heads", [2])
     return task, rights(task)[2], made
 
 
@@ -59,6 +59,19 @@ def test_parts_are_of_one_whole() -> None:
             assert head == rank * TINY.num_kv_heads // size
             rows = slice(head * TINY.head_dim, (head + 1) * TINY.head_dim)
             assert torch.equal(attn.wk, of.wk[rows])
+
+
+def test_by_hand_is_compiled_in_the_form_that_was_faster() -> None:
+    """By batch, by device time where there is one; a form that failed is not taken."""
+    task = Task(TINY, ALONE, None, 32, (1, 4))  # type: ignore[arg-type]
+    row = lambda form, batch, **more: {"way": f"captured, {form}", "batch": batch, **more}  # noqa: E731
+    rows = [
+        row("enable_gqa", 1, **{"device ms": 1.0, "wall ms": 9.0}), row("enable_gqa", 4, failed=""),
+        row("folded heads", 1, **{"device ms": 2.0, "wall ms": 3.0}),
+        row("folded heads", 4, **{"device ms": None, "wall ms": 3.0}),
+        {"way": "compile, folded heads", "batch": 1, "device ms": 0.1},
+    ]  # fmt: skip
+    assert faster(task, rows) == {1: ("enable_gqa",), 4: ("folded heads",)}
 
 
 def test_the_slowest_process_counts() -> None:

@@ -41,16 +41,15 @@ def step_rows(
         peak: TB/s of a copy, if that is known.
     """
     rows: list[Row] = []
-    forms = {num_reqs: tuple(FORMS) for num_reqs in task.batches}
+    best: dict[int, str] = {}  # form of attention by batch, where it is known
     for way in ways:
         if way in SPLIT and task.axis.size == 1:
             continue
-        made: dict[str, Iterator[tuple[int, Made]]] = {}
-        if way in OURS:
-            made[way] = ours(task, way)
-        for form in () if way in OURS else FORMS:
-            batches = [num_reqs for num_reqs in task.batches if form in forms[num_reqs]]
-            made[f"{way}, {form}"] = by_hand(task, way, form, batches)
+        made = {way: ours(task, way)} if way in OURS else {
+            f"{way}, {form}": by_hand(task, way, form, batches)
+            for form in FORMS
+            if (batches := [n for n in task.batches if best.get(n, form) == form])
+        }  # fmt: skip
         for name, steps in made.items():
             for row in _of_way(task, name, steps, repeats, right, peak):
                 rows.append(row)
@@ -58,28 +57,29 @@ def step_rows(
                     print(f"  {said_of(row)}", flush=True)
             gc.collect()
         if way == "captured":
-            forms = faster(task, rows)
+            best = faster(task, rows)
     return rows
+
+
+def took_ms(row: Row) -> float | None:
+    """Device time, where there is one; None: it failed."""
+    return row.get("device ms") or row.get("wall ms")
 
 
 def said_of(row: Row) -> str:
     """A line for who waits."""
-    took = row.get("device ms") or row.get("wall ms")
-    how = row["failed"] if "failed" in row else f"{took:.3f} ms"
+    how = row["failed"] if "failed" in row else f"{took_ms(row):.3f} ms"
     return f"{row['way']}, batch {row.get('batch', '-')}: {how}"
 
 
-def faster(task: Task, rows: Sequence[Row]) -> dict[int, tuple[str, ...]]:
+def faster(task: Task, rows: Sequence[Row]) -> dict[int, str]:
     """By batch the form of attention whose captured step the slowest process takes faster: the
     same in all of them."""
-    took = torch.full((len(task.batches), len(FORMS)), float("inf"), device=task.mesh.device)
-    for i, num_reqs in enumerate(task.batches):
-        for j, form in enumerate(FORMS):
-            for row in rows:
-                if (row["way"], row.get("batch")) == (f"captured, {form}", num_reqs):
-                    took[i, j] = row.get("device ms") or row.get("wall ms") or float("inf")
-    best = fg.all_reduce(took, task.axis, "max").argmin(1).tolist()
-    return {num_reqs: (tuple(FORMS)[j],) for num_reqs, j in zip(task.batches, best)}
+    known = {(row["way"], row.get("batch")): took_ms(row) for row in rows}
+    ms = [[known.get((f"captured, {form}", n)) or float("inf") for form in FORMS]
+          for n in task.batches]  # fmt: skip
+    of_all = fg.all_reduce(torch.tensor(ms, device=task.mesh.device), task.axis, "max")
+    return {n: list(FORMS)[i] for n, i in zip(task.batches, of_all.argmin(1).tolist())}
 
 
 def _of_way(

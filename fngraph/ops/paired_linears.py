@@ -4,9 +4,9 @@
     y = norm(total) @ [w_q; w_k; w_v].t()   or the gate of two, silu(.) * .
 
 A decoder is a row of these between its attentions. In one op, since who makes the norm depends on
-the number of rows: for few it is the second layer, on the way (`fused_linear`); for more it is what
-puts the parts of the sum together (`triton/wide.py`), and beyond these what adds `more`
-(`triton/fused.py`). Rounding is `fused_linear`'s.
+the number of rows: for few it is the second layer, on the way (`fused_linear`); for more, and for a
+long one, it is what puts the parts of the sum together (`triton/wide.py`), and beyond these what
+adds `more` (`triton/fused.py`). Rounding is `fused_linear`'s.
 
 Gradients, tangents and `torch.func` go through the plain form.
 """
@@ -50,9 +50,9 @@ def _run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     after = (eps, centred, gated, True, together)
     T, E = x.shape[0], weight.shape[0]
-    few = T <= (FEW_ROWS if E <= 2048 else 1)  # whose norm is made on the way
-    tile = wide_tile(x, [weight], more, False) if has_kernels(x) and (T == 1 or not few) else None
-    if not has_kernels(x) or (few and tile is None):
+    on_the_way = not has_kernels(x) or (1 < T <= FEW_ROWS and E <= 2048)
+    tile = None if on_the_way else wide_tile(x, [weight], more, False)
+    if on_the_way or (tile is None and T <= 1):
         total = fused_linear.run(x, [weight], None, more, 0.0, False, False, True, False)
         return total, fused_linear.run(total, weights, norm, None, *after)
     x, more = dense_rows(x), dense_rows(more)

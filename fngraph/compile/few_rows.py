@@ -15,7 +15,7 @@ from torch import fx
 
 from fngraph.core.compiling import Range, Span, of_batches
 from fngraph.fx.nodes import inputs_of
-from fngraph.ops import fused_linear, paired_linears
+from fngraph.ops import fused_linear, grouped, paired_linears
 from fngraph.ops.fused_linear import MOST_ROWS
 from fngraph.ops.triton.launching import missing
 from fngraph.torch_facts.tracing import make_fx
@@ -23,6 +23,9 @@ from fngraph.torch_facts.tracing import make_fx
 APART: dict[Any, Any] = {
     torch.ops.fngraph.fused_linear.default: fused_linear.for_many_rows,
     torch.ops.fngraph.paired_linears.default: paired_linears.for_many_rows,
+    torch.ops.fngraph.group_rows.default: grouped.plain_group_rows,
+    torch.ops.fngraph.grouped_gate.default: grouped.plain_grouped_gate,
+    torch.ops.fngraph.grouped_linear.default: grouped.plain_grouped_linear,
 }
 """Such ops, and what each stands for where there are more rows."""
 DEVICES = ("cuda",)  # on which they have kernels, where there is Triton

@@ -5,6 +5,7 @@ from fngraph.ops import (
     fused_fp8 as fused_fp8,
     fused_linear as fused_linear,
     fused_linear_fp8 as fused_linear_fp8,
+    grouped as grouped,
     paired_linears as paired_linears,
     shipped as shipped,
 )

@@ -3,8 +3,8 @@
 | level | passes, if nothing is said |
 |---|---|
 | "none" | none: what runs is what was traced, bit for bit |
-| "pieces", "once" | no_ops, fold_constants, of rope, attention, fp8, linears, side_by_side |
-| "stock" | the same without linears, paired or not, and without those in fp8 |
+| "pieces", "once" | no_ops, constants, of rope, attention, fp8, linears, experts, side_by_side |
+| "stock" | the same without experts and linears, paired or not, and without those in fp8 |
 
 Inductor makes the fusions of norms, ropes and gates itself, with what is around them; an op of
 their own would stop it there. So those are for level "none", where one asks for them, since they
@@ -23,6 +23,7 @@ from fngraph.core.text import did_you_mean
 from fngraph.errors import PassError
 from fngraph.passes.attention import attention_fp8, rope_in_attention
 from fngraph.passes.constants import fold_constants
+from fngraph.passes.experts import fuse_experts
 from fngraph.passes.fp8.linears import fuse_linears_fp8
 from fngraph.passes.fp8.rounding import (
     fuse_add_rms_norm_fp8,
@@ -60,6 +61,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("quantize_once", quantize_once, "1", "what is rounded to fp8 several times, once"),
     Pass("linears", fuse_linears, "1", "linear layers with the norm, gate or sum around them"),
     Pass("paired_linears", pair_linears, "1", "those with a sum and its norm between them"),
+    Pass("experts", fuse_experts, "1", "experts' rows sorted, their gates and products"),
     Pass("add_rms_norm", fuse_add_rms_norm, "1", "a sum and its RMSNorm"),
     Pass("rms_norm", fuse_rms_norm, "1", "RMSNorm"),
     Pass("silu_mul", fuse_silu_mul, "1", "silu(gate) * up"),
@@ -74,13 +76,15 @@ PASSES: tuple[Pass, ...] = (
 _COMPILED = (
     "no_ops", "fold_constants", "norm_rope", "rope", "rope_in_attention", "attention_fp8",
     "linears_fp8", "add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "linears",
-    "paired_linears", "side_by_side", "held_fp8",
+    "paired_linears", "experts", "side_by_side", "held_fp8",
 )  # fmt: skip
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "pieces": _COMPILED,
     "once": _COMPILED,
-    "stock": tuple(name for name in _COMPILED if "linears" not in name),  # one code for any rows
+    "stock": tuple(  # one code for any rows
+        name for name in _COMPILED if "linears" not in name and name != "experts"
+    ),
 }
 
 Wanted = str | Pass | Callable[[Any], Any] | EllipsisType

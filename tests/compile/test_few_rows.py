@@ -18,7 +18,7 @@ from fngraph.models.families.layers import rms_norm
 from fngraph.passes.pattern import sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LINEAR, PAIR = few_rows.APART
+LINEAR, PAIR, *EXPERTS = few_rows.APART
 ONE_PRODUCT = torch.ops.fngraph.linear_side_by_side.default
 
 

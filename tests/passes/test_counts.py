@@ -22,7 +22,7 @@ from tests.traced_once import Kept, graph_once, traced_once
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = tuple(one.name for one in PASSES if "linears" not in one.name)  # see test_linears.py
 ORDER = ("no_ops", "fold_constants", "side_by_side", "norm_rope", "rope", "add_rms_norm",
-         "rms_norm", "silu_mul", "rope_in_attention")  # fmt: skip
+         "rms_norm", "silu_mul", "rope_in_attention", "experts")  # fmt: skip
 EIGHT = ("add_rms_norm_fp8", "rms_norm_fp8", "silu_mul_fp8", "quantize_once", "attention_fp8")
 CLOSE = {  # of one product in place of three; in bfloat16, of matrices that are drawn wide
     (torch.float32, "cpu"): {"atol": 1e-4, "rtol": 1e-4},
@@ -33,30 +33,30 @@ DENSE = ("llama", "qwen3")
 # Layers: qwen3_moe, DeepSeek and Gemma 3 have 3, qwen3_next 4, the others 2. A first norm
 # follows no addition, nor does the last, which is of chosen rows.
 FAMILIES: dict[str, tuple[int, ...]] = {  # by ORDER
-    "llama": (0, 1, 4, 0, 4, 3, 2, 2, 2),
-    "mistral": (0, 1, 4, 0, 4, 3, 2, 2, 2),
-    "qwen2": (0, 1, 4, 0, 4, 3, 2, 2, 2),
-    "gemma3_text": (0, 3, 6, 6, 0, 5, 8, 0, 3),  # norms behind each part too; its gate is gelu
-    "qwen3": (0, 1, 4, 4, 0, 3, 2, 2, 2),
-    "qwen3_moe": (26, 3, 4, 6, 0, 5, 2, 3, 3),  # two layers of experts, and one mlp
-    "mamba2": (0, 0, 0, 0, 0, 1, 4, 2, 0),
-    "deepseek_v2": (38, 3, 3, 0, 6, 5, 5, 5, 0),  # its compressed keys have a norm, and no rope
-    "deepseek_v3": (38, 5, 3, 0, 6, 5, 8, 5, 0),  # its compressed queries have one too
-    "qwen3_next": (39, 3, 5, 2, 0, 7, 5, 10, 1),  # one layer of attention; three gated norms
-    "bert": (5, 2, 0, 0, 0, 0, 0, 0, 0),  # other norms and gates; products with biases of their own
+    "llama": (0, 1, 4, 0, 4, 3, 2, 2, 2, 0),
+    "mistral": (0, 1, 4, 0, 4, 3, 2, 2, 2, 0),
+    "qwen2": (0, 1, 4, 0, 4, 3, 2, 2, 2, 0),
+    "gemma3_text": (0, 3, 6, 6, 0, 5, 8, 0, 3, 0),  # norms behind each part too; its gate is gelu
+    "qwen3": (0, 1, 4, 4, 0, 3, 2, 2, 2, 0),
+    "qwen3_moe": (26, 3, 4, 6, 0, 5, 2, 3, 3, 0),  # two layers of experts, and one mlp
+    "mamba2": (0, 0, 0, 0, 0, 1, 4, 2, 0, 0),
+    "deepseek_v2": (38, 3, 3, 0, 6, 5, 5, 5, 0, 0),  # its compressed keys have a norm, and no rope
+    "deepseek_v3": (38, 5, 3, 0, 6, 5, 8, 5, 0, 0),  # its compressed queries have one too
+    "qwen3_next": (39, 3, 5, 2, 0, 7, 5, 10, 1, 0),  # one layer of attention; three gated norms
+    "bert": (5, 2, 0, 0, 0, 0, 0, 0, 0, 0),  # other norms and gates; each product has a bias
 }
 IN_BFLOAT16 = {  # where that is another: what is added, or gated, is in float32 there
-    "qwen3_moe": (6, 4, 4, 6, 0, 5, 2, 3, 3),  # and experts' shares are cast
-    "mamba2": (0, 0, 0, 0, 0, 0, 5, 2, 0),
-    "deepseek_v2": (18, 4, 3, 0, 6, 5, 5, 5, 0),
-    "deepseek_v3": (18, 6, 3, 0, 6, 5, 8, 5, 0),
-    "qwen3_next": (9, 4, 5, 2, 0, 7, 5, 7, 1),
+    "qwen3_moe": (6, 4, 4, 6, 0, 5, 2, 1, 3, 6),  # and experts' shares are cast
+    "mamba2": (0, 0, 0, 0, 0, 0, 5, 2, 0, 0),
+    "deepseek_v2": (18, 4, 3, 0, 6, 5, 5, 3, 0, 6),
+    "deepseek_v3": (18, 6, 3, 0, 6, 5, 8, 3, 0, 6),
+    "qwen3_next": (9, 4, 5, 2, 0, 7, 5, 4, 1, 9),
 }
 THEIRS: dict[str, tuple[int, ...]] = {
-    "Llama": (24, 0, 4, 0, 4, 4, 1, 2, 2),
-    "Qwen3": (24, 0, 4, 4, 0, 4, 1, 2, 2),
-    "Qwen2": (24, 0, 4, 0, 4, 4, 1, 2, 2),  # q, k and v have biases
-    "Gemma2": (23, 0, 4, 0, 4, 4, 5, 0, 2),  # norms after additions and others; its gate is gelu
+    "Llama": (24, 0, 4, 0, 4, 4, 1, 2, 2, 0),
+    "Qwen3": (24, 0, 4, 4, 0, 4, 1, 2, 2, 0),
+    "Qwen2": (24, 0, 4, 0, 4, 4, 1, 2, 2, 0),  # q, k and v have biases
+    "Gemma2": (23, 0, 4, 0, 4, 4, 5, 0, 2, 0),  # norms after additions and others; its gate is gelu
 }
 
 
@@ -115,10 +115,10 @@ def test_a_family_is_fused_so_often_and_computes_the_same(
 
 
 IN_FP8 = {  # by EIGHT, and by ORDER: the last norm is of a head in bfloat16, and one is the first
-    "llama": ((3, 1, 2, 0), (0, 1, 4, 0, 4, 0, 1, 0, 2)),
-    "qwen3": ((3, 1, 2, 0), (0, 1, 4, 4, 0, 0, 1, 0, 2)),
+    "llama": ((3, 1, 2, 0), (0, 1, 4, 0, 4, 0, 1, 0, 2, 0)),
+    "qwen3": ((3, 1, 2, 0), (0, 1, 4, 4, 0, 0, 1, 0, 2, 0)),
     # a router reads a norm of experts, and they are not in fp8
-    "qwen3_moe": ((3, 1, 1, 0), (6, 4, 4, 6, 0, 2, 1, 2, 3)),
+    "qwen3_moe": ((3, 1, 1, 0), (6, 4, 4, 6, 0, 2, 1, 0, 3, 6)),
 }
 
 

@@ -23,7 +23,7 @@ from torch.nn.functional import grouped_mm
 from fngraph.ops.fused import plain_silu_mul
 from fngraph.ops.fused_linear import has_kernels
 from fngraph.ops.opaque import define_op
-from fngraph.ops.triton.launching import power_of_two, processors
+from fngraph.ops.triton.launching import power_of_two
 
 MOST_ROWS = 1024  # N that kernels are for
 MOST_GROUPS = 1024  # X, of which a program looks at all
@@ -47,13 +47,14 @@ class GroupTile(NamedTuple):
     stages: int
 
 
-def tile_of(N: int, X: int, columns: int, gated: bool, device: torch.device) -> GroupTile:
-    """By the numbers of rows and groups, and a weight's columns out."""
-    most = power_of_two(2 * N // X, at_least=16)
-    rows = 64
-    while rows > 16 and -(-columns // rows) * min(N, X) < 2 * processors(device):
-        rows //= 2
-    return GroupTile(rows, 128, min(most, 64), 4, 3 if gated else 4)
+def tile_of(N: int, X: int, gated: bool) -> GroupTile:
+    """By the numbers of rows and groups.
+
+    Of 52 tiles none is better by more than 1% on an H100, for Qwen3-30B-A3B's experts at 1, 8 and
+    64 tokens: gate and up take 22.5, 114 and 259 us, of which bytes are 16.8, 111 and 260 at 3
+    TB/s, and torch's products with what is around them 42, 146 and 311.
+    """
+    return GroupTile(64, 128, min(power_of_two(2 * N // X, at_least=16), 64), 4, 3 if gated else 4)
 
 
 def plain_group_rows(group: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,8 +95,7 @@ def _grouped_gate(
 
     X, O, _ = gate.shape
     out = x.new_empty(N, O)
-    tile = tile_of(N, X, O, True, x.device)
-    grouped.gated(x, order.contiguous(), ends, gate, up, out, chosen, tile)
+    grouped.gated(x, order.contiguous(), ends, gate, up, out, chosen, tile_of(N, X, True))
     return out
 
 
@@ -107,7 +107,7 @@ def _grouped_linear(x: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
 
     X, O, _ = weight.shape
     out = x.new_empty(N, O)
-    grouped.linear(x, ends, weight, out, tile_of(N, X, O, False, x.device))
+    grouped.linear(x, ends, weight, out, tile_of(N, X, False))
     return out
 
 

@@ -92,7 +92,7 @@ def test_a_gpu_that_is_not_there(name: str, capsys):
     assert stopped.value.code == 2 and "needs a device 'cuda'" in capsys.readouterr().err
 
 
-@pytest.mark.sampled("steps", "host")
+@pytest.mark.sampled("steps")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_run_has_the_fields_of_the_results(name: str, tmp_path: Path, capsys):
     flags, path = ["--quick", *QUICK[name]], tmp_path / "new" / "figures.json"
@@ -159,6 +159,7 @@ CUT = {  # the module whose function makes a row or a few of them, and that func
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CUT)
 def test_a_run_that_is_cut_has_the_rows_before(name: str, tmp_path: Path, monkeypatch):
     module, makes, flags = CUT[name]

@@ -102,6 +102,7 @@ def test_help_is_no_mistake(module: str, capsys):
         assert f"usage: {' '.join([name, *words])}" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("module", modules())
 def test_a_mistake_is_told_in_a_line(module: str, capsys):
     main = main_of(module)

@@ -49,6 +49,7 @@ def chains(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.sampled(0)
 def test_modules_that_models_and_benchmarks_reach_through_fg_are_there_whoever_comes_first():
     """Nothing else need be imported before: each is asked for in a Python of its own."""
     files = [*(ROOT / "models").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]

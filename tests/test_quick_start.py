@@ -51,6 +51,7 @@ def in_new_process(told: str, *args: str, **env: str) -> Any:
 # --- the collector --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(0)
 def test_nothing_is_collected_while_fngraph_is_imported():
     told = """
 import gc, json, sys
@@ -157,6 +158,7 @@ def test_a_start_loads_no_more_than_it_needs():
     assert not too_many(loaded)
 
 
+@pytest.mark.sampled(0)
 def test_the_test_above_would_notice():
     found = too_many(in_new_process(START, "heavy"))
     assert found["matplotlib"] > 20 and {"PIL", "matplotlib"} <= set(found)

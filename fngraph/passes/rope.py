@@ -1,8 +1,9 @@
 """Rotary embedding of queries and keys, with the norm of each head before it: one op each.
 
-It is found as the families here write it, pairs split apart and put together again, with cosines of
-half a head's width; and as transformers does, `q * cos + rotate_half(q) * sin` with cosines of the
-whole width. Where heads were moved before tokens there, the op comes before that.
+It is found as the families here write it, `q * cos + swapped(q) * sin` with a sign in the sines, of
+all columns or of the first; as transformers does, `q * cos + rotate_half(q) * sin`; and pair by
+pair, `a * cos - b * sin` beside `b * cos + a * sin`. Where heads were moved before tokens, as
+transformers moves them, the op comes before that.
 Where heads are cast to float32 before and rounded behind, as in towers, the op does that too.
 """
 
@@ -28,15 +29,29 @@ from fngraph.passes.pattern import (
     put,
     sizes,
     strides,
+    writes_between,
 )
 from fngraph.passes.running.checks import Rewritten
+from fngraph.torch_facts.memory import storage_key
 
 aten = torch.ops.aten
 _END = (1 << 63) - 1  # of a slice that has none
 
 
+def _signed(x: Any) -> Any:
+    """As `models.families.rope.rotate` writes it, of all columns or of the first."""
+    outer = call(aten.split_with_sizes, x, name("outer"), -1, label="all")
+    return either(call(aten.cat, [_swapped(item(outer, 0)), item(outer, 1)], -1), _swapped(x))
+
+
+def _swapped(x: Any) -> Any:
+    parts = call(aten.split_with_sizes, x, name("widths"), -1, label="parts")
+    swapped = call(aten.cat, [item(parts, 1), item(parts, 0)], -1, label="swapped")
+    return call(aten.add, call(aten.mul, x, name("cos")), call(aten.mul, swapped, name("sin")))
+
+
 def _pairs(x: Any) -> Any:
-    """As `models.families.rope.rotate` writes it."""
+    """Pair by pair, with what does not turn behind them."""
     cos, sin = name("cos"), name("sin")
     parts = call(aten.split_with_sizes, x, name("widths"), -1, label="parts")
     a, b, rest = (item(parts, i) for i in range(3))
@@ -63,9 +78,10 @@ _X = name("x")
 _WIDE = call(aten._to_copy, _X, dtype=torch.float32, label="wide")
 _DIM = name("dim")
 _ROPE = either(
-    rounded(_pairs(_WIDE)), rounded(_halves(_WIDE, _DIM)), _pairs(_X), _moved(_X), _halves(_X, _DIM)
-)
-_ROPE_OF_NORM = either(_pairs(norm_of(_X)), _moved(norm_of(_X)))
+    rounded(_signed(_WIDE)), rounded(_pairs(_WIDE)), rounded(_halves(_WIDE, _DIM)),
+    _signed(_X), _pairs(_X), _moved(_X), _halves(_X, _DIM),
+)  # fmt: skip
+_ROPE_OF_NORM = either(*(form(norm_of(_X)) for form in (_signed, _pairs, _moved)))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -84,7 +100,7 @@ def fuse_rope(graph: fx.Graph) -> Rewritten:
 def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
     """What may be the last node of one; what rounds a rope comes before the rope."""
     for targets in ((aten._to_copy.default,), (aten.cat.default, aten.add.Tensor)):
-        for node in list(graph.nodes):
+        for node in reversed(list(graph.nodes)):  # a rope of some columns before that inside of it
             if node.target in targets and node.users:
                 yield node
 
@@ -100,14 +116,17 @@ def _replaced(graph: fx.Graph, node: fx.Node, pattern: Any, op: Any) -> bool:
     if moved := "moved" in found.values:
         given, turns = found["moved"].args[0], _turns_moved
     elif "parts" in found.values:
-        given, turns = found["parts"].args[0], _turns_pairs
+        given, turns = found.values.get("all", found["parts"]).args[0], _turns_pairs
     else:
         given, turns = found.values.get("wide", x), _turns_halves
+    if "swapped" in found.values and (pairs := _of_pairs(angles, node)) is not None:
+        angles, turns = pairs, _turns_signed
     normed = "weight" in found.values
     if normed and not is_norm(found, x, given):
         return False
     if not (turns(found, given) and (moved or is_dense(node))):
         return False
+    signed = [one for one in (found["cos"], found["sin"]) if one not in angles]
     kinds, inner = ({dtype_of(one) for one in some} for some in ((x, node), (given, *angles)))
     if len(kinds) > 1 or inner not in (kinds, {torch.float32}) or strides(x)[-1] != 1:
         return False
@@ -123,7 +142,35 @@ def _replaced(graph: fx.Graph, node: fx.Node, pattern: Any, op: Any) -> bool:
     else:
         new.meta["val"] = node.meta["val"]
     put(graph, found, new)
+    for one in signed:
+        _drop(graph, one)
     return True
+
+
+def _of_pairs(angles: list[fx.Node], node: fx.Node) -> list[fx.Node] | None:
+    """The cosine and sine of each pair, (T, 1, C), of what has them for both columns of one, as
+    `models.families.rope.turn_by` writes it; None: it is otherwise, or is not so any more."""
+    cos, sin = angles
+    found = match(_SIGNED, sin, keeps=("negated",)), match(_BOTH, cos)
+    if None in found:
+        return None
+    pairs = [one["angle"] for one in found]  # type: ignore[index]
+    memory = {storage_key(x.meta["val"]) for x in pairs}
+    return None if writes_between(min(cos, sin), node, memory) else pairs[::-1]
+
+
+_ANGLE = name("angle")
+_BOTH = call(aten.cat, [_ANGLE, _ANGLE], -1)
+_SIGNED = call(aten.cat, [call(aten.neg, _ANGLE, label="negated"), _ANGLE], -1)
+
+
+def _drop(graph: fx.Graph, node: Any) -> None:
+    """Take out what nobody reads any more, and what it alone read of this."""
+    if node.target in (aten.cat.default, aten.neg.default) and not node.users:
+        read = list(node.all_input_nodes)
+        graph.erase_node(node)
+        for one in read:
+            _drop(graph, one)
 
 
 def _turns_halves(found: Found, given: fx.Node) -> bool:
@@ -140,6 +187,16 @@ def _turns_pairs(found: Found, given: fx.Node) -> bool:
     C = angle[-1]
     whole = widths == (C, C, D - 2 * C) and len(rows) >= 2
     return whole and angle == sizes(found["sin"]) == (*rows[:-1], 1, C)
+
+
+def _turns_signed(found: Found, given: fx.Node) -> bool:
+    """Whether they turn by the same of both columns of a pair, (..., T, 1, 2 * C)."""
+    *rows, D = sizes(given)
+    widths, angle = tuple(found["widths"]), sizes(found["cos"])
+    C = angle[-1] // 2
+    outer = tuple(found["outer"]) if "all" in found.values else (D, 0)
+    whole = widths == (C, C) and outer == (2 * C, D - 2 * C) and len(rows) >= 2
+    return whole and angle == sizes(found["sin"]) == (*rows[:-1], 1, 2 * C)
 
 
 def _turns_moved(found: Found, given: fx.Node) -> bool:

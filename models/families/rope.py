@@ -20,7 +20,17 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-Turn = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, D/2)
+
+class Turn(NamedTuple):
+    """By what pairs (i, i + D/2) turn.
+
+    Attributes:
+        cos: (T, 1, D), each cosine for both of a pair.
+        sin: (T, 1, D), each sine negated for the first of a pair, and as it is for the second.
+    """
+
+    cos: Tensor
+    sin: Tensor
 
 
 class Llama3(NamedTuple):
@@ -160,7 +170,7 @@ def rotation(
     positions: Tensor, D: int, theta: float, dtype: torch.dtype, scaling: Scaling | None = None,
     sections: Sections | None = None,
 ) -> Turn:  # fmt: skip
-    """Cosines and sines (T, 1, D/2) for all layers; in float32, as positions run to thousands.
+    """The turn of all layers; its angles are in float32, as positions run to thousands.
 
     Args:
         positions: (T,), or with sections (T, 3): of time, row and column.
@@ -177,7 +187,12 @@ def rotation(
     cos, sin = angle.cos(), angle.sin()
     if isinstance(scaling, Yarn | LongRope) and scaling.amplitude != 1:
         cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
-    return cos.to(dtype), sin.to(dtype)
+    return turn_by(cos.to(dtype), sin.to(dtype))
+
+
+def turn_by(cos: Tensor, sin: Tensor) -> Turn:
+    """The turn by cosines and sines of each pair, (T, 1, D/2)."""
+    return Turn(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
 
 
 def _axes(D: int, sections: Sections, device: torch.device) -> Tensor:
@@ -195,11 +210,12 @@ def rotate(x_THD: Tensor, rope: Turn) -> Tensor:
 
     Columns past the D that `rope` has angles for stay as they are.
     """
-    cos, sin = rope
-    half = cos.shape[-1]
-    parts = [half, half, x_THD.shape[-1] - 2 * half]
-    a, b, rest = torch.split_with_sizes(x_THD, parts, dim=-1)  # x.split is Python around it
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+    D = rope.cos.shape[-1]
+    if (beyond := x_THD.shape[-1] - D) > 0:
+        x_THD, rest = torch.split_with_sizes(x_THD, [D, beyond], dim=-1)
+        return torch.cat([rotate(x_THD, rope), rest], dim=-1)
+    a, b = torch.split_with_sizes(x_THD, [D // 2, D // 2], dim=-1)  # x.split is Python around it
+    return x_THD * rope.cos + torch.cat([b, a], dim=-1) * rope.sin
 
 
 def rotate_neighbours(x_THD: Tensor, rope: Turn) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, interpolate, linear, scaled_dot_product_at
 
 import fngraph as fg
 from fngraph.models.families.layers import Affine, affine, matrix_of, norm, norm_of
-from fngraph.models.families.rope import Turn, rotate, rotate_neighbours
+from fngraph.models.families.rope import Turn, rotate, rotate_neighbours, turn_by
 
 
 @fg.struct
@@ -43,9 +43,9 @@ def turns(positions_P2: Tensor, D: int, *, theta: float = 10_000.0) -> Tensor:
 
 
 def turn_of(angle: Tensor) -> Turn:
-    """Cosines and sines (P, 1, D/2) float32 of angles (P, D/2)."""
+    """By angles (P, D/2) float32."""
     angle = angle[:, None]
-    return angle.cos(), angle.sin()
+    return turn_by(angle.cos(), angle.sin())
 
 
 def patched(embed: Affine, table_NE: Tensor, batch: Any) -> Tensor:

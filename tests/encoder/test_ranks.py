@@ -77,6 +77,7 @@ def folder(recorder: str, tmp_path_factory: pytest.TempPathFactory, one_thread: 
     return made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", toy.KINDS)
 def test_two_processes_equal_one(folder: Path, recorder: str, kind: str):
     """On the CPU through gloo; `-m gpu`: on two GPUs, through NCCL."""

@@ -184,6 +184,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2,
                                     (torch.bfloat16, torch.float32)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("what", NETS)

@@ -226,7 +226,7 @@ ASKED: dict[str, dict[str, Any]] = {  # of a generation config
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("what", ASKED)
 def test_generate_does_what_the_generation_config_asks(what: str, wanted, traces):

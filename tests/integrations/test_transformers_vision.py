@@ -164,6 +164,7 @@ def test_two_hundred_calls(name: str):
     check_calls(encode, items, wants)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TOWERS)
 def test_packed_towers(name: str):
     tower = tower_of(name)

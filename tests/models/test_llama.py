@@ -123,10 +123,10 @@ def test_any_row_may_be_asked_for(params):
 
 def test_rope_turns_by_position_alone(config):
     at = torch.tensor([5, 0, 5])
-    cos, sin = rotation(at, config.head_dim, config.rope_theta, torch.float32)
-    assert cos.shape == sin.shape == (3, 1, config.head_dim // 2)
+    by = rotation(at, config.head_dim, config.rope_theta, torch.float32)
+    assert by.cos.shape == by.sin.shape == (3, 1, config.head_dim)
     x_THD = torch.randn(1, 2, config.head_dim).expand(3, -1, -1)
-    turned = rotate(x_THD, (cos, sin))
+    turned = rotate(x_THD, by)
     torch.testing.assert_close(turned[1], x_THD[1])  # position 0: not at all
     assert torch.equal(turned[0], turned[2])
     torch.testing.assert_close(turned.norm(dim=-1), x_THD.norm(dim=-1))

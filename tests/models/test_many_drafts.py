@@ -115,7 +115,7 @@ def guessed(ran: list[Served]) -> list[Served]:
     return [one for one in ran if one.turns > 1 and case_of(one.spec).verify]
 
 
-@pytest.mark.sampled("repeating-FULL", "counted-bare")
+@pytest.mark.sampled("repeating-FULL_AND")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("forward", [counted, repeating])
 def test_texts_are_those_of_single_steps(model: Model, forward: Any, mode: str):

@@ -101,6 +101,7 @@ KILLS = (("half written", 3), ("before the move", 2), ("in a step", 2), ("after 
          ("nowhere", 1))  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 def test_a_run_that_is_killed_loses_the_step_it_was_in_and_nothing_else(tmp_path):
     """Each process is killed in another way; the last one ends. Writes are of runs and of the best
     weights, which come before the run that tells of them."""

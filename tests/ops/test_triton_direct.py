@@ -186,6 +186,7 @@ def same(a: Any, b: Any) -> None:
         assert x is y or x == y
 
 
+@pytest.mark.sampled(1)
 @needs_triton
 @pytest.mark.parametrize("what", ["keys", "launches"])
 def test_by_a_driver_that_launches_nothing(what: str, tmp_path):

@@ -12,14 +12,14 @@ import toys
 from test_frame import aten, traced
 from test_graphify import Model, steps
 from test_linears_fp8 import lin, params as params_fp8
-from test_pass_places import EPS, D, H, angles, forward_of, params
+from test_pass_places import EPS, D, H, angles, forward_of, params, turn
 from torch import Tensor, fx
 from torch.nn.functional import linear, silu
 
 import fngraph as fg
 from fngraph.errors import PassError
 from fngraph.models.families.layers import rms_norm
-from fngraph.models.families.rope import rotate
+from fngraph.models.families.rope import rotate, turn_by
 from fngraph.passes import Pass
 
 
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
     ),
     "a rope by halves": (by_halves, ("norm_rope", "rope"), "rope"),
     "a rope of every other column": (
-        lambda p, x: rotate(torch.cat([x, x], 1)[:, ::2].unflatten(1, (H, D)), angles(x)),
+        lambda p, x: rotate(torch.cat([x, x], 1)[:, ::2].unflatten(1, (H, D)), turn(x)),
         ("norm_rope", "rope"), "rope",
     ),
 }  # fmt: skip
@@ -124,8 +124,8 @@ def crossed(p: Any, state: Any, batch: toys.Batch) -> Any:
     """Turned q of as many heads as columns, and these in the place of one another."""
     x = p["w"][batch.token_ids]
     q, k, v = (torch.cat([z, z], 1).unflatten(1, (4, 4)) for z in (x.sin(), x.cos(), x))
-    turn = tuple(angle[None] for angle in angles(x))
-    q, k = (rotate(z[None], turn)[0].transpose(1, 2) for z in (q, k))
+    by = turn_by(*(angle[None] for angle in angles(x)))
+    q, k = (rotate(z[None], by)[0].transpose(1, 2) for z in (q, k))
     return fg.ops.attention(q, k, v, state, batch)
 
 

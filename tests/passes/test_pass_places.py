@@ -17,7 +17,7 @@ from torch.nn.functional import linear, silu
 import fngraph as fg
 from fngraph.errors import AddressError, CaptureError
 from fngraph.models.families.layers import centred_norm, rms_norm
-from fngraph.models.families.rope import rotate
+from fngraph.models.families.rope import Turn, rotate, turn_by
 from fngraph.ops import lay_side_by_side
 
 EPS = 1e-5
@@ -167,14 +167,24 @@ def angles(x: Tensor, width: int = D // 2) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
+def turn(x: Tensor, width: int = D // 2) -> Turn:
+    return turn_by(*angles(x, width))
+
+
+def pair_by_pair(p: Any, x: Tensor) -> Tensor:
+    q, (cos, sin) = x.unflatten(1, (H, D)), angles(x)
+    a, b, rest = q.split([2, 2, 0], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
 def turned(p: Any, x: Tensor, normed: bool = False, **more: Any) -> Tensor:
     q = x.unflatten(1, (H, D))
-    return rotate(rms_norm(q, p["h"], EPS) if normed else q, angles(x, **more))
+    return rotate(rms_norm(q, p["h"], EPS) if normed else q, turn(x, **more))
 
 
-def in_float32(q: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+def in_float32(q: Tensor, by: Turn) -> Tensor:
     """As towers turn heads in half precision."""
-    return rotate(q.float(), cos_sin).to(q.dtype)
+    return rotate(q.float(), by).to(q.dtype)
 
 
 def with_copy(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,32 +223,33 @@ NOTHING = ("no_ops",)
 F32 = torch.float32
 CASES |= {
     "a rope": (turned, ROPE, (0, 1), BF16),
+    "a rope, pair by pair": (pair_by_pair, ROPE, (0, 1), BF16),
     "a rope of a share": (lambda p, x: turned(p, x, width=1), ROPE, (0, 1), F32),
     "a rope of a norm": (lambda p, x: turned(p, x, normed=True), ROPE, (1, 0), BF16),
     "a norm that others read before its rope": (
-        lambda p, x: (lambda n: (rotate(n, angles(x)), n.sin()))(
+        lambda p, x: (lambda n: (rotate(n, turn(x)), n.sin()))(
             rms_norm(x.unflatten(1, (H, D)), p["h"], EPS)
         ),
         ROPE, (0, 1), BF16,
     ),
     "angles of another dtype": (
-        lambda p, x: rotate(x.unflatten(1, (H, D)), angles(x.float())), ROPE, (0, 0), BF16,
+        lambda p, x: rotate(x.unflatten(1, (H, D)), turn(x.float())), ROPE, (0, 0), BF16,
     ),
     "a rope in float32": (
-        lambda p, x: in_float32(x.unflatten(1, (H, D)), angles(x.float())), ROPE, (0, 1), BF16,
+        lambda p, x: in_float32(x.unflatten(1, (H, D)), turn(x.float())), ROPE, (0, 1), BF16,
     ),
     "a rope in float32 that others read before it is rounded": (
         lambda p, x: (lambda y: (y.to(BF16), y.sin()))(
-            rotate(x.unflatten(1, (H, D)).float(), angles(x.float()))
+            rotate(x.unflatten(1, (H, D)).float(), turn(x.float()))
         ),
         ROPE, (0, 1), BF16,
     ),
     "a rope in float32, rounded to another dtype": (
-        lambda p, x: rotate(x.unflatten(1, (H, D)).float(), angles(x.float())).half(),
+        lambda p, x: rotate(x.unflatten(1, (H, D)).float(), turn(x.float())).half(),
         ROPE, (0, 1), BF16,
     ),
     "a rope in float32 by angles that are not": (
-        lambda p, x: rotate(x.unflatten(1, (H, D)).float(), angles(x)).to(BF16), ROPE, (0, 0), BF16,
+        lambda p, x: rotate(x.unflatten(1, (H, D)).float(), turn(x)).to(BF16), ROPE, (0, 0), BF16,
     ),
     "a rope of a tower": (of_towers, ROPE, (0, 1), BF16),
     "a rope of a tower in float32": (of_towers, ROPE, (0, 1), F32),
@@ -262,9 +273,35 @@ CASES |= {
         ROPE, (0, 0), F32,
     ),
     "angles for each head": (
-        lambda p, x: rotate(x.unflatten(1, (H, D)), (x.unflatten(1, (H, D))[..., :2].cos(),
-                                                     x.unflatten(1, (H, D))[..., :2].sin())),
+        lambda p, x: rotate(x.unflatten(1, (H, D)), turn_by(x.unflatten(1, (H, D))[..., :2].cos(),
+                                                            x.unflatten(1, (H, D))[..., :2].sin())),
         ROPE, (0, 0), F32,
+    ),
+    "a rope of some columns": (
+        lambda p, x: rotate(x.unflatten(1, (H, D)), turn(x, width=1)), ROPE, (0, 1), BF16,
+    ),
+    "a rope of some columns, and one column lost": (
+        lambda p, x: (lambda a, b, c: torch.cat([rotate(a, turn(x, width=1)), b], -1))(
+            *torch.split_with_sizes(x.unflatten(1, (H, D)), [2, 1, 1], -1)), ROPE, (0, 1), BF16,
+    ),
+    "sines of another sign": (
+        lambda p, x: (lambda q, by: q * by.cos - torch.cat(q.split([2, 2], -1)[::-1], -1) * by.sin)(
+            x.unflatten(1, (H, D)), turn(x)), ROPE, (0, 0), F32,
+    ),
+    "sines without a sign": (
+        lambda p, x: (lambda q, cos, sin: rotate(q, Turn(
+            torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))))(
+                x.unflatten(1, (H, D)), *angles(x)), ROPE, (0, 0), F32,
+    ),
+    "other sines in the second half": (
+        lambda p, x: (lambda q, cos, sin: rotate(q, Turn(
+            torch.cat([cos, cos], -1), torch.cat([-sin, cos], -1))))(
+                x.unflatten(1, (H, D)), *angles(x)), ROPE, (0, 0), F32,
+    ),
+    "sines that are written in between": (
+        lambda p, x: (lambda q, cos, sin: (lambda by: rotate(
+            changed(q.sin(), lambda _: sin.add_(1)), by))(turn_by(cos, sin)))(
+                x.unflatten(1, (H, D)), *angles(x)), ROPE, (0, 0), F32,
     ),
     "pairs of neighbours": (neighbours, ROPE, (0, 0), F32),
     "turned backwards": (backwards, ROPE, (0, 0), F32),
@@ -558,29 +595,31 @@ def in_call(
     *, of: Callable[[Any, Tensor], Tensor] = lambda p, y: y, eps: float | None = None,
     angle: Callable[[Tensor], Tensor] = lambda x: x, then: Callable[..., Any] = lambda *x: None,
     turns: tuple[bool, bool] = (True, True), one: bool = False, wide: bool = False,
+    width: int = D // 2,
 ) -> Any:  # fmt: skip
     """Attention over q and k that are turned, by default as one expects; and what else is read.
 
     Args:
         of: the norm of q, and of k where `eps` is not given: that of k's norm.
         angle: what k's angles are made of.
+        width: pairs that turn.
         then: is called with p and the values before attention is; what it returns is returned.
     """
 
     def forward(p: Any, state: Any, batch: toys.Batch) -> Any:
         x = p["w"][batch.token_ids]
         y, own = x.sin(), x.cos()
-        cos_sin = angles(x)
+        by = turn(x, width)
         q, k, v = (z.unflatten(1, (H, D)) for z in (y, own, x))
         q = of(p, q)
         k = of(p, k) if eps is None else rms_norm(k, p["h"], eps)
-        k_angles = cos_sin if angle(x) is x else angles(angle(x))
+        k_by = by if angle(x) is x else turn(angle(x))
         if wide:
-            cos_sin = angles(x.float())
-            q, k = in_float32(q, cos_sin), in_float32(k, cos_sin)
+            by = turn(x.float())
+            q, k = in_float32(q, by), in_float32(k, by)
         else:
-            q = rotate(q, cos_sin) if turns[0] else q
-            k = rotate(k, k_angles) if turns[1] else k
+            q = rotate(q, by) if turns[0] else q
+            k = rotate(k, k_by) if turns[1] else k
         k = q if one else k
         kept = then(p, y, q, k)
         out, kv = fg.ops.attention(q, k, v, state, batch)
@@ -595,6 +634,7 @@ def normed(p: Any, y: Tensor) -> Tensor:
 
 IN_CALL = {
     "both turned": (in_call(), 1),
+    "some of their columns turned": (in_call(width=1), 1),
     "both normed and turned": (in_call(of=normed), 1),
     "normed by another epsilon": (in_call(of=normed, eps=0.1), 0),
     "one of a norm": (in_call(eps=EPS), 0),

@@ -78,6 +78,7 @@ WHERE = {
 }
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", WHO)
 def test_every_other_process_raises_in_time(ran: dict[str, list[Ended]], name: str) -> None:
     ended = ran[name]

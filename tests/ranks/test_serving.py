@@ -82,7 +82,7 @@ def test_the_stream_has_everything(one):
     assert len(want.texts[run.CANCELLED]) < run.requests(False)[4].max_new
 
 
-@pytest.mark.sampled(*(f"{kind}-{modes}" for kind in ("tp", "pp") for modes in BOTH))
+@pytest.mark.sampled("tp-FULL_AND_PIECEWISE", "pp-FULL_AND_PIECEWISE")
 @pytest.mark.parametrize("modes", run.MODES)
 @pytest.mark.parametrize("kind", ["tp", "pp"])
 def test_a_team_of_two_writes_what_one_does(ranks, one, kind: str, modes: str):

@@ -66,6 +66,7 @@ def test_the_demo_runs_under_torchrun(prompts: tuple[str, str]):
         assert len(re.findall(rf"(?m)^{modes} +tokens equal", told)) == 1, told
 
 
+@pytest.mark.sampled(0)
 def test_generate_writes_the_same_over_two_processes(
     prompts: tuple[str, str], capsys: pytest.CaptureFixture
 ):

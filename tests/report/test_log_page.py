@@ -290,6 +290,7 @@ def opened(page: str, folder: Path, width: int, dark: bool = False) -> dict[str,
     return seen
 
 
+@pytest.mark.sampled(0)
 def test_a_browser_draws_it_as_wide_as_a_phone_and_as_a_screen(tmp_path: Path):
     page = page_of(LOG)
     assert "http" not in page.replace("http-equiv", "")  # it needs nothing else

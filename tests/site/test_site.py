@@ -93,6 +93,7 @@ def broken(pages: dict[Path, Page]) -> Iterator[str]:
                 yield f"{path.name}: {link}, no such place"
 
 
+@pytest.mark.sampled(0)
 def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
     pages = parsed(site)
     assert len(pages) > 50 and sum(len(page.links) for page in pages.values()) > 5000
@@ -159,6 +160,7 @@ PAGES = ("index.html", "first_hour.html", "reference/index.html", "reference/fng
          "notebooks/01_batches_and_dispatch.html")  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 def test_a_browser_draws_it_as_wide_as_a_phone_and_as_a_screen(site: Path, tmp_path: Path) -> None:
     views = [View(page, width) for page in PAGES for width in (PHONE, SCREEN)]
     for view, seen in zip(views, looked_at(site, views, LOOK, tmp_path / "profile")):

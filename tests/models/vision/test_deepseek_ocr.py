@@ -131,7 +131,7 @@ def test_pages_are_as_published(published, params):
         close(model.postprocess(outputs(model, params, one), one), published(one), atol=1e-4)
 
 
-@pytest.mark.sampled("local")
+@pytest.mark.sampled("global")
 @pytest.mark.parametrize("path", ["global", "local"])
 def test_packs_in_graphs(params, path: str):
     model = deepseek_ocr.encoder(CONFIG, params, max_tokens=200)

@@ -100,7 +100,7 @@ def guarded() -> Any:
     return of
 
 
-@pytest.mark.sampled("qwen", "step3")
+@pytest.mark.sampled("qwen")
 @pytest.mark.parametrize("name", CASES)
 def test_each_item_is_as_alone(name: str, guarded: Any):
     case, wants, encode = guarded(name)
